@@ -1,0 +1,1 @@
+"""Measurements: the bench, the emulated cluster, real training runs."""

@@ -1,0 +1,1 @@
+"""What way does a bucket take?"""

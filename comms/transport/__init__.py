@@ -1,0 +1,1 @@
+"""The collectives a phase needs, one file a transport."""

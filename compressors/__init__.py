@@ -1,0 +1,1 @@
+"""How do fewer bytes say the same?"""

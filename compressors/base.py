@@ -1,0 +1,197 @@
+"""The contracts between a compressor, the group it talks to, and the hook that calls it.
+
+A *codec* turns a flat tensor into a payload of fixed size and back, and never communicates. A *compressor* is an
+approximate all-reduce over a group, built on a codec or on an exchange of its own. The hook calls compressors on one
+shard at a time: the slice of a bucket that this rank owns between the phases inside the node.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+StateDict = dict[str, Tensor | int | float | str]
+"""Flat and plain, so that `torch.load(weights_only=True)` and torch.distributed.checkpoint take it."""
+
+
+class Work(Protocol):
+    """A collective that has been issued."""
+
+    def wait(self) -> None:
+        """Returns when the result may be read (on CUDA: by work queued later on the current stream).
+
+        Raises:
+            RuntimeError: The collective failed; the message names the peer where the transport knows it.
+        """
+
+
+class Group(Protocol):
+    """A fixed set of ranks and the collectives they can run, each issued in the same order on every one of them.
+
+    Every tensor is contiguous, on the group's device, and of the same numel and dtype on all ranks. It must stay
+    alive and unread until the returned Work has been waited for.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank's index in the group, 0 <= rank < size."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Sums `tensor` over the ranks, in place; the same bits on all of them."""
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> Work:
+        """Sends the r-th of `size` equal parts of `source` (along dim 0) to rank r; `output` has the same shape."""
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Work:
+        """Fills `output` (numel = size * source.numel()) with every rank's `source`, in rank order."""
+
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
+        """Sums in place, so that `tensor[bounds[r]:bounds[r + 1]]` holds the sum on rank r.
+
+        Args:
+            tensor: 1-D; what it holds outside this rank's slice is undefined afterwards.
+            bounds: `size + 1` ascending offsets from 0 to `tensor.numel()`; empty slices are fine.
+        """
+
+    def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
+        """The inverse of `reduce_scatter`: in place, every rank's slice ends up on all ranks."""
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work:
+        """Copies `tensor` of rank `root` to all ranks, in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A run of one parameter inside a flat tensor."""
+
+    name: str
+    """Name of the parameter: the key of every state."""
+    shape: tuple[int, ...]
+    """Shape of the whole parameter in memory order (a channels_last weight is permuted accordingly)."""
+    parameter_start: int
+    """First element of the run within the flattened parameter."""
+    start: int
+    """Where the run begins in the flat tensor."""
+    numel: int
+    """Elements in the run; smaller than the parameter where a shard boundary cuts it."""
+
+    @property
+    def stop(self) -> int:
+        """One past the run's last element in the flat tensor."""
+        return self.start + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which parameter lies where in a flat tensor: ascending slices without gaps or overlaps."""
+
+    slices: tuple[Slice, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat tensor."""
+        return self.slices[-1].stop if self.slices else 0
+
+    def cut(self, start: int, stop: int) -> "Layout":
+        """The layout of `flat[start:stop]`."""
+        pieces = []
+        for piece in self.slices:
+            first, last = max(piece.start, start), min(piece.stop, stop)
+            if first < last:
+                offset = piece.parameter_start + first - piece.start
+                pieces.append(replace(piece, parameter_start=offset, start=first - start, numel=last - first))
+        return Layout(tuple(pieces))
+
+
+def even_bounds(numel: int, parts: int, align: int = 1) -> tuple[int, ...]:
+    """Cuts `numel` elements into `parts` runs of nearly equal length at multiples of `align`.
+
+    Returns:
+        `parts + 1` ascending offsets from 0 to `numel`.
+    """
+    blocks = -(-numel // align)
+    return tuple(min(numel, blocks * part // parts * align) for part in range(parts + 1))
+
+
+class Codec(Protocol):
+    """encode(flat tensor) -> payload, decode(payload) -> flat tensor. No state, no communication.
+
+    The payload's size depends on numel alone. Every rank that decodes a payload gets the same bits.
+    """
+
+    def wire_nbytes(self, numel: int) -> int:
+        """Size of the payload of `numel` elements, in bytes."""
+
+    def encode(self, flat: Tensor, payload: Tensor) -> None:
+        """Writes `flat` (1-D float32) into `payload` (1-D uint8, `wire_nbytes(flat.numel())` long)."""
+
+    def decode(self, payload: Tensor, flat: Tensor) -> None:
+        """Writes the approximation that `payload` describes into `flat` (1-D float32)."""
+
+
+@runtime_checkable
+class Compressor(Protocol):
+    """An approximate all-reduce over one group, with the state (residuals, momenta, factors) that it needs.
+
+    One instance serves all buckets of one model on one rank; state is keyed by parameter name and slice. State
+    changes of a step are staged and take effect in `end_step`, so that a step with a non-finite gradient leaves it
+    as it was.
+    """
+
+    name: str
+    """What the user writes: `compressor="onebit"`."""
+
+    def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
+        """Where a bucket with this layout may be cut into `parts` shards (`parts + 1` offsets).
+
+        PowerSGD deals out whole matrices; block codecs cut at block boundaries.
+        """
+
+    def wire_nbytes(self, layout: Layout, group_size: int) -> int:
+        """Bytes that one rank of the group sends for a shard with this layout, headers not counted."""
+
+    def all_reduce(self, shard: Tensor, layout: Layout, group: Group) -> Iterator[Work]:
+        """Replaces `shard` (1-D float32) by an approximation of its sum over the group; the same bits on all ranks.
+
+        A generator: it yields each Work it has issued and is resumed when that Work is done, so that the executor
+        can overlap several shards. The number of yields depends on the layouts and the configuration only, never on
+        values. `group` may stand for another communicator of the same ranks after each yield.
+        """
+
+    def end_step(self, finite: bool) -> None:
+        """Ends a step on all ranks alike: commits the staged state, or drops it where the output was not finite."""
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies residuals and momenta by `factor`: the loss scale has changed."""
+
+    def state_dict(self) -> StateDict:
+        """This rank's state, keyed by parameter name and slice."""
+
+    def load_state_dict(self, state: Mapping[str, Tensor | int | float | str]) -> None:
+        """Restores `state_dict()`'s result; checks all of it before it changes anything."""
+
+
+def check_gradient(flat: Tensor) -> None:
+    """Refuses what no compressor can take.
+
+    Raises:
+        TypeError: `flat` is complex or of an integer dtype.
+        ValueError: `flat` is not 1-D and contiguous.
+    """
+    if not flat.is_floating_point():
+        raise TypeError(f"`flat` has dtype {flat.dtype}; compression needs a real floating-point gradient: "
+                        'use compressor="none" for this parameter (see `rules`)')
+    if flat.dim() != 1 or not flat.is_contiguous():
+        raise ValueError(f"`flat` has shape {tuple(flat.shape)}; wanted a contiguous 1-D tensor: "
+                         "pass tensor.contiguous().view(-1)")
+
+
+def staging(numel: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An uninitialised 1-D buffer of `numel` elements on the device of `like`."""
+    return torch.empty(numel, dtype=dtype, device=like.device)

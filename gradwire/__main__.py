@@ -1,0 +1,40 @@
+"""The console command `gradwire`: one table of sub-commands, each imported only when it is asked for."""
+
+import importlib
+import sys
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "bench": ("gradwire.bench.command", "nccl-tests for plans and compressors; `bench kernels` times the kernels"),
+    "emulate": ("gradwire.bench.emulate", "run a command on a cluster of network namespaces on this machine"),
+    "gdr-check": ("gradwire.topology.gdr.command", "is GPUDirect RDMA possible, configured, in use?"),
+    "topo": ("gradwire.topology.command", "what does this machine look like: tree, matrix, picture"),
+}
+"""Name -> (module with `main(argv: list[str]) -> int`, one line of help)."""
+
+
+def usage() -> str:
+    """Returns the help text that lists every sub-command."""
+    rows = "\n".join(f"  {name:<10} {line}" for name, (_, line) in sorted(COMMANDS.items()))
+    return f"usage: gradwire COMMAND [options]\n\ncommands:\n{rows}\n\n`gradwire COMMAND --help` explains one of them."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one sub-command and returns its exit status.
+
+    Args:
+        argv: Words after `gradwire`; the process's own by default.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if words[0] not in COMMANDS:
+        print(f"gradwire: no command `{words[0]}`\n\n{usage()}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(COMMANDS[words[0]][0])
+    status: int = module.main(words[1:])
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Types of the compiled module `gradwire._native` (csrc/cpu)."""

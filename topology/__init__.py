@@ -1,0 +1,1 @@
+"""What do the machines look like?"""

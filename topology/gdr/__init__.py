@@ -1,0 +1,1 @@
+"""The GPUDirect-RDMA configuration checker: one small function a check."""
