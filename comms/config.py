@@ -1,0 +1,122 @@
+"""One frozen `Config`: everything a user can set, checked in one place; the only reader of the environment."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+PLANS = ("auto", "flat", "hierarchical", "leader")
+TRANSPORTS = ("auto", "gloo", "nccl", "mpi")
+ENVIRONMENT_PREFIX = "GRADWIRE_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """What a user can set. All fields but those that say so must be equal on all ranks."""
+
+    plan: str = "auto"
+    """`auto` takes the cheapest; `flat`, `hierarchical` and `leader` force one."""
+
+    chunks: int = 0
+    """Pieces a bucket is cut into so that phases overlap; 0 lets the planner choose."""
+
+    compressor: str | None = None
+    """Name of the compressor of the phase between nodes; None is exact."""
+
+    compressor_options: Mapping[str, object] = field(default_factory=dict)
+    """Options of that compressor, as its documentation names them."""
+
+    rules: tuple[object, ...] = ()
+    """Per-parameter rules (`gradwire.compressors.rules.Rule`): which parameters travel how."""
+
+    transport: str = "auto"
+    """Between nodes: `gloo`, `nccl` or `mpi`; `auto` goes by the tensor's device."""
+
+    timeout: timedelta = timedelta(minutes=5)
+    """A collective that takes longer fails on all ranks."""
+
+    hostname: str | None = None
+    """Overrides this host's name in the placement (own on every rank): ranks with equal names share a node."""
+
+    location: tuple[str, ...] = ()
+    """Units above the node that this rank is in, outermost first: `("region1", "rack7")` (own on every rank)."""
+
+    nic_bytes_per_second: float | None = None
+    """Bandwidth of a node towards the others, one direction; None takes the model's default."""
+
+    def __post_init__(self) -> None:
+        _check_choice("plan", self.plan, PLANS)
+        _check_choice("transport", self.transport, TRANSPORTS)
+        if self.chunks < 0:
+            raise ValueError(f"`chunks` is {self.chunks}; wanted 0 (the planner chooses) or a positive number")
+        if self.timeout <= timedelta(0):
+            raise ValueError(f"`timeout` is {self.timeout}; wanted a positive duration")
+        if len(self.location) > 2:
+            raise ValueError(f"`location` is {self.location}; wanted at most two names: region, rack")
+        if self.nic_bytes_per_second is not None and not self.nic_bytes_per_second > 0:
+            raise ValueError(f"`nic_bytes_per_second` is {self.nic_bytes_per_second}; wanted a number > 0, or None")
+
+    @classmethod
+    def from_env(cls, **options: object) -> "Config":
+        """The configuration that `options` and the environment give; an option wins over its variable.
+
+        Variables: GRADWIRE_PLAN, GRADWIRE_CHUNKS, GRADWIRE_COMPRESSOR, GRADWIRE_TRANSPORT, GRADWIRE_TIMEOUT_SECONDS,
+        GRADWIRE_HOSTNAME, GRADWIRE_LOCATION (`region/rack`), GRADWIRE_NIC_BYTES_PER_SECOND.
+
+        Raises:
+            TypeError: An option has an unknown name.
+            ValueError: A value does not fit; the message names the option or the variable.
+        """
+        known = {entry.name for entry in dataclasses.fields(cls)}
+        for name in options:
+            if name not in known:
+                raise TypeError(f"`{name}` is no option of gradwire; wanted one of {', '.join(sorted(known))}")
+        values: dict[str, object] = {}
+        for name, convert in _VARIABLES.items():
+            text = os.environ.get(ENVIRONMENT_PREFIX + name)
+            if text is not None:
+                try:
+                    values[convert[0]] = convert[1](text)
+                except ValueError as error:
+                    raise ValueError(f"`{ENVIRONMENT_PREFIX}{name}` is {text!r}: {error}") from None
+        return cls(**(values | options))  # type: ignore[arg-type]  # checked by name above, by value in __post_init__
+
+    def shared(self) -> dict[str, str]:
+        """The fields that must agree on all ranks, as text."""
+        own = {"hostname", "location"}
+        return {entry.name: _plain(getattr(self, entry.name)) for entry in dataclasses.fields(self)
+                if entry.name not in own}
+
+
+def local_rank() -> int | None:
+    """LOCAL_RANK as torchrun sets it; None where nothing set it."""
+    text = os.environ.get("LOCAL_RANK")
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Mapping):
+        return repr(sorted((str(name), repr(entry)) for name, entry in value.items()))
+    return repr(value)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{name}` is {value!r}; wanted one of {', '.join(choices)}")
+
+
+def _seconds(text: str) -> timedelta:
+    return timedelta(seconds=float(text))
+
+
+_VARIABLES = {
+    "PLAN": ("plan", str),
+    "CHUNKS": ("chunks", int),
+    "COMPRESSOR": ("compressor", str),
+    "TRANSPORT": ("transport", str),
+    "TIMEOUT_SECONDS": ("timeout", _seconds),
+    "HOSTNAME": ("hostname", str),
+    "LOCATION": ("location", lambda text: tuple(text.split("/"))),
+    "NIC_BYTES_PER_SECOND": ("nic_bytes_per_second", float),
+}

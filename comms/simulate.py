@@ -1,0 +1,98 @@
+"""Runs a plan on plain arrays in one process and counts the bytes on every link: the proof of a plan.
+
+Messages are real: every collective is taken apart into sends of array slices between two ranks, by the algorithm that
+the cost model prices (ring all_reduce, direct reduce_scatter and all_gather). The postcondition of an all-reduce is
+that every rank holds the sum of all ranks.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, Plan
+from gradwire.comms.schedule import Partition, Schedule, Transfer, even_partition
+from gradwire.compressors.base import even_bounds
+from gradwire.topology.cluster import Cluster
+
+Array = NDArray[np.int64]
+
+
+class Wires:
+    """Counts what leaves each unit: `(level, unit)` -> bytes, `(0, (rank,))` for traffic inside a node."""
+
+    def __init__(self, cluster: Cluster, element_nbytes: int) -> None:
+        self.cluster = cluster
+        self.element_nbytes = element_nbytes
+        self.egress: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
+
+    def send(self, source: int, target: int, numel: int) -> None:
+        """Books a message on every link that it leaves a unit by."""
+        crossed = self.cluster.crossing_level(source, target)
+        if crossed == 0:
+            self.egress[0, (source,)] += numel * self.element_nbytes
+        for level in range(1, crossed + 1):
+            self.egress[level, self.cluster.unit(source, level - 1)] += numel * self.element_nbytes
+
+    def busiest(self) -> dict[str, int]:
+        """For each level's name the bytes of the busiest unit."""
+        return {level.name: max((nbytes for (index, _), nbytes in self.egress.items() if index == number), default=0)
+                for number, level in enumerate(self.cluster.levels)}
+
+
+def simulate(cluster: Cluster, plan: Plan, inputs: Sequence[Array], partition: Partition = even_partition,
+             element_nbytes: int = 4) -> tuple[list[Array], dict[str, int]]:
+    """Runs `plan` and returns every rank's result and the bytes of the busiest unit at each level.
+
+    Args:
+        cluster: Where the ranks are.
+        plan: What to run.
+        inputs: One int64 array for each rank, all of one length; left as they are.
+        partition: Where a region may be cut.
+        element_nbytes: Size of an element on the wire.
+    """
+    state = [array.copy() for array in inputs]
+    wires = Wires(cluster, element_nbytes)
+    schedule = Schedule(cluster, plan)
+    cuts = partition(0, len(inputs[0]), plan.chunks)
+    for start, stop in pairwise(cuts):
+        for phase in schedule.transfers(stop - start, partition, start):
+            for transfer in phase:
+                _run(transfer, state, wires)
+    return state, wires.busiest()
+
+
+def _run(transfer: Transfer, state: list[Array], wires: Wires) -> None:
+    views = [state[rank][transfer.start:transfer.stop] for rank in transfer.members]
+    if transfer.op == ALL_REDUCE:
+        bounds = even_bounds(transfer.stop - transfer.start, len(views))
+        _ring(transfer.members, views, bounds, wires, add=True)
+        _ring(transfer.members, views, bounds, wires, add=False)
+        return
+    for source, sender in enumerate(transfer.members):
+        for target, receiver in enumerate(transfer.members):
+            if source != target:
+                owner = source if transfer.op == ALL_GATHER else target
+                piece = slice(transfer.bounds[owner], transfer.bounds[owner + 1])
+                if transfer.op == ALL_GATHER:
+                    views[target][piece] = views[source][piece]
+                else:
+                    views[target][piece] += views[source][piece]
+                wires.send(sender, receiver, piece.stop - piece.start)
+
+
+def _ring(members: Sequence[int], views: list[Array], bounds: Sequence[int], wires: Wires, *, add: bool) -> None:
+    """One pass around the ring: in step s, member k passes on piece k - s (adding) or k + 1 - s (copying)."""
+    count = len(members)
+    for step in range(count - 1):
+        sent = []
+        for index in range(count):
+            piece = (index - step + (0 if add else 1)) % count
+            sent.append((index, piece, views[index][bounds[piece]:bounds[piece + 1]].copy()))
+        for index, piece, data in sent:
+            target = (index + 1) % count
+            view = views[target][bounds[piece]:bounds[piece + 1]]
+            view[:] = view + data if add else data
+            wires.send(members[index], members[target], len(data))

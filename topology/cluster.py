@@ -1,0 +1,157 @@
+"""Ranks on nodes, nodes in racks, racks in regions: the shape that a plan is made for."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+LEVEL_NAMES = ("intra_node", "inter_node", "inter_rack", "inter_region")
+"""Names of the levels of a cluster, innermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one message costs: alpha seconds, and beta = 1 / bytes_per_second for each byte, in one direction."""
+
+    alpha_seconds: float
+    bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        if not self.alpha_seconds >= 0:
+            raise ValueError(f"`alpha_seconds` is {self.alpha_seconds}; wanted a number >= 0")
+        if not self.bytes_per_second > 0:
+            raise ValueError(f"`bytes_per_second` is {self.bytes_per_second}; wanted a number > 0")
+
+    def seconds(self, messages: float, nbytes: float) -> float:
+        """Time for `messages` messages after one another that carry `nbytes` in all."""
+        return messages * self.alpha_seconds + nbytes / self.bytes_per_second
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One ring of the hierarchy.
+
+    At level 0 the link is what one rank has inside its node; at every other level it is what one whole unit (node,
+    rack, region) has towards the others, shared by all the ranks inside.
+    """
+
+    name: str
+    link: Link
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Where each rank is.
+
+    Attributes:
+        locations: For each rank the unit it is in at every level above the first, outermost first: `(node,)` in a
+            cluster of two levels, `(rack, node)` in one of three. Node numbers are unique inside their rack.
+        levels: Innermost first; one more than the length of a location.
+    """
+
+    locations: tuple[tuple[int, ...], ...]
+    levels: tuple[Level, ...]
+
+    def __post_init__(self) -> None:
+        if not self.locations:
+            raise ValueError("`locations` is empty; wanted one location for each rank")
+        lengths = {len(location) + 1 for location in self.locations}
+        if lengths != {len(self.levels)}:
+            raise ValueError(f"`levels` has {len(self.levels)} entries; wanted {sorted(lengths)}: "
+                             "one more than there are numbers in a rank's location")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.locations)
+
+    @property
+    def depth(self) -> int:
+        """Number of levels."""
+        return len(self.levels)
+
+    def unit(self, rank: int, level: int) -> tuple[int, ...]:
+        """The unit of `level` that `rank` is in: its node at level 0, its rack at level 1, () at the top."""
+        return self.locations[rank][:self.depth - 1 - level]
+
+    def units(self, level: int) -> tuple[tuple[int, ...], ...]:
+        """All units of a level, in the order of their lowest rank."""
+        return tuple(dict.fromkeys(self.unit(rank, level) for rank in range(self.size)))
+
+    def ranks(self, unit: tuple[int, ...]) -> tuple[int, ...]:
+        """The ranks in a unit, ascending."""
+        return tuple(rank for rank, location in enumerate(self.locations) if location[:len(unit)] == unit)
+
+    def children(self) -> dict[tuple[int, tuple[int, ...]], tuple[tuple[int, ...], ...]]:
+        """What each unit is made of: `(level, unit)` -> units of the level below, `(rank,)` for each rank of a node.
+
+        Both in the order of their lowest rank.
+        """
+        found: dict[tuple[int, tuple[int, ...]], dict[tuple[int, ...], None]] = {}
+        for rank in range(self.size):
+            for level in range(self.depth):
+                child = self.unit(rank, level - 1) if level else (rank,)
+                found.setdefault((level, self.unit(rank, level)), {})[child] = None
+        return {key: tuple(members) for key, members in found.items()}
+
+    def widest(self, level: int) -> int:
+        """Children of the largest unit of a level: the most ranks in a node at level 0."""
+        return max(len(below) for (number, _), below in self.children().items() if number == level)
+
+    @property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node, nodes in the order of their lowest rank."""
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank, location in enumerate(self.locations):
+            members.setdefault(location, []).append(rank)
+        return tuple(tuple(ranks) for ranks in members.values())
+
+    def node_rank(self, rank: int) -> int:
+        """Index into `nodes` of the node that `rank` is in."""
+        return next(index for index, ranks in enumerate(self.nodes) if rank in ranks)
+
+    def crossing_level(self, source: int, target: int) -> int:
+        """The highest level whose link a message between two ranks takes; 0 inside a node."""
+        ours, theirs = self.locations[source], self.locations[target]
+        for depth, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            if one != other:
+                return self.depth - 1 - depth
+        return 0
+
+    def describe(self) -> str:
+        """One line: `2 nodes x 4 ranks`, `3 nodes of 3, 3 and 1 ranks`."""
+        counts = [len(ranks) for ranks in self.nodes]
+        word = "node" if len(counts) == 1 else "nodes"
+        if len(set(counts)) == 1:
+            text = f"{len(counts)} {word} x {counts[0]} ranks"
+        else:
+            text = f"{len(counts)} {word} of {', '.join(map(str, counts))} ranks"
+        outer = [f"{len(self.units(level - 1))} {name}" for level, name in ((2, "racks"), (3, "regions"))
+                 if level < self.depth]
+        return ", ".join([text, *outer])
+
+
+def uniform_cluster(counts: Sequence[int], levels: Sequence[Level]) -> Cluster:
+    """A cluster whose units of a level are all alike and whose ranks are contiguous.
+
+    Args:
+        counts: Ranks a node, nodes a rack, racks a region, ...: innermost first, one for each level.
+        levels: Innermost first.
+    """
+    if any(count < 1 for count in counts):
+        raise ValueError(f"`counts` is {tuple(counts)}; wanted whole numbers of at least 1")
+    size = 1
+    for count in counts:
+        size *= count
+    locations = []
+    for rank in range(size):
+        rest, location = rank // counts[0], list[int]()
+        for count in counts[1:]:
+            location.insert(0, rest % count)
+            rest //= count
+        locations.append(tuple(location))
+    return Cluster(tuple(locations), tuple(levels))
+
+
+def two_level_cluster(node_of_rank: Iterable[int], intra_node: Link, inter_node: Link) -> Cluster:
+    """A cluster of nodes from the node number of each rank, in any order and of any sizes."""
+    levels = (Level(LEVEL_NAMES[0], intra_node), Level(LEVEL_NAMES[1], inter_node))
+    return Cluster(tuple((node,) for node in node_of_rank), levels)
