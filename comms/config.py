@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -68,16 +68,16 @@ class Config:
             TypeError: An option has an unknown name.
             ValueError: A value does not fit; the message names the option or the variable.
         """
-        known = {entry.name for entry in dataclasses.fields(cls)}
+        known = {known_field.name for known_field in dataclasses.fields(cls)}
         for name in options:
             if name not in known:
                 raise TypeError(f"`{name}` is no option of gradwire; wanted one of {', '.join(sorted(known))}")
         values: dict[str, object] = {}
-        for name, convert in _VARIABLES.items():
+        for name, (entry, convert) in _VARIABLES.items():
             text = os.environ.get(ENVIRONMENT_PREFIX + name)
             if text is not None:
                 try:
-                    values[convert[0]] = convert[1](text)
+                    values[entry] = convert(text)
                 except ValueError as error:
                     raise ValueError(f"`{ENVIRONMENT_PREFIX}{name}` is {text!r}: {error}") from None
         return cls(**(values | options))  # type: ignore[arg-type]  # checked by name above, by value in __post_init__
@@ -110,7 +110,7 @@ def _seconds(text: str) -> timedelta:
     return timedelta(seconds=float(text))
 
 
-_VARIABLES = {
+_VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "PLAN": ("plan", str),
     "CHUNKS": ("chunks", int),
     "COMPRESSOR": ("compressor", str),

@@ -107,11 +107,16 @@ def _sent(phase: Phase, nbytes: float, count: int, index: int) -> float:
     return nbytes - own if phase.op == REDUCE_SCATTER else (count - 1) * own
 
 
-def pipelined_seconds(phases: Sequence[float], chunks: int) -> float:
-    """Time of `chunks` equal chunks through phases that overlap: the first one's way, then the slowest phase.
+def pipelined_seconds(phases: Sequence[tuple[int, float]], chunks: int) -> float:
+    """Time of `chunks` equal chunks through phases that overlap: the first one's way, then the busiest level.
+
+    Phases on one level share its links, so they do not overlap with each other.
 
     Args:
-        phases: Seconds of each phase for one chunk.
+        phases: Level and seconds of each phase, for one chunk.
         chunks: How many.
     """
-    return sum(phases) + (chunks - 1) * max(phases, default=0.0)
+    busy: dict[int, float] = {}
+    for level, seconds in phases:
+        busy[level] = busy.get(level, 0.0) + seconds
+    return sum(busy.values()) + (chunks - 1) * max(busy.values(), default=0.0)

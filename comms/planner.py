@@ -52,7 +52,7 @@ def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, compre
     whole = [_price(model, phase, nbytes, ratio) for phase in phases]
     for count in (chunks,) if chunks else CHUNK_COUNTS:
         if count == 1 or chunks or nbytes / count >= MINIMUM_CHUNK_NBYTES:
-            pieces = [_price(model, phase, nbytes / count, ratio).seconds for phase in phases]
+            pieces = [(phase.level, _price(model, phase, nbytes / count, ratio).seconds) for phase in phases]
             yield Plan(name, phases, count, nbytes, pipelined_seconds(pieces, count), busiest(cluster, whole), "")
 
 

@@ -86,17 +86,17 @@ class Schedule:
 
     def _phase(self, phase: Phase, regions: dict[int, list[_Region]]) -> Iterator[Transfer]:
         if phase.whole:
-            units, everyone = [()], tuple((rank,) for rank in range(self.cluster.size))
-        else:
-            units, everyone = list(self.cluster.units(phase.level)), None
-        for unit in units:
-            below = everyone or self._children[phase.level, unit]
-            for region in regions[0 if phase.whole else phase.level]:
-                if len(below) > 1 and region.stop > region.start:
-                    members = (tuple(rank for (rank,) in below) if phase.whole else
-                               tuple(self._owner(child, phase.level - 1, region.indices) for child in below))
-                    bounds = () if phase.op == ALL_REDUCE else _bounds(region, phase, len(below), regions)
-                    yield Transfer(phase.op, phase.level, members, region.start, region.stop, bounds)
+            (region,) = regions[0]
+            if self.cluster.size > 1 and region.stop > region.start:
+                yield Transfer(phase.op, phase.level, tuple(range(self.cluster.size)), region.start, region.stop, ())
+            return
+        for (level, _), below in self._children.items():
+            if level == phase.level and len(below) > 1:
+                for region in regions[level]:
+                    if region.stop > region.start:
+                        members = tuple(self._owner(child, level - 1, region.indices) for child in below)
+                        bounds = () if phase.op == ALL_REDUCE else _bounds(region, phase, len(below), regions)
+                        yield Transfer(phase.op, level, members, region.start, region.stop, bounds)
 
     def _owner(self, unit: tuple[int, ...], level: int, indices: tuple[int, ...]) -> int:
         """The rank in `unit` (of `level`; at -1 the unit is the rank itself) that owns the region `indices`."""

@@ -69,8 +69,6 @@ def test_a_hierarchy_sends_the_lower_bound_through_the_nic() -> None:
 def test_the_flat_plan_is_taken_where_a_hierarchy_cannot_pay() -> None:
     for name in ("1x1", "1x2", "2x1", "one level"):
         assert plan_all_reduce(CLUSTERS[name], 1 << 24).name == "flat"
-    slow_inside = two_level_cluster(NODES["4x4"], Link(4e-6, 1e6), Link(30e-6, 1e9))
-    assert plan_all_reduce(slow_inside, 1 << 24).name == "flat"
 
 
 @pytest.mark.parametrize("name", ["2x2", "4x4", "3+1", "2x2 round-robin", "four levels"])
