@@ -56,7 +56,8 @@ class CostModel:
             if level == phase.level and len(below) > 1:
                 messages = max(messages, (len(below) - 1) * (2 if phase.op == ALL_REDUCE else 1))
                 for index, child in enumerate(below):
-                    self._charge(egress, level, child, _sent(phase, nbytes, len(below), index))
+                    sent = sent_nbytes(phase.op, nbytes, len(below), index, child_shares(phase.parts, len(below)))
+                    self._charge(egress, level, child, sent)
         return PhaseCost(messages * self.cluster.levels[phase.level].link.alpha_seconds + self._slowest(egress), egress)
 
     def _charge(self, egress: Egress, level: int, unit: Unit, nbytes: float) -> None:
@@ -99,12 +100,20 @@ def busiest(cluster: Cluster, costs: Iterable[PhaseCost]) -> dict[str, float]:
             for number, level in enumerate(cluster.levels)}
 
 
-def _sent(phase: Phase, nbytes: float, count: int, index: int) -> float:
-    if phase.op == ALL_REDUCE:
+def sent_nbytes(op: str, nbytes: float, count: int, index: int, bounds: Sequence[int] = ()) -> float:
+    """Bytes that member `index` of `count` sends in one collective over `nbytes`.
+
+    Args:
+        op: `all_reduce`, `reduce_scatter` or `all_gather`.
+        nbytes: Bytes of the region that the members share.
+        count: Members.
+        index: Which one.
+        bounds: Ownership in any unit (elements, regions), `count + 1` entries; not needed for an all_reduce.
+    """
+    if op == ALL_REDUCE:
         return 2 * (count - 1) / count * nbytes
-    bounds = child_shares(phase.parts, count)
-    own = (bounds[index + 1] - bounds[index]) / phase.parts * nbytes
-    return nbytes - own if phase.op == REDUCE_SCATTER else (count - 1) * own
+    own = (bounds[index + 1] - bounds[index]) / bounds[-1] * nbytes
+    return nbytes - own if op == REDUCE_SCATTER else (count - 1) * own
 
 
 def pipelined_seconds(phases: Sequence[tuple[int, float]], chunks: int) -> float:

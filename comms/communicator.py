@@ -1,0 +1,218 @@
+"""One rank's end of everything: where the ranks are, which plan a bucket takes, and the executor that runs it.
+
+The hook and the process group are two faces of this object.
+"""
+
+import logging
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.comms.compat import Store
+from gradwire.comms.config import Config
+from gradwire.comms.execute import Chunk, Executor
+from gradwire.comms.failure import CollectiveError, FailureBoard
+from gradwire.comms.groups import Groups
+from gradwire.comms.lanes import Job, Lanes
+from gradwire.comms.placement import Presence, cluster_of, exchange
+from gradwire.comms.plan import Phase, Plan
+from gradwire.comms.planner import plan_all_reduce
+from gradwire.comms.report import Ledger, Report
+from gradwire.comms.schedule import Partition, Schedule, Transfer, even_partition
+from gradwire.compressors.base import Compressor, Layout
+
+log = logging.getLogger("gradwire")
+
+FutureTensor = torch.futures.Future[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """A plan cut to one size of bucket: chunk bounds and this rank's transfers in each chunk."""
+
+    plan: Plan
+    bounds: tuple[int, ...]
+    transfers: list[list[list[Transfer]]]
+
+
+class Communicator:
+    """All-reduces flat tensors over a group of ranks by the cheapest plan.
+
+    Args:
+        store: A store that all ranks of the group share; keys are put below `name`.
+        rank: This rank in the group.
+        size: Number of ranks.
+        device: Where the tensors are.
+        config: The configuration; must agree on all ranks.
+        name: Unique among the communicators of this store, equal on all ranks.
+        compressor: Shrinks the phase over the slowest level of gradients that are given with a layout.
+
+    Raises:
+        RuntimeError: A rank did not come within the time-out.
+        ValueError: A rank came with another world size or configuration.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device, config: Config, *, name: str,
+                 compressor: Compressor | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.config = config
+        self.compressor = compressor
+        store = dist.PrefixStore(f"gradwire/{name}", store)
+        presences = exchange(store, Presence.here(rank, size, config, device), config.timeout)
+        self.cluster = cluster_of(presences, config)
+        self.level_names = tuple(level.name for level in self.cluster.levels)
+        self._ledger = Ledger(self.level_names)
+        self._lanes = Lanes(f"gradwire {name}")
+        self._groups = Groups(store, rank, device, self._same_node, config.transport, config.timeout)
+        self._executor = Executor(self._groups, rank, self._hops, compressor, self._ledger)
+        self._board = FailureBoard(store, rank, size)
+        self._routes: dict[object, _Route] = {}
+        self._failure: CollectiveError | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._buckets = 0
+
+    def all_reduce(self, flat: Tensor, *, scale: float = 1.0, layout: Layout | None = None) -> FutureTensor:
+        """Sums `scale * flat` over all ranks, in place.
+
+        Args:
+            flat: 1-D, contiguous, on this communicator's device, same numel and dtype on all ranks. Not to be touched
+                until the future is done.
+            scale: Factor on every rank's contribution, applied before anything is narrowed; 1 for integers.
+            layout: Which parameter lies where. With it, and a compressor, the slowest phase is compressed.
+
+        Returns:
+            A future whose value is `flat`; it raises CollectiveError where the collective failed. Its callbacks must
+            not issue collectives.
+
+        Raises:
+            ValueError: `flat` does not fit.
+        """
+        self._check(flat, scale)
+        self._buckets += 1
+        route = self._route(flat, layout)
+        chunks = [Chunk(flat, start, stop, transfers, scale, layout)
+                  for (start, stop), transfers in zip(pairwise(route.bounds), route.transfers, strict=True)]
+        if self.device.type == "cuda":
+            return self._on_stream(flat, chunks, route.plan)
+        return self._in_lanes(flat, chunks, route.plan)
+
+    def report(self, steps: int = 0) -> Report:
+        """What has travelled so far, and by which plans."""
+        plans = dict.fromkeys(route.plan.describe(self.level_names) for route in self._routes.values())
+        return Report(self.cluster.describe(), tuple(plans), self._ledger.rows(), self._buckets, steps)
+
+    def close(self) -> None:
+        """Ends the lanes and releases shared memory and connections."""
+        self._lanes.close()
+        self._groups.close()
+
+    def _in_lanes(self, flat: Tensor, chunks: list[Chunk], plan: Plan) -> FutureTensor:
+        done: torch.futures.Future[Tensor | CollectiveError] = torch.futures.Future()
+        remaining = len(chunks)
+
+        def steps(chunk: Chunk):  # type: ignore[no-untyped-def]  # a generator of Hops
+            nonlocal remaining
+            if self._failure:
+                raise self._failure
+            yield from self._executor.walk(chunk, plan)
+            remaining -= 1
+            if remaining == 0:
+                done.set_result(flat)
+
+        def failed(error: BaseException) -> None:
+            if not done.done():
+                done.set_result(self._fail(error, plan))
+
+        for chunk in chunks:
+            self._lanes.submit(Job(steps(chunk), failed))
+        return done.then(_unwrap)
+
+    def _on_stream(self, flat: Tensor, chunks: list[Chunk], plan: Plan) -> FutureTensor:
+        """On CUDA everything is issued at once, on a side stream that waits for the gradients; nothing blocks."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        done: FutureTensor = torch.futures.Future(devices=[self.device])
+        with torch.cuda.stream(self._stream):
+            for chunk in chunks:
+                for hop in self._executor.walk(chunk, plan):
+                    hop.work.wait()
+            flat.record_stream(self._stream)
+            done.set_result(flat)
+        return done
+
+    def _fail(self, error: BaseException, plan: Plan) -> CollectiveError:
+        if self._failure is None:
+            lane = self._lanes.current
+            phase = plan.phases[min(lane[0], len(plan.phases) - 1)]
+            place = "over all ranks" if phase.whole else self.level_names[phase.level]
+            self._groups.abort(f"rank {self.rank} gave up in {phase.op} {place}: {error}")
+            self._failure = self._board.diagnose(error, lane, f"{phase.op} {place}", self._node_ranks())
+            log.error("%s", self._failure)
+        return self._failure
+
+    def _route(self, flat: Tensor, layout: Layout | None) -> _Route:
+        key = (flat.numel(), flat.dtype, layout)
+        if key not in self._routes:
+            self._routes[key] = self._plan(flat, layout)
+        return self._routes[key]
+
+    def _plan(self, flat: Tensor, layout: Layout | None) -> _Route:
+        name, chunks = self.config.plan, self.config.chunks
+        if self.compressor and layout:
+            ratio = self.compressor.wire_nbytes(layout, 2) / max(1, flat.nbytes)
+            plan = plan_all_reduce(self.cluster, flat.nbytes, name="hierarchical", chunks=chunks,
+                                   compressor=self.compressor.name, ratio=ratio)
+        else:
+            plan = plan_all_reduce(self.cluster, flat.nbytes, name=name, chunks=chunks)
+        partition = self._partition(layout)
+        schedule = Schedule(self.cluster, plan)
+        bounds = partition(0, flat.numel(), plan.chunks)
+        transfers = [[[transfer for transfer in phase if self.rank in transfer.members]
+                      for phase in schedule.transfers(stop - start, partition, start)]
+                     for start, stop in pairwise(bounds)]
+        log.info("%d elements of %s: %s", flat.numel(), flat.dtype, plan.describe(self.level_names))
+        return _Route(plan, bounds, transfers)
+
+    def _partition(self, layout: Layout | None) -> Partition:
+        compressor = self.compressor
+        if compressor is None or layout is None:
+            return even_partition
+
+        def partition(start: int, stop: int, parts: int) -> tuple[int, ...]:
+            return tuple(start + offset for offset in compressor.partition(layout.cut(start, stop), parts))
+
+        return partition
+
+    def _same_node(self, members: tuple[int, ...]) -> bool:
+        return len({self.cluster.unit(rank, 0) for rank in members}) == 1
+
+    def _hops(self, phase: Phase) -> bool:
+        local = phase.level == 0 and (not phase.whole or len(self.cluster.nodes) == 1)
+        return not (local and self.device.type == "cpu")
+
+    def _node_ranks(self) -> tuple[int, ...]:
+        return self.cluster.ranks(self.cluster.unit(self.rank, 0))
+
+    def _check(self, flat: Tensor, scale: float) -> None:
+        if flat.device.type != self.device.type:
+            raise ValueError(f"`flat` is on {flat.device}; wanted {self.device}, where this communicator was made: "
+                             "move the model before the hook's first step")
+        if flat.dim() != 1 or not flat.is_contiguous():
+            raise ValueError(f"`flat` has shape {tuple(flat.shape)} and strides {flat.stride()}; wanted a contiguous 1-D "
+                             "tensor: pass tensor.contiguous().view(-1)")
+        if scale != 1.0 and not (flat.is_floating_point() or flat.is_complex()):
+            raise ValueError(f"`scale` is {scale} but `flat` has dtype {flat.dtype}; wanted 1 for integers")
+
+
+def _unwrap(done: "torch.futures.Future[Tensor | CollectiveError]") -> Tensor:
+    """Raises inside `.then`, where the message survives the way through DDP's reducer."""
+    value = done.value()
+    if isinstance(value, CollectiveError):
+        raise value
+    return value

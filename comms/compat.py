@@ -1,0 +1,84 @@
+"""Every switch between torch versions, and every private name of torch that gradwire uses. Written for 2.11 to 2.15."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, Store
+from torch.distributed import distributed_c10d
+
+
+class TorchWork(Protocol):
+    """What a torch process group returns for a collective it has issued."""
+
+    def wait(self) -> bool:
+        """Blocks until done; raises what went wrong."""
+
+
+class TorchGroup(Protocol):
+    """The methods of torch's C++ process groups that gradwire calls, under the names of 2.11 to 2.14."""
+
+    def allreduce(self, tensors: list[Tensor], options: object) -> TorchWork:
+        """Sums in place."""
+
+    def broadcast(self, tensors: list[Tensor], options: object) -> TorchWork:
+        """Copies from a root, in place."""
+
+    def alltoall_base(self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int],
+                      options: object) -> TorchWork:
+        """Exchanges slices of flat tensors."""
+
+
+def store_of(group: dist.ProcessGroup) -> Store:
+    """The store that a process group was made with."""
+    _, store = distributed_c10d._world.pg_map[group]
+    return store
+
+
+def make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> TorchGroup:
+    """A gloo group of its own, outside torch's registry: only its members take part in making it.
+
+    Honours GLOO_SOCKET_IFNAME, as torch does.
+    """
+    return cast(TorchGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+def make_nccl(store: Store, rank: int, size: int, timeout: timedelta, device: torch.device) -> TorchGroup:
+    """An NCCL group of its own, connected at once, so that all ranks create communicators in one order.
+
+    Torch 2.15 names the class ProcessGroupNCCL too, whichever implementation is behind the name `nccl`.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    group = dist.ProcessGroupNCCL(store, rank, size, options)
+    group.eager_connect_single_device(device)
+    return cast(TorchGroup, group)
+
+
+def all_gather_single(group: TorchGroup, output: Tensor, source: Tensor) -> TorchWork:
+    """all_gather into one flat tensor; renamed in torch 2.15."""
+    method = getattr(group, "all_gather_single", None) or group._allgather_base  # type: ignore[attr-defined]
+    return cast(TorchWork, method(output, source, AllgatherOptions()))
+
+
+def all_to_all_single(group: TorchGroup, output: Tensor, source: Tensor, output_splits: list[int],
+                      source_splits: list[int]) -> TorchWork:
+    """all_to_all on flat tensors; renamed in torch 2.15."""
+    method = getattr(group, "all_to_all_single", None) or group.alltoall_base
+    return cast(TorchWork, method(output, source, output_splits, source_splits, dist.AllToAllOptions()))
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> bool:
+    """Has autograd call `callback()` at the end of the running backward pass.
+
+    Returns:
+        False where no backward pass is running (a rank that has joined early calls hooks from outside).
+    """
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+    except RuntimeError:
+        return False
+    return True

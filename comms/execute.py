@@ -1,0 +1,179 @@
+"""Walks a plan with one chunk of a bucket: the collectives of each phase, on the slices that this rank has a part in.
+
+A chunk stays in the lane it is in as long as its collectives are done when they return (shared memory); after a phase
+whose collectives are still on their way it hops to the next lane, which waits for them. Whether a phase hops is
+decided by the plan alone, so all ranks hop alike, also those that have nothing to send in that phase.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradwire.comms.groups import Groups
+from gradwire.comms.lanes import Hop, Lane
+from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, Phase, Plan
+from gradwire.comms.report import Ledger
+from gradwire.comms.schedule import Transfer
+from gradwire.comms.transport.shm import ShmGroup
+from gradwire.comms.transport.torch_group import Works
+from gradwire.compressors.base import Compressor, Group, Layout, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of a bucket and what happens to it.
+
+    Attributes:
+        flat: The whole bucket, 1-D and contiguous; changed in place.
+        start: First element of the run.
+        stop: One past its last.
+        transfers: This rank's transfers, phase by phase.
+        scale: Factor on every rank's contribution.
+        layout: Which parameter lies where in `flat`; needed by a compressor only.
+    """
+
+    flat: Tensor
+    start: int
+    stop: int
+    transfers: list[list[Transfer]]
+    scale: float
+    layout: Layout | None = None
+
+
+class Executor:
+    """Runs chunks on transport groups.
+
+    Args:
+        groups: Where communicators come from.
+        rank: This rank.
+        hops: Whether collectives of a phase are still on their way when they return.
+        compressor: Used by the phases that name one.
+        ledger: Counts calls, bytes and seconds.
+    """
+
+    def __init__(self, groups: Groups, rank: int, hops: Callable[[Phase], bool], compressor: Compressor | None,
+                 ledger: Ledger) -> None:
+        self._groups = groups
+        self._rank = rank
+        self._hops = hops
+        self._compressor = compressor
+        self._ledger = ledger
+
+    def walk(self, chunk: Chunk, plan: Plan) -> Iterator[Hop]:
+        """One chunk's way through the plan; see `lanes.Job`."""
+        scale = chunk.scale
+        lane: Lane = (0, 0)
+        for index, phase in enumerate(plan.phases):
+            mine = chunk.transfers[index]
+            began = time.perf_counter()
+            compressor = self._compressor if phase.compressor else None
+            if scale != 1.0 and (compressor or not self._scales(mine)):
+                chunk.flat[chunk.start:chunk.stop].mul_(scale)
+                scale = 1.0
+            works: list[Work] = []
+            if compressor:
+                for step, pending in enumerate(self._compressed(compressor, chunk, mine, lane, index), start=1):
+                    lane = (index, step)
+                    yield Hop(lane, pending)
+            else:
+                works = [self._issue(chunk.flat, transfer, lane, scale) for transfer in mine]
+            scale = 1.0
+            if self._hops(phase):
+                lane = (index + 1, 0)
+                yield Hop(lane, Works(works))
+            sent = compressed_nbytes(compressor, chunk.layout, mine) if compressor and chunk.layout else None
+            self._ledger.add(index, phase, self._rank, mine, chunk.flat.element_size(),
+                             time.perf_counter() - began, sent)
+
+    def _scales(self, transfers: list[Transfer]) -> bool:
+        """Whether this phase scales as it sums: shared memory does, where one transfer covers the whole chunk."""
+        return len(transfers) == 1 and self._groups.is_synchronous(transfers[0].members)
+
+    def _issue(self, flat: Tensor, transfer: Transfer, lane: Lane, scale: float) -> Work:
+        group = self._groups.get(lane, transfer.members)
+        view = flat[transfer.start:transfer.stop]
+        if transfer.op == ALL_GATHER:
+            return group.all_gather_slices(view, transfer.bounds)
+        if isinstance(group, ShmGroup):
+            if transfer.op == ALL_REDUCE:
+                return group.all_reduce(view, scale)
+            return group.reduce_scatter(view, transfer.bounds, scale)
+        return group.all_reduce(view) if transfer.op == ALL_REDUCE else group.reduce_scatter(view, transfer.bounds)
+
+    def _compressed(self, compressor: Compressor, chunk: Chunk, transfers: list[Transfer], lane: Lane,
+                    index: int) -> Iterator[Work]:
+        """Runs the compressor on each of this rank's shards, all in step; yields after each round of collectives."""
+        if chunk.layout is None:
+            raise RuntimeError("a compressed phase needs the bucket's layout")
+        switch = _Switch(lane)
+        shards = [chunk.flat[transfer.start:transfer.stop] for transfer in transfers]
+        wide = [shard.float() for shard in shards]
+        running = [compressor.all_reduce(shard, chunk.layout.cut(transfer.start, transfer.stop),
+                                               LaneGroup(self._groups, self._rank, transfer.members, switch))
+                   for shard, transfer in zip(wide, transfers, strict=True)]
+        step = 0
+        while pending := [work for work in (next(each, None) for each in running) if work is not None]:
+            step += 1
+            yield Works(pending)
+            switch.lane = (index, step)
+        for shard, result in zip(shards, wide, strict=True):
+            if result.data_ptr() != shard.data_ptr():
+                shard.copy_(result)
+
+
+def compressed_nbytes(compressor: Compressor, layout: Layout, transfers: list[Transfer]) -> float:
+    """Bytes that this rank sends for its shards in a compressed phase."""
+    return sum(compressor.wire_nbytes(layout.cut(transfer.start, transfer.stop), len(transfer.members))
+               for transfer in transfers)
+
+
+class _Switch:
+    """The lane that a compressor's collectives go through now."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+
+
+class LaneGroup:
+    """A `Group` that stands for another communicator of the same ranks after each hop."""
+
+    def __init__(self, groups: Groups, rank: int, members: tuple[int, ...], switch: _Switch) -> None:
+        self.rank = members.index(rank)
+        self._groups = groups
+        self._members = members
+        self._switch = switch
+
+    @property
+    def _group(self) -> Group:
+        return self._groups.get(self._switch.lane, self._members)
+
+    @property
+    def size(self) -> int:
+        """See `Group.size`."""
+        return len(self._members)
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """See `Group.all_reduce`."""
+        return self._group.all_reduce(tensor)
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> Work:
+        """See `Group.all_to_all`."""
+        return self._group.all_to_all(output, source)
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Work:
+        """See `Group.all_gather`."""
+        return self._group.all_gather(output, source)
+
+    def reduce_scatter(self, tensor: Tensor, bounds: tuple[int, ...]) -> Work:
+        """See `Group.reduce_scatter`."""
+        return self._group.reduce_scatter(tensor, bounds)
+
+    def all_gather_slices(self, tensor: Tensor, bounds: tuple[int, ...]) -> Work:
+        """See `Group.all_gather_slices`."""
+        return self._group.all_gather_slices(tensor, bounds)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work:
+        """See `Group.broadcast`."""
+        return self._group.broadcast(tensor, root)

@@ -1,0 +1,165 @@
+"""The DDP comm hook: `model.register_comm_hook(gradwire.HookState(model), gradwire.comm_hook)`.
+
+DDP hands over buckets of gradients during backward; each goes to the communicator at once and DDP gets a future. The
+gradients arrive undivided, so the division by the world size happens here, before anything is narrowed.
+"""
+
+import logging
+import weakref
+from itertools import count
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.compat import queue_end_of_backward, store_of
+from gradwire.comms.config import Config
+from gradwire.comms.names import ParameterNames
+from gradwire.comms.report import Report
+from gradwire.compressors.base import Compressor
+
+log = logging.getLogger("gradwire")
+
+_state_numbers: "dict[str, count[int]]" = {}
+
+
+class HookState:
+    """What the hook keeps between steps. One for each model.
+
+    Args:
+        model_or_group: The DDP model, or any module (its parameter names are used), or a process group; None binds to
+            the default group at the first bucket, for frameworks that want the state before the model exists.
+        config: The configuration; by default what the environment gives.
+        **options: Fields of `Config` by name; they win over the environment.
+
+    Raises:
+        TypeError: An option has an unknown name, or `model_or_group` is neither.
+        ValueError: A value does not fit, or differs between the ranks.
+        RuntimeError: torch.distributed is not initialised, or a rank did not come.
+    """
+
+    def __init__(self, model_or_group: nn.Module | dist.ProcessGroup | None = None, *, config: Config | None = None,
+                 **options: object) -> None:
+        if config is not None and options:
+            raise TypeError(f"`config` and {', '.join(f'`{name}`' for name in options)} are both given: put the options "
+                            "into the Config")
+        self.config = config or Config.from_env(**options)
+        self.names = ParameterNames()
+        self.compressor: Compressor | None = None
+        self.steps = 0
+        self._group: dist.ProcessGroup | None = None
+        self._communicator: Communicator | None = None
+        self._in_step = False
+        if isinstance(model_or_group, nn.Module):
+            self.bind(model_or_group)
+        elif isinstance(model_or_group, dist.ProcessGroup):
+            self._group = model_or_group
+        elif model_or_group is not None:
+            raise TypeError(f"`model_or_group` is a {type(model_or_group).__name__}; wanted a torch.nn.Module, a process "
+                            "group, or None")
+
+    def bind(self, model: nn.Module) -> None:
+        """Takes parameter names from `model`, and its process group where it is a DDP model; connects the ranks."""
+        self.names.bind(model)
+        self._group = getattr(model, "process_group", None) or self._group
+        parameter = next(model.parameters(), None)
+        if parameter is None:
+            raise ValueError("`model` has no parameters: there is nothing to reduce")
+        self._connect(parameter.device)
+
+    def report(self) -> Report:
+        """Calls, bytes and seconds of every phase so far, and the plans in use with their reasons.
+
+        Raises:
+            RuntimeError: No bucket has come yet.
+        """
+        if self._communicator is None:
+            raise RuntimeError("this state has not seen a bucket yet: call report() after the first backward pass")
+        return self._communicator.report(self.steps)
+
+    def close(self) -> None:
+        """Ends the threads and releases shared memory; happens by itself when the state is collected or at exit."""
+        if self._communicator is not None:
+            self._communicator.close()
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Averages one bucket over all ranks; the future's value is the bucket's own buffer."""
+        flat = bucket.buffer()
+        communicator = self._connect(flat.device)
+        if not self._in_step:
+            self._in_step = queue_end_of_backward(self._end_step)
+        if flat.layout != torch.strided:
+            return _all_reduce_sparse(flat, self._group)
+        future = communicator.all_reduce(flat, scale=1.0 / communicator.size)
+        if not self._in_step and bucket.is_last():
+            self._end_step()
+        return future
+
+    def reduce_gradient(self, gradient: Tensor) -> None:
+        """Averages one gradient in place: compiled autograd calls the hook so, once for each parameter."""
+        communicator = self._connect(gradient.device)
+        flat = gradient.view(-1) if gradient.is_contiguous() else gradient.contiguous().view(-1)
+        communicator.all_reduce(flat, scale=1.0 / communicator.size).wait()
+        if flat.data_ptr() != gradient.data_ptr():
+            gradient.copy_(flat.view_as(gradient))
+
+    def _end_step(self) -> None:
+        """Runs once at the end of each backward pass, on all ranks at the same point of the sequence of buckets."""
+        self._in_step = False
+        self.steps += 1
+
+    def _connect(self, device: torch.device) -> Communicator:
+        if self._communicator is None:
+            if not dist.is_initialized():
+                raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() before the hook "
+                                   "is used")
+            group = self._group or dist.group.WORLD
+            assert group is not None
+            number = next(_state_numbers.setdefault(group.group_name, count()))
+            self._communicator = Communicator(store_of(group), group.rank(), group.size(), device, self.config,
+                                              name=f"hook{number}", compressor=self.compressor)
+            weakref.finalize(self, self._communicator.close)
+        return self._communicator
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "HookState":
+        """A copy of a DDP model loses its hook; its state starts anew, unbound, and says so."""
+        log.warning("a DDP model with gradwire's hook was copied: torch drops the hook in copies; call "
+                    "register_comm_hook on the copy if it is to be trained")
+        return HookState(config=self.config)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickles the configuration alone: threads and connections stay with the process."""
+        return _restore, (self.config,)
+
+
+def comm_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The hook to register: averages a bucket over all ranks of `state`.
+
+    Args:
+        state: Made for this model.
+        bucket: What DDP hands over.
+
+    Returns:
+        A future of the averaged buffer. Its error, if any, comes out of `loss.backward()`.
+    """
+    if isinstance(bucket, tuple):  # torch.compile with optimize_ddp="python_reducer": (gradient, parameter), in place
+        state.reduce_gradient(bucket[0])
+        return bucket[0]  # type: ignore[no-any-return]  # ignored by that caller
+    return state.reduce(bucket)
+
+
+def _restore(config: Config) -> HookState:
+    return HookState(config=config)
+
+
+def _all_reduce_sparse(sparse: Tensor, group: dist.ProcessGroup | None) -> torch.futures.Future[Tensor]:
+    """Sparse gradients (nn.Embedding(sparse=True)) travel as they would without a hook."""
+    size = dist.get_world_size(group)
+    work = dist.all_reduce(sparse, group=group, async_op=True)
+    assert work is not None
+
+    def average(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        return done.value()[0].div_(size)
+
+    return work.get_future().then(average)

@@ -1,0 +1,74 @@
+"""Which parameter is which: the names that every state is keyed by, and the layout of a bucket."""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradwire.compressors.base import Layout, Slice
+
+
+class ParameterNames:
+    """Names of a model's parameters, by identity.
+
+    Without a model, parameters are numbered in the order in which they are first seen; DDP hands them over in the
+    model's order in its first step, so the numbers agree on all ranks and in every run.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._parameters: list[Tensor] = []  # kept alive, so that an id cannot be given to another tensor
+        self._bound = False
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+
+    def bind(self, model: nn.Module) -> None:
+        """Takes the names of `model`, without the `module.` that DDP puts in front.
+
+        Raises:
+            ValueError: Other parameters were seen before.
+        """
+        if self._bound:
+            raise ValueError("`model` is given to a state that belongs to another model: make one HookState for each model")
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        named = {id(parameter): name for name, parameter in inner.named_parameters()}
+        if any(key not in named for key in self._names):
+            raise ValueError("`model` does not have the parameters that this state has already reduced: bind the model "
+                             "that the hook is registered on")
+        self._names = named
+        self._parameters = list(inner.parameters())
+        self._layouts.clear()
+        self._bound = True
+
+    def layout(self, bucket: dist.GradBucket) -> Layout:
+        """Which parameter lies where in the bucket's buffer.
+
+        Raises:
+            ValueError: The bucket holds a parameter of another model.
+        """
+        parameters = bucket.parameters()
+        key = tuple(map(id, parameters))
+        if key not in self._layouts:
+            self._layouts[key] = self._build(parameters)
+        return self._layouts[key]
+
+    def _build(self, parameters: Sequence[Tensor]) -> Layout:
+        slices, start = [], 0
+        for parameter in parameters:
+            slices.append(Slice(self._name(parameter), _memory_shape(parameter), 0, start, parameter.numel()))
+            start += parameter.numel()
+        return Layout(tuple(slices))
+
+    def _name(self, parameter: Tensor) -> str:
+        if id(parameter) not in self._names:
+            if self._bound:
+                raise ValueError(f"`bucket` holds a parameter of shape {tuple(parameter.shape)} that is not in the model "
+                                 "this HookState was made for: make one HookState for each model")
+            self._names[id(parameter)] = f"parameter{len(self._names)}"
+            self._parameters.append(parameter)
+        return self._names[id(parameter)]
+
+
+def _memory_shape(parameter: Tensor) -> tuple[int, ...]:
+    """The shape in memory order: DDP's buffer holds a channels_last weight as it lies in memory."""
+    order = sorted(range(parameter.dim()), key=lambda axis: -parameter.stride(axis))
+    return tuple(parameter.shape[axis] for axis in order)

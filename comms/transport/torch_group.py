@@ -1,0 +1,103 @@
+"""A `Group` on top of one of torch's C++ process groups (gloo, NCCL); all its works are asynchronous."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.comms.compat import TorchGroup, TorchWork, all_gather_single, all_to_all_single
+from gradwire.compressors.base import Work
+
+
+class TorchTransport:
+    """The collectives of `Group` on a torch process group.
+
+    Args:
+        group: Made by `gloo.connect` or `nccl.connect`.
+        rank: This rank's index in the group.
+        size: Number of ranks.
+    """
+
+    def __init__(self, group: TorchGroup, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._group = group
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """See `Group.all_reduce`. Gloo runs a ring: each element is summed on one rank and copied to the others."""
+        return _Waiting(self._group.allreduce([tensor], dist.AllreduceOptions()))
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> Work:
+        """See `Group.all_to_all`."""
+        return _Waiting(all_to_all_single(self._group, output.view(-1), source.view(-1), [], []))
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Work:
+        """See `Group.all_gather`."""
+        return _Waiting(all_gather_single(self._group, output.view(-1), source.view(-1)))
+
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
+        """See `Group.reduce_scatter`. Every rank sends each slice to its owner, which sums in rank order.
+
+        One message for each peer and (size - 1)/size of the tensor sent: the lower bound. Gloo's own reduce_scatter
+        needs equal slices and measured slower.
+        """
+        sizes = [stop - start for start, stop in pairwise(bounds)]
+        own = sizes[self.rank]
+        received = tensor.new_empty(own * self.size)
+        work = all_to_all_single(self._group, received, tensor, [own] * self.size, sizes)
+        target = tensor[bounds[self.rank]:bounds[self.rank + 1]]
+        return _Summing(work, received.view(self.size, own), target)
+
+    def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
+        """See `Group.all_gather_slices`: one broadcast for each slice that is not empty."""
+        works = []
+        for root in range(self.size):
+            if bounds[root] < bounds[root + 1]:
+                works.append(self.broadcast(tensor[bounds[root]:bounds[root + 1]], root))
+        return Works(works)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work:
+        """See `Group.broadcast`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return _Waiting(self._group.broadcast([tensor], options))
+
+
+class Works:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Waits for all of them, in order."""
+        for work in self._works:
+            work.wait()
+
+
+class _Waiting:
+    """A torch Work under gradwire's protocol."""
+
+    def __init__(self, work: TorchWork) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()
+
+
+class _Summing:
+    """Waits for the slices of all ranks and sums them in rank order, narrow types in float32 and rounded once."""
+
+    def __init__(self, work: TorchWork, received: Tensor, target: Tensor) -> None:
+        self._work = work
+        self._received = received
+        self._target = target
+
+    def wait(self) -> None:
+        self._work.wait()
+        narrow = self._received.is_floating_point() and self._received.element_size() < 4
+        total = self._received[0].float() if narrow else self._received[0].clone()
+        for contribution in self._received[1:]:
+            total += contribution
+        self._target.copy_(total)
