@@ -33,7 +33,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes")
     parser.add_argument("--ranks-per-node", type=int, default=1, metavar="R", help="ranks on each node (default 1)")
     parser.add_argument("--uneven", metavar="3,1", help="ranks of each node, one by one, instead of --ranks-per-node")
-    parser.add_argument("--nic", metavar="RATE", help="rate of each node's link, both ways: 200mbit (default: no limit)")
+    parser.add_argument(
+        "--nic", metavar="RATE", help="rate of each node's link, both ways: 200mbit (default: no limit)"
+    )
     parser.add_argument("--order", choices=get_args(Order), default="contiguous", help="how ranks are dealt over nodes")
     parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="largest packet (default 1500)")
     parser.add_argument("--prefix", action="store_true", help="start every line of output with its [rank N]")
@@ -107,8 +109,13 @@ def write_json(file: Path, cluster: Cluster, result: RunResult, command: list[st
     file.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    # Once is enough: a second signal must not cut the cleaning up short.
+def leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    """Ends the program through its `finally` blocks; a second signal does not cut them short.
+
+    Args:
+        number: Of the signal.
+        frame: Where it struck.
+    """
     for wanted in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(wanted, signal.SIG_IGN)
     raise SystemExit(128 + number)
@@ -159,7 +166,7 @@ def main(argv: list[str]) -> int:
     split = argv.index("--") if "--" in argv else len(argv)
     options = build_parser().parse_args(argv[:split])
     for wanted in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(wanted, _leave)
+        signal.signal(wanted, leave_at_once)
     try:
         return _run(options, argv[split + 1 :])
     except ValueError as error:

@@ -24,7 +24,11 @@ ip link add probe2 type bridge || exit 12
 tc qdisc add dev probe0 root tbf rate 1mbit burst 64kb limit 1mb || exit 13
 """
 
-_PROBE_MEANING = {11: "the kernel has no veth devices", 12: "the kernel has no bridge", 13: "the kernel has no tbf queue"}
+_PROBE_MEANING = {
+    11: "the kernel has no veth devices",
+    12: "the kernel has no bridge",
+    13: "the kernel has no tbf queue",
+}
 
 
 def find_tool(name: str) -> str | None:
@@ -75,23 +79,25 @@ class Holder:
         Raises:
             RuntimeError: if the kernel or the set-up refuses, with what it said.
         """
-        script = "\n".join([
-            "set -e",
-            'PATH="$PATH:/usr/local/sbin:/usr/sbin:/sbin"',
-            # /proc still shows the parent's processes here: this is the pid by which nsenter finds the namespaces.
-            "read -r pid rest < /proc/self/stat",
-            f"echo {shlex.quote(name)} > /proc/sys/kernel/hostname",
-            "mount -t proc proc /proc",
-            # IPv6 would add router and neighbour chatter to the bytes counted.
-            "for knob in all default; do file=/proc/sys/net/ipv6/conf/$knob/disable_ipv6",
-            "[ ! -e $file ] || echo 1 > $file; done",
-            "ip link set lo up",
-            setup,
-            # Orphans become children of process 1; with SIGCHLD ignored the kernel reaps them.
-            "trap '' CHLD",
-            'echo "$pid"',
-            "exec cat > /dev/null",
-        ])
+        script = "\n".join(
+            [
+                "set -e",
+                'PATH="$PATH:/usr/local/sbin:/usr/sbin:/sbin"',
+                # /proc still shows the parent's processes here: this is the pid by which nsenter finds the namespaces.
+                "read -r pid rest < /proc/self/stat",
+                f"echo {shlex.quote(name)} > /proc/sys/kernel/hostname",
+                "mount -t proc proc /proc",
+                # IPv6 would add router and neighbour chatter to the bytes counted.
+                "for knob in all default; do file=/proc/sys/net/ipv6/conf/$knob/disable_ipv6",
+                "[ ! -e $file ] || echo 1 > $file; done",
+                "ip link set lo up",
+                setup,
+                # Orphans become children of process 1; with SIGCHLD ignored the kernel reaps them.
+                "trap '' CHLD",
+                'echo "$pid"',
+                "exec cat > /dev/null",
+            ]
+        )
         words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount", "--propagation", "private"]
         words += ["--pid", "--fork", "--kill-child=KILL", "sh", "-c", script]
         # A session of its own keeps the terminal's Ctrl-C away: the holder ends when this process says so.

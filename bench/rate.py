@@ -25,7 +25,9 @@ def parse_rate(text: str, parameter: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
     if match is None or match[2] not in BITS_PER_UNIT:
         units = ", ".join(BITS_PER_UNIT)
-        raise ValueError(f"`{parameter}`: found {text!r}, wanted a number with a unit in bits ({units}) such as 200mbit")
+        raise ValueError(
+            f"`{parameter}`: found {text!r}, wanted a number with a unit in bits ({units}) such as 200mbit"
+        )
     bits_per_second = round(float(match[1]) * BITS_PER_UNIT[match[2]])
     if bits_per_second < LEAST_BITS_PER_SECOND:
         raise ValueError(
@@ -40,5 +42,7 @@ def format_rate(bits_per_second: int) -> str:
     Args:
         bits_per_second: The rate; positive.
     """
-    unit = max((unit for unit, bits in BITS_PER_UNIT.items() if bits_per_second % bits == 0), key=BITS_PER_UNIT.__getitem__)
+    unit = max(
+        (unit for unit, bits in BITS_PER_UNIT.items() if bits_per_second % bits == 0), key=BITS_PER_UNIT.__getitem__
+    )
     return f"{bits_per_second // BITS_PER_UNIT[unit]}{unit}"
