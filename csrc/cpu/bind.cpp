@@ -6,6 +6,8 @@ namespace nb = nanobind;
 void bind_shm(nb::module_& m);
 
 NB_MODULE(_native, m) {
+  // Groups may outlive the interpreter: lanes are daemon threads. What they hold is the kernel's to take back.
+  nb::set_leak_warnings(false);
   m.doc() = "gradwire's CPU kernels and shared-memory collectives.";
   bind_shm(m);
 }
