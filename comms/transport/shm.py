@@ -13,7 +13,7 @@ from gradwire.comms.errors import MismatchError, PeerError
 from gradwire.comms.transport.segment import open_group
 from gradwire.comms.transport.threads import Done
 
-BLOCK_NBYTES = 1 << 20
+BLOCK_NBYTES = 512 << 10
 """Staging per rank and slot. Source: bench/shm_peers.py on a 2-core EPYC VM: larger blocks leave the second-level
 cache, smaller ones pay for more barriers."""
 

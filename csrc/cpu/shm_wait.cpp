@@ -134,7 +134,9 @@ bool Meeting::check_peers(double waited_seconds, const char* what, Failure& fail
     return give_up(name_ranks(absent) + " did not come to " + what + " within `timeout` = " + seconds + " s",
                    absent, failure);
   }
-  if (interrupted_()) return give_up("rank " + std::to_string(segment_->rank()) + " was interrupted in " + what, {}, failure);
+  if (interrupted_()) {
+    return give_up(name_ranks({segment_->rank()}) + " was interrupted in " + what, {}, failure);
+  }
   return true;
 }
 
