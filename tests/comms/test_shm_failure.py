@@ -171,7 +171,8 @@ def test_a_forked_worker_neither_uses_nor_keeps_the_group_alive(server: TCPStore
 
 def test_time_out_of_a_stopped_process(server: TCPStore, no_leftovers: None) -> None:
     def sleeper() -> None:
-        make(server, 0, 2, seconds=1.0).barrier()
+        group = make(server, 0, 2, seconds=1.0)
+        group.barrier()
         time.sleep(60)
 
     pid = run_child(sleeper)
