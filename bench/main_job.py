@@ -6,7 +6,6 @@ shared machine the minutes differ more than the hooks do.
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -15,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.bench.cluster import Cluster
-from gradwire.bench.emulate import leave_at_once
 from gradwire.bench.launch import Outcome
 from gradwire.bench.logical import python_module, run_logical
 from gradwire.bench.namespaces import available
 from gradwire.bench.rate import format_rate
+from gradwire.bench.signals import clean_end
 from gradwire.bench.train import TrainingResult
 
 NODES = [2, 2]
@@ -170,10 +169,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--nic", metavar="RATE", help="rate of the links (default: measured, see above)")
     parser.add_argument("--logical", action="store_true", help="logical nodes even where links could be emulated")
     options = parser.parse_args(argv)
-    for wanted in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(wanted, leave_at_once)
     try:
-        run(options)
+        with clean_end():
+            run(options)
     except (ValueError, RuntimeError) as error:
         console.print(f"main job: {error}", markup=False)
         return 1
