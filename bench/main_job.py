@@ -54,7 +54,7 @@ def train_on(
 
         def print_line(rank: int, line: str) -> None:
             if show and rank == 0:
-                console.print(f"  {line}", markup=False)
+                console.print(f"  {line}", markup=False, soft_wrap=True)
 
         outcome: Outcome
         if cluster is not None:
