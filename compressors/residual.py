@@ -138,7 +138,7 @@ class ElementStore:
         wanted: dict[str, list[Slice]] = {}
         for item in layout.slices:
             wanted.setdefault(item.name, []).append(item)
-        for old in [old for old in self._shards if any(item.name in wanted for item in old.slices)]:
+        for old in [old for old in self._shards if _overlap(old, layout)]:
             value = self._shards.pop(old).value
             self._pieces += [Piece(item.name, item.parameter_start, value[item.start : item.stop])
                              for item in old.slices]
@@ -169,6 +169,11 @@ def _fill(flat: Tensor, piece: Piece, wanted: list[Slice]) -> list[Piece]:
                 still.append(Piece(part.name, last, part.value[last - part.start :]))
         rest = still
     return rest
+
+
+def _overlap(one: Layout, other: Layout) -> bool:
+    """Whether two shards share an element; neighbours that are runs of one parameter do not."""
+    return any(_touches(item.name, item.parameter_start, item.parameter_start + item.numel, other) for item in one.slices)
 
 
 def _touches(name: str, start: int, stop: int, layout: Layout) -> bool:

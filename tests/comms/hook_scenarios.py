@@ -169,7 +169,7 @@ def compiled_python_reducer() -> dict[str, object]:
         with torch._dynamo.config.patch(optimize_ddp="python_reducer"), torch._dynamo.compiled_autograd._enable(
                 torch.compile(backend="aot_eager")):
             return compare(perceptron, wrap=lambda model: torch.compile(model, backend="aot_eager"))  # type: ignore[arg-type,return-value]
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         return {"error": str(error)}
 
 
