@@ -44,7 +44,9 @@ class _Rendezvous:
             self.say(FAILED, message)
 
     def hear(self, word: str, missing: Callable[[], tuple[int, ...]]) -> str:
-        """Polls for a word, and for another rank's failure. (A `wait` cut into slices makes TCPStore log each one.)
+        """Polls for a word, and for another rank's failure.
+
+        A `wait` of the store's own, cut into slices, would make TCPStore log every slice.
 
         Raises:
             PeerError: A rank has failed, or the deadline has passed: names the ranks that `missing()` returns.
