@@ -96,7 +96,7 @@ bool Meeting::pass(const char* what, Failure& failure) {
   }
   if (yields < yields_before_sleep) {
     spins_ /= 2;
-  } else if (spins_ > 0) {
+  } else if (spins < spins_) {  // it was worth while; a peer that was there before us proves nothing
     spins_ = spin_limit_;
   }
   ++interval_;
