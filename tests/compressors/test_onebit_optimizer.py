@@ -61,11 +61,11 @@ def run(maker: Maker, size: int, steps: int, freeze_step: int, bad_step: int = -
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_it_finds_the_target_and_ranks_agree(maker: Maker, size: int) -> None:
-    results = run(maker, size, 600, 100)
+    results = run(maker, size, 400, 80)
     for other in results[1:]:
         assert torch.equal(results[0], other)
     live = slice(0, 280)
-    assert float((results[0][live] - TARGET[live]).abs().mean()) < 0.15
+    assert float((results[0][live] - TARGET[live]).abs().mean()) < 0.2  # from 0.6 at the start
     assert torch.equal(results[0][DEAD], torch.full((20,), 0.5))
 
 
