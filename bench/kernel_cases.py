@@ -34,6 +34,8 @@ class Case:
     """Bytes that must be read and written at least."""
     ours: Step
     composed: Step
+    outputs: list[Tensor]
+    """What both write, one tensor a set, so that a test can compare them."""
 
 
 def _randn(numel: int, device: torch.device) -> list[Tensor]:
@@ -49,7 +51,8 @@ def cast_case(numel: int, device: torch.device) -> Case:
         torch.mul(x[i], 0.125, out=scaled[i])
         half.copy_(scaled[i])
 
-    return Case("fp16_encode", 6.0 * numel, lambda i: kernels.cast_encode(x[i], 0.125, None, None, half), composed)
+    return Case("fp16_encode", 6.0 * numel, lambda i: kernels.cast_encode(x[i], 0.125, None, None, half), composed,
+                [half])
 
 
 def onebit_encode_case(numel: int, device: torch.device) -> Case:
@@ -66,7 +69,8 @@ def onebit_encode_case(numel: int, device: torch.device) -> Case:
         torch.sub(p[i], signs[i], out=e[i])
         return pack_bits(p[i] >= 0), scales
 
-    return Case("onebit_encode", 12.125 * numel, lambda i: kernels.onebit_encode(g[i], e[i], e[i], payload), composed)
+    return Case("onebit_encode", 12.125 * numel, lambda i: kernels.onebit_encode(g[i], e[i], e[i], payload), composed,
+                e)
 
 
 def pack_bits(mask: Tensor) -> object:
@@ -102,7 +106,7 @@ def onebit_decode_case(numel: int, device: torch.device) -> Case:
             total.addcmul_(bits, 2 * scales[worker][:, None])
 
     return Case("onebit_decode_reduce", (4 + WORKERS / 8) * numel,
-                lambda i: kernels.onebit_decode_reduce(payloads, None, target[i]), composed)
+                lambda i: kernels.onebit_decode_reduce(payloads, None, target[i]), composed, target)
 
 
 def quantize_case(bits: int, numel: int, device: torch.device) -> Case:
@@ -121,7 +125,7 @@ def quantize_case(bits: int, numel: int, device: torch.device) -> Case:
         return (codes[0::2] | codes[1::2] << 4 if bits == 4 else codes), unit, low
 
     return Case(f"int{bits}_encode", (4 + bits / 8) * numel,
-                lambda i: kernels.quantize_encode(bits, x[i], None, None, payload, None), composed)
+                lambda i: kernels.quantize_encode(bits, x[i], None, None, payload, None), composed, [payload])
 
 
 def dgc_case(numel: int, device: torch.device) -> Case:
@@ -150,7 +154,7 @@ def dgc_case(numel: int, device: torch.device) -> Case:
         v[i][chosen] = 0.0
         return sent
 
-    return Case("dgc_step", (20 + 8 * DENSITY) * numel, ours, composed)
+    return Case("dgc_step", (20 + 8 * DENSITY) * numel, ours, composed, v)
 
 
 def powersgd_case(numel: int, device: torch.device) -> Case:
@@ -180,7 +184,7 @@ def powersgd_case(numel: int, device: torch.device) -> Case:
         torch.matmul(p, q.t(), out=matrix)
         torch.sub(copy[i], g[i], out=e[i])
 
-    return Case("powersgd_step", 28.0 * side * side, ours, composed)
+    return Case("powersgd_step", 28.0 * side * side, ours, composed, e)
 
 
 def all_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Case]]:
