@@ -17,7 +17,7 @@ MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PciFunction:
+class PciEntry:
     """One function of one PCI device, before anybody says what it is for."""
 
     bus: str
@@ -50,7 +50,7 @@ def card_of(bus: str) -> str:
 class Forest:
     """The functions of one machine, and for each the switches and the CPU above it."""
 
-    def __init__(self, functions: Sequence[PciFunction], cpus: Sequence[Cpu]) -> None:
+    def __init__(self, functions: Sequence[PciEntry], cpus: Sequence[Cpu]) -> None:
         """Takes the functions in.
 
         Args:
@@ -62,9 +62,9 @@ class Forest:
         self._unknown: dict[str, Cpu] = {}
         self._only = cpus[0] if len(cpus) == 1 else None
 
-    def _above(self, function: PciFunction) -> list[PciFunction]:
+    def _above(self, function: PciEntry) -> list[PciEntry]:
         """Returns the bridges above a function, nearest first."""
-        chain: list[PciFunction] = []
+        chain: list[PciEntry] = []
         bridge = function.bridge
         while bridge is not None and bridge in self._functions:
             chain.append(self._functions[bridge])
@@ -73,7 +73,7 @@ class Forest:
             bridge = chain[-1].bridge
         return chain
 
-    def _cpu(self, function: PciFunction, chain: Sequence[PciFunction]) -> str | None:
+    def _cpu(self, function: PciEntry, chain: Sequence[PciEntry]) -> str | None:
         """Returns the key of the CPU a function hangs off: by NUMA node, else one per root complex."""
         numa = next((step.numa for step in (function, *chain) if step.numa is not None), None)
         if numa is not None:
@@ -84,7 +84,7 @@ class Forest:
             return None
         return self._unknown.setdefault(function.root, Cpu(key=f"numa?@{function.root}")).key
 
-    def _parents(self, role: PciRole) -> dict[str, list[PciFunction]]:
+    def _parents(self, role: PciRole) -> dict[str, list[PciEntry]]:
         """Returns every function of a role with the switches above it, nearest first."""
         return {
             bus: self._above(function)[1::2]
@@ -109,11 +109,11 @@ class Forest:
         known = [cpu for _, cpu in sorted(self._cpus.items(), key=lambda item: (item[0] is None, item[0]))]
         return replace(machine, cpus=(*known, *(self._unknown[root] for root in sorted(self._unknown))))
 
-    def _parent(self, function: PciFunction, steps: Sequence[PciFunction]) -> str | None:
+    def _parent(self, function: PciEntry, steps: Sequence[PciEntry]) -> str | None:
         """Returns the key of the switch above, or of the CPU where there is none."""
         return steps[0].bus if steps else self._cpu(function, self._above(function))
 
-    def _switch(self, function: PciFunction) -> PciSwitch:
+    def _switch(self, function: PciEntry) -> PciSwitch:
         virtual = is_virtual_bridge(function.bus, function.vendor, function.device)
         return PciSwitch(
             key=function.bus,
@@ -126,14 +126,14 @@ class Forest:
             virtual=virtual,
         )
 
-    def _link(self, function: PciFunction) -> PcieLink | None:
+    def _link(self, function: PciEntry) -> PcieLink | None:
         """Returns a function's link, marked virtual where the bridge it hangs off is."""
         if function.pcie is None:
             return None
         ends = [function, *self._above(function)[:1]]
         return replace(function.pcie, virtual=any(is_virtual_bridge(end.bus, end.vendor, end.device) for end in ends))
 
-    def _gpu(self, bus: str, steps: Sequence[PciFunction]) -> Gpu:
+    def _gpu(self, bus: str, steps: Sequence[PciEntry]) -> Gpu:
         function = self._functions[bus]
         return Gpu(
             key=bus,
@@ -148,7 +148,7 @@ class Forest:
             pcie=self._link(function),
         )
 
-    def _nics(self, cards: Mapping[str, list[PciFunction]], ports: Mapping[str, Sequence[Port]]) -> tuple[Nic, ...]:
+    def _nics(self, cards: Mapping[str, list[PciEntry]], ports: Mapping[str, Sequence[Port]]) -> tuple[Nic, ...]:
         """Returns one NIC per card: its physical functions and their ports, its virtual functions counted."""
         owners = {bus: self._functions[bus].physical_function for bus in cards}
         virtual = Counter(card_of(owner) for owner in owners.values() if owner is not None and owner in cards)
@@ -167,7 +167,7 @@ class Forest:
             for card, buses in functions.items()
         )
 
-    def _nic(self, bus: str, steps: Sequence[PciFunction]) -> Nic:
+    def _nic(self, bus: str, steps: Sequence[PciEntry]) -> Nic:
         function = self._functions[bus]
         return Nic(
             key=bus,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from gradwire.topology.errors import TopologyError
-from gradwire.topology.forest import Forest, PciFunction
+from gradwire.topology.forest import Forest, PciEntry
 from gradwire.topology.graph import Machine, PcieLink
 from gradwire.topology.pci_ids import AMAZON, AMD_GPU, BROADCOM_LSI, CRAY, HPE, MELLANOX, NVIDIA, normal_bus_id
 
@@ -58,7 +58,7 @@ def read(text: str) -> Machine:
     blocks = list(_blocks(text))
     if not blocks:
         raise TopologyError("no PCI function found; expected the output of `lspci -vvv`")
-    functions: dict[str, PciFunction] = {}
+    functions: dict[str, PciEntry] = {}
     behind: dict[tuple[str, str], str] = {}
     for line, head, body in blocks:
         function = _function(head, "\n".join(body))
@@ -88,7 +88,7 @@ def _blocks(text: str) -> Iterator[Block]:
         yield block
 
 
-def _function(head: str, body: str) -> PciFunction:
+def _function(head: str, body: str) -> PciEntry:
     """Returns one function; the head is known to match."""
     match = HEAD.match(head)
     assert match is not None
@@ -98,7 +98,7 @@ def _function(head: str, body: str) -> PciFunction:
     vendor = int(ids[-1][0], 16) if ids else next((code for name, code in VENDORS if match[4].startswith(name)), None)
     numa = re.search(r"NUMA node: (\d+)", body)
     driver = re.search(r"Kernel driver in use: (\S+)", body)
-    return PciFunction(
+    return PciEntry(
         bus=bus,
         class_code=int(match[3], 16) << 8 if match[3] else CLASSES.get(match[2], 0),
         vendor=vendor,
@@ -126,7 +126,7 @@ def _link(body: str) -> PcieLink | None:
     return PcieLink(gigatransfers_per_second=float(match[1]) if match[1] else None, lanes=int(match[2]))
 
 
-def _placed(function: PciFunction, behind: dict[tuple[str, str], str]) -> PciFunction:
+def _placed(function: PciEntry, behind: dict[tuple[str, str], str]) -> PciEntry:
     """Returns the function with its bridge, which is the one whose secondary bus it sits on, or its root complex."""
     domain, bus, _ = function.bus.split(":")
     bridge = behind.get((domain, bus))

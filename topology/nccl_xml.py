@@ -211,7 +211,10 @@ def _flag(element: Element, name: str) -> bool | None:
 
 
 def _add_nic(nic: Element | None, pci: Element | None, parent: str, reading: _Reading) -> None:
-    """Adds the card of a <nic>, or of a <pci> of a network class; one of the two is there."""
+    """Adds the card of a <nic>, or of a <pci> of a network class; one of the two is there.
+
+    The speed of a card without a PCI device is made up (NCCL writes 10000 where a driver gives none): virtual.
+    """
     ports = () if nic is None else tuple(_port(net) for net in nic.all("net"))
     if pci is not None:
         bus = normal_bus_id(pci.text("busid") or "") or ""
@@ -219,11 +222,12 @@ def _add_nic(nic: Element | None, pci: Element | None, parent: str, reading: _Re
     else:
         names = "+".join(port.name for port in ports) or "nic"
         card = Nic(key=reading.name(f"{parent}/{names}", nic or Element("nic", {}, 0)))
+        ports = tuple(replace(port, virtual=True) for port in ports)
     reading.nics.append(replace(card, parent=parent, ports=ports))
 
 
 def _port(net: Element) -> Port:
-    """Returns the port of a <net>; a NIC without a PCI device reports a made-up speed, hence `virtual`."""
+    """Returns the port of a <net>."""
     megabits = net.integer("speed")
     number = net.integer("port")
     return Port(

@@ -38,6 +38,9 @@ GDR_BY_DEFAULT = frozenset({PathType.LOC, PathType.PIX, PathType.PXB, PathType.P
 MAX_DEVICES = 512
 """More GPUs or more NICs than this are no machine; the limit keeps a hostile file from costing quadratic time."""
 
+MAX_STACKED_SWITCHES = 64
+"""Real machines stack three."""
+
 _PRINTED = {"NODE": PathType.PHB, "PSB": PathType.PIX, "XGMI": PathType.NVL}
 """Other tools' names: nvidia-smi's NODE is NCCL's PHB, older versions print PSB for two ports of one switch."""
 
@@ -108,8 +111,8 @@ class Distances:
         """Returns the uppermost switch above (or equal to) `key` and the CPU above that."""
         seen: set[str] = set()
         while True:
-            if key in seen:
-                raise TopologyError(f"PCI switch {key} lies below itself")
+            if key in seen or len(seen) == MAX_STACKED_SWITCHES:
+                raise TopologyError(f"more than {MAX_STACKED_SWITCHES} PCI switches above {key}, or it lies below itself")
             seen.add(key)
             parent = self._switches[key].parent
             if parent is None or parent not in self._switches:

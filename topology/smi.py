@@ -16,6 +16,7 @@ ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\x1b[@-_]")
 """Terminal escapes: colours, cursor movement, titles."""
 _TAIL = re.compile(r"CPU Affinity|NUMA Affinity|GPU NUMA ID")
 _COLUMN = re.compile(r"(GPU|NIC)\d+|[A-Za-z][\w.-]*\d[\w.-]*")
+_NUMBERED_NIC = re.compile(r"NIC\d+")
 _CELL = re.compile(r"\s*(X|SYS|NODE|PHB|PXB|PXN|P2C|PIX|PSB|NVB|NVL|C2C|XGMI|NV\d{1,2}|N/A|\?)")
 _LEGEND = re.compile(r"\s*(NIC\d+):\s*([\w.-]+)")
 
@@ -79,9 +80,9 @@ def _header(line: str) -> tuple[list[str], list[str]] | None:
     """Returns the column names and the titles after them, or None where the line is no header."""
     tail = _TAIL.search(line)
     words = line[: tail.start() if tail else len(line)].split()
-    if not words or not any(re.fullmatch(r"GPU\d+", word) for word in words):
+    if not any(re.fullmatch(r"GPU\d+", word) for word in words) and not all(map(_NUMBERED_NIC.fullmatch, words)):
         return None
-    if len(words) > MAX_COLUMNS or not all(_COLUMN.fullmatch(word) for word in words):
+    if not 0 < len(words) <= MAX_COLUMNS or not all(_COLUMN.fullmatch(word) for word in words):
         return None
     if len(set(words)) != len(words):
         return None
