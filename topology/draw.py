@@ -39,8 +39,10 @@ def headline(machine: Machine) -> str:
         (len(machine.unclassified), "unclassified PCI function"),
     ]
     parts = [f"{count} {name}{'' if count == 1 else 'es' if name.endswith('ch') else 's'}" for count, name in counts if count]
+    if any(switch.key == "hidden" for switch in machine.nvswitches):
+        parts = ["NVSwitch" if part.endswith("NVSwitch") else part for part in parts]
     kind = {True: "virtual machine", False: "bare metal", None: ""}[machine.virtual]
-    name = machine.hostname or "machine"
+    name = machine.hostname or "unnamed machine"
     return " · ".join([name, *filter(None, [kind]), *parts, f"from {', '.join(machine.sources) or 'nothing'}"])
 
 

@@ -1,5 +1,6 @@
 """Offline inputs: which kind a file is, by what stands in it, and the Machine it describes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from gradwire.topology import json_form, lspci, nccl_xml, smi
@@ -85,6 +86,7 @@ def read_file(path: Path) -> Machine:
     """
     text = read_text(path)
     try:
-        return machine_of(text)
+        machine = machine_of(text)
+        return replace(machine, sources=tuple(f"{source} ({path.name})" for source in machine.sources))
     except TopologyError as error:
         raise error.at(str(path)) from None

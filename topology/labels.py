@@ -1,5 +1,6 @@
 """How things are called wherever a person reads them: tree, matrix, picture, JSON."""
 
+import re
 from collections.abc import Mapping
 from functools import cached_property
 
@@ -72,6 +73,17 @@ def vendor_name(vendor: int | None) -> str:
         vendor: PCI vendor id.
     """
     return "" if vendor is None else VENDOR_NAMES.get(vendor, f"vendor {vendor:04x}")
+
+
+def model_name(device: Gpu | Nic) -> str:
+    """Returns a device's model without its maker: `H100 80GB HBM3`, `ConnectX-7`; empty where unknown.
+
+    Args:
+        device: A GPU or a card.
+    """
+    name = device.name or ""
+    bracketed = re.search(r"\[([^\]]+)\]$", name)
+    return bracketed[1] if bracketed else re.sub(r"^(NVIDIA|Mellanox|AMD)( Corporation| Technologies)? ", "", name)
 
 
 def cpu_name(cpu: Cpu) -> str:

@@ -66,7 +66,7 @@ def read(text: str) -> Machine:
     return Machine(
         cpus=tuple(sorted(cpus.values(), key=lambda cpu: cpu.numa or 0)),
         gpus=tuple(Gpu(key=name, index=int(name[3:]), parent=_parent(matrix, name)) for name in gpus),
-        nics=tuple(_nic(name, names) for name in matrix.columns if name not in gpus),
+        nics=tuple(_nic(matrix, name, names, gpus) for name in matrix.columns if name not in gpus),
         nvswitches=(NvSwitch(key="hidden"),) if switched else (),
         links=_through_switch(links, gpus) if switched else links,
         given_paths=_paths(matrix),
@@ -157,9 +157,14 @@ def _cpus(matrix: _Matrix, gpus: Sequence[str]) -> dict[int, Cpu]:
     return cpus
 
 
-def _nic(name: str, names: Mapping[str, str]) -> Nic:
-    """Returns the NIC of a column; a matrix shows devices that have verbs, one port each."""
-    return Nic(key=name, ports=(Port(name=names.get(name, name)),))
+def _nic(matrix: _Matrix, name: str, names: Mapping[str, str], gpus: Sequence[str]) -> Nic:
+    """Returns the NIC of a column; a matrix shows devices that have verbs, one port each.
+
+    A path that stays below one CPU proves that the NIC hangs off the same CPU as the GPU.
+    """
+    place = matrix.columns.index(name)
+    near = [gpu for gpu in gpus if matrix.rows.get(gpu, [])[place : place + 1] in (["PIX"], ["PXB"], ["PHB"], ["NODE"])]
+    return Nic(key=name, parent=_parent(matrix, near[0]) if near else None, ports=(Port(name=names.get(name, name)),))
 
 
 def _pairs(matrix: _Matrix) -> list[tuple[str, str, str | None, str | None]]:

@@ -1,6 +1,7 @@
 """The picture people put in a ticket: sockets, switches, GPUs, NICs, their links, and which pairs can use GDR."""
 
 from collections.abc import Iterable
+from itertools import pairwise
 from xml.sax.saxutils import escape, quoteattr
 
 from gradwire.topology.assign import nics_of_gpus
@@ -8,7 +9,7 @@ from gradwire.topology.bandwidth import socket_bytes_per_second
 from gradwire.topology.draw import headline
 from gradwire.topology.graph import Gpu, Machine, Nic
 from gradwire.topology.labels import Labels, gigabytes
-from gradwire.topology.svg_layout import LEAF_HEIGHT, MARGIN, TOP, Box, Edge, Layout, layout
+from gradwire.topology.svg_layout import LEAF_HEIGHT, MARGIN, SOCKET_GAP, TOP, Box, Edge, Layout, layout
 
 INK, PALE_INK, PAPER = "#1f2933", "#616e7c", "#ffffff"
 GDR, FAR, NVLINK = "#12855b", "#d9730d", "#6b46c1"
@@ -37,7 +38,7 @@ def svg(machine: Machine) -> str:
     plan = layout(labels)
     arcs, depth = _arcs(labels, plan)
     fabric, fabric_bottom = _fabric(labels, plan, plan.leaves_bottom + depth + 24)
-    footer, height = _footer(machine, fabric_bottom + 34)
+    footer, height = _footer(machine, {good for _, _, _, good in _pairs(labels)}, fabric_bottom + 34)
     width = max(plan.width, 760)
     body = [
         _title(machine, width),
@@ -95,14 +96,14 @@ def _between_cpus(machine: Machine, plan: Layout) -> Iterable[str]:
     cpus = sorted((plan.boxes[cpu.key] for cpu in machine.cpus if cpu.numa is not None), key=lambda box: box.x)
     rates = {cpu.key: socket_bytes_per_second(cpu) for cpu in machine.cpus}
     y = TOP + 20
-    for left, right in zip(cpus, cpus[1:], strict=False):
+    for left, right in pairwise(cpus):
         yield (
             f'<line x1="{left.x + left.width:.1f}" y1="{y}" x2="{right.x:.1f}" y2="{y}" stroke="#486581" '
             'stroke-width="4"/>'
         )
-        rate = gigabytes(rates[left.key])
-        if rate != "?":
-            yield _text((left.x + left.width + right.x) / 2, TOP - 6, rate, 10, "#486581")
+        room = right.x - left.x - left.width
+        if rates[left.key] is not None and room >= SOCKET_GAP:
+            yield _text(right.x - room / 2, y - 8, gigabytes(rates[left.key]), 10, "#486581")
 
 
 def _edge(edge: Edge) -> str:
@@ -151,6 +152,7 @@ def _pairs(labels: Labels) -> list[tuple[Gpu, Nic, str, bool]]:
 def _arcs(labels: Labels, plan: Layout) -> tuple[list[str], float]:
     """Returns the curves between GPUs and NICs below the row of devices, and how far down they reach."""
     drawn: list[str] = []
+    names: list[str] = []
     deepest = 0.0
     named: set[tuple[str, int]] = set()
     for gpu, nic, path, good in _pairs(labels):
@@ -166,9 +168,11 @@ def _arcs(labels: Labels, plan: Layout) -> tuple[list[str], float]:
         spot = (path, round((x1 + x2) / 40))
         if spot not in named:
             named.add(spot)
-            drawn.append(_text((x1 + x2) / 2, y + dip + 12, path, 10, colour, bold=True))
-        deepest = max(deepest, dip + 12)
-    return drawn, deepest
+            middle = (x1 + x2) / 2
+            names.append(f'<rect x="{middle - 14:.1f}" y="{y + dip - 6:.1f}" width="28" height="13" fill="{PAPER}"/>')
+            names.append(_text(middle, y + dip + 4, path, 10, colour, bold=True))
+        deepest = max(deepest, dip + 8)
+    return [*drawn, *names], deepest
 
 
 def _fabric(labels: Labels, plan: Layout, y: float) -> tuple[list[str], float]:
@@ -207,19 +211,21 @@ def _fabric_text(labels: Labels, joined: list[Gpu]) -> str:
     if switches:
         how = "through NVSwitches" if hidden else f"through {switches} NVSwitch{'es' if switches > 1 else ''}"
     links = "-".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    rate = f", {gigabytes(rates[0])} per GPU" if rates else ""
-    return f"{name} {how}: {links} links{rate}"
+    each = f", {gigabytes(rates[0])} per GPU" if rates else ""
+    return f"{name} {how}: {links} links{each}"
 
 
-def _footer(machine: Machine, y: float) -> tuple[list[str], float]:
+def _footer(machine: Machine, used: set[bool], y: float) -> tuple[list[str], float]:
     """Returns the legend and the notes, and the height of the whole picture."""
     drawn: list[str] = []
     entries = [
-        (GDR, "", "within the distance of GPUDirect RDMA by default"),
-        (FAR, ' stroke-dasharray="6 4"', "nearest NIC, too far for it by default"),
+        (True, GDR, "", "within the distance at which NCCL uses GPUDirect RDMA"),
+        (False, FAR, ' stroke-dasharray="6 4"', "nearest NIC, but NCCL will not use GPUDirect RDMA"),
     ]
     x = float(MARGIN)
-    for colour, dash, text in entries if machine.gpus and machine.nics else []:
+    for good, colour, dash, text in entries:
+        if good not in used:
+            continue
         drawn.append(
             f'<line x1="{x}" y1="{y - 4}" x2="{x + 30}" y2="{y - 4}" stroke="{colour}" stroke-width="2.4"{dash}/>'
         )

@@ -10,6 +10,7 @@ from gradwire.topology.labels import (
     Labels,
     cpu_name,
     gigabytes,
+    model_name,
     nic_name,
     nic_rate,
     switch_name,
@@ -18,8 +19,10 @@ from gradwire.topology.labels import (
 MAX_DEVICES = 128
 """More devices than this make no readable picture."""
 
-LEAF_WIDTH, LEAF_HEIGHT, GAP, GROUP_GAP = 104, 78, 12, 14
+LEAF_WIDTH, LEAF_HEIGHT, GAP, GROUP_GAP, SOCKET_GAP = 104, 78, 12, 14, 66
 BAR_HEIGHT, CPU_HEIGHT, STEP = 30, 40, 62
+SWITCH_GLYPH = 6.6
+"""Width of a letter on a switch."""
 MARGIN, TOP = 28, 104
 
 BoxKind = Literal["cpu", "switch", "gpu", "nic", "socket", "nowhere"]
@@ -88,8 +91,10 @@ def layout(labels: Labels) -> Layout:
     for position, cpu in enumerate(cpus):
         before = cpus[position - 1].socket if position else None
         if position:
-            placer.x += GROUP_GAP if cpu.socket is not None and cpu.socket == before else 2.6 * GROUP_GAP
-        placer.cpu(cpu.key, [cpu_name(cpu), " · ".join(filter(None, [cpu.vendor, cpu.cores and f"cores {cpu.cores}"]))])
+            placer.x += GROUP_GAP if cpu.socket is not None and cpu.socket == before else SOCKET_GAP
+        maker = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}.get(cpu.vendor or "", cpu.vendor)
+        about = " · ".join(filter(None, [maker, cpu.cores and f"cores {cpu.cores}"]))
+        placer.cpu(cpu.key, [cpu_name(cpu), about])
         if cpu.socket is not None:
             placer.socket(cpu.socket, cpu.key, new=cpu.socket != before or not position)
     placer.nowhere()
@@ -110,6 +115,9 @@ class _Placer:
         self.below: dict[str | None, list[str]] = {}
         self.leaves: dict[str, Gpu | Nic] = {gpu.key: gpu for gpu in self.machine.gpus}
         self.leaves |= {nic.key: nic for nic in self.machine.nics}
+        self.numbers = {gpu.key: int(labels.gpu(gpu).removeprefix("GPU")) for gpu in self.machine.gpus}
+        nearest = {gpu.key: labels.distances.nearest_nics(gpu)[1] for gpu in self.machine.gpus}
+        self.nearest = {gpu: {nic.key for nic in nics} for gpu, nics in nearest.items()}
         for leaf in self.leaves.values():
             self.below.setdefault(leaf.parent, []).append(leaf.key)
         self._keep_used_switches()
@@ -147,8 +155,17 @@ class _Placer:
 
     def _children(self, key: str | None, depth: int) -> list[Box]:
         """Places what hangs off a box; GPUs next to their NICs, switches after single devices."""
-        keys = sorted(self.below.get(key, ()), key=lambda child: (child in self.switches, child))
+        keys = sorted(self.below.get(key, ()), key=lambda child: self._order(child, self.below[key]))
         return [self._switch(child, depth) if child in self.switches else self._leaf(child) for child in keys]
+
+    def _order(self, key: str, siblings: list[str]) -> tuple[bool, int, bool, str]:
+        """Returns what children are sorted by: GPUs by number, a NIC right after the last GPU it is nearest to."""
+        if key in self.switches:
+            return True, 0, False, key
+        if key in self.numbers:
+            return False, self.numbers[key], False, key
+        users = [self.numbers[gpu] for gpu in siblings if key in self.nearest.get(gpu, ())]
+        return False, max(users, default=-1), True, key
 
     def _switch(self, key: str, depth: int) -> Box:
         """Places a switch as a bar over what hangs off it."""
@@ -156,7 +173,9 @@ class _Placer:
         children = self._children(key, depth + 1)
         switch = self.switches[key]
         y = TOP + CPU_HEIGHT + STEP - 22 + (depth - 1) * STEP
-        box = Box(key, "switch", start, y, self.x - GAP - start, BAR_HEIGHT, [switch_name(switch)], switch.virtual)
+        name, width = switch_name(switch).replace("0000:", ""), self.x - GAP - start
+        short = key.removeprefix("0000:") if len(name) * SWITCH_GLYPH > width - 8 else name
+        box = Box(key, "switch", start, y, width, BAR_HEIGHT, [short], switch.virtual)
         self._connect(box, children)
         return box
 
@@ -178,11 +197,11 @@ class _Placer:
         device = self.leaves[key]
         bus = (device.bus or "").removeprefix("0000:")
         if isinstance(device, Gpu):
-            model = (device.name or "").removeprefix("NVIDIA ")
-            lines = [self.labels.gpu(device), *_split(model), bus]
+            lines = [self.labels.gpu(device), *_split(model_name(device)), bus]
         else:
             layers = {port.link_layer for port in device.ports if port.link_layer}
-            lines = [nic_name(device), nic_rate(device), "/".join(sorted(layers)), bus]
+            about = [nic_rate(device), "/".join(sorted(layers)), bus] if device.ports else _split(model_name(device))
+            lines = [nic_name(device).removeprefix("0000:"), *about]
         kind: BoxKind = "gpu" if isinstance(device, Gpu) else "nic"
         box = Box(key, kind, self.x, self.leaf_y, LEAF_WIDTH, LEAF_HEIGHT, [line for line in lines if line])
         self.layout.boxes[key] = box
@@ -194,7 +213,7 @@ class _Placer:
         lost = [key for key, leaf in self.leaves.items() if key not in self.layout.boxes]
         if not lost:
             return
-        start = self.x = self.x + (2.6 * GROUP_GAP if self.layout.boxes else 0)
+        start = self.x = self.x + (SOCKET_GAP if self.layout.boxes else 0)
         for key in lost:
             self._leaf(key)
         self.x -= GAP
@@ -215,7 +234,5 @@ class _Placer:
 
 def _split(model: str) -> list[str]:
     """Returns a model's name on at most two short lines."""
-    words = model.replace("-", " ").split()
-    head = " ".join(words[:1])
-    tail = " ".join(words[1:])
-    return [line for line in (head, tail) if line] if len(model) > 14 else [model]
+    head, _, tail = model.partition(" ")
+    return [head, tail] if len(model) > 14 and tail else [model]
