@@ -12,7 +12,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-StateDict = dict[str, Tensor | int | float | str]
+StateValue = Tensor | int | float | str
+"""What a state may hold."""
+StateDict = dict[str, StateValue]
 """Flat and plain, so that `torch.load(weights_only=True)` and torch.distributed.checkpoint take it."""
 
 
@@ -173,7 +175,7 @@ class Compressor(Protocol):
     def state_dict(self) -> StateDict:
         """This rank's state, keyed by parameter name and slice."""
 
-    def load_state_dict(self, state: Mapping[str, Tensor | int | float | str]) -> None:
+    def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
         """Restores `state_dict()`'s result; checks all of it before it changes anything."""
 
 
