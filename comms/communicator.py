@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.compat import Store
+from gradwire.comms.compat import PrefixStore, Store
 from gradwire.comms.config import Config
 from gradwire.comms.execute import Chunk, Executor
 from gradwire.comms.failure import CollectiveError, FailureBoard
@@ -62,7 +61,7 @@ class Communicator:
         self.device = device
         self.config = config
         self.compressor = compressor
-        store = dist.PrefixStore(f"gradwire/{name}", store)
+        store = PrefixStore(f"gradwire/{name}", store)
         presences = exchange(store, Presence.here(rank, size, config, device), config.timeout)
         self.cluster = cluster_of(presences, config)
         self.level_names = tuple(level.name for level in self.cluster.levels)
@@ -86,8 +85,8 @@ class Communicator:
             layout: Which parameter lies where. With it, and a compressor, the slowest phase is compressed.
 
         Returns:
-            A future whose value is `flat`; it raises CollectiveError where the collective failed. Its callbacks must
-            not issue collectives.
+            A future whose value is `flat`; waiting for it raises a RuntimeError with the text of the CollectiveError
+            where the collective failed. Its callbacks must not issue collectives.
 
         Raises:
             ValueError: `flat` does not fit.
@@ -135,7 +134,7 @@ class Communicator:
     def _on_stream(self, flat: Tensor, chunks: list[Chunk], plan: Plan) -> FutureTensor:
         """On CUDA everything is issued at once, on a side stream that waits for the gradients; nothing blocks."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         done: FutureTensor = torch.futures.Future(devices=[self.device])
         with torch.cuda.stream(self._stream):

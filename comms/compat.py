@@ -7,8 +7,10 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, Store
+from torch._C._distributed_c10d import AllgatherOptions, GradBucket, HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
+
+__all__ = ["GradBucket", "HashStore", "PrefixStore", "Store"]
 
 
 class TorchWork(Protocol):

@@ -6,7 +6,7 @@ decided by the plan alone, so all ranks hop alike, also those that have nothing 
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -166,11 +166,11 @@ class LaneGroup:
         """See `Group.all_gather`."""
         return self._group.all_gather(output, source)
 
-    def reduce_scatter(self, tensor: Tensor, bounds: tuple[int, ...]) -> Work:
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
         """See `Group.reduce_scatter`."""
         return self._group.reduce_scatter(tensor, bounds)
 
-    def all_gather_slices(self, tensor: Tensor, bounds: tuple[int, ...]) -> Work:
+    def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
         """See `Group.all_gather_slices`."""
         return self._group.all_gather_slices(tensor, bounds)
 

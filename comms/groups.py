@@ -9,10 +9,9 @@ from datetime import timedelta
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.compat import Store
+from gradwire.comms.compat import PrefixStore, Store
 from gradwire.comms.lanes import Lane
 from gradwire.comms.transport import gloo, nccl
 from gradwire.comms.transport.shm import ShmGroup
@@ -83,5 +82,5 @@ class Groups:
         if self.is_synchronous(members):
             return ShmGroup.create(self._store, index, size, key=f"shm/{name}", timeout=self._timeout)
         if self._device.type == "cuda":
-            return nccl.connect(dist.PrefixStore(f"nccl/{name}", self._store), index, size, self._timeout, self._device)
-        return gloo.connect(dist.PrefixStore(f"gloo/{name}", self._store), index, size, self._timeout)
+            return nccl.connect(PrefixStore(f"nccl/{name}", self._store), index, size, self._timeout, self._device)
+        return gloo.connect(PrefixStore(f"gloo/{name}", self._store), index, size, self._timeout)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.compat import queue_end_of_backward, store_of
+from gradwire.comms.compat import GradBucket, queue_end_of_backward, store_of
 from gradwire.comms.config import Config
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.report import Report
@@ -83,7 +83,7 @@ class HookState:
         if self._communicator is not None:
             self._communicator.close()
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Averages one bucket over all ranks; the future's value is the bucket's own buffer."""
         flat = bucket.buffer()
         communicator = self._connect(flat.device)
@@ -133,7 +133,7 @@ class HookState:
         return _restore, (self.config,)
 
 
-def comm_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The hook to register: averages a bucket over all ranks of `state`.
 
     Args:
@@ -145,7 +145,7 @@ def comm_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
     """
     if isinstance(bucket, tuple):  # torch.compile with optimize_ddp="python_reducer": (gradient, parameter), in place
         state.reduce_gradient(bucket[0])
-        return bucket[0]  # type: ignore[no-any-return]  # ignored by that caller
+        return bucket[0]  # that caller ignores it
     return state.reduce(bucket)
 
 
@@ -162,4 +162,5 @@ def _all_reduce_sparse(sparse: Tensor, group: dist.ProcessGroup | None) -> torch
     def average(done: torch.futures.Future[list[Tensor]]) -> Tensor:
         return done.value()[0].div_(size)
 
-    return work.get_future().then(average)
+    future: torch.futures.Future[Tensor] = work.get_future().then(average)
+    return future

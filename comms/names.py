@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradwire.comms.compat import GradBucket
 from gradwire.compressors.base import Layout, Slice
 
 
@@ -39,7 +39,7 @@ class ParameterNames:
         self._layouts.clear()
         self._bound = True
 
-    def layout(self, bucket: dist.GradBucket) -> Layout:
+    def layout(self, bucket: GradBucket) -> Layout:
         """Which parameter lies where in the bucket's buffer.
 
         Raises:
@@ -70,5 +70,5 @@ class ParameterNames:
 
 def _memory_shape(parameter: Tensor) -> tuple[int, ...]:
     """The shape in memory order: DDP's buffer holds a channels_last weight as it lies in memory."""
-    order = sorted(range(parameter.dim()), key=lambda axis: -parameter.stride(axis))
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     return tuple(parameter.shape[axis] for axis in order)
