@@ -154,7 +154,21 @@ def pipelined_seconds(phases: Sequence[tuple[int, float]], chunks: int) -> float
         phases: Level (or any other number for what else is shared) and seconds of each phase, for one chunk.
         chunks: How many.
     """
+    busy = _busy(phases)
+    return sum(busy.values()) + (chunks - 1) * max(busy.values(), default=0.0)
+
+
+def busiest_resource(phases: Sequence[tuple[int, float]]) -> tuple[int, float]:
+    """What is occupied longest, and for how many seconds; (0, 0.0) where there is nothing.
+
+    Args:
+        phases: As for `pipelined_seconds`.
+    """
+    return max(_busy(phases).items(), key=lambda item: item[1], default=(0, 0.0))
+
+
+def _busy(phases: Sequence[tuple[int, float]]) -> dict[int, float]:
     busy: dict[int, float] = {}
     for level, seconds in phases:
         busy[level] = busy.get(level, 0.0) + seconds
-    return sum(busy.values()) + (chunks - 1) * max(busy.values(), default=0.0)
+    return busy

@@ -47,6 +47,8 @@ class Plan:
         bytes_by_level: For each level's name the predicted bytes that leave the busiest unit below that level (a rank
             for `intra_node`, a node for `inter_node`, ...), one direction.
         why: One sentence: why this plan and not another.
+        limit: What the prediction is limited by: a level's name, `processor` (encoding and decoding) or `latency`.
+        busy_seconds: How long what limits it is occupied; the next bucket may start that much later.
     """
 
     name: str
@@ -56,6 +58,8 @@ class Plan:
     seconds: float
     bytes_by_level: dict[str, float]
     why: str
+    limit: str = ""
+    busy_seconds: float = 0.0
 
     def describe(self, level_names: tuple[str, ...]) -> str:
         """The plan as one readable paragraph.

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
-from gradwire.comms.cost import CostModel, busiest, pipelined_seconds
+from gradwire.comms.cost import CostModel, PhaseCost, busiest, busiest_resource, pipelined_seconds
 from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, HALVING_DOUBLING, REDUCE_SCATTER, RING, TREE, Phase, Plan
 from gradwire.topology.cluster import Cluster
 
@@ -67,18 +68,21 @@ def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, compre
                ratio: float = 1.0, codec_seconds_per_byte: float = 0.0) -> Iterator[Plan]:
     """Every priced plan of one name: one for each number of chunks worth trying, one chunk first."""
     phases = make_phases(cluster, name, compressor)
-    model = CostModel(cluster, {phase.level: phase.parts for phase in phases if phase.op == REDUCE_SCATTER})
-    costs = [model.phase(phase) for phase in phases]
+    costs, shares = _costs(cluster, name)
     shrink = [ratio if phase.compressor else 1.0 for phase in phases]
-    codec = sum(codec_seconds_per_byte * float(model.shares(phase.level).max() if not phase.whole else 1.0)
-                for phase in phases if phase.compressor)
+    codec = sum(codec_seconds_per_byte * share for phase, share in zip(phases, shares, strict=True) if phase.compressor)
     traffic = busiest(cluster, [(cost, nbytes * factor) for cost, factor in zip(costs, shrink, strict=True)])
     for count in (chunks,) if chunks else CHUNK_COUNTS:
         if count == 1 or chunks or nbytes / count >= MINIMUM_CHUNK_NBYTES:
             pieces = [(phase.level, cost.seconds(nbytes / count * factor))
                       for phase, cost, factor in zip(phases, costs, shrink, strict=True)]
             pieces.append((PROCESSOR, codec * nbytes / count))
-            yield Plan(name, phases, count, nbytes, pipelined_seconds(pieces, count), traffic, "")
+            busiest_level, busy = busiest_resource(pieces)
+            limit = "processor" if busiest_level == PROCESSOR else cluster.levels[busiest_level].name
+            if 2 * sum(cost.alpha_seconds for phase, cost in zip(phases, costs, strict=True)
+                       if phase.level == busiest_level) > busy:
+                limit = "latency"
+            yield Plan(name, phases, count, nbytes, pipelined_seconds(pieces, count), traffic, "", limit, count * busy)
 
 
 def make_phases(cluster: Cluster, name: str, compressor: str | None = None) -> tuple[Phase, ...]:
@@ -100,6 +104,15 @@ def make_phases(cluster: Cluster, name: str, compressor: str | None = None) -> t
     down = [Phase(REDUCE_SCATTER, level, parts[level]) for level in inner]
     up = [Phase(ALL_GATHER, level, parts[level]) for level in reversed(inner)]
     return (*down, Phase(ALL_REDUCE, top, compressor=compressor), *up)
+
+
+@lru_cache(maxsize=128)
+def _costs(cluster: Cluster, name: str) -> tuple[tuple[PhaseCost, ...], tuple[float, ...]]:
+    """The cost of each phase of a plan, and the largest share of the bucket that one rank stands for in it."""
+    phases = make_phases(cluster, name)
+    model = CostModel(cluster, {phase.level: phase.parts for phase in phases if phase.op == REDUCE_SCATTER})
+    shares = [1.0 if phase.whole else float(model.shares(phase.level).max()) for phase in phases]
+    return tuple(model.phase(phase) for phase in phases), tuple(shares)
 
 
 def with_reason(plan: Plan, why: str) -> Plan:
