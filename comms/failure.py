@@ -35,7 +35,7 @@ class FailureBoard:
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store = store
+        self._store = store.clone()  # so that a lane which waits in the store cannot keep this rank silent
         self._rank = rank
         self._size = size
 

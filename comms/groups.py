@@ -79,8 +79,11 @@ class Groups:
 
     def _make(self, name: str, members: tuple[int, ...]) -> Group:
         index, size = members.index(self._rank), len(members)
+        # A client of its own: a thread that waits for a key keeps the others of its client from setting theirs, and
+        # two lanes (or two models) that connect in different order on two ranks would wait for each other.
+        store = self._store.clone()
         if self.is_synchronous(members):
-            return ShmGroup.create(self._store, index, size, key=f"shm/{name}", timeout=self._timeout)
+            return ShmGroup.create(store, index, size, key=f"shm/{name}", timeout=self._timeout)
         if self._device.type == "cuda":
-            return nccl.connect(PrefixStore(f"nccl/{name}", self._store), index, size, self._timeout, self._device)
-        return gloo.connect(PrefixStore(f"gloo/{name}", self._store), index, size, self._timeout)
+            return nccl.connect(PrefixStore(f"nccl/{name}", store), index, size, self._timeout, self._device)
+        return gloo.connect(PrefixStore(f"gloo/{name}", store), index, size, self._timeout)

@@ -21,6 +21,10 @@ from gradwire.compressors.base import Compressor
 
 log = logging.getLogger("gradwire")
 
+PYTHON_REDUCER = ("torch.compile with optimize_ddp=\"python_reducer\" calls the hook once a parameter from inside a compiled "
+                  "graph, which gradwire does not support: leave torch._dynamo.config.optimize_ddp at its default, "
+                  "with which compiled models work")
+
 _state_numbers: "dict[str, count[int]]" = {}
 
 
@@ -96,14 +100,6 @@ class HookState:
             self._end_step()
         return future
 
-    def reduce_gradient(self, gradient: Tensor) -> None:
-        """Averages one gradient in place: compiled autograd calls the hook so, once for each parameter."""
-        communicator = self._connect(gradient.device)
-        flat = gradient.view(-1) if gradient.is_contiguous() else gradient.contiguous().view(-1)
-        communicator.all_reduce(flat, scale=1.0 / communicator.size).wait()
-        if flat.data_ptr() != gradient.data_ptr():
-            gradient.copy_(flat.view_as(gradient))
-
     def _end_step(self) -> None:
         """Runs once at the end of each backward pass, on all ranks at the same point of the sequence of buckets."""
         self._in_step = False
@@ -142,10 +138,12 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
 
     Returns:
         A future of the averaged buffer. Its error, if any, comes out of `loss.backward()`.
+
+    Raises:
+        RuntimeError: Called by the compiled-autograd reducer, which hands over single gradients.
     """
-    if isinstance(bucket, tuple):  # torch.compile with optimize_ddp="python_reducer": (gradient, parameter), in place
-        state.reduce_gradient(bucket[0])
-        return bucket[0]  # that caller ignores it
+    if isinstance(bucket, tuple):
+        raise RuntimeError(PYTHON_REDUCER)
     return state.reduce(bucket)
 
 

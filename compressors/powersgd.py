@@ -115,7 +115,7 @@ class PowerSGD(Stateful):
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
         """See `Stateful.export`; the last row holds the factors, at the beginning of their matrices' elements."""
-        rows = super().export(layout, device) if self.fields else torch.zeros(0, layout.numel, device=device)
+        rows = super().export(layout, device)
         factors = torch.zeros(layout.numel, device=device)
         for item in layout.slices:
             factor = self._factors.pop(item.name, None) if self.matrix(item) else None

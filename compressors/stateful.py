@@ -48,7 +48,10 @@ class Stateful:
             2-D float32 (fields, layout.numel), zero where this rank holds nothing: the sum of the ranks' exports is
             the state of a whole bucket, whatever its cuts were.
         """
-        return torch.stack([store.export(layout, device) for store in self.fields.values()])
+        rows = torch.empty(len(self.fields), layout.numel, device=device)
+        for row, store in zip(rows, self.fields.values(), strict=True):
+            row.copy_(store.export(layout, device))
+        return rows
 
     def adopt(self, layout: Layout, rows: Tensor) -> None:
         """Adds `rows`, as returned by `export` for this layout, to the state."""

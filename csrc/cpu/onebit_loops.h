@@ -61,7 +61,7 @@ inline void encode(const float* gradient, const float* residual, float* left, ui
 
 // 64 elements of all workers: target = addend + worker 0 + worker 1 + ...
 inline void reduce64(const uint8_t* bits, size_t stride, const float* scales, size_t workers, const float* addend,
-                     float* target) {
+                     float* target, bool past_cache) {
   Vec sum[4];
   for (int j = 0; j < 4; ++j) sum[j] = addend ? load(addend + 16 * j) : fill(0.0f);
   for (size_t w = 0; w < workers; ++w) {
@@ -70,7 +70,7 @@ inline void reduce64(const uint8_t* bits, size_t stride, const float* scales, si
     const Vec plus = fill(scales[w]), minus = fill(-scales[w]);
     for (int j = 0; j < 4; ++j) sum[j] = add(sum[j], signed_by(plus, minus, signs[j]));
   }
-  for (int j = 0; j < 4; ++j) store(target + 16 * j, sum[j]);
+  for (int j = 0; j < 4; ++j) put(target + 16 * j, sum[j], past_cache);
 }
 
 inline void reduce_rest(const uint8_t* bits, size_t stride, const float* scales, size_t workers, const float* addend,
@@ -83,22 +83,24 @@ inline void reduce_rest(const uint8_t* bits, size_t stride, const float* scales,
 }
 
 inline void reduce_block(const uint8_t* payloads, size_t stride, size_t workers, size_t numel, size_t block,
-                         const float* addend, float* target, float* scales) {
+                         const float* addend, float* target, float* scales, bool past_cache) {
   const size_t start = block * kBlock, count = numel - start < kBlock ? numel - start : kBlock;
   for (size_t w = 0; w < workers; ++w) std::memcpy(&scales[w], payloads + w * stride + 4 * block, sizeof(float));
   const uint8_t* bits = payloads + scales_nbytes(numel) + start / 8;
   size_t i = 0;
   for (; i + 64 <= count; i += 64)
-    reduce64(bits + i / 8, stride, scales, workers, addend ? addend + i : nullptr, target + i);
+    reduce64(bits + i / 8, stride, scales, workers, addend ? addend + i : nullptr, target + i, past_cache);
   reduce_rest(bits + i / 8, stride, scales, workers, addend ? addend + i : nullptr, target + i, count - i);
 }
 
 inline void decode_reduce(const uint8_t* payloads, size_t stride, size_t workers, const float* addend, float* target,
                           size_t numel) {
   std::vector<float> scales(workers);
+  const bool past_cache = streams(target, addend, nullptr, numel);
   for (size_t start = 0, block = 0; start < numel; start += kBlock, ++block)
     reduce_block(payloads, stride, workers, numel, block, addend ? addend + start : nullptr, target + start,
-                 scales.data());
+                 scales.data(), past_cache);
+  if (past_cache) fence();
 }
 
 inline void serve(const uint8_t* payloads, size_t stride, size_t workers, const float* residual, float* left,
@@ -108,7 +110,7 @@ inline void serve(const uint8_t* payloads, size_t stride, size_t workers, const 
   uint8_t* bits = answer + scales_nbytes(numel);
   for (size_t start = 0, block = 0; start < numel; start += kBlock, ++block) {
     const size_t count = numel - start < kBlock ? numel - start : kBlock;
-    reduce_block(payloads, stride, workers, numel, block, nullptr, sum, scales.data());
+    reduce_block(payloads, stride, workers, numel, block, nullptr, sum, scales.data(), false);
     const float scale = encode_block(sum, residual ? residual + start : nullptr, left ? left + start : nullptr, false,
                                      bits + start / 8, count);
     std::memcpy(answer + 4 * block, &scale, sizeof scale);

@@ -62,6 +62,12 @@ void copy_to_slot(void* destination, const void* source, std::uint64_t nbytes, b
   if (streamed < nbytes) std::memcpy(to + streamed, from + streamed, nbytes - streamed);
 }
 
+void finish_streaming() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 void copy_from_slot(void* destination, const void* source, std::uint64_t nbytes) {
   if (nbytes > 0) std::memcpy(destination, source, nbytes);
 }

@@ -104,6 +104,7 @@ bool SharedMemoryGroup::walk(const Signature& signature, std::uint64_t chunks, s
       ++age;
     }
     if (busy_seconds != nullptr) *busy_seconds += std::chrono::duration<double>(Clock::now() - start).count();
+    if (stream_) finish_streaming();
     if (interval + 1 < intervals && !meet(signature, interval == 0)) return false;
   }
   return true;

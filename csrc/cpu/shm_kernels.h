@@ -25,6 +25,9 @@ void reduce(DType dtype, ReduceOp op, void* out, void* mirror, bool stream, cons
 /// `destination` must be aligned to 64 bytes.
 void copy_to_slot(void* destination, const void* source, std::uint64_t nbytes, bool stream);
 
+/// Orders streamed copies before everything that follows; a release store does not.
+void finish_streaming();
+
 /// Copies out of a slot into a tensor of any alignment.
 void copy_from_slot(void* destination, const void* source, std::uint64_t nbytes);
 

@@ -70,9 +70,6 @@ bool Meeting::has_arrived(std::uint32_t peer) const {
 }
 
 bool Meeting::pass(const char* what, Failure& failure) {
-#if defined(__x86_64__)
-  __builtin_ia32_sfence();  // non-temporal stores are ordered by nothing else
-#endif
   RankBox& own = segment_->box(segment_->rank());
   // Sequentially consistent on both sides: either the sleeper sees the new count, or we see the sleeper.
   own.arrived.store(static_cast<std::uint32_t>(interval_ + 1), std::memory_order_seq_cst);
