@@ -17,7 +17,7 @@ from gradwire.comms.failure import CollectiveError, FailureBoard
 from gradwire.comms.groups import Groups
 from gradwire.comms.lanes import Job, Lanes
 from gradwire.comms.placement import Presence, cluster_of, exchange
-from gradwire.comms.plan import Phase, Plan
+from gradwire.comms.plan import ALL_REDUCE, Phase, Plan
 from gradwire.comms.planner import plan_all_reduce
 from gradwire.comms.report import Ledger, Report
 from gradwire.comms.schedule import Partition, Schedule, Transfer, even_partition
@@ -68,7 +68,8 @@ class Communicator:
         self._ledger = Ledger(self.level_names)
         self._lanes = Lanes(f"gradwire {name}")
         self._groups = Groups(store, rank, device, self._same_node, config.transport, config.timeout)
-        self._executor = Executor(self._groups, rank, self._hops, compressor, self._ledger)
+        self._executor = Executor(self._groups, rank, self._hops, compressor, self._ledger,
+                                  self._in_rank_order)
         self._board = FailureBoard(store, rank, size)
         self._routes: dict[object, _Route] = {}
         self._failure: CollectiveError | None = None
@@ -194,6 +195,11 @@ class Communicator:
     def _hops(self, phase: Phase) -> bool:
         local = phase.level == 0 and (not phase.whole or len(self.cluster.nodes) == 1)
         return not (local and self.device.type == "cpu")
+
+    def _in_rank_order(self, phase: Phase) -> bool:
+        """Gloo's ring sums an element in an order that depends on its place; of two ranks, any order gives the same."""
+        members = self.size if phase.whole else self.cluster.widest(phase.level)
+        return phase.op == ALL_REDUCE and self.device.type == "cpu" and self._hops(phase) and members > 2
 
     def _node_ranks(self) -> tuple[int, ...]:
         return self.cluster.ranks(self.cluster.unit(self.rank, 0))
