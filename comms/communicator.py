@@ -75,6 +75,8 @@ class Communicator:
         self._failure: CollectiveError | None = None
         self._stream: torch.cuda.Stream | None = None
         self._buckets = 0
+        self._plan_name, self._chunks = config.plan, config.chunks
+        self._library = "nccl" if device.type == "cuda" else "gloo"
 
     def all_reduce(self, flat: Tensor, *, scale: float = 1.0, layout: Layout | None = None) -> FutureTensor:
         """Sums `scale * flat` over all ranks, in place.
@@ -100,6 +102,22 @@ class Communicator:
         if self.device.type == "cuda":
             return self._on_stream(flat, chunks, route.plan)
         return self._in_lanes(flat, chunks, route.plan)
+
+    def choose(self, plan: str | None = None, chunks: int | None = None) -> None:
+        """From the next all-reduce on, takes this plan for every size; all ranks must do so at the same point.
+
+        Args:
+            plan: `flat`, `hierarchical` or `leader`; `auto` goes by size again; None leaves it.
+            chunks: Pieces of a bucket; 0 leaves it to the planner; None leaves it.
+        """
+        self._plan_name = self._plan_name if plan is None else plan
+        self._chunks = self._chunks if chunks is None else chunks
+        self._routes.clear()
+
+    def settle(self, nbytes: int) -> None:
+        """Takes the plan that is best for `nbytes` for every size: two plans sum in two orders, one plan in one."""
+        if self._plan_name == "auto":
+            self.choose(plan_all_reduce(self.cluster, nbytes, library=self._library).name)
 
     def report(self, steps: int = 0) -> Report:
         """What has travelled so far, and by which plans."""
@@ -163,13 +181,13 @@ class Communicator:
         return self._routes[key]
 
     def _plan(self, flat: Tensor, layout: Layout | None) -> _Route:
-        name, chunks = self.config.plan, self.config.chunks
+        name, chunks = self._plan_name, self._chunks
         if self.compressor and layout:
             ratio = self.compressor.wire_nbytes(layout, 2) / max(1, flat.nbytes)
             plan = plan_all_reduce(self.cluster, flat.nbytes, name="hierarchical", chunks=chunks,
                                    compressor=self.compressor.name, ratio=ratio)
         else:
-            plan = plan_all_reduce(self.cluster, flat.nbytes, name=name, chunks=chunks)
+            plan = plan_all_reduce(self.cluster, flat.nbytes, name=name, chunks=chunks, library=self._library)
         partition = self._partition(layout)
         schedule = Schedule(self.cluster, plan)
         bounds = partition(0, flat.numel(), plan.chunks)

@@ -6,18 +6,21 @@ gradients arrive undivided, so the division by the world size happens here, befo
 
 import logging
 import weakref
+from functools import partial
 from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradwire.comms.advise import BUCKET_NBYTES
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compat import GradBucket, queue_end_of_backward, store_of
 from gradwire.comms.config import Config
+from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.report import Report
-from gradwire.compressors.base import Compressor
+from gradwire.compressors.base import Compressor, Layout
 
 log = logging.getLogger("gradwire")
 
@@ -54,6 +57,7 @@ class HookState:
         self.steps = 0
         self._group: dist.ProcessGroup | None = None
         self._communicator: Communicator | None = None
+        self._fusion: Fusion | None = None
         self._in_step = False
         if isinstance(model_or_group, nn.Module):
             self.bind(model_or_group)
@@ -90,12 +94,13 @@ class HookState:
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Averages one bucket over all ranks; the future's value is the bucket's own buffer."""
         flat = bucket.buffer()
-        communicator = self._connect(flat.device)
+        self._connect(flat.device)
+        assert self._fusion is not None
         if not self._in_step:
             self._in_step = queue_end_of_backward(self._end_step)
         if flat.layout != torch.strided:
             return _all_reduce_sparse(flat, self._group)
-        future = communicator.all_reduce(flat, scale=1.0 / communicator.size)
+        future = self._fusion.add(flat)
         if not self._in_step and bucket.is_last():
             self._end_step()
         return future
@@ -104,6 +109,8 @@ class HookState:
         """Runs once at the end of each backward pass, on all ranks at the same point of the sequence of buckets."""
         self._in_step = False
         self.steps += 1
+        if self._fusion is not None:
+            self._fusion.end_step()
 
     def _connect(self, device: torch.device) -> Communicator:
         if self._communicator is None:
@@ -116,6 +123,9 @@ class HookState:
             self._communicator = Communicator(store_of(group), group.rank(), group.size(), device, self.config,
                                               name=f"hook{number}", compressor=self.compressor)
             weakref.finalize(self, self._communicator.close)
+            threshold_nbytes = round(self.config.fusion_mb * 2**20)
+            self._communicator.settle(threshold_nbytes or BUCKET_NBYTES)
+            self._fusion = Fusion(partial(_average, self._communicator), FusionPlan(threshold_nbytes=threshold_nbytes))
         return self._communicator
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HookState":
@@ -145,6 +155,10 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
     if isinstance(bucket, tuple):
         raise RuntimeError(PYTHON_REDUCER)
     return state.reduce(bucket)
+
+
+def _average(communicator: Communicator, flat: Tensor, layout: Layout | None) -> torch.futures.Future[Tensor]:
+    return communicator.all_reduce(flat, scale=1.0 / communicator.size, layout=layout)
 
 
 def _restore(config: Config) -> HookState:
