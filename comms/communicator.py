@@ -19,7 +19,7 @@ from gradwire.comms.groups import Groups
 from gradwire.comms.lanes import Hop, Job, Lanes
 from gradwire.comms.migration import Homes, migrate
 from gradwire.comms.placement import Presence, cluster_of, exchange
-from gradwire.comms.plan import Phase, Plan
+from gradwire.comms.plan import ALL_REDUCE, Phase, Plan
 from gradwire.comms.planner import plan_all_reduce
 from gradwire.comms.report import Ledger, Report
 from gradwire.comms.schedule import Partition, Schedule, Transfer, even_partition
@@ -70,13 +70,16 @@ class Communicator:
         self._ledger = Ledger(self.level_names)
         self._lanes = Lanes(f"gradwire {name}")
         self._groups = Groups(store, rank, device, self._same_node, config.transport, config.timeout)
-        self._executor = Executor(self._groups, rank, self._hops, compressor, self._ledger)
+        self._executor = Executor(self._groups, rank, self._hops, compressor, self._ledger,
+                                  self._in_rank_order)
         self._board = FailureBoard(store, rank, size)
         self._routes: dict[object, _Route] = {}
         self._failure: CollectiveError | None = None
         self._stream: torch.cuda.Stream | None = None
         self._buckets = 0
         self._homes = Homes()
+        self._plan_name, self._chunks = config.plan, config.chunks
+        self._library = "nccl" if device.type == "cuda" else "gloo"
 
     def all_reduce(self, flat: Tensor, *, scale: float = 1.0, layout: Layout | None = None,
                    flush: bool = False) -> FutureTensor:
@@ -106,6 +109,22 @@ class Communicator:
         if self.device.type == "cuda":
             return self._on_stream(flat, chunks, route.plan)
         return self._in_lanes(flat, chunks, route.plan)
+
+    def choose(self, plan: str | None = None, chunks: int | None = None) -> None:
+        """From the next all-reduce on, takes this plan for every size; all ranks must do so at the same point.
+
+        Args:
+            plan: `flat`, `hierarchical` or `leader`; `auto` goes by size again; None leaves it.
+            chunks: Pieces of a bucket; 0 leaves it to the planner; None leaves it.
+        """
+        self._plan_name = self._plan_name if plan is None else plan
+        self._chunks = self._chunks if chunks is None else chunks
+        self._routes.clear()
+
+    def settle(self, nbytes: int) -> None:
+        """Takes the plan that is best for `nbytes` for every size: two plans sum in two orders, one plan in one."""
+        if self._plan_name == "auto":
+            self.choose(plan_all_reduce(self.cluster, nbytes, library=self._library).name)
 
     def report(self, steps: int = 0) -> Report:
         """What has travelled so far, and by which plans."""
@@ -190,13 +209,13 @@ class Communicator:
         return self._routes[key]
 
     def _plan(self, flat: Tensor, layout: Layout | None) -> _Route:
-        name, chunks = self.config.plan, self.config.chunks
+        name, chunks = self._plan_name, self._chunks
         if self.compressor and layout and len(self.cluster.nodes) > 1:
             ratio = self.compressor.wire_nbytes(layout, 2) / max(1, flat.nbytes)
             plan = plan_all_reduce(self.cluster, flat.nbytes, name="hierarchical", chunks=chunks,
                                    compressor=self.compressor.name, ratio=ratio)
         else:
-            plan = plan_all_reduce(self.cluster, flat.nbytes, name=name, chunks=chunks)
+            plan = plan_all_reduce(self.cluster, flat.nbytes, name=name, chunks=chunks, library=self._library)
         partition = self._partition(layout)
         schedule = Schedule(self.cluster, plan)
         bounds = partition(0, flat.numel(), plan.chunks)
@@ -222,6 +241,11 @@ class Communicator:
     def _hops(self, phase: Phase) -> bool:
         local = phase.level == 0 and (not phase.whole or len(self.cluster.nodes) == 1)
         return not (local and self.device.type == "cpu")
+
+    def _in_rank_order(self, phase: Phase) -> bool:
+        """Gloo's ring sums an element in an order that depends on its place; of two ranks, any order gives the same."""
+        members = self.size if phase.whole else self.cluster.widest(phase.level)
+        return phase.op == ALL_REDUCE and self.device.type == "cpu" and self._hops(phase) and members > 2
 
     def _node_ranks(self) -> tuple[int, ...]:
         return self.cluster.ranks(self.cluster.unit(self.rank, 0))

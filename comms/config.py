@@ -36,6 +36,10 @@ class Config:
     transport: str = "auto"
     """Between nodes: `gloo`, `nccl` or `mpi`; `auto` goes by the tensor's device."""
 
+    fusion_mb: float = 0.0
+    """Buckets travel together until they hold so many MiB; 0 sends each of DDP's buckets as it comes. For models wrapped
+    with small buckets, see `gradwire.wrap`."""
+
     timeout: timedelta = timedelta(minutes=5)
     """A collective that takes longer fails on all ranks."""
 
@@ -57,6 +61,8 @@ class Config:
             raise ValueError(f"`chunks` is {self.chunks}; wanted 0 (the planner chooses) or a positive number")
         if self.timeout <= timedelta(0):
             raise ValueError(f"`timeout` is {self.timeout}; wanted a positive duration")
+        if not 0 <= self.fusion_mb < float("inf"):
+            raise ValueError(f"`fusion_mb` is {self.fusion_mb}; wanted a number of MiB >= 0")
         if len(self.location) > 2:
             raise ValueError(f"`location` is {self.location}; wanted at most two names: region, rack")
         if self.nic_bytes_per_second is not None and not self.nic_bytes_per_second > 0:
@@ -66,8 +72,8 @@ class Config:
     def from_env(cls, **options: object) -> "Config":
         """The configuration that `options` and the environment give; an option wins over its variable.
 
-        Variables: GRADWIRE_PLAN, GRADWIRE_CHUNKS, GRADWIRE_COMPRESSOR, GRADWIRE_TRANSPORT, GRADWIRE_TIMEOUT_SECONDS,
-        GRADWIRE_HOSTNAME, GRADWIRE_LOCATION (`region/rack`), GRADWIRE_NIC_BYTES_PER_SECOND.
+        Variables: GRADWIRE_PLAN, GRADWIRE_CHUNKS, GRADWIRE_COMPRESSOR, GRADWIRE_TRANSPORT, GRADWIRE_FUSION_MB,
+        GRADWIRE_TIMEOUT_SECONDS, GRADWIRE_HOSTNAME, GRADWIRE_LOCATION (`region/rack`), GRADWIRE_NIC_BYTES_PER_SECOND.
 
         Raises:
             TypeError: An option has an unknown name.
@@ -120,6 +126,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "CHUNKS": ("chunks", int),
     "COMPRESSOR": ("compressor", str),
     "TRANSPORT": ("transport", str),
+    "FUSION_MB": ("fusion_mb", float),
     "TIMEOUT_SECONDS": ("timeout", _seconds),
     "HOSTNAME": ("hostname", str),
     "LOCATION": ("location", lambda text: tuple(text.split("/"))),

@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradwire.comms.advise import BUCKET_NBYTES
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compat import GradBucket, queue_end_of_backward, store_of
 from gradwire.comms.compression import Compression, LossScaler
 from gradwire.comms.config import Config
+from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.report import Report
-from gradwire.compressors.base import StateDict, StateValue
+from gradwire.compressors.base import Layout, StateDict, StateValue
 
 log = logging.getLogger("gradwire")
 
@@ -56,6 +58,7 @@ class HookState:
         self._compression: Compression | None = None
         self._group: dist.ProcessGroup | None = None
         self._communicator: Communicator | None = None
+        self._fusion: Fusion | None = None
         self._in_step = False
         if isinstance(model_or_group, nn.Module):
             self.bind(model_or_group)
@@ -130,19 +133,15 @@ class HookState:
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Averages one bucket over all ranks; the future's value is the bucket's own buffer."""
         flat = bucket.buffer()
-        communicator = self._connect(flat.device)
+        self._connect(flat.device)
+        assert self._fusion is not None
         if not self._in_step:
             self._in_step = queue_end_of_backward(self._end_step)
             if self._compression:
                 self._compression.begin_step()
         if flat.layout != torch.strided:
             return _all_reduce_sparse(flat, self._group)
-        if self._compression:
-            future = communicator.all_reduce(flat, scale=1.0 / communicator.size, layout=self.names.layout(bucket),
-                                             flush=self._compression.flushing)
-            self._compression.add(future)
-        else:
-            future = communicator.all_reduce(flat, scale=1.0 / communicator.size)
+        future = self._fusion.add(flat, self.names.layout(bucket) if self._compression else None)
         if not self._in_step and bucket.is_last():
             self._end_step()
         return future
@@ -151,8 +150,21 @@ class HookState:
         """Runs once at the end of each backward pass, on all ranks at the same point of the sequence of buckets."""
         self._in_step = False
         self.steps += 1
-        if self._compression:
+        if self._fusion is not None:
+            self._fusion.end_step()
+        if self._compression is not None:
             self._compression.end_step()
+
+    def _launch(self, flat: Tensor, layout: Layout | None) -> torch.futures.Future[Tensor]:
+        """Averages one transfer: a bucket, several joined ones, or a piece of one."""
+        communicator, compression = self._communicator, self._compression
+        assert communicator is not None
+        scale = 1.0 / communicator.size
+        if compression is None or layout is None:
+            return communicator.all_reduce(flat, scale=scale)
+        future = communicator.all_reduce(flat, scale=scale, layout=layout, flush=compression.flushing)
+        compression.add(future)
+        return future
 
     def _compressed(self) -> Compression:
         if self._compression is None:
@@ -175,6 +187,9 @@ class HookState:
                 store_of(group), group.rank(), group.size(), device, self.config, name=f"hook{number}",
                 compressor=self._compression.compressor if self._compression else None)
             weakref.finalize(self, self._communicator.close)
+            threshold_nbytes = round(self.config.fusion_mb * 2**20)
+            self._communicator.settle(threshold_nbytes or BUCKET_NBYTES)
+            self._fusion = Fusion(self._launch, FusionPlan(threshold_nbytes=threshold_nbytes))
         return self._communicator
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HookState":

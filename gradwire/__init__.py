@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gradwire.comms.config import Config
     from gradwire.comms.hook import HookState, comm_hook
+    from gradwire.comms.wrap import wrap
 
 __version__ = "0.1.0"
-__all__ = ["Config", "HookState", "comm_hook"]
+__all__ = ["Config", "HookState", "comm_hook", "wrap"]
 
-_HOMES = {"Config": "gradwire.comms.config", "HookState": "gradwire.comms.hook", "comm_hook": "gradwire.comms.hook"}
+_HOMES = {"Config": "gradwire.comms.config", "HookState": "gradwire.comms.hook", "comm_hook": "gradwire.comms.hook",
+          "wrap": "gradwire.comms.wrap"}
 
 
 def __getattr__(name: str) -> object:

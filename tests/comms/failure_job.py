@@ -31,7 +31,7 @@ def hook(state: gradwire.HookState, bucket: dist.GradBucket) -> torch.futures.Fu
 model.register_comm_hook(state, hook)
 began = time.monotonic()
 try:
-    for step in range(5):
+    for _ in range(5):
         began = time.monotonic()
         model(torch.randn(4, 600)).sum().backward()
 except RuntimeError as error:
