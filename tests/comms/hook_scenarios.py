@@ -223,6 +223,46 @@ def uneven_inputs() -> dict[str, object]:
     return {"difference": (plain - hooked).abs().max().item(), "digest": digest(hooked)}
 
 
+COMPRESSORS: dict[str, dict[str, object]] = {
+    "fp16": {}, "bf16": {}, "int8": {}, "int4": {}, "onebit": {"warmup_steps": 1, "momentum": 0.0}, "powersgd": {"rank": 2, "warmup_steps": 2},
+    "dgc": {"density": 0.1, "momentum": 0.0, "warmup_steps": 1}}
+
+
+def compressed() -> dict[str, object]:
+    """Every compressor through DDP, over the rebuild of the buckets: finite, near plain SGD, equal on all ranks."""
+    plain = train(DistributedDataParallel(perceptron()), steps=8)
+    start = torch.cat([parameter.detach().double().reshape(-1) for parameter in perceptron().parameters()])
+    found: dict[str, object] = {}
+    digests = []
+    for name, settings in COMPRESSORS.items():
+        model = DistributedDataParallel(perceptron(), bucket_cap_mb=0.005)
+        state = gradwire.HookState(model, hostname=NODE, compressor=name, compressor_options=settings, fusion_mb=0.004)
+        model.register_comm_hook(state, gradwire.comm_hook)
+        hooked = train(model, steps=8)
+        found[name] = ((hooked - plain).norm() / (plain - start).norm()).item()
+        digests.append(digest(hooked))
+    return {"apart": found, "digest": "; ".join(digests)}
+
+
+def overflow_under_a_grad_scaler() -> dict[str, object]:
+    """One rank overflows once: GradScaler skips that step on all ranks, and training goes on finite and equal."""
+    model = DistributedDataParallel(perceptron())
+    state = gradwire.HookState(model, hostname=NODE, compressor="onebit",
+                               compressor_options={"warmup_steps": 0, "momentum": 0.0})
+    model.register_comm_hook(state, gradwire.comm_hook)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    state.watch(scaler)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = model(inputs(step)).square().mean() * (float("inf") if step == 2 and RANK == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    values = torch.cat([parameter.detach().double().reshape(-1) for parameter in model.parameters()])
+    return {"finite": bool(values.isfinite().all()), "scale": scaler.get_scale(), "digest": digest(values)}
+
+
 def registered_twice() -> dict[str, object]:
     model = DistributedDataParallel(perceptron())
     state = gradwire.HookState(model, **options())
@@ -246,7 +286,7 @@ def copied() -> dict[str, object]:
 SCENARIOS: list[Scenario] = [
     default, many_small_buckets, static_graph, gradient_as_bucket_view, bucket_cap_mb_list, find_unused_parameters,
     mixed_dtypes, convolution_channels_last, sparse_embedding, no_sync, compiled, sub_group,
-    two_models, state_before_model, uneven_inputs, registered_twice, copied, compiled_python_reducer]
+    two_models, state_before_model, uneven_inputs, compressed, overflow_under_a_grad_scaler, registered_twice, copied, compiled_python_reducer]
 
 
 def run_all() -> Iterator[tuple[str, dict[str, object]]]:
