@@ -10,6 +10,7 @@ from gradwire.topology.affinity import mask_of_cores
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Cpu, Gpu, Link, Machine, Nic, PcieLink, PciSwitch, Port
 from gradwire.topology.nccl_xml_links import HIDDEN_PEER
+from gradwire.topology.xml_tree import allowed
 
 NCCL_MAX_NODES = 256
 """NCCL refuses files with more elements. Source: NCCL v2.30 src/graph/xml.h."""
@@ -50,7 +51,7 @@ def element_count(text: str) -> int:
 
 def _open(tag: str, attributes: Attributes, *, close: bool = False) -> str:
     """Returns an element's first tag without the attributes that are None."""
-    pairs = "".join(f" {name}={quoteattr(str(value))}" for name, value in attributes if value is not None)
+    pairs = "".join(f" {name}={quoteattr(allowed(str(value)))}" for name, value in attributes if value is not None)
     return f"<{tag}{pairs}{'/' if close else ''}>"
 
 
@@ -156,7 +157,7 @@ class _Writer:
     def _gpu_link(self, gpu: Gpu, link: Link) -> str:
         """Returns one <nvlink>, <xgmi> or <c2c>."""
         if link.kind == "c2c":
-            rate = None if link.bytes_per_second is None else round(link.bytes_per_second / link.count / 1e6)
+            rate = None if link.bytes_per_second is None else round(link.bytes_per_second / max(link.count, 1) / 1e6)
             return _open("c2c", [("bw", rate), ("count", link.count)], close=True)
         other = link.b if link.a == gpu.key else link.a
         peers = {peer.key: peer.class_code for peer in self.machine.gpus}

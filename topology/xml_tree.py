@@ -1,6 +1,7 @@
 """A small, safe XML reader: elements with their line numbers, limits against hostile files, no entities, no DTD."""
 
 import io
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,6 +20,15 @@ MAX_DEPTH = 64
 """Nested elements; NCCL's own parser stops at 256 nodes in all."""
 MAX_ELEMENTS = 200_000
 """Enough for any machine and small enough to be read in a second."""
+
+
+def allowed(text: str) -> str:
+    """Returns a text with `?` in place of the characters that XML 1.0 does not allow.
+
+    Args:
+        text: Any text, such as a device's name.
+    """
+    return re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)
 
 
 @dataclass(slots=True)
