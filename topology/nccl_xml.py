@@ -93,8 +93,7 @@ def _doubts(reading: _Reading, defects: tuple[Defect, ...]) -> list[str]:
 
 def _read_cpu(element: Element, reading: _Reading) -> None:
     """Adds one <cpu> and everything below it."""
-    numa = element.integer("numaid")
-    numa = None if numa is None or numa < 0 else numa
+    numa = element.integer("numaid")  # -1 is no number here: unknown
     key = "numa?" if numa is None else f"numa{numa}"
     host = element.text("host_hash")
     if key in reading.lines and host is not None:

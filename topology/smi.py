@@ -15,9 +15,10 @@ from gradwire.topology.graph import Cpu, Defect, GivenPath, Gpu, Link, Machine, 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\x1b[@-_]")
 """Terminal escapes: colours, cursor movement, titles."""
 _TAIL = re.compile(r"CPU Affinity|NUMA Affinity|GPU NUMA ID")
-_COLUMN = re.compile(r"(GPU|NIC)\d+|[A-Za-z][\w.-]*\d[\w.-]*")
-_NUMBERED_NIC = re.compile(r"NIC\d+")
-_CELL = re.compile(r"\s*(X|SYS|NODE|PHB|PXB|PXN|P2C|PIX|PSB|NVB|NVL|C2C|XGMI|NV\d{1,2}|N/A|\?)")
+_GPU = re.compile(r"GPU[0-9]{1,4}")
+_COLUMN = re.compile(r"(GPU|NIC)[0-9]{1,4}|(?!GPU|NIC)[A-Za-z][\w.-]*[0-9][\w.-]*")
+_NUMBERED_NIC = re.compile(r"NIC[0-9]{1,4}")
+_CELL = re.compile(r"\s*(X|SYS|NODE|PHB|PXB|PXN|P2C|PIX|PSB|NVB|NVL|C2C|XGMI|NV[0-9]{1,2}|N/A|\?)")
 _LEGEND = re.compile(r"\s*(NIC\d+):\s*([\w.-]+)")
 
 MAX_COLUMNS = 512
@@ -58,7 +59,7 @@ def read(text: str) -> Machine:
     lines = ANSI.sub("", text).splitlines()
     matrix = _matrix(lines)
     names = {match[1]: match[2] for match in map(_LEGEND.match, lines) if match is not None and match[2] != match[1]}
-    gpus = [name for name in matrix.columns if re.fullmatch(r"GPU\d+", name)]
+    gpus = [name for name in matrix.columns if _GPU.fullmatch(name)]
     cpus = _cpus(matrix, gpus)
     defects = (*_asymmetric(matrix), *_short(matrix))
     links = _links(matrix, gpus)
@@ -80,7 +81,7 @@ def _header(line: str) -> tuple[list[str], list[str]] | None:
     """Returns the column names and the titles after them, or None where the line is no header."""
     tail = _TAIL.search(line)
     words = line[: tail.start() if tail else len(line)].split()
-    if not any(re.fullmatch(r"GPU\d+", word) for word in words) and not all(map(_NUMBERED_NIC.fullmatch, words)):
+    if not any(_GPU.fullmatch(word) for word in words) and not all(map(_NUMBERED_NIC.fullmatch, words)):
         return None
     if not 0 < len(words) <= MAX_COLUMNS or not all(_COLUMN.fullmatch(word) for word in words):
         return None
@@ -138,7 +139,7 @@ def _tail_cell(matrix: _Matrix, name: str, title: str) -> str | None:
 def _numa(matrix: _Matrix, name: str) -> int | None:
     """Returns the NUMA node of a GPU, or None where the text gives none or several."""
     cell = _tail_cell(matrix, name, "NUMA Affinity")
-    return int(cell) if cell is not None and re.fullmatch(r"\d{1,6}", cell) else None
+    return int(cell) if cell is not None and re.fullmatch(r"[0-9]{1,6}", cell) else None
 
 
 def _parent(matrix: _Matrix, name: str) -> str | None:

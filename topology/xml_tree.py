@@ -57,16 +57,15 @@ class Element:
         return self.attributes.get(name, "").strip() or None
 
     def integer(self, name: str) -> int | None:
-        """Returns an attribute as an integer (decimal, or hexadecimal after 0x), or None where it is none.
+        """Returns an attribute as a number from 0 to 2^64 (hexadecimal after 0x), or None where it is none.
 
         Args:
             name: Name of the attribute.
         """
-        text = self.text(name)
-        try:
-            return None if text is None or len(text) > 32 else int(text, 16 if text.lower().startswith("0x") else 10)
-        except ValueError:
+        match = re.fullmatch(r"(0[xX][0-9a-fA-F]{1,16})|([0-9]{1,19})", self.text(name) or "")
+        if match is None:
             return None
+        return int(match[1], 16) if match[1] else int(match[2])
 
 
 class _Builder(ContentHandler):

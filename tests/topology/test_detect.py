@@ -6,7 +6,7 @@ import pytest
 
 from gradwire.topology import nccl_xml_write
 from gradwire.topology.detect import PROVIDED, detect
-from gradwire.topology.graph import Machine, NvSwitch
+from gradwire.topology.graph import Gpu, Machine, Nic, NvSwitch
 from gradwire.topology.merge import merge
 from gradwire.topology.paths import Distances, PathType
 from gradwire.topology.presets import dgx_h100
@@ -49,7 +49,8 @@ def test_a_file_about_another_machine_adds_no_devices_and_is_noted() -> None:
 def test_a_providers_file_gives_a_virtual_machine_its_switches(systree: "SysTree") -> None:
     whole = dgx_h100()
     systree.host({0: "0-55", 1: "56-111"}, virtual=True)
-    for device in (*whole.gpus, *whole.nics):
+    devices: list[Gpu | Nic] = [*whole.gpus, *whole.nics]
+    for device in devices:
         numa = int(str(Distances(whole).cpu_of(device))[4:])
         kind = 0x030200 if device in whole.gpus else 0x020700
         systree.device("pci0000:00", device.key, kind=kind, vendor=0x10DE if kind == 0x030200 else 0x15B3, numa=numa)
