@@ -227,7 +227,10 @@ def _switched(links: Sequence[Link], gpus: Sequence[str]) -> bool:
 
 def _through_switch(links: Sequence[Link], gpus: Sequence[str]) -> tuple[Link, ...]:
     """Returns one bundle per GPU to the switch in place of the pairs."""
-    widest = {gpu: max((link.count for link in links if gpu in (link.a, link.b)), default=0) for gpu in gpus}
+    widest = dict.fromkeys(gpus, 0)
+    for link in links:
+        widest[link.a] = max(widest[link.a], link.count)
+        widest[link.b] = max(widest[link.b], link.count)
     return tuple(Link(a=gpu, b="hidden", kind="nvlink", count=count) for gpu, count in widest.items() if count)
 
 
