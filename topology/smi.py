@@ -70,6 +70,7 @@ def read(text: str) -> Machine:
         nics=tuple(_nic(matrix, name, names, gpus) for name in matrix.columns if name not in gpus),
         nvswitches=(NvSwitch(key="hidden"),) if switched else (),
         links=_through_switch(links, gpus) if switched else links,
+        links_known=_shows_nvlink(text),
         given_paths=_paths(matrix),
         defects=defects,
         notes=tuple(_notes(matrix, text, defects)),
@@ -234,10 +235,15 @@ def _through_switch(links: Sequence[Link], gpus: Sequence[str]) -> tuple[Link, .
     return tuple(Link(a=gpu, b="hidden", kind="nvlink", count=count) for gpu, count in widest.items() if count)
 
 
+def _shows_nvlink(text: str) -> bool:
+    """Returns whether NVLink is in the cells or the legend, which `-mp` keeps it out of."""
+    return re.search(r"\bNV([0-9]+|#)", text) is not None
+
+
 def _notes(matrix: _Matrix, text: str, defects: Sequence[Defect]) -> list[str]:
     """Returns what this text cannot tell."""
     notes = ["The matrix shows only cards with verbs: Slingshot (cxi) and EFA cards are invisible to nvidia-smi."]
-    if not any(re.search(r"\bNV(\d+|#)", line) for line in text.splitlines()):
+    if not _shows_nvlink(text):
         notes.append("NVLink is unknown: no NV# in the text, as with `topo -mp`, which hides it.")
     notes += [f"{defect.where}: {defect.kind.replace('_', ' ')}; unknown there." for defect in defects]
     return notes

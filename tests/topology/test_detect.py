@@ -21,7 +21,7 @@ def flat(machine: Machine) -> Machine:
         replace(gpu, parent=Distances(machine).cpu_of(gpu), compute_capability=None, name=None) for gpu in machine.gpus
     )
     nics = tuple(replace(nic, parent=Distances(machine).cpu_of(nic)) for nic in machine.nics)
-    return replace(machine, switches=(), links=(), nvswitches=(), gpus=gpus, nics=nics, sources=("sysfs",))
+    return replace(machine, switches=(), links=(), links_known=False, nvswitches=(), gpus=gpus, nics=nics, sources=("sysfs",))
 
 
 def test_a_second_source_restores_what_the_first_could_not_see() -> None:
@@ -87,6 +87,25 @@ def test_the_driver_names_the_gpus_that_sysfs_found(systree: "SysTree") -> None:
     )
     (gpu,) = detect(systree.root, library=library).gpus
     assert (gpu.name, gpu.index, gpu.parent) == ("NVIDIA L4", 0, "numa0")
+
+
+def test_grace_reaches_its_nic_through_the_chip_to_chip_link(systree: "SysTree") -> None:
+    systree.host({0: "0-71"})
+    systree.device("pci0009:00", "0009:01:00.0", kind=0x030200, vendor=0x10DE)
+    systree.device("pci0000:00", "0000:03:00.0", kind=0x020700, vendor=0x15B3)
+    values = {170: 10, 172: 44_000}
+    library = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(busId="00000009:01:00.0"),
+        nvmlDeviceGetFieldValues=lambda handle, fields: [
+            SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=values[fields[0]]))
+        ],
+    )
+    machine = detect(systree.root, library=library)
+    assert Distances(machine).nearest_nics(machine.gpus[0])[0] is PathType.P2C
+    assert machine.links[0].bytes_per_second == 440e9
 
 
 def test_this_host_is_read_without_an_error() -> None:

@@ -41,6 +41,12 @@ def test_nvlink_that_does_not_join_all_gpus_is_not_the_bottleneck() -> None:
     assert levels_of(replace(box, links=(pair,)))[0].bytes_per_second == 10e9
 
 
+def test_a_source_that_cannot_show_nvlink_does_not_promise_pcie() -> None:
+    (inside, _) = levels_of(replace(pcie_box(), links_known=False))
+    assert inside.bytes_per_second is None
+    assert "cannot show NVLink" in inside.source
+
+
 def test_a_virtual_rate_is_unknown() -> None:
     machine = cpu_only()
     port = replace(machine.nics[0].ports[0], virtual=True)

@@ -33,6 +33,7 @@ def library(
         "nvmlDeviceGetNvLinkState": lambda handle, link: int(link < links),
         "nvmlDeviceGetNvLinkRemotePciInfo": remote,
         "nvmlDeviceGetNvLinkRemoteDeviceType": lambda handle, link: 2 if switch else 0,
+        "nvmlDeviceGetFieldValues": lambda handle, fields: [SimpleNamespace(nvmlReturn=3, value=None)],
         "NVMLError": NVMLError,
     }
     return SimpleNamespace(**(functions | replaced))
@@ -86,6 +87,7 @@ def test_a_driver_without_gpus_says_so() -> None:
         "nvmlDeviceGetPciInfo", "nvmlDeviceGetName", "nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetMemoryInfo",
         "nvmlDeviceGetMaxPcieLinkGeneration", "nvmlDeviceGetCurrPcieLinkWidth", "nvmlDeviceGetNvLinkState",
         "nvmlDeviceGetNvLinkRemotePciInfo", "nvmlDeviceGetNvLinkRemoteDeviceType", "nvmlShutdown",
+        "nvmlDeviceGetFieldValues",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("how", ["fails", "is missing"])
