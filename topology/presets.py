@@ -95,7 +95,7 @@ def _cpu(numa: int, socket: int, vendor: str, model: int, cores: int) -> Cpu:
 
 
 def _switch(key: str, parent: str) -> PciSwitch:
-    return PciSwitch(key=key, parent=parent, vendor=0x10B5)
+    return PciSwitch(key=key, parent=parent, vendor=0x1000)
 
 
 def _gpu(index: int, bus: str, parent: str, name: str, capability: int, pcie: PcieLink) -> Gpu:
