@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.topology import nccl_xml, nccl_xml_write
+from gradwire.topology import nccl_xml, nccl_xml_write, xml_tree
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Machine
 from gradwire.topology.json_form import to_object
@@ -86,12 +86,18 @@ def test_a_graph_file_is_refused_by_name(fixtures: Path) -> None:
         (SYSTEM.format('<pci busid="0:01:00.0"/>\n<pci busid="0000:01:00.0"/>'), "line 2: .* already given on line 1"),
         (SYSTEM.format('<pci busid="0:01:00.0"><pci busid="0:01:00.0"/></pci>'), "already given"),
         ('<system><cpu numaid="0"/><cpu numaid="0"/></system>', "already given"),
-        ("<system>" + "<x/>" * 200_001 + "</system>", "more than 200000 elements"),
     ],
 )
 def test_broken_files_are_refused_with_a_reason(text: str, message: str) -> None:
     with pytest.raises(TopologyError, match=message):
         nccl_xml.read(text)
+
+
+def test_more_elements_than_any_machine_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xml_tree, "MAX_ELEMENTS", 1000)
+    assert nccl_xml.read("<system>" + "<x/>" * 999 + "</system>").cpus == ()
+    with pytest.raises(TopologyError, match="line 2: more than 1000 elements"):
+        nccl_xml.read("<system>\n" + "<x/>" * 1000 + "</system>")
 
 
 def test_an_exponential_entity_bomb_is_refused() -> None:

@@ -161,8 +161,8 @@ def test_cycles_and_towers_of_switches_are_refused(length: int) -> None:
 
 
 def test_more_gpus_than_a_machine_can_have_are_refused() -> None:
-    with pytest.raises(TopologyError, match="100000 GPUs"):
-        Distances(Machine(gpus=tuple(Gpu(key=str(i)) for i in range(100_000))))
+    with pytest.raises(TopologyError, match="1000 GPUs"):
+        Distances(Machine(gpus=tuple(Gpu(key=str(i)) for i in range(1000))))
 
 
 @pytest.mark.parametrize(
