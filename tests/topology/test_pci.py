@@ -94,7 +94,9 @@ def test_two_switches_are_pxb_unless_one_broadcom_chip(add: Add, tmp_path: Path,
     ("gpu_node", "nic_node", "expected"),
     [("0", "0", "PHB"), ("0", "1", "SYS"), ("-1", "-1", "PHB"), ("-1", "0", "SYS"), ("0", "cheese", None)],
 )
-def test_without_a_switch_the_node_decides(add: Add, tmp_path: Path, gpu_node: str, nic_node: str, expected: str) -> None:
+def test_without_a_switch_the_node_decides(
+    add: Add, tmp_path: Path, gpu_node: str, nic_node: str, expected: str
+) -> None:
     add(ROOT)
     add(GPU, (ROOT,), **{"class": "0x030200", "numa_node": gpu_node})
     add("0000:80:01.0", bridge="pci0000:80")
@@ -201,7 +203,9 @@ def test_broken_folders_are_named_and_the_rest_is_read(add: Add, tmp_path: Path)
 
 
 def test_strange_attributes_are_unknown(add: Add, tmp_path: Path) -> None:
-    folder = add(GPU, **{"class": "0x030200", "vendor": b"\xff\xfe\x00", "numa_node": b"9" * 100_000, "config": b"short"})
+    folder = add(
+        GPU, **{"class": "0x030200", "vendor": b"\xff\xfe\x00", "numa_node": b"9" * 100_000, "config": b"short"}
+    )
     (folder / "device").mkdir()
     (folder / "max_link_width").symlink_to("/etc/passwd")
     function = read_tree(tmp_path).functions[GPU]
