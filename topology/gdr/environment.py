@@ -61,3 +61,19 @@ def merge(environment: Mapping[str, str], files: Mapping[str, Mapping[str, str]]
         for name, value in values.items():
             settings.setdefault(name, Setting(value, path))
     return settings
+
+
+def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment for a child process, with some variables set."""
+    return {**os.environ, **extra}
+
+
+def launched_rank() -> tuple[int, int] | None:
+    """(rank, world size) under torchrun; None outside.
+
+    Source: torch documentation, torchrun, section Environment Variables.
+    """
+    words = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
+    if "MASTER_ADDR" not in os.environ or not all(re.fullmatch(r"[0-9]{1,9}", word) for word in words):
+        return None
+    return int(words[0]), int(words[1])

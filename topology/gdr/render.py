@@ -120,12 +120,12 @@ def report_json(host: Host, report: Report, status: int) -> dict[str, object]:
 
 def _pair_json(host: Host, report: Report, pair: Pair) -> dict[str, object]:
     nic = next(nic for nic in host.nics if nic.bus_id == pair[1])
-    answers = {str(v): {"outcome": str(a.outcome), "because": a.because} for v, a in report.pairs[pair].items()}
-    nearest = pair in host.best_pairs
+    answers = report.pairs[pair].items()
     return {
         "gpu": pair[0],
         "nic": pair[1],
         "device": nic.name,
         "path": host.distances[pair],
-        "nearest": nearest,
-    } | answers
+        "nearest": pair in host.best_pairs,
+        **{str(verdict): {"outcome": str(a.outcome), "because": a.because} for verdict, a in answers},
+    }

@@ -92,7 +92,7 @@ def _skipped(cause: Result) -> Finding:
 def _run(check: Check, host: Host) -> Finding:
     try:
         return check.function(host)
-    except Exception as error:  # a check must never take the others down; what it could not judge is unknown
+    except Exception as error:  # noqa: BLE001 - one check must never take the others down
         return unknown(f"the check itself failed: {type(error).__name__}: {str(error)[:200]}", "report this as a bug")
 
 

@@ -39,7 +39,8 @@ def device_files(host: Host) -> Finding:
     remedy = "docker: --device=/dev/infiniband; Kubernetes: request the RDMA device plugin's resource; else modprobe ib_uverbs"
     names = host.files.names("dev/infiniband") or ()
     verbs = [f"/dev/infiniband/{name}" for name in names if name.startswith("uverbs")]
-    cxi = [f"/dev/{name}" for name in host.files.names("dev") or () if name.startswith("cxi")]
+    slingshot = [f"/dev/{device.name}" for device in host.rdma_devices or () if not device.verbs]
+    cxi = [path for path in slingshot if host.files.state(path[1:]) == "present"]
     if host.files.state("dev") != "present":
         return unknown("/dev cannot be seen", "run on the host, or capture there")
     if not verbs and not cxi:

@@ -24,19 +24,19 @@ def address_translation(host: Host) -> Finding:
     Command: `lspci -vvv -s NIC | grep ATSCtl; mlxconfig -d NIC q ATS_ENABLED`
     Source: NCCL user guide, Troubleshooting, section PCI Access Control Services (virtual machines).
     """
-    if host.place.virtual is False:
+    if host.place.virtual is None:
+        return unknown("virtual machine or not?")
+    if not host.place.virtual:
         return passed("bare metal needs no ATS")
-    off, known = _registers(host, lambda config: config.ats_enabled if config.ats_enabled or config.extended else None)
-    missing = [
-        nic.name
-        for nic in host.nics
-        if nic.function.config and nic.function.config.extended and not nic.function.config.ats_enabled
-    ]
-    if off or missing:
-        return warned(
-            f"ATS off on {', '.join(missing or off)}", "mlxconfig -d NIC set ATS_ENABLED=1 on the host, reboot"
-        )
+    off, known = _registers(host, _ats)
+    if off:
+        return warned(f"ATS off on {', '.join(off[:8])}", "mlxconfig -d NIC set ATS_ENABLED=1 on the host, reboot")
     return passed("ATS on") if known else unknown("ATS bits cannot be read", "run as root")
+
+
+def _ats(config: ConfigSpace) -> bool | None:
+    """Without the capability ATS is as good as off."""
+    return False if config.ats_enabled is None and config.extended else config.ats_enabled
 
 
 def read_requests(host: Host) -> Finding:
