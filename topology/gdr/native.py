@@ -44,7 +44,7 @@ def _nvml_gpu(nvml: object, handle: object) -> Answers:
     def ask(name: str, *args: object) -> object:
         try:
             return getattr(nvml, name)(handle, *args)
-        except Exception:  # NVMLError, or a function this release of the binding lacks: not known
+        except Exception:  # noqa: BLE001 - NVMLError, or a function this release of the binding lacks: not known
             return None
 
     links = [state for index in range(18) if (state := ask("nvmlDeviceGetNvLinkState", index)) is not None]
@@ -69,7 +69,7 @@ def _fabric(nvml: object, handle: object) -> Answers:
         info = nvml.c_nvmlGpuFabricInfo_t()  # type: ignore[attr-defined]  # absent before Hopper's bindings
         nvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))  # type: ignore[attr-defined]
         return {"fabric_state": int(info.state), "fabric_status": int(info.status)}
-    except Exception:  # as above: not known
+    except Exception:  # noqa: BLE001 - as above: not known
         return {}
 
 
@@ -78,7 +78,7 @@ def _c2c(nvml: object, handle: object) -> Answers:
     try:
         value = nvml.nvmlDeviceGetFieldValues(handle, [170])[0]  # type: ignore[attr-defined]
         return {"c2c": value.value.uiVal > 0} if value.nvmlReturn == 0 else {}
-    except Exception:  # as above: not known
+    except Exception:  # noqa: BLE001 - as above: not known
         return {}
 
 
