@@ -149,7 +149,7 @@ def _redirect(host: Host, bridge: str) -> tuple[str, ...] | None:
 
 
 CHECKS = (
-    Check("P1", "distance", distance, Verdict.POSSIBLE, ("E1", "R1")),
+    Check("P1", "distance", distance, Verdict.POSSIBLE, ("E1",)),
     Check("P2", "a NIC for every GPU", assignment, None, ("P1",)),
     Check("P3", "foreign NICs", foreign_nics, None, ("P1",)),
     Check("P4", "IOMMU", iommu, Verdict.POSSIBLE, ("P1",)),
