@@ -9,6 +9,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 _NBYTES = 64 << 20  # enough to leave latency behind and to use every channel
 _REPEATS = 10
@@ -27,12 +29,12 @@ def all_reduce_gigabits(label: str, backend: str, nbytes: int = _NBYTES) -> floa
 
     Source: nccl-tests doc/PERFORMANCE.md (bus bandwidth is 2(n-1)/n of the algorithm's).
     """
-    store, rank, size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
+    store, rank, size = next(rendezvous("env://", timeout=_TIMEOUT))
     device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    prefixed = dist.PrefixStore(f"gdr-prove-{label}", store)
+    prefixed = PrefixStore(f"gdr-prove-{label}", store)
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=_TIMEOUT)
     try:
         tensor = torch.ones(nbytes // 4, device=device)
@@ -40,7 +42,7 @@ def all_reduce_gigabits(label: str, backend: str, nbytes: int = _NBYTES) -> floa
         if tensor[0].item() != size:
             raise RuntimeError(f"all_reduce of ones over {size} ranks gave {tensor[0].item()}")
         seconds = min(_timed(tensor) for _ in range(_REPEATS))
-        return nbytes * 8 * 2 * (size - 1) / size / seconds / 1e9
+        return float(nbytes * 8 * 2 * (size - 1) / size / seconds / 1e9)
     finally:
         dist.destroy_process_group()
 

@@ -35,7 +35,17 @@ def nvml_answers() -> Answers:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         bus_id = normal_bus_id(_text(pynvml.nvmlDeviceGetPciInfo(handle).busId))
         gpus.append({"bus_id": bus_id} | _nvml_gpu(pynvml, handle))
+    for gpu in gpus:
+        gpu |= _confidential(pynvml)
     return {"driver_version": _text(pynvml.nvmlSystemGetDriverVersion()), "gpus": gpus}
+
+
+def _confidential(nvml: object) -> Answers:
+    """Confidential computing is a state of the whole system. Source: nvml.h, nvmlConfComputeSystemState_t."""
+    try:
+        return {"confidential": bool(nvml.nvmlSystemGetConfComputeState().ccFeature)}  # type: ignore[attr-defined]
+    except Exception:  # noqa: BLE001 - as below: not known
+        return {}
 
 
 def _nvml_gpu(nvml: object, handle: object) -> Answers:

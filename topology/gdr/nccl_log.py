@@ -17,7 +17,7 @@ _NETWORK = re.compile(r"Using network ([\w. -]{1,40}?)\s*$")
 _HCA = re.compile(r"GPU Direct RDMA (Enabled|Disabled) for HCA (\d+) '([^']{1,64})'")
 _REASON = re.compile(r"GPU Direct RDMA Disabled for GPU (\S+) / HCA (\S+) \(distance (\d{1,2}) >=? (\d{1,2})\)")
 _CHANNEL = re.compile(
-    r"Channel \d+(?:/\d+)? : (\d+)\[[0-9a-fx]*\] -> (\d+)\[[0-9a-fx]*\] \[(send|receive)\] via (NET/\S{1,80})"
+    r"Channel \d+(?:/\d+)? : (\d+)\[[0-9a-fx]*\] -> (\d+)\[[0-9a-fx]*\] \[(send|receive)\] via (NET/.{1,80})"
 )
 _PATH_LINE = re.compile(r"(GPU|NET)/\S+ ?:")
 _PATH_ENTRY = re.compile(r"(GPU|NET)/(\S+) \(\d+/[\d.]+/([A-Z0-9]{2,4})\)")
