@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.topology.pci import PATH_TYPES, PciTree, path_type, read_tree
@@ -164,6 +164,7 @@ def test_ats() -> None:
     assert decode_bytes(config_space()).ats_enabled is None
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=4096), st.lists(st.tuples(st.integers(0, 4095), st.integers(0, 255)), max_size=20))
 def test_any_bytes_decode(noise: bytes, edits: list[tuple[int, int]]) -> None:
     space = bytearray(config_space(acs=0x1D, ats=0x8000))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.topology.gdr.example import ExampleMachine
@@ -41,6 +41,7 @@ def test_a_real_tree_comes_back(tmp_path: Path) -> None:
         assert again.functions[one].config == tree.functions[one].config
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=64, max_size=512), st.booleans())
 def test_any_configuration_space_keeps_its_facts(noise: bytes, capabilities: bool) -> None:
     space = bytearray(noise)
