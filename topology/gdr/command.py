@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
         "--root", type=Path, metavar="DIR", help="look at a captured tree, or a host mounted in a container"
     )
     source.add_argument("--from", type=Path, dest="archive", metavar="FILE.tar.gz", help="look at what --capture wrote")
+    source.add_argument("--example", action="store_true", help="show what a healthy, made-up machine looks like")
     source.add_argument(
         "--compare", type=Path, nargs="+", metavar="JSON", help="compare the --json of the hosts of a job"
     )
@@ -93,6 +94,7 @@ def _check(options: argparse.Namespace) -> int:
         nvlink=options.nvlink,
         perftest=tuple(options.perftest or ()),
         prove=options.prove,
+        example=options.example,
     )
     if options.prove and not inputs.live:
         raise SourceError("`--prove` needs this machine itself: leave out --root, --from and --lspci")

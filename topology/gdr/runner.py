@@ -108,7 +108,9 @@ def _answer(results: Sequence[Result], verdict: Verdict, pair: Pair | None) -> A
     outcome = worst([row[0] for row in rows])
     if outcome is Outcome.INFO:
         outcome = Outcome.PASS
-    return Answer(outcome, next((text for found, text in rows if found is outcome), "nothing against it"))
+    if outcome is Outcome.PASS and verdict is not Verdict.IN_USE:
+        return Answer(outcome, "nothing speaks against it")
+    return Answer(outcome, next((text for found, text in rows if found is outcome), "no evidence was given"))
 
 
 def _host_answer(host: Host, results: Sequence[Result], pairs: dict[Pair, dict[Verdict, Answer]], v: Verdict) -> Answer:

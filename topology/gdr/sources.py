@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from gradwire.topology.gdr.capture import CaptureError, opened_capture
 from gradwire.topology.gdr.collect import collect
 from gradwire.topology.gdr.environment import parse_environment, read_environment
+from gradwire.topology.gdr.example import ExampleMachine
 from gradwire.topology.gdr.files import Files
 from gradwire.topology.gdr.host import NVIDIA, Host
 from gradwire.topology.gdr.lspci import parse_lspci
@@ -35,13 +36,14 @@ class Inputs:
     nvlink: Path | None = None
     perftest: tuple[Path, ...] = ()
     prove: bool = False
+    example: bool = False
     peers: tuple[Mapping[str, object], ...] = ()
     bandwidths: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def live(self) -> bool:
         """This machine itself is looked at."""
-        return self.root is None and self.archive is None and self.lspci is None
+        return self.root is None and self.archive is None and self.lspci is None and not self.example
 
 
 @contextmanager
@@ -78,6 +80,9 @@ def _bare_host(inputs: Inputs) -> Iterator[Host]:
             raise SourceError(f"`--from` {inputs.archive}: {error}") from error
         except OSError as error:
             raise SourceError(f"`--from` {inputs.archive}: {error.strerror or error}") from error
+    elif inputs.example:
+        with TemporaryDirectory(prefix="gradwire-gdr-") as folder:
+            yield ExampleMachine(Path(folder)).host()
     elif inputs.root is not None:
         if not inputs.root.is_dir():
             raise SourceError(f"`--root` {inputs.root}: no folder, want the top of a tree that holds sys/ and proc/")

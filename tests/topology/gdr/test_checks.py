@@ -173,8 +173,8 @@ CASES: dict[str, tuple[Change, Change, Change]] = {
     "M3": (healthy, both(without(*PEERMEM), fact("kernel", "5.4.0")), fact("cuda_version", None)),
     "M4": (
         healthy,
-        both(fact("nccl_version", "2.20.5"), without("sys/kernel/mm/memory_peers")),
-        fact("nccl_version", None),
+        both(fact("nccl_version", "2.20.5"), without("sys/kernel/mm/memory_peers"), fact("verbs_dmabuf", False)),
+        both(fact("nccl_version", None), without("sys/kernel/mm/memory_peers")),
     ),
     "M5": (
         healthy,

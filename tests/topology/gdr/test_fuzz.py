@@ -63,6 +63,12 @@ CONFIG = (
     + bytes(60)
 )
 
+TOTAL = int(sys.argv[1]) if __name__ == "__main__" else 0
+FAST = settings(max_examples=TOTAL * 18 // 100 or 100, deadline=None, database=None)
+"""Five parsers of text: 18 % of the examples each."""
+SLOW = settings(FAST, max_examples=TOTAL // 20 or 50, suppress_health_check=[HealthCheck.too_slow])
+"""Two that write whole machines to disk: 5 % each."""
+
 edits = st.lists(
     st.tuples(st.integers(0, 1 << 16), st.sampled_from("~-+x"), st.binary(min_size=1, max_size=8)), max_size=12
 )
@@ -108,7 +114,7 @@ def test_everything_good_is_taken() -> None:
     assert facts_from_json(json.loads(good_json())).gpus
 
 
-@settings(deadline=None)
+@FAST
 @given(edits)
 def test_lspci(changes: list[tuple[int, str, bytes]]) -> None:
     text = mutated(LSPCI.encode(), changes).decode("utf-8", "replace")
@@ -119,20 +125,20 @@ def test_lspci(changes: list[tuple[int, str, bytes]]) -> None:
             tree.bridges_between(one, other)
 
 
-@settings(deadline=None)
+@FAST
 @given(edits)
 def test_nccl_log(changes: list[tuple[int, str, bytes]]) -> None:
     log = parse_nccl_log(mutated(LOG.encode(), changes).decode("utf-8", "replace").splitlines())
     assert log.network_channels >= 0
 
 
-@settings(deadline=None)
+@FAST
 @given(edits)
 def test_config_space(changes: list[tuple[int, str, bytes]]) -> None:
     decode_bytes(mutated(CONFIG, changes))
 
 
-@settings(deadline=None)
+@FAST
 @given(edits)
 def test_small_texts(changes: list[tuple[int, str, bytes]]) -> None:
     seed = b"GPU 0: X\n\tLink 0: 25 GB/s\n 65536 5000 394.1 390.5 0.74\nNCCL_NET=IB\n"
@@ -143,7 +149,7 @@ def test_small_texts(changes: list[tuple[int, str, bytes]]) -> None:
     parse_nccl_conf(text)
 
 
-@settings(deadline=None)
+@FAST
 @given(edits)
 def test_facts(changes: list[tuple[int, str, bytes]]) -> None:
     text = mutated(good_json().encode(), changes).decode("utf-8", "replace")
@@ -155,7 +161,7 @@ def test_facts(changes: list[tuple[int, str, bytes]]) -> None:
     differences([data, {}] if isinstance(data, dict) else [{}])
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@SLOW
 @given(edits, st.booleans())
 def test_capture(changes: list[tuple[int, str, bytes]], packed: bool) -> None:
     data = gzip.compress(good_capture(), 1) if packed else good_capture()
@@ -184,7 +190,7 @@ ATTRIBUTES = (
 )
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@SLOW
 @given(st.sampled_from(ATTRIBUTES), st.binary(max_size=300), st.sampled_from(("link", "folder", "noise")))
 def test_device_folder(name: str, noise: bytes, kind: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -209,16 +215,6 @@ def test_device_folder(name: str, noise: bytes, kind: str) -> None:
 CHECKS = (test_lspci, test_nccl_log, test_config_space, test_small_texts, test_facts, test_capture, test_device_folder)
 
 
-def thorough(examples: int) -> None:
-    """Runs many examples: the two slow tests take a twentieth of them each, the fast parsers share the rest."""
-    slow = (test_capture, test_device_folder)
-    for check in CHECKS:
-        count = examples // 20 if check in slow else (examples - 2 * (examples // 20)) // (len(CHECKS) - 2)
-        start = time.perf_counter()
-        settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)(check)()
-        print(f"{check.__name__}: {count} examples in {time.perf_counter() - start:.0f} s", flush=True)
-
-
 def test_empty_tree_and_archive_of_nothing() -> None:
     assert path_type(PciTree(), "a", "b") is None
     with tempfile.TemporaryDirectory() as folder:
@@ -233,4 +229,8 @@ def test_empty_tree_and_archive_of_nothing() -> None:
 
 
 if __name__ == "__main__":
-    thorough(int(sys.argv[1]))
+    for check in CHECKS:
+        start = time.perf_counter()
+        check()
+        print(f"{check.__name__}: {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"{5 * FAST.max_examples + 2 * SLOW.max_examples} mutated inputs")

@@ -2,6 +2,7 @@
 
 from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.model import Check, Finding, Verdict, failed, passed, unknown, warned
+from gradwire.topology.gdr.place import CAP_SYS_ADMIN
 
 
 def where_am_i(host: Host) -> Finding:
@@ -12,8 +13,10 @@ def where_am_i(host: Host) -> Finding:
     """
     if host.place.root is None:
         return unknown("/proc/self/status cannot be read", "mount /proc")
-    if not host.place.root:
-        return warned(f"{host.place}: ACS and other PCI settings are hidden", "run as root on the host")
+    if not host.place.root or host.place.can(CAP_SYS_ADMIN) is False:
+        return warned(
+            f"{host.place}: ACS and other PCI settings are hidden", "run as root on the host, or with CAP_SYS_ADMIN"
+        )
     return passed(str(host.place))
 
 

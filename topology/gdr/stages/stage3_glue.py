@@ -87,15 +87,19 @@ def nccl_and_mechanism(host: Host) -> Finding:
     """
     version, peermem = host.nccl_version, peermem_path(host)
     if version is None:
+        if peermem in PEERMEM_PATHS[:2]:
+            return passed(f"version not known, but every release looks at /{peermem}")
         return unknown("NCCL version not known", "give --nccl-version or --nccl-log")
-    shown = ".".join(map(str, version))
-    if version < DMABUF_SINCE and not peermem:
-        return failed(f"NCCL {shown} knows no dma-buf, and peer memory is not loaded", "NCCL 2.13 or later")
-    if version < MODULE_PATH_SINCE and peermem == PEERMEM_PATHS[2]:
-        return warned(f"NCCL {shown} does not look at /{peermem}", "NCCL 2.23.4 or later")
+    shown = f"NCCL {'.'.join(map(str, version))}"
     if version[:2] == (2, 26) and any(host.gpu_facts(gpu.bus_id).c2c for gpu in host.gpus):
-        return warned(f"NCCL {shown} leaves GDR over C2C off", "NCCL_NET_GDR_C2C=1, or NCCL 2.27")
-    return passed(f"NCCL {shown}")
+        return warned(f"{shown} leaves GDR over C2C off", "NCCL_NET_GDR_C2C=1, or NCCL 2.27")
+    if peermem in PEERMEM_PATHS[:2] or (peermem and version >= MODULE_PATH_SINCE):
+        return passed(f"{shown} looks at /{peermem}")
+    dmabuf = version >= DMABUF_SINCE and chain_state(dmabuf_chain(host))
+    blind = f"does not look at /{peermem}" if peermem else "finds no peer memory"
+    if dmabuf is False:
+        return failed(f"{shown} {blind} and cannot use dma-buf", "NCCL 2.13 for dma-buf, 2.23.4 for this module's path")
+    return passed(f"{shown} uses dma-buf") if dmabuf else unknown(f"{shown} {blind}; dma-buf not known", "see M3")
 
 
 def stack_level(host: Host) -> Finding:
@@ -155,7 +159,7 @@ CHECKS = (
     Check("M1", "a way to register GPU memory", some_mechanism, Verdict.CONFIGURED, ("G1", "R1")),
     Check("M2", "peer memory", peermem_quality, None, ("G1", "R1")),
     Check("M3", "dma-buf chain", dmabuf_quality, None, ("G1", "R1")),
-    Check("M4", "NCCL knows the way", nccl_and_mechanism, None, ("M1",)),
+    Check("M4", "NCCL knows the way", nccl_and_mechanism, Verdict.CONFIGURED, ("M1",)),
     Check("M5", "driver and firmware levels", stack_level, None, ("R1",)),
     Check("M6", "GDRCopy", gdrcopy, None, ()),
     Check("M7", "vendor plugin", vendor_path, Verdict.CONFIGURED, ("R1",)),
