@@ -32,7 +32,7 @@ def all_reduce_gigabits(label: str, backend: str, nbytes: int = _NBYTES) -> floa
     store, rank, size = next(rendezvous("env://", timeout=_TIMEOUT))
     device = torch.device("cpu")
     if backend == "nccl":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
+        device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=rank % torch.cuda.device_count()))
         torch.cuda.set_device(device)
     prefixed = PrefixStore(f"gdr-prove-{label}", store)
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=_TIMEOUT)

@@ -11,12 +11,12 @@ from rich.console import Console
 
 from gradwire.topology.gdr.capture import write_capture
 from gradwire.topology.gdr.compare import differences
-from gradwire.topology.gdr.environment import launched_rank
+from gradwire.topology.gdr.environment import launched
 from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.nccl import parse_version
 from gradwire.topology.gdr.prove import prove_with_nccl
 from gradwire.topology.gdr.render import print_report, report_json
-from gradwire.topology.gdr.runner import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, exit_code, run_checks
+from gradwire.topology.gdr.runner import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, exit_code, nothing_to_check, run_checks
 from gradwire.topology.gdr.sources import Inputs, SourceError, opened_host, read_text
 
 _EPILOG = """exit code: 0 pass, 1 warning, 2 failure or bad usage, 3 not known (or nothing to check).
@@ -103,8 +103,10 @@ def _check(options: argparse.Namespace) -> int:
     with opened_host(inputs) as host:
         if options.nccl_version:
             host.facts = replace(host.facts, nccl_version=options.nccl_version)
-        if options.prove and launched_rank() is not None and host.log is None:
-            host.log, host.bandwidths = prove_with_nccl(host.bandwidths)
+        launch = launched()
+        several = launch is not None and launch.world_size > 1 and not nothing_to_check(host)
+        if options.prove and launch is not None and several and host.log is None:
+            host.log, host.bandwidths = prove_with_nccl(launch, host.bandwidths)
         return _report(host, options)
 
 
@@ -113,7 +115,7 @@ def _report(host: Host, options: argparse.Namespace) -> int:
     status = exit_code(host, report, asked_for_proof=options.prove)
     if options.json:
         print(json.dumps(report_json(host, report, status), indent=1))
-    elif (launched_rank() or (0, 1))[0] == 0 or status:
+    elif (launch := launched()) is None or launch.rank == 0 or status:
         console = Console()
         print_report(host, report, console if console.is_terminal else Console(width=160), options.all_pairs)
     if options.capture is not None:

@@ -68,12 +68,26 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **extra}
 
 
-def launched_rank() -> tuple[int, int] | None:
-    """(rank, world size) under torchrun; None outside.
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """This process's place under torchrun."""
+
+    rank: int
+    world_size: int
+    local_world_size: int
+
+    @property
+    def one_host(self) -> bool:
+        """All ranks share this host."""
+        return self.local_world_size == self.world_size
+
+
+def launched() -> Launch | None:
+    """What torchrun says; None outside.
 
     Source: torch documentation, torchrun, section Environment Variables.
     """
-    words = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
+    words = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
     if "MASTER_ADDR" not in os.environ or not all(re.fullmatch(r"[0-9]{1,9}", word) for word in words):
         return None
-    return int(words[0]), int(words[1])
+    return Launch(*(int(word) for word in words))

@@ -12,6 +12,8 @@ from gradwire.topology.gdr.nccl import LEVELS, Version, default_level, parse_lev
 from gradwire.topology.gdr.nccl_log import NcclLog
 from gradwire.topology.gdr.place import Place, find_place
 from gradwire.topology.gdr.rdma import RdmaDevice, rdma_capable, read_rdma_devices
+from gradwire.topology.gdr.topology_file import STANDARD_PATH, TAGS, file_path_type, read_places
+from gradwire.topology.gdr.topology_file import Place as TopologyPlace
 from gradwire.topology.pci import PciFunction, PciTree, path_type
 
 NVIDIA = 0x10DE
@@ -59,8 +61,10 @@ class Host:
 
     @cached_property
     def gpus(self) -> tuple[PciFunction, ...]:
-        """NVIDIA GPUs on the bus."""
-        return tuple(function for function in self.tree.of_class(0x03) if function.vendor == NVIDIA)
+        """NVIDIA GPUs on the bus; in a container those it was given, though sysfs shows them all."""
+        gpus = tuple(function for function in self.tree.of_class(0x03) if function.vendor == NVIDIA)
+        given = {gpu.bus_id for gpu in self.facts.gpus or ()}
+        return tuple(gpu for gpu in gpus if gpu.bus_id in given or not given or not self.place.container)
 
     @cached_property
     def rdma_devices(self) -> tuple[RdmaDevice, ...] | None:
@@ -91,14 +95,20 @@ class Host:
 
     @cached_property
     def distances(self) -> dict[Pair, str | None]:
-        """Path type of every pair, from the PCI tree: NCCL's own table is rewritten when GDR is off."""
+        """Path type of every pair, from topology file or PCI tree: NCCL's own table is rewritten when GDR is off."""
         return {
             (gpu.bus_id, nic.bus_id): self._distance(gpu.bus_id, nic.bus_id) for gpu in self.gpus for nic in self.nics
         }
 
     def _distance(self, gpu: str, nic: str) -> str | None:
-        path = path_type(self.tree, gpu, nic)
+        path = file_path_type(self.file_places, gpu, nic) or path_type(self.tree, gpu, nic)
         return "P2C" if path == "PHB" and self.gpu_facts(gpu).c2c else path
+
+    @cached_property
+    def file_places(self) -> dict[str, TopologyPlace]:
+        """Where devices hang according to the topology file that NCCL reads; empty without one."""
+        named = self.setting("NCCL_TOPO_FILE")
+        return read_places(self.files.find((named or STANDARD_PATH).lstrip("/"), TAGS) or ())
 
     @cached_property
     def best_pairs(self) -> tuple[Pair, ...]:

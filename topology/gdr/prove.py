@@ -7,28 +7,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gradwire.topology.gdr.environment import child_environment
+from gradwire.topology.gdr.environment import Launch, child_environment
 from gradwire.topology.gdr.nccl_log import NcclLog, read_nccl_log
 
 _SECONDS = 180.0
 _LOGGING = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,ENV"}
+_NICS_ONLY = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 
 
-def prove_with_nccl(bandwidths: Mapping[str, float]) -> tuple[NcclLog | None, dict[str, float]]:
+def prove_with_nccl(launch: Launch, bandwidths: Mapping[str, float]) -> tuple[NcclLog | None, dict[str, float]]:
     """All-reduces twice among the ranks of torchrun: as configured, and with GPUDirect RDMA off.
 
+    Ranks that share one host are kept from talking through NVLink or shared memory, so that they use the NICs.
+
     Args:
+        launch: This rank's place under torchrun.
         bandwidths: Measurements so far.
 
     Returns:
         The log of the first run (None when it left none) and the measurements with `default` and `LOC`.
     """
     measured = dict(bandwidths)
+    fixed = _LOGGING | (_NICS_ONLY if launch.one_host else {})
     log = None
     with TemporaryDirectory(prefix="gradwire-gdr-") as folder:
         for label, level in (("default", {}), ("LOC", {"NCCL_NET_GDR_LEVEL": "LOC"})):
             path = Path(folder) / f"{label}.log"
-            answer = _run(label, child_environment({**_LOGGING, **level, "NCCL_DEBUG_FILE": str(path)}))
+            answer = _run(label, child_environment({**fixed, **level, "NCCL_DEBUG_FILE": str(path)}))
             rate = answer.get("gigabits_per_second")
             if isinstance(rate, float):
                 measured[label] = rate

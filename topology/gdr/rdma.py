@@ -123,13 +123,20 @@ def _read_device(files: Files, folder: str, name: str, owners: dict[str, str]) -
     top = f"sys/class/{folder}/{name}"
     target = files.target(f"{top}/device")
     bus_id = target.rpartition("/")[2] if target else owners.get(name)
-    verbs = folder == "infiniband"
-    ports = (
-        tuple(_read_port(files, f"{top}/ports/{port}") for port in files.names(f"{top}/ports") or ()) if verbs else ()
-    )
-    return RdmaDevice(
-        name, bus_id, files.text(f"{top}/hca_type") if verbs else "cxi", files.text(f"{top}/fw_ver"), ports, verbs
-    )
+    if folder == "cxi":
+        ports = tuple(_read_slingshot_port(files, net) for net in files.names(f"{top}/device/net") or ())
+        return RdmaDevice(name, bus_id, "cxi", files.text(f"{top}/fw_ver"), ports, verbs=False)
+    ports = tuple(_read_port(files, f"{top}/ports/{port}") for port in files.names(f"{top}/ports") or ())
+    return RdmaDevice(name, bus_id, files.text(f"{top}/hca_type"), files.text(f"{top}/fw_ver"), ports)
+
+
+def _read_slingshot_port(files: Files, net: str) -> Port:
+    """Slingshot has no verbs port: its network interface (hsn0) stands for it."""
+    state = files.text(f"sys/class/net/{net}/operstate")
+    speed = files.text(f"sys/class/net/{net}/speed") or ""
+    megabits = int(speed) if re.fullmatch(r"[0-9]{1,8}", speed) else None
+    rate = None if megabits is None else megabits / 1000
+    return Port(net, "ACTIVE" if state == "up" else state and state.upper(), None, "Slingshot", rate)
 
 
 def _read_port(files: Files, top: str) -> Port:

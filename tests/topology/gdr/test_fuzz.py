@@ -66,7 +66,7 @@ CONFIG = (
 TOTAL = int(sys.argv[1]) if __name__ == "__main__" else 0
 FAST = settings(max_examples=TOTAL * 18 // 100 or 100, deadline=None, database=None)
 """Five parsers of text: 18 % of the examples each."""
-SLOW = settings(FAST, max_examples=TOTAL // 20 or 50, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(FAST, max_examples=TOTAL // 20 or 25, suppress_health_check=[HealthCheck.too_slow])
 """Two that write whole machines to disk: 5 % each."""
 
 edits = st.lists(

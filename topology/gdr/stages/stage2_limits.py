@@ -20,7 +20,7 @@ def lossless_ethernet(host: Host) -> Finding:
     ports = [(d.name, port) for d in host.rdma_devices or () for port in d.ports if port.link_layer]
     ethernet = [(name, port.number) for name, port in ports if port.link_layer == "Ethernet"]
     if ports and not ethernet:
-        return informed("InfiniBand is lossless by itself")
+        return informed("no RoCE port: InfiniBand and Slingshot are lossless by themselves")
     counts: dict[str, int] = {}
     for name, number in ethernet:
         for counter in _COUNTERS:

@@ -184,10 +184,12 @@ def virtual_topology(host: Host) -> Finding:
     """
     if host.place.virtual is None:
         return unknown("virtual machine or not?")
-    flat = bool(host.distances) and all(path in ("PHB", "SYS") for path in host.distances.values())
-    standard = host.files.state("var/run/nvidia-topologyd/virtualTopology.xml") == "present"
-    if not host.place.virtual or not flat or standard or host.setting("NCCL_TOPO_FILE"):
-        return passed("topology is visible" if not flat else "bare metal" if not host.place.virtual else "file given")
+    if not host.place.virtual:
+        return passed("bare metal")
+    if host.file_places:
+        return passed("a topology file describes the machine")
+    if not host.distances or any(path not in ("PHB", "SYS") for path in host.distances.values()):
+        return passed("topology is visible") if host.distances else unknown("no pair is known")
     if host.settings is None:
         return unknown("flat virtual machine; NCCL_TOPO_FILE not known", "give --env FILE")
     return warned("the virtual machine hides its PCI topology", "NCCL_TOPO_FILE: Azure, OCI, AWS and IBM ship one")
