@@ -64,7 +64,7 @@ class Host:
         """NVIDIA GPUs on the bus; in a container those it was given, though sysfs shows them all."""
         gpus = tuple(function for function in self.tree.of_class(0x03) if function.vendor == NVIDIA)
         given = {gpu.bus_id for gpu in self.facts.gpus or ()}
-        return tuple(gpu for gpu in gpus if gpu.bus_id in given or not given or not self.place.container)
+        return tuple(gpu for gpu in gpus if gpu.bus_id in given or not given or self.place.container == "")
 
     @cached_property
     def rdma_devices(self) -> tuple[RdmaDevice, ...] | None:

@@ -106,11 +106,11 @@ def _function(bus_id: str, head: "re.Match[str]", text: str, chain: tuple[str, .
     name = next((word for word in VENDORS if head[4].startswith(word)), None)
     code = int(head[3], 16) << 8 if head[3] else CLASSES.get(head[2].strip())
     now, most = (
-        re.search(rf"{word}:.*?Speed ([0-9.]{{1,5}})GT/s.*?Width x([0-9]{{1,2}})", text)
+        re.search(rf"{word}:.{{0,40}}?Speed ([0-9.]{{1,5}})GT/s.{{0,40}}?Width x([0-9]{{1,2}})", text)
         for word in ("LnkSta", "LnkCap")
     )
     driver = re.search(r"Kernel driver in use: (\S{1,40})", text)
-    sizes = re.findall(r"Region \d: Memory .*?\[size=(\d{1,4})([KMGT]?)\]", text)
+    sizes = re.findall(r"Region \d: Memory .{1,100}?\[size=(\d{1,4})([KMGT]?)\]", text)
     return PciFunction(
         bus_id=bus_id,
         class_code=code,

@@ -64,12 +64,14 @@ def _container(files: Files) -> str | None:
         return "docker"
     if files.state("run/.containerenv") == "present":
         return "podman"
-    groups = files.find("proc/1/cgroup", r"kubepods|docker|containerd|lxc|slurm|garden|^0::/(init.scope)?$")
+    if files.state(".singularity.d") == "present":
+        return "apptainer"
+    groups = files.find("proc/1/cgroup", r"kubepods|docker|containerd|lxc|garden|^0::/$|^\S*:/init\.scope$")
     if groups is None:
         return None
-    return next(
-        (word.replace("kubepods", "kubernetes") for word in groups if word[:3] != "0::" and word != "slurm"), ""
-    )
+    named = [word.replace("kubepods", "kubernetes") for word in groups if ":" not in word]
+    # A lone `0::/` is a container's own view, or a host without systemd: not known.
+    return named[0] if named else None if "0::/" in groups else ""
 
 
 def _virtual(files: Files) -> bool | None:

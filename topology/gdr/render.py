@@ -17,6 +17,12 @@ _STYLES = {
     Outcome.SKIPPED: "dim",
 }
 _FORMAT = 1
+_LENGTH = 600
+
+
+def _plain(text: str) -> str:
+    """Text as it is, without markup, control characters (a capture may come from anybody) and endless tails."""
+    return escape("".join(c if c.isprintable() else "?" for c in text[:_LENGTH]))
 
 
 def _coloured(outcome: Outcome) -> str:
@@ -33,20 +39,20 @@ def print_report(host: Host, report: Report, console: Console, all_pairs: bool =
         all_pairs: Show every pair, not only each GPU's nearest NICs.
     """
     if report.nothing:
-        console.print(f"[bold]nothing to check[/]: {escape(report.nothing)}")
+        console.print(f"[bold]nothing to check[/]: {_plain(report.nothing)}")
     if report.results:
         console.print(_check_table(report))
     if report.pairs:
         console.print(_pair_table(host, report, list(report.pairs) if all_pairs else list(host.best_pairs)))
         for verdict, answer in report.verdicts.items():
-            console.print(f"[bold]{verdict.upper():<11}[/]{_coloured(answer.outcome)}  {escape(answer.because)}")
+            console.print(f"[bold]{verdict.upper():<11}[/]{_coloured(answer.outcome)}  {_plain(answer.because)}")
         good, unsure, count = usable_gpus(host, report)
         unclear = f", unknown for {unsure}" if unsure else ""
         console.print(f"{good} of {count} GPUs have a pair that will use GPUDirect RDMA{unclear}")
     if report.cause is not None:
-        console.print(f"[bold red]first cause[/]: {report.cause.check.name} {escape(report.cause.finding.text)}")
+        console.print(f"[bold red]first cause[/]: {report.cause.check.name} {_plain(report.cause.finding.text)}")
         if report.cause.finding.remedy:
-            console.print(f"[bold]remedy[/] (not applied): {escape(report.cause.finding.remedy)}")
+            console.print(f"[bold]remedy[/] (not applied): {_plain(report.cause.finding.remedy)}")
 
 
 def _check_table(report: Report) -> Table:
@@ -55,7 +61,7 @@ def _check_table(report: Report) -> Table:
         table.add_column(column, overflow="fold")
     for result in report.results:
         finding = result.finding
-        words = escape(finding.text), escape(finding.remedy)
+        words = _plain(finding.text), _plain(finding.remedy)
         table.add_row(result.check.name, result.check.title, _coloured(finding.outcome), *words)
     return table
 
@@ -70,10 +76,10 @@ def _pair_table(host: Host, report: Report, pairs: list[Pair]) -> Table:
         decisive = next((a for a in answers.values() if a.outcome not in (Outcome.PASS, Outcome.SKIPPED)), None)
         table.add_row(
             pair[0],
-            names[pair[1]] if names[pair[1]] == pair[1] else f"{names[pair[1]]} {pair[1]}",
+            pair[1] if names[pair[1]] == pair[1] else _plain(f"{names[pair[1]]} {pair[1]}"),
             host.distances[pair] or "?",
             *(_coloured(answers[verdict].outcome) for verdict in Verdict),
-            escape(decisive.because) if decisive else "",
+            _plain(decisive.because) if decisive else "",
         )
     return table
 

@@ -146,3 +146,12 @@ def test_broken_trees_are_partly_answered(tree: Path, name: str, kind: str, caps
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "--nccl-log" in capsys.readouterr().out
+
+
+def test_control_characters_of_a_foreign_capture_do_not_reach_the_terminal(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tree / "proc/cmdline").write_text("iommu=\x1b[2J[bold]x")
+    main(["--root", str(tree)])
+    shown = capsys.readouterr().out
+    assert "\x1b[2J" not in shown and "iommu=?[2J[bold]x" in shown

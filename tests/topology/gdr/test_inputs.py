@@ -126,3 +126,6 @@ def test_place(tmp_path: Path) -> None:
     (tmp_path / "proc/1").mkdir(parents=True)
     (tmp_path / "proc/1/cgroup").write_text("12:cpu:/kubepods/burstable/podabc\n")
     assert find_place(Files(tmp_path), False).container == "kubernetes"
+    for text, expected in (("0::/init.scope\n", ""), ("0::/\n", None), ("0::/system.slice/docker-1.scope\n", "docker")):
+        (tmp_path / "proc/1/cgroup").write_text(text)
+        assert find_place(Files(tmp_path), False).container == expected

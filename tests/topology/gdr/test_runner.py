@@ -173,3 +173,24 @@ def test_a_check_that_fails_itself_is_unknown(machine: ExampleMachine) -> None:
     assert (
         report.results[0].finding.outcome is Outcome.UNKNOWN and "ZeroDivisionError" in report.results[0].finding.text
     )
+
+
+def test_rdma_devices_without_a_home_are_unknown_and_the_second_port_of_a_bond_is_no_fault(
+    machine: ExampleMachine,
+) -> None:
+    machine.functions[NIC] = replace(machine.functions[NIC], rdma_devices=())
+    machine.remove("sys/class/infiniband/mlx5_0/device")
+    assert outcome(run(machine)[0], "R1").outcome is Outcome.UNKNOWN
+    machine.remove("sys/class/infiniband")
+    twin = replace(machine.functions[NIC], bus_id="0000:04:00.1", net_devices=())
+    machine.functions |= {twin.bus_id: twin, NIC: replace(machine.functions[NIC], rdma_devices=("mlx5_bond_0",))}
+    machine.write("sys/class/infiniband/mlx5_bond_0/hca_type", "MT41692")
+    assert outcome(run(machine)[0], "R1").outcome is Outcome.PASS
+
+
+def test_in_a_container_only_the_gpus_it_was_given_count(machine: ExampleMachine) -> None:
+    twin = replace(machine.functions[GPU], bus_id="0000:03:00.1")
+    machine.functions[twin.bus_id] = twin
+    assert len(machine.host().gpus) == 2, "on the host a GPU that NVML lacks is a finding"
+    machine.write(".dockerenv", "")
+    assert [gpu.bus_id for gpu in machine.host().gpus] == [GPU]

@@ -20,9 +20,15 @@ def devices_of_hardware(host: Host) -> Finding:
         return unknown("/sys/class cannot be read", "mount /sys in the container")
     if not host.capable:
         return failed("no NIC on the PCI bus that can do RDMA", "use nodes with InfiniBand, RoCE, EFA or Slingshot")
-    bare = [nic for nic in host.capable if not nic.devices]
+    bonded = {nic.bus_id[:-1] for nic in host.capable if any("bond" in device.name for device in nic.devices)}
+    bare = [nic for nic in host.capable if not nic.devices and nic.bus_id[:-1] not in bonded]
     modules = {MODULES[nic.function.vendor] for nic in bare if nic.function.vendor in MODULES}
     remedy = f"modprobe {' '.join(sorted(modules))}; in a container check the RDMA network namespace (rdma system)"
+    homeless = [device.name for device in host.rdma_devices if not device.software and device.bus_id is None]
+    if bare and homeless:
+        return unknown(
+            f"{', '.join(homeless[:8])} cannot be matched to a PCI function", "capture the links below /sys too"
+        )
     if len(bare) == len(host.capable):
         return failed(f"{len(bare)} NICs on the bus, none is an RDMA device", remedy)
     if bare:

@@ -145,7 +145,7 @@ def left_over_debugging(host: Host) -> Finding:
     """
     if host.settings is None:
         return _UNKNOWN
-    names = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_P2P_LEVEL", "NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE")
+    names = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_P2P_LEVEL")
     found = [_shown(host, name) for name in names if host.setting(name) is not None]
     return warned(", ".join(found), "unset them") if found else passed("none set")
 
