@@ -75,9 +75,14 @@ def _nvml_gpu(nvml: object, handle: object) -> Answers:
 
 
 def _fabric(nvml: object, handle: object) -> Answers:
+    """State of the fabric registration: the versioned call first, the older one is deprecated from CUDA 13 on."""
+    return _fabric_call(nvml, handle, "V") or _fabric_call(nvml, handle, "")
+
+
+def _fabric_call(nvml: object, handle: object, suffix: str) -> Answers:
     try:
-        info = nvml.c_nvmlGpuFabricInfo_t()  # type: ignore[attr-defined]  # absent before Hopper's bindings
-        nvml.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))  # type: ignore[attr-defined]
+        info = getattr(nvml, f"c_nvmlGpuFabricInfo{suffix}_t")()
+        getattr(nvml, f"nvmlDeviceGetGpuFabricInfo{suffix}")(handle, ctypes.byref(info))
         return {"fabric_state": int(info.state), "fabric_status": int(info.status)}
     except Exception:  # noqa: BLE001 - as above: not known
         return {}

@@ -158,20 +158,24 @@ def nvlink(host: Host) -> Finding:
     Source: NVML API reference, nvmlDeviceGetNvLinkState.
     """
     facts = [host.gpu_facts(gpu.bus_id) for gpu in host.gpus]
-    active = dict(enumerate(f.nvlinks_active for f in facts if f.nvlinks_active is not None)) or dict(
-        host.nvlinks or {}
-    )
+    active = {f.bus_id: f.nvlinks_active for f in facts if f.nvlinks_active is not None}
+    active = active or {f"GPU {index}": count for index, count in (host.nvlinks or {}).items()}
     if not active:
         return unknown(
             "neither NVML nor a status file says", "give the output of nvidia-smi nvlink --status with --nvlink"
         )
-    down = [f"GPU {index}: {count}" for index, count in active.items() if count < max(active.values())]
-    down += [
-        f"{f.bus_id}: {f.nvlinks_active} of {f.nvlinks}" for f in facts if (f.nvlinks_active or 0) < (f.nvlinks or 0)
+    bridgeless = {f.bus_id for f in facts if not f.nvlinks_active and (f.nvlinks == 0 or "PCIe" in (f.name or ""))}
+    wanted = {f.bus_id: f.nvlinks or 0 for f in facts}
+    down = [
+        f"{name} has {count} of {max(wanted.get(name, 0), *active.values())}"
+        for name, count in active.items()
+        if name not in bridgeless and (count == 0 or count < max(wanted.get(name, 0), *active.values()))
     ]
     if down:
         return warned(f"NVLinks missing: {', '.join(down)}", "look at the fabric manager and dmesg (Xid 74); reseat")
-    return passed(f"{max(active.values())} NVLinks active on each of {len(active)} GPUs")
+    if not any(active.values()):
+        return informed("PCIe cards without an NVLink bridge")
+    return passed(f"{max(active.values())} NVLinks active on each of {len(active) - len(bridgeless)} GPUs")
 
 
 def fabric_manager(host: Host) -> Finding:

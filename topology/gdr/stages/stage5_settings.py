@@ -67,12 +67,7 @@ def gdr_level(host: Host) -> Finding:
     """
     if host.settings is None:
         return _UNKNOWN
-    value = host.setting("NCCL_NET_GDR_LEVEL")
-    if value is not None and parse_level(value) is None:
-        return warned(
-            f"{_shown(host, 'NCCL_NET_GDR_LEVEL')} is no level: NCCL ignores it", f"one of {', '.join(LEVELS)}"
-        )
-    level = host.gdr_level
+    level, value = host.gdr_level, host.setting("NCCL_NET_GDR_LEVEL")
 
     def judge(gpu: str, nic: str) -> tuple[Outcome, str]:
         path = host.distances[gpu, nic]
@@ -82,19 +77,22 @@ def gdr_level(host: Host) -> Finding:
             return Outcome.PASS, f"{gpu} to {nic}: {path} is within {level}"
         return Outcome.FAIL, f"{gpu} to {nic}: {path} is beyond {level}{'' if value else ', the default'}"
 
-    remedy = f"unset {'NCCL_NET_GDR_LEVEL' if value else 'nothing'}; or measure NCCL_NET_GDR_LEVEL=SYS"
-    finding = host.judge_pairs(judge, remedy.removeprefix("unset nothing; or "))
-    if finding.outcome is not Outcome.PASS:
-        return finding
-    if host.setting("NCCL_NET_GDR_READ") == "0":
-        return Finding(
-            Outcome.WARN, f"{_shown(host, 'NCCL_NET_GDR_READ')}: sends go through the host", "unset it", finding.pairs
-        )
-    if value and value.strip().isdigit():
-        return Finding(
-            Outcome.WARN, f"NCCL_NET_GDR_LEVEL={value} is a legacy number", f"NCCL_NET_GDR_LEVEL={level}", finding.pairs
-        )
+    finding = host.judge_pairs(judge, "move the card, or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default")
+    doubt = _doubt_about_level(host, value, level)
+    if finding.outcome is Outcome.PASS and doubt:
+        return Finding(Outcome.WARN, *doubt, finding.pairs)
     return finding
+
+
+def _doubt_about_level(host: Host, value: str | None, level: str) -> tuple[str, str] | None:
+    """What is odd about the variables, and the remedy."""
+    if value is not None and parse_level(value) is None:
+        return f"{_shown(host, 'NCCL_NET_GDR_LEVEL')} is no level: NCCL ignores it", f"one of {', '.join(LEVELS)}"
+    if host.setting("NCCL_NET_GDR_READ") == "0":
+        return f"{_shown(host, 'NCCL_NET_GDR_READ')}: sends go through the host", "unset it"
+    if value is not None and value.strip().isdigit():
+        return f"NCCL_NET_GDR_LEVEL={value.strip()} is a legacy number", f"NCCL_NET_GDR_LEVEL={level}"
+    return None
 
 
 def dmabuf_switched_off(host: Host) -> Finding:
