@@ -52,7 +52,8 @@ def write_capture(path: Path, host: Host) -> int:
     contents, links = tree_files(host.tree)
     for name, kept in host.files.contents.items():
         if not name.startswith("sys/bus/pci/devices/"):
-            contents[name] = "\n".join(_redact(name, line) for line in kept).encode() + b"\n"
+            lines = [_redact(name, line) for matches in kept.values() for line in matches]
+            contents[name] = "\n".join(lines).encode() + b"\n"
     links |= {name: target for name, target in host.files.links.items() if name != target}
     index = {
         "format": FORMAT,

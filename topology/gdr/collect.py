@@ -43,8 +43,11 @@ def collect(hardware: bool, switches: bool, prove: bool) -> Facts:
 
 
 def _native(prove: bool) -> dict[str, object]:
-    """The answers of gradwire.topology.gdr.native, run as a child process."""
-    command = [sys.executable, "-m", "gradwire.topology.gdr.native", *(["--prove"] if prove else [])]
+    """The answers of gradwire.topology.gdr.native, run as a child process.
+
+    -P keeps the current folder off the child's module path: a prolog runs as root wherever it was started.
+    """
+    command = [sys.executable, "-P", "-m", "gradwire.topology.gdr.native", *(["--prove"] if prove else [])]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_NATIVE_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

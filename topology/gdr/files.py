@@ -3,6 +3,7 @@
 import os
 import re
 import stat
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +12,7 @@ State = Literal["present", "absent", "unreadable"]
 _PAGE_NBYTES = 4096
 _SEARCH_NBYTES = 1 << 20
 _MAX_NAMES = 4096
+_MAX_MATCHES = 100_000
 
 
 class Files:
@@ -30,7 +32,8 @@ class Files:
         self.root = root
         self.base = root.resolve()
         self.denied = denied
-        self.contents: dict[str, list[str]] = {}
+        self.contents: dict[str, dict[str, list[str]]] = {}
+        """Path -> pattern -> what matched; pattern "" is the whole text."""
         self.present: set[str] = set()
         self.links: dict[str, str] = {}
         self.unreadable: set[str] = set()
@@ -84,7 +87,7 @@ class Files:
         if content is None:
             return None
         content = content.strip("\0 \n\t\r")
-        self.contents[path] = [content]
+        self.contents[path] = {"": [content]}
         return content
 
     def find(self, path: str, pattern: str) -> list[str] | None:
@@ -97,9 +100,8 @@ class Files:
         content = self._read(path, _SEARCH_NBYTES)
         if content is None:
             return None
-        matches = [match[0] for match in re.finditer(pattern, content, re.MULTILINE)]
-        kept = self.contents.setdefault(path, [])
-        kept += [match for match in matches if match not in kept]
+        matches = [match[0] for match in islice(re.finditer(pattern, content, re.MULTILINE), _MAX_MATCHES)]
+        self.contents.setdefault(path, {})[pattern] = matches
         return matches
 
     def names(self, path: str) -> tuple[str, ...] | None:

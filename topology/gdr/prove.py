@@ -47,7 +47,7 @@ def prove_with_nccl(launch: Launch, bandwidths: Mapping[str, float]) -> tuple[Nc
 
 
 def _run(label: str, environment: dict[str, str]) -> dict[str, object]:
-    command = [sys.executable, "-m", "gradwire.bench.gdr_prove", "--label", label]
+    command = [sys.executable, "-P", "-m", "gradwire.bench.gdr_prove", "--label", label]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, timeout=_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

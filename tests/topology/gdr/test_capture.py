@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.topology.gdr.capture import INDEX, CaptureError, opened_capture, write_capture
-from gradwire.topology.gdr.example import ExampleMachine
+from gradwire.topology.gdr.example import GPU, NIC, ExampleMachine
 from gradwire.topology.gdr.files import Files
 from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.runner import run_checks
@@ -43,6 +43,13 @@ def captured(path: Path) -> list[tuple[str, str, str]]:
         return outcomes(Host(files, read_tree(capture.root), capture.facts, capture.environment))
 
 
+def with_topology_file(machine: ExampleMachine) -> None:
+    """Nested switches whose closing tags are alike: the order and number of tags has to survive."""
+    switches = "".join(f'<pci busid="ffff:0{i}:00.0"><pci busid="{end}"/></pci>' for i, end in enumerate((GPU, NIC)))
+    machine.write("t.xml", f'<system version="1"><cpu numaid="0" host_hash="0x1">{switches}</cpu></system>')
+    machine.environment = {"NCCL_TOPO_FILE": "/t.xml"}
+
+
 def hide_status(machine: ExampleMachine) -> None:
     machine.remove("proc/self/status")
     machine.link("proc/self/status", "proc/self/status")
@@ -57,6 +64,7 @@ def hide_status(machine: ExampleMachine) -> None:
         lambda machine: machine.environment.update(NCCL_SOCKET_IFNAME="ens", NCCL_NET_GDR_LEVEL="LOC"),
         lambda machine: setattr(machine, "environment", None),
         hide_status,
+        with_topology_file,
     ],
 )
 def test_a_capture_tells_the_same_story(tmp_path: Path, change: Callable[[ExampleMachine], object]) -> None:
