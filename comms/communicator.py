@@ -215,7 +215,12 @@ class Communicator:
         return not (local and self.device.type == "cpu")
 
     def _in_rank_order(self, phase: Phase) -> bool:
-        """Gloo's ring sums an element in an order that depends on its place; of two ranks, any order gives the same."""
+        """Gloo's ring sums an element in an order that depends on its place; of two ranks, any order gives the same.
+
+        Only fusion moves elements to other places, so only then is the price of a fixed order paid.
+        """
+        if not self.config.fuses:
+            return False
         members = self.size if phase.whole else self.cluster.widest(phase.level)
         return phase.op == ALL_REDUCE and self.device.type == "cpu" and self._hops(phase) and members > 2
 
