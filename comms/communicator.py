@@ -75,7 +75,7 @@ class Communicator:
         self._failure: CollectiveError | None = None
         self._stream: torch.cuda.Stream | None = None
         self._buckets = 0
-        self._plan_name, self._chunks = config.plan, config.chunks
+        self.plan_name, self.chunks = config.plan, config.chunks
         self._library = "nccl" if device.type == "cuda" else "gloo"
 
     def all_reduce(self, flat: Tensor, *, scale: float = 1.0, layout: Layout | None = None) -> FutureTensor:
@@ -110,13 +110,13 @@ class Communicator:
             plan: `flat`, `hierarchical` or `leader`; `auto` goes by size again; None leaves it.
             chunks: Pieces of a bucket; 0 leaves it to the planner; None leaves it.
         """
-        self._plan_name = self._plan_name if plan is None else plan
-        self._chunks = self._chunks if chunks is None else chunks
+        self.plan_name = self.plan_name if plan is None else plan
+        self.chunks = self.chunks if chunks is None else chunks
         self._routes.clear()
 
     def settle(self, nbytes: int) -> None:
         """Takes the plan that is best for `nbytes` for every size: two plans sum in two orders, one plan in one."""
-        if self._plan_name == "auto":
+        if self.plan_name == "auto":
             self.choose(plan_all_reduce(self.cluster, nbytes, library=self._library).name)
 
     def report(self, steps: int = 0) -> Report:
@@ -181,7 +181,7 @@ class Communicator:
         return self._routes[key]
 
     def _plan(self, flat: Tensor, layout: Layout | None) -> _Route:
-        name, chunks = self._plan_name, self._chunks
+        name, chunks = self.plan_name, self.chunks
         if self.compressor and layout:
             ratio = self.compressor.wire_nbytes(layout, 2) / max(1, flat.nbytes)
             plan = plan_all_reduce(self.cluster, flat.nbytes, name="hierarchical", chunks=chunks,

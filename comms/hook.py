@@ -6,6 +6,8 @@ gradients arrive undivided, so the division by the world size happens here, befo
 
 import logging
 import weakref
+from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from itertools import count
 
@@ -15,11 +17,14 @@ from torch import Tensor, nn
 
 from gradwire.comms.advise import BUCKET_NBYTES
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.compat import GradBucket, queue_end_of_backward, store_of
+from gradwire.comms.compat import GradBucket, Store, queue_end_of_backward, store_of
 from gradwire.comms.config import Config
+from gradwire.comms.consensus import Consensus
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.report import Report
+from gradwire.comms.tune_profile import fingerprint
+from gradwire.comms.tuning import Tuning
 from gradwire.compressors.base import Compressor, Layout
 
 log = logging.getLogger("gradwire")
@@ -27,6 +32,9 @@ log = logging.getLogger("gradwire")
 PYTHON_REDUCER = ("torch.compile with optimize_ddp=\"python_reducer\" calls the hook once a parameter from inside a compiled "
                   "graph, which gradwire does not support: leave torch._dynamo.config.optimize_ddp at its default, "
                   "with which compiled models work")
+
+FUSION_TIMEOUT = timedelta(seconds=30)
+"""How long `fuse()` waits for the other ranks to ask for the same."""
 
 _state_numbers: "dict[str, count[int]]" = {}
 
@@ -58,6 +66,7 @@ class HookState:
         self._group: dist.ProcessGroup | None = None
         self._communicator: Communicator | None = None
         self._fusion: Fusion | None = None
+        self._tuning: Tuning | None = None
         self._in_step = False
         if isinstance(model_or_group, nn.Module):
             self.bind(model_or_group)
@@ -100,6 +109,8 @@ class HookState:
             self._in_step = queue_end_of_backward(self._end_step)
         if flat.layout != torch.strided:
             return _all_reduce_sparse(flat, self._group)
+        if self._tuning is not None:
+            self._tuning.bucket_came()
         future = self._fusion.add(flat)
         if not self._in_step and bucket.is_last():
             self._end_step()
@@ -111,6 +122,8 @@ class HookState:
         self.steps += 1
         if self._fusion is not None:
             self._fusion.end_step()
+        if self._tuning is not None:
+            self._tuning.step_ended()
 
     def _connect(self, device: torch.device) -> Communicator:
         if self._communicator is None:
@@ -123,10 +136,28 @@ class HookState:
             self._communicator = Communicator(store_of(group), group.rank(), group.size(), device, self.config,
                                               name=f"hook{number}", compressor=self.compressor)
             weakref.finalize(self, self._communicator.close)
-            threshold_nbytes = round(self.config.fusion_mb * 2**20)
-            self._communicator.settle(threshold_nbytes or BUCKET_NBYTES)
-            self._fusion = Fusion(partial(_average, self._communicator), FusionPlan(threshold_nbytes=threshold_nbytes))
+            self._fuse(self._communicator, store_of(group), f"hook{number}")
         return self._communicator
+
+    def _fuse(self, communicator: Communicator, store: Store, name: str) -> None:
+        threshold_nbytes = round(self.config.fusion_mb * 2**20)
+        communicator.settle(threshold_nbytes or BUCKET_NBYTES)
+        self._fusion = Fusion(partial(_average, communicator), FusionPlan(threshold_nbytes=threshold_nbytes))
+        self._plans = Consensus(store.clone(), communicator.rank, communicator.size, f"fusion/{name}", FUSION_TIMEOUT)
+        if self.config.tune:
+            self._tuning = Tuning(communicator, self._fusion, store, name, fingerprint(self.names.shapes))
+
+    def fuse(self, plan: FusionPlan) -> None:
+        """Changes which buckets travel together, from the next step on; every rank calls it between the same two steps.
+
+        Raises:
+            RuntimeError: No bucket has come yet.
+            ValueError: Not all ranks ask for the same plan: refused on all of them.
+        """
+        if self._fusion is None:
+            raise RuntimeError("this state has not seen a bucket yet: call fuse() after the first backward pass")
+        self._plans.agree(asdict(plan))
+        self._fusion.change(plan)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HookState":
         """A copy of a DDP model loses its hook; its state starts anew, unbound, and says so."""

@@ -39,6 +39,11 @@ class ParameterNames:
         self._layouts.clear()
         self._bound = True
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of all parameters known so far."""
+        return tuple(tuple(parameter.shape) for parameter in self._parameters)
+
     def layout(self, bucket: GradBucket) -> Layout:
         """Which parameter lies where in the bucket's buffer.
 
