@@ -4,7 +4,8 @@ The hook and the process group are two faces of this object.
 """
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -22,6 +23,7 @@ from gradwire.comms.planner import plan_all_reduce
 from gradwire.comms.report import Ledger, Report
 from gradwire.comms.schedule import Partition, Schedule, Transfer, even_partition
 from gradwire.compressors.base import Compressor, Layout
+from gradwire.topology.cluster import Level
 
 log = logging.getLogger("gradwire")
 
@@ -76,7 +78,7 @@ class Communicator:
         self._stream: torch.cuda.Stream | None = None
         self._buckets = 0
         self.plan_name, self.chunks = config.plan, config.chunks
-        self._library = "nccl" if device.type == "cuda" else "gloo"
+        self.library = "nccl" if device.type == "cuda" else "gloo"
 
     def all_reduce(self, flat: Tensor, *, scale: float = 1.0, layout: Layout | None = None) -> FutureTensor:
         """Sums `scale * flat` over all ranks, in place.
@@ -96,7 +98,24 @@ class Communicator:
         """
         self._check(flat, scale)
         self._buckets += 1
-        route = self._route(flat, layout)
+        return self._run(flat, self._route(flat, layout), scale, layout)
+
+    def run(self, flat: Tensor, plan: Plan) -> FutureTensor:
+        """Runs any plan on a tensor, whatever the planner thinks of it: for measurements.
+
+        Args:
+            flat: As for `all_reduce`; what it holds afterwards is the plan's affair.
+            plan: The same on all ranks.
+        """
+        self._check(flat, 1.0)
+        return self._run(flat, self._routed(flat, plan, None), 1.0, None)
+
+    def measured(self, levels: Sequence[Level]) -> None:
+        """Plans with these links from now on; all ranks must say the same at the same point."""
+        self.cluster = replace(self.cluster, levels=tuple(levels))
+        self._routes.clear()
+
+    def _run(self, flat: Tensor, route: _Route, scale: float, layout: Layout | None) -> FutureTensor:
         chunks = [Chunk(flat, start, stop, transfers, scale, layout)
                   for (start, stop), transfers in zip(pairwise(route.bounds), route.transfers, strict=True)]
         if self.device.type == "cuda":
@@ -116,8 +135,8 @@ class Communicator:
 
     def settle(self, nbytes: int) -> None:
         """Takes the plan that is best for `nbytes` for every size: two plans sum in two orders, one plan in one."""
-        if self.plan_name == "auto":
-            self.choose(plan_all_reduce(self.cluster, nbytes, library=self._library).name)
+        if self.config.plan == "auto":
+            self.choose(plan_all_reduce(self.cluster, nbytes, library=self.library).name)
 
     def report(self, steps: int = 0) -> Report:
         """What has travelled so far, and by which plans."""
@@ -187,14 +206,17 @@ class Communicator:
             plan = plan_all_reduce(self.cluster, flat.nbytes, name="hierarchical", chunks=chunks,
                                    compressor=self.compressor.name, ratio=ratio)
         else:
-            plan = plan_all_reduce(self.cluster, flat.nbytes, name=name, chunks=chunks, library=self._library)
+            plan = plan_all_reduce(self.cluster, flat.nbytes, name=name, chunks=chunks, library=self.library)
+        log.info("%d elements of %s: %s", flat.numel(), flat.dtype, plan.describe(self.level_names))
+        return self._routed(flat, plan, layout)
+
+    def _routed(self, flat: Tensor, plan: Plan, layout: Layout | None) -> _Route:
         partition = self._partition(layout)
         schedule = Schedule(self.cluster, plan)
         bounds = partition(0, flat.numel(), plan.chunks)
         transfers = [[[transfer for transfer in phase if self.rank in transfer.members]
                       for phase in schedule.transfers(stop - start, partition, start)]
                      for start, stop in pairwise(bounds)]
-        log.info("%d elements of %s: %s", flat.numel(), flat.dtype, plan.describe(self.level_names))
         return _Route(plan, bounds, transfers)
 
     def _partition(self, layout: Layout | None) -> Partition:

@@ -37,6 +37,9 @@ class Config:
     """Buckets travel together until they hold so many MiB; 0 sends each of DDP's buckets as it comes. For models wrapped
     with small buckets, see `gradwire.wrap`."""
 
+    probe: bool = False
+    """Measures latency and bandwidth of every level before the first step (about a second on 200 Mbit/s)."""
+
     tune: bool = False
     """Measures for some steps which cuts, plan and number of chunks are fastest, and keeps those; see docs/tuning.md."""
 

@@ -21,8 +21,11 @@ from gradwire.comms.compat import GradBucket, Store, queue_end_of_backward, stor
 from gradwire.comms.config import Config
 from gradwire.comms.consensus import Consensus
 from gradwire.comms.fusion import Fusion, FusionPlan
+from gradwire.comms.job_advice import JobAdvice, advise_job
 from gradwire.comms.names import ParameterNames
+from gradwire.comms.probe import probe
 from gradwire.comms.report import Report
+from gradwire.comms.stepwatch import StepWatch
 from gradwire.comms.tune_profile import fingerprint
 from gradwire.comms.tuning import Tuning
 from gradwire.compressors.base import Compressor, Layout
@@ -67,6 +70,7 @@ class HookState:
         self._communicator: Communicator | None = None
         self._fusion: Fusion | None = None
         self._tuning: Tuning | None = None
+        self._watch = StepWatch()
         self._in_step = False
         if isinstance(model_or_group, nn.Module):
             self.bind(model_or_group)
@@ -111,7 +115,9 @@ class HookState:
             return _all_reduce_sparse(flat, self._group)
         if self._tuning is not None:
             self._tuning.bucket_came()
+        self._watch.bucket_came()
         future = self._fusion.add(flat)
+        self._watch.watch(future)
         if not self._in_step and bucket.is_last():
             self._end_step()
         return future
@@ -122,6 +128,7 @@ class HookState:
         self.steps += 1
         if self._fusion is not None:
             self._fusion.end_step()
+        self._watch.step_ended()
         if self._tuning is not None:
             self._tuning.step_ended()
 
@@ -141,11 +148,29 @@ class HookState:
 
     def _fuse(self, communicator: Communicator, store: Store, name: str) -> None:
         threshold_nbytes = round(self.config.fusion_mb * 2**20)
-        communicator.settle(threshold_nbytes or BUCKET_NBYTES)
         self._fusion = Fusion(partial(_average, communicator), FusionPlan(threshold_nbytes=threshold_nbytes))
         self._plans = Consensus(store.clone(), communicator.rank, communicator.size, f"fusion/{name}", FUSION_TIMEOUT)
+        if self.config.tune or self.config.probe:
+            probe(communicator, Consensus(store.clone(), communicator.rank, communicator.size, f"probe/{name}",
+                                          self.config.timeout))
+        communicator.settle(threshold_nbytes or BUCKET_NBYTES)
         if self.config.tune:
             self._tuning = Tuning(communicator, self._fusion, store, name, fingerprint(self.names.shapes))
+
+    def advise(self, optimizer: str = "sgd") -> JobAdvice:
+        """Says from what this rank has measured which plan to use, whether to compress, and what could be gained at most.
+
+        Args:
+            optimizer: `sgd`, `adam`, ...: some compressors presume one.
+
+        Raises:
+            RuntimeError: Fewer than three steps have been seen.
+        """
+        observed = self._watch.observed()
+        if self._communicator is None or self._fusion is None or observed is None:
+            raise RuntimeError("this state has seen fewer than three steps: call advise() later")
+        return advise_job(self._communicator.cluster, self._fusion.last_sizes, observed, optimizer,
+                          self._communicator.library)
 
     def fuse(self, plan: FusionPlan) -> None:
         """Changes which buckets travel together, from the next step on; every rank calls it between the same two steps.

@@ -10,7 +10,8 @@ from gradwire.topology.cluster import Cluster
 PLANS = ("hierarchical", "flat")
 
 
-def propose(cluster: Cluster, incumbent: Setting, sizes: tuple[int, ...], arrivals: Sequence[float]) -> list[Setting]:
+def propose(cluster: Cluster, incumbent: Setting, sizes: tuple[int, ...], arrivals: Sequence[float],
+            plans: Sequence[str] = PLANS) -> list[Setting]:
     """Settings to try, the most promising first.
 
     Args:
@@ -18,10 +19,11 @@ def propose(cluster: Cluster, incumbent: Setting, sizes: tuple[int, ...], arriva
         incumbent: What is in use.
         sizes: Bytes of the step's buckets, in order.
         arrivals: When they come, in seconds.
+        plans: Those that may be tried besides the incumbent's; none where the user asked for one by name.
     """
     if not sizes:
         return []
-    other = [plan for plan in PLANS if plan != incumbent.plan] if _has_levels(cluster) else []
+    other = [plan for plan in plans if plan != incumbent.plan] if _has_levels(cluster) else []
     settings = [_cut(cluster, incumbent.plan, sizes, arrivals, 1.0, "best cuts")]
     settings += [_cut(cluster, plan, sizes, arrivals, 1.0, f"best cuts, {plan}") for plan in other]
     settings += [_cut(cluster, incumbent.plan, sizes, arrivals, factor, label)

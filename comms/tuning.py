@@ -11,7 +11,7 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.compat import Store
 from gradwire.comms.consensus import Consensus
 from gradwire.comms.fusion import Fusion
-from gradwire.comms.propose import propose
+from gradwire.comms.propose import PLANS, propose
 from gradwire.comms.tune import Budget, StepSeen, Tuner
 from gradwire.comms.tune_profile import Setting, fingerprint, load, save
 
@@ -46,8 +46,9 @@ class Tuning:
         }
         incumbent = Setting("as begun", (), (), fusion.plan.threshold_nbytes, communicator.plan_name, communicator.chunks)
         consensus = Consensus(store.clone(), communicator.rank, communicator.size, f"tune/{name}", config.timeout)
-        self.tuner = Tuner(incumbent, lambda sizes, arrivals: propose(cluster, incumbent, sizes, arrivals), consensus,
-                           known=load(self._file, self._key) if self._file else None, budget=budget,
+        plans = PLANS if config.plan == "auto" else ()
+        self.tuner = Tuner(incumbent, lambda sizes, arrivals: propose(communicator.cluster, incumbent, sizes, arrivals, plans),
+                           consensus, known=load(self._file, self._key) if self._file else None, budget=budget,
                            record=self._record, found=self._found)
         self._applied = incumbent
 
