@@ -40,6 +40,15 @@ class Config:
     """Buckets travel together until they hold so many MiB; 0 sends each of DDP's buckets as it comes. For models wrapped
     with small buckets, see `gradwire.wrap`."""
 
+    probe: bool = False
+    """Measures latency and bandwidth of every level before the first step (about a second on 200 Mbit/s)."""
+
+    tune: bool = False
+    """Measures for some steps which cuts, plan and number of chunks are fastest, and keeps those; see docs/tuning.md."""
+
+    tune_profile: str | None = None
+    """File that the tuner's result is kept in and read from (own on every rank; rank 0's counts); None keeps nothing."""
+
     timeout: timedelta = timedelta(minutes=5)
     """A collective that takes longer fails on all ranks."""
 
@@ -93,9 +102,14 @@ class Config:
                     raise ValueError(f"`{ENVIRONMENT_PREFIX}{name}` is {text!r}: {error}") from None
         return cls(**(values | options))  # type: ignore[arg-type]  # checked by name above, by value in __post_init__
 
+    @property
+    def fuses(self) -> bool:
+        """Whether buckets may travel together, or apart, in ways that change between steps."""
+        return self.fusion_mb > 0 or self.tune
+
     def shared(self) -> dict[str, str]:
         """The fields that must agree on all ranks, as text."""
-        own = {"hostname", "location"}
+        own = {"hostname", "location", "tune_profile"}
         return {entry.name: _plain(getattr(self, entry.name)) for entry in dataclasses.fields(self)
                 if entry.name not in own}
 

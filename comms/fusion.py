@@ -98,7 +98,10 @@ class Fusion:
 
     def change(self, plan: FusionPlan) -> None:
         """Sets the plan from the next step on; every rank must do so in the same step."""
-        self._next = plan
+        if self._sizes:
+            self._next = plan
+        else:
+            self._take_up(plan)
 
     def add(self, flat: Tensor, layout: Layout | None = None) -> FutureTensor:
         """Takes a bucket; launches a transfer where the plan ends one here.
@@ -125,7 +128,11 @@ class Fusion:
         self.last_sizes = tuple(self._sizes)
         self._sizes.clear()
         if self._next is not None:
-            self._plan, self._next = self._next, None
+            self._take_up(self._next)
+
+    def _take_up(self, plan: FusionPlan) -> None:
+        self._plan, self._next = plan, None
+        self._pool.clear()
 
     def _send(self) -> None:
         group, self._waiting = self._waiting, []

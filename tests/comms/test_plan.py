@@ -19,6 +19,8 @@ CLUSTERS = {name: two_level_cluster(nodes, MEMORY, NIC) for name, nodes in NODES
     "one level": uniform_cluster((4,), LEVELS[:1]),
     "three levels": uniform_cluster((2, 3, 2), LEVELS[:3]),
     "four levels": uniform_cluster((2, 2, 2, 2), LEVELS),
+    "one rank a node in racks": uniform_cluster((1, 2, 2), LEVELS[:3]),
+    "one node a rack": uniform_cluster((2, 1, 3), LEVELS[:3]),
     "uneven racks": Cluster(((0, 0), (0, 0), (0, 1), (1, 0), (1, 0), (1, 1), (1, 1), (1, 1)), LEVELS[:3]),
 }
 PLANS = ("flat", "hierarchical", "leader", "tree", "halving_doubling")
