@@ -5,10 +5,17 @@ Two lines in a training script::
     state = gradwire.HookState(model)
     model.register_comm_hook(state, gradwire.comm_hook)
 
-The names below are imported when they are first used: `gradwire topo` and `gradwire gdr-check` need no torch.
+or one, for the whole of torch.distributed::
+
+    torch.distributed.init_process_group("gradwire")
+
+The names below are imported when they are first used: `gradwire topo` and `gradwire gdr-check` need no torch. The
+backend "gradwire" is registered by torch at the end of `import torch` (entry point `torch.backends`), or here where
+torch is already there; with TORCH_DEVICE_BACKEND_AUTOLOAD=0, at the first use of a name below.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,4 +31,13 @@ _HOMES = {"Config": "gradwire.comms.config", "HookState": "gradwire.comms.hook",
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+    _register()
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def _register() -> None:
+    importlib.import_module("gradwire.comms.register").register()
+
+
+if hasattr(sys.modules.get("torch"), "distributed"):  # not so while torch itself is being imported
+    _register()
