@@ -115,10 +115,13 @@ class GroupOptions(Protocol):
         """Empty for the default group."""
 
 
-def register_backends(groups: list[dist.ProcessGroup], options: GroupOptions) -> None:
+def register_backends(groups: list[dist.ProcessGroup], options: GroupOptions) -> list[object]:
     """Gives `groups` the exact backends of torch, one for each device type, made once and shared by all of them.
 
     CPU tensors go to gloo; CUDA tensors to NCCL, or to gloo in a torch built without NCCL.
+
+    Returns:
+        The backends, to be kept alive.
     """
     backend_type = dist.ProcessGroup.BackendType
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", options.store), options.group_rank, options.group_size,
@@ -139,6 +142,7 @@ def register_backends(groups: list[dist.ProcessGroup], options: GroupOptions) ->
         group._set_default_backend(backend_type.GLOO)
         for device, kind, backend in made:
             group._register_backend(device, kind, backend)
+    return [backend for _, _, backend in made]
 
 
 def _lazy_nccl(options: GroupOptions) -> "dist.ProcessGroupNCCL":

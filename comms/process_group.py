@@ -9,6 +9,7 @@ collectives); what is not overridden never comes to Python at all. A call is tak
 own functions use, `(list of tensors, options)`; every other shape goes to the inner group, which knows them all.
 """
 
+import atexit
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -22,6 +23,15 @@ from gradwire.comms.config import Config
 from gradwire.comms.node_collectives import NodeCollectives
 from gradwire.comms.sums import Sums
 from gradwire.comms.work import FutureTensors, FutureWork
+
+_retired: list[object] = []
+"""Backends of groups that were shut down, kept until the next group is made or the process ends.
+
+DDP's reducer may own a group longer than Python does, and destroys it while it holds the GIL. Were that the last owner
+of a gloo backend, its destructor would wait for gloo's threads, and one of them might be waiting for the GIL to let go
+of its last work: a deadlock, seen on torch 2.13 with plain gloo. Torch releases the GIL where Python is the last owner.
+"""
+atexit.register(_retired.clear)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +82,8 @@ class GradwireGroup(dist.ProcessGroup):
         self._store = options.store
         self.config = replace(config, timeout=options.timeout)
         self._inner = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
-        register_backends([self, self._inner], options)
+        _retired.clear()
+        self._backends = register_backends([self, self._inner], options)
         self._outstanding: list[FutureTensors] = []
         self._coalescing = False
         self._sums: Sums | None = None
@@ -204,6 +215,7 @@ class GradwireGroup(dist.ProcessGroup):
             if part:
                 part.close()
         self._inner.shutdown()
+        _retired.extend(self._backends)
 
     def _sum(self, tensors: list[Tensor], op: object) -> dist.Work | None:
         """The sum, under way; None where it is the inner group's."""
