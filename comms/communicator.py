@@ -149,6 +149,10 @@ class Communicator:
         plans = dict.fromkeys(route.plan.describe(self.level_names) for route in self._routes.values())
         return Report(self.cluster.describe(), tuple(plans), self._ledger.rows(), self._buckets, steps)
 
+    def abort(self, reason: str) -> None:
+        """Wakes the ranks of this node that wait for this one, and tells them why. Any thread."""
+        self._groups.abort(reason)
+
     def close(self) -> None:
         """Ends the lanes and releases shared memory and connections."""
         self._lanes.close()
