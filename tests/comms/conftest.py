@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Protocol
 from unittest.mock import patch
 
