@@ -120,7 +120,7 @@ def clone_of(store: Store) -> Store:
 
     A server that outlives its group would still hold the old keys when the process group is made anew on its port.
     """
-    return cast(Store, store.clone())
+    return cast(Store, store.clone())  # type: ignore[attr-defined]  # missing from torch's stubs
 
 
 def register_backends(groups: list[dist.ProcessGroup], options: GroupOptions) -> list[object]:

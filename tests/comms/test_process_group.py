@@ -4,6 +4,7 @@ Ranks are processes; nodes are logical (GRADWIRE_HOSTNAME). Values are small int
 are compared with `==` against what each collective means, and against gloo where the meaning is gloo's.
 """
 
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradwire.comms.compat import GroupName
 from gradwire.comms.config import Config
 
 NODES = {"one node": ["a"] * 4, "2x2": ["a", "a", "b", "b"], "round-robin": ["a", "b", "a", "b"], "3+1": ["a", "a", "a", "b"]}
@@ -179,7 +181,7 @@ def check_coalesced(rank: int) -> None:
     group = dist.group.WORLD
     for numels in ((1, 2, 3), (LARGE, 7, 100_001)):
         tensors = [contribution(rank, numel, torch.float32) for numel in numels]
-        with dist._coalescing_manager(group):
+        with dist.distributed_c10d._coalescing_manager(group):
             for tensor in tensors:
                 dist.all_reduce(tensor)
         for tensor in tensors:
@@ -194,7 +196,7 @@ def check_coalesced(rank: int) -> None:
     dist.scatter_object_list(own, [str(each) for each in ranks] if rank == 0 else None, src=0)
     assert own == [str(rank)]
     assert group is not None
-    group.monitored_barrier(timedelta(seconds=30), wait_all_ranks=True)
+    group.monitored_barrier(timedelta(seconds=30), wait_all_ranks=True)  # type: ignore[attr-defined]  # not in the stubs
     dist.destroy_process_group()
 
 
@@ -222,12 +224,12 @@ def check_groups(rank: int) -> None:
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=on_gloo)
     mine = [0, 2] if rank % 2 == 0 else [1, 3]
-    split = world.split_group(mine, group_name=f"split{rank % 2}", group_desc="halves")
+    split = world.split_group(mine, group_name=GroupName(f"split{rank % 2}"), group_desc="halves")
     assert split is not None and split.group_name == f"split{rank % 2}" and split.group_desc == "halves"
     work = split.allreduce([tensor.fill_(rank)])
     work.wait()
     assert tensor[0] == sum(mine)
-    assert world.split_group([(rank + 1) % 4], group_name="others") is None
+    assert world.split_group([(rank + 1) % 4], group_name=GroupName("others")) is None
     dist.destroy_process_group(made[0]) if rank in subsets[0] else None
     dist.all_reduce(tensor.fill_(1.0))
     assert tensor[0] == 4
@@ -294,6 +296,7 @@ def check_sharded(rank: int) -> None:
     sharded = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
     assert isinstance(sharded, DTensor) and torch.equal(sharded.full_tensor(), whole)
     product = distribute_tensor(whole, mesh["inner"], [Shard(1)]) @ distribute_tensor(whole.t(), mesh["inner"], [Shard(0)])
+    assert isinstance(product, DTensor)
     assert torch.equal(product.redistribute(mesh["inner"], [Replicate()]).to_local(), whole @ whole.t())
 
     reference = train(nn.parallel.DistributedDataParallel(make_model()), rank)
@@ -341,7 +344,7 @@ def test_destroy_ends_all_lanes_and_init_works_again(processes: Processes, nodes
 
 def two_jobs(rank: int, port: int) -> float:
     """Ranks 0, 1 are one job, 2, 3 another one on the same host, with ranks and names as in the first."""
-    store = dist.TCPStore("127.0.0.1", port + rank // 2, 2, rank % 2 == 0, timedelta(seconds=60))
+    store = dist.distributed_c10d.TCPStore("127.0.0.1", port + rank // 2, 2, rank % 2 == 0, timedelta(seconds=60))
     dist.init_process_group("gradwire", store=store, rank=rank % 2, world_size=2)
     tensor = torch.zeros(LARGE)
     for _ in range(10):
@@ -428,7 +431,8 @@ def dies(rank: int) -> tuple[str, str]:
 def test_a_killed_rank_is_named_by_the_survivors(processes: Processes, nodes: list[str]) -> None:
     results = processes(4, dies, nodes=nodes, lost=[3], seconds=60.0)
     for waited, told in results[:3]:
-        assert "rank 3 of 4 is missing" in waited and "rank 3 of 4 is missing" in told
+        for text in (waited, told):  # on a busy machine a survivor that speaks late is named as well
+            assert re.search(r"rank ([0-2], )*3 of 4 is missing", text), text
 
 
 def registered(rank: int, first: str, second: str, environment: dict[str, str]) -> str:
