@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
 
 from gradwire.comms.compat import GroupName
 from gradwire.comms.config import Config
@@ -344,7 +345,7 @@ def test_destroy_ends_all_lanes_and_init_works_again(processes: Processes, nodes
 
 def two_jobs(rank: int, port: int) -> float:
     """Ranks 0, 1 are one job, 2, 3 another one on the same host, with ranks and names as in the first."""
-    store = dist.distributed_c10d.TCPStore("127.0.0.1", port + rank // 2, 2, rank % 2 == 0, timedelta(seconds=60))
+    store = TCPStore("127.0.0.1", port + rank // 2, 2, rank % 2 == 0, timedelta(seconds=60))
     dist.init_process_group("gradwire", store=store, rank=rank % 2, world_size=2)
     tensor = torch.zeros(LARGE)
     for _ in range(10):
