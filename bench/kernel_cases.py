@@ -34,6 +34,8 @@ class Case:
     """Bytes that must be read and written at least."""
     ours: Step
     composed: Step
+    outputs: list[Tensor]
+    """What both write, one tensor a set, so that a test can compare them."""
 
 
 def _randn(numel: int, device: torch.device) -> list[Tensor]:
@@ -49,7 +51,8 @@ def cast_case(numel: int, device: torch.device) -> Case:
         torch.mul(x[i], 0.125, out=scaled[i])
         half.copy_(scaled[i])
 
-    return Case("fp16_encode", 6.0 * numel, lambda i: kernels.cast_encode(x[i], 0.125, None, None, half), composed)
+    return Case("fp16_encode", 6.0 * numel, lambda i: kernels.cast_encode(x[i], 0.125, None, None, half), composed,
+                [half])
 
 
 def onebit_encode_case(numel: int, device: torch.device) -> Case:
@@ -61,12 +64,13 @@ def onebit_encode_case(numel: int, device: torch.device) -> Case:
     def composed(i: int) -> object:
         torch.add(g[i], e[i], out=p[i])
         blocks = p[i].view(-1, 1024)
-        scales = torch.linalg.vector_norm(blocks, ord=1, dim=1).div_(1024)
+        scales = torch.abs(p[i], out=signs[i]).view(-1, 1024).mean(1)  # faster than vector_norm along rows
         torch.copysign(scales[:, None], blocks, out=signs[i].view(-1, 1024))
         torch.sub(p[i], signs[i], out=e[i])
         return pack_bits(p[i] >= 0), scales
 
-    return Case("onebit_encode", 12.125 * numel, lambda i: kernels.onebit_encode(g[i], e[i], e[i], payload), composed)
+    return Case("onebit_encode", 12.125 * numel, lambda i: kernels.onebit_encode(g[i], e[i], e[i], payload), composed,
+                e)
 
 
 def pack_bits(mask: Tensor) -> object:
@@ -102,26 +106,28 @@ def onebit_decode_case(numel: int, device: torch.device) -> Case:
             total.addcmul_(bits, 2 * scales[worker][:, None])
 
     return Case("onebit_decode_reduce", (4 + WORKERS / 8) * numel,
-                lambda i: kernels.onebit_decode_reduce(payloads, None, target[i]), composed)
+                lambda i: kernels.onebit_decode_reduce(payloads, None, target[i]), composed, target)
 
 
 def quantize_case(bits: int, numel: int, device: torch.device) -> Case:
     """Block-wise min-max codes of a gradient."""
     x, codec = _randn(numel, device), QuantizeCodec(bits)
     payload = torch.empty(codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
-    shifted = torch.empty(numel // 512, 512, device=device)
+    scaled, codes = torch.empty(numel // 512, 512, device=device), torch.empty(numel, dtype=torch.uint8, device=device)
     kernels, levels = kernels_for(payload), 2**bits - 1
 
     def composed(i: int) -> object:
         blocks = x[i].view(-1, 512)
-        low, high = torch.aminmax(blocks, dim=1, keepdim=True)
+        low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)  # nine times as fast as aminmax
         unit = (high - low).div_(levels)
-        torch.sub(blocks, low, out=shifted)
-        codes = shifted.mul_(1 / unit).add_(0.5).to(torch.uint8).view(-1)
-        return (codes[0::2] | codes[1::2] << 4 if bits == 4 else codes), unit, low
+        inverse = 1 / unit
+        torch.addcmul(0.5 - low * inverse, blocks, inverse, out=scaled)
+        codes.copy_(scaled.view(-1))
+        pairs = codes.view(torch.int16)
+        return ((pairs | pairs >> 4).to(torch.uint8) if bits == 4 else codes), unit, low
 
     return Case(f"int{bits}_encode", (4 + bits / 8) * numel,
-                lambda i: kernels.quantize_encode(bits, x[i], None, None, payload, None), composed)
+                lambda i: kernels.quantize_encode(bits, x[i], None, None, payload, None), composed, [payload])
 
 
 def dgc_case(numel: int, device: torch.device) -> Case:
@@ -150,7 +156,7 @@ def dgc_case(numel: int, device: torch.device) -> Case:
         v[i][chosen] = 0.0
         return sent
 
-    return Case("dgc_step", (20 + 8 * DENSITY) * numel, ours, composed)
+    return Case("dgc_step", (20 + 8 * DENSITY) * numel, ours, composed, v)
 
 
 def powersgd_case(numel: int, device: torch.device) -> Case:
@@ -180,7 +186,7 @@ def powersgd_case(numel: int, device: torch.device) -> Case:
         torch.matmul(p, q.t(), out=matrix)
         torch.sub(copy[i], g[i], out=e[i])
 
-    return Case("powersgd_step", 28.0 * side * side, ours, composed)
+    return Case("powersgd_step", 28.0 * side * side, ours, composed, e)
 
 
 def all_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Case]]:

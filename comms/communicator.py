@@ -4,7 +4,7 @@ The hook and the process group are two faces of this object.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -16,7 +16,8 @@ from gradwire.comms.config import Config
 from gradwire.comms.execute import Chunk, Executor
 from gradwire.comms.failure import CollectiveError, FailureBoard
 from gradwire.comms.groups import Groups
-from gradwire.comms.lanes import Job, Lanes
+from gradwire.comms.lanes import Hop, Job, Lanes
+from gradwire.comms.migration import Homes, migrate
 from gradwire.comms.placement import Presence, cluster_of, exchange
 from gradwire.comms.plan import ALL_REDUCE, Phase, Plan
 from gradwire.comms.planner import plan_all_reduce
@@ -77,10 +78,12 @@ class Communicator:
         self._failure: CollectiveError | None = None
         self._stream: torch.cuda.Stream | None = None
         self._buckets = 0
+        self._homes = Homes()
         self.plan_name, self.chunks = config.plan, config.chunks
         self.library = "nccl" if device.type == "cuda" else "gloo"
 
-    def all_reduce(self, flat: Tensor, *, scale: float = 1.0, layout: Layout | None = None) -> FutureTensor:
+    def all_reduce(self, flat: Tensor, *, scale: float = 1.0, layout: Layout | None = None,
+                   flush: bool = False) -> FutureTensor:
         """Sums `scale * flat` over all ranks, in place.
 
         Args:
@@ -88,6 +91,7 @@ class Communicator:
                 until the future is done.
             scale: Factor on every rank's contribution, applied before anything is narrowed; 1 for integers.
             layout: Which parameter lies where. With it, and a compressor, the slowest phase is compressed.
+            flush: Send it dense, with what the compressor holds back added.
 
         Returns:
             A future whose value is `flat`; waiting for it raises a RuntimeError with the text of the CollectiveError
@@ -98,7 +102,9 @@ class Communicator:
         """
         self._check(flat, scale)
         self._buckets += 1
-        return self._run(flat, self._route(flat, layout), scale, layout)
+        if self.compressor and layout and self._homes.moves(layout):
+            self._migrate(self.compressor, flat, layout)
+        return self._run(flat, self._route(flat, layout), scale, layout, flush)
 
     def run(self, flat: Tensor, plan: Plan) -> FutureTensor:
         """Runs any plan on a tensor, whatever the planner thinks of it: for measurements.
@@ -115,8 +121,8 @@ class Communicator:
         self.cluster = replace(self.cluster, levels=tuple(levels))
         self._routes.clear()
 
-    def _run(self, flat: Tensor, route: _Route, scale: float, layout: Layout | None) -> FutureTensor:
-        chunks = [Chunk(flat, start, stop, transfers, scale, layout)
+    def _run(self, flat: Tensor, route: _Route, scale: float, layout: Layout | None, flush: bool = False) -> FutureTensor:
+        chunks = [Chunk(flat, start, stop, transfers, scale, layout, flush)
                   for (start, stop), transfers in zip(pairwise(route.bounds), route.transfers, strict=True)]
         if self.device.type == "cuda":
             return self._on_stream(flat, chunks, route.plan)
@@ -143,6 +149,10 @@ class Communicator:
         plans = dict.fromkeys(route.plan.describe(self.level_names) for route in self._routes.values())
         return Report(self.cluster.describe(), tuple(plans), self._ledger.rows(), self._buckets, steps)
 
+    def abort(self, reason: str) -> None:
+        """Wakes the ranks of this node that wait for this one, and tells them why. Any thread."""
+        self._groups.abort(reason)
+
     def close(self) -> None:
         """Ends the lanes and releases shared memory and connections."""
         self._lanes.close()
@@ -166,7 +176,7 @@ class Communicator:
                 done.set_result(self._fail(error, plan))
 
         for chunk in chunks:
-            self._lanes.submit(Job(steps(chunk), failed))
+            self._lanes.submit(Job(steps(chunk), failed, self._executor.lanes(plan)))
         return done.then(_unwrap)
 
     def _on_stream(self, flat: Tensor, chunks: list[Chunk], plan: Plan) -> FutureTensor:
@@ -193,6 +203,27 @@ class Communicator:
             log.error("%s", self._failure)
         return self._failure
 
+    def _migrate(self, compressor: Compressor, flat: Tensor, layout: Layout) -> None:
+        """Has the ranks of this node hand over the state of a bucket whose parameters travel in a new layout."""
+        route = self._route(flat, layout)
+        shards = [(transfer.start, transfer.stop) for chunk in route.transfers
+                  for phase, transfers in zip(route.plan.phases, chunk, strict=True) if phase.compressor
+                  for transfer in transfers]
+        members = self._node_ranks()
+
+        def move() -> Iterator[Hop]:
+            node = self._groups.get((0, 0), members) if len(members) > 1 else None
+            migrate(compressor, layout, shards, node, self.device)
+            yield from ()
+
+        def failed(error: BaseException) -> None:
+            self._fail(error, route.plan)
+
+        if self.device.type == "cuda":
+            list(move())
+        else:
+            self._lanes.submit(Job(move(), failed))
+
     def _route(self, flat: Tensor, layout: Layout | None) -> _Route:
         key = (flat.numel(), flat.dtype, layout)
         if key not in self._routes:
@@ -201,7 +232,7 @@ class Communicator:
 
     def _plan(self, flat: Tensor, layout: Layout | None) -> _Route:
         name, chunks = self.plan_name, self.chunks
-        if self.compressor and layout:
+        if self.compressor and layout and len(self.cluster.nodes) > 1:
             ratio = self.compressor.wire_nbytes(layout, 2) / max(1, flat.nbytes)
             plan = plan_all_reduce(self.cluster, flat.nbytes, name="hierarchical", chunks=chunks,
                                    compressor=self.compressor.name, ratio=ratio)

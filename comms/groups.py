@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradwire.comms.compat import PrefixStore, Store
+from gradwire.comms.compat import PrefixStore, Store, clone_store
 from gradwire.comms.lanes import Lane
 from gradwire.comms.transport import gloo, nccl
 from gradwire.comms.transport.shm import ShmGroup
@@ -81,7 +81,7 @@ class Groups:
         index, size = members.index(self._rank), len(members)
         # A client of its own: a thread that waits for a key keeps the others of its client from setting theirs, and
         # two lanes (or two models) that connect in different order on two ranks would wait for each other.
-        store = self._store.clone()
+        store = clone_store(self._store)
         if self.is_synchronous(members):
             return ShmGroup.create(store, index, size, key=f"shm/{name}", timeout=self._timeout)
         if self._device.type == "cuda":

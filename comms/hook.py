@@ -6,9 +6,9 @@ gradients arrive undivided, so the division by the world size happens here, befo
 
 import logging
 import weakref
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from itertools import count
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from gradwire.comms.advise import BUCKET_NBYTES
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.compat import GradBucket, Store, queue_end_of_backward, store_of
+from gradwire.comms.compat import GradBucket, Store, clone_store, queue_end_of_backward, store_of
+from gradwire.comms.compression import Compression, LossScaler
 from gradwire.comms.config import Config
 from gradwire.comms.consensus import Consensus
 from gradwire.comms.fusion import Fusion, FusionPlan
@@ -28,7 +29,7 @@ from gradwire.comms.report import Report
 from gradwire.comms.stepwatch import StepWatch
 from gradwire.comms.tune_profile import fingerprint
 from gradwire.comms.tuning import Tuning
-from gradwire.compressors.base import Compressor, Layout
+from gradwire.compressors.base import Layout, StateDict, StateValue
 
 log = logging.getLogger("gradwire")
 
@@ -64,8 +65,8 @@ class HookState:
                             "into the Config")
         self.config = config or Config.from_env(**options)
         self.names = ParameterNames()
-        self.compressor: Compressor | None = None
         self.steps = 0
+        self._compression: Compression | None = None
         self._group: dist.ProcessGroup | None = None
         self._communicator: Communicator | None = None
         self._fusion: Fusion | None = None
@@ -99,6 +100,44 @@ class HookState:
             raise RuntimeError("this state has not seen a bucket yet: call report() after the first backward pass")
         return self._communicator.report(self.steps)
 
+    def watch(self, scaler: LossScaler) -> None:
+        """Follows a torch.amp.GradScaler: residuals are rescaled when it changes its scale.
+
+        Raises:
+            ValueError: There is no compressor, or no model yet.
+        """
+        self._compressed().watch(scaler)
+
+    def set_loss_scale(self, scale: float) -> None:
+        """Tells the factor that the coming gradients carry, where no GradScaler does; call it before backward."""
+        self._compressed().set_loss_scale(scale)
+
+    def flush(self) -> None:
+        """Sends the next step's gradients dense, with every residual added: afterwards nothing is held back.
+
+        To be called on all ranks before the same step.
+        """
+        self._compressed().flushing = True
+
+    def state_dict(self) -> StateDict:
+        """This rank's residuals, momenta and factors, as plain tensors and numbers; every rank saves its own.
+
+        Safe with `torch.load(weights_only=True)` and torch.distributed.checkpoint. Empty without a compressor.
+        """
+        return self._compression.state_dict() if self._compression else {}
+
+    def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
+        """Restores what `state_dict` returned on this rank; training goes on bit for bit.
+
+        At another world size a state is taken only if it was flushed before it was saved (`flush()`, one step, save);
+        momenta and warm-start factors then build up again.
+
+        Raises:
+            ValueError: The state is of another model, compressor, rank or world size; nothing was changed.
+        """
+        if state or self._compression:
+            self._compressed().load_state_dict(state)
+
     def close(self) -> None:
         """Ends the threads and releases shared memory; happens by itself when the state is collected or at exit."""
         if self._communicator is not None:
@@ -111,12 +150,14 @@ class HookState:
         assert self._fusion is not None
         if not self._in_step:
             self._in_step = queue_end_of_backward(self._end_step)
+            if self._compression:
+                self._compression.begin_step()
         if flat.layout != torch.strided:
             return _all_reduce_sparse(flat, self._group)
         if self._tuning is not None:
             self._tuning.bucket_came()
         self._watch.bucket_came()
-        future = self._fusion.add(flat)
+        future = self._fusion.add(flat, self.names.layout(bucket) if self._compression else None)
         self._watch.watch(future)
         if not self._in_step and bucket.is_last():
             self._end_step()
@@ -128,9 +169,27 @@ class HookState:
         self.steps += 1
         if self._fusion is not None:
             self._fusion.end_step()
+        if self._compression is not None:
+            self._compression.end_step()
         self._watch.step_ended()
         if self._tuning is not None:
             self._tuning.step_ended()
+
+    def _launch(self, flat: Tensor, layout: Layout | None) -> torch.futures.Future[Tensor]:
+        """Averages one transfer: a bucket, several joined ones, or a piece of one."""
+        communicator, compression = self._communicator, self._compression
+        assert communicator is not None
+        scale = 1.0 / communicator.size
+        if compression is None or layout is None:
+            return communicator.all_reduce(flat, scale=scale)
+        future = communicator.all_reduce(flat, scale=scale, layout=layout, flush=compression.flushing)
+        compression.add(future)
+        return future
+
+    def _compressed(self) -> Compression:
+        if self._compression is None:
+            raise ValueError("`compressor` is not set, or no model is bound yet: there is no state to keep")
+        return self._compression
 
     def _connect(self, device: torch.device) -> Communicator:
         if self._communicator is None:
@@ -139,19 +198,24 @@ class HookState:
                                    "is used")
             group = self._group or dist.group.WORLD
             assert group is not None
+            if self.config.compressor not in (None, "none"):
+                self._compression = Compression(self.config.compressor, self.config.compressor_options, self.config.rules,
+                                                group.rank(), group.size())
+                self._compression.compressor.bind_model(self.names.numels())
             number = next(_state_numbers.setdefault(group.group_name, count()))
-            self._communicator = Communicator(store_of(group), group.rank(), group.size(), device, self.config,
-                                              name=f"hook{number}", compressor=self.compressor)
+            self._communicator = Communicator(
+                store_of(group), group.rank(), group.size(), device, self.config, name=f"hook{number}",
+                compressor=self._compression.compressor if self._compression else None)
             weakref.finalize(self, self._communicator.close)
             self._fuse(self._communicator, store_of(group), f"hook{number}")
         return self._communicator
 
     def _fuse(self, communicator: Communicator, store: Store, name: str) -> None:
         threshold_nbytes = round(self.config.fusion_mb * 2**20)
-        self._fusion = Fusion(partial(_average, communicator), FusionPlan(threshold_nbytes=threshold_nbytes))
-        self._plans = Consensus(store.clone(), communicator.rank, communicator.size, f"fusion/{name}", FUSION_TIMEOUT)
+        self._fusion = Fusion(self._launch, FusionPlan(threshold_nbytes=threshold_nbytes))
+        self._plans = Consensus(clone_store(store), communicator.rank, communicator.size, f"fusion/{name}", FUSION_TIMEOUT)
         if self.config.tune or self.config.probe:
-            probe(communicator, Consensus(store.clone(), communicator.rank, communicator.size, f"probe/{name}",
+            probe(communicator, Consensus(clone_store(store), communicator.rank, communicator.size, f"probe/{name}",
                                           self.config.timeout))
         communicator.settle(threshold_nbytes or BUCKET_NBYTES)
         if self.config.tune:
@@ -206,15 +270,11 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
         A future of the averaged buffer. Its error, if any, comes out of `loss.backward()`.
 
     Raises:
-        RuntimeError: Called by the compiled-autograd reducer, which hands over single gradients.
+        TypeError: Called by the compiled-autograd reducer, which hands over single gradients.
     """
     if isinstance(bucket, tuple):
-        raise RuntimeError(PYTHON_REDUCER)
+        raise TypeError(PYTHON_REDUCER)
     return state.reduce(bucket)
-
-
-def _average(communicator: Communicator, flat: Tensor, layout: Layout | None) -> torch.futures.Future[Tensor]:
-    return communicator.all_reduce(flat, scale=1.0 / communicator.size, layout=layout)
 
 
 def _restore(config: Config) -> HookState:

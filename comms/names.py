@@ -39,6 +39,11 @@ class ParameterNames:
         self._layouts.clear()
         self._bound = True
 
+    def numels(self) -> dict[str, int]:
+        """Elements of each parameter that has a name."""
+        return {self._names[id(parameter)]: parameter.numel() for parameter in self._parameters
+                if id(parameter) in self._names}
+
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of all parameters known so far."""

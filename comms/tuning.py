@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.compat import Store
+from gradwire.comms.compat import Store, clone_store
 from gradwire.comms.consensus import Consensus
 from gradwire.comms.fusion import Fusion
 from gradwire.comms.propose import PLANS, propose
@@ -45,7 +45,7 @@ class Tuning:
             "device": communicator.device.type, "torch": torch.__version__,
         }
         incumbent = Setting("as begun", (), (), fusion.plan.threshold_nbytes, communicator.plan_name, communicator.chunks)
-        consensus = Consensus(store.clone(), communicator.rank, communicator.size, f"tune/{name}", config.timeout)
+        consensus = Consensus(clone_store(store), communicator.rank, communicator.size, f"tune/{name}", config.timeout)
         plans = PLANS if config.plan == "auto" else ()
         self.tuner = Tuner(incumbent, lambda sizes, arrivals: propose(communicator.cluster, incumbent, sizes, arrivals, plans),
                            consensus, known=load(self._file, self._key) if self._file else None, budget=budget,

@@ -139,6 +139,7 @@ def two_stage(
 
     start, stop = parts.bounds(group.rank)
     answer = torch.zeros(back.wire_nbytes(parts.width), dtype=torch.uint8, device=source.device)
+    received = received[:, : codec.wire_nbytes(stop - start)]
     serve(codec, back, received, residuals.server, residuals.server_left, answer[: back.wire_nbytes(stop - start)],
           stop - start)
     answers = torch.empty(group.size, answer.numel(), dtype=torch.uint8, device=source.device)

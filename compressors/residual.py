@@ -138,7 +138,7 @@ class ElementStore:
         wanted: dict[str, list[Slice]] = {}
         for item in layout.slices:
             wanted.setdefault(item.name, []).append(item)
-        for old in [old for old in self._shards if any(item.name in wanted for item in old.slices)]:
+        for old in [old for old in self._shards if _overlap(old, wanted)]:
             value = self._shards.pop(old).value
             self._pieces += [Piece(item.name, item.parameter_start, value[item.start : item.stop])
                              for item in old.slices]
@@ -169,6 +169,13 @@ def _fill(flat: Tensor, piece: Piece, wanted: list[Slice]) -> list[Piece]:
                 still.append(Piece(part.name, last, part.value[last - part.start :]))
         rest = still
     return rest
+
+
+def _overlap(old: Layout, wanted: dict[str, list[Slice]]) -> bool:
+    """Whether an element is in both: other runs of the same parameter may be staged at this moment, and stay."""
+    return any(item.parameter_start < other.parameter_start + other.numel
+               and other.parameter_start < item.parameter_start + item.numel
+               for item in old.slices for other in wanted.get(item.name, ()))
 
 
 def _touches(name: str, start: int, stop: int, layout: Layout) -> bool:

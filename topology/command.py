@@ -13,6 +13,9 @@ from gradwire.topology.files import read_file
 from gradwire.topology.graph import Machine
 from gradwire.topology.svg import svg
 
+PIPE_WIDTH = 400
+"""Columns where nobody looks at a terminal, so that no line is broken."""
+
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command's options."""
@@ -51,7 +54,7 @@ def main(argv: list[str]) -> int:
         if words.matrix:
             print(draw.matrix(machine))
         if not (words.json or words.matrix or words.svg or words.nccl_xml):
-            Console(soft_wrap=True, highlight=False).print(draw.tree(machine))
+            Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH).print(draw.tree(machine))
     except (TopologyError, OSError) as error:
         print(f"gradwire topo: {error}", file=sys.stderr)
         return 2

@@ -46,6 +46,13 @@ def _with_nvml(machine: Machine, reading: nvml.NvmlReading) -> Machine:
         note = f"NVLink and GPU models are unknown: {reading.reason}."
         return replace(machine, notes=(*machine.notes, note)) if expected else machine
     driver = Machine(
-        gpus=reading.gpus, links=reading.links, nvswitches=reading.nvswitches, sources=("nvml",), virtual=None
+        gpus=reading.gpus, links=reading.links, links_known=True, nvswitches=reading.nvswitches, sources=("nvml",)
     )
-    return merge(machine, driver, add=True)
+    merged = merge(machine, driver, add=True)
+    cpus = {cpu.key for cpu in merged.cpus}
+    coherent = [
+        replace(reading.c2c[gpu.key], b=gpu.parent)
+        for gpu in merged.gpus
+        if gpu.parent in cpus and gpu.parent is not None and gpu.key in reading.c2c
+    ]
+    return replace(merged, links=(*merged.links, *coherent))

@@ -55,7 +55,8 @@ def tree(machine: Machine) -> Tree:
     labels = Labels(machine)
     root = Tree(f"[bold]{escape(headline(machine))}[/]")
     nodes: dict[str | None, Tree] = {cpu.key: root.add(_cpu(cpu)) for cpu in machine.cpus}
-    for switch in _parents_first(machine):
+    used = _parents_first(machine)
+    for switch in used:
         nodes[switch.key] = nodes.get(switch.parent, root).add(_switch(switch))
     nowhere: Tree | None = None
     devices: list[Gpu | Nic] = [*machine.gpus, *machine.nics]
@@ -65,21 +66,26 @@ def tree(machine: Machine) -> Tree:
             nowhere = nowhere or root.add("[dim]place unknown[/]")
             below = nowhere
         below.add(_gpu(device, labels) if isinstance(device, Gpu) else _nic(device, labels))
+    if len(used) < len(machine.switches):
+        root.add(f"[dim]{len(machine.switches) - len(used)} PCIe switches without a GPU or NIC below them[/]")
     for note in machine.notes:
         root.add(f"[yellow]note[/] {escape(note)}")
     return root
 
 
 def _parents_first(machine: Machine) -> list[PciSwitch]:
-    """Returns the switches so that each stands after the one above it."""
-    by_parent: dict[str | None, list[PciSwitch]] = {}
-    keys = {switch.key for switch in machine.switches}
-    for switch in machine.switches:
-        by_parent.setdefault(switch.parent if switch.parent in keys else None, []).append(switch)
-    ordered = list(by_parent.get(None, ()))
-    for switch in ordered:  # grows while it is walked
-        ordered.extend(by_parent.get(switch.key, ()))
-    return ordered
+    """Returns the switches that have a device below them, so that each stands after the one above it."""
+    switches = {switch.key: switch for switch in machine.switches}
+    ordered: dict[str, PciSwitch] = {}
+    devices: list[Gpu | Nic] = [*machine.gpus, *machine.nics]
+    for device in devices:
+        above: list[PciSwitch] = []
+        key = device.parent
+        while key in switches and key not in ordered:
+            above.append(switches[key])
+            key = switches[key].parent
+        ordered |= {switch.key: switch for switch in reversed(above)}
+    return list(ordered.values())
 
 
 def _cpu(cpu: Cpu) -> str:

@@ -149,7 +149,10 @@ class Forest:
         )
 
     def _nics(self, cards: Mapping[str, list[PciEntry]], ports: Mapping[str, Sequence[Port]]) -> tuple[Nic, ...]:
-        """Returns one NIC per card: its physical functions and their ports, its virtual functions counted."""
+        """Returns one NIC per card: its physical functions and their ports, its virtual functions counted.
+
+        The card goes by function 0 unless that is something else than a NIC.
+        """
         owners = {bus: self._functions[bus].physical_function for bus in cards}
         virtual = Counter(card_of(owner) for owner in owners.values() if owner is not None and owner in cards)
         functions: dict[str, list[str]] = {}
@@ -159,7 +162,7 @@ class Forest:
         return tuple(
             replace(
                 self._nic(buses[0], cards[buses[0]]),
-                key=card,
+                key=card if card in cards or card not in self._functions else buses[0],
                 ports=tuple(port for bus in buses for port in ports.get(bus, ())),
                 functions=len(buses),
                 virtual_functions=virtual[card],

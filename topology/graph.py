@@ -191,6 +191,8 @@ class Machine:
     nics: tuple[Nic, ...] = ()
     nvswitches: tuple[NvSwitch, ...] = ()
     links: tuple[Link, ...] = ()
+    links_known: bool = False
+    """Whether the source would have shown NVLink or xGMI, so that none in `links` means that there is none."""
     given_paths: tuple[GivenPath, ...] = ()
     unclassified: tuple[str, ...] = ()
     """PCI functions that the source lists without saying what they are."""

@@ -8,6 +8,7 @@ from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Gpu, Machine, Nic
 from gradwire.topology.labels import Labels
 from gradwire.topology.paths import GDR_BY_DEFAULT, Distances
+from gradwire.topology.pci_ids import normal_bus_id
 from gradwire.topology.plain import from_plain, to_plain
 
 Object = dict[str, object]
@@ -45,13 +46,18 @@ def read(text: str) -> Machine:
 
 
 def _check(machine: Machine) -> None:
-    """Raises TopologyError where names are used twice, or links lead nowhere."""
+    """Raises TopologyError where names are used twice, bus ids are none, or links lead nowhere."""
     keys: set[str] = set()
     for group in (machine.cpus, machine.switches, machine.gpus, machine.nics, machine.nvswitches):
         for item in group:
             if item.key in keys:
                 raise TopologyError(f"`graph` has two things with the key {item.key!r}")
             keys.add(item.key)
+    bus_ids = [switch.key for switch in machine.switches]
+    bus_ids += [device.bus for group in (machine.gpus, machine.nics) for device in group if device.bus is not None]
+    for bus in bus_ids:
+        if normal_bus_id(bus) != bus:
+            raise TopologyError(f"`graph` has the bus id {bus!r}, expected for example 0000:04:00.0")
     for link in machine.links:
         for end in (link.a, link.b):
             if end not in keys and end != "hidden":

@@ -71,6 +71,11 @@ def _intra_node(machine: Machine) -> LevelEstimate:
             alpha_seconds=ALPHA_SECONDS["nvlink"],
             source=f"NVLink or xGMI of the GPU with the fewest: links per NCCL v2.30 topo.h; alpha: {_TUNING}",
         )
+    if len(machine.gpus) > 1 and not machine.links_known:
+        source = f"unknown: this source cannot show NVLink or xGMI; alpha: {_TUNING}"
+        return LevelEstimate(
+            name="intra_node", bytes_per_second=None, alpha_seconds=ALPHA_SECONDS["pcie"], source=source
+        )
     pcie = [pcie_bytes_per_second(gpu.pcie) for gpu in machine.gpus]
     crossed = {cpu for gpu in machine.gpus if (cpu := _cpu_above(machine, labels, gpu)) is not None}
     sockets = [socket_bytes_per_second(cpu) for cpu in crossed] if len(crossed) > 1 else []
@@ -100,8 +105,8 @@ def _inter_node(machine: Machine) -> LevelEstimate:
 
 
 def _is_rdma(nic: Nic) -> bool:
-    """Returns whether a card has a port with an RDMA (or Slingshot) device."""
-    return any(not port.virtual and port.name not in port.interfaces for port in nic.ports)
+    """Returns whether a card is InfiniBand by class, or has a port with an RDMA (or Slingshot) device."""
+    return (nic.class_code or 0) >> 8 == 0x0207 or any(not port.virtual and port.name not in port.interfaces for port in nic.ports)
 
 
 def _cpu_above(machine: Machine, labels: Labels, gpu: Gpu) -> Cpu | None:

@@ -17,7 +17,7 @@ HEAD = re.compile(r"((?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]) (.+?)(?:
 """`19:00.0 3D controller [0302]: NVIDIA Corporation GH100 [10de:2330] (rev a1)`."""
 _IDS = re.compile(r"\[([0-9a-f]{4}):([0-9a-f]{4})\]", re.IGNORECASE)
 _BUSES = re.compile(r"Bus: primary=([0-9a-f]{2}), secondary=([0-9a-f]{2})", re.IGNORECASE)
-_LINK = re.compile(r"LnkSta:\s*Speed (?:([\d.]+)\s*GT/s|\S+).*?Width x(\d+)")
+_LINK = re.compile(r"LnkSta:\s*Speed (?:([0-9]{1,3}(?:\.[0-9])?)\s*GT/s|\S+).*?Width x([0-9]{1,2})\b")
 
 CLASSES = {
     "VGA compatible controller": 0x030000, "3D controller": 0x030200, "Display controller": 0x038000,
@@ -96,7 +96,7 @@ def _function(head: str, body: str) -> PciEntry:
     assert bus is not None
     ids = _IDS.findall(match[4])
     vendor = int(ids[-1][0], 16) if ids else next((code for name, code in VENDORS if match[4].startswith(name)), None)
-    numa = re.search(r"NUMA node: (\d+)", body)
+    numa = re.search(r"NUMA node: ([0-9]{1,5})\b", body)
     driver = re.search(r"Kernel driver in use: (\S+)", body)
     return PciEntry(
         bus=bus,

@@ -46,6 +46,7 @@ def merge(first: Machine, second: Machine, *, add: bool) -> Machine:
         gpus=tuple(replace(gpu, parent=adopted[1].get(gpu.key, gpu.parent)) for gpu in gpus),
         nics=tuple(replace(nic, parent=adopted[1].get(nic.key, nic.parent)) for nic in nics),
         nvswitches=first.nvswitches or second.nvswitches,
+        links_known=first.links_known or second.links_known,
         links=first.links or tuple(link for link in second.links if link.a in known),
         notes=(*first.notes, *second.notes, *notes),
         sources=(*first.sources, *second.sources),

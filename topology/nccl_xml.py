@@ -73,6 +73,7 @@ def read(text: str) -> Machine:
         nics=tuple(reading.nics),
         nvswitches=nvswitches,
         links=links,
+        links_known=any(element is not None for _, element in reading.gpus),
         unclassified=tuple(reading.unclassified),
         defects=defects,
         notes=(*reading.notes, *_doubts(reading, defects)),
@@ -86,15 +87,14 @@ def _doubts(reading: _Reading, defects: tuple[Defect, ...]) -> list[str]:
     if reading.unclassified:
         count = len(reading.unclassified)
         notes.append(f"{count} PCI functions have no class: whether they are GPUs or NICs is unknown from this file.")
-    if reading.gpus and not any(element for _, element in reading.gpus):
+    if reading.gpus and not any(element is not None for _, element in reading.gpus):
         notes.append("The file has no <gpu> elements: NVLink is unknown (NCCL adds it when it runs).")
     return notes
 
 
 def _read_cpu(element: Element, reading: _Reading) -> None:
     """Adds one <cpu> and everything below it."""
-    numa = element.integer("numaid")
-    numa = None if numa is None or numa < 0 else numa
+    numa = element.integer("numaid")  # -1 is no number here: unknown
     key = "numa?" if numa is None else f"numa{numa}"
     host = element.text("host_hash")
     if key in reading.lines and host is not None:

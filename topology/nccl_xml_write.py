@@ -10,6 +10,7 @@ from gradwire.topology.affinity import mask_of_cores
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Cpu, Gpu, Link, Machine, Nic, PcieLink, PciSwitch, Port
 from gradwire.topology.nccl_xml_links import HIDDEN_PEER
+from gradwire.topology.xml_tree import allowed
 
 NCCL_MAX_NODES = 256
 """NCCL refuses files with more elements. Source: NCCL v2.30 src/graph/xml.h."""
@@ -50,7 +51,7 @@ def element_count(text: str) -> int:
 
 def _open(tag: str, attributes: Attributes, *, close: bool = False) -> str:
     """Returns an element's first tag without the attributes that are None."""
-    pairs = "".join(f" {name}={quoteattr(str(value))}" for name, value in attributes if value is not None)
+    pairs = "".join(f" {name}={quoteattr(allowed(str(value)))}" for name, value in attributes if value is not None)
     return f"<{tag}{pairs}{'/' if close else ''}>"
 
 
@@ -82,6 +83,12 @@ class _Writer:
         items: list[PciSwitch | Gpu | Nic] = [*machine.switches, *machine.gpus, *machine.nics]
         for item in items:
             self.below.setdefault(item.parent, []).append(item)
+        self.links: dict[str, list[Link]] = {}
+        for link in machine.links:
+            for end in {link.a} if link.kind == "pci_peer" else {link.a, link.b}:
+                self.links.setdefault(end, []).append(link)
+        usual = AMD_GPU_CLASS if self.amd else GPU_CLASS
+        self.classes = {gpu.key: gpu.class_code or usual for gpu in machine.gpus}
 
     def text(self) -> str:
         """Returns the whole file."""
@@ -121,8 +128,8 @@ class _Writer:
                 self._line(depth, "</pci>")
             else:
                 self._nic(item, depth)
-        for link in self.machine.links:
-            if link.kind == "pci_peer" and link.a == key:
+        for link in self.links.get(key, ()):
+            if link.kind == "pci_peer":
                 self._line(depth, _open("pcilink", [("target", link.b)], close=True))
 
     def _pci(self, item: PciSwitch | Gpu | Nic, bus: str, usual_class: int) -> Attributes:
@@ -137,7 +144,7 @@ class _Writer:
         ]
 
     def _gpu(self, gpu: Gpu, depth: int) -> None:
-        links = [link for link in self.machine.links if gpu.key in (link.a, link.b) and link.kind != "pci_peer"]
+        links = [link for link in self.links.get(gpu.key, ()) if link.kind != "pci_peer"]
         self._line(depth, _open("pci", self._pci(gpu, gpu.bus or "", AMD_GPU_CLASS if self.amd else GPU_CLASS)))
         facts: Attributes = [
             ("dev", gpu.index),
@@ -156,12 +163,10 @@ class _Writer:
     def _gpu_link(self, gpu: Gpu, link: Link) -> str:
         """Returns one <nvlink>, <xgmi> or <c2c>."""
         if link.kind == "c2c":
-            rate = None if link.bytes_per_second is None else round(link.bytes_per_second / link.count / 1e6)
+            rate = None if link.bytes_per_second is None else round(link.bytes_per_second / max(link.count, 1) / 1e6)
             return _open("c2c", [("bw", rate), ("count", link.count)], close=True)
         other = link.b if link.a == gpu.key else link.a
-        peers = {peer.key: peer.class_code for peer in self.machine.gpus}
-        usual = AMD_GPU_CLASS if self.amd else GPU_CLASS
-        tclass = (peers[other] or usual) if other in peers else NVSWITCH_CLASS
+        tclass = self.classes.get(other, NVSWITCH_CLASS)
         target = HIDDEN_PEER if other == "hidden" else other
         return _open(link.kind, [("target", target), ("count", link.count), ("tclass", _hex(tclass, 6))], close=True)
 

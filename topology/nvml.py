@@ -7,8 +7,8 @@ Source: nvml.h of CUDA 13 (field identifiers, device types of a link's far end).
 """
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 
 from gradwire.topology.bandwidth import nvlink_bytes_per_second
@@ -17,6 +17,8 @@ from gradwire.topology.pci_ids import normal_bus_id
 
 MAX_GPUS = 64
 MAX_NVLINKS = 18
+C2C_LINK_COUNT, C2C_MEGABYTES_PER_SECOND = 170, 172
+"""Fields of nvmlDeviceGetFieldValues; the second is the rate of one active link."""
 PCIE_GENERATIONS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 REMOTE_GPU, REMOTE_SWITCH = 0, 2
 """nvmlIntNvLinkDeviceType_t."""
@@ -31,6 +33,8 @@ class NvmlReading:
     gpus: tuple[Gpu, ...] = ()
     links: tuple[Link, ...] = ()
     nvswitches: tuple[NvSwitch, ...] = ()
+    c2c: Mapping[str, Link] = field(default_factory=dict)
+    """GPU -> its chip-to-chip link, whose other end is the CPU above the GPU; the driver does not name that."""
     reason: str | None = None
     """Why there are no GPUs in it; None where there are."""
 
@@ -116,6 +120,7 @@ def _read(nvml: _Nvml) -> NvmlReading:
         gpus=tuple(gpus.values()),
         links=tuple(links.values()),
         nvswitches=tuple(NvSwitch(key=key) for key in sorted(switches)),
+        c2c={link.a: link for index, gpu in gpus.items() if (link := _c2c(nvml, handles[index], gpu)) is not None},
     )
 
 
@@ -160,3 +165,24 @@ def _bundles(nvml: _Nvml, handle: object, gpu: Gpu) -> list[tuple[str, bool, int
         elif target is not None and target != gpu.key and kind in (REMOTE_GPU, REMOTE_SWITCH):
             ends[target, kind == REMOTE_SWITCH] += 1
     return [(target, is_switch, number) for (target, is_switch), number in ends.items()]
+
+
+def _c2c(nvml: _Nvml, handle: object, gpu: Gpu) -> Link | None:
+    """Returns the chip-to-chip link between a GPU and its CPU (Grace), or None where there is none."""
+    count = _field(nvml, handle, C2C_LINK_COUNT)
+    if not count:
+        return None
+    megabytes = _field(nvml, handle, C2C_MEGABYTES_PER_SECOND)
+    rate = None if megabytes is None else megabytes * 1e6 * count
+    return Link(a=gpu.key, b="", kind="c2c", count=count, bytes_per_second=rate)
+
+
+def _field(nvml: _Nvml, handle: object, identifier: int) -> int | None:
+    """Returns one field's value, or None where the driver does not know it."""
+    values = nvml.call("nvmlDeviceGetFieldValues", handle, [identifier])
+    try:
+        first: object = values[0]  # type: ignore[index]  # a ctypes array, or None
+    except (TypeError, IndexError):
+        return None
+    number = getattr(getattr(first, "value", None), "uiVal", None)
+    return number if getattr(first, "nvmlReturn", 1) == 0 and isinstance(number, int) else None

@@ -8,6 +8,9 @@ from gradwire.topology.errors import TopologyError
 
 T = TypeVar("T")
 
+MAX_NUMBER = 2**64
+"""Nothing in a machine is negative or larger: bytes, rates, counts, ids."""
+
 
 def to_plain(value: object) -> object:
     """Returns a value made of dictionaries, lists and plain values; fields that are None or empty are left out.
@@ -61,8 +64,10 @@ def _convert(value: object, hint: object, place: str) -> object:
         raise TopologyError(f"`{place}` is {_shown(value)}, expected one of {', '.join(map(str, get_args(hint)))}")
     if isinstance(hint, type) and is_dataclass(hint):
         return from_plain(value, hint, place)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if hint in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
+        if not 0 <= value <= MAX_NUMBER or (hint is int and not isinstance(value, int)):
+            raise TopologyError(f"`{place}` is {_shown(value)}, expected a number from 0 to 2^64")
+        return hint(value)
     if isinstance(hint, type) and type(value) is hint:
         return value
     raise TopologyError(f"`{place}` is {_shown(value)}, expected {getattr(hint, '__name__', hint)}")

@@ -57,7 +57,7 @@ def pcie_box(gpus: int = 4) -> Machine:
     ]
     cpus = (_cpu(0, 0, "GenuineIntel", 0x6A, 32), _cpu(1, 1, "GenuineIntel", 0x6A, 32))
     nic = _nic("mlx5_0", "0000:e1:00.0", "numa0", 100e9, GEN4)
-    return Machine(hostname="pcie_box", cpus=cpus, gpus=tuple(cards), nics=(nic,), sources=("preset",))
+    return Machine(hostname="pcie_box", cpus=cpus, gpus=tuple(cards), nics=(nic,), links_known=True, sources=("preset",))
 
 
 def cpu_only(sockets: int = 2, bits_per_second: float = 25e9) -> Machine:
@@ -83,7 +83,7 @@ def _sxm(machine: Machine, gpus: list[Gpu], bundles: tuple[int, ...]) -> Machine
     )
     name = "dgx_a100" if gpus[0].compute_capability == 80 else "dgx_h100"
     return replace(
-        machine, hostname=name, gpus=tuple(gpus), nvswitches=nvswitches, links=links, sources=("preset",), virtual=False
+        machine, hostname=name, gpus=tuple(gpus), nvswitches=nvswitches, links=links, links_known=True, sources=("preset",), virtual=False
     )
 
 
@@ -95,7 +95,7 @@ def _cpu(numa: int, socket: int, vendor: str, model: int, cores: int) -> Cpu:
 
 
 def _switch(key: str, parent: str) -> PciSwitch:
-    return PciSwitch(key=key, parent=parent, vendor=0x10B5)
+    return PciSwitch(key=key, parent=parent, vendor=0x1000)
 
 
 def _gpu(index: int, bus: str, parent: str, name: str, capability: int, pcie: PcieLink) -> Gpu:

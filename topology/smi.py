@@ -15,9 +15,10 @@ from gradwire.topology.graph import Cpu, Defect, GivenPath, Gpu, Link, Machine, 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\x1b[@-_]")
 """Terminal escapes: colours, cursor movement, titles."""
 _TAIL = re.compile(r"CPU Affinity|NUMA Affinity|GPU NUMA ID")
-_COLUMN = re.compile(r"(GPU|NIC)\d+|[A-Za-z][\w.-]*\d[\w.-]*")
-_NUMBERED_NIC = re.compile(r"NIC\d+")
-_CELL = re.compile(r"\s*(X|SYS|NODE|PHB|PXB|PXN|P2C|PIX|PSB|NVB|NVL|C2C|XGMI|NV\d{1,2}|N/A|\?)")
+_GPU = re.compile(r"GPU[0-9]{1,4}")
+_COLUMN = re.compile(r"(GPU|NIC)[0-9]{1,4}|(?!GPU|NIC)[A-Za-z][\w.-]*[0-9][\w.-]*")
+_NUMBERED_NIC = re.compile(r"NIC[0-9]{1,4}")
+_CELL = re.compile(r"\s*(X|SYS|NODE|PHB|PXB|PXN|P2C|PIX|PSB|NVB|NVL|C2C|XGMI|NV[0-9]{1,2}|N/A|\?)")
 _LEGEND = re.compile(r"\s*(NIC\d+):\s*([\w.-]+)")
 
 MAX_COLUMNS = 512
@@ -58,7 +59,7 @@ def read(text: str) -> Machine:
     lines = ANSI.sub("", text).splitlines()
     matrix = _matrix(lines)
     names = {match[1]: match[2] for match in map(_LEGEND.match, lines) if match is not None and match[2] != match[1]}
-    gpus = [name for name in matrix.columns if re.fullmatch(r"GPU\d+", name)]
+    gpus = [name for name in matrix.columns if _GPU.fullmatch(name)]
     cpus = _cpus(matrix, gpus)
     defects = (*_asymmetric(matrix), *_short(matrix))
     links = _links(matrix, gpus)
@@ -69,6 +70,7 @@ def read(text: str) -> Machine:
         nics=tuple(_nic(matrix, name, names, gpus) for name in matrix.columns if name not in gpus),
         nvswitches=(NvSwitch(key="hidden"),) if switched else (),
         links=_through_switch(links, gpus) if switched else links,
+        links_known=_shows_nvlink(text),
         given_paths=_paths(matrix),
         defects=defects,
         notes=tuple(_notes(matrix, text, defects)),
@@ -80,7 +82,7 @@ def _header(line: str) -> tuple[list[str], list[str]] | None:
     """Returns the column names and the titles after them, or None where the line is no header."""
     tail = _TAIL.search(line)
     words = line[: tail.start() if tail else len(line)].split()
-    if not any(re.fullmatch(r"GPU\d+", word) for word in words) and not all(map(_NUMBERED_NIC.fullmatch, words)):
+    if not any(_GPU.fullmatch(word) for word in words) and not all(map(_NUMBERED_NIC.fullmatch, words)):
         return None
     if not 0 < len(words) <= MAX_COLUMNS or not all(_COLUMN.fullmatch(word) for word in words):
         return None
@@ -138,7 +140,7 @@ def _tail_cell(matrix: _Matrix, name: str, title: str) -> str | None:
 def _numa(matrix: _Matrix, name: str) -> int | None:
     """Returns the NUMA node of a GPU, or None where the text gives none or several."""
     cell = _tail_cell(matrix, name, "NUMA Affinity")
-    return int(cell) if cell is not None and re.fullmatch(r"\d{1,6}", cell) else None
+    return int(cell) if cell is not None and re.fullmatch(r"[0-9]{1,6}", cell) else None
 
 
 def _parent(matrix: _Matrix, name: str) -> str | None:
@@ -226,14 +228,22 @@ def _switched(links: Sequence[Link], gpus: Sequence[str]) -> bool:
 
 def _through_switch(links: Sequence[Link], gpus: Sequence[str]) -> tuple[Link, ...]:
     """Returns one bundle per GPU to the switch in place of the pairs."""
-    widest = {gpu: max((link.count for link in links if gpu in (link.a, link.b)), default=0) for gpu in gpus}
+    widest = dict.fromkeys(gpus, 0)
+    for link in links:
+        widest[link.a] = max(widest[link.a], link.count)
+        widest[link.b] = max(widest[link.b], link.count)
     return tuple(Link(a=gpu, b="hidden", kind="nvlink", count=count) for gpu, count in widest.items() if count)
+
+
+def _shows_nvlink(text: str) -> bool:
+    """Returns whether NVLink is in the cells or the legend, which `-mp` keeps it out of."""
+    return re.search(r"\bNV([0-9]+|#)", text) is not None
 
 
 def _notes(matrix: _Matrix, text: str, defects: Sequence[Defect]) -> list[str]:
     """Returns what this text cannot tell."""
     notes = ["The matrix shows only cards with verbs: Slingshot (cxi) and EFA cards are invisible to nvidia-smi."]
-    if not any(re.search(r"\bNV(\d+|#)", line) for line in text.splitlines()):
+    if not _shows_nvlink(text):
         notes.append("NVLink is unknown: no NV# in the text, as with `topo -mp`, which hides it.")
     notes += [f"{defect.where}: {defect.kind.replace('_', ' ')}; unknown there." for defect in defects]
     return notes

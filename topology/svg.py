@@ -10,6 +10,7 @@ from gradwire.topology.draw import headline
 from gradwire.topology.graph import Gpu, Machine, Nic
 from gradwire.topology.labels import Labels, gigabytes
 from gradwire.topology.svg_layout import LEAF_HEIGHT, MARGIN, SOCKET_GAP, TOP, Box, Edge, Layout, layout
+from gradwire.topology.xml_tree import allowed
 
 INK, PALE_INK, PAPER = "#1f2933", "#616e7c", "#ffffff"
 GDR, FAR, NVLINK = "#12855b", "#d9730d", "#6b46c1"
@@ -57,16 +58,11 @@ def svg(machine: Machine) -> str:
     return "\n".join([head, f'<rect width="100%" height="100%" fill="{PAPER}"/>', *filter(None, body), "</svg>", ""])
 
 
-def _clean(text: str) -> str:
-    """Returns text that XML allows."""
-    return escape("".join(c for c in text if c in "\t\n" or (c >= " " and not "\ud800" <= c <= "\udfff" and c < "\ufffe")))
-
-
 def _text(x: float, y: float, text: str, size: float, colour: str = INK, *, bold: bool = False, at: str = "middle") -> str:
     weight = ' font-weight="bold"' if bold else ""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" fill="{colour}" text-anchor="{at}"{weight}>'
-        f"{_clean(text)}</text>"
+        f"{escape(allowed(text))}</text>"
     )
 
 

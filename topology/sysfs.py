@@ -12,6 +12,7 @@ from gradwire.topology.errors import TopologyError
 from gradwire.topology.forest import Forest, PciEntry
 from gradwire.topology.graph import Cpu, Machine, Nic, PcieLink
 from gradwire.topology.pci import PciFunction, PciTree, read_tree
+from gradwire.topology.pci_ids import AMD_GPU
 from gradwire.topology.small_files import names_in, number_of, text_of
 from gradwire.topology.sysfs_ports import FoundPorts, find_ports
 
@@ -136,6 +137,8 @@ def _notes(machine: Machine, tree: PciTree) -> list[str]:
     lost = sum(cpu.numa is None for cpu in machine.cpus)
     if lost:
         notes.append(f"{lost} root complexes report NUMA node -1: which CPU their devices hang off is unknown.")
+    if sum(gpu.vendor == AMD_GPU for gpu in machine.gpus) > 1:
+        notes.append("xGMI links are not read from the host; the file of RCCL's NCCL_TOPO_DUMP_FILE has them.")
     if any(switch.virtual for switch in machine.switches):
         notes.append("Some PCIe switches are virtual: their link speed says nothing about the hardware.")
     return notes

@@ -1,6 +1,7 @@
 """A small, safe XML reader: elements with their line numbers, limits against hostile files, no entities, no DTD."""
 
 import io
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,6 +20,15 @@ MAX_DEPTH = 64
 """Nested elements; NCCL's own parser stops at 256 nodes in all."""
 MAX_ELEMENTS = 200_000
 """Enough for any machine and small enough to be read in a second."""
+
+
+def allowed(text: str) -> str:
+    """Returns a text with `?` in place of the characters that XML 1.0 does not allow.
+
+    Args:
+        text: Any text, such as a device's name.
+    """
+    return re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)
 
 
 @dataclass(slots=True)
@@ -47,16 +57,15 @@ class Element:
         return self.attributes.get(name, "").strip() or None
 
     def integer(self, name: str) -> int | None:
-        """Returns an attribute as an integer (decimal, or hexadecimal after 0x), or None where it is none.
+        """Returns an attribute as a number from 0 to 2^64 (hexadecimal after 0x), or None where it is none.
 
         Args:
             name: Name of the attribute.
         """
-        text = self.text(name)
-        try:
-            return None if text is None or len(text) > 32 else int(text, 16 if text.lower().startswith("0x") else 10)
-        except ValueError:
+        match = re.fullmatch(r"(0[xX][0-9a-fA-F]{1,16})|([0-9]{1,19})", self.text(name) or "")
+        if match is None:
             return None
+        return int(match[1], 16) if match[1] else int(match[2])
 
 
 class _Builder(ContentHandler):

@@ -111,7 +111,7 @@ def test_ranks_are_placed_as_asked(uneven: Cluster, order: str, nodes: str) -> N
     result.check()
     for rank, node in enumerate(nodes):
         size = uneven.nodes[int(node)]
-        threads = "3" if options else os.environ.get("OMP_NUM_THREADS", "1")  # noqa: TID251  # the rule under test
+        threads = "3" if options else os.environ.get("OMP_NUM_THREADS", "1")  # the rule under test
         assert result.output[rank] == f"{rank} node{node} {node} {size} {threads} eth0\n"
 
 

@@ -19,8 +19,8 @@ import gradwire
 from gradwire.comms.fusion import FusionPlan
 from gradwire.comms.hook import HookState
 
-RANK = int(os.environ["RANK"])  # noqa: TID251 - a script under torchrun's variables
-NODE = os.environ["NODES"][RANK]  # noqa: TID251
+RANK = int(os.environ["RANK"])
+NODE = os.environ["NODES"][RANK]
 FOLDER = Path(sys.argv[1])
 
 

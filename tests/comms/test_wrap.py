@@ -32,7 +32,7 @@ def results(folder: Path) -> Results:
         job = {"NODES": NODES, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(NODES)), "OMP_NUM_THREADS": "1",
                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks.append(subprocess.Popen([sys.executable, str(script), str(folder)], stdout=subprocess.PIPE,
-                                      env=os.environ | job, stderr=subprocess.STDOUT, text=True))  # noqa: TID251 - passed on
+                                      env=os.environ | job, stderr=subprocess.STDOUT, text=True))
     try:
         outputs = [process.communicate(timeout=300)[0] for process in ranks]
     finally:
