@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from gradwire.comms.codec_price import measured_price, square_layout, wire_ratio
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.compat import store_of
+from gradwire.comms.compat import clone_store, store_of
 from gradwire.comms.config import Config
 from gradwire.comms.consensus import Consensus
 from gradwire.comms.planner import plan_all_reduce
@@ -42,7 +42,7 @@ class Check:
         self.store = store_of(group)
         self.layout = square_layout(nbytes, side=512)
         self.rounds = rounds
-        self.consensus = Consensus(self.store.clone(), self.rank, self.size, "check", TIMEOUT)
+        self.consensus = Consensus(clone_store(self.store), self.rank, self.size, "check", TIMEOUT)
         probing = self.communicator("probe", Config.from_env(timeout=TIMEOUT), "none")
         self.levels = probe(probing, self.consensus)
         probing.close()
@@ -60,10 +60,11 @@ class Check:
         layout = None if compressor == "none" else self.layout
         nodes = len(communicator.cluster.nodes)
         price = measured_price(compressor, square_layout(4 << 20, side=512), nodes)
+        codec_seconds_per_byte = self.slowest(price.seconds_per_byte)  # one figure, hence one plan, on all ranks
         ratio = wire_ratio(communicator.compressor, self.layout, nodes) if communicator.compressor else 1.0
         predicted = plan_all_reduce(communicator.cluster, 4 * self.layout.numel, name=plan, ratio=ratio,
                                     compressor=None if layout is None else compressor,
-                                    codec_seconds_per_byte=price.seconds_per_byte)
+                                    codec_seconds_per_byte=codec_seconds_per_byte)
         communicator.choose(plan, predicted.chunks)
         measured = self._time(communicator, layout)
         communicator.close()
@@ -83,10 +84,14 @@ class Check:
             own = time.perf_counter() - began
             if communicator.compressor:
                 communicator.compressor.end_step(True)
-            slowest = self.consensus.decide(own, lambda ranks: max(rank for rank in ranks if isinstance(rank, float)))
-            assert isinstance(slowest, float)
-            times.append(slowest)
+            times.append(self.slowest(own))
         return statistics.median(times[1:])
+
+    def slowest(self, own: float) -> float:
+        """The largest of all ranks' numbers."""
+        largest = self.consensus.decide(own, lambda ranks: max(rank for rank in ranks if isinstance(rank, float)))
+        assert isinstance(largest, float)
+        return largest
 
 
 def main(argv: list[str]) -> int:
