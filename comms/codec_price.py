@@ -4,6 +4,7 @@ Bytes come from the compressor itself. Seconds come from the bytes that its kern
 by memory, or from a measurement on this machine.
 """
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float
 
 
 def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 5) -> CodecPrice:
-    """The price with encoding and decoding timed here, one rank alone: the best of a few rounds.
+    """The price with encoding and decoding timed here: the median of a few rounds, so that what else runs here counts.
 
     Args:
         name: As in `compressor=`.
@@ -91,15 +92,16 @@ def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 5) 
         return CodecPrice(name, 1.0, 0.0)
     compressor, group = final(name), EchoGroup(group_size)
     gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
-    best = float("inf")
+    times = []
     for _ in range(rounds + 1):
         shard = gradient.clone()
         began = time.perf_counter()
         for work in compressor.all_reduce(shard, layout, group):
             work.wait()
-        best = min(best, time.perf_counter() - began)
+        times.append(time.perf_counter() - began)
         compressor.end_step(True)
-    return CodecPrice(name, wire_ratio(compressor, layout, group_size), best / (ELEMENT_NBYTES * layout.numel))
+    seconds = statistics.median(times[1:])
+    return CodecPrice(name, wire_ratio(compressor, layout, group_size), seconds / (ELEMENT_NBYTES * layout.numel))
 
 
 def layout_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:

@@ -74,7 +74,7 @@ def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, compre
     traffic = busiest(cluster, [(cost, nbytes * factor) for cost, factor in zip(costs, shrink, strict=True)])
     for count in (chunks,) if chunks else CHUNK_COUNTS:
         if count == 1 or chunks or nbytes / count >= MINIMUM_CHUNK_NBYTES:
-            pieces = [(phase.level, cost.seconds(nbytes / count * factor))
+            pieces = [(phase.level, cost.seconds(nbytes / count * factor / _share(cluster, phase)))
                       for phase, cost, factor in zip(phases, costs, shrink, strict=True)]
             pieces.append((PROCESSOR, codec * nbytes / count))
             busiest_level, busy = busiest_resource(pieces)
@@ -104,6 +104,11 @@ def make_phases(cluster: Cluster, name: str, compressor: str | None = None) -> t
     down = [Phase(REDUCE_SCATTER, level, parts[level]) for level in inner]
     up = [Phase(ALL_GATHER, level, parts[level]) for level in reversed(inner)]
     return (*down, Phase(ALL_REDUCE, top, compressor=compressor), *up)
+
+
+def _share(cluster: Cluster, phase: Phase) -> float:
+    """The part of the bandwidth that a phase reaches: payloads are exchanged, not passed around a ring."""
+    return cluster.levels[phase.level].link.exchange_share if phase.compressor else 1.0
 
 
 @lru_cache(maxsize=128)

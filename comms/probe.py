@@ -46,18 +46,41 @@ def probe(communicator: Communicator, consensus: Consensus) -> tuple[Level, ...]
                 times = [_measure(communicator, consensus, probe_phases(cluster, number), nbytes)
                          for nbytes in (SMALL_NBYTES, LARGE_NBYTES)]
                 levels[number] = replace(levels[number], link=fitted(cluster, number, times[0], times[1]))
-        _known[place] = tuple(levels)
+        _known[place] = tuple(_with_exchange(communicator, consensus, levels))
     communicator.measured(_known[place])
     return _known[place]
 
 
-def probe_phases(cluster: Cluster, level: int) -> tuple[Phase, ...]:
-    """An all_reduce at one level, below the reduce_scatters and above the all_gathers of those inside."""
+def _with_exchange(communicator: Communicator, consensus: Consensus, levels: list[Level]) -> list[Level]:
+    """The levels, with how well the outermost, where payloads are exchanged, does that on more than two units."""
+    number = max((each for each in range(len(levels)) if communicator.cluster.widest(each) > 1), default=0)
+    if number == 0 or communicator.cluster.widest(number) <= 2:
+        return levels
+    cluster = replace(communicator.cluster, levels=tuple(levels))
+    times = [_measure(communicator, consensus, probe_phases(cluster, number, exchange=True), nbytes)
+             for nbytes in (SMALL_NBYTES, LARGE_NBYTES)]
+    rate = fitted(cluster, number, *times).bytes_per_second
+    share = min(1.0, rate / levels[number].link.bytes_per_second)
+    return [*levels[:number], replace(levels[number], link=replace(levels[number].link, exchange_share=share)),
+            *levels[number + 1:]]
+
+
+def probe_phases(cluster: Cluster, level: int, *, exchange: bool = False) -> tuple[Phase, ...]:
+    """An all_reduce at one level, below the reduce_scatters and above the all_gathers of those inside.
+
+    Args:
+        cluster: Where.
+        level: Which.
+        exchange: Take it apart into a reduce_scatter and an all_gather, which move what a compressor's exchange moves.
+    """
     inner = [number for number in range(level) if cluster.widest(number) > 1]
     parts = {number: cluster.widest(number) for number in inner}
     down = [Phase(REDUCE_SCATTER, number, parts[number]) for number in inner]
     up = [Phase(ALL_GATHER, number, parts[number]) for number in reversed(inner)]
-    return (*down, Phase(ALL_REDUCE, level), *up)
+    if not exchange:
+        return (*down, Phase(ALL_REDUCE, level), *up)
+    count = cluster.widest(level)
+    return (*down, Phase(REDUCE_SCATTER, level, count), Phase(ALL_GATHER, level, count), *up)
 
 
 def fitted(cluster: Cluster, level: int, small_seconds: float, large_seconds: float) -> Link:

@@ -24,6 +24,8 @@ class Link:
         nics: Network cards that share that bandwidth equally; one flow goes through one of them.
         channels: Flows that one sender opens to its neighbour: gloo 1, NCCL about two for each card.
         stream_bytes_per_second: What one flow can carry, whatever the card does: a TCP stream on a fast card.
+        exchange_share: Part of the bandwidth that an exchange of payloads (all_to_all, then all_gather) reaches beside a
+            ring: each of its two rounds waits for the last message.
     """
 
     alpha_seconds: float
@@ -31,11 +33,12 @@ class Link:
     nics: int = 1
     channels: int = 1
     stream_bytes_per_second: float = math.inf
+    exchange_share: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha_seconds < math.inf:
             raise ValueError(f"`alpha_seconds` is {self.alpha_seconds}; wanted a finite number >= 0")
-        for name in ("bytes_per_second", "stream_bytes_per_second"):
+        for name in ("bytes_per_second", "stream_bytes_per_second", "exchange_share"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; wanted a number > 0")
         for name in ("nics", "channels"):

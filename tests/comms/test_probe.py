@@ -11,6 +11,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.consensus import Consensus
 from gradwire.comms.cost import CostModel
 from gradwire.comms.plan import REDUCE_SCATTER
+from gradwire.comms.planner import candidates
 from gradwire.comms.probe import LARGE_NBYTES, SMALL_NBYTES, fitted, probe, probe_phases
 from gradwire.comms.transport.threads import run_ranks
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
@@ -37,7 +38,7 @@ def test_the_fit_inverts_the_model(counts: tuple[int, ...], true: Link) -> None:
     assert found.alpha_seconds == pytest.approx(true.alpha_seconds, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("nodes", ["aabb", "abc"])
+@pytest.mark.parametrize("nodes", ["aabb", "abc", "aabbc"])
 def test_every_rank_plans_with_the_same_measured_links(nodes: str) -> None:
     store = HashStore()
 
@@ -56,3 +57,22 @@ def test_every_rank_plans_with_the_same_measured_links(nodes: str) -> None:
     first, *others = run_ranks(len(nodes), run)
     assert all(other == first for other in others)
     assert first[1].link.bytes_per_second > 0
+
+
+def test_payloads_are_priced_with_the_share_that_an_exchange_reaches() -> None:
+    cluster = cluster_with((2, 4), Link(5e-6, 5e9), Link(0.0, 25e6))
+    slower = cluster_with((2, 4), Link(5e-6, 5e9), Link(0.0, 25e6, exchange_share=0.5))
+    for compressor, factor in ((None, 1.0), ("int8", 2.0)):
+        fast, slow = (next(candidates(each, 1 << 24, "hierarchical", 1, compressor, 0.25)) for each in (cluster, slower))
+        inside = sum(Link(5e-6, 5e9).seconds(1, 1 << 23) for _ in range(2))
+        assert (slow.seconds - inside) / (fast.seconds - inside) == pytest.approx(factor)
+
+
+def test_an_exchange_moves_what_the_ring_moves() -> None:
+    cluster = cluster_with((2, 4), Link(5e-6, 5e9), Link(0.0, 25e6))
+    nbytes = []
+    for exchange in (False, True):
+        phases = probe_phases(cluster, 1, exchange=exchange)
+        model = CostModel(cluster, {phase.level: phase.parts for phase in phases if phase.op == REDUCE_SCATTER})
+        nbytes.append(sum(model.phase(phase).egress.nbytes[1] for phase in phases))
+    assert nbytes[0] == pytest.approx(nbytes[1])

@@ -1,0 +1,123 @@
+"""Predicted against measured: times plans and compressors on a real or emulated cluster beside what the model says.
+
+Run it as the ranks of a job: `gradwire emulate --nodes 2 --ranks-per-node 2 --nic 200mbit -- python -m
+gradwire.bench.predict_check`. Rank 0 prints one JSON line a case.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from gradwire.comms.codec_price import measured_price, square_layout, wire_ratio
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.compat import clone_store, store_of
+from gradwire.comms.config import Config
+from gradwire.comms.consensus import Consensus
+from gradwire.comms.planner import plan_all_reduce
+from gradwire.comms.probe import probe
+from gradwire.compressors import registry
+from gradwire.compressors.base import Layout
+
+TIMEOUT = timedelta(seconds=120)
+
+
+class Check:
+    """One rank's measurements.
+
+    Args:
+        nbytes: Size of the gradient.
+        rounds: All-reduces timed of each case, after one that is not.
+    """
+
+    def __init__(self, nbytes: int, rounds: int) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        group = dist.group.WORLD
+        assert group is not None
+        self.store = store_of(group)
+        self.layout = square_layout(nbytes, side=512)
+        self.rounds = rounds
+        self.consensus = Consensus(clone_store(self.store), self.rank, self.size, "check", TIMEOUT)
+        probing = self.communicator("probe", Config.from_env(timeout=TIMEOUT), "none")
+        self.levels = probe(probing, self.consensus)
+        probing.close()
+
+    def communicator(self, name: str, config: Config, compressor: str) -> Communicator:
+        """A communicator of its own, with a compressor whose warm-up is over."""
+        options = {"warmup_steps": 0} if compressor != "none" else {}
+        used = None if compressor == "none" else registry.make(compressor, options)
+        return Communicator(self.store, self.rank, self.size, torch.device("cpu"), config, name=name, compressor=used)
+
+    def run(self, plan: str, compressor: str) -> dict[str, object]:
+        """Predicted and measured seconds of one plan with one compressor."""
+        communicator = self.communicator(f"{plan}+{compressor}", Config.from_env(plan=plan, timeout=TIMEOUT), compressor)
+        communicator.measured(self.levels)
+        layout = None if compressor == "none" else self.layout
+        nodes = len(communicator.cluster.nodes)
+        price = measured_price(compressor, square_layout(4 << 20, side=512), nodes)
+        codec_seconds_per_byte = self.slowest(price.seconds_per_byte)  # one figure, hence one plan, on all ranks
+        ratio = wire_ratio(communicator.compressor, self.layout, nodes) if communicator.compressor else 1.0
+        predicted = plan_all_reduce(communicator.cluster, 4 * self.layout.numel, name=plan, ratio=ratio,
+                                    compressor=None if layout is None else compressor,
+                                    codec_seconds_per_byte=codec_seconds_per_byte)
+        communicator.choose(plan, predicted.chunks)
+        measured = self._time(communicator, layout)
+        communicator.close()
+        return {"plan": plan, "compressor": compressor, "predicted_seconds": predicted.seconds, "chunks": predicted.chunks,
+                "measured_seconds": measured, "ratio": predicted.seconds / measured,
+                "nic_nbytes": predicted.bytes_by_level["inter_node"]}
+
+    def _time(self, communicator: Communicator, layout: Layout | None) -> float:
+        """The median all-reduce on the slowest rank; the ranks begin together."""
+        gradient = torch.randn(self.layout.numel, generator=torch.Generator().manual_seed(self.rank))
+        times = []
+        for _ in range(self.rounds + 1):
+            flat = gradient.clone()
+            self.consensus.decide(None, lambda ranks: None)
+            began = time.perf_counter()
+            communicator.all_reduce(flat, layout=layout).wait()
+            own = time.perf_counter() - began
+            if communicator.compressor:
+                communicator.compressor.end_step(True)
+            times.append(self.slowest(own))
+        return statistics.median(times[1:])
+
+    def slowest(self, own: float) -> float:
+        """The largest of all ranks' numbers."""
+        largest = self.consensus.decide(own, lambda ranks: max(rank for rank in ranks if isinstance(rank, float)))
+        assert isinstance(largest, float)
+        return largest
+
+
+def main(argv: list[str]) -> int:
+    """Runs all cases as one rank; returns 0.
+
+    Args:
+        argv: Words after the module's name.
+    """
+    parser = argparse.ArgumentParser(prog="gradwire.bench.predict_check", description=__doc__)
+    parser.add_argument("--gradient-mb", type=float, default=8.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--compressors", default=",".join(registry.names()))
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    check = Check(round(options.gradient_mb * 1e6), options.rounds)
+    if check.rank == 0:
+        print(json.dumps({level.name: [level.link.alpha_seconds, level.link.bytes_per_second] for level in check.levels}))
+    cases = [("flat", "none"), *(("hierarchical", name) for name in options.compressors.split(","))]
+    for plan, compressor in cases:
+        result = check.run(plan, compressor)
+        if check.rank == 0:
+            print(json.dumps(result), flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
