@@ -70,10 +70,10 @@ class Communicator:
         self.level_names = tuple(level.name for level in self.cluster.levels)
         self._ledger = Ledger(self.level_names)
         self._lanes = Lanes(f"gradwire {name}")
-        self._groups = Groups(store, rank, device, self._same_node, config.transport, config.timeout)
+        self._board = FailureBoard(store, rank, size)
+        self._groups = Groups(store, rank, device, self._same_node, config.transport, config.timeout, self._board.alarm)
         self._executor = Executor(self._groups, rank, self._hops, compressor, self._ledger,
                                   self._in_rank_order)
-        self._board = FailureBoard(store, rank, size)
         self._routes: dict[object, _Route] = {}
         self._failure: CollectiveError | None = None
         self._stream: torch.cuda.Stream | None = None

@@ -17,8 +17,11 @@ __all__ = ["GradBucket", "GroupName", "HashStore", "PrefixStore", "Store"]  # pa
 class TorchWork(Protocol):
     """What a torch process group returns for a collective it has issued."""
 
-    def wait(self) -> bool:
-        """Blocks until done; raises what went wrong."""
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Blocks until done; raises what went wrong. With a time-out: raises when it is over, the work goes on."""
+
+    def is_completed(self) -> bool:
+        """Whether it is done, well or not."""
 
 
 class TorchGroup(Protocol):

@@ -13,8 +13,8 @@ from gradwire.comms.compat import Store, clone_store
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
 
-PATIENCE = timedelta(seconds=5)
-"""How long a survivor waits for the others' word; a broken connection reaches all ranks within less."""
+PATIENCE = timedelta(seconds=15)
+"""How long a survivor waits for the others' word. They look at the board once a second; the rest is for busy machines."""
 
 
 class CollectiveError(RuntimeError):
@@ -38,6 +38,15 @@ class FailureBoard:
         self._store = clone_store(store)  # so that a lane which waits in the store cannot keep this rank silent
         self._rank = rank
         self._size = size
+
+    def alarm(self) -> str | None:
+        """Why another rank has given up; None while none has, or where the store is gone (then connections tell)."""
+        try:
+            if not self._store.check(["alarm"]):
+                return None
+            return self._store.get("alarm").decode()
+        except RuntimeError:
+            return None
 
     def diagnose(self, error: BaseException, lane: Lane, phase: str, members: Sequence[int]) -> CollectiveError:
         """Publishes this rank's word, listens to the others, and says what happened.
@@ -64,6 +73,7 @@ class FailureBoard:
         return CollectiveError(f"{phase} failed on rank {self._rank}: {who}. Cause: {cause}", missing)
 
     def _listen(self, dead: list[int], phase: str) -> tuple[set[int], set[int]]:
+        self._store.set("alarm", f"rank {self._rank} saw {phase} fail")
         self._store.set(f"word/{self._rank}", json.dumps({"dead": dead, "phase": phase}))
         silent = set(range(self._size)) - {self._rank}
         told_dead: set[int] = set(dead)

@@ -15,6 +15,7 @@ from gradwire.comms.compat import PrefixStore, Store, clone_store
 from gradwire.comms.lanes import Lane
 from gradwire.comms.transport import gloo, nccl
 from gradwire.comms.transport.shm import ShmGroup
+from gradwire.comms.transport.torch_group import Alarm
 from gradwire.compressors.base import Group, Work
 
 
@@ -38,10 +39,11 @@ class Groups:
         same_node: Whether a set of ranks shares memory.
         transport: `auto`, `gloo`, `nccl` or `mpi`, as in `Config`.
         timeout: For every collective.
+        alarm: Tells whether another rank has given up.
     """
 
     def __init__(self, store: Store, rank: int, device: torch.device, same_node: Callable[[tuple[int, ...]], bool],
-                 transport: str, timeout: timedelta) -> None:
+                 transport: str, timeout: timedelta, alarm: Alarm) -> None:
         if transport == "nccl" and device.type != "cuda":
             raise ValueError(f"`transport` is nccl but the gradients are on {device}; wanted gloo or auto")
         if transport == "mpi":
@@ -51,6 +53,7 @@ class Groups:
         self._device = device
         self._same_node = same_node
         self._timeout = timeout
+        self._alarm = alarm
         self._groups: dict[tuple[Lane, tuple[int, ...]], Group] = {}
 
     def get(self, lane: Lane, members: tuple[int, ...]) -> Group:
@@ -86,4 +89,4 @@ class Groups:
             return ShmGroup.create(store, index, size, key=f"shm/{name}", timeout=self._timeout)
         if self._device.type == "cuda":
             return nccl.connect(PrefixStore(f"nccl/{name}", store), index, size, self._timeout, self._device)
-        return gloo.connect(PrefixStore(f"gloo/{name}", store), index, size, self._timeout)
+        return gloo.connect(PrefixStore(f"gloo/{name}", store), index, size, self._timeout, self._alarm)

@@ -3,10 +3,10 @@
 from datetime import timedelta
 
 from gradwire.comms.compat import Store, make_gloo
-from gradwire.comms.transport.torch_group import TorchTransport
+from gradwire.comms.transport.torch_group import Alarm, TorchTransport
 
 
-def connect(store: Store, rank: int, size: int, timeout: timedelta) -> TorchTransport:
+def connect(store: Store, rank: int, size: int, timeout: timedelta, alarm: Alarm | None = None) -> TorchTransport:
     """Connects `size` ranks over TCP; returns when all of them have come.
 
     Gloo listens on the interface that GLOO_SOCKET_IFNAME names, else on the one that the hostname resolves to.
@@ -16,8 +16,9 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> TorchTran
         rank: This rank's index in the group.
         size: Number of ranks.
         timeout: For the connection and for every collective.
+        alarm: See `TorchTransport`.
 
     Raises:
         RuntimeError: A rank did not come.
     """
-    return TorchTransport(make_gloo(store, rank, size, timeout), rank, size)
+    return TorchTransport(make_gloo(store, rank, size, timeout), rank, size, alarm)

@@ -1,13 +1,21 @@
 """A `Group` on top of one of torch's C++ process groups (gloo, NCCL); all its works are asynchronous."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import pairwise
 
 import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comms.compat import TorchGroup, TorchWork, all_gather_single, all_to_all_single
+from gradwire.comms.errors import PeerError
 from gradwire.compressors.base import Work
+
+Alarm = Callable[[], str | None]
+"""Returns why another rank has given up; None while all is well."""
+
+SLICE = timedelta(seconds=1)
+"""How long a wait goes on before it asks the alarm."""
 
 
 class TorchTransport:
@@ -17,24 +25,27 @@ class TorchTransport:
         group: Made by `gloo.connect` or `nccl.connect`.
         rank: This rank's index in the group.
         size: Number of ranks.
+        alarm: Asked about once a second while a work is waited for; what it returns, another rank has given up for.
+            A broken connection shows only to its two ends, and gloo has no way to wake the others.
     """
 
-    def __init__(self, group: TorchGroup, rank: int, size: int) -> None:
+    def __init__(self, group: TorchGroup, rank: int, size: int, alarm: Alarm | None = None) -> None:
         self.rank = rank
         self.size = size
         self._group = group
+        self._alarm = alarm
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """See `Group.all_reduce`. Gloo runs a ring: each element is summed on one rank and copied to the others."""
-        return _Waiting(self._group.allreduce([tensor], dist.AllreduceOptions()))
+        return self._pending(self._group.allreduce([tensor], dist.AllreduceOptions()))
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Work:
         """See `Group.all_to_all`."""
-        return _Waiting(all_to_all_single(self._group, output.view(-1), source.view(-1), [], []))
+        return self._pending(all_to_all_single(self._group, output.view(-1), source.view(-1), [], []))
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
         """See `Group.all_gather`."""
-        return _Waiting(all_gather_single(self._group, output.view(-1), source.view(-1)))
+        return self._pending(all_gather_single(self._group, output.view(-1), source.view(-1)))
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
         """See `Group.reduce_scatter`. Every rank sends each slice to its owner, which sums in rank order.
@@ -47,7 +58,7 @@ class TorchTransport:
         received = tensor.new_empty(own * self.size)
         work = all_to_all_single(self._group, received, tensor, [own] * self.size, sizes)
         target = tensor[bounds[self.rank]:bounds[self.rank + 1]]
-        return _Summing(work, received.view(self.size, own), target)
+        return _Summing(self._pending(work), received.view(self.size, own), target)
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
         """See `Group.all_gather_slices`: one all_gather for equal slices, else a broadcast for each that is not empty."""
@@ -73,7 +84,10 @@ class TorchTransport:
         """See `Group.broadcast`."""
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return _Waiting(self._group.broadcast([tensor], options))
+        return self._pending(self._group.broadcast([tensor], options))
+
+    def _pending(self, work: TorchWork) -> "_Waiting":
+        return _Waiting(work, self._alarm)
 
 
 class Works:
@@ -91,17 +105,30 @@ class Works:
 class _Waiting:
     """A torch Work under gradwire's protocol."""
 
-    def __init__(self, work: TorchWork) -> None:
+    def __init__(self, work: TorchWork, alarm: Alarm | None) -> None:
         self._work = work
+        self._alarm = alarm
 
     def wait(self) -> None:
-        self._work.wait()
+        if self._alarm is None:
+            self._work.wait()
+            return
+        while True:
+            try:
+                self._work.wait(SLICE)
+            except RuntimeError:
+                if self._work.is_completed():
+                    raise
+                if reason := self._alarm():
+                    raise PeerError(reason) from None
+            else:
+                return
 
 
 class _Summing:
     """Waits for the slices of all ranks and sums them in rank order, narrow types in float32 and rounded once."""
 
-    def __init__(self, work: TorchWork, received: Tensor, target: Tensor) -> None:
+    def __init__(self, work: Work, received: Tensor, target: Tensor) -> None:
         self._work = work
         self._received = received
         self._target = target
