@@ -3,6 +3,9 @@
 
 namespace nb = nanobind;
 
+void bind_shm(nb::module_& m);
+
 NB_MODULE(_native, m) {
   m.doc() = "gradwire's CPU kernels and shared-memory collectives.";
+  bind_shm(m);
 }

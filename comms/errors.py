@@ -1,0 +1,18 @@
+"""What a collective raises when the group, and not this rank's call, is at fault."""
+
+
+class PeerError(RuntimeError):
+    """A peer died, stayed away past the time-out, or gave the group up. The group cannot be used any more."""
+
+    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
+        """Takes the message and the ranks, within the group, that did not come (empty after an abort)."""
+        super().__init__(message)
+        self.missing = missing
+
+    def __reduce__(self) -> tuple[type["PeerError"], tuple[str, tuple[int, ...]]]:
+        """Pickles with `missing`, so that a worker process can hand the error to its parent."""
+        return type(self), (str(self), self.missing)
+
+
+class MismatchError(ValueError):
+    """The ranks of a group called different collectives, or the same one with other arguments."""

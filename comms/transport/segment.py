@@ -1,0 +1,130 @@
+"""How the ranks of a node come to share one file in /dev/shm, all of them or none, and leave no file behind."""
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed.distributed_c10d import Store
+
+from gradwire._native import SharedMemoryGroup, shm_segment_nbytes
+from gradwire.comms.errors import PeerError
+
+FOLDER = Path("/dev/shm")
+"""Where Linux mounts a tmpfs for shared memory (man 7 shm_overview)."""
+
+OK = "ok"
+
+
+class _Rendezvous:
+    """The store, seen as one set of words that the ranks of one group leave for each other."""
+
+    def __init__(self, store: Store, key: str, deadline: float) -> None:
+        self._store = store
+        self._key = key
+        self._deadline = deadline
+
+    def say(self, word: str, value: str) -> None:
+        self._store.set(f"{self._key}/{word}", value)
+
+    def has(self, word: str) -> bool:
+        return bool(self._store.check([f"{self._key}/{word}"]))
+
+    def hear(self, word: str, missing: Callable[[], tuple[int, ...]]) -> str:
+        """Waits for a word; past the deadline names the ranks that `missing()` returns."""
+        left = timedelta(seconds=max(self._deadline - time.monotonic(), 0.001))
+        try:
+            self._store.wait([f"{self._key}/{word}"], left)
+        except RuntimeError as error:  # torch's DistStoreError and its relatives
+            absent = missing()
+            names = ", ".join(map(str, absent))
+            raise PeerError(f"rank {names} did not come to the set-up of the shared-memory group {self._key!r} within "
+                            f"`timeout` ({error})", absent) from error
+        return str(self._store.get(f"{self._key}/{word}").decode())
+
+
+def _allocate(path: Path, nbytes: int) -> None:
+    """Makes a file of `nbytes` that is really there: a tmpfs too small fails here and not with SIGBUS later.
+
+    Raises:
+        OSError: With what was found, what was wanted and what to do.
+    """
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot make a shared-memory file in {path.parent}: {error.strerror}; the folder "
+                      "must exist and be writable for this user (mode 1777)") from error
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        facts = os.statvfs(path.parent)
+        path.unlink(missing_ok=True)
+        raise OSError(error.errno, f"cannot allocate shared memory: {error.strerror}; {path.parent} has "
+                      f"{facts.f_bavail * facts.f_frsize} bytes free, wanted {nbytes}: enlarge it (docker run "
+                      "--shm-size=1g, mount -o remount,size=1g) or pass a smaller `block_nbytes`") from error
+    finally:
+        os.close(descriptor)
+
+
+def _offer(words: _Rendezvous, size: int, block_nbytes: int) -> Path:
+    """Rank 0's part: makes the file. Its name is told first, so that survivors can unlink it if we die on the way."""
+    path = FOLDER / f"gradwire-{secrets.token_hex(16)}"
+    words.say("path", str(path))
+    try:
+        _allocate(path, shm_segment_nbytes(size, block_nbytes))
+    except OSError as error:
+        words.say("made", json.dumps({"error": str(error), "errno": error.errno}))
+        raise
+    words.say("made", json.dumps({"size": size, "block_nbytes": block_nbytes}))
+    return path
+
+
+def _check_offer(words: _Rendezvous, size: int, block_nbytes: int) -> None:
+    """The other ranks' part: waits for the file, and compares what rank 0 made it for with our own arguments."""
+    made = json.loads(words.hear("made", lambda: (0,)))
+    if "error" in made:
+        raise OSError(made["errno"], f"rank 0: {made['error']}")
+    for name, own in (("size", size), ("block_nbytes", block_nbytes)):
+        if made[name] != own:
+            raise ValueError(f"`{name}` is {own} here and {made[name]} on rank 0: all ranks must pass the same value")
+
+
+def open_group(store: Store, rank: int, size: int, key: str, timeout: timedelta, block_nbytes: int) -> SharedMemoryGroup:
+    """Maps one new segment in all ranks; returns when every rank has mapped it and its name is gone.
+
+    Raises:
+        OSError: /dev/shm is missing, too small or not writable, here or on another rank.
+        ValueError: A rank disagrees about `size` or `block_nbytes`, here or elsewhere.
+        PeerError: A rank did not come in time.
+    """
+    words = _Rendezvous(store, key, time.monotonic() + timeout.total_seconds())
+    path: Path | None = None
+    try:
+        if rank == 0:
+            path = _offer(words, size, block_nbytes)
+        else:
+            path = Path(words.hear("path", lambda: (0,)))
+            _check_offer(words, size, block_nbytes)
+        native = SharedMemoryGroup(str(path), rank, size, block_nbytes, timeout.total_seconds())
+        words.say(f"rank{rank}", OK)
+        _await_everybody(words, rank, size)
+    except BaseException as error:
+        words.say(f"rank{rank}", f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+    return native
+
+
+def _await_everybody(words: _Rendezvous, rank: int, size: int) -> None:
+    def missing() -> tuple[int, ...]:
+        return tuple(peer for peer in range(size) if not words.has(f"rank{peer}"))
+
+    for peer in range(size):
+        answer = words.hear(f"rank{peer}", missing)
+        if answer != OK:
+            raise PeerError(f"rank {peer} could not join the shared-memory group: {answer}", (peer,))

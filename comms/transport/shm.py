@@ -1,0 +1,205 @@
+"""Collectives through shared memory: CPU tensors of ranks that live on one node."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from gradwire._native import SHM_MAX_RANKS, SharedMemoryGroup
+from gradwire.comms.errors import MismatchError, PeerError
+from gradwire.comms.transport.segment import open_group
+from gradwire.comms.transport.threads import Done
+
+BLOCK_NBYTES = 1 << 20
+"""Staging per rank and slot. Source: bench/shm_peers.py on a 2-core EPYC VM: larger blocks leave the second-level
+cache, smaller ones pay for more barriers."""
+
+_SMALLEST_BLOCK_NBYTES = 4096
+_DTYPES = {dtype: code for code, dtype in enumerate((
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8,
+    torch.int16))}
+_FLOATING = 4
+"""Codes below are floating-point types; csrc/cpu/shm_kernels.h has the same order."""
+_BYTES_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_OPS = {"sum": 0, "max": 1, "min": 2}
+_DONE = Done()
+
+
+def _code(name: str, tensor: Tensor) -> int:
+    """The native code of a tensor to compute with, after checking that it can be addressed."""
+    _check(name, tensor)
+    code = _DTYPES.get(tensor.dtype)
+    if code is None:
+        raise TypeError(f"`{name}` has dtype {tensor.dtype}; shared memory reduces "
+                        f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}: convert it first")
+    return code
+
+
+def _check(name: str, tensor: Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise ValueError(f"`{name}` is on device {tensor.device}; shared memory takes CPU tensors: use the nccl "
+                         "transport or copy it to the CPU")
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise ValueError(f"`{name}` of shape {tuple(tensor.shape)} is not contiguous: pass {name}.contiguous()")
+
+
+def _bytes(name: str, tensor: Tensor) -> tuple[int, int]:
+    """(numel, native code) under which a tensor of any dtype can be copied."""
+    _check(name, tensor)
+    code = _DTYPES.get(tensor.dtype)
+    if code is not None:
+        return tensor.numel(), code
+    width = tensor.element_size()
+    carrier = _BYTES_OF_WIDTH[width]
+    return tensor.numel() * width // carrier.itemsize, _DTYPES[carrier]
+
+
+class ShmGroup:
+    """One rank's end of a group in shared memory; `create` is called by all ranks at once.
+
+    Sums run in rank order on every rank, so the bits are the same everywhere and in every run; float16 and bfloat16
+    are summed in float32 and rounded once. Every collective returns when it is done. One thread at a time.
+    """
+
+    def __init__(self, native: SharedMemoryGroup, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._native = native
+
+    @classmethod
+    def create(cls, store: Store, rank: int, size: int, *, key: str, timeout: timedelta,
+               block_nbytes: int | None = None) -> "ShmGroup":
+        """Meets the other ranks and maps one segment with them.
+
+        Args:
+            store: Reaches all ranks of the group.
+            rank: 0 <= rank < size.
+            size: Number of ranks, all on this node.
+            key: Names the group in `store`; never used twice.
+            timeout: Longest wait for a peer, at set-up and in each collective.
+            block_nbytes: Size of one staging block; each rank has three. A multiple of 64.
+
+        Raises:
+            OSError: /dev/shm is missing, too small or not writable, on any rank.
+            ValueError: An argument is out of range, or differs between the ranks.
+            PeerError: A rank did not come within `timeout`.
+        """
+        block = BLOCK_NBYTES if block_nbytes is None else block_nbytes
+        if not 1 <= size <= SHM_MAX_RANKS:
+            raise ValueError(f"`size` is {size}; wanted 1 to {SHM_MAX_RANKS}")
+        if not 0 <= rank < size:
+            raise ValueError(f"`rank` is {rank}; wanted 0 <= rank < {size}")
+        if block % 64 or block < max(_SMALLEST_BLOCK_NBYTES, 64 * size):
+            raise ValueError(f"`block_nbytes` is {block}; wanted a multiple of 64, at least "
+                             f"{max(_SMALLEST_BLOCK_NBYTES, 64 * size)}")
+        if timeout <= timedelta(0):
+            raise ValueError(f"`timeout` is {timeout}; wanted a positive duration")
+        return cls(open_group(store, rank, size, key, timeout, block), rank, size)
+
+    def _finish(self, passed: bool) -> Done:
+        if passed:
+            return _DONE
+        mismatch, reason, missing = self._native.failure()
+        if mismatch:
+            raise MismatchError(reason)
+        raise PeerError(f"shared-memory group of {self.size} ranks, seen from rank {self.rank}: {reason}",
+                        tuple(missing))
+
+    def _check_reduction(self, code: int, scale: float, op: str) -> int:
+        if scale != 1.0 and code >= _FLOATING:
+            raise ValueError(f"`scale` is {scale} for an integer `tensor`; wanted 1: scale it in a floating dtype")
+        if op not in _OPS:
+            raise ValueError(f"`op` is {op!r}; wanted one of {', '.join(map(repr, _OPS))}")
+        return _OPS[op]
+
+    def _check_bounds(self, tensor: Tensor, bounds: Sequence[int]) -> list[int]:
+        offsets = list(bounds)
+        ascending = all(left <= right for left, right in pairwise(offsets))
+        if len(offsets) != self.size + 1 or not ascending or offsets[0] != 0 or offsets[-1] != tensor.numel():
+            raise ValueError(f"`bounds` is {offsets}; wanted {self.size + 1} ascending offsets from 0 to "
+                             f"{tensor.numel()}")
+        return offsets
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.size:
+            raise ValueError(f"`root` is {root}; wanted 0 <= root < {self.size}")
+
+    def all_reduce(self, tensor: Tensor, scale: float = 1.0, op: str = "sum") -> Done:
+        """Replaces `tensor` by `op` over the ranks of `scale * tensor`, in place; the same bits on all of them.
+
+        Raises:
+            ValueError: Wrong device, not contiguous, unknown `op`, or an integer tensor with a `scale`.
+            MismatchError: Another rank called something else, or with another numel or dtype.
+            PeerError: A peer is gone.
+        """
+        code = _code("tensor", tensor)
+        number = self._check_reduction(code, scale, op)
+        return self._finish(self._native.all_reduce(tensor.data_ptr(), tensor.numel(), code, number, scale))
+
+    def reduce(self, tensor: Tensor, root: int, scale: float = 1.0, op: str = "sum") -> Done:
+        """Like `all_reduce`, but only rank `root`'s `tensor` changes."""
+        code = _code("tensor", tensor)
+        self._check_root(root)
+        number = self._check_reduction(code, scale, op)
+        return self._finish(self._native.reduce(tensor.data_ptr(), tensor.numel(), code, root, number, scale))
+
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Done:
+        """Sums `scale * tensor` in place, so that `tensor[bounds[r]:bounds[r + 1]]` holds the sum on rank r.
+
+        The rest of `tensor` keeps what it held.
+        """
+        code = _code("tensor", tensor)
+        self._check_reduction(code, scale, "sum")
+        offsets = self._check_bounds(tensor, bounds)
+        return self._finish(self._native.reduce_scatter(tensor.data_ptr(), tensor.numel(), code, offsets, scale))
+
+    def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Done:
+        """The inverse of `reduce_scatter`, for any dtype: in place, every rank's slice ends up on all ranks."""
+        numel, code = _bytes("tensor", tensor)
+        offsets = self._check_bounds(tensor, bounds)
+        if numel != tensor.numel():  # complex128 travels as pairs
+            offsets = [offset * numel // tensor.numel() for offset in offsets]
+        return self._finish(self._native.all_gather_slices(tensor.data_ptr(), numel, code, offsets))
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Done:
+        """Fills `output` (numel = size * source.numel(), any dtype) with every rank's `source`, in rank order."""
+        self._check_pair(output, source, self.size)
+        numel, code = _bytes("source", source)
+        return self._finish(self._native.all_gather(output.data_ptr(), source.data_ptr(), numel, code))
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> Done:
+        """Sends the r-th of `size` equal parts of `source` (along dim 0) to rank r; any dtype, `output` alike."""
+        self._check_pair(output, source, 1)
+        if source.numel() % self.size:
+            raise ValueError(f"`source` has {source.numel()} elements; wanted a multiple of the {self.size} ranks")
+        if source.numel() and output.data_ptr() == source.data_ptr():
+            raise ValueError("`output` is `source`; wanted memory of its own")
+        numel, code = _bytes("source", source)
+        return self._finish(self._native.all_to_all(output.data_ptr(), source.data_ptr(), numel, code))
+
+    def broadcast(self, tensor: Tensor, root: int) -> Done:
+        """Copies `tensor` (any dtype) of rank `root` to all ranks, in place."""
+        self._check_root(root)
+        numel, code = _bytes("tensor", tensor)
+        return self._finish(self._native.broadcast(tensor.data_ptr(), numel, code, root))
+
+    def barrier(self) -> Done:
+        """Returns when all ranks have come."""
+        return self._finish(self._native.barrier())
+
+    def _check_pair(self, output: Tensor, source: Tensor, times: int) -> None:
+        _check("output", output)
+        if output.dtype != source.dtype or output.numel() != times * source.numel():
+            raise ValueError(f"`output` has {output.numel()} elements of {output.dtype}; wanted "
+                             f"{times * source.numel()} of {source.dtype}, as `source` says")
+
+    def abort(self, reason: str) -> None:
+        """Makes every rank that waits in this group, now or later, raise PeerError with `reason`. Any thread."""
+        self._native.abort(reason)
+
+    def close(self) -> None:
+        """Leaves the group and unmaps its memory; a peer that still waits for this rank raises PeerError."""
+        self._native.close()
