@@ -1,0 +1,182 @@
+"""Ranks as processes: start them, pass their output on, wait, and leave none behind."""
+
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import close, killpg, pidfd_open
+from types import TracebackType
+from typing import Self
+
+TERMINATE_SECONDS = 5.0
+"""How long a rank may take to leave after SIGTERM before it is killed."""
+
+RankLine = Callable[[int, str], None]
+"""Called with (rank, line without its newline) for every line that a rank prints, from a thread of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How the ranks of a job ended."""
+
+    returncodes: tuple[int, ...]
+    """By rank, as subprocess gives them: -9 for a rank that SIGKILL ended."""
+    output: tuple[str, ...]
+    """By rank: stdout and stderr, in the order printed; empty where the output was passed through raw."""
+    seconds: float
+    """From the first rank's start to the last rank's end."""
+    first_failure: int | None
+    """The rank that failed first in time; None if none did."""
+    timed_out: bool
+    """Whether the job was stopped because its time was up."""
+
+    @property
+    def exit_status(self) -> int:
+        """The first failing rank's status as a shell writes it (128 + signal), 124 after a time-out, otherwise 0."""
+        if self.first_failure is None:
+            return 124 if self.timed_out else 0
+        returncode = self.returncodes[self.first_failure]
+        return returncode if returncode > 0 else 128 - returncode
+
+    def check(self) -> None:
+        """Raises RuntimeError with the failing rank's last lines unless every rank ended with status 0."""
+        if self.exit_status == 0:
+            return
+        rank = self.first_failure if self.first_failure is not None else 0
+        cause = f"rank {rank} failed" if self.first_failure is not None else "the time was up"
+        tail = "\n".join(self.output[rank].splitlines()[-40:])
+        raise RuntimeError(f"{cause}; statuses by rank {list(self.returncodes)}; rank {rank} printed last:\n{tail}")
+
+
+class Ranks:
+    """Running ranks; leaving the `with` block ends those that still run."""
+
+    def __init__(self, argvs: Sequence[Sequence[str]], *, raw: bool = False, on_line: RankLine | None = None) -> None:
+        """Starts one process a rank, each a session of its own, so that a signal reaches its children too.
+
+        Args:
+            argvs: The command line of each rank, by rank.
+            raw: Let the ranks write to this process's stdout and stderr themselves; nothing is collected then.
+            on_line: Called for every line printed; not with `raw`.
+        """
+        self._started = time.monotonic()
+        self._lines: list[list[str]] = [[] for _ in argvs]
+        self._readers: list[threading.Thread] = []
+        self._processes: list[subprocess.Popen[str]] = []
+        self._first_failure: int | None = None
+        self._on_line = on_line
+        try:
+            for rank, argv in enumerate(argvs):
+                self._start(rank, argv, raw)
+        except BaseException:
+            self.stop(0.0)
+            raise
+
+    def _start(self, rank: int, argv: Sequence[str], raw: bool) -> None:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=None if raw else subprocess.PIPE,
+            stderr=None if raw else subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        if process.stdout is not None:
+            reader = threading.Thread(target=self._read, args=(rank, process), daemon=True, name=f"rank {rank} output")
+            self._readers.append(reader)
+            reader.start()
+
+    def _read(self, rank: int, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self._lines[rank].append(line)
+            if self._on_line is not None:
+                self._on_line(rank, line.rstrip("\n"))
+
+    def wait(self, timeout_seconds: float | None, grace_seconds: float) -> Outcome:
+        """Waits until every rank has ended, or ends them.
+
+        Args:
+            timeout_seconds: Longest time for the whole job; None for no limit.
+            grace_seconds: How long the others may go on after the first rank failed, to print what they saw.
+        """
+        limit = float("inf") if timeout_seconds is None else self._started + timeout_seconds
+        deadline = limit
+        while self._running():
+            self._wait_for_an_end(deadline)
+            if self._first_failure is not None:
+                deadline = min(deadline, time.monotonic() + grace_seconds)
+                grace_seconds = float("inf")
+            if time.monotonic() >= deadline:
+                break
+        timed_out = bool(self._running()) and time.monotonic() >= limit
+        self.stop()
+        for reader in self._readers:
+            # A daemon that a rank left behind may hold the pipe open; the ranks' own lines are in by then.
+            reader.join(timeout=2.0)
+        return Outcome(
+            returncodes=tuple(process.wait() for process in self._processes),
+            output=tuple("".join(lines) for lines in self._lines),
+            seconds=time.monotonic() - self._started,
+            first_failure=self._first_failure,
+            timed_out=timed_out,
+        )
+
+    def _running(self) -> list[int]:
+        """The ranks that still run; remembers the first one seen to have failed."""
+        running = []
+        for rank, process in enumerate(self._processes):
+            returncode = process.poll()
+            if returncode is None:
+                running.append(rank)
+            elif returncode != 0 and self._first_failure is None:
+                self._first_failure = rank
+        return running
+
+    def _wait_for_an_end(self, deadline: float) -> None:
+        """Sleeps until a running rank ends or the deadline (monotonic seconds) has come."""
+        descriptors = [pidfd_open(process.pid) for process in self._processes if process.returncode is None]
+        try:
+            poller = select.poll()
+            for descriptor in descriptors:
+                poller.register(descriptor, select.POLLIN)
+            left = deadline - time.monotonic()
+            poller.poll(None if left == float("inf") else max(0.0, left) * 1000)
+        finally:
+            for descriptor in descriptors:
+                close(descriptor)
+        self._running()
+
+    def stop(self, terminate_seconds: float = TERMINATE_SECONDS) -> None:
+        """Ends the ranks that still run: SIGTERM, then SIGKILL for those that have not left in time."""
+        failure = self._first_failure
+        if self._running() and terminate_seconds > 0:
+            failure = self._first_failure
+            self._signal(signal.SIGTERM)
+            deadline = time.monotonic() + terminate_seconds
+            while self._running() and time.monotonic() < deadline:
+                self._wait_for_an_end(deadline)
+        self._signal(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        # A rank that was ended from here did not fail.
+        self._first_failure = failure
+
+    def _signal(self, number: signal.Signals) -> None:
+        for rank in self._running():
+            killpg(self._processes[rank].pid, number)
+
+    def __enter__(self) -> Self:
+        """Returns itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends the ranks that still run."""
+        self.stop()

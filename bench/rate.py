@@ -1,0 +1,48 @@
+"""Link rates as tc(8) writes them: `200mbit` -> bits per second."""
+
+import re
+
+BITS_PER_UNIT = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
+"""Decimal units in bits, the ones of network cards. Source: tc(8), section PARAMETERS, RATES."""
+
+LEAST_BITS_PER_SECOND = 100_000
+"""Below this one bucket of a small model takes minutes and every time-out strikes first."""
+
+
+def parse_rate(text: str, parameter: str) -> int:
+    """Reads a link rate.
+
+    Args:
+        text: A number with its unit, for example `200mbit`, `2.5gbit`; upper or lower case.
+        parameter: The parameter's name as the user wrote it, for the error message.
+
+    Returns:
+        The rate in bits per second.
+
+    Raises:
+        ValueError: if the text is no rate, or one too small to be of use.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
+    if match is None or match[2] not in BITS_PER_UNIT:
+        units = ", ".join(BITS_PER_UNIT)
+        raise ValueError(
+            f"`{parameter}`: found {text!r}, wanted a number with a unit in bits ({units}) such as 200mbit"
+        )
+    bits_per_second = round(float(match[1]) * BITS_PER_UNIT[match[2]])
+    if bits_per_second < LEAST_BITS_PER_SECOND:
+        raise ValueError(
+            f"`{parameter}`: found {text!r}, wanted at least {format_rate(LEAST_BITS_PER_SECOND)}; give a faster link"
+        )
+    return bits_per_second
+
+
+def format_rate(bits_per_second: int) -> str:
+    """Writes a rate the way `parse_rate` reads it, in the largest unit that keeps it a whole number.
+
+    Args:
+        bits_per_second: The rate; positive.
+    """
+    unit = max(
+        (unit for unit, bits in BITS_PER_UNIT.items() if bits_per_second % bits == 0), key=BITS_PER_UNIT.__getitem__
+    )
+    return f"{bits_per_second // BITS_PER_UNIT[unit]}{unit}"
