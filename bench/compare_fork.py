@@ -82,6 +82,10 @@ def run_forked(cluster: Cluster, module: str, arguments: Sequence[str], *, nodes
     return cluster.run(command, timeout_seconds=timeout_seconds, grace_seconds=5.0, on_line=on_line)
 
 
+BAD_FLAG = 2
+"""Exit status of a command line that makes no sense."""
+
+
 class HasRank(Protocol):
     """What `fork_ranks` needs to know of a rank."""
 
@@ -111,6 +115,8 @@ def fork_ranks(places: Sequence[P], entry: Callable[[P, list[str]], int], argume
             continue
         if status == 0:
             status = code if code > 0 else 128 - code
+            if code == BAD_FLAG:  # every rank finds the same, and the first has said it
+                continue
             print(f"rank {rank} ended with status {status}", file=sys.stderr, flush=True)
             for other in children:
                 os.kill(other, signal.SIGTERM)
