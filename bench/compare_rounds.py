@@ -20,12 +20,14 @@ class Contender:
     Attributes:
         name: As the table shows it.
         step: Does the work once on this rank; it is given the number of the round.
+        after: Called after each step, outside the clock.
         seconds: Of each timed round, the slowest rank's.
         nic_nbytes: Of each timed round, the most that any node sent or received.
     """
 
     name: str
     step: Callable[[int], None]
+    after: Callable[[int], None] | None = None
     seconds: list[float] = field(default_factory=list)
     nic_nbytes: list[int] = field(default_factory=list)
 
@@ -72,7 +74,10 @@ def take_turns(contenders: Sequence[Contender], *, rounds: int, warmup: int, int
             contender.step(number)
             seconds = time.perf_counter() - began
             dist.barrier(group)
-            sent, received = (now - then for now, then in zip(nic_nbytes(interface), before, strict=True))
+            after = nic_nbytes(interface)
+            if contender.after is not None:
+                contender.after(number)
+            sent, received = (now - then for now, then in zip(after, before, strict=True))
             worst = torch.tensor([seconds, max(sent, received)], dtype=torch.float64)
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
             if number >= warmup:

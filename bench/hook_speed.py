@@ -150,7 +150,7 @@ def measure(case: str, nic: str, numel: int, rounds: int) -> list[Result]:
     outcome.check()
     lower_bound = 2 * (len(nodes) - 1) / len(nodes) * numel * 4
     line = next(line for line in outcome.output[0].splitlines() if line.startswith("["))
-    entrants = [Contender(entry["name"], print, entry["seconds"], entry["nic_nbytes"]) for entry in json.loads(line)]
+    entrants = [Contender(entry["name"], print, None, entry["seconds"], entry["nic_nbytes"]) for entry in json.loads(line)]
     plain = next(one for one in entrants if one.name == PLAIN).median_seconds
     return [Result(case, one.name, one.median_seconds, one.median_nic_nbytes, one.median_nic_nbytes / lower_bound,
                    lower_bound / bytes_per_second / one.median_seconds, plain / one.median_seconds)
