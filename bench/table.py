@@ -82,8 +82,10 @@ class Buffers:
         self._rank = rank
         numel = max(counts.source, counts.output)
         # Zeros: sums of any number of iterations stay finite, and every page exists before the clock starts.
-        self.source = torch.zeros(numel, dtype=torch.uint8 if not numel else element.torch, device=device)
-        self.output = torch.zeros_like(self.source)
+        # Written, not torch.zeros: pages that were never written are all one page, which no cache ever misses.
+        self.source, self.output = (torch.empty(numel, dtype=element.torch, device=device) for _ in range(2))
+        self.source.view(torch.uint8).zero_()
+        self.output.view(torch.uint8).zero_()
 
     def views(self, counts: Counts, in_place: bool) -> tuple[Tensor, Tensor]:
         """(output, source) of one operation."""
