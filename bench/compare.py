@@ -28,7 +28,7 @@ from gradwire.bench.compare_rounds import Contender
 from gradwire.bench.emulate import ranks_of_nodes
 from gradwire.bench.machine import machine_line
 from gradwire.bench.ranks import find_start, meet
-from gradwire.bench.rate import format_rate, parse_rate
+from gradwire.bench.rate import parse_rate
 from gradwire.bench.replay import load_case
 from gradwire.comms.config import launcher_variables
 
@@ -155,14 +155,14 @@ class Collector:
         return found + self.refused
 
 
-def table(results: list[Result], title: str) -> Table:
+def table(results: list[Result]) -> Table:
     """The results as a table, fastest first."""
-    rows = Table(title=title)
+    rows = Table()
     for heading in ("way", "s per step", "MB on NIC", "gradient error", "speed-up"):
         rows.add_column(heading, justify="left" if heading == "way" else "right")
     for one in sorted(results, key=lambda each: each.seconds or float("inf")):
         if one.seconds is None:
-            rows.add_row(one.name, "-", "-", "-", f"does not run here: {one.reason}"[:60])
+            rows.add_row(one.name, "-", "-", "-", f"does not run: {one.reason}"[:60])
             continue
         nbytes = "-" if one.nic_nbytes is None else f"{one.nic_nbytes / 1e6:.2f}"
         error = "-" if one.error is None else f"{one.error:.1e}"
@@ -180,7 +180,7 @@ def describe(options: argparse.Namespace, nodes: list[int], gradient_nbytes: int
     return (f"{case.name} on {cluster} behind {options.nic}, replayed with factor {options.factor}: "
             f"{gradient_nbytes / 1e6:.2f} MB of gradients (really {case.nbytes / 1e6:.0f}), "
             f"{case.step_seconds * options.factor:.2f} s of waits a step (really {case.step_seconds * 1e3:.0f} ms), "
-            f"links of {format_rate(link_bits_per_second(options))}")
+            f"links of {link_bits_per_second(options) / 1e6:.3g} Mbit")
 
 
 @contextmanager
@@ -234,7 +234,7 @@ def report(options: argparse.Namespace, collector: Collector, nodes: list[int], 
     """Prints the table and writes what was asked for."""
     results = collector.results(counted)
     title = describe(options, nodes, collector.gradient_nbytes)
-    Console(width=124).print(table(results, f"{title}; {machine_line()}"))
+    Console(width=124).print(f"{title}; {machine_line()}", table(results), sep="\n")
     case = load_case(options.replay, options.batch) if options.replay else None
     if case is not None:
         print(f"step time: {case.source}")
