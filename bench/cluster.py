@@ -61,7 +61,9 @@ class Cluster:
     """Emulated nodes, up from the start of a `with` block (or of the object) to its end.
 
     The nodes have hostnames node0, node1, ..., their own /dev/shm, processes and network; files are the machine's.
-    There is no way out to the machine's own network. All ranks share the machine's processors.
+    There is no way out to the machine's own network. All ranks share the machine's processors. The kernel ends the
+    nodes with the thread that made them, so that nothing outlives a killed program: make a cluster in a thread that
+    stays.
     """
 
     def __init__(self, nodes: Sequence[int], nic: str | None = None, mtu: int = 1500) -> None:

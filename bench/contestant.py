@@ -20,6 +20,16 @@ HOOKS = "plain, torch-fp16, gradwire, gradwire:COMPRESSOR"
 Report = Callable[[], str]
 
 
+def check_hook(hook: str) -> None:
+    """Raises ValueError unless a hook is known; what comes after gradwire's colon is for gradwire to judge.
+
+    Args:
+        hook: One of `HOOKS`.
+    """
+    if hook not in ("plain", "torch-fp16", "gradwire") and not hook.startswith("gradwire:"):
+        raise ValueError(f"`--hook`: found {hook!r}, wanted one of {HOOKS}")
+
+
 def attach_hook(model: DistributedDataParallel, hook: str) -> Report | None:
     """Registers a communication hook.
 
@@ -33,6 +43,7 @@ def attach_hook(model: DistributedDataParallel, hook: str) -> Report | None:
     Raises:
         ValueError: if the hook is unknown.
     """
+    check_hook(hook)
     name, _, compressor = hook.partition(":")
     if name == "gradwire":
         state = gradwire.HookState(model, compressor=compressor or None)
@@ -40,8 +51,6 @@ def attach_hook(model: DistributedDataParallel, hook: str) -> Report | None:
         return lambda: str(state.report())
     if hook == "torch-fp16":
         model.register_comm_hook(None, fp16_compress_hook)
-    elif hook != "plain":
-        raise ValueError(f"`--hook`: found {hook!r}, wanted one of {HOOKS}")
     return None
 
 

@@ -3,11 +3,9 @@
 import argparse
 import dataclasses
 import json
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn, get_args
+from typing import get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +14,7 @@ from gradwire.bench.cluster import Cluster, RunResult
 from gradwire.bench.namespaces import available
 from gradwire.bench.rate import format_rate, parse_rate
 from gradwire.bench.seats import Order
+from gradwire.bench.signals import clean_end
 
 GRACE_HELP = "how long the others may go on after a rank failed, so that they can say what they saw (default 30)"
 _EXAMPLE = "example: gradwire emulate --nodes 2 --ranks-per-node 4 --nic 200mbit -- python train.py"
@@ -109,18 +108,6 @@ def write_json(file: Path, cluster: Cluster, result: RunResult, command: list[st
     file.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """Ends the program through its `finally` blocks; a second signal does not cut them short.
-
-    Args:
-        number: Of the signal.
-        frame: Where it struck.
-    """
-    for wanted in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(wanted, signal.SIG_IGN)
-    raise SystemExit(128 + number)
-
-
 def _print_prefixed(rank: int, line: str) -> None:
     sys.stdout.write(f"[rank {rank}] {line}\n")
     sys.stdout.flush()
@@ -165,10 +152,9 @@ def main(argv: list[str]) -> int:
     """
     split = argv.index("--") if "--" in argv else len(argv)
     options = build_parser().parse_args(argv[:split])
-    for wanted in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(wanted, leave_at_once)
     try:
-        return _run(options, argv[split + 1 :])
+        with clean_end():
+            return _run(options, argv[split + 1 :])
     except ValueError as error:
         print(f"gradwire emulate: {error}", file=sys.stderr)
         return 2

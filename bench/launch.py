@@ -107,13 +107,12 @@ class Ranks:
         """
         limit = float("inf") if timeout_seconds is None else self._started + timeout_seconds
         deadline = limit
-        while self._running():
-            self._wait_for_an_end(deadline)
+        while self._running() and time.monotonic() < deadline:
             if self._first_failure is not None:
+                # From the first failure on; later rounds do not prolong it.
                 deadline = min(deadline, time.monotonic() + grace_seconds)
                 grace_seconds = float("inf")
-            if time.monotonic() >= deadline:
-                break
+            self._wait_for_an_end(deadline)
         timed_out = bool(self._running()) and time.monotonic() >= limit
         self.stop()
         for reader in self._readers:

@@ -6,7 +6,6 @@ shared machine the minutes differ more than the hooks do.
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -15,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.bench.cluster import Cluster
-from gradwire.bench.emulate import leave_at_once
 from gradwire.bench.launch import Outcome
 from gradwire.bench.logical import python_module, run_logical
 from gradwire.bench.namespaces import available
 from gradwire.bench.rate import format_rate
+from gradwire.bench.signals import clean_end
 from gradwire.bench.train import TrainingResult
 
 NODES = [2, 2]
@@ -55,7 +54,7 @@ def train_on(
 
         def print_line(rank: int, line: str) -> None:
             if show and rank == 0:
-                console.print(f"  {line}", markup=False)
+                console.print(f"  {line}", markup=False, soft_wrap=True)
 
         outcome: Outcome
         if cluster is not None:
@@ -165,15 +164,14 @@ def main(argv: list[str]) -> int:
         prog="python -m gradwire.bench.main_job", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--hook", action="append", help=f"rows of the table (default {' '.join(HOOKS)}); repeatable")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps of each (default 100)")
-    parser.add_argument("--batch", type=int, default=32, help="sequences per rank and step (default 32)")
+    parser.add_argument("--steps", type=int, default=80, help="optimizer steps of each (default 80)")
+    parser.add_argument("--batch", type=int, default=24, help="sequences per rank and step (default 24)")
     parser.add_argument("--nic", metavar="RATE", help="rate of the links (default: measured, see above)")
     parser.add_argument("--logical", action="store_true", help="logical nodes even where links could be emulated")
     options = parser.parse_args(argv)
-    for wanted in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(wanted, leave_at_once)
     try:
-        run(options)
+        with clean_end():
+            run(options)
     except (ValueError, RuntimeError) as error:
         console.print(f"main job: {error}", markup=False)
         return 1

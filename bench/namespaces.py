@@ -153,9 +153,14 @@ class Holder:
         raise RuntimeError(f"the emulated node has no interface {interface}")
 
     def close(self) -> None:
-        """Kills everything inside; the namespaces go with it."""
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
+        """Kills everything inside and waits until it is dead; the namespaces go with it."""
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        # At the end of file process 1 leaves, and its parent returns only when the kernel has emptied the namespace.
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._process.stderr.close()

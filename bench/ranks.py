@@ -10,9 +10,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gradwire.comms import mpi_launch
+from gradwire.comms.compat import PrefixStore, Store
 
 _FIRST_PORT, _PORTS = 20000, 20000
 """Ports for srun's ranks, picked by the job's number: below the kernel's own range (32768...), or above it rarely."""

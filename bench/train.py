@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gradwire.bench.contestant import HOOKS, Contestant, NicCounter
+from gradwire.bench.contestant import HOOKS, Contestant, NicCounter, check_hook
 from gradwire.bench.model import loss_in_nats
 from gradwire.bench.text import batch_at, library_text, split_text
 
@@ -153,6 +153,21 @@ def run(options: argparse.Namespace) -> list[TrainingResult]:
     return [summarize(one, validation, counted=counted, **shape) for one in contestants]
 
 
+def check(options: argparse.Namespace) -> None:
+    """Raises ValueError for options that make no sense, before the ranks meet.
+
+    Args:
+        options: Of `build_parser`.
+    """
+    for name in ("steps", "batch", "context"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"`--{name}`: found {getattr(options, name)}, wanted at least 1")
+    for hook in options.hook or []:
+        check_hook(hook)
+    if options.nic_interface is not None and not Path("/sys/class/net", options.nic_interface).exists():
+        raise ValueError(f"`--nic-interface`: this node has no {options.nic_interface!r}; see `ip link`")
+
+
 def main(argv: list[str]) -> int:
     """Trains as one rank of a job that torchrun or `gradwire emulate` started; returns the exit status.
 
@@ -160,10 +175,11 @@ def main(argv: list[str]) -> int:
         argv: Options.
     """
     options = build_parser().parse_args(argv)
-    for name in ("steps", "batch", "context"):
-        if getattr(options, name) < 1:
-            print(f"train: `--{name}`: found {getattr(options, name)}, wanted at least 1", file=sys.stderr)
-            return 2
+    try:
+        check(options)
+    except ValueError as error:
+        print(f"train: {error}", file=sys.stderr)
+        return 2
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = run(options)

@@ -9,11 +9,11 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from gradwire.bench.dtypes import ELEMENT_TYPES, MULSUM_FACTOR, NO_ARITHMETIC
 from gradwire.bench.way_torch import TorchWay
 from gradwire.comms.communicator import Communicator
+from gradwire.comms.compat import Store
 from gradwire.comms.config import Config
 from gradwire.comms.plan import ALL_REDUCE
 from gradwire.comms.report import Report

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from gradwire.bench.dtypes import ELEMENT_TYPES
+from gradwire.comms.compat import Store
 from gradwire.comms.transport.threads import Done
 from gradwire.compressors.base import Work
 

@@ -3,9 +3,9 @@
 from datetime import timedelta
 
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from gradwire.bench.dtypes import ELEMENT_TYPES, MULSUM_FACTOR, NO_ARITHMETIC
+from gradwire.comms.compat import Store
 from gradwire.comms.transport.shm import ShmGroup
 from gradwire.compressors.base import Work, even_bounds
 

@@ -9,13 +9,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 from gradwire.bench.ranks import World
 from gradwire.bench.way import Way
 from gradwire.bench.way_gradwire import GradwireWay
 from gradwire.bench.way_shm import ShmWay
 from gradwire.bench.way_torch import TorchWay
+from gradwire.comms.compat import PrefixStore
 from gradwire.comms.config import Config
 from gradwire.compressors.base import Compressor
 

@@ -4,19 +4,20 @@ The hook and the process group are two faces of this object.
 """
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.compat import Store
+from gradwire.comms.compat import PrefixStore, Store
 from gradwire.comms.config import Config
 from gradwire.comms.execute import Chunk, Executor
 from gradwire.comms.failure import CollectiveError, FailureBoard
 from gradwire.comms.groups import Groups
-from gradwire.comms.lanes import Job, Lanes
+from gradwire.comms.lanes import Hop, Job, Lanes
+from gradwire.comms.migration import Homes, migrate
 from gradwire.comms.placement import Presence, cluster_of, exchange
 from gradwire.comms.plan import Phase, Plan
 from gradwire.comms.planner import plan_all_reduce
@@ -62,7 +63,7 @@ class Communicator:
         self.device = device
         self.config = config
         self.compressor = compressor
-        store = dist.PrefixStore(f"gradwire/{name}", store)
+        store = PrefixStore(f"gradwire/{name}", store)
         presences = exchange(store, Presence.here(rank, size, config, device), config.timeout)
         self.cluster = cluster_of(presences, config)
         self.level_names = tuple(level.name for level in self.cluster.levels)
@@ -75,8 +76,10 @@ class Communicator:
         self._failure: CollectiveError | None = None
         self._stream: torch.cuda.Stream | None = None
         self._buckets = 0
+        self._homes = Homes()
 
-    def all_reduce(self, flat: Tensor, *, scale: float = 1.0, layout: Layout | None = None) -> FutureTensor:
+    def all_reduce(self, flat: Tensor, *, scale: float = 1.0, layout: Layout | None = None,
+                   flush: bool = False) -> FutureTensor:
         """Sums `scale * flat` over all ranks, in place.
 
         Args:
@@ -84,18 +87,21 @@ class Communicator:
                 until the future is done.
             scale: Factor on every rank's contribution, applied before anything is narrowed; 1 for integers.
             layout: Which parameter lies where. With it, and a compressor, the slowest phase is compressed.
+            flush: Send it dense, with what the compressor holds back added.
 
         Returns:
-            A future whose value is `flat`; it raises CollectiveError where the collective failed. Its callbacks must
-            not issue collectives.
+            A future whose value is `flat`; waiting for it raises a RuntimeError with the text of the CollectiveError
+            where the collective failed. Its callbacks must not issue collectives.
 
         Raises:
             ValueError: `flat` does not fit.
         """
         self._check(flat, scale)
         self._buckets += 1
+        if self.compressor and layout and self._homes.moves(layout):
+            self._migrate(self.compressor, flat, layout)
         route = self._route(flat, layout)
-        chunks = [Chunk(flat, start, stop, transfers, scale, layout)
+        chunks = [Chunk(flat, start, stop, transfers, scale, layout, flush)
                   for (start, stop), transfers in zip(pairwise(route.bounds), route.transfers, strict=True)]
         if self.device.type == "cuda":
             return self._on_stream(flat, chunks, route.plan)
@@ -129,13 +135,13 @@ class Communicator:
                 done.set_result(self._fail(error, plan))
 
         for chunk in chunks:
-            self._lanes.submit(Job(steps(chunk), failed))
+            self._lanes.submit(Job(steps(chunk), failed, self._executor.lanes(plan)))
         return done.then(_unwrap)
 
     def _on_stream(self, flat: Tensor, chunks: list[Chunk], plan: Plan) -> FutureTensor:
         """On CUDA everything is issued at once, on a side stream that waits for the gradients; nothing blocks."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         done: FutureTensor = torch.futures.Future(devices=[self.device])
         with torch.cuda.stream(self._stream):
@@ -156,6 +162,27 @@ class Communicator:
             log.error("%s", self._failure)
         return self._failure
 
+    def _migrate(self, compressor: Compressor, flat: Tensor, layout: Layout) -> None:
+        """Has the ranks of this node hand over the state of a bucket whose parameters travel in a new layout."""
+        route = self._route(flat, layout)
+        shards = [(transfer.start, transfer.stop) for chunk in route.transfers
+                  for phase, transfers in zip(route.plan.phases, chunk, strict=True) if phase.compressor
+                  for transfer in transfers]
+        members = self._node_ranks()
+
+        def move() -> Iterator[Hop]:
+            node = self._groups.get((0, 0), members) if len(members) > 1 else None
+            migrate(compressor, layout, shards, node, self.device)
+            yield from ()
+
+        def failed(error: BaseException) -> None:
+            self._fail(error, route.plan)
+
+        if self.device.type == "cuda":
+            list(move())
+        else:
+            self._lanes.submit(Job(move(), failed))
+
     def _route(self, flat: Tensor, layout: Layout | None) -> _Route:
         key = (flat.numel(), flat.dtype, layout)
         if key not in self._routes:
@@ -164,7 +191,7 @@ class Communicator:
 
     def _plan(self, flat: Tensor, layout: Layout | None) -> _Route:
         name, chunks = self.config.plan, self.config.chunks
-        if self.compressor and layout:
+        if self.compressor and layout and len(self.cluster.nodes) > 1:
             ratio = self.compressor.wire_nbytes(layout, 2) / max(1, flat.nbytes)
             plan = plan_all_reduce(self.cluster, flat.nbytes, name="hierarchical", chunks=chunks,
                                    compressor=self.compressor.name, ratio=ratio)

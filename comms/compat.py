@@ -7,8 +7,10 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, Store
+from torch._C._distributed_c10d import AllgatherOptions, GradBucket, HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
+
+__all__ = ["GradBucket", "HashStore", "PrefixStore", "Store"]
 
 
 class TorchWork(Protocol):
@@ -36,6 +38,11 @@ def store_of(group: dist.ProcessGroup) -> Store:
     """The store that a process group was made with."""
     _, store = distributed_c10d._world.pg_map[group]
     return store
+
+
+def clone_store(store: Store) -> Store:
+    """Another client of the same store. A blocking call holds its client: threads that wait need one each."""
+    return cast(Store, store.clone())  # type: ignore[attr-defined]
 
 
 def make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> TorchGroup:

@@ -2,9 +2,12 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+
+from gradwire.compressors.registry import Option, options_of
+from gradwire.compressors.rules import Rule
 
 PLANS = ("auto", "flat", "hierarchical", "leader")
 TRANSPORTS = ("auto", "gloo", "nccl", "mpi")
@@ -24,10 +27,10 @@ class Config:
     compressor: str | None = None
     """Name of the compressor of the phase between nodes; None is exact."""
 
-    compressor_options: Mapping[str, object] = field(default_factory=dict)
+    compressor_options: Mapping[str, Option] = field(default_factory=dict)
     """Options of that compressor, as its documentation names them."""
 
-    rules: tuple[object, ...] = ()
+    rules: Sequence[Rule | Mapping[str, object]] = ()
     """Per-parameter rules (`gradwire.compressors.rules.Rule`): which parameters travel how."""
 
     transport: str = "auto"
@@ -46,6 +49,8 @@ class Config:
     """Bandwidth of a node towards the others, one direction; None takes the model's default."""
 
     def __post_init__(self) -> None:
+        if self.compressor is not None:
+            options_of(self.compressor)
         _check_choice("plan", self.plan, PLANS)
         _check_choice("transport", self.transport, TRANSPORTS)
         if self.chunks < 0:

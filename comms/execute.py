@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gradwire.comms.compressed import LaneGroup, Switch, compressed_nbytes, run_compressed
 from gradwire.comms.groups import Groups
 from gradwire.comms.lanes import Hop, Lane
 from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, Phase, Plan
@@ -18,7 +19,7 @@ from gradwire.comms.report import Ledger
 from gradwire.comms.schedule import Transfer
 from gradwire.comms.transport.shm import ShmGroup
 from gradwire.comms.transport.torch_group import Works
-from gradwire.compressors.base import Compressor, Group, Layout, Work
+from gradwire.compressors.base import Compressor, Layout, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class Chunk:
         transfers: This rank's transfers, phase by phase.
         scale: Factor on every rank's contribution.
         layout: Which parameter lies where in `flat`; needed by a compressor only.
+        flush: Travel dense, with what the compressor holds back added.
+        flush: Travel dense, with what the compressor holds back added.
     """
 
     flat: Tensor
@@ -40,6 +43,7 @@ class Chunk:
     transfers: list[list[Transfer]]
     scale: float
     layout: Layout | None = None
+    flush: bool = False
 
 
 class Executor:
@@ -61,6 +65,10 @@ class Executor:
         self._compressor = compressor
         self._ledger = ledger
 
+    def lanes(self, plan: Plan) -> tuple[Lane, ...]:
+        """The lanes that every rank's job comes through, whatever its compressor does in between."""
+        return ((0, 0), *((index + 1, 0) for index, phase in enumerate(plan.phases) if self._hops(phase)))
+
     def walk(self, chunk: Chunk, plan: Plan) -> Iterator[Hop]:
         """One chunk's way through the plan; see `lanes.Job`."""
         scale = chunk.scale
@@ -74,7 +82,7 @@ class Executor:
                 scale = 1.0
             works: list[Work] = []
             if compressor:
-                for step, pending in enumerate(self._compressed(compressor, chunk, mine, lane, index), start=1):
+                for step, pending in enumerate(self._shrink(compressor, chunk, mine, lane, index), start=1):
                     lane = (index, step)
                     yield Hop(lane, pending)
             else:
@@ -102,78 +110,15 @@ class Executor:
             return group.reduce_scatter(view, transfer.bounds, scale)
         return group.all_reduce(view) if transfer.op == ALL_REDUCE else group.reduce_scatter(view, transfer.bounds)
 
-    def _compressed(self, compressor: Compressor, chunk: Chunk, transfers: list[Transfer], lane: Lane,
-                    index: int) -> Iterator[Work]:
-        """Runs the compressor on each of this rank's shards, all in step; yields after each round of collectives."""
+    def _shrink(self, compressor: Compressor, chunk: Chunk, transfers: list[Transfer], lane: Lane,
+                index: int) -> Iterator[Work]:
+        """The compressed phase: this rank's shards go through the compressor, all in step, a lane a round."""
         if chunk.layout is None:
             raise RuntimeError("a compressed phase needs the bucket's layout")
-        switch = _Switch(lane)
+        switch = Switch(lane)
         shards = [chunk.flat[transfer.start:transfer.stop] for transfer in transfers]
-        wide = [shard.float() for shard in shards]
-        running = [compressor.all_reduce(shard, chunk.layout.cut(transfer.start, transfer.stop),
-                                               LaneGroup(self._groups, self._rank, transfer.members, switch))
-                   for shard, transfer in zip(wide, transfers, strict=True)]
-        step = 0
-        while pending := [work for work in (next(each, None) for each in running) if work is not None]:
-            step += 1
-            yield Works(pending)
+        layouts = [chunk.layout.cut(transfer.start, transfer.stop) for transfer in transfers]
+        groups = [LaneGroup(self._groups, self._rank, transfer.members, switch) for transfer in transfers]
+        for step, pending in enumerate(run_compressed(compressor, shards, layouts, groups, chunk.flush), start=1):
+            yield pending
             switch.lane = (index, step)
-        for shard, result in zip(shards, wide, strict=True):
-            if result.data_ptr() != shard.data_ptr():
-                shard.copy_(result)
-
-
-def compressed_nbytes(compressor: Compressor, layout: Layout, transfers: list[Transfer]) -> float:
-    """Bytes that this rank sends for its shards in a compressed phase."""
-    return sum(compressor.wire_nbytes(layout.cut(transfer.start, transfer.stop), len(transfer.members))
-               for transfer in transfers)
-
-
-class _Switch:
-    """The lane that a compressor's collectives go through now."""
-
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
-
-
-class LaneGroup:
-    """A `Group` that stands for another communicator of the same ranks after each hop."""
-
-    def __init__(self, groups: Groups, rank: int, members: tuple[int, ...], switch: _Switch) -> None:
-        self.rank = members.index(rank)
-        self._groups = groups
-        self._members = members
-        self._switch = switch
-
-    @property
-    def _group(self) -> Group:
-        return self._groups.get(self._switch.lane, self._members)
-
-    @property
-    def size(self) -> int:
-        """See `Group.size`."""
-        return len(self._members)
-
-    def all_reduce(self, tensor: Tensor) -> Work:
-        """See `Group.all_reduce`."""
-        return self._group.all_reduce(tensor)
-
-    def all_to_all(self, output: Tensor, source: Tensor) -> Work:
-        """See `Group.all_to_all`."""
-        return self._group.all_to_all(output, source)
-
-    def all_gather(self, output: Tensor, source: Tensor) -> Work:
-        """See `Group.all_gather`."""
-        return self._group.all_gather(output, source)
-
-    def reduce_scatter(self, tensor: Tensor, bounds: tuple[int, ...]) -> Work:
-        """See `Group.reduce_scatter`."""
-        return self._group.reduce_scatter(tensor, bounds)
-
-    def all_gather_slices(self, tensor: Tensor, bounds: tuple[int, ...]) -> Work:
-        """See `Group.all_gather_slices`."""
-        return self._group.all_gather_slices(tensor, bounds)
-
-    def broadcast(self, tensor: Tensor, root: int) -> Work:
-        """See `Group.broadcast`."""
-        return self._group.broadcast(tensor, root)

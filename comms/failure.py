@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-from gradwire.comms.compat import Store
+from gradwire.comms.compat import Store, clone_store
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
 
@@ -35,7 +35,7 @@ class FailureBoard:
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store = store
+        self._store = clone_store(store)  # so that a lane which waits in the store cannot keep this rank silent
         self._rank = rank
         self._size = size
 

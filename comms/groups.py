@@ -9,10 +9,9 @@ from datetime import timedelta
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.compat import Store
+from gradwire.comms.compat import PrefixStore, Store, clone_store
 from gradwire.comms.lanes import Lane
 from gradwire.comms.transport import gloo, mpi, nccl
 from gradwire.comms.transport.shm import ShmGroup
@@ -81,10 +80,13 @@ class Groups:
 
     def _make(self, name: str, members: tuple[int, ...]) -> Group:
         index, size = members.index(self._rank), len(members)
+        # A client of its own: a thread that waits for a key keeps the others of its client from setting theirs, and
+        # two lanes (or two models) that connect in different order on two ranks would wait for each other.
+        store = clone_store(self._store)
         if self.is_synchronous(members):
-            return ShmGroup.create(self._store, index, size, key=f"shm/{name}", timeout=self._timeout)
+            return ShmGroup.create(store, index, size, key=f"shm/{name}", timeout=self._timeout)
         if self._device.type == "cuda":
-            return nccl.connect(dist.PrefixStore(f"nccl/{name}", self._store), index, size, self._timeout, self._device)
+            return nccl.connect(PrefixStore(f"nccl/{name}", store), index, size, self._timeout, self._device)
         if self._transport == "mpi":
-            return mpi.connect(dist.PrefixStore(f"mpi/{name}", self._store), index, size, self._timeout)
-        return gloo.connect(dist.PrefixStore(f"gloo/{name}", self._store), index, size, self._timeout)
+            return mpi.connect(PrefixStore(f"mpi/{name}", store), index, size, self._timeout)
+        return gloo.connect(PrefixStore(f"gloo/{name}", store), index, size, self._timeout)

@@ -6,6 +6,7 @@ gradients arrive undivided, so the division by the world size happens here, befo
 
 import logging
 import weakref
+from collections.abc import Mapping
 from itertools import count
 
 import torch
@@ -13,13 +14,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.compat import queue_end_of_backward, store_of
+from gradwire.comms.compat import GradBucket, queue_end_of_backward, store_of
+from gradwire.comms.compression import Compression, LossScaler
 from gradwire.comms.config import Config
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.report import Report
-from gradwire.compressors.base import Compressor
+from gradwire.compressors.base import StateDict, StateValue
 
 log = logging.getLogger("gradwire")
+
+PYTHON_REDUCER = ("torch.compile with optimize_ddp=\"python_reducer\" calls the hook once a parameter from inside a compiled "
+                  "graph, which gradwire does not support: leave torch._dynamo.config.optimize_ddp at its default, "
+                  "with which compiled models work")
 
 _state_numbers: "dict[str, count[int]]" = {}
 
@@ -46,8 +52,8 @@ class HookState:
                             "into the Config")
         self.config = config or Config.from_env(**options)
         self.names = ParameterNames()
-        self.compressor: Compressor | None = None
         self.steps = 0
+        self._compression: Compression | None = None
         self._group: dist.ProcessGroup | None = None
         self._communicator: Communicator | None = None
         self._in_step = False
@@ -78,36 +84,80 @@ class HookState:
             raise RuntimeError("this state has not seen a bucket yet: call report() after the first backward pass")
         return self._communicator.report(self.steps)
 
+    def watch(self, scaler: LossScaler) -> None:
+        """Follows a torch.amp.GradScaler: residuals are rescaled when it changes its scale.
+
+        Raises:
+            ValueError: There is no compressor, or no model yet.
+        """
+        self._compressed().watch(scaler)
+
+    def set_loss_scale(self, scale: float) -> None:
+        """Tells the factor that the coming gradients carry, where no GradScaler does; call it before backward."""
+        self._compressed().set_loss_scale(scale)
+
+    def flush(self) -> None:
+        """Sends the next step's gradients dense, with every residual added: afterwards nothing is held back.
+
+        To be called on all ranks before the same step.
+        """
+        self._compressed().flushing = True
+
+    def state_dict(self) -> StateDict:
+        """This rank's residuals, momenta and factors, as plain tensors and numbers; every rank saves its own.
+
+        Safe with `torch.load(weights_only=True)` and torch.distributed.checkpoint. Empty without a compressor.
+        """
+        return self._compression.state_dict() if self._compression else {}
+
+    def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
+        """Restores what `state_dict` returned on this rank; training goes on bit for bit.
+
+        At another world size a state is taken only if it was flushed before it was saved (`flush()`, one step, save);
+        momenta and warm-start factors then build up again.
+
+        Raises:
+            ValueError: The state is of another model, compressor, rank or world size; nothing was changed.
+        """
+        if state or self._compression:
+            self._compressed().load_state_dict(state)
+
     def close(self) -> None:
         """Ends the threads and releases shared memory; happens by itself when the state is collected or at exit."""
         if self._communicator is not None:
             self._communicator.close()
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Averages one bucket over all ranks; the future's value is the bucket's own buffer."""
         flat = bucket.buffer()
         communicator = self._connect(flat.device)
         if not self._in_step:
             self._in_step = queue_end_of_backward(self._end_step)
+            if self._compression:
+                self._compression.begin_step()
         if flat.layout != torch.strided:
             return _all_reduce_sparse(flat, self._group)
-        future = communicator.all_reduce(flat, scale=1.0 / communicator.size)
+        if self._compression:
+            future = communicator.all_reduce(flat, scale=1.0 / communicator.size, layout=self.names.layout(bucket),
+                                             flush=self._compression.flushing)
+            self._compression.add(future)
+        else:
+            future = communicator.all_reduce(flat, scale=1.0 / communicator.size)
         if not self._in_step and bucket.is_last():
             self._end_step()
         return future
-
-    def reduce_gradient(self, gradient: Tensor) -> None:
-        """Averages one gradient in place: compiled autograd calls the hook so, once for each parameter."""
-        communicator = self._connect(gradient.device)
-        flat = gradient.view(-1) if gradient.is_contiguous() else gradient.contiguous().view(-1)
-        communicator.all_reduce(flat, scale=1.0 / communicator.size).wait()
-        if flat.data_ptr() != gradient.data_ptr():
-            gradient.copy_(flat.view_as(gradient))
 
     def _end_step(self) -> None:
         """Runs once at the end of each backward pass, on all ranks at the same point of the sequence of buckets."""
         self._in_step = False
         self.steps += 1
+        if self._compression:
+            self._compression.end_step()
+
+    def _compressed(self) -> Compression:
+        if self._compression is None:
+            raise ValueError("`compressor` is not set, or no model is bound yet: there is no state to keep")
+        return self._compression
 
     def _connect(self, device: torch.device) -> Communicator:
         if self._communicator is None:
@@ -116,9 +166,14 @@ class HookState:
                                    "is used")
             group = self._group or dist.group.WORLD
             assert group is not None
+            if self.config.compressor not in (None, "none"):
+                self._compression = Compression(self.config.compressor, self.config.compressor_options, self.config.rules,
+                                                group.rank(), group.size())
+                self._compression.compressor.bind_model(self.names.numels())
             number = next(_state_numbers.setdefault(group.group_name, count()))
-            self._communicator = Communicator(store_of(group), group.rank(), group.size(), device, self.config,
-                                              name=f"hook{number}", compressor=self.compressor)
+            self._communicator = Communicator(
+                store_of(group), group.rank(), group.size(), device, self.config, name=f"hook{number}",
+                compressor=self._compression.compressor if self._compression else None)
             weakref.finalize(self, self._communicator.close)
         return self._communicator
 
@@ -133,7 +188,7 @@ class HookState:
         return _restore, (self.config,)
 
 
-def comm_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The hook to register: averages a bucket over all ranks of `state`.
 
     Args:
@@ -142,10 +197,12 @@ def comm_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
 
     Returns:
         A future of the averaged buffer. Its error, if any, comes out of `loss.backward()`.
+
+    Raises:
+        TypeError: Called by the compiled-autograd reducer, which hands over single gradients.
     """
-    if isinstance(bucket, tuple):  # torch.compile with optimize_ddp="python_reducer": (gradient, parameter), in place
-        state.reduce_gradient(bucket[0])
-        return bucket[0]  # type: ignore[no-any-return]  # ignored by that caller
+    if isinstance(bucket, tuple):
+        raise TypeError(PYTHON_REDUCER)
     return state.reduce(bucket)
 
 
@@ -162,4 +219,5 @@ def _all_reduce_sparse(sparse: Tensor, group: dist.ProcessGroup | None) -> torch
     def average(done: torch.futures.Future[list[Tensor]]) -> Tensor:
         return done.value()[0].div_(size)
 
-    return work.get_future().then(average)
+    future: torch.futures.Future[Tensor] = work.get_future().then(average)
+    return future

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradwire.comms.compat import GradBucket
 from gradwire.compressors.base import Layout, Slice
 
 
@@ -39,7 +39,12 @@ class ParameterNames:
         self._layouts.clear()
         self._bound = True
 
-    def layout(self, bucket: dist.GradBucket) -> Layout:
+    def numels(self) -> dict[str, int]:
+        """Elements of each parameter that has a name."""
+        return {self._names[id(parameter)]: parameter.numel() for parameter in self._parameters
+                if id(parameter) in self._names}
+
+    def layout(self, bucket: GradBucket) -> Layout:
         """Which parameter lies where in the bucket's buffer.
 
         Raises:
@@ -70,5 +75,5 @@ class ParameterNames:
 
 def _memory_shape(parameter: Tensor) -> tuple[int, ...]:
     """The shape in memory order: DDP's buffer holds a channels_last weight as it lies in memory."""
-    order = sorted(range(parameter.dim()), key=lambda axis: -parameter.stride(axis))
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     return tuple(parameter.shape[axis] for axis in order)

@@ -12,7 +12,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-StateDict = dict[str, Tensor | int | float | str]
+StateValue = Tensor | int | float | str
+"""What a state may hold."""
+StateDict = dict[str, StateValue]
 """Flat and plain, so that `torch.load(weights_only=True)` and torch.distributed.checkpoint take it."""
 
 
@@ -167,13 +169,34 @@ class Compressor(Protocol):
     def end_step(self, finite: bool) -> None:
         """Ends a step on all ranks alike: commits the staged state, or drops it where the output was not finite."""
 
+    def flush(self, shard: Tensor, layout: Layout) -> None:
+        """Adds what this rank still holds back for `layout` to `shard`, in place, before a dense all-reduce.
+
+        The residual is forgotten when the step commits; momenta stay.
+        """
+
+    def export(self, layout: Layout, device: torch.device) -> Tensor:
+        """Removes and returns the state of the elements of `layout`.
+
+        Returns:
+            2-D float32 (rows, layout.numel), zero where this rank holds nothing; the number of rows depends on the
+            configuration alone. The sum of all local ranks' exports of a bucket is the bucket's state, so that a sum
+            moves state to new owners when shard boundaries have moved.
+        """
+
+    def adopt(self, layout: Layout, rows: Tensor) -> None:
+        """Adds `rows`, as `export` returns them for this layout, to the state."""
+
+    def bind_model(self, numels: Mapping[str, int]) -> None:
+        """Tells the elements of each parameter, by name, so that another model's state can be refused."""
+
     def rescale(self, factor: float) -> None:
         """Multiplies residuals and momenta by `factor`: the loss scale has changed."""
 
     def state_dict(self) -> StateDict:
         """This rank's state, keyed by parameter name and slice."""
 
-    def load_state_dict(self, state: Mapping[str, Tensor | int | float | str]) -> None:
+    def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
         """Restores `state_dict()`'s result; checks all of it before it changes anything."""
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
+from gradwire.comms.compat import Store
 from gradwire.comms.errors import PeerError
 from gradwire.comms.mpi_launch import load_mpi
 from gradwire.comms.transport.threads import Done

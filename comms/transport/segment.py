@@ -5,6 +5,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,7 +17,11 @@ from gradwire.comms.errors import PeerError
 FOLDER = Path("/dev/shm")
 """Where Linux mounts a tmpfs for shared memory (man 7 shm_overview)."""
 
-OK = "ok"
+SHORTEST_PAUSE_SECONDS = 0.001
+LONGEST_PAUSE_SECONDS = 0.05
+"""Between two looks into the store: a question to a TCPStore takes some 0.1 ms of its one thread."""
+
+FAILED = "failed"
 
 
 class _Rendezvous:
@@ -33,16 +38,29 @@ class _Rendezvous:
     def has(self, word: str) -> bool:
         return bool(self._store.check([f"{self._key}/{word}"]))
 
+    def fail(self, message: str) -> None:
+        """Tells everybody who listens now or later; the store itself may be what has failed."""
+        with suppress(RuntimeError):  # our own error is the one to report
+            self.say(FAILED, message)
+
     def hear(self, word: str, missing: Callable[[], tuple[int, ...]]) -> str:
-        """Waits for a word; past the deadline names the ranks that `missing()` returns."""
-        left = timedelta(seconds=max(self._deadline - time.monotonic(), 0.001))
-        try:
-            self._store.wait([f"{self._key}/{word}"], left)
-        except RuntimeError as error:  # torch's DistStoreError and its relatives
-            absent = missing()
-            names = ", ".join(map(str, absent))
-            raise PeerError(f"rank {names} did not come to the set-up of the shared-memory group {self._key!r} within "
-                            f"`timeout` ({error})", absent) from error
+        """Polls for a word, and for another rank's failure.
+
+        A `wait` of the store's own, cut into slices, would make TCPStore log every slice.
+
+        Raises:
+            PeerError: A rank has failed, or the deadline has passed: names the ranks that `missing()` returns.
+        """
+        pause_seconds = SHORTEST_PAUSE_SECONDS
+        while not self.has(word):
+            if self.has(FAILED):
+                raise PeerError(self._store.get(f"{self._key}/{FAILED}").decode())
+            if time.monotonic() > self._deadline:
+                absent = missing()
+                raise PeerError(f"ranks {absent} did not come to the set-up of the shared-memory group {self._key!r} "
+                                "within `timeout`", absent)
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, LONGEST_PAUSE_SECONDS)
         return str(self._store.get(f"{self._key}/{word}").decode())
 
 
@@ -76,7 +94,7 @@ def _offer(words: _Rendezvous, size: int, block_nbytes: int) -> Path:
     try:
         _allocate(path, shm_segment_nbytes(size, block_nbytes))
     except OSError as error:
-        words.say("made", json.dumps({"error": str(error), "errno": error.errno}))
+        words.say("made", json.dumps({"error": error.strerror, "errno": error.errno}))
         raise
     words.say("made", json.dumps({"size": size, "block_nbytes": block_nbytes}))
     return path
@@ -86,7 +104,7 @@ def _check_offer(words: _Rendezvous, size: int, block_nbytes: int) -> None:
     """The other ranks' part: waits for the file, and compares what rank 0 made it for with our own arguments."""
     made = json.loads(words.hear("made", lambda: (0,)))
     if "error" in made:
-        raise OSError(made["errno"], f"rank 0: {made['error']}")
+        raise OSError(made["errno"], f"rank 0 {made['error']}")
     for name, own in (("size", size), ("block_nbytes", block_nbytes)):
         if made[name] != own:
             raise ValueError(f"`{name}` is {own} here and {made[name]} on rank 0: all ranks must pass the same value")
@@ -109,22 +127,15 @@ def open_group(store: Store, rank: int, size: int, key: str, timeout: timedelta,
             path = Path(words.hear("path", lambda: (0,)))
             _check_offer(words, size, block_nbytes)
         native = SharedMemoryGroup(str(path), rank, size, block_nbytes, timeout.total_seconds())
-        words.say(f"rank{rank}", OK)
-        _await_everybody(words, rank, size)
+        words.say(f"rank{rank}", "mapped")
+        for peer in range(size):
+            words.hear(f"rank{peer}", lambda: tuple(rank for rank in range(size) if not words.has(f"rank{rank}")))
+    except PeerError:
+        raise
     except BaseException as error:
-        words.say(f"rank{rank}", f"{type(error).__name__}: {error}")
+        words.fail(f"rank {rank} could not join the shared-memory group {key!r}: {type(error).__name__}: {error}")
         raise
     finally:
         if path is not None:
             path.unlink(missing_ok=True)
     return native
-
-
-def _await_everybody(words: _Rendezvous, rank: int, size: int) -> None:
-    def missing() -> tuple[int, ...]:
-        return tuple(peer for peer in range(size) if not words.has(f"rank{peer}"))
-
-    for peer in range(size):
-        answer = words.hear(f"rank{peer}", missing)
-        if answer != OK:
-            raise PeerError(f"rank {peer} could not join the shared-memory group: {answer}", (peer,))

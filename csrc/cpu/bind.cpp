@@ -4,8 +4,22 @@
 namespace nb = nanobind;
 
 void bind_shm(nb::module_& m);
+void bind_cast(nb::module_& m);
+void bind_dgc(nb::module_& m);
+void bind_isa(nb::module_& m);
+void bind_onebit(nb::module_& m);
+void bind_powersgd(nb::module_& m);
+void bind_quantize(nb::module_& m);
 
 NB_MODULE(_native, m) {
+  // Groups may outlive the interpreter: lanes are daemon threads. What they hold is the kernel's to take back.
+  nb::set_leak_warnings(false);
   m.doc() = "gradwire's CPU kernels and shared-memory collectives.";
   bind_shm(m);
+  bind_cast(m);
+  bind_dgc(m);
+  bind_isa(m);
+  bind_onebit(m);
+  bind_powersgd(m);
+  bind_quantize(m);
 }

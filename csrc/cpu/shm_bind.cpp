@@ -123,7 +123,8 @@ void bind_shm(nb::module_& m) {
                return group.broadcast(memory_at(data, numel, dtype), root);
              });
            })
-      .def("barrier", [](Handle& handle) { return handle.run([](SharedMemoryGroup& group) { return group.barrier(); }); })
+      .def("barrier",
+           [](Handle& handle) { return handle.run([](SharedMemoryGroup& group) { return group.barrier(); }); })
       .def("abort", &Handle::abort, nb::arg("reason"))
       .def("close", &Handle::close)
       .def("failure", &Handle::failure);

@@ -8,7 +8,8 @@ namespace gradwire::shm {
 namespace {
 
 Signature sign(Collective collective, Memory memory, std::uint32_t root) {
-  return {static_cast<std::uint32_t>(collective), static_cast<std::uint32_t>(memory.dtype), 0, root, memory.numel, 0, 1.0};
+  return {static_cast<std::uint32_t>(collective), static_cast<std::uint32_t>(memory.dtype), 0, root, memory.numel, 0,
+          1.0};
 }
 
 }  // namespace
@@ -23,7 +24,7 @@ bool SharedMemoryGroup::all_gather_slices(Memory tensor, const Bounds& bounds) {
     [&](std::uint64_t chunk, std::uint64_t slot) {
       const Piece part = piece_of(bounds, rank_, chunk, piece);
       copy_to_slot(segment_->slot(rank_, slot), tensor.data + part.start * element, part.numel * element,
-                   should_stream(part.numel * element));
+                   stream_);
     },
     [&](std::uint64_t chunk, std::uint64_t slot) {
       for (std::uint32_t step = 1; step < size_; ++step) {
@@ -43,7 +44,7 @@ bool SharedMemoryGroup::all_gather(Memory output, Memory source) {
     [&](std::uint64_t chunk, std::uint64_t slot) {
       const Piece part = piece_of(whole, 0, chunk, piece);
       const std::byte* from = source.data + part.start * element;
-      copy_to_slot(segment_->slot(rank_, slot), from, part.numel * element, should_stream(part.numel * element));
+      copy_to_slot(segment_->slot(rank_, slot), from, part.numel * element, stream_);
       std::byte* home = output.data + (rank_ * source.numel + part.start) * element;
       if (home != from && part.numel > 0) std::memmove(home, from, part.numel * element);
     },
@@ -73,7 +74,7 @@ bool SharedMemoryGroup::all_to_all(Memory output, Memory source) {
           continue;
         }
         copy_to_slot(segment_->slot(rank_, slot) + peer * piece * element, from, part.numel * element,
-                     should_stream(part.numel * element));
+                     stream_);
       }
     },
     [&](std::uint64_t chunk, std::uint64_t slot) {
@@ -96,7 +97,7 @@ bool SharedMemoryGroup::broadcast(Memory tensor, std::uint32_t root) {
       const Piece part = piece_of(whole, 0, chunk, piece);
       if (rank_ != root) return;
       copy_to_slot(segment_->slot(root, slot), tensor.data + part.start * element, part.numel * element,
-                   should_stream(part.numel * element));
+                   stream_);
     },
     [&](std::uint64_t chunk, std::uint64_t slot) {
       const Piece part = piece_of(whole, 0, chunk, piece);

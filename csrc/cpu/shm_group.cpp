@@ -2,6 +2,7 @@
 #include "cpu/shm_group.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <iterator>
@@ -10,7 +11,8 @@ namespace gradwire::shm {
 namespace {
 
 const char* name_of(DType dtype) {
-  constexpr const char* names[] = {"float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8", "int8", "int16"};
+  constexpr const char* names[] = {"float32", "float64", "float16", "bfloat16", "int32",
+                                   "int64",   "uint8",   "int8",    "int16"};
   const auto index = static_cast<std::size_t>(dtype);
   return index < std::size(names) ? names[index] : "?";
 }
@@ -22,6 +24,20 @@ std::uint64_t hash(const Signature& signature) {
   std::uint64_t value = 0xcbf29ce484222325u;
   for (const std::uint64_t word : words) value = (value ^ word) * 0x100000001b3u;
   return value;
+}
+
+/// Which plan a collective follows: broadcast and reduce, where rank 0's share is no measure, follow their relatives.
+std::uint32_t plan_kind(Collective collective) {
+  switch (collective) {
+    case Collective::all_reduce: case Collective::reduce: return 0;
+    case Collective::reduce_scatter: case Collective::all_to_all: return 1;
+    default: return 2;
+  }
+}
+
+bool feeds_policy(Collective collective) {
+  return collective == Collective::all_reduce || collective == Collective::reduce_scatter ||
+         collective == Collective::all_gather_slices;
 }
 
 std::string describe(std::uint32_t rank, const Signature& signature) {
@@ -48,25 +64,49 @@ SharedMemoryGroup::SharedMemoryGroup(std::shared_ptr<Segment> segment, double ti
     : segment_(segment), meeting_(segment, timeout_seconds, std::move(interrupted)), rank_(segment->rank()),
       size_(segment->size()) {}
 
-bool SharedMemoryGroup::run(const Signature& signature, std::uint64_t chunks, const std::vector<Stage>& stages) {
+bool SharedMemoryGroup::may_start() {
   if (failed_) return false;
+  failed_ = true;
   if (segment_->is_inherited()) {
-    failed_ = true;
     failure_ = {true, "this group belongs to the parent process: a forked child must make its own", {}};
     return false;
   }
-  if (meeting_.is_poisoned(failure_)) return !(failed_ = true);
+  if (meeting_.is_poisoned(failure_)) return false;
+  failed_ = false;
+  return true;
+}
+
+bool SharedMemoryGroup::run(const Signature& signature, std::uint64_t chunks, std::initializer_list<Stage> stages) {
+  if (!may_start()) return false;
+  const std::uint64_t nbytes = signature.numel * element_nbytes(static_cast<DType>(signature.dtype));
+  const std::uint32_t kind = plan_kind(static_cast<Collective>(signature.collective));
+  stream_ = StorePolicy::streams(segment_->header(), collectives_, kind, nbytes);
+  if (rank_ == 0) policy_.plan_next(segment_->header(), collectives_);
+  const bool timed = rank_ == 0 && nbytes >= StorePolicy::from_nbytes &&
+                     feeds_policy(static_cast<Collective>(signature.collective));
+  double busy_seconds = 0;
+  if (!walk(signature, std::max<std::uint64_t>(chunks, 1), stages, timed ? &busy_seconds : nullptr)) return false;
+  if (timed) policy_.record(kind, nbytes, stream_, busy_seconds);
+  ++collectives_;
+  return true;
+}
+
+bool SharedMemoryGroup::walk(const Signature& signature, std::uint64_t chunks, std::initializer_list<Stage> stages,
+                             double* busy_seconds) {
+  using Clock = std::chrono::steady_clock;
   const std::uint64_t first = meeting_.interval();
-  chunks = std::max<std::uint64_t>(chunks, 1);  // even an empty collective meets once
   const std::uint64_t intervals = chunks + stages.size() - 1;
   for (std::uint64_t interval = 0; interval < intervals; ++interval) {
-    for (std::uint64_t stage = 0; stage < stages.size() && stage <= interval; ++stage) {
-      const std::uint64_t chunk = interval - stage;
-      if (chunk < chunks && stages[stage]) stages[stage](chunk, first + chunk);
+    const Clock::time_point start = busy_seconds != nullptr ? Clock::now() : Clock::time_point();
+    std::uint64_t age = 0;
+    for (const Stage& stage : stages) {
+      if (age <= interval && interval - age < chunks) stage(interval - age, first + interval - age);
+      ++age;
     }
+    if (busy_seconds != nullptr) *busy_seconds += std::chrono::duration<double>(Clock::now() - start).count();
+    if (stream_) finish_streaming();
     if (interval + 1 < intervals && !meet(signature, interval == 0)) return false;
   }
-  ++collectives_;
   return true;
 }
 
@@ -86,7 +126,8 @@ bool SharedMemoryGroup::check_signatures(const Signature& own) {
     const RankBox& box = segment_->box(peer);
     if (box.signature_hash[collectives_ % 2] == expected) continue;
     const Signature& other = box.signatures[collectives_ % 2];
-    failure_ = {true, "`tensor` differs between the ranks: " + describe(rank_, own) + ", but " + describe(peer, other), {}};
+    failure_ = {true, "`tensor` differs between the ranks: " + describe(rank_, own) + ", but ", {}};
+    failure_.reason += describe(peer, other);
     if (own.bounds_hash != other.bounds_hash) failure_.reason += "; `bounds` differ";
     failure_.reason += "; every rank must issue the same collectives in the same order";
     return !(failed_ = true);
@@ -95,7 +136,8 @@ bool SharedMemoryGroup::check_signatures(const Signature& own) {
 }
 
 bool SharedMemoryGroup::barrier() {
-  return run({static_cast<std::uint32_t>(Collective::barrier), 0, 0, 0, 0, 0, 1.0}, 1, {nullptr, nullptr});
+  const auto nothing = [](std::uint64_t, std::uint64_t) {};
+  return run({static_cast<std::uint32_t>(Collective::barrier), 0, 0, 0, 0, 0, 1.0}, 1, {nothing, nothing});
 }
 
 void SharedMemoryGroup::abort(const std::string& reason) const { meeting_.poison(reason, {}); }

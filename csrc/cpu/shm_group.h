@@ -14,13 +14,14 @@
 // count of intervals runs on from collective to collective, so the argument holds across them as well.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <vector>
 
 #include "cpu/shm_kernels.h"
+#include "cpu/shm_policy.h"
 #include "cpu/shm_wait.h"
 
 namespace gradwire::shm {
@@ -59,10 +60,26 @@ class SharedMemoryGroup {
   const Failure& failure() const { return failure_; }
 
  private:
-  /// Runs in the interval that its chunk has reached; `slot_interval` is the one the chunk was written in.
-  using Stage = std::function<void(std::uint64_t chunk, std::uint64_t slot_interval)>;
+  /// Refers to a callable (chunk, slot_interval): called in the interval that its chunk has reached, with the interval
+  /// the chunk was written in. Like std::function, but never allocates; lives as long as the call that it is made in.
+  class Stage {
+   public:
+    template <class Body>
+    Stage(const Body& body)  // NOLINT: a lambda turns into a stage where it stands
+        : body_(&body), call_([](const void* object, std::uint64_t chunk, std::uint64_t slot_interval) {
+            (*static_cast<const Body*>(object))(chunk, slot_interval);
+          }) {}
+    void operator()(std::uint64_t chunk, std::uint64_t slot_interval) const { call_(body_, chunk, slot_interval); }
 
-  bool run(const Signature& signature, std::uint64_t chunks, const std::vector<Stage>& stages);
+   private:
+    const void* body_;
+    void (*call_)(const void*, std::uint64_t, std::uint64_t);
+  };
+
+  bool run(const Signature& signature, std::uint64_t chunks, std::initializer_list<Stage> stages);
+  bool may_start();
+  bool walk(const Signature& signature, std::uint64_t chunks, std::initializer_list<Stage> stages,
+            double* busy_seconds);
   bool meet(const Signature& signature, bool first);
   bool check_signatures(const Signature& own);
   bool reduce_at_once(Memory tensor, const Signature& signature, ReduceOp op, double scale);
@@ -73,6 +90,8 @@ class SharedMemoryGroup {
   std::uint32_t rank_;
   std::uint32_t size_;
   std::uint64_t collectives_ = 0;
+  StorePolicy policy_;  // rank 0 alone feeds it
+  bool stream_ = false;  // what it says about the collective in progress
   bool failed_ = false;
   Failure failure_;
 };

@@ -39,15 +39,23 @@ struct alignas(line_nbytes) RankBox {
   alignas(line_nbytes) Signature signatures[2];
 };
 
+/// Plans of the store policy (shm_policy.h) that are in use at once: one being read, one written, two to spare.
+constexpr std::uint32_t plans = 4;
+/// Collectives whose copies differ: those with a write, reduce and gather stage, without gather, without reduce.
+constexpr std::uint32_t plan_kinds = 3;
+
 enum class Poison : std::uint32_t { none = 0, being_written = 1, readable = 2 };
 
 struct alignas(page_nbytes) Header {
   std::atomic<std::uint32_t> poison;
+  /// Bit c: collectives of 2^c bytes and up stream; by number of the collective, modulo `plans`, and by kind.
+  std::atomic<std::uint64_t> stream_plan[plans][plan_kinds];
   char reason[1024];
   std::uint8_t missing[max_ranks];
 };
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "a lock inside the library would be per process");
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "likewise");
 static_assert(sizeof(std::atomic<std::uint32_t>) == 4, "the kernel's futex word has four bytes");
 static_assert(sizeof(Signature) == 40, "no padding: signatures are compared and hashed as bytes");
 static_assert(sizeof(RankBox) == 2 * line_nbytes, "the polled words and the descriptions lie in separate lines");

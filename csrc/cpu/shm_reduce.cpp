@@ -1,4 +1,5 @@
-// out = op over the ranks of scale * source: reads (count) elements and writes 1 (2 with a mirror) per element of `out`.
+// out = op over the ranks of scale * source: per element of `out`, reads `count` elements and writes 1, or 2 with a
+// mirror.
 //
 // The outer loop walks blocks that fit in the first-level cache, the inner one the ranks in order, two operands at a
 // time, so main memory sees each source once whatever `count` is.
@@ -132,10 +133,9 @@ void reduce_block(T* out, const T* const* sources, std::uint32_t count, double s
 }
 
 template <ReduceOp op, class T>
-void reduce_typed(void* out, void* mirror, const void* const* sources, std::uint32_t count, double scale,
-                  std::uint64_t numel) {
+void reduce_typed(void* out, void* mirror, bool stream, const void* const* sources, std::uint32_t count,
+                  double scale, std::uint64_t numel) {
   constexpr std::uint64_t block = block_nbytes / sizeof(Accumulator<T>);
-  const bool stream = should_stream(numel * sizeof(T));
   const T* at[max_ranks];
   for (std::uint64_t start = 0; start < numel; start += block) {
     const std::uint64_t length = std::min(block, numel - start);
@@ -147,12 +147,12 @@ void reduce_typed(void* out, void* mirror, const void* const* sources, std::uint
 }
 
 template <class T>
-void reduce_op(ReduceOp op, void* out, void* mirror, const void* const* sources, std::uint32_t count, double scale,
-               std::uint64_t numel) {
+void reduce_op(ReduceOp op, void* out, void* mirror, bool stream, const void* const* sources, std::uint32_t count,
+               double scale, std::uint64_t numel) {
   switch (op) {
-    case ReduceOp::sum: return reduce_typed<ReduceOp::sum, T>(out, mirror, sources, count, scale, numel);
-    case ReduceOp::max: return reduce_typed<ReduceOp::max, T>(out, mirror, sources, count, scale, numel);
-    case ReduceOp::min: return reduce_typed<ReduceOp::min, T>(out, mirror, sources, count, scale, numel);
+    case ReduceOp::sum: return reduce_typed<ReduceOp::sum, T>(out, mirror, stream, sources, count, scale, numel);
+    case ReduceOp::max: return reduce_typed<ReduceOp::max, T>(out, mirror, stream, sources, count, scale, numel);
+    case ReduceOp::min: return reduce_typed<ReduceOp::min, T>(out, mirror, stream, sources, count, scale, numel);
     case ReduceOp::count: return;
   }
 }
@@ -170,18 +170,18 @@ std::size_t element_nbytes(DType dtype) {
 
 bool is_floating(DType dtype) { return dtype <= DType::bfloat16; }
 
-void reduce(DType dtype, ReduceOp op, void* out, void* mirror, const void* const* sources, std::uint32_t count,
-            double scale, std::uint64_t numel) {
+void reduce(DType dtype, ReduceOp op, void* out, void* mirror, bool stream, const void* const* sources,
+            std::uint32_t count, double scale, std::uint64_t numel) {
   switch (dtype) {
-    case DType::float32: return reduce_op<float>(op, out, mirror, sources, count, scale, numel);
-    case DType::float64: return reduce_op<double>(op, out, mirror, sources, count, scale, numel);
-    case DType::float16: return reduce_op<Float16>(op, out, mirror, sources, count, scale, numel);
-    case DType::bfloat16: return reduce_op<BFloat16>(op, out, mirror, sources, count, scale, numel);
-    case DType::int32: return reduce_op<std::int32_t>(op, out, mirror, sources, count, scale, numel);
-    case DType::int64: return reduce_op<std::int64_t>(op, out, mirror, sources, count, scale, numel);
-    case DType::uint8: return reduce_op<std::uint8_t>(op, out, mirror, sources, count, scale, numel);
-    case DType::int8: return reduce_op<std::int8_t>(op, out, mirror, sources, count, scale, numel);
-    case DType::int16: return reduce_op<std::int16_t>(op, out, mirror, sources, count, scale, numel);
+    case DType::float32: return reduce_op<float>(op, out, mirror, stream, sources, count, scale, numel);
+    case DType::float64: return reduce_op<double>(op, out, mirror, stream, sources, count, scale, numel);
+    case DType::float16: return reduce_op<Float16>(op, out, mirror, stream, sources, count, scale, numel);
+    case DType::bfloat16: return reduce_op<BFloat16>(op, out, mirror, stream, sources, count, scale, numel);
+    case DType::int32: return reduce_op<std::int32_t>(op, out, mirror, stream, sources, count, scale, numel);
+    case DType::int64: return reduce_op<std::int64_t>(op, out, mirror, stream, sources, count, scale, numel);
+    case DType::uint8: return reduce_op<std::uint8_t>(op, out, mirror, stream, sources, count, scale, numel);
+    case DType::int8: return reduce_op<std::int8_t>(op, out, mirror, stream, sources, count, scale, numel);
+    case DType::int16: return reduce_op<std::int16_t>(op, out, mirror, stream, sources, count, scale, numel);
     case DType::count: return;
   }
 }

@@ -33,13 +33,13 @@ bool SharedMemoryGroup::reduce(Memory tensor, std::uint32_t root, ReduceOp op, d
 bool SharedMemoryGroup::reduce_at_once(Memory tensor, const Signature& signature, ReduceOp op, double scale) {
   return run(signature, 1, {
     [&](std::uint64_t, std::uint64_t slot) {
-      copy_to_slot(segment_->slot(rank_, slot), tensor.data, tensor.nbytes(), should_stream(tensor.nbytes()));
+      copy_to_slot(segment_->slot(rank_, slot), tensor.data, tensor.nbytes(), stream_);
     },
     [&](std::uint64_t, std::uint64_t slot) {
       const void* sources[max_ranks];
       for (std::uint32_t peer = 0; peer < size_; ++peer) sources[peer] = segment_->slot(peer, slot);
       sources[rank_] = tensor.data;
-      shm::reduce(tensor.dtype, op, tensor.data, nullptr, sources, size_, scale, tensor.numel);
+      shm::reduce(tensor.dtype, op, tensor.data, nullptr, false, sources, size_, scale, tensor.numel);
     }});
 }
 
@@ -60,7 +60,7 @@ bool SharedMemoryGroup::reduce_in_slices(Memory tensor, const Signature& signatu
         const std::uint32_t slice = (rank_ + step) % size_;
         const Piece part = piece_of(bounds, slice, chunk, piece);
         copy_to_slot(region(rank_, slot, slice), tensor.data + part.start * element, part.numel * element,
-                     should_stream(part.numel * element));
+                     stream_);
       }
     },
     [&](std::uint64_t chunk, std::uint64_t slot) {
@@ -70,7 +70,8 @@ bool SharedMemoryGroup::reduce_in_slices(Memory tensor, const Signature& signatu
       std::byte* own = tensor.data + part.start * element;
       sources[rank_] = own;
       void* result = region(rank_, slot, rank_);
-      shm::reduce(tensor.dtype, op, wanted ? own : result, wanted ? result : nullptr, sources, size_, scale, part.numel);
+      shm::reduce(tensor.dtype, op, wanted ? own : result, wanted ? result : nullptr, stream_, sources, size_, scale,
+                  part.numel);
     },
     [&](std::uint64_t chunk, std::uint64_t slot) {
       for (std::uint32_t step = 1; wanted && step < size_; ++step) {
@@ -93,7 +94,7 @@ bool SharedMemoryGroup::reduce_scatter(Memory tensor, const Bounds& bounds, doub
         const std::uint32_t slice = (rank_ + step) % size_;
         const Piece part = piece_of(bounds, slice, chunk, piece);
         copy_to_slot(segment_->slot(rank_, slot) + slice * piece * element, tensor.data + part.start * element,
-                     part.numel * element, should_stream(part.numel * element));
+                     part.numel * element, stream_);
       }
     },
     [&](std::uint64_t chunk, std::uint64_t slot) {
@@ -104,7 +105,7 @@ bool SharedMemoryGroup::reduce_scatter(Memory tensor, const Bounds& bounds, doub
       }
       std::byte* own = tensor.data + part.start * element;
       sources[rank_] = own;
-      shm::reduce(tensor.dtype, ReduceOp::sum, own, nullptr, sources, size_, scale, part.numel);
+      shm::reduce(tensor.dtype, ReduceOp::sum, own, nullptr, false, sources, size_, scale, part.numel);
     }});
 }
 

@@ -74,7 +74,7 @@ Segment::Segment(const std::string& path, std::uint32_t rank, std::uint32_t size
   if (static_cast<std::uint64_t>(facts.st_size) < nbytes_) fail(EINVAL, path + " is smaller than its group needs");
   struct flock lock = record(F_WRLCK, rank);
   if (fcntl(descriptor_->number(), F_SETLK, &lock) != 0) fail(errno, path + ": another process holds this rank");
-  // Populated at once: a page fault in the first collectives costs more than the copy (measured: 0.25 us a page).
+  // Populated at once, so that the first collectives take no page faults.
   void* address = mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, descriptor_->number(), 0);
   if (address == MAP_FAILED) fail(errno, path);
   base_ = static_cast<std::byte*>(address);

@@ -20,6 +20,9 @@ using Clock = std::chrono::steady_clock;
 constexpr std::uint32_t spins_with_a_core_each = 400;
 /// With fewer cores than ranks the peer cannot come while this rank keeps the core.
 constexpr std::uint32_t spins_when_crowded = 0;
+/// Other programs may leave two ranks a single core, where spinning only keeps the peer from coming (measured: 28 us a
+/// call of 4 KB); after so many barriers it is tried again.
+constexpr std::uint64_t passes_between_hopes = 256;
 /// A yield returns at once on an idle core and lets a peer run on a busy one.
 constexpr std::uint32_t yields_before_sleep = 100;
 /// How often a sleeper looks for dead peers.
@@ -61,7 +64,8 @@ std::string name_ranks(const std::vector<std::uint32_t>& ranks) {
 
 Meeting::Meeting(std::shared_ptr<Segment> segment, double timeout_seconds, std::function<bool()> interrupted)
     : segment_(std::move(segment)), timeout_seconds_(timeout_seconds), interrupted_(std::move(interrupted)),
-      spins_(segment_->size() <= usable_cores() ? spins_with_a_core_each : spins_when_crowded) {}
+      spin_limit_(segment_->size() <= usable_cores() ? spins_with_a_core_each : spins_when_crowded),
+      spins_(spin_limit_) {}
 
 bool Meeting::has_arrived(std::uint32_t peer) const {
   const std::uint32_t arrived = segment_->box(peer).arrived.load(std::memory_order_acquire);
@@ -70,13 +74,11 @@ bool Meeting::has_arrived(std::uint32_t peer) const {
 }
 
 bool Meeting::pass(const char* what, Failure& failure) {
-#if defined(__x86_64__)
-  __builtin_ia32_sfence();  // non-temporal stores are ordered by nothing else
-#endif
   RankBox& own = segment_->box(segment_->rank());
   // Sequentially consistent on both sides: either the sleeper sees the new count, or we see the sleeper.
   own.arrived.store(static_cast<std::uint32_t>(interval_ + 1), std::memory_order_seq_cst);
   if (own.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(own.arrived);
+  if (interval_ % passes_between_hopes == 0) spins_ = spin_limit_;
   std::uint32_t spins = spins_;
   std::uint32_t yields = yields_before_sleep;
   for (std::uint32_t peer = 0; peer < segment_->size(); ++peer) {
@@ -91,6 +93,11 @@ bool Meeting::pass(const char* what, Failure& failure) {
         return false;
       }
     }
+  }
+  if (yields < yields_before_sleep) {
+    spins_ /= 2;
+  } else if (spins < spins_) {  // it was worth while; a peer that was there before us proves nothing
+    spins_ = spin_limit_;
   }
   ++interval_;
   return true;
@@ -134,7 +141,9 @@ bool Meeting::check_peers(double waited_seconds, const char* what, Failure& fail
     return give_up(name_ranks(absent) + " did not come to " + what + " within `timeout` = " + seconds + " s",
                    absent, failure);
   }
-  if (interrupted_()) return give_up("rank " + std::to_string(segment_->rank()) + " was interrupted in " + what, {}, failure);
+  if (interrupted_()) {
+    return give_up(name_ranks({segment_->rank()}) + " was interrupted in " + what, {}, failure);
+  }
   return true;
 }
 

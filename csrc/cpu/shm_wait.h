@@ -47,7 +47,8 @@ class Meeting {
   std::shared_ptr<Segment> segment_;
   double timeout_seconds_;
   std::function<bool()> interrupted_;
-  std::uint32_t spins_;
+  std::uint32_t spin_limit_;
+  std::uint32_t spins_;  // at most spin_limit_: halved whenever spinning was in vain
   std::uint64_t interval_ = 0;
 };
 

@@ -8,12 +8,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.comms import mpi_launch
-from gradwire.comms.compat import store_of
+from gradwire.comms.compat import PrefixStore, store_of
 from gradwire.comms.transport.mpi import MpiGroup, connect
 
 TIMEOUT = timedelta(seconds=60)

@@ -1,0 +1,88 @@
+# make run    the main job: .venv, torch, gradwire with its compiled part, then plain DDP against gradwire
+# make test   the same environment, then the whole test suite      ARGS="-k emulate" goes to pytest
+# make lint   ruff and mypy
+# make conformance   PyTorch's own distributed tests against the backend "gradwire" (half an hour)
+#
+# PYTHON=/path/to/python uses that interpreter's environment as it is: no .venv, and its torch is left alone.
+# REQUIRE=netns makes the tests of the emulated cluster fail where they would be skipped.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: run test lint floors conformance clean always
+
+ifeq ($(PYTHON),)
+python := $(CURDIR)/.venv/bin/python
+prefix := $(CURDIR)/.venv
+constraints := -c constraints.txt
+else
+python := $(PYTHON)
+prefix := $(shell $(PYTHON) -c 'import sys; print(sys.prefix)')
+constraints :=
+ifeq ($(prefix),)
+$(error `PYTHON`: $(PYTHON) does not run; give the path of a Python >= 3.11)
+endif
+endif
+
+# Python files need no reinstall (the install is editable); these do.
+sources := $(shell find csrc -type f) CMakeLists.txt pyproject.toml constraints.txt
+# A stamp belongs to an environment and names the checkout that was installed there last.
+stamp := $(prefix)/.gradwire-
+fresh = $(if $(filter $(CURDIR),$(shell cat $(1) 2>/dev/null)),,always)
+# The requirements of one extra, without building gradwire again.
+extra = $$($(python) -c 'import sys, tomllib; \
+  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]])' $(1))
+pip := $(python) -m pip install --disable-pip-version-check --quiet
+
+run: $(stamp)run
+	$(python) -m gradwire.bench.main_job $(ARGS)
+
+test: $(stamp)test
+	$(python) -m pytest $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)
+
+floors: $(stamp)test
+	$(python) -m pytest tests/test_floors.py
+
+lint: $(stamp)lint
+	$(python) -m ruff check .
+	$(python) -m mypy
+
+conformance: $(stamp)test
+	$(python) tests/conformance.py $(ARGS)
+
+clean:
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(stamp)run: $(stamp)torch $(sources) $(call fresh,$(stamp)run)
+	@echo "installing gradwire with its compiled part ..."
+	$(pip) $(constraints) -e .
+	@echo $(CURDIR) > $@
+
+$(stamp)test: $(stamp)run $(call fresh,$(stamp)test)
+	$(pip) $(constraints) $(call extra,test)
+	@echo $(CURDIR) > $@
+
+$(stamp)lint: $(stamp)test $(call fresh,$(stamp)lint)
+	$(pip) $(constraints) $(call extra,lint)
+	@echo $(CURDIR) > $@
+
+ifeq ($(PYTHON),)
+$(stamp)torch: constraints.txt | $(python)
+	@echo "installing the pinned torch into .venv (the longest part, once) ..."
+	$(pip) $(constraints) torch numpy
+	@touch $@
+
+$(python):
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo 'python3 is missing or older than 3.11: apt-get install python3 (Debian 12, Ubuntu 24.04 or newer)'; exit 1; }
+	@python3 -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo 'python3 cannot make environments: apt-get install python3-venv'; exit 1; }
+	@command -v c++ >/dev/null || { echo 'no C++ compiler: apt-get install g++'; exit 1; }
+	python3 -m venv .venv
+else
+$(stamp)torch:
+	@$(python) -c 'import torch' 2>/dev/null || \
+	  { echo '`PYTHON`: $(python) has no torch; install torch >= 2.11 there, or leave PYTHON out'; exit 1; }
+	@command -v c++ >/dev/null || { echo 'no C++ compiler: apt-get install g++'; exit 1; }
+	@touch $@
+endif

@@ -1,0 +1,205 @@
+"""What `gradwire bench kernels` times: each kernel, the bytes it cannot avoid, and the best torch composition.
+
+Compositions are written as a careful user would: preallocated outputs, few passes, NumPy's packbits where it is
+faster than torch. Every case works on a few sets of buffers in turn, so that inputs come from memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.compressors.kernels import kernels_for
+from gradwire.compressors.onebit import OneBitCodec
+from gradwire.compressors.quantize import QuantizeCodec
+from gradwire.compressors.reference_dgc import DgcRule, DgcState
+
+SETS = 3
+"""Sets of buffers: with 25 MiB in each tensor, more than any cache holds."""
+WORKERS = 4
+RANK = 4
+DENSITY = 0.001
+Step = Callable[[int], object]
+"""One run on the buffers of set i."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table."""
+
+    name: str
+    nbytes: float
+    """Bytes that must be read and written at least."""
+    ours: Step
+    composed: Step
+    outputs: list[Tensor]
+    """What both write, one tensor a set, so that a test can compare them."""
+
+
+def _randn(numel: int, device: torch.device) -> list[Tensor]:
+    return [torch.randn(numel, device=device) for _ in range(SETS)]
+
+
+def cast_case(numel: int, device: torch.device) -> Case:
+    """Scale and cast to float16."""
+    x, half, scaled = _randn(numel, device), torch.empty(numel, dtype=torch.float16, device=device), _randn(numel, device)
+    kernels = kernels_for(x[0])
+
+    def composed(i: int) -> None:
+        torch.mul(x[i], 0.125, out=scaled[i])
+        half.copy_(scaled[i])
+
+    return Case("fp16_encode", 6.0 * numel, lambda i: kernels.cast_encode(x[i], 0.125, None, None, half), composed,
+                [half])
+
+
+def onebit_encode_case(numel: int, device: torch.device) -> Case:
+    """Signs and block scales of gradient + residual, and the new residual in place of the old."""
+    g, e, p, signs = (_randn(numel, device) for _ in range(4))
+    payload = torch.empty(OneBitCodec().wire_nbytes(numel), dtype=torch.uint8, device=device)
+    kernels = kernels_for(payload)
+
+    def composed(i: int) -> object:
+        torch.add(g[i], e[i], out=p[i])
+        blocks = p[i].view(-1, 1024)
+        scales = torch.linalg.vector_norm(blocks, ord=1, dim=1).div_(1024)
+        torch.copysign(scales[:, None], blocks, out=signs[i].view(-1, 1024))
+        torch.sub(p[i], signs[i], out=e[i])
+        return pack_bits(p[i] >= 0), scales
+
+    return Case("onebit_encode", 12.125 * numel, lambda i: kernels.onebit_encode(g[i], e[i], e[i], payload), composed,
+                e)
+
+
+def pack_bits(mask: Tensor) -> object:
+    """Packs a bool tensor, the lowest bit first: NumPy on the CPU, a weighted sum elsewhere."""
+    if mask.is_cpu:
+        return np.packbits(mask.numpy(), bitorder="little")
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
+    return (mask.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor) -> Tensor:
+    """The inverse of `pack_bits`, as uint8."""
+    if packed.is_cpu:
+        return torch.from_numpy(np.unpackbits(packed.numpy(), bitorder="little"))
+    return (packed[:, None] >> torch.arange(8, device=packed.device) & 1).view(-1)
+
+
+def onebit_decode_case(numel: int, device: torch.device) -> Case:
+    """The sum of four workers' payloads."""
+    codec, target, x = OneBitCodec(), _randn(numel, device), torch.randn(numel, device=device)
+    payloads = torch.empty(WORKERS, codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
+    for payload in payloads:
+        codec.encode(x, payload)
+    split = codec.wire_nbytes(numel) - numel // 8
+    scales = payloads[:, :split].contiguous().view(torch.float32)
+    kernels = kernels_for(payloads)
+
+    def composed(i: int) -> None:
+        total = target[i].view(-1, 1024)
+        total.copy_(-scales.sum(0)[:, None].expand_as(total))
+        for worker in range(WORKERS):
+            bits = unpack_bits(payloads[worker, split:]).view(-1, 1024)
+            total.addcmul_(bits, 2 * scales[worker][:, None])
+
+    return Case("onebit_decode_reduce", (4 + WORKERS / 8) * numel,
+                lambda i: kernels.onebit_decode_reduce(payloads, None, target[i]), composed, target)
+
+
+def quantize_case(bits: int, numel: int, device: torch.device) -> Case:
+    """Block-wise min-max codes of a gradient."""
+    x, codec = _randn(numel, device), QuantizeCodec(bits)
+    payload = torch.empty(codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
+    shifted = torch.empty(numel // 512, 512, device=device)
+    kernels, levels = kernels_for(payload), 2**bits - 1
+
+    def composed(i: int) -> object:
+        blocks = x[i].view(-1, 512)
+        low, high = torch.aminmax(blocks, dim=1, keepdim=True)
+        unit = (high - low).div_(levels)
+        torch.sub(blocks, low, out=shifted)
+        codes = shifted.mul_(1 / unit).add_(0.5).to(torch.uint8).view(-1)
+        return (codes[0::2] | codes[1::2] << 4 if bits == 4 else codes), unit, low
+
+    return Case(f"int{bits}_encode", (4 + bits / 8) * numel,
+                lambda i: kernels.quantize_encode(bits, x[i], None, None, payload, None), composed, [payload])
+
+
+def dgc_case(numel: int, device: torch.device) -> Case:
+    """Momentum correction, selection of a thousandth, and masking; the state in place."""
+    g, u, v = (_randn(numel, device) for _ in range(3))
+    magnitude = torch.empty(numel, device=device)
+    k = int(DENSITY * numel)
+    indices = torch.empty(k, dtype=torch.int32, device=device)
+    values = torch.empty(k, device=device)
+    kernels, rule = kernels_for(indices), DgcRule(0.9)
+
+    def ours(i: int) -> None:
+        kernels.dgc_step(g[i], DgcState(u[i], v[i], u[i], v[i]), rule, indices, values)
+
+    def composed(i: int) -> object:
+        torch.add(g[i], u[i], alpha=0.9, out=u[i])
+        v[i].add_(u[i])
+        torch.abs(v[i], out=magnitude)
+        sampled = magnitude[::97]
+        threshold = torch.topk(sampled, max(1, int(DENSITY * sampled.numel()))).values[-1]
+        chosen = (magnitude >= threshold).nonzero().view(-1)
+        if chosen.numel() > k:
+            chosen = chosen[torch.topk(magnitude[chosen], k).indices]
+        sent = v[i][chosen]
+        u[i][chosen] = 0.0
+        v[i][chosen] = 0.0
+        return sent
+
+    return Case("dgc_step", (20 + 8 * DENSITY) * numel, ours, composed, v)
+
+
+def powersgd_case(numel: int, device: torch.device) -> Case:
+    """One square matrix, rank 4, against the local work of torch's powerSGD_hook with its own layout of factors."""
+    side = int(numel**0.5)
+    g, e, copy = (_randn(side * side, device) for _ in range(3))
+    q_rows, p_rows, q_sum = (torch.randn(RANK, side, device=device) for _ in range(3))
+    q, p = torch.randn(side, RANK, device=device), torch.randn(side, RANK, device=device)
+    kernels = kernels_for(q)
+
+    def ours(i: int) -> None:
+        matrix, residual = g[i].view(side, side), e[i].view(side, side)
+        kernels.powersgd_project(matrix, residual, q_rows, p_rows)
+        kernels.orthogonalize(p_rows, 0)
+        kernels.powersgd_back_project(matrix, p_rows, q_rows)
+        q_sum.copy_(q_rows)
+        kernels.powersgd_restore(matrix, residual, p_rows, q_rows, q_sum)
+
+    def composed(i: int) -> None:
+        matrix = g[i].view(side, side)
+        g[i].add_(e[i])
+        copy[i].copy_(g[i])
+        torch.linalg.qr(q, out=(q, torch.empty(0, device=device)))
+        torch.matmul(matrix, q, out=p)
+        torch.linalg.qr(p, out=(p, torch.empty(0, device=device)))
+        torch.matmul(matrix.t(), p, out=q)
+        torch.matmul(p, q.t(), out=matrix)
+        torch.sub(copy[i], g[i], out=e[i])
+
+    return Case("powersgd_step", 28.0 * side * side, ours, composed, e)
+
+
+def all_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Case]]:
+    """Returns what makes each case, by name; buffers are made only when it is called.
+
+    Args:
+        numel: Elements of the gradient, a multiple of 1024.
+        device: Where to run.
+    """
+    return {
+        "fp16_encode": lambda: cast_case(numel, device),
+        "onebit_encode": lambda: onebit_encode_case(numel, device),
+        "onebit_decode_reduce": lambda: onebit_decode_case(numel, device),
+        "int8_encode": lambda: quantize_case(8, numel, device),
+        "int4_encode": lambda: quantize_case(4, numel, device),
+        "dgc_step": lambda: dgc_case(numel, device),
+        "powersgd_step": lambda: powersgd_case(numel, device),
+    }

@@ -1,0 +1,93 @@
+"""The phase that a compressor runs: this rank's shards, the group it sees, the bytes it sends."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from gradwire.comms.groups import Groups
+from gradwire.comms.lanes import Lane
+from gradwire.comms.schedule import Transfer
+from gradwire.comms.transport.torch_group import Works
+from gradwire.compressors.base import Compressor, Group, Layout, Work
+
+
+def run_compressed(compressor: Compressor, shards: Sequence[Tensor], layouts: Sequence[Layout],
+                   groups: Sequence[Group], flush: bool) -> Iterator[Work]:
+    """All-reduces shards through a compressor, all in step; yields the works of each round of collectives.
+
+    Args:
+        compressor: Who shrinks them.
+        shards: 1-D, changed in place; narrow types go through float32.
+        layouts: Which parameter lies where in each shard.
+        groups: Over which ranks each is summed.
+        flush: Add what the compressor holds back and send it all dense.
+    """
+    wide = [shard.float() for shard in shards]
+    running = [_flushed(compressor, *each) if flush else compressor.all_reduce(*each)
+               for each in zip(wide, layouts, groups, strict=True)]
+    while pending := [work for work in (next(each, None) for each in running) if work is not None]:
+        yield Works(pending)
+    for shard, result in zip(shards, wide, strict=True):
+        if result.data_ptr() != shard.data_ptr():
+            shard.copy_(result)
+
+
+def _flushed(compressor: Compressor, shard: Tensor, layout: Layout, group: Group) -> Iterator[Work]:
+    compressor.flush(shard, layout)
+    yield group.all_reduce(shard)
+
+
+def compressed_nbytes(compressor: Compressor, layout: Layout, transfers: list[Transfer]) -> float:
+    """Bytes that this rank sends for its shards in a compressed phase."""
+    return sum(compressor.wire_nbytes(layout.cut(transfer.start, transfer.stop), len(transfer.members))
+               for transfer in transfers)
+
+
+class Switch:
+    """The lane that a compressor's collectives go through now."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+
+
+class LaneGroup:
+    """A `Group` that stands for another communicator of the same ranks after each hop."""
+
+    def __init__(self, groups: Groups, rank: int, members: tuple[int, ...], switch: Switch) -> None:
+        self.rank = members.index(rank)
+        self._groups = groups
+        self._members = members
+        self._switch = switch
+
+    @property
+    def _group(self) -> Group:
+        return self._groups.get(self._switch.lane, self._members)
+
+    @property
+    def size(self) -> int:
+        """See `Group.size`."""
+        return len(self._members)
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """See `Group.all_reduce`."""
+        return self._group.all_reduce(tensor)
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> Work:
+        """See `Group.all_to_all`."""
+        return self._group.all_to_all(output, source)
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Work:
+        """See `Group.all_gather`."""
+        return self._group.all_gather(output, source)
+
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
+        """See `Group.reduce_scatter`."""
+        return self._group.reduce_scatter(tensor, bounds)
+
+    def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
+        """See `Group.all_gather_slices`."""
+        return self._group.all_gather_slices(tensor, bounds)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work:
+        """See `Group.broadcast`."""
+        return self._group.broadcast(tensor, root)

@@ -1,0 +1,114 @@
+"""What a step of a compressed model needs around the all-reduces: commit or drop, loss scale, flush, save and load.
+
+State changes of a step take effect at its end, and only where every element of the averaged gradient is finite. All
+ranks hold the same averaged gradient, so all of them decide alike without asking each other.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.base import Compressor, StateDict, StateValue
+from gradwire.compressors.registry import Option
+from gradwire.compressors.routed import Routed
+from gradwire.compressors.rules import Rule, rules_from
+
+PREFIX = "gradwire/"
+"""Keys of the hook's own entries in a state dict."""
+
+
+class LossScaler(Protocol):
+    """What gradwire needs of torch.amp.GradScaler."""
+
+    def get_scale(self) -> float:
+        """The factor on the loss of the step that begins."""
+
+
+class Compression:
+    """The compressor of one model and the steps it goes through.
+
+    Args:
+        name: The compressor's name.
+        options: Its options.
+        rules: Which parameters travel otherwise; the default ones come after them.
+        rank: This rank.
+        size: Number of ranks.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Option], rules: Sequence[Rule | Mapping[str, object]],
+                 rank: int, size: int) -> None:
+        self.compressor: Compressor = Routed(name, options, rules_from(rules))
+        self.flushing = False
+        self._rank = rank
+        self._size = size
+        self._scaler: LossScaler | None = None
+        self._loss_scale = 0.0
+        self._pending: list[torch.futures.Future[Tensor]] = []
+        self._dirty = False
+
+    def watch(self, scaler: LossScaler) -> None:
+        """Rescales residuals from now on whenever `scaler` changes its scale."""
+        self._scaler = scaler
+
+    def begin_step(self) -> None:
+        """Runs before the first bucket of a step."""
+        if self._scaler is not None:
+            self.set_loss_scale(self._scaler.get_scale())
+
+    def set_loss_scale(self, scale: float) -> None:
+        """Tells the factor that the coming gradients carry; residuals follow a change of it.
+
+        Raises:
+            ValueError: `scale` is not a positive number.
+        """
+        if not 0 < scale < float("inf"):
+            raise ValueError(f"`scale` is {scale}; wanted a positive number")
+        if self._loss_scale and scale != self._loss_scale:
+            self.compressor.rescale(scale / self._loss_scale)
+        self._loss_scale = scale
+
+    def add(self, future: torch.futures.Future[Tensor]) -> None:
+        """Takes note of a bucket of the running step."""
+        self._pending.append(future)
+
+    def end_step(self) -> None:
+        """Waits for the step's buckets and commits the state they left, or drops it where one is not finite."""
+        pending, self._pending = self._pending, []
+        verdicts = [_is_finite(future.wait()) for future in pending]
+        finite = all(verdicts)
+        self.compressor.end_step(finite)
+        if finite:
+            self._dirty = not self.flushing
+            self.flushing = False
+
+    def state_dict(self) -> StateDict:
+        """This rank's state; see `HookState.state_dict`."""
+        own: StateDict = {PREFIX + "rank": self._rank, PREFIX + "size": self._size, PREFIX + "dirty": int(self._dirty),
+                          PREFIX + "loss_scale": self._loss_scale}
+        return own | self.compressor.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
+        """Restores a state; see `HookState.load_state_dict`."""
+        if any(PREFIX + key not in state for key in ("size", "rank", "dirty", "loss_scale")):
+            raise ValueError("`state` has no entries of gradwire's hook: wanted what HookState.state_dict() returned")
+        size, rank, dirty = (int(state[PREFIX + key]) for key in ("size", "rank", "dirty"))
+        if (size, rank) != (self._size, self._rank):
+            if dirty:
+                raise ValueError(
+                    f"`state` is of rank {rank} of {size}, this is rank {self._rank} of {self._size}, and it still holds "
+                    "residuals that belong to that rank: call state.flush() and train one more step before saving, or "
+                    "load each rank's own state at the same world size")
+            return  # the residuals are in the weights; momenta and factors of other shards are left to build up again
+        self.compressor.load_state_dict({key: value for key, value in state.items() if not key.startswith(PREFIX)})
+        self._loss_scale = float(state[PREFIX + "loss_scale"])
+        self._dirty = bool(dirty)
+
+
+def _is_finite(flat: Tensor) -> bool:
+    """One pass, no temporary: a NaN or an infinity anywhere shows in the extremes."""
+    if flat.numel() == 0:
+        return True
+    low, high = torch.aminmax(flat)
+    return bool(torch.isfinite(low) & torch.isfinite(high))

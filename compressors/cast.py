@@ -1,0 +1,81 @@
+"""float16 and bfloat16 on the wire, float32 in the sums."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.base import Group, Layout, Work, check_gradient
+from gradwire.compressors.kernels import kernels_for
+from gradwire.compressors.two_stage import TwoStage
+
+CAST_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+"""What a cast can narrow to, by torch's name."""
+
+
+class CastCodec:
+    """Rounds to float16 or bfloat16, to nearest with ties to even; overflow becomes inf and stays inf."""
+
+    def __init__(self, dtype: str) -> None:
+        if dtype not in CAST_DTYPES:
+            raise ValueError(f"`dtype` is {dtype!r}; wanted one of {', '.join(CAST_DTYPES)}")
+        self.dtype = CAST_DTYPES[dtype]
+
+    def wire_nbytes(self, numel: int) -> int:
+        """See `Codec.wire_nbytes`."""
+        return 2 * numel
+
+    def encode(self, flat: Tensor, payload: Tensor) -> None:
+        """See `Codec.encode`."""
+        self.encode_residual(flat, None, None, payload)
+
+    def decode(self, payload: Tensor, flat: Tensor) -> None:
+        """See `Codec.decode`."""
+        self.decode_reduce(payload.unsqueeze(0), None, flat)
+
+    def encode_residual(self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
+        """See `FusedCodec.encode_residual`."""
+        if flat.numel():
+            kernels_for(flat).cast_encode(flat, 1.0, residual, left, payload.view(self.dtype))
+
+    def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
+        """See `FusedCodec.decode_reduce`."""
+        if flat.numel():
+            kernels_for(flat).cast_decode_reduce(payloads.view(self.dtype), addend, flat)
+
+
+class Cast(TwoStage):
+    """The compressors "fp16" and "bf16".
+
+    Args:
+        name: "fp16" or "bf16".
+        plain: One narrow all_reduce, summed in the narrow dtype, instead of the two-stage exchange that sums in
+            float32: what torch's fp16_compress_hook does.
+        residual: Feed the rounding error back; not with `plain`.
+        warmup_steps: Steps that travel dense at the start.
+    """
+
+    def __init__(self, name: str, *, plain: bool = False, residual: bool = False, warmup_steps: int = 0) -> None:
+        if plain and residual:
+            raise ValueError("`residual` is True with `plain`; a narrow sum has no residual to feed back: drop one")
+        codec = CastCodec({"fp16": "float16", "bf16": "bfloat16"}[name])
+        super().__init__(name, codec, residual=residual, warmup_steps=warmup_steps)
+        self.dtype = codec.dtype
+        self.plain = plain
+
+    def wire_nbytes(self, layout: Layout, group_size: int) -> int:
+        """See `Compressor.wire_nbytes`."""
+        if self.plain:
+            return round(2 * (group_size - 1) / group_size * 2 * layout.numel)
+        return super().wire_nbytes(layout, group_size)
+
+    def all_reduce(self, shard: Tensor, layout: Layout, group: Group) -> Iterator[Work]:
+        """See `Compressor.all_reduce`."""
+        if not self.plain or group.size == 1 or self.step < self.warmup_steps or not shard.numel():
+            yield from super().all_reduce(shard, layout, group)
+            return
+        check_gradient(shard)
+        narrow = torch.empty(shard.numel(), dtype=self.dtype, device=shard.device)
+        kernels_for(shard).cast_encode(shard, 1.0, None, None, narrow)
+        yield group.all_reduce(narrow)
+        kernels_for(shard).cast_decode_reduce(narrow.unsqueeze(0), None, shard)

@@ -1,0 +1,57 @@
+"""The compressor "none": an exact all-reduce, with the momentum that a lossy neighbour may ask for."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.base import Group, Layout, Work, check_gradient, even_bounds
+from gradwire.compressors.stateful import Stateful
+
+CACHE_LINE_NUMEL = 16
+"""Elements of float32 in 64 bytes: shards cut there share no cache line."""
+
+
+class Dense(Stateful):
+    """An exact sum in float32.
+
+    Args:
+        momentum: Folds in u = momentum * u + gradient first: for biases beside a compressor that takes over the
+            optimizer's momentum. 0 folds in none.
+        nesterov: What travels is gradient + momentum * u instead of u.
+    """
+
+    def __init__(self, *, momentum: float = 0.0, nesterov: bool = False) -> None:
+        if not 0.0 <= momentum < 1.0:
+            raise ValueError(f"`momentum` is {momentum}; wanted 0 <= momentum < 1")
+        super().__init__("none", ["momentum"] if momentum else [])
+        self.momentum = momentum
+        self.nesterov = nesterov
+
+    def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
+        """See `Compressor.partition`."""
+        return even_bounds(layout.numel, parts, CACHE_LINE_NUMEL)
+
+    def wire_nbytes(self, layout: Layout, group_size: int) -> int:
+        """See `Compressor.wire_nbytes`."""
+        return round(2 * (group_size - 1) / group_size * 4 * layout.numel)
+
+    def all_reduce(self, shard: Tensor, layout: Layout, group: Group) -> Iterator[Work]:
+        """See `Compressor.all_reduce`."""
+        check_gradient(shard)
+        if self.momentum:
+            self._fold_momentum(shard, layout)
+        if group.size > 1 and shard.numel():
+            yield group.all_reduce(shard)
+
+    def flush(self, shard: Tensor, layout: Layout) -> None:
+        """Nothing is ever left out: `shard` stays as it is."""
+
+    def _fold_momentum(self, shard: Tensor, layout: Layout) -> None:
+        store = self.fields["momentum"]
+        old, new = store.read(layout, shard.device), store.stage(layout, shard.device)
+        torch.add(shard, old, alpha=self.momentum, out=new)
+        if self.nesterov:
+            shard.add_(new, alpha=self.momentum)
+        else:
+            shard.copy_(new)

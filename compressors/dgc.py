@@ -1,0 +1,170 @@
+"""Deep gradient compression: only the largest accumulated gradients travel, a thousandth of them by default.
+
+The optimizer's momentum moves in here (momentum correction), because a gradient that waits many steps would otherwise
+miss it; the optimizer then runs without momentum.
+Source: Lin et al., Deep Gradient Compression, ICLR 2018.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.base import Group, Layout, Slice, Work, check_gradient, even_bounds
+from gradwire.compressors.cast import CAST_DTYPES
+from gradwire.compressors.kernels import kernels_for
+from gradwire.compressors.reference_dgc import DgcRule, DgcState
+from gradwire.compressors.stateful import Stateful
+from gradwire.compressors.two_stage import SHARD_ALIGN
+
+WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
+"""Source: Lin et al., ICLR 2018, section 3.3: four epochs of rising sparsity before the final one."""
+INDEX_NBYTES = 4
+
+
+class DGC(Stateful):
+    """The compressor "dgc".
+
+    Args:
+        density: Share of each parameter's elements that travels, 0 < density <= 1; at least one element does.
+        momentum: Of the momentum correction; the optimizer runs without.
+        nesterov: Nesterov's momentum instead of the heavy ball.
+        clip_norm: Clips each parameter's local gradient to this norm times group size^-1/2 before it is accumulated;
+            0 clips nothing.
+        warmup_steps: Steps over which the density falls from 0.25 to `density`, in four equal stages.
+        value_dtype: "float32", "float16" or "bfloat16": what the values travel as; the rounding stays in the total.
+    """
+
+    def __init__(
+        self, *, density: float = 0.001, momentum: float = 0.9, nesterov: bool = False, clip_norm: float = 0.0,
+        warmup_steps: int = 100, value_dtype: str = "float32",
+    ) -> None:
+        _check_options(density, momentum, clip_norm, warmup_steps, value_dtype)
+        super().__init__("dgc", ["total", "velocity"])
+        self.density = density
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self.clip_norm = clip_norm
+        self.warmup_steps = warmup_steps
+        self.value_dtype = CAST_DTYPES.get(value_dtype, torch.float32)
+
+    @property
+    def current_density(self) -> float:
+        """Density of this step: the warm-up's, where it is higher, then `density`."""
+        if self.step >= self.warmup_steps:
+            return self.density
+        stage = self.step * len(WARMUP_DENSITIES) // self.warmup_steps
+        return max(self.density, WARMUP_DENSITIES[stage])
+
+    def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
+        """See `Compressor.partition`."""
+        return even_bounds(layout.numel, parts, SHARD_ALIGN)
+
+    def wire_nbytes(self, layout: Layout, group_size: int) -> int:
+        """See `Compressor.wire_nbytes`; of the current step's density."""
+        if self._travels_dense(group_size):
+            return round(2 * (group_size - 1) / group_size * 4 * layout.numel)
+        count = sum(self._count(item) for item in layout.slices)
+        return (group_size - 1) * count * (INDEX_NBYTES + self.value_dtype.itemsize)
+
+    def all_reduce(self, shard: Tensor, layout: Layout, group: Group) -> Iterator[Work]:
+        """See `Compressor.all_reduce`."""
+        check_gradient(shard)
+        if group.size == 1 or self.current_density == 1.0 or not shard.numel():
+            self._everything(shard, layout, group.size)
+            if group.size > 1 and shard.numel():
+                yield group.all_reduce(shard)
+            return
+        indices, values = self._select(shard, layout, group.size)
+        sent = self._rounded(layout, indices, values)
+        kernels = kernels_for(shard)
+        shard.zero_()
+        if self._travels_dense(group.size):
+            kernels.scatter_add(indices, sent.float(), shard)
+            yield group.all_reduce(shard)
+            return
+        payload = torch.cat([indices.view(torch.uint8), sent.view(torch.uint8)])
+        payloads = torch.empty(group.size, payload.numel(), dtype=torch.uint8, device=shard.device)
+        yield group.all_gather(payloads, payload)
+        split = INDEX_NBYTES * indices.numel()
+        for row in payloads:
+            kernels.scatter_add(row[:split].clone().view(torch.int32),
+                                row[split:].clone().view(self.value_dtype).float(), shard)
+
+    def flush(self, shard: Tensor, layout: Layout) -> None:
+        """Adds what was not sent yet to `shard`, in place; it is forgotten when the step commits, the momentum not."""
+        total = self.fields["total"]
+        if total.holds(layout):
+            shard.add_(total.read(layout, shard.device))
+            total.stage(layout, shard.device).zero_()
+
+    def _travels_dense(self, group_size: int) -> bool:
+        """Whether a sum of sparse tensors costs less as a dense one: from 1 / group_size of the elements on."""
+        return self.current_density * group_size >= 1.0
+
+    def _count(self, item: Slice) -> int:
+        return min(item.numel, max(1, math.ceil(self.current_density * item.numel)))
+
+    def _state(self, layout: Layout, device: torch.device) -> DgcState:
+        velocity, total = self.fields["velocity"], self.fields["total"]
+        return DgcState(velocity.read(layout, device), total.read(layout, device), velocity.stage(layout, device),
+                        total.stage(layout, device))
+
+    def _rule(self, gradient: Tensor, group_size: int) -> DgcRule:
+        if not self.clip_norm:
+            return DgcRule(self.momentum, self.nesterov)
+        limit = self.clip_norm * group_size**-0.5
+        norm = float(torch.linalg.vector_norm(gradient))
+        return DgcRule(self.momentum, self.nesterov, limit / norm if limit < norm < math.inf else 1.0)
+
+    def _select(self, shard: Tensor, layout: Layout, group_size: int) -> tuple[Tensor, Tensor]:
+        """Updates the staged state; returns the selected places within the shard (int32) and their totals."""
+        state = self._state(layout, shard.device)
+        counts = [self._count(item) for item in layout.slices]
+        indices = torch.empty(sum(counts), dtype=torch.int32, device=shard.device)
+        values = torch.empty(sum(counts), device=shard.device)
+        first = 0
+        for item, count in zip(layout.slices, counts, strict=True):
+            run, chosen = slice(item.start, item.stop), slice(first, first + count)
+            part = DgcState(state.velocity[run], state.total[run], state.velocity_out[run], state.total_out[run])
+            rule = self._rule(shard[run], group_size)
+            kernels_for(shard).dgc_step(shard[run], part, rule, indices[chosen], values[chosen])
+            indices[chosen] += item.start
+            first += count
+        return indices, values
+
+    def _rounded(self, layout: Layout, indices: Tensor, values: Tensor) -> Tensor:
+        """Returns the values as they travel, and puts what the rounding takes away back into the staged total."""
+        sent = values.to(self.value_dtype)
+        if self.value_dtype != torch.float32:
+            staged = self.fields["total"].stage(layout, values.device)
+            staged[indices.long()] = values - sent.float()
+        return sent
+
+    def _everything(self, shard: Tensor, layout: Layout, group_size: int) -> None:
+        """Momentum as usual, and nothing held back: the shard becomes what the whole total would send."""
+        state = self._state(layout, shard.device)
+        for item in layout.slices:
+            run = slice(item.start, item.stop)
+            rule = self._rule(shard[run], group_size)
+            g, u = shard[run] * rule.scale, state.velocity[run]
+            new = rule.momentum * (u + g) if rule.nesterov else rule.momentum * u + g
+            state.velocity_out[run] = new
+            shard[run] = state.total[run] + new + (g if rule.nesterov else 0.0)
+        state.total_out.zero_()
+
+
+def _check_options(
+    density: float, momentum: float, clip_norm: float, warmup_steps: int, value_dtype: str
+) -> None:
+    if not 0.0 < density <= 1.0:
+        raise ValueError(f"`density` is {density}; wanted 0 < density <= 1")
+    if not 0.0 <= momentum < 1.0:
+        raise ValueError(f"`momentum` is {momentum}; wanted 0 <= momentum < 1")
+    if not clip_norm >= 0.0:
+        raise ValueError(f"`clip_norm` is {clip_norm}; wanted a norm, or 0 to clip nothing")
+    if warmup_steps < 0:
+        raise ValueError(f"`warmup_steps` is {warmup_steps}; wanted 0 or more")
+    if value_dtype not in ("float32", *CAST_DTYPES):
+        raise ValueError(f"`value_dtype` is {value_dtype!r}; wanted float32, {' or '.join(CAST_DTYPES)}")

@@ -1,0 +1,156 @@
+"""The two-stage all-reduce of payloads that cannot be summed: all-to-all, decode and sum, all-gather.
+
+Each rank owns one part of the shard. It receives everybody's payload of that part, sums the decoded payloads in
+float32, encodes the sum once more and sends it to all. With W ranks a rank sends 2 (W - 1) / W of one payload, as
+the ring does, where gathering everybody's payload everywhere would send W - 1 of them. Owners decode their own
+answer like everybody else, so that all ranks end with the same bits.
+Source: Tang et al., 1-bit Adam, ICML 2021, section 4.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.base import Codec, Group, Work
+
+PART_ALIGN = 64
+"""Parts start at multiples of this many elements, so that every payload is a whole number of 8-byte words."""
+
+
+@runtime_checkable
+class FusedCodec(Codec, Protocol):
+    """A codec that also handles the residual, and the sum of several payloads, without a pass of its own."""
+
+    def encode_residual(self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
+        """Encodes p = flat + residual; writes p - decode(payload) to `left`, which may be `residual`."""
+
+    def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
+        """Writes addend + decode(payloads[0]) + decode(payloads[1]) + ... into `flat`."""
+
+
+@runtime_checkable
+class ServingCodec(FusedCodec, Protocol):
+    """A codec that decodes, sums and encodes again in one pass."""
+
+    def serve(self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int) -> None:
+        """Encodes the sum of all payloads plus `residual` into `answer`, and what is left out into `left`."""
+
+
+def encode(codec: Codec, flat: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
+    """Encodes flat + residual into `payload` and writes what the payload leaves out into `left`."""
+    if isinstance(codec, FusedCodec):
+        codec.encode_residual(flat, residual, left, payload)
+        return
+    p = flat if residual is None else flat + residual
+    codec.encode(p, payload)
+    if left is not None:
+        decoded = torch.empty_like(p)
+        codec.decode(payload, decoded)
+        torch.sub(p, decoded, out=left)
+
+
+def decode_sum(codec: Codec, payloads: Tensor, flat: Tensor) -> None:
+    """Writes the sum of the decoded rows of `payloads` into `flat`, added in row order."""
+    if isinstance(codec, FusedCodec):
+        codec.decode_reduce(payloads, None, flat)
+        return
+    decoded = torch.empty_like(flat)
+    flat.zero_()
+    for payload in payloads:
+        codec.decode(payload, decoded)
+        flat.add_(decoded)
+
+
+def serve(
+    codec: Codec, back: Codec, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor,
+    numel: int,
+) -> None:
+    """The owner's stage: sums the decoded payloads, and encodes the sum plus its residual with `back`."""
+    if back is codec and isinstance(codec, ServingCodec):
+        codec.serve(payloads, residual, left, answer, numel)
+        return
+    total = torch.empty(numel, device=payloads.device)
+    decode_sum(codec, payloads, total)
+    encode(back, total, residual, left, answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How a shard of `numel` elements is shared out between `size` owners."""
+
+    numel: int
+    size: int
+
+    @property
+    def width(self) -> int:
+        """Elements of a full part; the last ones may be shorter or empty."""
+        return -(-self.numel // (self.size * PART_ALIGN)) * PART_ALIGN
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """First element of the rank's part, and one past its last."""
+        return min(self.numel, rank * self.width), min(self.numel, (rank + 1) * self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class Residuals:
+    """Where two_stage finds and leaves what was left out; every tensor is 1-D float32, or None without residuals."""
+
+    worker: Tensor | None = None
+    """(numel) What this rank's payloads have left out so far."""
+    worker_left: Tensor | None = None
+    """(numel) Receives the new value."""
+    server: Tensor | None = None
+    """(own part) What this rank's answers have left out so far."""
+    server_left: Tensor | None = None
+    """(own part) Receives the new value."""
+
+
+def _cut(tensor: Tensor | None, start: int, stop: int) -> Tensor | None:
+    return None if tensor is None else tensor[start:stop]
+
+
+def two_stage(
+    source: Tensor, target: Tensor, group: Group, codec: Codec, back: Codec, residuals: Residuals
+) -> Iterator[Work]:
+    """Writes an approximation of the sum over the group of source + worker residual (+ server residual) to `target`.
+
+    Args:
+        source: 1-D float32, this rank's contribution.
+        target: 1-D float32, the same bits on all ranks afterwards; may be `source`.
+        group: The ranks to sum over.
+        codec: Encodes what goes to the owners.
+        back: Encodes the owners' sums.
+        residuals: Read, and its `*_left` tensors written.
+
+    Yields:
+        Two works: all-to-all, all-gather.
+    """
+    parts = Parts(source.numel(), group.size)
+    payloads = torch.zeros(group.size, codec.wire_nbytes(parts.width), dtype=torch.uint8, device=source.device)
+    for rank in range(group.size):
+        start, stop = parts.bounds(rank)
+        encode(codec, source[start:stop], _cut(residuals.worker, start, stop),
+               _cut(residuals.worker_left, start, stop), payloads[rank, : codec.wire_nbytes(stop - start)])
+    received = torch.empty_like(payloads)
+    yield group.all_to_all(received, payloads)
+
+    start, stop = parts.bounds(group.rank)
+    answer = torch.zeros(back.wire_nbytes(parts.width), dtype=torch.uint8, device=source.device)
+    received = received[:, : codec.wire_nbytes(stop - start)]
+    serve(codec, back, received, residuals.server, residuals.server_left, answer[: back.wire_nbytes(stop - start)],
+          stop - start)
+    answers = torch.empty(group.size, answer.numel(), dtype=torch.uint8, device=source.device)
+    yield group.all_gather(answers, answer)
+
+    for rank in range(group.size):
+        start, stop = parts.bounds(rank)
+        back.decode(answers[rank, : back.wire_nbytes(stop - start)], target[start:stop])
+
+
+def two_stage_nbytes(numel: int, group_size: int, codec: Codec, back: Codec) -> int:
+    """Bytes that one rank sends in `two_stage`: everybody else's parts there, its own answer to everybody back."""
+    width = Parts(numel, group_size).width
+    return (group_size - 1) * (codec.wire_nbytes(width) + back.wire_nbytes(width))

@@ -1,0 +1,92 @@
+"""Which compressor fits which optimizer: refuse what is known to fail, and move a momentum to where it belongs."""
+
+import logging
+import warnings
+from collections.abc import Mapping
+
+from torch.optim import SGD, Optimizer
+
+from gradwire.compressors.registry import Option, options_of
+
+logger = logging.getLogger("gradwire")
+
+ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "lamb", "adafactor", "adamax")
+"""Parts of the class names of optimizers that divide by a running second moment of the gradient."""
+WITH_MOMENTUM = ("onebit", "dgc")
+"""Compressors that fold the momentum in before they compress."""
+
+
+def check_optimizer(
+    compressor_name: str, optimizer: Optimizer, options: Mapping[str, Option] | None = None
+) -> None:
+    """Refuses, or warns of, a compressor and an optimizer that are known to fail together.
+
+    Signs give Adam a second moment that is the same for all elements of a block, and a thousandth of the gradient
+    gives it one that is zero almost everywhere. Momentum on both sides of the compression is applied twice.
+
+    Args:
+        compressor_name: As in `compressor=`.
+        optimizer: Steps on the compressed gradients.
+        options: The compressor's options.
+
+    Raises:
+        ValueError: The pair is known to fail; the message says what to use instead.
+
+    Source: Tang et al., 1-bit Adam, ICML 2021, section 3 (why Adam's second moment must not see signs); Lin et al.,
+        DGC, ICLR 2018, section 3.2 (momentum correction).
+    """
+    chosen = {**options_of(compressor_name), **(options or {})}
+    kind = type(optimizer).__name__
+    if compressor_name not in WITH_MOMENTUM or kind in ("OneBitAdam", "OneBitLamb"):
+        return
+    if any(part in kind.lower() for part in ADAPTIVE):
+        raise ValueError(f"`optimizer` is {kind} with compressor {compressor_name!r}, which is known not to converge: "
+                         "its second moment would see the compressed gradient. Use gradwire.OneBitAdam or "
+                         "gradwire.OneBitLamb, SGD, or one of fp16, bf16, int8, int4, powersgd")
+    outside = max((float(group.get("momentum", 0.0)) for group in optimizer.param_groups), default=0.0)
+    if outside and chosen.get("momentum"):
+        raise ValueError(f"`optimizer` is {kind} with momentum {outside} and compressor {compressor_name!r} has "
+                         f"`momentum` {chosen['momentum']}: it would be applied twice. Call "
+                         "take_momentum(optimizer) and pass what it returns as `compressor_options`")
+    if outside:
+        warnings.warn(f"compressor {compressor_name!r} with `momentum` 0 under {kind} with momentum {outside}: momentum "
+                      "applied after the compression amplifies what was left out and costs accuracy; "
+                      "take_momentum(optimizer) moves it before", stacklevel=2)
+    elif not isinstance(optimizer, SGD):
+        warnings.warn(f"compressor {compressor_name!r} under {kind} is untested: watch the loss against a dense run",
+                      stacklevel=2)
+
+
+def take_momentum(optimizer: Optimizer) -> dict[str, Option]:
+    """Takes the momentum out of an SGD optimizer, for a compressor that applies it before it compresses.
+
+    The weight decay is divided by 1 - momentum, because the momentum no longer multiplies it; both are logged.
+
+    Args:
+        optimizer: torch.optim.SGD with one momentum for all groups; its groups and buffers are changed in place.
+
+    Returns:
+        `momentum` and, where it was on, `nesterov`: options for the compressor.
+
+    Raises:
+        TypeError: Not SGD.
+        ValueError: No momentum, several different ones, or dampening; nothing was changed.
+    """
+    if not isinstance(optimizer, SGD):
+        raise TypeError(f"`optimizer` is {type(optimizer).__name__}; only torch.optim.SGD's momentum can be moved")
+    settings = {(float(group["momentum"]), bool(group["nesterov"]), float(group["dampening"]))
+                for group in optimizer.param_groups}
+    if len(settings) != 1:
+        raise ValueError("`optimizer` has groups with different momentum, nesterov or dampening; wanted one for all")
+    momentum, nesterov, dampening = settings.pop()
+    if not momentum or dampening:
+        raise ValueError(f"`optimizer` has momentum {momentum} and dampening {dampening}; "
+                         "wanted a momentum to take, and no dampening")
+    for group in optimizer.param_groups:
+        group["momentum"], group["nesterov"] = 0.0, False
+        group["weight_decay"] = group["weight_decay"] / (1.0 - momentum)
+        for parameter in group["params"]:
+            optimizer.state[parameter].pop("momentum_buffer", None)
+    logger.info("gradwire: momentum %g moved from SGD to the compressor; weight decay divided by %g", momentum,
+                1.0 - momentum)
+    return {"momentum": momentum, **({"nesterov": True} if nesterov else {})}

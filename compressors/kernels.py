@@ -1,0 +1,91 @@
+"""The door to the kernels: picks the compiled ones, CUDA's or the reference by the tensor's device."""
+
+import logging
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from gradwire.compressors import reference
+from gradwire.compressors.reference_dgc import DgcRule, DgcState
+
+logger = logging.getLogger("gradwire")
+
+
+class Kernels(Protocol):
+    """What a set of kernels offers; compressors/reference.py documents and defines each of them."""
+
+    def cast_encode(
+        self, gradient: Tensor, scale: float, residual: Tensor | None, left: Tensor | None, target: Tensor
+    ) -> None:
+        """See reference.cast_encode."""
+
+    def cast_decode_reduce(self, sources: Tensor, addend: Tensor | None, target: Tensor) -> None:
+        """See reference.cast_decode_reduce."""
+
+    def onebit_encode(self, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
+        """See reference.onebit_encode."""
+
+    def onebit_decode_reduce(self, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
+        """See reference.onebit_decode_reduce."""
+
+    def onebit_serve(
+        self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int
+    ) -> None:
+        """See reference.onebit_serve."""
+
+    def quantize_encode(
+        self, bits: int, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor,
+        key: int | None,
+    ) -> None:
+        """See reference.quantize_encode."""
+
+    def quantize_decode_reduce(self, bits: int, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
+        """See reference.quantize_decode_reduce."""
+
+    def dgc_step(self, gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
+        """See reference.dgc_step."""
+
+    def scatter_add(self, indices: Tensor, values: Tensor, target: Tensor) -> None:
+        """See reference.scatter_add."""
+
+    def powersgd_project(self, matrix: Tensor, residual: Tensor | None, q: Tensor, p: Tensor) -> None:
+        """See reference.powersgd_project."""
+
+    def powersgd_back_project(self, matrix: Tensor, p: Tensor, q: Tensor) -> None:
+        """See reference.powersgd_back_project."""
+
+    def powersgd_restore(
+        self, matrix: Tensor, left: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor
+    ) -> None:
+        """See reference.powersgd_restore."""
+
+    def orthogonalize(self, matrix: Tensor, key: int) -> None:
+        """See reference.orthogonalize."""
+
+
+_chosen: dict[str, Kernels] = {}
+
+
+def register_kernels(device_type: str, kernels: Kernels) -> None:
+    """Uses `kernels` for tensors on `device_type` ("cpu", "cuda", ...) from now on."""
+    _chosen[device_type] = kernels
+    logger.info("gradwire: %s kernels: %s", device_type, getattr(kernels, "__name__", type(kernels).__name__))
+
+
+def _choose(device_type: str) -> Kernels:
+    if device_type == "cpu":
+        try:
+            from gradwire.compressors import native
+        except ImportError as error:  # a source tree that was never built
+            logger.warning("gradwire: no compiled kernels (%s): the slower torch reference is used", error)
+        else:
+            return cast(Kernels, native)
+    return cast(Kernels, reference)
+
+
+def kernels_for(tensor: Tensor) -> Kernels:
+    """Returns the kernels for this tensor's device; the first choice for a device is logged."""
+    device_type = tensor.device.type
+    if device_type not in _chosen:
+        register_kernels(device_type, _choose(device_type))
+    return _chosen[device_type]

@@ -1,0 +1,69 @@
+"""One bit an element: the sign, and the mean magnitude of each block of 1024 elements."""
+
+from torch import Tensor
+
+from gradwire.compressors.base import Codec
+from gradwire.compressors.cast import CastCodec
+from gradwire.compressors.kernels import kernels_for
+from gradwire.compressors.quantize import QuantizeCodec
+from gradwire.compressors.reference import ONEBIT_BLOCK
+from gradwire.compressors.two_stage import TwoStage
+
+
+class OneBitCodec:
+    """Signs and block scales: exactly one bit an element and one float32 for each 1024.
+
+    A block of zeros decodes to zeros; a block with inf or NaN decodes to nothing finite. The scale is the L1 norm
+    divided by n, the least-squares choice, which never makes the error larger than the input.
+    Source: Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, section 4.
+    """
+
+    def wire_nbytes(self, numel: int) -> int:
+        """See `Codec.wire_nbytes`."""
+        return -(-numel // ONEBIT_BLOCK) * 4 + -(-numel // 8)
+
+    def encode(self, flat: Tensor, payload: Tensor) -> None:
+        """See `Codec.encode`."""
+        self.encode_residual(flat, None, None, payload)
+
+    def decode(self, payload: Tensor, flat: Tensor) -> None:
+        """See `Codec.decode`."""
+        self.decode_reduce(payload.unsqueeze(0), None, flat)
+
+    def encode_residual(self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
+        """See `FusedCodec.encode_residual`."""
+        if flat.numel():
+            kernels_for(flat).onebit_encode(flat, residual, left, payload)
+
+    def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
+        """See `FusedCodec.decode_reduce`."""
+        if flat.numel():
+            kernels_for(flat).onebit_decode_reduce(payloads, addend, flat)
+
+    def serve(self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int) -> None:
+        """See `ServingCodec.serve`."""
+        if numel:
+            kernels_for(payloads).onebit_serve(payloads, residual, left, answer, numel)
+
+
+def _return_codec(return_bits: int) -> Codec | None:
+    if return_bits not in (1, 8, 16):
+        raise ValueError(f"`return_bits` is {return_bits}; wanted 1, 8 or 16")
+    return {1: None, 8: QuantizeCodec(8), 16: CastCodec("bfloat16")}[return_bits]
+
+
+class OneBit(TwoStage):
+    """The compressor "onebit": momentum before the compression, a dense start, two residuals.
+
+    Args:
+        momentum: Folded in before the compression; the optimizer then runs without. Compressing plain gradients and
+            applying momentum afterwards costs several points of accuracy, because what the sign leaves out is many
+            gradients large and momentum amplifies it.
+        warmup_steps: Steps that travel dense at the start; about a sixth of the whole run is a good choice.
+        return_bits: Width of the way back: 1, 8 (int8) or 16 (bfloat16). Wider costs bytes and saves the second
+            quantisation's error.
+    """
+
+    def __init__(self, *, momentum: float = 0.9, warmup_steps: int = 100, return_bits: int = 1) -> None:
+        super().__init__("onebit", OneBitCodec(), back=_return_codec(return_bits), momentum=momentum,
+                         warmup_steps=warmup_steps)

@@ -1,0 +1,74 @@
+"""int8 and int4: block-wise min-max quantisation, to nearest or with unbiased random rounding."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradwire.compressors.base import Codec, Layout
+from gradwire.compressors.hashing import mix_key, name_key
+from gradwire.compressors.kernels import kernels_for
+from gradwire.compressors.reference import QUANTIZE_BLOCK
+from gradwire.compressors.two_stage import TwoStage
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeCodec:
+    """2^bits levels between the smallest and the largest element of each block of 512.
+
+    A block of equal elements decodes exactly; a block with inf or NaN decodes to NaN.
+    """
+
+    bits: int
+    """4 or 8."""
+    key: int | None = None
+    """Rounds by a hash of this key and the element's index; None rounds to nearest."""
+
+    def wire_nbytes(self, numel: int) -> int:
+        """See `Codec.wire_nbytes`."""
+        return -(-numel // QUANTIZE_BLOCK) * 8 + -(-numel * self.bits // 8)
+
+    def encode(self, flat: Tensor, payload: Tensor) -> None:
+        """See `Codec.encode`."""
+        self.encode_residual(flat, None, None, payload)
+
+    def decode(self, payload: Tensor, flat: Tensor) -> None:
+        """See `Codec.decode`."""
+        self.decode_reduce(payload.unsqueeze(0), None, flat)
+
+    def encode_residual(self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
+        """See `FusedCodec.encode_residual`."""
+        if flat.numel():
+            kernels_for(flat).quantize_encode(self.bits, flat, residual, left, payload, self.key)
+
+    def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
+        """See `FusedCodec.decode_reduce`."""
+        if flat.numel():
+            kernels_for(flat).quantize_decode_reduce(self.bits, payloads, addend, flat)
+
+
+class Quantize(TwoStage):
+    """The compressors "int8" and "int4".
+
+    Args:
+        name: "int8" or "int4".
+        stochastic: Round at random without bias, instead of to the nearest level.
+        seed: Of the random rounding; the numbers depend on (seed, step, rank, parameter, element) alone.
+        residual: Feed the rounding error back.
+        warmup_steps: Steps that travel dense at the start.
+    """
+
+    def __init__(
+        self, name: str, *, stochastic: bool = False, seed: int = 0, residual: bool = True, warmup_steps: int = 0
+    ) -> None:
+        self.bits = {"int8": 8, "int4": 4}[name]
+        super().__init__(name, QuantizeCodec(self.bits), residual=residual, warmup_steps=warmup_steps)
+        self.stochastic = stochastic
+        self.seed = seed
+
+    def codec_for(self, layout: Layout, rank: int) -> Codec:
+        """See `TwoStage.codec_for`."""
+        if not self.stochastic:
+            return self.codec
+        first = layout.slices[0]
+        key = mix_key(self.seed, self.step, rank, name_key(first.name), first.parameter_start)
+        return QuantizeCodec(self.bits, key)

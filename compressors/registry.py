@@ -1,0 +1,111 @@
+"""Compressors by name: the table, the strict check of options, and the way in for a user's own."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import cast
+
+from gradwire.compressors.base import Codec, Compressor
+from gradwire.compressors.cast import Cast
+from gradwire.compressors.dense import Dense
+from gradwire.compressors.dgc import DGC
+from gradwire.compressors.onebit import OneBit
+from gradwire.compressors.powersgd import PowerSGD
+from gradwire.compressors.quantize import Quantize
+from gradwire.compressors.two_stage import TwoStage
+
+Option = bool | int | float | str | None | tuple[float, ...]
+"""What an option's value may be."""
+Factory = Callable[..., Compressor]
+"""Makes a compressor; its keyword-only parameters are the options."""
+
+_factories: dict[str, Factory] = {
+    "none": Dense,
+    "fp16": partial(Cast, "fp16"),
+    "bf16": partial(Cast, "bf16"),
+    "int8": partial(Quantize, "int8"),
+    "int4": partial(Quantize, "int4"),
+    "onebit": OneBit,
+    "dgc": DGC,
+    "powersgd": PowerSGD,
+}
+
+
+def names() -> tuple[str, ...]:
+    """Returns what `compressor=` takes, in the order of registration."""
+    return tuple(_factories)
+
+
+def register(name: str, factory: Factory) -> None:
+    """Makes `compressor=name` call `factory(**compressor_options)`.
+
+    Args:
+        name: Must be new.
+        factory: Its keyword-only parameters are the options; unknown ones are refused before it is called.
+
+    Raises:
+        ValueError: `name` is taken.
+    """
+    if name in _factories:
+        raise ValueError(f"`name` {name!r} is taken; registered are {', '.join(_factories)}: choose another")
+    _factories[name] = factory
+
+
+def register_codec(name: str, codec: Callable[[], Codec]) -> None:
+    """Makes `compressor=name` use a user's codec, with residuals and the two-stage exchange around it.
+
+    Args:
+        name: Must be new.
+        codec: Called once a compressor; the options are those of TwoStage but `back`.
+
+    Raises:
+        ValueError: `name` is taken.
+    """
+
+    def factory(*, residual: bool = True, momentum: float = 0.0, warmup_steps: int = 0) -> Compressor:
+        return TwoStage(name, codec(), residual=residual, momentum=momentum, warmup_steps=warmup_steps)
+
+    register(name, factory)
+
+
+def options_of(name: str) -> dict[str, Option]:
+    """Returns the options of a compressor and their defaults.
+
+    Raises:
+        ValueError: No such compressor.
+    """
+    if name not in _factories:
+        raise ValueError(f"`compressor` is {name!r}; wanted one of {', '.join(_factories)}")
+    parameters = inspect.signature(_factories[name]).parameters.values()
+    return {item.name: cast(Option, item.default) for item in parameters if item.kind is item.KEYWORD_ONLY}
+
+
+def make(name: str, options: Mapping[str, Option] | None = None) -> Compressor:
+    """Returns a new compressor.
+
+    Args:
+        name: One of `names()`.
+        options: By name; each has a default.
+
+    Raises:
+        ValueError: An unknown compressor or option, or a value out of range.
+        TypeError: A value of another kind than the option's default.
+    """
+    valid = options_of(name)
+    for option, value in (options or {}).items():
+        if option not in valid:
+            raise ValueError(f"`compressor_options` has {option!r}, which {name!r} does not take; "
+                             f"it takes {', '.join(sorted(valid)) or 'no options'}")
+        _check_kind(name, option, value, valid[option])
+    return _factories[name](**dict(options or {}))
+
+
+def _check_kind(name: str, option: str, value: Option, default: Option) -> None:
+    """Refuses a value of another kind than the default's; an int passes as a float, a bool as nothing else."""
+    if default is None or value is None or isinstance(default, type):  # a user's option may have no default
+        return
+    kind = type(default)
+    fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+    if not fits and not (kind is float and isinstance(value, int) and not isinstance(value, bool)):
+        raise TypeError(f"`{option}` of compressor {name!r} is {value!r} ({type(value).__name__}); "
+                        f"wanted {kind.__name__}, as its default {default!r}")

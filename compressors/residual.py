@@ -1,0 +1,188 @@
+"""Numbers that belong to gradient elements: residuals, momenta. Keyed by parameter name and slice, never by bucket.
+
+A store keeps one flat tensor for each shard it has seen, so that a step costs no copy. When the shards change (bucket
+rebuild, another fusion, a resumed run), the old tensors are taken apart into pieces by parameter, and new shards are
+put together from the pieces.
+"""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.base import Layout, Slice
+
+
+@dataclass(slots=True)
+class _Shard:
+    value: Tensor
+    spare: Tensor | None = None
+    staged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of one parameter's elements that no current shard holds."""
+
+    name: str
+    start: int
+    value: Tensor
+
+    @property
+    def stop(self) -> int:
+        """One past the last element, within the parameter."""
+        return self.start + self.value.numel()
+
+
+class ElementStore:
+    """One float32 for each gradient element this rank is responsible for, zero where nothing was stored yet.
+
+    Safe to call from several threads, as long as no two of them work on the same shard.
+    """
+
+    def __init__(self) -> None:
+        self._shards: dict[Layout, _Shard] = {}
+        self._pieces: list[Piece] = []
+        self._lock = threading.Lock()
+
+    def read(self, layout: Layout, device: torch.device) -> Tensor:
+        """Returns the committed values for `layout`, 1-D; a view of the store, to be left unchanged."""
+        with self._lock:
+            shard = self._shards.get(layout)
+            if shard is None:
+                shard = self._shards[layout] = _Shard(self._assemble(layout, device))
+            elif shard.value.device != device:
+                shard.value, shard.spare = shard.value.to(device), None
+            return shard.value
+
+    def stage(self, layout: Layout, device: torch.device) -> Tensor:
+        """Returns an uninitialised 1-D buffer for the values that take effect at `commit`."""
+        value = self.read(layout, device)
+        with self._lock:
+            shard = self._shards[layout]
+            if shard.spare is None:
+                shard.spare = torch.empty_like(value)
+            shard.staged = True
+            return shard.spare
+
+    def commit(self) -> None:
+        """Makes what was staged since the last commit or drop the stored values."""
+        for shard in self._shards.values():
+            if shard.staged and shard.spare is not None:
+                shard.value, shard.spare, shard.staged = shard.spare, shard.value, False
+
+    def drop(self) -> None:
+        """Forgets what was staged: the stored values stay as they are."""
+        for shard in self._shards.values():
+            shard.staged = False
+
+    def has(self, layout: Layout) -> bool:
+        """Whether `layout` is one of the shards, so that reading it takes nothing apart."""
+        return layout in self._shards
+
+    def holds(self, layout: Layout) -> bool:
+        """Whether anything is stored about an element of `layout`."""
+        if layout in self._shards:
+            return True
+        with self._lock:
+            return any(_touches(piece.name, piece.start, piece.stop, layout) for piece in self._everything())
+
+    def covers(self, layout: Layout, part: Layout) -> bool:
+        """Whether everything stored about the elements of `layout` lies in `part`."""
+        with self._lock:
+            held = [(piece.name, piece.start, piece.stop) for piece in self._everything()]
+        return all(_within(name, start, stop, part) for name, start, stop in held if _touches(name, start, stop, layout))
+
+    def export(self, layout: Layout, device: torch.device) -> Tensor:
+        """Removes and returns the values for `layout`, 1-D, zero where this store holds none."""
+        with self._lock:
+            shard = self._shards.pop(layout, None)
+            return self._assemble(layout, device) if shard is None else shard.value.to(device)
+
+    def adopt(self, layout: Layout, flat: Tensor) -> None:
+        """Adds `flat` (1-D, layout.numel) to the stored values of `layout`, and keeps a copy of the sum."""
+        with self._lock:
+            shard = self._shards.pop(layout, None)
+            held = self._assemble(layout, flat.device) if shard is None else shard.value.to(flat.device)
+            self._shards[layout] = _Shard(held + flat)
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies every stored value by `factor`, in place."""
+        for shard in self._shards.values():
+            shard.value.mul_(factor)
+        for piece in self._pieces:
+            piece.value.mul_(factor)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yields every stored run, as views, in a fixed order: by name, then by start."""
+        with self._lock:
+            everything = list(self._everything())
+        yield from sorted(everything, key=lambda piece: (piece.name, piece.start))
+
+    def replace(self, pieces: list[Piece]) -> None:
+        """Forgets everything and holds `pieces` instead."""
+        with self._lock:
+            self._shards.clear()
+            self._pieces = list(pieces)
+
+    def _everything(self) -> Iterator[Piece]:
+        for layout, shard in self._shards.items():
+            for item in layout.slices:
+                yield Piece(item.name, item.parameter_start, shard.value[item.start : item.stop])
+        yield from self._pieces
+
+    def _assemble(self, layout: Layout, device: torch.device) -> Tensor:
+        """Takes every shard that overlaps `layout` apart, and puts `layout` together from the pieces."""
+        wanted: dict[str, list[Slice]] = {}
+        for item in layout.slices:
+            wanted.setdefault(item.name, []).append(item)
+        for old in [old for old in self._shards if _overlap(old, wanted)]:
+            value = self._shards.pop(old).value
+            self._pieces += [Piece(item.name, item.parameter_start, value[item.start : item.stop])
+                             for item in old.slices]
+        flat = torch.zeros(layout.numel, device=device)
+        rest: list[Piece] = []
+        for piece in self._pieces:
+            rest += _fill(flat, piece, wanted.get(piece.name, []))
+        self._pieces = rest
+        return flat
+
+
+def _fill(flat: Tensor, piece: Piece, wanted: list[Slice]) -> list[Piece]:
+    """Copies what `piece` shares with the slices `wanted` into `flat`; returns what it does not share."""
+    rest = [piece]
+    for item in wanted:
+        still = []
+        for part in rest:
+            first = max(part.start, item.parameter_start)
+            last = min(part.stop, item.parameter_start + item.numel)
+            if first >= last:
+                still.append(part)
+                continue
+            at = item.start + first - item.parameter_start
+            flat[at : at + last - first] = part.value[first - part.start : last - part.start]
+            if part.start < first:
+                still.append(Piece(part.name, part.start, part.value[: first - part.start]))
+            if last < part.stop:
+                still.append(Piece(part.name, last, part.value[last - part.start :]))
+        rest = still
+    return rest
+
+
+def _overlap(old: Layout, wanted: dict[str, list[Slice]]) -> bool:
+    """Whether an element is in both: other runs of the same parameter may be staged at this moment, and stay."""
+    return any(item.parameter_start < other.parameter_start + other.numel
+               and other.parameter_start < item.parameter_start + item.numel
+               for item in old.slices for other in wanted.get(item.name, ()))
+
+
+def _touches(name: str, start: int, stop: int, layout: Layout) -> bool:
+    return any(item.name == name and start < item.parameter_start + item.numel and item.parameter_start < stop
+               for item in layout.slices)
+
+
+def _within(name: str, start: int, stop: int, layout: Layout) -> bool:
+    return any(item.name == name and item.parameter_start <= start and stop <= item.parameter_start + item.numel
+               for item in layout.slices)

@@ -1,0 +1,221 @@
+"""Several compressors side by side: each takes the parameters that the rules give it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.base import Compressor, Group, Layout, Slice, StateDict, StateValue, Work, check_gradient
+from gradwire.compressors.dense import Dense
+from gradwire.compressors.registry import Option, make
+from gradwire.compressors.rules import DEFAULT_RULES, Rule, rules_from
+
+SEPARATOR = "|"
+"""Between a route's number and a key in a state dict; parameter names are attribute paths and cannot hold it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The part of a shard that one compressor takes."""
+
+    layout: Layout
+    """As the compressor sees it: its slices, moved together."""
+    runs: tuple[tuple[int, int], ...]
+    """Where they lie in the shard; neighbours are one run."""
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """Returns the route's elements: a view where they are one run, else a copy."""
+        if len(self.runs) == 1:
+            return shard[self.runs[0][0] : self.runs[0][1]]
+        return torch.cat([shard[start:stop] for start, stop in self.runs])
+
+    def scatter(self, part: Tensor, shard: Tensor) -> None:
+        """Writes `part` back to where `gather` took it from."""
+        at = 0
+        for start, stop in self.runs if len(self.runs) > 1 else ():
+            shard[start:stop] = part[at : at + stop - start]
+            at += stop - start
+
+
+def _route(slices: Sequence[tuple[int, int, int]], layout: Layout) -> Route:
+    """Makes a route of (index in the layout, start, stop) triples."""
+    moved: list[Slice] = []
+    runs: list[tuple[int, int]] = []
+    at = 0
+    for index, start, stop in slices:
+        moved.append(replace(layout.slices[index], start=at))
+        at += stop - start
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], stop)
+        else:
+            runs.append((start, stop))
+    return Route(Layout(tuple(moved)), tuple(runs))
+
+
+class Routed:
+    """One main compressor, and others for the parameters that match a rule.
+
+    Args:
+        name: The main compressor.
+        options: Of the main compressor.
+        rules: The first that matches a parameter decides; parameters that none matches take the main compressor.
+    """
+
+    def __init__(
+        self, name: str, options: Mapping[str, Option] | None = None, rules: Sequence[Rule] = DEFAULT_RULES
+    ) -> None:
+        self.name = name
+        self.main = make(name, options)
+        self.rules = tuple(rules)
+        exact = Dense(momentum=getattr(self.main, "momentum", 0.0), nesterov=getattr(self.main, "nesterov", False))
+        others = [exact if rule.compressor == "none" else make(rule.compressor, rule.options) for rule in self.rules]
+        self.routes: tuple[Compressor, ...] = (self.main, *others)
+        self._known: dict[Layout, list[tuple[Compressor, Route]]] = {}
+
+    def route_of(self, layout: Layout, index: int) -> int:
+        """Returns the number of the route that the slice takes: 0 for the main one, else 1 + the rule's number.
+
+        A bucket whose slices are ordered by it costs no copy, because every route is then one run.
+        """
+        item = layout.slices[index]
+        number = next((number for number, rule in enumerate(self.rules, 1) if rule.matches(item)), 0)
+        return next(first for first, other in enumerate(self.routes) if other is self.routes[number])
+
+    def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
+        """See `Compressor.partition`."""
+        return self.main.partition(layout, parts)
+
+    def wire_nbytes(self, layout: Layout, group_size: int) -> int:
+        """See `Compressor.wire_nbytes`."""
+        return sum(taker.wire_nbytes(route.layout, group_size) for taker, route in self._split(layout))
+
+    def all_reduce(self, shard: Tensor, layout: Layout, group: Group) -> Iterator[Work]:
+        """See `Compressor.all_reduce`: the routes take turns, so that each waits while another is on the wire."""
+        check_gradient(shard)
+        split = self._split(layout)
+        parts = [route.gather(shard) for _, route in split]
+        running = [taker.all_reduce(part, route.layout, group)
+                   for (taker, route), part in zip(split, parts, strict=True)]
+        while running:
+            issued = [(work, steps) for steps in running if (work := next(steps, None)) is not None]
+            for work, _ in issued:
+                yield work
+            running = [steps for _, steps in issued]
+        for (_, route), part in zip(split, parts, strict=True):
+            route.scatter(part, shard)
+
+    def end_step(self, finite: bool) -> None:
+        """See `Compressor.end_step`."""
+        for taker in self._takers():
+            taker.end_step(finite)
+
+    def rescale(self, factor: float) -> None:
+        """See `Compressor.rescale`."""
+        for taker in self._takers():
+            taker.rescale(factor)
+
+    def bind_model(self, numels: Mapping[str, int]) -> None:
+        """See `Compressor.bind_model`."""
+        for taker in self._takers():
+            taker.bind_model(numels)
+
+    def flush(self, shard: Tensor, layout: Layout) -> None:
+        """See `Compressor.flush`."""
+        for taker, route in self._split(layout):
+            part = route.gather(shard)
+            taker.flush(part, route.layout)
+            route.scatter(part, shard)
+
+    def export(self, layout: Layout, device: torch.device) -> Tensor:
+        """See `Compressor.export`: the rows of the routes, one below the other."""
+        split = {id(taker): route for taker, route in self._split(layout)}
+        blocks = []
+        for taker in self._takers():
+            route = split.get(id(taker), Route(Layout(()), ()))
+            rows = taker.export(route.layout, device)
+            block = torch.zeros(len(rows), layout.numel, device=device)
+            for row, target in zip(rows, block, strict=True):
+                _spread(row, route, target)
+            blocks.append(block)
+        return torch.cat(blocks)
+
+    def adopt(self, layout: Layout, rows: Tensor) -> None:
+        """See `Compressor.adopt`."""
+        split = {id(taker): route for taker, route in self._split(layout)}
+        at = 0
+        for taker in self._takers():
+            count = len(taker.export(Layout(()), rows.device))
+            route = split.get(id(taker))
+            if route is not None:
+                taker.adopt(route.layout, torch.stack([route.gather(row) for row in rows[at : at + count]])
+                            if count else rows[:0, : route.layout.numel])
+            at += count
+
+    def state_dict(self) -> StateDict:
+        """See `Compressor.state_dict`; keys begin with the number of the route."""
+        return {f"{number}{SEPARATOR}{key}": value for number, taker in enumerate(self._takers())
+                for key, value in taker.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
+        """See `Compressor.load_state_dict`.
+
+        Raises:
+            ValueError: The state is of other compressors, other rules or another model; nothing was changed.
+        """
+        takers = self._takers()
+        parts: list[dict[str, StateValue]] = [{} for _ in takers]
+        for key, value in state.items():
+            number, separator, rest = key.partition(SEPARATOR)
+            if not separator or not number.isdigit() or int(number) >= len(parts):
+                raise ValueError(f"`state[{key!r}]` is no entry of compressor {self.name!r} with {len(takers)} routes: "
+                                 "use the compressor and the rules that saved it")
+            parts[int(number)][rest] = value
+        before = [taker.state_dict() for taker in takers]
+        try:
+            for taker, part in zip(takers, parts, strict=True):
+                taker.load_state_dict(part)
+        except ValueError:
+            for taker, old in zip(takers, before, strict=True):
+                taker.load_state_dict(old)
+            raise
+
+    def _takers(self) -> list[Compressor]:
+        """Returns every compressor once, in the order of the routes."""
+        return [taker for number, taker in enumerate(self.routes)
+                if all(taker is not other for other in self.routes[:number])]
+
+    def _split(self, layout: Layout) -> list[tuple[Compressor, Route]]:
+        """Returns the routes that have elements in `layout`, in the order of the compressors."""
+        if layout not in self._known:
+            places: dict[int, list[tuple[int, int, int]]] = {}
+            for index, item in enumerate(layout.slices):
+                places.setdefault(self.route_of(layout, index), []).append((index, item.start, item.stop))
+            self._known[layout] = [(self.routes[number], _route(triples, layout))
+                                   for number, triples in sorted(places.items())]
+        return self._known[layout]
+
+
+def _spread(part: Tensor, route: Route, target: Tensor) -> None:
+    """Writes `part` to where the route lies in `target`."""
+    at = 0
+    for start, stop in route.runs:
+        target[start:stop] = part[at : at + stop - start]
+        at += stop - start
+
+
+def make_routed(
+    name: str, options: Mapping[str, Option] | None = None, rules: Sequence[Rule | Mapping[str, object]] = ()
+) -> Compressor:
+    """Returns the compressor that a hook uses: `name` with its options, the user's rules and the default ones.
+
+    Args:
+        name: One of `registry.names()`.
+        options: Of that compressor.
+        rules: Come before the default ones, which leave biases, norms and tiny parameters dense.
+
+    Raises:
+        ValueError: An unknown compressor, option or rule field, or a value out of range.
+        TypeError: An option's value of the wrong kind.
+    """
+    return make(name, options) if name == "none" and not rules else Routed(name, options, rules_from(rules))

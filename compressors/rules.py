@@ -1,0 +1,61 @@
+"""Which parameters are compressed, and how: the first rule that matches a parameter decides."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from gradwire.compressors.base import Slice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Matches parameters by name, dimensions and size; all conditions must hold."""
+
+    pattern: str = "*"
+    """Shell-style pattern of the whole parameter name, case-sensitive: `*.embedding.weight`."""
+    max_dim: int | None = None
+    """Matches parameters of at most this many dimensions; None matches any."""
+    max_numel: int | None = None
+    """Matches parameters of at most this many elements; None matches any."""
+    compressor: str = "none"
+    """What the parameters that match travel with."""
+    options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    """Options of that compressor."""
+
+    def matches(self, item: Slice) -> bool:
+        """Whether the rule applies to the parameter that `item` is a part of."""
+        numel = 1
+        for length in item.shape:
+            numel *= length
+        return (fnmatchcase(item.name, self.pattern)
+                and (self.max_dim is None or len(item.shape) <= self.max_dim)
+                and (self.max_numel is None or numel <= self.max_numel))
+
+
+DEFAULT_RULES = (Rule(max_dim=1), Rule(max_numel=1023))
+"""Biases, norms and whatever is smaller than a block travel dense: they cost few bytes and react badly to noise.
+
+Source: both the authors' DGC code and PowerSGD (NeurIPS 2019, section 3) leave parameters of one dimension dense.
+"""
+
+
+def rules_from(items: Sequence[Rule | Mapping[str, object]]) -> tuple[Rule, ...]:
+    """Returns the user's rules, followed by the default ones.
+
+    Args:
+        items: Rules, or mappings with the names of a rule's fields.
+
+    Raises:
+        ValueError: A mapping has a key that is no field of a rule.
+    """
+    fields = tuple(Rule.__dataclass_fields__)
+    rules = []
+    for number, item in enumerate(items):
+        if isinstance(item, Rule):
+            rules.append(item)
+            continue
+        for key in item:
+            if key not in fields:
+                raise ValueError(f"`rules[{number}]` has {key!r}; a rule has {', '.join(fields)}")
+        rules.append(Rule(**item))  # type: ignore[arg-type]  # checked by name above, by kind in the compressor
+    return (*rules, *DEFAULT_RULES)

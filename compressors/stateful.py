@@ -1,0 +1,126 @@
+"""What every compressor with state shares: staging and commit, saving, loading, migration, rescaling."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.base import Layout, StateDict, StateValue
+from gradwire.compressors.residual import ElementStore, Piece
+
+
+class Stateful:
+    """State of one compressor on one rank: named element stores, the step count, and the model's parameters.
+
+    A key of the state dict is `<field>/<start>/<parameter name>`: the run of that parameter from element `start` on.
+    """
+
+    def __init__(self, name: str, fields: Iterable[str] = ()) -> None:
+        self.name = name
+        self.step = 0
+        """Finite steps so far."""
+        self.fields = {field: ElementStore() for field in fields}
+        self._numels: dict[str, int] = {}
+
+    def bind_model(self, numels: Mapping[str, int]) -> None:
+        """Tells which parameters the model has, so that another model's state can be refused.
+
+        Args:
+            numels: Elements of each parameter, by name.
+        """
+        self._numels = dict(numels)
+
+    def end_step(self, finite: bool) -> None:
+        """See `Compressor.end_step`."""
+        for store in self.fields.values():
+            store.commit() if finite else store.drop()
+        self.step += int(finite)
+
+    def rescale(self, factor: float) -> None:
+        """See `Compressor.rescale`."""
+        for store in self.fields.values():
+            store.rescale(factor)
+
+    def export(self, layout: Layout, device: torch.device) -> Tensor:
+        """Removes and returns all that is stored about the elements of `layout`.
+
+        Returns:
+            2-D float32 (fields, layout.numel), zero where this rank holds nothing: the sum of the ranks' exports is
+            the state of a whole bucket, whatever its cuts were.
+        """
+        rows = torch.empty(len(self.fields), layout.numel, device=device)
+        for row, store in zip(rows, self.fields.values(), strict=True):
+            row.copy_(store.export(layout, device))
+        return rows
+
+    def adopt(self, layout: Layout, rows: Tensor) -> None:
+        """Adds `rows`, as returned by `export` for this layout, to the state."""
+        for store, row in zip(self.fields.values(), rows, strict=True):
+            store.adopt(layout, row)
+
+    def state_dict(self) -> StateDict:
+        """See `Compressor.state_dict`."""
+        state: StateDict = {"compressor": self.name, "step": self.step}
+        for field, store in self.fields.items():
+            for piece in store.pieces():
+                state[f"{field}/{piece.start}/{piece.name}"] = piece.value.clone()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
+        """See `Compressor.load_state_dict`.
+
+        Raises:
+            ValueError: The state is of another compressor or another model, or is damaged; nothing was changed.
+        """
+        pieces = self._check_state(state)
+        for field, store in self.fields.items():
+            store.replace(pieces[field])
+        self.step = int(state["step"])
+
+    def _check_state(self, state: Mapping[str, StateValue]) -> dict[str, list[Piece]]:
+        """Returns the pieces of each field, or refuses the whole state."""
+        if state.get("compressor") != self.name:
+            raise ValueError(f"`state` belongs to compressor {state.get('compressor')!r}, this one is {self.name!r}: "
+                             "load it into the compressor that saved it, or start without it")
+        step = state.get("step")
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"`state['step']` is {step!r}; wanted the number of steps, an integer >= 0")
+        pieces: dict[str, list[Piece]] = {field: [] for field in self.fields}
+        for key, value in state.items():
+            if key not in ("compressor", "step") and not self._takes(key, value):
+                piece = self._check_piece(key, value, pieces)
+                pieces[key.split("/", 1)[0]].append(piece)
+        return pieces
+
+    def _takes(self, key: str, value: StateValue) -> bool:
+        """Whether an entry is none of the element stores': for compressors with state of other shapes."""
+        return False
+
+    def _check_piece(self, key: str, value: StateValue, pieces: dict[str, list[Piece]]) -> Piece:
+        field, _, rest = key.partition("/")
+        start, _, name = rest.partition("/")
+        if field not in self.fields or not start.isdigit() or not name:
+            raise ValueError(f"`state[{key!r}]` is no entry of compressor {self.name!r}; wanted "
+                             f"<field>/<start>/<parameter> with a field of {', '.join(self.fields) or 'none'}")
+        if not isinstance(value, Tensor) or value.dim() != 1 or value.dtype != torch.float32:
+            raise ValueError(f"`state[{key!r}]` is no 1-D float32 tensor")
+        self.check_parameter(key, name, int(start) + value.numel())
+        piece = Piece(name, int(start), value.clone())
+        for other in pieces[field]:
+            if other.name == name and other.start < piece.stop and piece.start < other.stop:
+                raise ValueError(f"`state[{key!r}]` overlaps another entry of the same parameter: the state is damaged")
+        return piece
+
+    def check_parameter(self, key: str, name: str, stop: int) -> None:
+        """Refuses an entry for a parameter that the model does not have, or has with fewer than `stop` elements.
+
+        Raises:
+            ValueError: As said; never where `bind_model` was not called.
+        """
+        if not self._numels:
+            return
+        if name not in self._numels:
+            raise ValueError(f"`state[{key!r}]`: the model has no parameter {name!r}; the state is another model's")
+        if stop > self._numels[name]:
+            raise ValueError(f"`state[{key!r}]`: parameter {name!r} has {self._numels[name]} elements, the state "
+                             f"reaches to {stop}; the state is another model's")

@@ -1,0 +1,143 @@
+// Deep gradient compression: momentum correction, the k largest totals, and their removal from the state.
+//
+// The selection is exact: the k largest magnitudes, the lower index first among equals, whatever the sample said. A
+// threshold from a sample of the new totals only keeps the pass over memory the only one: it is set a little too low
+// on purpose, what reaches it is collected in the pass, and the k largest of those are taken. If the sample misled
+// (fewer than k reach it, or far more), a radix select over the new totals finds the exact threshold.
+// Magnitudes are compared as integers, in which order inf and NaN come first: a bad gradient is always sent.
+// Bytes an element, read + written: 12 + 8 (gradient, velocity, total; velocity, total), and 8 for each selected one.
+// Source: Lin et al., Deep Gradient Compression, ICLR 2018, algorithm 4 and sections 3.1 to 3.3.
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <stdexcept>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "common/cast_formula.h"
+#include "isa.h"
+#include "stream.h"
+
+namespace {
+
+using namespace gradwire;
+
+struct State {
+  const float *gradient, *velocity, *total;
+  float *velocity_out, *total_out;
+  size_t numel;
+};
+
+struct Rule {
+  float momentum, scale;
+  bool nesterov;
+};
+
+inline uint32_t magnitude_key(float x) { return bits_of_float(x) & 0x7fffffffu; }
+
+#define GRADWIRE_LOOPS "dgc_loops.h"
+#include "foreach_isa.h"
+
+constexpr size_t kSampleLines = 2048;  // 32768 elements: reading them costs a hundredth of the pass at 25 MiB
+
+// A magnitude that a few more than k elements should reach: four standard deviations of the sample's count above k.
+uint32_t sampled_threshold(const State& state, const Rule& rule, size_t k) {
+  const size_t lines = std::min(kSampleLines, state.numel / 16);
+  if (lines == 0) return 0;
+  std::vector<uint32_t> keys(16 * lines);
+  GRADWIRE_DISPATCH(sample, state, rule, lines, keys.data());
+  const double expected = static_cast<double>(k) * static_cast<double>(keys.size()) / static_cast<double>(state.numel);
+  const size_t rank = static_cast<size_t>(expected + 4 * std::sqrt(expected) + 8);
+  if (rank >= keys.size()) return 0;
+  std::nth_element(keys.begin(), keys.begin() + static_cast<ptrdiff_t>(rank), keys.end(), std::greater<>());
+  return keys[rank];
+}
+
+// The k-th largest magnitude of all, and how many of the elements equal to it belong to the k largest.
+struct Cut {
+  uint32_t key;
+  size_t equals;
+};
+
+Cut radix_select(const float* values, size_t numel, size_t k) {
+  uint32_t prefix = 0, mask = 0;
+  size_t wanted = k;
+  for (int shift : {20, 10, 0}) {
+    const uint32_t bins = shift == 20 ? 2048 : 1024;
+    std::vector<size_t> counts(bins, 0);
+    for (size_t i = 0; i < numel; ++i) {
+      const uint32_t key = magnitude_key(values[i]);
+      if ((key & mask) == prefix) ++counts[key >> shift & (bins - 1)];
+    }
+    uint32_t bin = bins - 1;
+    while (counts[bin] < wanted) wanted -= counts[bin--];
+    prefix |= bin << shift;
+    mask |= (bins - 1) << shift;
+  }
+  return {prefix, wanted};
+}
+
+void select_all(const float* values, size_t numel, size_t k, int32_t* indices) {
+  Cut cut = radix_select(values, numel, k);
+  for (size_t i = 0, count = 0; i < numel && count < k; ++i) {
+    const uint32_t key = magnitude_key(values[i]);
+    if (key > cut.key || (key == cut.key && cut.equals > 0)) {
+      if (key == cut.key) --cut.equals;
+      indices[count++] = static_cast<int32_t>(i);
+    }
+  }
+}
+
+// The k largest of the candidates, in the order of their indices; all of the k largest are among the candidates.
+void select_among(const float* values, const std::vector<uint32_t>& found, size_t count, size_t k, int32_t* indices) {
+  std::vector<uint64_t> ranks(count);  // magnitude first, then the lower index
+  for (size_t i = 0; i < count; ++i) ranks[i] = uint64_t{magnitude_key(values[found[i]])} << 32 | (~found[i]);
+  std::vector<uint64_t> sorted = ranks;
+  std::nth_element(sorted.begin(), sorted.begin() + static_cast<ptrdiff_t>(k - 1), sorted.end(), std::greater<>());
+  for (size_t i = 0, out = 0; i < count; ++i)
+    if (ranks[i] >= sorted[k - 1]) indices[out++] = static_cast<int32_t>(found[i]);
+}
+
+float* floats(uintptr_t at) { return reinterpret_cast<float*>(at); }
+
+void dgc_step(uintptr_t gradient, uintptr_t velocity, uintptr_t total, uintptr_t velocity_out, uintptr_t total_out,
+              size_t numel, float momentum, float scale, bool nesterov, size_t k, uintptr_t indices_out,
+              uintptr_t values_out) {
+  if (k < 1 || k > numel) throw std::invalid_argument("`k` must be between 1 and `numel`");
+  if (numel > size_t{INT32_MAX}) throw std::invalid_argument("`numel` must fit in 31 bits");
+  const State state{floats(gradient), floats(velocity), floats(total), floats(velocity_out), floats(total_out), numel};
+  const Rule rule{momentum, scale, nesterov};
+  const uint32_t key = sampled_threshold(state, rule, k);
+  std::vector<uint32_t> found(std::min(numel, 2 * k + 8192));
+  const size_t count = GRADWIRE_DISPATCH(advance, state, rule, key, found.data(), found.size());
+  int32_t* indices = reinterpret_cast<int32_t*>(indices_out);
+  if (count >= k && count <= found.size()) select_among(state.total_out, found, count, k, indices);
+  else select_all(state.total_out, numel, k, indices);
+  for (size_t i = 0; i < k; ++i) {
+    floats(values_out)[i] = state.total_out[indices[i]];
+    state.total_out[indices[i]] = state.velocity_out[indices[i]] = 0.0f;
+  }
+}
+
+void scatter_add(uintptr_t indices, uintptr_t values, size_t count, uintptr_t target, size_t numel) {
+  const int32_t* places = reinterpret_cast<const int32_t*>(indices);
+  for (size_t i = 0; i < count; ++i)
+    if (places[i] < 0 || static_cast<size_t>(places[i]) >= numel)
+      throw std::out_of_range("`indices` reach outside the target: the payload is damaged or the ranks' layouts differ");
+  for (size_t i = 0; i < count; ++i) floats(target)[places[i]] += floats(values)[i];
+}
+
+}  // namespace
+
+void bind_dgc(nanobind::module_& m) {
+  const nanobind::call_guard<nanobind::gil_scoped_release> unlocked;
+  m.def("dgc_step", &dgc_step, unlocked);
+  m.def("scatter_add", &scatter_add, unlocked);
+}

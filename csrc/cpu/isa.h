@@ -1,0 +1,21 @@
+// Which instruction set the kernels use: the widest that this processor has, chosen once at run time.
+#pragma once
+#include <cstdint>
+
+namespace gradwire {
+
+enum class Isa : int { plain = 0, avx2 = 1, avx512 = 2 };
+
+Isa active_isa();
+
+}  // namespace gradwire
+
+// Calls `name` of the namespace that belongs to the active instruction set (see foreach_isa.h).
+#if defined(__x86_64__)
+#define GRADWIRE_DISPATCH(name, ...)                                                    \
+  (::gradwire::active_isa() == ::gradwire::Isa::avx512 ? avx512::name(__VA_ARGS__)      \
+   : ::gradwire::active_isa() == ::gradwire::Isa::avx2 ? avx2::name(__VA_ARGS__)        \
+                                                       : plain::name(__VA_ARGS__))
+#else
+#define GRADWIRE_DISPATCH(name, ...) plain::name(__VA_ARGS__)
+#endif

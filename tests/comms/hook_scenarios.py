@@ -1,0 +1,267 @@
+"""What every rank of one job does for test_hook.py: each scenario trains twice, with and without gradwire's hook.
+
+Run as a script under torchrun's environment variables; NODES gives each rank's node as a letter. Writes one JSON file a
+rank into the folder named on the command line.
+"""
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+
+RANK = int(os.environ["RANK"])
+NODE = os.environ["NODES"][RANK]
+Scenario = Callable[[], dict[str, object]]
+
+
+def options() -> dict[str, object]:
+    return {"hostname": NODE}
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 8))
+
+
+def inputs(step: int, width: int = 32) -> Tensor:
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(100 * step + RANK))
+
+
+def train(model: nn.Module, steps: int = 4, loss: Callable[[nn.Module, int], Tensor] | None = None,
+          lr: float = 0.1) -> Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    for step in range(steps):
+        optimizer.zero_grad()
+        (loss(model, step) if loss else model(inputs(step)).square().mean()).backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().double().reshape(-1) for parameter in model.parameters()])
+
+
+def compare(build: Callable[[], nn.Module], loss: Callable[[nn.Module, int], Tensor] | None = None,
+            wrap: Callable[[nn.Module], nn.Module] | None = None, **ddp: object) -> dict[str, object]:
+    """Largest difference to plain DDP, and a digest that must be equal on all ranks."""
+    wrap = wrap or (lambda model: model)
+    plain = train(wrap(DistributedDataParallel(build(), **ddp)), loss=loss)  # type: ignore[arg-type]
+    model = DistributedDataParallel(build(), **ddp)  # type: ignore[arg-type]
+    state = gradwire.HookState(model, **options())
+    model.register_comm_hook(state, gradwire.comm_hook)
+    hooked = train(wrap(model), loss=loss)
+    return {"difference": (plain - hooked).abs().max().item(), "digest": digest(hooked), "steps": state.steps,
+            "buckets": state.report().buckets}
+
+
+def digest(values: Tensor) -> str:
+    return " ".join(f"{value:.17g}" for value in values[:: max(1, values.numel() // 7)].tolist()) + repr(values.sum().item())
+
+
+def default() -> dict[str, object]:
+    return compare(perceptron)
+
+
+def many_small_buckets() -> dict[str, object]:
+    return compare(perceptron, bucket_cap_mb=0.002)
+
+
+def static_graph() -> dict[str, object]:
+    return compare(perceptron, static_graph=True, bucket_cap_mb=0.002)
+
+
+def gradient_as_bucket_view() -> dict[str, object]:
+    return compare(perceptron, gradient_as_bucket_view=True)
+
+
+def bucket_cap_mb_list() -> dict[str, object]:
+    return compare(perceptron, bucket_cap_mb_list=[0.001, 0.01])
+
+
+class Unused(nn.Module):
+    """One of two layers is left out, another one on each rank, and a third one everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.both = nn.Linear(32, 16)
+        self.branch = nn.ModuleList([nn.Linear(16, 4), nn.Linear(16, 4)])
+        self.never = nn.Linear(5, 5)
+
+    def forward(self, value: Tensor) -> Tensor:
+        result: Tensor = self.branch[RANK % 2](self.both(value))
+        return result
+
+
+def find_unused_parameters() -> dict[str, object]:
+    return compare(Unused, find_unused_parameters=True, bucket_cap_mb=0.001)
+
+
+class Mixed(nn.Module):
+    """Parameters of three dtypes in one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(32, 32, dtype=dtype)
+                                     for dtype in (torch.float32, torch.bfloat16, torch.float64)])
+
+    def forward(self, value: Tensor) -> Tensor:
+        for layer in self.layers:
+            value = torch.tanh(layer(value.to(next(layer.parameters()).dtype)))
+        return value
+
+
+def mixed_dtypes() -> dict[str, object]:
+    return compare(Mixed)
+
+
+def convolution_channels_last() -> dict[str, object]:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3))
+        return model.to(memory_format=torch.channels_last)
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        image = inputs(step, 3 * 8 * 8).view(4, 3, 8, 8).to(memory_format=torch.channels_last)
+        result: Tensor = model(image).square().mean()
+        return result
+
+    return compare(build, loss)
+
+
+def sparse_embedding() -> dict[str, object]:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(50, 16, sparse=True), nn.Linear(16, 4))
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        result: Tensor = model(torch.arange(4) + 3 * RANK + step).square().mean()
+        return result
+
+    return compare(build, loss)
+
+
+def no_sync() -> dict[str, object]:
+    def loss(model: nn.Module, step: int) -> Tensor:
+        accumulate = model.no_sync if isinstance(model, DistributedDataParallel) else nullcontext
+        with accumulate():
+            model(inputs(step + 50)).square().mean().backward()
+        result: Tensor = model(inputs(step)).square().mean()
+        return result
+
+    return compare(perceptron, loss)
+
+
+def compiled() -> dict[str, object]:
+    return compare(perceptron, wrap=lambda model: torch.compile(model, backend="aot_eager"))  # type: ignore[arg-type,return-value]
+
+
+def compiled_python_reducer() -> dict[str, object]:
+    try:
+        with torch._dynamo.config.patch(optimize_ddp="python_reducer"), torch._dynamo.compiled_autograd._enable(
+                torch.compile(backend="aot_eager")):
+            return compare(perceptron, wrap=lambda model: torch.compile(model, backend="aot_eager"))  # type: ignore[arg-type,return-value]
+    except (RuntimeError, TypeError) as error:
+        return {"error": str(error)}
+
+
+def sub_group() -> dict[str, object]:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return compare(perceptron, process_group=groups[RANK % 2])
+
+
+def two_models() -> dict[str, object]:
+    models = [DistributedDataParallel(perceptron()) for _ in range(2)]
+    for model in models:
+        model.register_comm_hook(gradwire.HookState(model, **options()), gradwire.comm_hook)
+
+    def loss(step: int) -> Tensor:
+        result: Tensor = (models[0](inputs(step)) - 2 * models[1](inputs(step + 7))).square().mean()
+        return result
+
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(parameters, 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss(step).backward()
+        optimizer.step()
+    return {"difference": 0.0, "digest": digest(torch.cat([each.detach().double().reshape(-1) for each in parameters]))}
+
+
+def state_before_model() -> dict[str, object]:
+    state = gradwire.HookState(**options())
+    model = DistributedDataParallel(perceptron())
+    model.register_comm_hook(state, gradwire.comm_hook)
+    hooked = train(model)
+    plain = train(DistributedDataParallel(perceptron()))
+    state.bind(model)
+    return {"difference": (plain - hooked).abs().max().item(), "digest": digest(hooked), "steps": state.steps}
+
+
+def uneven_inputs() -> dict[str, object]:
+    def run(hook: bool) -> Tensor:
+        model = DistributedDataParallel(perceptron())
+        if hook:
+            model.register_comm_hook(gradwire.HookState(model, **options()), gradwire.comm_hook)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with Join([model]):
+            for step in range(3 + RANK):
+                optimizer.zero_grad()
+                model(inputs(step)).square().mean().backward()
+                optimizer.step()
+        return torch.cat([parameter.detach().double().reshape(-1) for parameter in model.parameters()])
+
+    plain, hooked = run(False), run(True)
+    return {"difference": (plain - hooked).abs().max().item(), "digest": digest(hooked)}
+
+
+def registered_twice() -> dict[str, object]:
+    model = DistributedDataParallel(perceptron())
+    state = gradwire.HookState(model, **options())
+    model.register_comm_hook(state, gradwire.comm_hook)
+    try:
+        model.register_comm_hook(state, gradwire.comm_hook)
+    except RuntimeError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
+def copied() -> dict[str, object]:
+    model = DistributedDataParallel(perceptron())
+    state = gradwire.HookState(model, **options())
+    model.register_comm_hook(state, gradwire.comm_hook)
+    train(model)
+    again = copy.deepcopy(state)
+    return {"same": again is state, "config": again.config == state.config}
+
+
+SCENARIOS: list[Scenario] = [
+    default, many_small_buckets, static_graph, gradient_as_bucket_view, bucket_cap_mb_list, find_unused_parameters,
+    mixed_dtypes, convolution_channels_last, sparse_embedding, no_sync, compiled, sub_group,
+    two_models, state_before_model, uneven_inputs, registered_twice, copied, compiled_python_reducer]
+
+
+def run_all() -> Iterator[tuple[str, dict[str, object]]]:
+    for scenario in SCENARIOS:
+        print(scenario.__name__, flush=True)
+        try:
+            yield scenario.__name__, scenario()
+        except Exception as error:  # noqa: BLE001 - the test prints it
+            yield scenario.__name__, {"raised": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results = dict(run_all())
+    (Path(sys.argv[1]) / f"{RANK}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()

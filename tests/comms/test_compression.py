@@ -1,0 +1,193 @@
+"""Compressed steps through the whole stack, ranks as threads: laws of state, overflow, flush, resume, new layouts."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.compat import HashStore
+from gradwire.comms.compression import Compression
+from gradwire.comms.config import Config
+from gradwire.comms.transport.threads import run_ranks
+from gradwire.compressors.base import Layout, Slice, StateDict
+
+Result = TypeVar("Result")
+SHAPES = {"first.weight": (40, 96), "first.bias": (96,), "second.weight": (64, 64), "third.weight": (30, 50)}
+OPTIONS: dict[str, dict[str, bool | int | float | str]] = {
+    "fp16": {}, "bf16": {}, "int8": {}, "int4": {}, "onebit": {"warmup_steps": 0, "momentum": 0.0},
+    "dgc": {"density": 0.05, "momentum": 0.0, "warmup_steps": 0}, "powersgd": {"rank": 2, "warmup_steps": 0},
+}
+CPU = torch.device("cpu")
+
+
+def layout_of(names: Sequence[str]) -> Layout:
+    slices, start = [], 0
+    for name in names:
+        numel = torch.Size(SHAPES[name]).numel()
+        slices.append(Slice(name, SHAPES[name], 0, start, numel))
+        start += numel
+    return Layout(tuple(slices))
+
+
+ONE_BUCKET = [tuple(SHAPES)]
+TWO_BUCKETS = [("third.weight", "second.weight"), ("first.bias", "first.weight")]
+
+
+class Rank:
+    """One rank's communicator and compression, fed with buckets by hand."""
+
+    def __init__(self, store: HashStore, rank: int, nodes: str, name: str, job: str = "job") -> None:
+        self.compression = Compression(name, OPTIONS[name], (), rank, len(nodes))
+        config = Config(hostname=nodes[rank], compressor=name, compressor_options=OPTIONS[name], chunks=1,
+                        timeout=timedelta(seconds=30))
+        self.communicator = Communicator(store, rank, len(nodes), CPU, config, name=job,
+                                         compressor=self.compression.compressor)
+        self.rank = rank
+
+    def step(self, number: int, buckets: Sequence[Sequence[str]], scale: float = 1.0, poison: bool = False) -> Tensor:
+        """Averages one step's gradients; returns them parameter by parameter in the order of SHAPES."""
+        gradients = {name: gradient(self.rank, number, name) * scale for name in SHAPES}
+        if poison and self.rank == 0:
+            gradients["second.weight"][5] = float("inf")
+        self.compression.begin_step()
+        results = {}
+        for names in buckets:
+            layout = layout_of(names)
+            flat = torch.cat([gradients[name] for name in names])
+            future = self.communicator.all_reduce(flat, scale=1 / self.communicator.size, layout=layout,
+                                                  flush=self.compression.flushing)
+            self.compression.add(future)
+            results[tuple(names)] = flat
+        self.compression.end_step()
+        parts = {piece.name: flat[piece.start:piece.stop]
+                 for names, flat in results.items() for piece in layout_of(names).slices}
+        return torch.cat([parts[name] for name in SHAPES])
+
+
+def gradient(rank: int, step: int, name: str) -> Tensor:
+    generator = torch.Generator().manual_seed(7919 * step + 31 * rank + len(name) + ord(name[0]))
+    return torch.randn(torch.Size(SHAPES[name]).numel(), generator=generator)
+
+
+def mean_gradient(size: int, step: int) -> Tensor:
+    return torch.stack([torch.cat([gradient(rank, step, name) for name in SHAPES]) for rank in range(size)]).mean(0)
+
+
+def on_ranks(nodes: str, name: str, body: Callable[[Rank], Result]) -> list[Result]:
+    store = HashStore()
+
+    def run(rank: int) -> Result:
+        end = Rank(store, rank, nodes, name)
+        try:
+            return body(end)
+        finally:
+            end.communicator.close()
+
+    return run_ranks(len(nodes), run)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("nodes", ["aabb", "abab", "aaab"])
+def test_what_flush_returns_completes_the_sum(nodes: str, name: str) -> None:
+    steps = 6
+
+    def body(end: Rank) -> Tensor:
+        total = sum(end.step(number, ONE_BUCKET) for number in range(steps))
+        end.compression.flushing = True
+        return total + end.step(steps, ONE_BUCKET)
+
+    results = on_ranks(nodes, name, body)
+    assert all(torch.equal(results[0], other) for other in results)
+    expected = sum(mean_gradient(len(nodes), number) for number in range(steps + 1))
+    lossy_without_state = {"fp16": 0.02, "bf16": 0.1}.get(name, 0.0)  # no residual: one rounding a step
+    torch.testing.assert_close(results[0], torch.as_tensor(expected), rtol=1e-4, atol=2e-4 + lossy_without_state)
+
+
+@pytest.mark.parametrize("name", ["onebit", "dgc", "powersgd", "int4"])
+def test_state_moves_with_the_parameters_when_buckets_are_rebuilt(name: str) -> None:
+    def body(end: Rank) -> Tensor:
+        total = end.step(0, ONE_BUCKET) + end.step(1, ONE_BUCKET) + end.step(2, TWO_BUCKETS)
+        end.compression.flushing = True
+        return total + end.step(3, ONE_BUCKET)
+
+    results = on_ranks("aabb", name, body)
+    assert all(torch.equal(results[0], other) for other in results)
+    expected = sum(mean_gradient(4, number) for number in range(4))
+    torch.testing.assert_close(results[0], torch.as_tensor(expected), rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_non_finite_step_leaves_no_trace(name: str) -> None:
+    def body(poison: bool) -> Callable[[Rank], tuple[Tensor, bool]]:
+        def run(end: Rank) -> tuple[Tensor, bool]:
+            end.step(0, ONE_BUCKET)
+            bad = end.step(1, ONE_BUCKET, poison=True) if poison else torch.tensor([float("nan")])
+            return end.step(2, ONE_BUCKET), bool(torch.isfinite(bad).all())
+        return run
+
+    clean = on_ranks("aabb", name, body(False))
+    poisoned = on_ranks("aabb", name, body(True))
+    assert not any(finite for _, finite in poisoned)
+    assert all(torch.equal(clean[0][0], result) for result, _ in poisoned)
+
+
+@pytest.mark.parametrize("name", ["onebit", "dgc", "powersgd", "int4"])
+def test_a_resumed_run_goes_on_bit_for_bit(name: str) -> None:
+    def whole(end: Rank) -> tuple[Tensor, StateDict]:
+        end.step(0, ONE_BUCKET)
+        end.step(1, ONE_BUCKET)
+        saved = end.compression.state_dict()
+        return torch.stack([end.step(number, ONE_BUCKET) for number in (2, 3)]), saved
+
+    through = on_ranks("aabb", name, whole)
+
+    def resumed(end: Rank) -> Tensor:
+        end.compression.load_state_dict(through[end.rank][1])
+        return torch.stack([end.step(number, ONE_BUCKET) for number in (2, 3)])
+
+    for (expected, _), result in zip(through, on_ranks("aabb", name, resumed), strict=True):
+        assert torch.equal(expected, result)
+
+
+def test_a_changed_loss_scale_rescales_what_was_held_back() -> None:
+    def body(end: Rank) -> Tensor:
+        end.compression.set_loss_scale(1024.0)
+        total = end.step(0, ONE_BUCKET, scale=1024.0) / 1024.0
+        end.compression.set_loss_scale(512.0)
+        end.compression.flushing = True
+        return total + end.step(1, ONE_BUCKET, scale=512.0) / 512.0
+
+    expected = mean_gradient(4, 0) + mean_gradient(4, 1)
+    torch.testing.assert_close(on_ranks("aabb", "onebit", body)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_another_world_size_takes_only_a_flushed_state() -> None:
+    def saved(flush: bool) -> Callable[[Rank], StateDict]:
+        def run(end: Rank) -> StateDict:
+            end.step(0, ONE_BUCKET)
+            end.compression.flushing = flush
+            end.step(1, ONE_BUCKET)
+            return end.compression.state_dict()
+        return run
+
+    clean, dirty = on_ranks("aabb", "onebit", saved(True)), on_ranks("aabb", "onebit", saved(False))
+
+    def load(end: Rank) -> None:
+        end.compression.load_state_dict(clean[end.rank])
+        with pytest.raises(ValueError, match=r"call state\.flush\(\)"):
+            end.compression.load_state_dict(dirty[end.rank])
+
+    on_ranks("ab", "onebit", load)
+
+
+def test_one_node_has_nothing_to_compress() -> None:
+    def body(end: Rank) -> tuple[Tensor, str]:
+        return end.step(0, ONE_BUCKET), str(end.communicator.report())
+
+    for result, text in on_ranks("aaa", "onebit", body):
+        torch.testing.assert_close(result, mean_gradient(3, 0), rtol=1e-5, atol=1e-6)
+        assert "onebit" not in text

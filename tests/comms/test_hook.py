@@ -1,0 +1,79 @@
+"""The hook inside real DDP jobs, four processes on two logical nodes: equal to plain DDP, equal on all ranks."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+NODES = "aabb"
+TRAINING = {
+    "default": 1e-6, "many_small_buckets": 1e-6, "static_graph": 1e-6, "gradient_as_bucket_view": 1e-6,
+    "bucket_cap_mb_list": 1e-6, "find_unused_parameters": 1e-6, "convolution_channels_last": 1e-6,
+    "sparse_embedding": 1e-6, "no_sync": 1e-6, "compiled": 1e-6, "sub_group": 1e-6, "two_models": 0.0,
+    "state_before_model": 1e-6, "uneven_inputs": 1e-6,
+    "mixed_dtypes": 4e-3,  # one bfloat16 rounding of a weight below 0.5
+}
+"""Scenario -> largest difference to plain DDP: another order of the same float32 sums."""
+
+Results = list[dict[str, dict[str, object]]]
+
+
+def launch(script: Path, arguments: list[str], nodes: str, timeout_seconds: float = 240.0) -> list[str]:
+    """Runs a script as one job, a process a rank, and returns what each printed; the job must succeed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(len(nodes)):
+        environment = os.environ | {"NODES": nodes, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1",
+                                    "WORLD_SIZE": str(len(nodes)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks.append(subprocess.Popen([sys.executable, str(script), *arguments], env=environment, text=True,
+                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    try:
+        outputs = [process.communicate(timeout=timeout_seconds)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert all(process.returncode == 0 for process in ranks), "\n".join(outputs)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("hook")
+    launch(HERE / "hook_scenarios.py", [str(folder)], NODES)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(NODES))]
+
+
+@pytest.mark.parametrize("scenario", TRAINING)
+def test_training_equals_plain_ddp(results: Results, scenario: str) -> None:
+    for rank, result in enumerate(results):
+        assert "raised" not in result[scenario], (rank, result[scenario])
+        assert result[scenario]["difference"] <= TRAINING[scenario], rank  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("scenario", [name for name in TRAINING if name != "sub_group"])
+def test_all_ranks_hold_the_same_bits(results: Results, scenario: str) -> None:
+    assert len({str(result[scenario]["digest"]) for result in results}) == 1
+
+
+@pytest.mark.parametrize("scenario", ["default", "many_small_buckets", "static_graph", "find_unused_parameters", "no_sync"])
+def test_each_backward_with_synchronisation_is_one_step(results: Results, scenario: str) -> None:
+    assert [result[scenario]["steps"] for result in results] == [4] * len(NODES)
+
+
+def test_registering_the_hook_twice_is_refused(results: Results) -> None:
+    assert all("can only be called once" in str(result["registered_twice"]["error"]) for result in results)
+
+
+def test_a_copied_state_is_new_and_keeps_its_configuration(results: Results) -> None:
+    assert all(result["copied"] == {"same": False, "config": True} for result in results)
+
+
+def test_the_compiled_autograd_reducer_is_refused_in_clear_words(results: Results) -> None:
+    assert all("optimize_ddp" in str(result["compiled_python_reducer"].get("error")) for result in results)

@@ -1,0 +1,77 @@
+"""Inputs and layouts that the laws are checked on, and the two sets of kernels."""
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire import _native
+from gradwire.compressors import native
+from gradwire.compressors.base import Layout, Slice
+
+NUMELS = (1, 2, 7, 15, 17, 63, 64, 65, 511, 512, 513, 1023, 1024, 1025, 2500, 4097)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["plain", "avx2", "avx512"])
+def native_kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """The compiled kernels, held down to one instruction set."""
+    best = _native.isa()
+    _native.limit_isa(request.param)
+    if _native.isa() != request.param:
+        pytest.skip(f"this processor has no {request.param}")
+    yield native
+    _native.limit_isa(best)
+
+
+@pytest.fixture
+def layout() -> Layout:
+    """Two matrices, a convolution, a bias, and half of a parameter that another shard continues."""
+    shapes = {"a.weight": (70, 50), "a.bias": (37,), "conv.weight": (24, 8, 3, 3), "b.weight": (40, 60)}
+    slices, start = [], 0
+    for name, shape in shapes.items():
+        numel = torch.Size(shape).numel()
+        slices.append(Slice(name, shape, 0, start, numel))
+        start += numel
+    slices.append(Slice("cut.weight", (30, 30), 450, start, 450))
+    return Layout(tuple(slices))
+
+
+def _special(numel: int, where: int, value: float, generator: torch.Generator) -> Tensor:
+    x = torch.randn(numel, generator=generator)
+    x[where] = value
+    return x
+
+
+@pytest.fixture(params=["random", "constant", "zero", "denormal", "huge", "inf", "nan"])
+def make_input(request: pytest.FixtureRequest) -> Callable[[int], Tensor]:
+    """A function of numel that returns an input of one kind, as a view that is not aligned."""
+
+    def make(numel: int) -> Tensor:
+        generator = torch.Generator().manual_seed(numel)
+        kinds: dict[str, Callable[[], Tensor]] = {
+            "random": lambda: torch.randn(numel, generator=generator),
+            "constant": lambda: torch.full((numel,), -0.3),
+            "zero": lambda: torch.zeros(numel),
+            "denormal": lambda: torch.randn(numel, generator=generator) * 1e-41,
+            "huge": lambda: torch.randn(numel, generator=generator) * 1e38,
+            "inf": lambda: _special(numel, numel // 2, float("inf"), generator),
+            "nan": lambda: _special(numel, numel // 3, float("nan"), generator),
+        }
+        return torch.cat([torch.zeros(1), kinds[request.param]()])[1:]
+
+    return make
+
+
+@pytest.fixture(params=NUMELS)
+def numel(request: pytest.FixtureRequest) -> int:
+    return int(request.param)

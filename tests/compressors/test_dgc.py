@@ -1,0 +1,102 @@
+"""DGC against an independent model of the paper's algorithm in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.comms.transport.threads import ThreadGroup, run_ranks
+from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.dgc import DGC
+
+SIZE, NUMEL = 3, 400
+LAYOUT = Layout((Slice("w", (300,), 0, 0, 300), Slice("x", (100,), 0, 300, 100)))
+
+
+def gradient(rank: int, step: int) -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(17 * step + rank))
+
+
+def model(steps: int, momentum: float, nesterov: bool, clip: float, density: float) -> list[Tensor]:
+    """Source: Lin et al., ICLR 2018, algorithm 4, written with masks instead of indices."""
+    u, v = torch.zeros(2, SIZE, NUMEL, dtype=torch.float64)
+    outputs = []
+    for step in range(steps):
+        total = torch.zeros(NUMEL, dtype=torch.float64)
+        for rank in range(SIZE):
+            for item in LAYOUT.slices:
+                run = slice(item.start, item.stop)
+                g = gradient(rank, step)[run].double()
+                if clip:
+                    g *= min(1.0, clip * SIZE**-0.5 / float(g.norm()))
+                u[rank, run] = momentum * (u[rank, run] + g) if nesterov else momentum * u[rank, run] + g
+                v[rank, run] += u[rank, run] + (g if nesterov else 0.0)
+                kth = v[rank, run].abs().sort(descending=True).values[round(density * item.numel) - 1]
+                mask = v[rank, run].abs() >= kth
+                total[run] += v[rank, run] * mask
+                u[rank, run] *= ~mask
+                v[rank, run] *= ~mask
+        outputs.append(total)
+    return outputs
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("clip", [0.0, 5.0])
+def test_it_is_the_papers_algorithm(nesterov: bool, clip: float) -> None:
+    groups, steps = ThreadGroup.create(SIZE), 8
+
+    def body(rank: int) -> list[Tensor]:
+        ours = DGC(density=0.05, momentum=0.9, nesterov=nesterov, clip_norm=clip, warmup_steps=0)
+        outputs = []
+        for step in range(steps):
+            shard = gradient(rank, step)
+            for work in ours.all_reduce(shard, LAYOUT, groups[rank]):
+                work.wait()
+            ours.end_step(True)
+            outputs.append(shard)
+        return outputs
+
+    for ours, wanted in zip(run_ranks(SIZE, body)[0], model(steps, 0.9, nesterov, clip, 0.05), strict=True):
+        torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_the_density_falls_in_four_stages() -> None:
+    ours, seen = DGC(warmup_steps=8), []
+    for _ in range(10):
+        seen.append(ours.current_density)
+        ours.end_step(True)
+    assert seen == [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625, 0.004, 0.004, 0.001, 0.001]
+
+
+def test_a_bad_step_does_not_count_towards_the_warm_up() -> None:
+    ours = DGC(warmup_steps=1)
+    ours.end_step(False)
+    assert ours.current_density == 0.25
+
+
+def test_from_one_element_in_size_the_sum_travels_dense() -> None:
+    """Sparse payloads of everybody would be longer than one dense sum."""
+    layout = Layout((Slice("w", (4096,), 0, 0, 4096),))
+    dense = round(2 * 3 / 4 * 4 * 4096)
+    assert DGC(density=0.25, warmup_steps=0).wire_nbytes(layout, 4) == dense
+    assert DGC(density=0.2, warmup_steps=0).wire_nbytes(layout, 4) < dense
+
+
+def test_a_thousandth_is_a_thousandth() -> None:
+    layout = Layout((Slice("w", (1000, 1000), 0, 0, 1_000_000),))
+    assert DGC(warmup_steps=0).wire_nbytes(layout, 2) == 8000
+    assert DGC(warmup_steps=0, value_dtype="float16").wire_nbytes(layout, 2) == 6000
+
+
+def test_a_nan_is_always_among_the_largest() -> None:
+    groups = ThreadGroup.create(2)
+
+    def body(rank: int) -> Tensor:
+        shard = gradient(rank, 0)
+        if rank:
+            shard[11] = float("nan")
+        for work in DGC(warmup_steps=0).all_reduce(shard, LAYOUT, groups[rank]):
+            work.wait()
+        return shard
+
+    for shard in run_ranks(2, body):
+        assert shard.isnan().nonzero().tolist() == [[11]]

@@ -1,0 +1,104 @@
+"""State of another compressor, another model, or damaged: refused whole, with the difference named."""
+
+import io
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.comms.transport.threads import ThreadGroup, run_ranks
+from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue
+from gradwire.compressors.registry import make
+from gradwire.compressors.routed import Routed
+
+NUMELS = {"a.weight": 3500, "a.bias": 37, "conv.weight": 1728, "b.weight": 2400, "cut.weight": 900}
+
+
+def used(compressor_name: str, layout: Layout) -> Compressor:
+    """A compressor of a model with these parameters, after two steps on two ranks."""
+    groups = ThreadGroup.create(2)
+    options = {"warmup_steps": 0} if compressor_name in ("onebit", "powersgd", "dgc") else {}
+
+    def body(rank: int) -> Compressor:
+        made = make(compressor_name, options)
+        made.bind_model(NUMELS)
+        for step in range(2):
+            shard = torch.randn(layout.numel, generator=torch.Generator().manual_seed(step * 2 + rank))
+            for work in made.all_reduce(shard, layout, groups[rank]):
+                work.wait()
+            made.end_step(True)
+        return made
+
+    return run_ranks(2, body)[0]
+
+
+def refuses(compressor: Compressor, state: StateDict, match: str) -> None:
+    """Checks that `state` is refused, and that nothing changed."""
+    before = compressor.state_dict()
+    with pytest.raises(ValueError, match=match):
+        compressor.load_state_dict(state)
+    assert_equal(compressor.state_dict(), before)
+
+
+def assert_equal(ours: StateDict, wanted: StateDict) -> None:
+    assert list(ours) == list(wanted)
+    for key, value in ours.items():
+        other = wanted[key]
+        assert torch.equal(value, other) if isinstance(value, Tensor) and isinstance(other, Tensor) else value == other
+
+
+@pytest.mark.parametrize("name", ["int4", "onebit", "dgc", "powersgd"])
+def test_wrong_states_are_refused_whole(name: str, layout: Layout) -> None:
+    compressor = used(name, layout)
+    state = compressor.state_dict()
+    key = next(key for key in state if key.endswith("b.weight") and not key.startswith("factor"))
+    value = state[key]
+    assert isinstance(value, Tensor)
+    renamed: dict[str, StateValue] = {k.replace("b.weight", "z.weight"): v for k, v in state.items()}
+    refuses(compressor, {**state, "compressor": "other"}, "belongs to compressor 'other'")
+    refuses(compressor, {}, "belongs to compressor None")
+    refuses(compressor, {**state, "step": -1}, "`state\\['step'\\]`")
+    refuses(compressor, renamed, "no parameter 'z.weight'")
+    refuses(compressor, {**state, key: torch.zeros(9999)}, "'b.weight' has 2400 elements")
+    refuses(compressor, {**state, key: value.double()}, "no 1-D float32")
+    refuses(compressor, {**state, key: 3}, "no 1-D float32")
+    refuses(compressor, {**state, "what/0/b.weight": value}, "is no entry")
+    field = key.split("/")[0]
+    refuses(compressor, {**state, f"{field}/1/a.weight": torch.zeros(5)}, "overlaps")
+
+
+def test_a_factor_of_another_rank_is_refused(layout: Layout) -> None:
+    compressor = used("powersgd", layout)
+    state = compressor.state_dict()
+    key = next(key for key in state if key.startswith("factor/"))
+    refuses(compressor, {**state, key: torch.zeros(9, 50)}, "rank 9")
+    refuses(compressor, {**state, key: torch.zeros(9)}, "no 2-D float32")
+
+
+@pytest.mark.parametrize("name", ["int4", "onebit", "dgc", "powersgd"])
+def test_a_state_survives_a_safe_file(name: str, layout: Layout) -> None:
+    compressor = used(name, layout)
+    file = io.BytesIO()
+    torch.save(compressor.state_dict(), file)
+    file.seek(0)
+    fresh = make(name)
+    fresh.bind_model(NUMELS)
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    assert_equal(fresh.state_dict(), compressor.state_dict())
+
+
+def test_routes_are_loaded_all_or_none(layout: Layout) -> None:
+    routed = Routed("onebit", {"warmup_steps": 0})
+    routed.bind_model(NUMELS)
+    group = ThreadGroup.create(1)[0]
+    for work in routed.all_reduce(torch.randn(layout.numel), layout, group):
+        work.wait()
+    routed.end_step(True)
+    state = routed.state_dict()
+    last = next(key for key in reversed(state) if key.startswith("1|momentum"))
+    refuses(routed, {**state, last: torch.zeros(5000), "0|step": 99}, "elements")
+    refuses(routed, {**state, "7|step": 1}, "2 routes")
+    refuses(routed, make("onebit").state_dict(), "is no entry")
+    fresh = Routed("onebit", {"warmup_steps": 0})
+    fresh.load_state_dict(state)
+    assert_equal(fresh.state_dict(), state)
