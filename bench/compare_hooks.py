@@ -1,7 +1,5 @@
 """Ways of averaging a DDP model's gradients: torch's own, gradwire's plans and compressors, MPI's all_reduce."""
 
-import importlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,8 +11,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.bench.ways import without_warmup
 from gradwire.comms.compat import GradBucket
 from gradwire.comms.mpi_launch import load_mpi
+from gradwire.compressors.registry import names
 
 PLAIN = "plain DDP (gloo)"
 
@@ -69,11 +69,8 @@ def entrants(with_mpi: bool) -> list[Entrant]:
 
 
 def compressor_names() -> tuple[str, ...]:
-    """What is registered in this version; empty where it has none."""
-    if importlib.util.find_spec("gradwire.compressors.registry") is None:
-        return ()
-    names: tuple[str, ...] = importlib.import_module("gradwire.compressors.registry").names()
-    return tuple(name for name in names if name != "none")
+    """What is registered, but for `none`."""
+    return tuple(name for name in names() if name != "none")
 
 
 def select(found: list[Entrant], wanted: str | None) -> list[Entrant]:
@@ -98,6 +95,7 @@ def select(found: list[Entrant], wanted: str | None) -> list[Entrant]:
 def _gradwire(plan: str, compressor: str | None, transport: str = "auto") -> Attach:
     def attach(model: DistributedDataParallel, rate: float | None) -> None:
         state = gradwire.HookState(model, plan=plan, compressor=compressor, transport=transport,
+                                   compressor_options=without_warmup(compressor) if compressor else {},
                                    nic_bytes_per_second=rate)
         model.register_comm_hook(state, gradwire.comm_hook)
 

@@ -56,6 +56,8 @@ class GradwireWay:
         plans = dict.fromkeys(_without_size(plan) for plan in self.report().plans)
         for number, plan in enumerate(plans):
             facts["plan" if len(plans) == 1 else f"plan {number + 1}"] = plan
+        if self._compressor and len(self._communicator.cluster.nodes) == 1:
+            facts["note"] = "one node: nothing is compressed, as only the phase between nodes ever is"
         if self._passed_on:
             facts["passed on to the inner group"] = ", ".join(sorted(self._passed_on))
         return facts

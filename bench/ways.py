@@ -1,8 +1,6 @@
 """From the command line to the ways that are measured: one for each backend, algorithm and compressor asked for."""
 
 import argparse
-import importlib
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,8 +16,8 @@ from gradwire.bench.way_torch import TorchWay
 from gradwire.comms.compat import PrefixStore
 from gradwire.comms.config import Config
 from gradwire.compressors.base import Compressor
+from gradwire.compressors.registry import Option, make, names, options_of
 
-_REGISTRY = "gradwire.compressors.registry"
 _CUDA_ALONE = ("nccl", "nccl-raw")
 
 
@@ -76,19 +74,20 @@ def check_compressor(name: str) -> None:
     """Raises ValueError unless `name` is `none` or a registered compressor."""
     if name == "none":
         return
-    if importlib.util.find_spec(_REGISTRY) is None:
-        raise ValueError(f"`--compressor` is {name}, but this version of gradwire has no compressors; wanted none")
-    registered = importlib.import_module(_REGISTRY).names()
-    if name not in registered:
-        raise ValueError(f"`--compressor` is {name!r}; wanted one of {', '.join(registered)}")
+    if name not in names():
+        raise ValueError(f"`--compressor` is {name!r}; wanted one of {', '.join(names())}")
 
 
 def make_compressor(name: str) -> Compressor | None:
     """A new compressor; None for `none` and for backends that have none."""
     if name in ("", "none"):
         return None
-    made: Compressor = importlib.import_module(_REGISTRY).make(name, {})
-    return made
+    return make(name, without_warmup(name))
+
+
+def without_warmup(name: str) -> dict[str, Option]:
+    """Options that have a compressor compress from the first step on: dense steps would be timed under its name."""
+    return {"warmup_steps": 0} if "warmup_steps" in options_of(name) else {}
 
 
 def device_of(options: argparse.Namespace, local_rank: int) -> torch.device:
