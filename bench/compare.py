@@ -30,6 +30,7 @@ from gradwire.bench.machine import machine_line
 from gradwire.bench.ranks import find_start, meet
 from gradwire.bench.rate import parse_rate
 from gradwire.bench.replay import load_case
+from gradwire.bench.signals import clean_end
 from gradwire.comms.config import launcher_variables
 
 START_TIMEOUT = timedelta(minutes=5)
@@ -257,7 +258,8 @@ def main(argv: list[str]) -> int:
     try:
         check(options)
         given = find_start(launcher_variables()) is not None
-        found = run_given(options) if given else run_emulated(options)
+        with clean_end():
+            found = run_given(options) if given else run_emulated(options)
         if found is not None:
             report(options, *found, counted=options.interface is not None if given else True)
     except ValueError as error:

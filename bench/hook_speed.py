@@ -28,6 +28,7 @@ from gradwire.bench.compare_fork import Place, run_forked
 from gradwire.bench.compare_rounds import Contender, take_turns
 from gradwire.bench.machine import machine_line
 from gradwire.bench.rate import format_rate, parse_rate
+from gradwire.bench.signals import clean_end
 
 CASES = {
     "2x2": ((2, 2), "contiguous"),
@@ -188,8 +189,9 @@ def main(argv: list[str]) -> int:
         print(f"hook_speed: `CASE` is {unknown[0]!r}; wanted one of {', '.join(CASES)}", file=sys.stderr)
         return 2
     results = []
-    for case in options.cases or CASES:
-        results += measure(case, options.nic, round(options.megabytes * 1e6 / 4), options.rounds)
+    with clean_end():
+        for case in options.cases or CASES:
+            results += measure(case, options.nic, round(options.megabytes * 1e6 / 4), options.rounds)
     rate = format_rate(parse_rate(options.nic, "--nic"))
     title = f"{options.megabytes:g} MB, links of {rate}, median of {options.rounds} rounds; {machine_line()}"
     Console(width=110).print(table(results, title))
