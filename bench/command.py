@@ -25,7 +25,7 @@ from gradwire.bench.ranks import Start, World, find_start, meet
 from gradwire.bench.record import Block, fresh_name, now, to_json, write_csv
 from gradwire.bench.table import Case, Check, ExactCheck, Row, Table, cases
 from gradwire.bench.way import Way
-from gradwire.bench.ways import Choice, choices, connect, device_of
+from gradwire.bench.ways import Choice, check_device, choices, connect, device_of
 from gradwire.comms.config import bench_environment, launcher_variables
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         start = find_start(variables)
         if start is not None and options.ngpus is not None:
             raise ValueError(f"`-g` is {options.ngpus}, but {start.by} has started {start.size} ranks already; leave -g out")
-        device_of(options, 0) if torch.cuda.is_available() is False else None
+        check_device(options)
     except (ValueError, RuntimeError) as error:
         if speaks:
             print(f"gradwire bench: {error}", file=sys.stderr)
@@ -126,7 +126,7 @@ class Bench:
         self._warn()
         cycle = 0
         while self._options.run_cycles == 0 or cycle < self._options.run_cycles:
-            for choice, way in connect(chosen, self._world, self._device, self._timeout):
+            for choice, way in connect(chosen, self._world, self._device, self._timeout, cycle):
                 blocks.append(self._block(choice, way))
             cycle += 1
         if self._world.rank == 0:

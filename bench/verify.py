@@ -21,7 +21,7 @@ PERIOD = 4093
 _FACTORS_OF_TWO = 4
 """Ranks that may multiply by two: 2^4 fits into every type."""
 
-AVERAGE_ULPS = 2
+AVERAGE_UNITS = 2
 """nccl-tests allows two units in the last place for an average of floating numbers; every other check allows none."""
 
 
@@ -73,11 +73,13 @@ class Inputs:
             return torch.where(mixed % 3 == 0, signs * twos, signs)
         divisor = self.ranks * (int(MULSUM_FACTOR) if self.operation == "mulsum" else 1)
         limit = max(1, min(self.element.exact, 2**20) // divisor)
-        return mixed % (2 * limit + 1) - limit if self.element.signed else mixed % (limit + 1)
+        # An average is scaled before it is summed: without cancellation its error is relative to the result.
+        signed = self.element.signed and self.operation != "avg"
+        return mixed % (2 * limit + 1) - limit if signed else mixed % (limit + 1)
 
 
 def count_wrong(output: Tensor, expected: Tensor, inputs: Inputs) -> int:
-    """Elements of `output` that are not what they must be: 0 differences are allowed, 2 ulp for a floating average.
+    """Elements of `output` that are not what they must be: exactly, but for a floating average (see `AVERAGE_UNITS`).
 
     Args:
         output: 1-D, any device.
@@ -86,7 +88,9 @@ def count_wrong(output: Tensor, expected: Tensor, inputs: Inputs) -> int:
     """
     found = output.cpu()
     if inputs.operation == "avg" and inputs.element.floating:
-        gap = torch.finfo(found.dtype).eps * expected.double().abs() * AVERAGE_ULPS
+        # Half a unit each for rounding 1/n, for the product with it, and for each of n - 1 additions.
+        units = max(AVERAGE_UNITS, (inputs.ranks + 1) / 2)
+        gap = torch.finfo(found.dtype).eps * expected.double().abs() * units
         # Written so that NaN counts as wrong.
         return int((~((found.double() - expected.double()).abs() <= gap)).sum().item())
     if found.dtype in NO_ARITHMETIC:

@@ -90,8 +90,8 @@ def without_warmup(name: str) -> dict[str, Option]:
     return {"warmup_steps": 0} if "warmup_steps" in options_of(name) else {}
 
 
-def device_of(options: argparse.Namespace, local_rank: int) -> torch.device:
-    """Where the tensors are.
+def check_device(options: argparse.Namespace) -> str:
+    """Where the tensors are: `cpu` or `cuda`. Leaves CUDA untouched, so that ranks may still be forked.
 
     Raises:
         ValueError: A flag needs a GPU that is not there, or another kind of tensor.
@@ -106,20 +106,33 @@ def device_of(options: argparse.Namespace, local_rank: int) -> torch.device:
                              "tensors alone")
         if options.cudagraph:
             raise ValueError(f"`-G` is {options.cudagraph}, but the tensors are on the CPU; wanted 0, or --device cuda")
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
+        return asked
+    # Asks NVML; torch.cuda.is_available() would ask CUDA, after which a forked rank cannot use it.
+    if torch.cuda.device_count() == 0:
         cause = f"`--backend` is {needs_cuda[0]}" if needs_cuda else "`--device` is cuda"
         raise ValueError(f"{cause}, but torch finds no CUDA device here; wanted a GPU and a CUDA build of torch, or "
                          "--backend gradwire, gloo, shm or mpi")
     on_cpu = [name for name in options.backend if name in ("shm", "mpi")]
     if on_cpu:
         raise ValueError(f"`--backend` is {on_cpu[0]} and the tensors are on CUDA; wanted --device cpu for it")
+    return asked
+
+
+def device_of(options: argparse.Namespace, local_rank: int) -> torch.device:
+    """This rank's device, made the current one.
+
+    Raises:
+        ValueError: See `check_device`.
+    """
+    if check_device(options) == "cpu":
+        return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
 
-def connect(chosen: list[Choice], world: World, device: torch.device, timeout: timedelta) -> Iterator[tuple[Choice, Way]]:
+def connect(chosen: list[Choice], world: World, device: torch.device, timeout: timedelta, cycle: int
+            ) -> Iterator[tuple[Choice, Way]]:
     """Connects one way after the other; each is closed before the next one is made. All ranks together.
 
     Raises:
@@ -127,7 +140,7 @@ def connect(chosen: list[Choice], world: World, device: torch.device, timeout: t
         ValueError: A backend cannot be used on this cluster.
     """
     for number, choice in enumerate(chosen):
-        way = _make(choice, world, device, timeout, f"bench{number}")
+        way = _make(choice, world, device, timeout, f"bench{cycle}.{number}")
         yield choice, way
         way.close()
 
