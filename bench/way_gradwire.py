@@ -1,7 +1,7 @@
 """gradwire itself: the communicator that the hook uses, with a plan and, if asked for, a compressor.
 
-What the communicator does not do (it sums and averages) goes to an inner gloo or NCCL group, as in gradwire's process
-group, and the block says so.
+What the communicator does not do (it sums and averages) goes through gradwire's process group, the backend "gradwire"
+of torch.distributed, and the block says so.
 """
 
 from typing import cast
@@ -25,7 +25,7 @@ _MATRIX_COLUMNS = 1024
 
 
 class GradwireWay:
-    """A communicator of all ranks, and an inner group for the rest.
+    """A communicator of all ranks, and a process group for the rest.
 
     Args:
         store: Reaches all ranks.
@@ -33,17 +33,17 @@ class GradwireWay:
         size: Number of ranks.
         device: Of the tensors.
         config: Plan, chunks, time-out.
-        inner: For the collectives that the communicator does not have.
+        group: A process group of the backend "gradwire", for the collectives that the communicator does not have.
         name: Unique in `store`.
         compressor: For all_reduce; None is exact.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, config: Config,
-                 inner: dist.ProcessGroup, *, name: str, compressor: Compressor | None = None) -> None:
+                 group: dist.ProcessGroup, *, name: str, compressor: Compressor | None = None) -> None:
         self.rank = rank
         self._size = size
         self._config = config
-        self._inner = TorchWay(inner, "nccl" if device.type == "cuda" else "gloo")
+        self._group = TorchWay(group, "gradwire")
         self._communicator = Communicator(store, rank, size, device, config, name=name, compressor=compressor)
         self._compressor = compressor
         self._layouts: dict[int, Layout] = {}
@@ -59,7 +59,7 @@ class GradwireWay:
         if self._compressor and len(self._communicator.cluster.nodes) == 1:
             facts["note"] = "one node: nothing is compressed, as only the phase between nodes ever is"
         if self._passed_on:
-            facts["passed on to the inner group"] = ", ".join(sorted(self._passed_on))
+            facts["through the process group"] = ", ".join(sorted(self._passed_on))
         return facts
 
     def report(self) -> Report:
@@ -98,7 +98,7 @@ class GradwireWay:
             return None if operation == "sum" or kind.floating else f"{operation} needs a floating type"
         if self._compressor:
             return "a compressor applies to all_reduce with sum or avg"
-        return self._inner.refusal(collective, element, operation)
+        return self._group.refusal(collective, element, operation)
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Work:
         """See `Way.all_reduce`."""
@@ -144,7 +144,7 @@ class GradwireWay:
 
     def _pass(self, collective: str) -> TorchWay:
         self._passed_on.add(collective)
-        return self._inner
+        return self._group
 
     def _layout(self, tensor: Tensor) -> Layout | None:
         if self._compressor is None:

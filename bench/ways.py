@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -15,6 +15,7 @@ from gradwire.bench.way_shm import ShmWay
 from gradwire.bench.way_torch import TorchWay
 from gradwire.comms.compat import PrefixStore
 from gradwire.comms.config import Config
+from gradwire.comms.register import register
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.registry import Option, make, names, options_of
 
@@ -157,9 +158,10 @@ def _make(choice: Choice, world: World, device: torch.device, timeout: timedelta
     if choice.backend == "nccl-raw":
         from gradwire.bench.way_nccl_raw import NcclRawWay
         return NcclRawWay.connect(store, world.rank, world.size, device)
-    inner = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     if choice.backend != "gradwire":
-        return TorchWay(inner, choice.backend)
+        return TorchWay(dist.new_group(backend=choice.backend, timeout=timeout), choice.backend)
     config = Config.from_env(plan=choice.algorithm, timeout=timeout)
-    return GradwireWay(store, world.rank, world.size, device, config, inner, name=name,
+    register()
+    group = dist.new_group(backend="gradwire", timeout=timeout, pg_options=replace(config, compressor=None))
+    return GradwireWay(store, world.rank, world.size, device, config, group, name=name,
                        compressor=make_compressor(choice.compressor))

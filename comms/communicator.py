@@ -4,8 +4,8 @@ The hook and the process group are two faces of this object.
 """
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -19,11 +19,12 @@ from gradwire.comms.groups import Groups
 from gradwire.comms.lanes import Hop, Job, Lanes
 from gradwire.comms.migration import Homes, migrate
 from gradwire.comms.placement import Presence, cluster_of, exchange
-from gradwire.comms.plan import Phase, Plan
+from gradwire.comms.plan import ALL_REDUCE, Phase, Plan
 from gradwire.comms.planner import plan_all_reduce
 from gradwire.comms.report import Ledger, Report
 from gradwire.comms.schedule import Partition, Schedule, Transfer, even_partition
 from gradwire.compressors.base import Compressor, Layout
+from gradwire.topology.cluster import Level
 
 log = logging.getLogger("gradwire")
 
@@ -70,13 +71,16 @@ class Communicator:
         self._ledger = Ledger(self.level_names)
         self._lanes = Lanes(f"gradwire {name}")
         self._groups = Groups(store, rank, device, self._same_node, config.transport, config.timeout)
-        self._executor = Executor(self._groups, rank, self._hops, compressor, self._ledger)
+        self._executor = Executor(self._groups, rank, self._hops, compressor, self._ledger,
+                                  self._in_rank_order)
         self._board = FailureBoard(store, rank, size)
         self._routes: dict[object, _Route] = {}
         self._failure: CollectiveError | None = None
         self._stream: torch.cuda.Stream | None = None
         self._buckets = 0
         self._homes = Homes()
+        self.plan_name, self.chunks = config.plan, config.chunks
+        self.library = "nccl" if device.type == "cuda" else "gloo"
 
     def all_reduce(self, flat: Tensor, *, scale: float = 1.0, layout: Layout | None = None,
                    flush: bool = False) -> FutureTensor:
@@ -100,17 +104,54 @@ class Communicator:
         self._buckets += 1
         if self.compressor and layout and self._homes.moves(layout):
             self._migrate(self.compressor, flat, layout)
-        route = self._route(flat, layout)
+        return self._run(flat, self._route(flat, layout), scale, layout, flush)
+
+    def run(self, flat: Tensor, plan: Plan) -> FutureTensor:
+        """Runs any plan on a tensor, whatever the planner thinks of it: for measurements.
+
+        Args:
+            flat: As for `all_reduce`; what it holds afterwards is the plan's affair.
+            plan: The same on all ranks.
+        """
+        self._check(flat, 1.0)
+        return self._run(flat, self._routed(flat, plan, None), 1.0, None)
+
+    def measured(self, levels: Sequence[Level]) -> None:
+        """Plans with these links from now on; all ranks must say the same at the same point."""
+        self.cluster = replace(self.cluster, levels=tuple(levels))
+        self._routes.clear()
+
+    def _run(self, flat: Tensor, route: _Route, scale: float, layout: Layout | None, flush: bool = False) -> FutureTensor:
         chunks = [Chunk(flat, start, stop, transfers, scale, layout, flush)
                   for (start, stop), transfers in zip(pairwise(route.bounds), route.transfers, strict=True)]
         if self.device.type == "cuda":
             return self._on_stream(flat, chunks, route.plan)
         return self._in_lanes(flat, chunks, route.plan)
 
+    def choose(self, plan: str | None = None, chunks: int | None = None) -> None:
+        """From the next all-reduce on, takes this plan for every size; all ranks must do so at the same point.
+
+        Args:
+            plan: `flat`, `hierarchical` or `leader`; `auto` goes by size again; None leaves it.
+            chunks: Pieces of a bucket; 0 leaves it to the planner; None leaves it.
+        """
+        self.plan_name = self.plan_name if plan is None else plan
+        self.chunks = self.chunks if chunks is None else chunks
+        self._routes.clear()
+
+    def settle(self, nbytes: int) -> None:
+        """Takes the plan that is best for `nbytes` for every size: two plans sum in two orders, one plan in one."""
+        if self.config.plan == "auto":
+            self.choose(plan_all_reduce(self.cluster, nbytes, library=self.library).name)
+
     def report(self, steps: int = 0) -> Report:
         """What has travelled so far, and by which plans."""
         plans = dict.fromkeys(route.plan.describe(self.level_names) for route in self._routes.values())
         return Report(self.cluster.describe(), tuple(plans), self._ledger.rows(), self._buckets, steps)
+
+    def abort(self, reason: str) -> None:
+        """Wakes the ranks of this node that wait for this one, and tells them why. Any thread."""
+        self._groups.abort(reason)
 
     def close(self) -> None:
         """Ends the lanes and releases shared memory and connections."""
@@ -190,20 +231,23 @@ class Communicator:
         return self._routes[key]
 
     def _plan(self, flat: Tensor, layout: Layout | None) -> _Route:
-        name, chunks = self.config.plan, self.config.chunks
+        name, chunks = self.plan_name, self.chunks
         if self.compressor and layout and len(self.cluster.nodes) > 1:
             ratio = self.compressor.wire_nbytes(layout, 2) / max(1, flat.nbytes)
             plan = plan_all_reduce(self.cluster, flat.nbytes, name="hierarchical", chunks=chunks,
                                    compressor=self.compressor.name, ratio=ratio)
         else:
-            plan = plan_all_reduce(self.cluster, flat.nbytes, name=name, chunks=chunks)
+            plan = plan_all_reduce(self.cluster, flat.nbytes, name=name, chunks=chunks, library=self.library)
+        log.info("%d elements of %s: %s", flat.numel(), flat.dtype, plan.describe(self.level_names))
+        return self._routed(flat, plan, layout)
+
+    def _routed(self, flat: Tensor, plan: Plan, layout: Layout | None) -> _Route:
         partition = self._partition(layout)
         schedule = Schedule(self.cluster, plan)
         bounds = partition(0, flat.numel(), plan.chunks)
         transfers = [[[transfer for transfer in phase if self.rank in transfer.members]
                       for phase in schedule.transfers(stop - start, partition, start)]
                      for start, stop in pairwise(bounds)]
-        log.info("%d elements of %s: %s", flat.numel(), flat.dtype, plan.describe(self.level_names))
         return _Route(plan, bounds, transfers)
 
     def _partition(self, layout: Layout | None) -> Partition:
@@ -222,6 +266,16 @@ class Communicator:
     def _hops(self, phase: Phase) -> bool:
         local = phase.level == 0 and (not phase.whole or len(self.cluster.nodes) == 1)
         return not (local and self.device.type == "cpu")
+
+    def _in_rank_order(self, phase: Phase) -> bool:
+        """Gloo's ring sums an element in an order that depends on its place; of two ranks, any order gives the same.
+
+        Only fusion moves elements to other places, so only then is the price of a fixed order paid.
+        """
+        if not self.config.fuses:
+            return False
+        members = self.size if phase.whole else self.cluster.widest(phase.level)
+        return phase.op == ALL_REDUCE and self.device.type == "cpu" and self._hops(phase) and members > 2
 
     def _node_ranks(self) -> tuple[int, ...]:
         return self.cluster.ranks(self.cluster.unit(self.rank, 0))

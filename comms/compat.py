@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, GradBucket, HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import GroupName
 
-__all__ = ["GradBucket", "HashStore", "PrefixStore", "Store"]
+__all__ = ["GradBucket", "GroupName", "HashStore", "PrefixStore", "Store"]  # passed on, besides what is defined below
 
 
 class TorchWork(Protocol):
@@ -89,3 +90,73 @@ def queue_end_of_backward(callback: Callable[[], None]) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+class GroupOptions(Protocol):
+    """What torch tells the creator of a backend; ranks are those of the new group, not of the world."""
+
+    @property
+    def store(self) -> Store:
+        """With a prefix of its own for this group and device."""
+
+    @property
+    def group_rank(self) -> int:
+        """This rank in the group."""
+
+    @property
+    def group_size(self) -> int:
+        """Ranks of the group."""
+
+    @property
+    def timeout(self) -> timedelta:
+        """For every collective."""
+
+    @property
+    def group_id(self) -> str:
+        """The group's name, unique in this process."""
+
+    @property
+    def global_ranks_in_group(self) -> list[int]:
+        """Empty for the default group."""
+
+
+def register_backends(groups: list[dist.ProcessGroup], options: GroupOptions) -> list[object]:
+    """Gives `groups` the exact backends of torch, one for each device type, made once and shared by all of them.
+
+    CPU tensors go to gloo; CUDA tensors to NCCL, or to gloo in a torch built without NCCL.
+
+    Returns:
+        The backends, to be kept alive.
+    """
+    backend_type = dist.ProcessGroup.BackendType
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", options.store), options.group_rank, options.group_size,
+                                 options.timeout)
+    made: list[tuple[torch.device, dist.ProcessGroup.BackendType, dist.ProcessGroupGloo | dist.ProcessGroupNCCL]] = [
+        (torch.device("cpu"), backend_type.GLOO, gloo)]
+    if torch.cuda.is_available():
+        cuda = torch.device("cuda")
+        if dist.is_nccl_available():
+            made.append((cuda, backend_type.NCCL, _lazy_nccl(options)))
+        else:
+            made.append((cuda, backend_type.GLOO, gloo))
+    for _, _, backend in made:
+        backend.options.global_ranks_in_group = options.global_ranks_in_group
+        backend.options.group_name = GroupName(options.group_id)
+        backend._set_sequence_number_for_group()
+    for group in groups:
+        group._set_default_backend(backend_type.GLOO)
+        for device, kind, backend in made:
+            group._register_backend(device, kind, backend)
+    return [backend for _, _, backend in made]
+
+
+def _lazy_nccl(options: GroupOptions) -> "dist.ProcessGroupNCCL":
+    nccl_options = dist.ProcessGroupNCCL.Options()
+    nccl_options._timeout = options.timeout
+    return dist.ProcessGroupNCCL(PrefixStore("nccl", options.store), options.group_rank, options.group_size,
+                                 nccl_options)
+
+
+def inner_call(method: Callable[..., dist.Work], arguments: tuple[object, ...], named: dict[str, object]) -> dist.Work:
+    """Calls a method of torch's own group with whatever the caller gave: torch checks it better than gradwire could."""
+    return method(*arguments, **named)

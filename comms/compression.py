@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gradwire.compressors.base import Compressor, StateDict, StateValue
 from gradwire.compressors.registry import Option
-from gradwire.compressors.routed import Routed
-from gradwire.compressors.rules import Rule, rules_from
+from gradwire.compressors.routed import make_routed
+from gradwire.compressors.rules import Rule
 
 PREFIX = "gradwire/"
 """Keys of the hook's own entries in a state dict."""
@@ -39,7 +39,7 @@ class Compression:
 
     def __init__(self, name: str, options: Mapping[str, Option], rules: Sequence[Rule | Mapping[str, object]],
                  rank: int, size: int) -> None:
-        self.compressor: Compressor = Routed(name, options, rules_from(rules))
+        self.compressor: Compressor = make_routed(name, options, rules)
         self.flushing = False
         self._rank = rank
         self._size = size

@@ -36,6 +36,19 @@ class Config:
     transport: str = "auto"
     """Between nodes: `gloo`, `nccl` or `mpi`; `auto` goes by the tensor's device."""
 
+    fusion_mb: float = 0.0
+    """Buckets travel together until they hold so many MiB; 0 sends each of DDP's buckets as it comes. For models wrapped
+    with small buckets, see `gradwire.wrap`."""
+
+    probe: bool = False
+    """Measures latency and bandwidth of every level before the first step (about a second on 200 Mbit/s)."""
+
+    tune: bool = False
+    """Measures for some steps which cuts, plan and number of chunks are fastest, and keeps those; see docs/tuning.md."""
+
+    tune_profile: str | None = None
+    """File that the tuner's result is kept in and read from (own on every rank; rank 0's counts); None keeps nothing."""
+
     timeout: timedelta = timedelta(minutes=5)
     """A collective that takes longer fails on all ranks."""
 
@@ -57,6 +70,8 @@ class Config:
             raise ValueError(f"`chunks` is {self.chunks}; wanted 0 (the planner chooses) or a positive number")
         if self.timeout <= timedelta(0):
             raise ValueError(f"`timeout` is {self.timeout}; wanted a positive duration")
+        if not 0 <= self.fusion_mb < float("inf"):
+            raise ValueError(f"`fusion_mb` is {self.fusion_mb}; wanted a number of MiB >= 0")
         if len(self.location) > 2:
             raise ValueError(f"`location` is {self.location}; wanted at most two names: region, rack")
         if self.nic_bytes_per_second is not None and not self.nic_bytes_per_second > 0:
@@ -66,8 +81,8 @@ class Config:
     def from_env(cls, **options: object) -> "Config":
         """The configuration that `options` and the environment give; an option wins over its variable.
 
-        Variables: GRADWIRE_PLAN, GRADWIRE_CHUNKS, GRADWIRE_COMPRESSOR, GRADWIRE_TRANSPORT, GRADWIRE_TIMEOUT_SECONDS,
-        GRADWIRE_HOSTNAME, GRADWIRE_LOCATION (`region/rack`), GRADWIRE_NIC_BYTES_PER_SECOND.
+        Variables: GRADWIRE_PLAN, GRADWIRE_CHUNKS, GRADWIRE_COMPRESSOR, GRADWIRE_TRANSPORT, GRADWIRE_FUSION_MB,
+        GRADWIRE_TIMEOUT_SECONDS, GRADWIRE_HOSTNAME, GRADWIRE_LOCATION (`region/rack`), GRADWIRE_NIC_BYTES_PER_SECOND.
 
         Raises:
             TypeError: An option has an unknown name.
@@ -87,9 +102,14 @@ class Config:
                     raise ValueError(f"`{ENVIRONMENT_PREFIX}{name}` is {text!r}: {error}") from None
         return cls(**(values | options))  # type: ignore[arg-type]  # checked by name above, by value in __post_init__
 
+    @property
+    def fuses(self) -> bool:
+        """Whether buckets may travel together, or apart, in ways that change between steps."""
+        return self.fusion_mb > 0 or self.tune
+
     def shared(self) -> dict[str, str]:
         """The fields that must agree on all ranks, as text."""
-        own = {"hostname", "location"}
+        own = {"hostname", "location", "tune_profile"}
         return {entry.name: _plain(getattr(self, entry.name)) for entry in dataclasses.fields(self)
                 if entry.name not in own}
 
@@ -138,6 +158,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "CHUNKS": ("chunks", int),
     "COMPRESSOR": ("compressor", str),
     "TRANSPORT": ("transport", str),
+    "FUSION_MB": ("fusion_mb", float),
     "TIMEOUT_SECONDS": ("timeout", _seconds),
     "HOSTNAME": ("hostname", str),
     "LOCATION": ("location", lambda text: tuple(text.split("/"))),

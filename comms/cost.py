@@ -4,9 +4,12 @@ Notation: a unit at level l - 1 (a rank, a node, a rack) has one link towards it
 bytes over it costs `alpha + b / bytes_per_second`. Formulas for one region of S bytes over m children:
 
     reduce_scatter, all_gather   (m - 1) messages, S (1 - 1/m) bytes out of every child
+    reduce, broadcast            (m - 1) messages down a chain, S bytes out of every child but its last
     all_reduce (ring)            2 (m - 1) messages, 2 S (m - 1)/m bytes out of every child
     flat ring over n ranks       2 (n - 1) messages, 2 S (n - 1)/n bytes over every edge of the ring; a unit sends as
                                  many times that as edges leave it
+
+The flat algorithms of other libraries are in `algorithms.py`.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009 (ring);
 Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005.
@@ -14,23 +17,35 @@ Thakur, Rabenseifner and Gropp, "Optimization of collective communication operat
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
+import numpy as np
+
+from gradwire.comms.algorithms import flat_messages
 from gradwire.comms.plan import ALL_REDUCE, REDUCE_SCATTER, Phase
 from gradwire.comms.schedule import child_shares
+from gradwire.comms.traffic import Egress, Floats, shape_of
 from gradwire.topology.cluster import Cluster
-
-Unit = tuple[int, ...]
-Egress = dict[tuple[int, Unit], float]
-"""`(level, unit)` -> bytes that leave the unit towards its siblings at that level or further; `(0, (rank,))` for what
-a rank sends inside its node."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseCost:
-    """What one phase costs for one bucket: predicted seconds, and the bytes that leave each unit."""
+    """What one phase costs: linear in the bytes it moves.
 
-    seconds: float
+    Attributes:
+        alpha_seconds: Messages that follow one another.
+        seconds_per_byte: Of the slowest link, for each byte of bucket.
+        egress: Bytes that leave each unit, for each byte of bucket.
+    """
+
+    alpha_seconds: float
+    seconds_per_byte: float
     egress: Egress
+
+    def seconds(self, nbytes: float) -> float:
+        """Predicted time for `nbytes` on the wire in place of the bucket."""
+        return self.alpha_seconds + nbytes * self.seconds_per_byte
 
 
 class CostModel:
@@ -44,60 +59,63 @@ class CostModel:
     def __init__(self, cluster: Cluster, parts: Mapping[int, int]) -> None:
         self.cluster = cluster
         self.parts = parts
-        self._children = cluster.children()
+        self._shape = shape_of(cluster)
 
-    def phase(self, phase: Phase, nbytes: float) -> PhaseCost:
-        """Seconds and bytes of one phase for `nbytes` on the wire in place of the bucket."""
+    def phase(self, phase: Phase) -> PhaseCost:
+        """Seconds and bytes of one phase, for each byte of bucket."""
         if phase.whole:
-            return self._flat_ring(nbytes)
-        egress: Egress = {}
-        messages = 0
-        for (level, _), below in self._children.items():
-            if level == phase.level and len(below) > 1:
-                messages = max(messages, (len(below) - 1) * (2 if phase.op == ALL_REDUCE else 1))
-                for index, child in enumerate(below):
-                    sent = sent_nbytes(phase.op, nbytes, len(below), index, child_shares(phase.parts, len(below)))
-                    self._charge(egress, level, child, sent)
-        return PhaseCost(messages * self.cluster.levels[phase.level].link.alpha_seconds + self._slowest(egress), egress)
+            return self._whole(phase.algorithm)
 
-    def _charge(self, egress: Egress, level: int, unit: Unit, nbytes: float) -> None:
-        """Books bytes on a unit's link, and on the links inside it that they pass on their way out."""
-        egress[level, unit] = egress.get((level, unit), 0.0) + nbytes
-        if level > 1:
-            below = self._children[level - 1, unit]
-            parts = self.parts.get(level - 1, 1)
-            bounds = child_shares(parts, len(below))
-            for index, child in enumerate(below):
-                self._charge(egress, level - 1, child, nbytes * (bounds[index + 1] - bounds[index]) / parts)
+        def sent(count: int) -> list[float]:
+            shares = child_shares(phase.parts, count)
+            return [sent_nbytes(phase.op, 1.0, count, index, shares) for index in range(count)]
 
-    def _flat_ring(self, nbytes: float) -> PhaseCost:
-        cluster, size = self.cluster, self.cluster.size
-        edge_nbytes = 2 * (size - 1) / size * nbytes
-        egress: Egress = {}
-        alpha = 0.0
-        for rank in range(size):
-            crossed = cluster.crossing_level(rank, (rank + 1) % size)
-            alpha += cluster.levels[crossed].link.alpha_seconds
-            if crossed == 0:
-                egress[0, (rank,)] = edge_nbytes
-            for level in range(1, crossed + 1):
-                unit = (level, cluster.unit(rank, level - 1))
-                egress[unit] = egress.get(unit, 0.0) + edge_nbytes
-        return PhaseCost(2 * (size - 1) / size * alpha + self._slowest(egress), egress)
+        ranks = self._shape.by_child(phase.level, sent) * self.shares(phase.level)
+        everyone = np.arange(self.cluster.size)
+        egress = self._shape.book(everyone, np.full_like(everyone, phase.level), ranks)
+        messages = (self.cluster.widest(phase.level) - 1) * (2 if phase.op == ALL_REDUCE else 1)
+        return PhaseCost(messages * self.cluster.levels[phase.level].link.alpha_seconds, self._slowest(egress), egress)
+
+    def shares(self, level: int) -> Floats:
+        """For each rank the part of the bucket that it stands for at a level: the regions that it owns by then."""
+        shares = np.ones(self.cluster.size)
+        for below in range(level):
+            shares *= self._shape.by_child(below, partial(_fractions, self.parts.get(below, 1)))
+        return shares
+
+    def _whole(self, algorithm: str) -> PhaseCost:
+        messages = flat_messages(self._shape, algorithm)
+        crossed = self._shape.crossings(messages.sources, messages.targets)
+        egress = self._shape.book(messages.sources, crossed, messages.nbytes)
+        alphas = np.array([level.link.alpha_seconds for level in self.cluster.levels])
+        return PhaseCost(messages.critical_seconds(alphas[crossed]), self._slowest(egress), egress)
 
     def _slowest(self, egress: Egress) -> float:
-        return max((sent / self.cluster.levels[level].link.bytes_per_second for (level, _), sent in egress.items()),
-                   default=0.0)
+        slowest = 0.0
+        for level, nbytes, senders in zip(self.cluster.levels, egress.nbytes, egress.senders, strict=True):
+            for count in np.unique(senders[senders > 0]):
+                slowest = max(slowest, float(nbytes[senders == count].max()) / level.link.rate(int(count)))
+        return slowest
 
 
-def busiest(cluster: Cluster, costs: Iterable[PhaseCost]) -> dict[str, float]:
-    """For each level's name the bytes of the busiest unit over all phases."""
-    total: Egress = {}
-    for cost in costs:
-        for key, nbytes in cost.egress.items():
-            total[key] = total.get(key, 0.0) + nbytes
-    return {level.name: max((nbytes for (index, _), nbytes in total.items() if index == number), default=0.0)
-            for number, level in enumerate(cluster.levels)}
+def busiest(cluster: Cluster, costs: Iterable[tuple[PhaseCost, float]]) -> dict[str, float]:
+    """For each level's name the bytes of the busiest unit, all phases together.
+
+    Args:
+        cluster: The one that the costs were worked out for.
+        costs: Each phase's cost and the bytes that it moves in place of the bucket.
+    """
+    priced = list(costs)
+    most = {level.name: 0.0 for level in cluster.levels}
+    for number, name in enumerate(most if priced else ()):
+        most[name] = float(np.sum([nbytes * cost.egress.nbytes[number] for cost, nbytes in priced], axis=0).max())
+    return most
+
+
+def _fractions(parts: int, count: int) -> list[float]:
+    """The share of `parts` regions that each of `count` children owns."""
+    shares = child_shares(parts, count)
+    return [(stop - start) / parts for start, stop in pairwise(shares)]
 
 
 def sent_nbytes(op: str, nbytes: float, count: int, index: int, bounds: Sequence[int] = ()) -> float:
@@ -113,7 +131,18 @@ def sent_nbytes(op: str, nbytes: float, count: int, index: int, bounds: Sequence
     if op == ALL_REDUCE:
         return 2 * (count - 1) / count * nbytes
     own = (bounds[index + 1] - bounds[index]) / bounds[-1] * nbytes
-    return nbytes - own if op == REDUCE_SCATTER else (count - 1) * own
+    if op == REDUCE_SCATTER:
+        return nbytes - own
+    owner = sole_owner(bounds)
+    if owner is not None:  # a broadcast: everybody passes it on but the last of the chain
+        return 0.0 if (index + 1) % count == owner else nbytes
+    return (count - 1) * own
+
+
+def sole_owner(bounds: Sequence[int]) -> int | None:
+    """The member that owns everything, where there is one: a reduce or broadcast instead of a scatter or gather."""
+    return next((index for index in range(len(bounds) - 1)
+                 if bounds[index] == bounds[0] and bounds[index + 1] == bounds[-1] > bounds[0]), None)
 
 
 def pipelined_seconds(phases: Sequence[tuple[int, float]], chunks: int) -> float:
@@ -122,10 +151,24 @@ def pipelined_seconds(phases: Sequence[tuple[int, float]], chunks: int) -> float
     Phases on one level share its links, so they do not overlap with each other.
 
     Args:
-        phases: Level and seconds of each phase, for one chunk.
+        phases: Level (or any other number for what else is shared) and seconds of each phase, for one chunk.
         chunks: How many.
     """
+    busy = _busy(phases)
+    return sum(busy.values()) + (chunks - 1) * max(busy.values(), default=0.0)
+
+
+def busiest_resource(phases: Sequence[tuple[int, float]]) -> tuple[int, float]:
+    """What is occupied longest, and for how many seconds; (0, 0.0) where there is nothing.
+
+    Args:
+        phases: As for `pipelined_seconds`.
+    """
+    return max(_busy(phases).items(), key=lambda item: item[1], default=(0, 0.0))
+
+
+def _busy(phases: Sequence[tuple[int, float]]) -> dict[int, float]:
     busy: dict[int, float] = {}
     for level, seconds in phases:
         busy[level] = busy.get(level, 0.0) + seconds
-    return sum(busy.values()) + (chunks - 1) * max(busy.values(), default=0.0)
+    return busy

@@ -7,14 +7,14 @@ decided by the plan alone, so all ranks hop alike, also those that have nothing 
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from gradwire.comms.compressed import LaneGroup, Switch, compressed_nbytes, run_compressed
 from gradwire.comms.groups import Groups
 from gradwire.comms.lanes import Hop, Lane
-from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, Phase, Plan
+from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Phase, Plan
 from gradwire.comms.report import Ledger
 from gradwire.comms.schedule import Transfer
 from gradwire.comms.transport.shm import ShmGroup
@@ -53,15 +53,18 @@ class Executor:
         groups: Where communicators come from.
         rank: This rank.
         hops: Whether collectives of a phase are still on their way when they return.
+        in_rank_order: Whether an exact all_reduce of this phase is taken apart, so that every element is summed in
+            rank order wherever it lies.
         compressor: Used by the phases that name one.
         ledger: Counts calls, bytes and seconds.
     """
 
     def __init__(self, groups: Groups, rank: int, hops: Callable[[Phase], bool], compressor: Compressor | None,
-                 ledger: Ledger) -> None:
+                 ledger: Ledger, in_rank_order: Callable[[Phase], bool] = lambda phase: False) -> None:
         self._groups = groups
         self._rank = rank
         self._hops = hops
+        self._in_rank_order = in_rank_order
         self._compressor = compressor
         self._ledger = ledger
 
@@ -85,6 +88,15 @@ class Executor:
                 for step, pending in enumerate(self._shrink(compressor, chunk, mine, lane, index), start=1):
                     lane = (index, step)
                     yield Hop(lane, pending)
+            elif self._in_rank_order(phase):
+                sums, shares = [], []
+                for transfer in mine:
+                    scatter, gather = both_halves(transfer)
+                    sums.append(self._issue(chunk.flat, scatter, lane, scale))
+                    shares.append(gather)
+                lane = (index, 1)
+                yield Hop(lane, Works(sums))
+                works = [self._issue(chunk.flat, gather, lane, 1.0) for gather in shares]
             else:
                 works = [self._issue(chunk.flat, transfer, lane, scale) for transfer in mine]
             scale = 1.0
@@ -122,3 +134,14 @@ class Executor:
         for step, pending in enumerate(run_compressed(compressor, shards, layouts, groups, chunk.flush), start=1):
             yield pending
             switch.lane = (index, step)
+
+
+def both_halves(transfer: Transfer) -> tuple[Transfer, Transfer]:
+    """An all_reduce as a reduce_scatter and an all_gather over nearly equal slices, with the same bytes in all.
+
+    A ring starts the sum of each slice at another rank, so the order of an element's sum, and its last bits, depend
+    on where it lies; slices that are summed in rank order by their owner make it depend on nothing.
+    """
+    numel, count = transfer.stop - transfer.start, len(transfer.members)
+    bounds = (*(numel // count * place for place in range(count)), numel)
+    return replace(transfer, op=REDUCE_SCATTER, bounds=bounds), replace(transfer, op=ALL_GATHER, bounds=bounds)

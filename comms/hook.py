@@ -7,25 +7,38 @@ gradients arrive undivided, so the division by the world size happens here, befo
 import logging
 import weakref
 from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import timedelta
 from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradwire.comms.advise import BUCKET_NBYTES
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.compat import GradBucket, queue_end_of_backward, store_of
+from gradwire.comms.compat import GradBucket, Store, clone_store, queue_end_of_backward, store_of
 from gradwire.comms.compression import Compression, LossScaler
 from gradwire.comms.config import Config
+from gradwire.comms.consensus import Consensus
+from gradwire.comms.fusion import Fusion, FusionPlan
+from gradwire.comms.job_advice import JobAdvice, advise_job
 from gradwire.comms.names import ParameterNames
+from gradwire.comms.probe import probe
 from gradwire.comms.report import Report
-from gradwire.compressors.base import StateDict, StateValue
+from gradwire.comms.stepwatch import StepWatch
+from gradwire.comms.tune_profile import fingerprint
+from gradwire.comms.tuning import Tuning
+from gradwire.compressors.base import Layout, StateDict, StateValue
 
 log = logging.getLogger("gradwire")
 
 PYTHON_REDUCER = ("torch.compile with optimize_ddp=\"python_reducer\" calls the hook once a parameter from inside a compiled "
                   "graph, which gradwire does not support: leave torch._dynamo.config.optimize_ddp at its default, "
                   "with which compiled models work")
+
+FUSION_TIMEOUT = timedelta(seconds=30)
+"""How long `fuse()` waits for the other ranks to ask for the same."""
 
 _state_numbers: "dict[str, count[int]]" = {}
 
@@ -56,6 +69,9 @@ class HookState:
         self._compression: Compression | None = None
         self._group: dist.ProcessGroup | None = None
         self._communicator: Communicator | None = None
+        self._fusion: Fusion | None = None
+        self._tuning: Tuning | None = None
+        self._watch = StepWatch()
         self._in_step = False
         if isinstance(model_or_group, nn.Module):
             self.bind(model_or_group)
@@ -130,19 +146,19 @@ class HookState:
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Averages one bucket over all ranks; the future's value is the bucket's own buffer."""
         flat = bucket.buffer()
-        communicator = self._connect(flat.device)
+        self._connect(flat.device)
+        assert self._fusion is not None
         if not self._in_step:
             self._in_step = queue_end_of_backward(self._end_step)
             if self._compression:
                 self._compression.begin_step()
         if flat.layout != torch.strided:
             return _all_reduce_sparse(flat, self._group)
-        if self._compression:
-            future = communicator.all_reduce(flat, scale=1.0 / communicator.size, layout=self.names.layout(bucket),
-                                             flush=self._compression.flushing)
-            self._compression.add(future)
-        else:
-            future = communicator.all_reduce(flat, scale=1.0 / communicator.size)
+        if self._tuning is not None:
+            self._tuning.bucket_came()
+        self._watch.bucket_came()
+        future = self._fusion.add(flat, self.names.layout(bucket) if self._compression else None)
+        self._watch.watch(future)
         if not self._in_step and bucket.is_last():
             self._end_step()
         return future
@@ -151,8 +167,24 @@ class HookState:
         """Runs once at the end of each backward pass, on all ranks at the same point of the sequence of buckets."""
         self._in_step = False
         self.steps += 1
-        if self._compression:
+        if self._fusion is not None:
+            self._fusion.end_step()
+        if self._compression is not None:
             self._compression.end_step()
+        self._watch.step_ended()
+        if self._tuning is not None:
+            self._tuning.step_ended()
+
+    def _launch(self, flat: Tensor, layout: Layout | None) -> torch.futures.Future[Tensor]:
+        """Averages one transfer: a bucket, several joined ones, or a piece of one."""
+        communicator, compression = self._communicator, self._compression
+        assert communicator is not None
+        scale = 1.0 / communicator.size
+        if compression is None or layout is None:
+            return communicator.all_reduce(flat, scale=scale)
+        future = communicator.all_reduce(flat, scale=scale, layout=layout, flush=compression.flushing)
+        compression.add(future)
+        return future
 
     def _compressed(self) -> Compression:
         if self._compression is None:
@@ -175,7 +207,46 @@ class HookState:
                 store_of(group), group.rank(), group.size(), device, self.config, name=f"hook{number}",
                 compressor=self._compression.compressor if self._compression else None)
             weakref.finalize(self, self._communicator.close)
+            self._fuse(self._communicator, store_of(group), f"hook{number}")
         return self._communicator
+
+    def _fuse(self, communicator: Communicator, store: Store, name: str) -> None:
+        threshold_nbytes = round(self.config.fusion_mb * 2**20)
+        self._fusion = Fusion(self._launch, FusionPlan(threshold_nbytes=threshold_nbytes))
+        self._plans = Consensus(clone_store(store), communicator.rank, communicator.size, f"fusion/{name}", FUSION_TIMEOUT)
+        if self.config.tune or self.config.probe:
+            probe(communicator, Consensus(clone_store(store), communicator.rank, communicator.size, f"probe/{name}",
+                                          self.config.timeout))
+        communicator.settle(threshold_nbytes or BUCKET_NBYTES)
+        if self.config.tune:
+            self._tuning = Tuning(communicator, self._fusion, store, name, fingerprint(self.names.shapes))
+
+    def advise(self, optimizer: str = "sgd") -> JobAdvice:
+        """Says from what this rank has measured which plan to use, whether to compress, and what could be gained at most.
+
+        Args:
+            optimizer: `sgd`, `adam`, ...: some compressors presume one.
+
+        Raises:
+            RuntimeError: Fewer than three steps have been seen.
+        """
+        observed = self._watch.observed()
+        if self._communicator is None or self._fusion is None or observed is None:
+            raise RuntimeError("this state has seen fewer than three steps: call advise() later")
+        return advise_job(self._communicator.cluster, self._fusion.last_sizes, observed, optimizer,
+                          self._communicator.library)
+
+    def fuse(self, plan: FusionPlan) -> None:
+        """Changes which buckets travel together, from the next step on; every rank calls it between the same two steps.
+
+        Raises:
+            RuntimeError: No bucket has come yet.
+            ValueError: Not all ranks ask for the same plan: refused on all of them.
+        """
+        if self._fusion is None:
+            raise RuntimeError("this state has not seen a bucket yet: call fuse() after the first backward pass")
+        self._plans.agree(asdict(plan))
+        self._fusion.change(plan)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HookState":
         """A copy of a DDP model loses its hook; its state starts anew, unbound, and says so."""

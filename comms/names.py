@@ -44,6 +44,11 @@ class ParameterNames:
         return {self._names[id(parameter)]: parameter.numel() for parameter in self._parameters
                 if id(parameter) in self._names}
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of all parameters known so far."""
+        return tuple(tuple(parameter.shape) for parameter in self._parameters)
+
     def layout(self, bucket: GradBucket) -> Layout:
         """Which parameter lies where in the bucket's buffer.
 

@@ -10,6 +10,10 @@ REDUCE_SCATTER = "reduce_scatter"
 ALL_REDUCE = "all_reduce"
 ALL_GATHER = "all_gather"
 
+RING = "ring"
+TREE = "tree"
+HALVING_DOUBLING = "halving_doubling"
+
 
 @dataclass(frozen=True, slots=True)
 class Phase:
@@ -25,6 +29,8 @@ class Phase:
     """The group is the whole cluster, whatever the levels."""
     compressor: str | None = None
     """Who shrinks the data of this phase; None is exact."""
+    algorithm: str = RING
+    """How a `whole` all_reduce runs: `ring`, `tree` (NCCL's double binary tree) or `halving_doubling`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +38,8 @@ class Plan:
     """The way of one bucket.
 
     Attributes:
-        name: `flat`, `hierarchical` or `leader`.
+        name: `flat`, `hierarchical` or `leader`; `tree` and `halving_doubling` are priced for comparison only, which
+            algorithm a library runs is its own choice.
         phases: In order; every phase works on what the one before it left.
         chunks: Pieces that the bucket is cut into, so that the phases of one overlap those of the next.
         nbytes: Size of the bucket that the prediction is for.
@@ -40,6 +47,8 @@ class Plan:
         bytes_by_level: For each level's name the predicted bytes that leave the busiest unit below that level (a rank
             for `intra_node`, a node for `inter_node`, ...), one direction.
         why: One sentence: why this plan and not another.
+        limit: What the prediction is limited by: a level's name, `processor` (encoding and decoding) or `latency`.
+        busy_seconds: How long what limits it is occupied; the next bucket may start that much later.
     """
 
     name: str
@@ -49,6 +58,8 @@ class Plan:
     seconds: float
     bytes_by_level: dict[str, float]
     why: str
+    limit: str = ""
+    busy_seconds: float = 0.0
 
     def describe(self, level_names: tuple[str, ...]) -> str:
         """The plan as one readable paragraph.

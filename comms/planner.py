@@ -1,9 +1,11 @@
 """Which plan: every candidate is priced with the cost model, and the flat one wins where hierarchy does not pay."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
 
-from gradwire.comms.cost import CostModel, PhaseCost, busiest, pipelined_seconds
-from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Phase, Plan
+from gradwire.comms.cost import CostModel, PhaseCost, busiest, busiest_resource, pipelined_seconds
+from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, HALVING_DOUBLING, REDUCE_SCATTER, RING, TREE, Phase, Plan
 from gradwire.topology.cluster import Cluster
 
 CHUNK_COUNTS = (1, 2, 4, 8, 16)
@@ -15,9 +17,18 @@ MINIMUM_CHUNK_NBYTES = 512 * 1024
 MINIMUM_GAIN = 0.02
 """A plan replaces the flat one only where it is predicted to save more than this share of its time."""
 
+FLAT_ALGORITHMS = {"flat": RING, TREE: TREE, HALVING_DOUBLING: HALVING_DOUBLING}
+"""Plans of one collective over all ranks, and the algorithm that each is priced as."""
+
+PLAN_NAMES = (*FLAT_ALGORITHMS, "hierarchical", "leader")
+
+PROCESSOR = -1
+"""What encoding and decoding occupy, in place of a level's link."""
+
 
 def plan_all_reduce(cluster: Cluster, nbytes: int, *, name: str = "auto", chunks: int = 0,
-                    compressor: str | None = None, ratio: float = 1.0) -> Plan:
+                    compressor: str | None = None, ratio: float = 1.0, codec_seconds_per_byte: float = 0.0,
+                    library: str = "gloo") -> Plan:
     """The cheapest plan for an all-reduce of one bucket.
 
     Args:
@@ -27,33 +38,51 @@ def plan_all_reduce(cluster: Cluster, nbytes: int, *, name: str = "auto", chunks
         chunks: Pieces to cut the bucket into; 0 chooses.
         compressor: Who shrinks the phase over the slowest level.
         ratio: Bytes on the wire over bytes of the region in that phase.
+        codec_seconds_per_byte: What a rank needs to encode and decode a byte of its region in that phase.
+        library: Who runs the flat plan: `gloo` runs a ring, `nccl` takes the faster of ring and tree.
 
     Raises:
         ValueError: `name` is unknown.
     """
     names = ("flat", "hierarchical", "leader") if name == "auto" else (name,)
-    plans = [plan for each in names for plan in candidates(cluster, nbytes, each, chunks, compressor, ratio)]
+    plans = [plan for each in names
+             for plan in candidates(cluster, nbytes, each, chunks, compressor, ratio, codec_seconds_per_byte)]
     best = min(plans, key=lambda plan: plan.seconds)
     if name != "auto":
         return with_reason(best, "Asked for by name.")
     flat = plans[0]
     if _only_flat(cluster):
         return with_reason(flat, "There is one level of links: a hierarchy has nothing to save.")
-    if best.seconds > flat.seconds * (1 - MINIMUM_GAIN):
-        return with_reason(flat, f"No hierarchy is predicted to be more than {MINIMUM_GAIN:.0%} faster.")
-    return with_reason(best, f"Predicted {flat.seconds / best.seconds:.2f}x faster than a flat ring.")
+    rival = flat
+    if library == "nccl":
+        tree = next(candidates(cluster, nbytes, TREE, 1, compressor, ratio, codec_seconds_per_byte))
+        rival = min(flat, replace(tree, name="flat"), key=lambda plan: plan.seconds)
+    if best.seconds > rival.seconds * (1 - MINIMUM_GAIN):
+        against = " than NCCL's tree" if rival is not flat else ""
+        return with_reason(rival, f"No hierarchy is predicted to be more than {MINIMUM_GAIN:.0%} faster{against}.")
+    than = "a flat ring" if rival is flat else "NCCL's tree"
+    return with_reason(best, f"Predicted {rival.seconds / best.seconds:.2f}x faster than {than}.")
 
 
 def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, compressor: str | None = None,
-               ratio: float = 1.0) -> Iterator[Plan]:
-    """Every priced plan of one name: one for each number of chunks worth trying."""
+               ratio: float = 1.0, codec_seconds_per_byte: float = 0.0) -> Iterator[Plan]:
+    """Every priced plan of one name: one for each number of chunks worth trying, one chunk first."""
     phases = make_phases(cluster, name, compressor)
-    model = CostModel(cluster, {phase.level: phase.parts for phase in phases if phase.op == REDUCE_SCATTER})
-    whole = [_price(model, phase, nbytes, ratio) for phase in phases]
+    costs, shares = _costs(cluster, name)
+    shrink = [ratio if phase.compressor else 1.0 for phase in phases]
+    codec = sum(codec_seconds_per_byte * share for phase, share in zip(phases, shares, strict=True) if phase.compressor)
+    traffic = busiest(cluster, [(cost, nbytes * factor) for cost, factor in zip(costs, shrink, strict=True)])
     for count in (chunks,) if chunks else CHUNK_COUNTS:
         if count == 1 or chunks or nbytes / count >= MINIMUM_CHUNK_NBYTES:
-            pieces = [(phase.level, _price(model, phase, nbytes / count, ratio).seconds) for phase in phases]
-            yield Plan(name, phases, count, nbytes, pipelined_seconds(pieces, count), busiest(cluster, whole), "")
+            pieces = [(phase.level, cost.seconds(nbytes / count * factor))
+                      for phase, cost, factor in zip(phases, costs, shrink, strict=True)]
+            pieces.append((PROCESSOR, codec * nbytes / count))
+            busiest_level, busy = busiest_resource(pieces)
+            limit = "processor" if busiest_level == PROCESSOR else cluster.levels[busiest_level].name
+            if 2 * sum(cost.alpha_seconds for phase, cost in zip(phases, costs, strict=True)
+                       if phase.level == busiest_level) > busy:
+                limit = "latency"
+            yield Plan(name, phases, count, nbytes, pipelined_seconds(pieces, count), traffic, "", limit, count * busy)
 
 
 def make_phases(cluster: Cluster, name: str, compressor: str | None = None) -> tuple[Phase, ...]:
@@ -62,13 +91,14 @@ def make_phases(cluster: Cluster, name: str, compressor: str | None = None) -> t
     Raises:
         ValueError: `name` is unknown.
     """
-    if name not in ("flat", "hierarchical", "leader"):
+    if name not in PLAN_NAMES:
         raise ValueError(f"`plan` is {name!r}; wanted auto, flat, hierarchical or leader")
     levels = [level for level in range(cluster.depth) if cluster.widest(level) > 1]
     if not levels:
         return ()
-    if name == "flat" or len(levels) == 1:
-        return (Phase(ALL_REDUCE, levels[-1], whole=True, compressor=compressor),)
+    if name in FLAT_ALGORITHMS or len(levels) == 1:
+        return (Phase(ALL_REDUCE, levels[-1], whole=True, compressor=compressor,
+                      algorithm=FLAT_ALGORITHMS.get(name, RING)),)
     *inner, top = levels
     parts = {level: cluster.widest(level) if name == "hierarchical" else 1 for level in inner}
     down = [Phase(REDUCE_SCATTER, level, parts[level]) for level in inner]
@@ -76,14 +106,19 @@ def make_phases(cluster: Cluster, name: str, compressor: str | None = None) -> t
     return (*down, Phase(ALL_REDUCE, top, compressor=compressor), *up)
 
 
+@lru_cache(maxsize=128)
+def _costs(cluster: Cluster, name: str) -> tuple[tuple[PhaseCost, ...], tuple[float, ...]]:
+    """The cost of each phase of a plan, and the largest share of the bucket that one rank stands for in it."""
+    phases = make_phases(cluster, name)
+    model = CostModel(cluster, {phase.level: phase.parts for phase in phases if phase.op == REDUCE_SCATTER})
+    shares = [1.0 if phase.whole else float(model.shares(phase.level).max()) for phase in phases]
+    return tuple(model.phase(phase) for phase in phases), tuple(shares)
+
+
 def with_reason(plan: Plan, why: str) -> Plan:
     """The same plan with another reason."""
-    return Plan(plan.name, plan.phases, plan.chunks, plan.nbytes, plan.seconds, plan.bytes_by_level, why)
+    return replace(plan, why=why)
 
 
 def _only_flat(cluster: Cluster) -> bool:
     return sum(cluster.widest(level) > 1 for level in range(cluster.depth)) <= 1
-
-
-def _price(model: CostModel, phase: Phase, nbytes: float, ratio: float) -> PhaseCost:
-    return model.phase(phase, nbytes * (ratio if phase.compressor else 1.0))

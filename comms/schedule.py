@@ -79,9 +79,9 @@ class Schedule:
         Groups of one rank and empty regions are left out: there is nothing to send.
         """
         regions = {0: [_Region((), start, start + numel)]}
-        for level in sorted(self._parts):
+        for level in range(self.cluster.depth):  # a level that nobody scatters at leaves every region whole
             regions[level + 1] = [smaller for region in regions[level]
-                                  for smaller in _split(region, self._parts[level], partition)]
+                                  for smaller in _split(region, self._parts.get(level, 1), partition)]
         return [list(self._phase(phase, regions)) for phase in self.plan.phases]
 
     def _phase(self, phase: Phase, regions: dict[int, list[_Region]]) -> Iterator[Transfer]:
@@ -103,7 +103,7 @@ class Schedule:
         if level < 0:
             return unit[0]
         below = self._children[level, unit]
-        shares = child_shares(self._parts[level], len(below))
+        shares = child_shares(self._parts.get(level, 1), len(below))
         child = next(place for place in range(len(below)) if shares[place] <= indices[level] < shares[place + 1])
         return self._owner(below[child], level - 1, indices)
 

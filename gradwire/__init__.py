@@ -5,23 +5,54 @@ Two lines in a training script::
     state = gradwire.HookState(model)
     model.register_comm_hook(state, gradwire.comm_hook)
 
-The names below are imported when they are first used: `gradwire topo` and `gradwire gdr-check` need no torch.
+or one, for the whole of torch.distributed::
+
+    torch.distributed.init_process_group("gradwire")
+
+The names below are imported when they are first used: `gradwire topo` and `gradwire gdr-check` need no torch. The
+backend "gradwire" is registered by torch at the end of `import torch` (entry point `torch.backends`), or here where
+torch is already there; with TORCH_DEVICE_BACKEND_AUTOLOAD=0, at the first use of a name below.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gradwire.comms.config import Config
     from gradwire.comms.hook import HookState, comm_hook
+    from gradwire.comms.wrap import wrap
+    from gradwire.compressors.fit import check_optimizer, take_momentum
+    from gradwire.compressors.onebit_adam import OneBitAdam
+    from gradwire.compressors.onebit_lamb import OneBitLamb
+    from gradwire.compressors.rules import Rule
 
 __version__ = "0.1.0"
-__all__ = ["Config", "HookState", "comm_hook"]
+__all__ = ["Config", "HookState", "OneBitAdam", "OneBitLamb", "Rule", "check_optimizer", "comm_hook", "take_momentum", "wrap"]
 
-_HOMES = {"Config": "gradwire.comms.config", "HookState": "gradwire.comms.hook", "comm_hook": "gradwire.comms.hook"}
+_HOMES = {
+    "Config": "gradwire.comms.config",
+    "HookState": "gradwire.comms.hook",
+    "OneBitAdam": "gradwire.compressors.onebit_adam",
+    "OneBitLamb": "gradwire.compressors.onebit_lamb",
+    "Rule": "gradwire.compressors.rules",
+    "check_optimizer": "gradwire.compressors.fit",
+    "comm_hook": "gradwire.comms.hook",
+    "take_momentum": "gradwire.compressors.fit",
+    "wrap": "gradwire.comms.wrap",
+}
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+    _register()
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def _register() -> None:
+    importlib.import_module("gradwire.comms.register").register()
+
+
+if hasattr(sys.modules.get("torch"), "distributed"):  # not so while torch itself is being imported
+    _register()

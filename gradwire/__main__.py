@@ -9,6 +9,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "emulate": ("gradwire.bench.emulate", "run a command on a cluster of network namespaces on this machine"),
     "gdr-check": ("gradwire.topology.gdr.command", "is GPUDirect RDMA possible, configured, in use?"),
     "plot": ("gradwire.bench.plot", "draw what bench, compare and hook_speed wrote as JSON"),
+    "predict": ("gradwire.bench.predict", "which plan, how long, and whether to compress at all"),
     "topo": ("gradwire.topology.command", "what does this machine look like: tree, matrix, picture"),
 }
 """Name -> (module with `main(argv: list[str]) -> int`, one line of help)."""

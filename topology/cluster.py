@@ -1,28 +1,55 @@
 """Ranks on nodes, nodes in racks, racks in regions: the shape that a plan is made for."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 
 LEVEL_NAMES = ("intra_node", "inter_node", "inter_rack", "inter_region")
 """Names of the levels of a cluster, innermost first."""
 
 
+Unit = tuple[int, ...]
+"""A rank `(7,)` below level 0; above it the place of a node, rack or region, outermost number first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one message costs: alpha seconds, and beta = 1 / bytes_per_second for each byte, in one direction."""
+    """What one message costs: alpha seconds, and beta = 1 / bytes_per_second for each byte, in one direction.
+
+    Attributes:
+        alpha_seconds: For each message.
+        bytes_per_second: What the unit sends at most, over all its cards together.
+        nics: Network cards that share that bandwidth equally; one flow goes through one of them.
+        channels: Flows that one sender opens to its neighbour: gloo 1, NCCL about two for each card.
+        stream_bytes_per_second: What one flow can carry, whatever the card does: a TCP stream on a fast card.
+    """
 
     alpha_seconds: float
     bytes_per_second: float
+    nics: int = 1
+    channels: int = 1
+    stream_bytes_per_second: float = math.inf
 
     def __post_init__(self) -> None:
-        if not self.alpha_seconds >= 0:
-            raise ValueError(f"`alpha_seconds` is {self.alpha_seconds}; wanted a number >= 0")
-        if not self.bytes_per_second > 0:
-            raise ValueError(f"`bytes_per_second` is {self.bytes_per_second}; wanted a number > 0")
+        if not 0 <= self.alpha_seconds < math.inf:
+            raise ValueError(f"`alpha_seconds` is {self.alpha_seconds}; wanted a finite number >= 0")
+        for name in ("bytes_per_second", "stream_bytes_per_second"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; wanted a number > 0")
+        for name in ("nics", "channels"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; wanted a whole number of at least 1")
 
     def seconds(self, messages: float, nbytes: float) -> float:
-        """Time for `messages` messages after one another that carry `nbytes` in all."""
+        """Time for `messages` messages after one another that carry `nbytes` in all, cards and flows all in use."""
         return messages * self.alpha_seconds + nbytes / self.bytes_per_second
+
+    def rate(self, senders: float) -> float:
+        """Bytes per second that a unit reaches when `senders` of its ranks send at once."""
+        flows = senders * self.channels
+        return min(self.bytes_per_second * min(1.0, flows / self.nics), flows * self.stream_bytes_per_second)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,29 +107,21 @@ class Cluster:
         """The ranks in a unit, ascending."""
         return tuple(rank for rank, location in enumerate(self.locations) if location[:len(unit)] == unit)
 
-    def children(self) -> dict[tuple[int, tuple[int, ...]], tuple[tuple[int, ...], ...]]:
+    def children(self) -> Mapping[tuple[int, Unit], tuple[Unit, ...]]:
         """What each unit is made of: `(level, unit)` -> units of the level below, `(rank,)` for each rank of a node.
 
-        Both in the order of their lowest rank.
+        Both in the order of their lowest rank. Read-only: it is worked out once for each set of locations.
         """
-        found: dict[tuple[int, tuple[int, ...]], dict[tuple[int, ...], None]] = {}
-        for rank in range(self.size):
-            for level in range(self.depth):
-                child = self.unit(rank, level - 1) if level else (rank,)
-                found.setdefault((level, self.unit(rank, level)), {})[child] = None
-        return {key: tuple(members) for key, members in found.items()}
+        return _children(self.locations)
 
     def widest(self, level: int) -> int:
         """Children of the largest unit of a level: the most ranks in a node at level 0."""
-        return max(len(below) for (number, _), below in self.children().items() if number == level)
+        return _widest(self.locations)[level]
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each node, nodes in the order of their lowest rank."""
-        members: dict[tuple[int, ...], list[int]] = {}
-        for rank, location in enumerate(self.locations):
-            members.setdefault(location, []).append(rank)
-        return tuple(tuple(ranks) for ranks in members.values())
+        return tuple(tuple(rank for (rank,) in below) for (level, _), below in self.children().items() if level == 0)
 
     def node_rank(self, rank: int) -> int:
         """Index into `nodes` of the node that `rank` is in."""
@@ -155,3 +174,24 @@ def two_level_cluster(node_of_rank: Iterable[int], intra_node: Link, inter_node:
     """A cluster of nodes from the node number of each rank, in any order and of any sizes."""
     levels = (Level(LEVEL_NAMES[0], intra_node), Level(LEVEL_NAMES[1], inter_node))
     return Cluster(tuple((node,) for node in node_of_rank), levels)
+
+
+@lru_cache(maxsize=64)
+def _children(locations: tuple[Unit, ...]) -> Mapping[tuple[int, Unit], tuple[Unit, ...]]:
+    found: dict[tuple[int, Unit], dict[Unit, None]] = {}
+    depth = len(locations[0]) + 1
+    for rank, location in enumerate(locations):
+        child: Unit = (rank,)
+        for level in range(depth):
+            unit = location[:depth - 1 - level]
+            found.setdefault((level, unit), {})[child] = None
+            child = unit
+    return MappingProxyType({key: tuple(members) for key, members in found.items()})
+
+
+@lru_cache(maxsize=64)
+def _widest(locations: tuple[Unit, ...]) -> tuple[int, ...]:
+    widest = [0] * (len(locations[0]) + 1)
+    for (level, _), below in _children(locations).items():
+        widest[level] = max(widest[level], len(below))
+    return tuple(widest)

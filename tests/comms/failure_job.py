@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire
+from gradwire.comms.compat import GradBucket
 
 RANK, VICTIM = int(os.environ["RANK"]), int(sys.argv[1])
 
@@ -22,7 +23,7 @@ model = nn.parallel.DistributedDataParallel(nn.Linear(600, 500), bucket_cap_mb=0
 state = gradwire.HookState(model, hostname=hostname, timeout=timedelta(seconds=20))
 
 
-def hook(state: gradwire.HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def hook(state: gradwire.HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     if RANK == VICTIM and state.steps == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     return gradwire.comm_hook(state, bucket)
@@ -31,7 +32,7 @@ def hook(state: gradwire.HookState, bucket: dist.GradBucket) -> torch.futures.Fu
 model.register_comm_hook(state, hook)
 began = time.monotonic()
 try:
-    for step in range(5):
+    for _ in range(5):
         began = time.monotonic()
         model(torch.randn(4, 600)).sum().backward()
 except RuntimeError as error:

@@ -25,10 +25,6 @@ NODE = os.environ["NODES"][RANK]
 Scenario = Callable[[], dict[str, object]]
 
 
-def options() -> dict[str, object]:
-    return {"hostname": NODE}
-
-
 def perceptron() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 8))
@@ -54,7 +50,7 @@ def compare(build: Callable[[], nn.Module], loss: Callable[[nn.Module, int], Ten
     wrap = wrap or (lambda model: model)
     plain = train(wrap(DistributedDataParallel(build(), **ddp)), loss=loss)  # type: ignore[arg-type]
     model = DistributedDataParallel(build(), **ddp)  # type: ignore[arg-type]
-    state = gradwire.HookState(model, **options())
+    state = gradwire.HookState(model, hostname=NODE)
     model.register_comm_hook(state, gradwire.comm_hook)
     hooked = train(wrap(model), loss=loss)
     return {"difference": (plain - hooked).abs().max().item(), "digest": digest(hooked), "steps": state.steps,
@@ -127,7 +123,8 @@ def convolution_channels_last() -> dict[str, object]:
     def build() -> nn.Module:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3))
-        return model.to(memory_format=torch.channels_last)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stub
+        return model
 
     def loss(model: nn.Module, step: int) -> Tensor:
         image = inputs(step, 3 * 8 * 8).view(4, 3, 8, 8).to(memory_format=torch.channels_last)
@@ -181,7 +178,7 @@ def sub_group() -> dict[str, object]:
 def two_models() -> dict[str, object]:
     models = [DistributedDataParallel(perceptron()) for _ in range(2)]
     for model in models:
-        model.register_comm_hook(gradwire.HookState(model, **options()), gradwire.comm_hook)
+        model.register_comm_hook(gradwire.HookState(model, hostname=NODE), gradwire.comm_hook)
 
     def loss(step: int) -> Tensor:
         result: Tensor = (models[0](inputs(step)) - 2 * models[1](inputs(step + 7))).square().mean()
@@ -191,13 +188,13 @@ def two_models() -> dict[str, object]:
     optimizer = torch.optim.SGD(parameters, 0.1)
     for step in range(3):
         optimizer.zero_grad()
-        loss(step).backward()
+        loss(step).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return {"difference": 0.0, "digest": digest(torch.cat([each.detach().double().reshape(-1) for each in parameters]))}
 
 
 def state_before_model() -> dict[str, object]:
-    state = gradwire.HookState(**options())
+    state = gradwire.HookState(hostname=NODE)
     model = DistributedDataParallel(perceptron())
     model.register_comm_hook(state, gradwire.comm_hook)
     hooked = train(model)
@@ -210,7 +207,7 @@ def uneven_inputs() -> dict[str, object]:
     def run(hook: bool) -> Tensor:
         model = DistributedDataParallel(perceptron())
         if hook:
-            model.register_comm_hook(gradwire.HookState(model, **options()), gradwire.comm_hook)
+            model.register_comm_hook(gradwire.HookState(model, hostname=NODE), gradwire.comm_hook)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         with Join([model]):
             for step in range(3 + RANK):
@@ -223,30 +220,64 @@ def uneven_inputs() -> dict[str, object]:
     return {"difference": (plain - hooked).abs().max().item(), "digest": digest(hooked)}
 
 
-def registered_twice() -> dict[str, object]:
-    model = DistributedDataParallel(perceptron())
-    state = gradwire.HookState(model, **options())
-    model.register_comm_hook(state, gradwire.comm_hook)
-    try:
+COMPRESSORS: dict[str, dict[str, object]] = {
+    "fp16": {}, "bf16": {}, "int8": {}, "int4": {}, "onebit": {"warmup_steps": 1, "momentum": 0.0}, "powersgd": {"rank": 2, "warmup_steps": 2},
+    "dgc": {"density": 0.1, "momentum": 0.0, "warmup_steps": 1}}
+
+
+def compressed() -> dict[str, object]:
+    """Every compressor through DDP, over the rebuild of the buckets: finite, near plain SGD, equal on all ranks."""
+    plain = train(DistributedDataParallel(perceptron()), steps=8)
+    start = torch.cat([parameter.detach().double().reshape(-1) for parameter in perceptron().parameters()])
+    found: dict[str, object] = {}
+    digests = []
+    for name, settings in COMPRESSORS.items():
+        model = DistributedDataParallel(perceptron(), bucket_cap_mb=0.005)
+        state = gradwire.HookState(model, hostname=NODE, compressor=name, compressor_options=settings, fusion_mb=0.004)
         model.register_comm_hook(state, gradwire.comm_hook)
-    except RuntimeError as error:
-        return {"error": str(error)}
-    return {"error": ""}
+        hooked = train(model, steps=8)
+        found[name] = ((hooked - plain).norm() / (plain - start).norm()).item()
+        digests.append(digest(hooked))
+    return {"apart": found, "digest": "; ".join(digests)}
 
 
-def copied() -> dict[str, object]:
+def overflow_under_a_grad_scaler() -> dict[str, object]:
+    """One rank overflows once: GradScaler skips that step on all ranks, and training goes on finite and equal."""
     model = DistributedDataParallel(perceptron())
-    state = gradwire.HookState(model, **options())
+    state = gradwire.HookState(model, hostname=NODE, compressor="onebit",
+                               compressor_options={"warmup_steps": 0, "momentum": 0.0})
+    model.register_comm_hook(state, gradwire.comm_hook)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    state.watch(scaler)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = model(inputs(step)).square().mean() * (float("inf") if step == 2 and RANK == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    values = torch.cat([parameter.detach().double().reshape(-1) for parameter in model.parameters()])
+    return {"finite": bool(values.isfinite().all()), "scale": scaler.get_scale(), "digest": digest(values)}
+
+
+def registered_twice_and_copied() -> dict[str, object]:
+    model = DistributedDataParallel(perceptron())
+    state = gradwire.HookState(model, hostname=NODE)
     model.register_comm_hook(state, gradwire.comm_hook)
     train(model)
     again = copy.deepcopy(state)
-    return {"same": again is state, "config": again.config == state.config}
+    told = {"same": again is state, "config": again.config == state.config, "error": ""}
+    try:
+        model.register_comm_hook(state, gradwire.comm_hook)
+    except RuntimeError as error:
+        told["error"] = str(error)
+    return told
 
 
 SCENARIOS: list[Scenario] = [
     default, many_small_buckets, static_graph, gradient_as_bucket_view, bucket_cap_mb_list, find_unused_parameters,
     mixed_dtypes, convolution_channels_last, sparse_embedding, no_sync, compiled, sub_group,
-    two_models, state_before_model, uneven_inputs, registered_twice, copied, compiled_python_reducer]
+    two_models, state_before_model, uneven_inputs, compressed, overflow_under_a_grad_scaler, registered_twice_and_copied, compiled_python_reducer]
 
 
 def run_all() -> Iterator[tuple[str, dict[str, object]]]:

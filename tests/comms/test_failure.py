@@ -26,7 +26,7 @@ def test_the_survivors_name_the_missing_rank_and_the_phase(nodes: str, victim: i
     server = subprocess.Popen([sys.executable, "-c", (
         f"import time; from torch.distributed import TCPStore; s = TCPStore('127.0.0.1', {port}, is_master=True, "
         "wait_for_workers=False); time.sleep(300)")])
-    ranks = []
+    ranks: list[subprocess.Popen[str]] = []
     for rank in range(len(nodes)):
         environment = os.environ | {
             "NODES": nodes, "RANK": str(rank), "WORLD_SIZE": str(len(nodes)), "LOCAL_RANK": str(rank),
@@ -37,7 +37,9 @@ def test_the_survivors_name_the_missing_rank_and_the_phase(nodes: str, victim: i
     try:
         outputs = [process.communicate(timeout=120) for process in ranks]
     finally:
-        for process in [*ranks, server]:
+        server.kill()
+        server.wait()
+        for process in ranks:
             process.kill()
             process.wait()
     assert ranks[victim].returncode == -9

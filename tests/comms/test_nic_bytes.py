@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -16,7 +17,7 @@ SCRIPT = Path(__file__).parent / "nic_bytes_job.py"
     ([2, 2], "contiguous"), ([2, 2], "round-robin"), ([3, 1], "contiguous"), ([4, 4], "contiguous"),
     ([2, 2, 2, 2], "contiguous"), ([4, 4, 4, 4], "contiguous"),
 ], ids=["2x2", "2x2 round-robin", "3+1", "2x4", "4x2", "4x4"])
-def test_the_busiest_nic_sends_the_lower_bound(nodes: list[int], order: str) -> None:
+def test_the_busiest_nic_sends_the_lower_bound(nodes: list[int], order: Literal["contiguous", "round-robin"]) -> None:
     with Cluster(nodes=nodes) as cluster:
         result = cluster.run([sys.executable, str(SCRIPT)], order=order, timeout_seconds=240)
     result.check()

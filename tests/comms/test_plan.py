@@ -19,9 +19,11 @@ CLUSTERS = {name: two_level_cluster(nodes, MEMORY, NIC) for name, nodes in NODES
     "one level": uniform_cluster((4,), LEVELS[:1]),
     "three levels": uniform_cluster((2, 3, 2), LEVELS[:3]),
     "four levels": uniform_cluster((2, 2, 2, 2), LEVELS),
+    "one rank a node in racks": uniform_cluster((1, 2, 2), LEVELS[:3]),
+    "one node a rack": uniform_cluster((2, 1, 3), LEVELS[:3]),
     "uneven racks": Cluster(((0, 0), (0, 0), (0, 1), (1, 0), (1, 0), (1, 1), (1, 1), (1, 1)), LEVELS[:3]),
 }
-PLANS = ("flat", "hierarchical", "leader")
+PLANS = ("flat", "hierarchical", "leader", "tree", "halving_doubling")
 
 
 @pytest.fixture(params=CLUSTERS, ids=str)
@@ -64,6 +66,20 @@ def test_a_hierarchy_sends_the_lower_bound_through_the_nic() -> None:
         nodes = len(set(NODES[name]))
         plan = plan_all_reduce(CLUSTERS[name], 1 << 20, name="hierarchical")
         assert plan.bytes_by_level["inter_node"] == pytest.approx(2 * (nodes - 1) / nodes * (1 << 20))
+
+
+@pytest.mark.parametrize("counts", [(2, 3, 2), (4, 2, 3), (2, 2, 2, 2), (3, 2, 2, 2)])
+def test_a_deep_hierarchy_sends_the_lower_bound_out_of_every_unit(counts: tuple[int, ...]) -> None:
+    # A node, rack or region is one of M in the whole cluster: 2 (M - 1)/M S leave it, whatever is inside. For ranks
+    # only what stays inside the node counts: reduce_scatter and all_gather, 2 (c - 1)/c S.
+    numel = 55440
+    cluster = uniform_cluster(counts, LEVELS[:len(counts)])
+    plan = plan_all_reduce(cluster, 4 * numel, name="hierarchical", chunks=1)
+    _, sent = simulate(cluster, plan, [np.ones(numel, dtype=np.int64)] * cluster.size)
+    for number, level in enumerate(cluster.levels):
+        units = counts[0] if number == 0 else int(np.prod(counts[number:]))
+        assert sent[level.name] == pytest.approx(2 * (units - 1) / units * 4 * numel, rel=1e-2)
+    assert sent == pytest.approx(plan.bytes_by_level, rel=1e-2)
 
 
 def test_the_flat_plan_is_taken_where_a_hierarchy_cannot_pay() -> None:

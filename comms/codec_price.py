@@ -1,0 +1,124 @@
+"""What compression costs and saves: bytes on the wire, and seconds of encoding and decoding.
+
+Bytes come from the compressor itself. Seconds come from the bytes that its kernels read and write, all of them limited
+by memory, or from a measurement on this machine.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gradwire.comms.transport.echo import EchoGroup
+from gradwire.compressors import registry
+from gradwire.compressors.base import Compressor, Layout, Slice
+
+ELEMENT_NBYTES = 4
+"""Gradients are float32 when they are encoded."""
+
+CPU_BYTES_PER_SECOND = 20e9
+"""What one core moves through memory in such kernels, payload buffers included: EPYC (Zen 4), 8 MiB gradients, 2026."""
+
+GPU_BYTES_PER_SECOND = {80: 1.4e12, 86: 0.42e12, 89: 0.6e12, 90: 2.3e12, 100: 5.6e12}
+"""Compute capability -> 0.7 of the card's memory bandwidth (A100 80 GB 2.04, A10 0.6, L40 0.86, H100 SXM 3.35, B200 8
+TB/s). Source: NVIDIA's data sheets; 0.7 is what memory-bound kernels reach."""
+
+TOUCHED_NBYTES = {"none": 0.0, "fp16": 14.0, "bf16": 14.0, "int8": 19.0, "int4": 18.0, "onebit": 25.0, "dgc": 28.0,
+                  "powersgd": 32.0}
+"""Bytes that encoding and decoding read and write for each element of a shard, residual and momentum included: encode
+(gradient in, residual in and out, payload out), decode and sum a slice, decode the result. One pass each."""
+
+UNKNOWN_TOUCHED_NBYTES = 32.0
+"""For a compressor that a user has registered."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecPrice:
+    """What a compressor does to one phase.
+
+    Attributes:
+        name: As in `compressor=`.
+        ratio: Bytes on the wire over those of an exact all-reduce of the same shard.
+        seconds_per_byte: Of the shard, for encoding and decoding on one rank.
+    """
+
+    name: str
+    ratio: float
+    seconds_per_byte: float
+
+
+def codec_price(name: str, layout: Layout, group_size: int, memory_bytes_per_second: float) -> CodecPrice:
+    """The price of a compressor in its final state, warm-up over.
+
+    Args:
+        name: As in `compressor=`.
+        layout: Parameters of the gradient; the ratio of PowerSGD depends on their shapes.
+        group_size: Ranks that exchange each shard: the number of nodes.
+        memory_bytes_per_second: Of the processor that encodes.
+
+    Raises:
+        ValueError: No such compressor.
+    """
+    if name == "none":
+        return CodecPrice(name, 1.0, 0.0)
+    touched = TOUCHED_NBYTES.get(name, UNKNOWN_TOUCHED_NBYTES)
+    return CodecPrice(name, wire_ratio(final(name), layout, group_size),
+                      touched / ELEMENT_NBYTES / memory_bytes_per_second)
+
+
+def final(name: str) -> Compressor:
+    """A compressor by name, with its defaults but without a warm-up."""
+    return registry.make(name, {"warmup_steps": 0} if "warmup_steps" in registry.options_of(name) else {})
+
+
+def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float:
+    """Bytes that a rank sends over those of a ring all-reduce of the same elements in float32; 1 where none travel."""
+    exact = 2 * (group_size - 1) / group_size * ELEMENT_NBYTES * layout.numel
+    return compressor.wire_nbytes(layout, group_size) / exact if exact else 1.0
+
+
+def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 5) -> CodecPrice:
+    """The price with encoding and decoding timed here, one rank alone: the best of a few rounds.
+
+    Args:
+        name: As in `compressor=`.
+        layout: What is encoded; some 4 MB are enough.
+        group_size: As for `codec_price`.
+        rounds: All-reduces timed, after one that is not.
+    """
+    if name == "none":
+        return CodecPrice(name, 1.0, 0.0)
+    compressor, group = final(name), EchoGroup(group_size)
+    gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
+    best = float("inf")
+    for _ in range(rounds + 1):
+        shard = gradient.clone()
+        began = time.perf_counter()
+        for work in compressor.all_reduce(shard, layout, group):
+            work.wait()
+        best = min(best, time.perf_counter() - began)
+        compressor.end_step(True)
+    return CodecPrice(name, wire_ratio(compressor, layout, group_size), best / (ELEMENT_NBYTES * layout.numel))
+
+
+def layout_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
+    """The layout of parameters one after another.
+
+    Args:
+        shapes: Name and shape of each.
+    """
+    slices, start = [], 0
+    for name, shape in shapes:
+        numel = int(torch.Size(shape).numel())
+        slices.append(Slice(name, shape, 0, start, numel))
+        start += numel
+    return Layout(tuple(slices))
+
+
+def square_layout(nbytes: float, side: int = 1024) -> Layout:
+    """A gradient of `nbytes` of which nothing else is known: square matrices, and what is left over as a vector."""
+    numel = max(1, round(nbytes / ELEMENT_NBYTES))
+    matrices, rest = divmod(numel, side * side)
+    shapes = [(f"matrix{index}", (side, side)) for index in range(matrices)]
+    return layout_of([*shapes, ("rest", (rest,))] if rest else shapes)

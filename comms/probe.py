@@ -1,0 +1,104 @@
+"""Alpha and beta of every level, measured at start-up on the groups that training will use.
+
+Each level gets a small and a large all-reduce; the model's own formula, read backwards, turns the two times into a
+latency and a bandwidth. The outer levels run below a reduce_scatter, as in a hierarchical plan, so that all cards and
+flows of a node are in use; what the inner levels take is subtracted.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.consensus import Consensus
+from gradwire.comms.cost import CostModel
+from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Phase, Plan
+from gradwire.topology.cluster import Cluster, Level, Link, Unit
+
+SMALL_NBYTES = 64 << 10
+LARGE_NBYTES = 4 << 20
+"""Large enough that latency is a small part on 10 Gbit/s, small enough to take a third of a second on 200 Mbit/s."""
+
+ROUNDS = 3
+
+_known: dict[tuple[tuple[Unit, ...], str], tuple[Level, ...]] = {}
+
+
+def probe(communicator: Communicator, consensus: Consensus) -> tuple[Level, ...]:
+    """Measures all levels and has the communicator plan with them; every rank, before anything else is in flight.
+
+    Results are kept for the same placement and device in this process.
+
+    Args:
+        communicator: Whose groups are measured.
+        consensus: All its ranks'.
+    """
+    place = (communicator.cluster.locations, communicator.device.type)
+    known = consensus.decide(place in _known, all)
+    if not known:
+        levels = list(communicator.cluster.levels)
+        for number in range(communicator.cluster.depth):
+            if communicator.cluster.widest(number) > 1:
+                cluster = replace(communicator.cluster, levels=tuple(levels))
+                times = [_measure(communicator, consensus, probe_phases(cluster, number), nbytes)
+                         for nbytes in (SMALL_NBYTES, LARGE_NBYTES)]
+                levels[number] = replace(levels[number], link=fitted(cluster, number, times[0], times[1]))
+        _known[place] = tuple(levels)
+    communicator.measured(_known[place])
+    return _known[place]
+
+
+def probe_phases(cluster: Cluster, level: int) -> tuple[Phase, ...]:
+    """An all_reduce at one level, below the reduce_scatters and above the all_gathers of those inside."""
+    inner = [number for number in range(level) if cluster.widest(number) > 1]
+    parts = {number: cluster.widest(number) for number in inner}
+    down = [Phase(REDUCE_SCATTER, number, parts[number]) for number in inner]
+    up = [Phase(ALL_GATHER, number, parts[number]) for number in reversed(inner)]
+    return (*down, Phase(ALL_REDUCE, level), *up)
+
+
+def fitted(cluster: Cluster, level: int, small_seconds: float, large_seconds: float) -> Link:
+    """The link of one level that explains two measured times, given the links of the levels inside.
+
+    Args:
+        cluster: With the links of the inner levels as measured.
+        level: Which.
+        small_seconds: Of `probe_phases` with SMALL_NBYTES.
+        large_seconds: With LARGE_NBYTES.
+    """
+    old = cluster.levels[level].link
+    phases = probe_phases(cluster, level)
+    model = CostModel(cluster, {phase.level: phase.parts for phase in phases if phase.op == REDUCE_SCATTER})
+    costs = {phase: model.phase(phase) for phase in phases}
+    small, large = (max(seconds - sum(cost.seconds(nbytes) for phase, cost in costs.items() if phase.level != level), 1e-9)
+                    for seconds, nbytes in ((small_seconds, SMALL_NBYTES), (large_seconds, LARGE_NBYTES)))
+    own = next(cost for phase, cost in costs.items() if phase.level == level)
+    sent = own.seconds_per_byte * old.bytes_per_second  # bytes over the slowest link for each byte of bucket
+    per_byte = max((large - small) / (LARGE_NBYTES - SMALL_NBYTES), 1e-13)
+    messages = own.alpha_seconds / old.alpha_seconds if old.alpha_seconds else 1.0
+    return replace(old, alpha_seconds=max(small - per_byte * SMALL_NBYTES, 0.0) / max(messages, 1.0),
+                   bytes_per_second=sent / per_byte)
+
+
+def _measure(communicator: Communicator, consensus: Consensus, phases: tuple[Phase, ...], nbytes: int) -> float:
+    """The median of a few rounds on the slowest rank; the first makes the connections and does not count."""
+    plan = Plan("probe", phases, 1, nbytes, 0.0, {}, "A measurement.")
+    flat = torch.zeros(nbytes // 4, device=communicator.device)
+    times = []
+    for _ in range(ROUNDS + 1):
+        consensus.decide(None, lambda ranks: None)  # begin together
+        began = time.perf_counter()
+        communicator.run(flat, plan).wait()
+        if communicator.device.type == "cuda":
+            torch.cuda.synchronize(communicator.device)
+        times.append(time.perf_counter() - began)
+    slowest = consensus.decide(statistics.median(times[1:]), _largest)
+    assert isinstance(slowest, float)
+    return slowest
+
+
+def _largest(values: Sequence[object]) -> object:
+    return max(value for value in values if isinstance(value, float))

@@ -1,0 +1,90 @@
+"""A collective of gradwire's own in the shape that torch expects of a process group: a `Work` around a future."""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+FutureTensors = torch.futures.Future[list[Tensor]]
+
+
+class FutureWork(dist.Work):
+    """What `dist.all_reduce(..., async_op=True)` returns.
+
+    Args:
+        future: Done when the collective is; its value is the list of output tensors, as DDP's reducer expects.
+    """
+
+    def __init__(self, future: FutureTensors) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Blocks until done (CUDA: makes the current stream wait); raises what the collective raised.
+
+        Args:
+            timeout: None, zero or less waits as long as the group's own time-out allows.
+
+        Raises:
+            RuntimeError: The collective failed, or is not done within `timeout`.
+        """
+        if timeout is not None and timeout > timedelta(0) and not self._done_within(timeout):
+            raise RuntimeError(f"`timeout` of {timeout.total_seconds():g} s has passed and the collective is not done: a "
+                               "rank is late or has issued other collectives")
+        self._future.wait()
+        return True
+
+    def get_future(self) -> FutureTensors:
+        """The future whose value is the list of output tensors."""
+        return self._future
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return (or raise) at once."""
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        """Whether it is done and did not fail."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        """What `wait` would raise; None while under way and after success."""
+        if self.is_completed():
+            try:
+                self._future.value()
+            except RuntimeError as error:
+                return error
+        return None
+
+    def result(self) -> list[Tensor]:
+        """The output tensors of a collective that is done."""
+        return self._future.value()
+
+    def synchronize(self) -> None:
+        """Makes the current CUDA stream wait for the collective; on the CPU the same as `wait`."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """See `synchronize`."""
+        self.wait()
+
+    def _done_within(self, timeout: timedelta) -> bool:
+        done = threading.Event()
+        self._future.add_done_callback(lambda _: done.set())
+        return done.wait(timeout.total_seconds())
+
+
+def finished(future: torch.futures.Future[Tensor], finish: Callable[[], list[Tensor]]) -> FutureTensors:
+    """A future that runs `finish` (local copies only, never a collective) when `future` is done well.
+
+    Returns:
+        Its value is what `finish` returns; where `future` failed it raises with the same text.
+    """
+
+    def then(done: torch.futures.Future[Tensor]) -> list[Tensor]:
+        done.value()
+        return finish()
+
+    return future.then(then)

@@ -1,0 +1,176 @@
+"""Ranks as processes, for what threads cannot show: torch.distributed's default group, DDP, a killed rank.
+
+Ranks are forked by a server that has imported torch once and has no threads of its own. A rank runs this very file
+(under the name RANK), loads the test's module by its path and calls one of its top-level functions.
+"""
+
+import importlib.util
+import multiprocessing
+import pickle
+import runpy
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Protocol
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from gradwire.comms.compat import HashStore
+from gradwire.comms.transport.shm import ShmGroup
+from gradwire.comms.transport.threads import run_ranks
+
+RANK = "gradwire_rank"
+BLOCK_NBYTES = 4096  # small: a few thousand elements already stream through several chunks
+
+
+class Processes(Protocol):
+    """See `processes`."""
+
+    def __call__(self, size: int, target: Callable[..., object], *arguments: object,
+                 nodes: Sequence[str] | None = None, environment: dict[str, str] | None = None, seconds: float = 90.0,
+                 lost: Collection[int] = ()) -> list[object]:
+        """Runs `target(rank, *arguments)` in `size` processes and returns the results in rank order."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one rank has to do, and where it says how that went."""
+
+    file: str
+    function: str
+    rank: int
+    arguments: tuple[object, ...]
+    environment: dict[str, str]
+    answer: Connection
+
+
+@pytest.fixture(scope="session")
+def _server() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    # torch._dynamo is what the first DDP model or optimizer imports: seconds, in every rank, if it is not there already.
+    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "pytest",
+                                    "gradwire.comms.process_group", "gradwire.comms.hook"])
+    return context
+
+
+@pytest.fixture
+def processes(_server: multiprocessing.context.ForkServerContext) -> Iterator[Processes]:
+    """Starts ranks as processes, with torchrun's variables set and a free port for the store.
+
+    `processes(size, target, *arguments, nodes=["one", "one", "two"], environment={}, seconds=90, lost=())`: `target` is a
+    top-level function of a test module; `nodes` names the logical node of each rank; ranks in `lost` may die without an
+    answer (None in the results). Whatever is still there after `seconds`, or when the test ends, is killed.
+    """
+    started: list[multiprocessing.process.BaseProcess] = []
+
+    def run(size: int, target: Callable[..., object], *arguments: object, nodes: Sequence[str] | None = None,
+            environment: dict[str, str] | None = None, seconds: float = 90.0,
+            lost: Collection[int] = ()) -> list[object]:
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(size),
+                  "OMP_NUM_THREADS": "1"} | (environment or {})
+        answers = []
+        for rank in range(size):
+            ours, theirs = _server.Pipe(duplex=False)
+            own = {"RANK": str(rank)} | ({"GRADWIRE_HOSTNAME": nodes[rank]} if nodes else {})
+            task = Task(target.__code__.co_filename, target.__name__, rank, arguments, common | own, theirs)
+            process = _server.Process(target=runpy.run_path, args=(__file__, {"TASK": task}, RANK), name=f"rank {rank}")
+            process.start()
+            theirs.close()
+            started.append(process)
+            answers.append(ours)
+        return _collect(answers, started[-size:], time.monotonic() + seconds, lost)
+
+    yield run
+    for process in started:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def _collect(answers: list[Connection], ranks: list[multiprocessing.process.BaseProcess], deadline: float,
+             lost: Collection[int]) -> list[object]:
+    results: list[object] = []
+    problems = []
+    for rank, answer in enumerate(answers):
+        result = None
+        try:
+            if answer.poll(max(0.0, deadline - time.monotonic())):
+                passed, result = pickle.loads(answer.recv_bytes())
+                if not passed:
+                    problems.append(f"rank {rank}:\n{result}")
+            else:
+                problems.append(f"rank {rank} was not through in time")
+        except EOFError:
+            if rank not in lost:
+                ranks[rank].join(5)
+                problems.append(f"rank {rank} died with exit code {ranks[rank].exitcode}")
+        results.append(result)
+    for rank, process in enumerate(ranks):
+        process.join(max(0.1, deadline - time.monotonic()))
+        if process.is_alive():
+            problems.append(f"rank {rank} hangs at its exit")
+    if problems:
+        pytest.fail("\n".join(problems), pytrace=False)
+    return results
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _serve(task: Task) -> None:
+    with patch.dict("os.environ", task.environment):
+        torch.set_num_threads(1)
+        try:
+            spec = importlib.util.spec_from_file_location("gradwire_rank_module", task.file)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+            result = getattr(module, task.function)(task.rank, *task.arguments)
+            task.answer.send_bytes(pickle.dumps((True, result)))  # plain pickle: tensors by value, not as shared memory
+        except BaseException:  # noqa: BLE001 - whatever it is, the test must see it
+            task.answer.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        finally:
+            task.answer.close()
+
+
+if __name__ == RANK:
+    _serve(globals()["TASK"])
+
+
+
+class OnGroups(Protocol):
+    """Runs a body on every rank of a new shared-memory group, ranks as threads."""
+
+    def __call__(self, size: int, body: Callable[[ShmGroup], None], seconds: float = 60.0,
+                 block: int = BLOCK_NBYTES) -> None: ...
+
+
+@pytest.fixture(scope="session")
+def on_groups() -> OnGroups:
+    """`on_groups(size, body)`; closes the groups only when all are through, as a barrier at the end would."""
+
+    def on_groups(size: int, body: Callable[[ShmGroup], None], seconds: float = 60.0, block: int = BLOCK_NBYTES) -> None:
+        store = HashStore()
+
+        def run(rank: int) -> None:
+            group = ShmGroup.create(store, rank, size, key="laws", timeout=timedelta(seconds=seconds), block_nbytes=block)
+            try:
+                body(group)
+            finally:
+                group.close()
+
+        run_ranks(size, run)
+
+    return on_groups

@@ -1,0 +1,184 @@
+"""Laws of fusion: every bucket is reduced once, whatever the plan; nothing in flight is touched; no bit changes."""
+
+from datetime import timedelta
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.compat import HashStore
+from gradwire.comms.config import Config
+from gradwire.comms.fusion import Fusion, FusionPlan, FutureTensor
+from gradwire.comms.transport.threads import run_ranks
+from gradwire.compressors.base import Layout, Slice
+
+
+class Wire:
+    """Keeps what is launched until it is delivered: doubles every element, or fails."""
+
+    def __init__(self) -> None:
+        self.flying: list[tuple[Tensor, Layout | None, FutureTensor]] = []
+
+    def launch(self, flat: Tensor, layout: Layout | None) -> FutureTensor:
+        future: FutureTensor = torch.futures.Future()
+        self.flying.append((flat, layout, future))
+        return future
+
+    def deliver(self, error: Exception | None = None) -> None:
+        for flat, _, future in self.flying:
+            if error:
+                future.set_exception(error)  # type: ignore[arg-type]
+            else:
+                future.set_result(flat.mul_(2))
+        self.flying.clear()
+
+
+def buckets(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    ends = list(accumulate(sizes))
+    return [torch.arange(end - size, end).to(dtype) for size, end in zip(sizes, ends, strict=True)]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[list[int], FusionPlan]:
+    sizes = draw(st.lists(st.integers(0, 40), min_size=1, max_size=12))
+    cuts = draw(st.sets(st.integers(1, len(sizes))))
+    known = draw(st.booleans())
+    return sizes, FusionPlan(tuple(sorted(cuts)) if known else (), tuple(4 * size for size in sizes) if known else (),
+                             draw(st.integers(0, 200)), draw(st.integers(0, 60)))
+
+
+@settings(deadline=None)
+@given(plans())
+def test_every_bucket_is_reduced_exactly_once(case: tuple[list[int], FusionPlan]) -> None:
+    sizes, plan = case
+    wire, flats = Wire(), buckets(sizes)
+    expected = [2 * flat for flat in flats]
+    fusion = Fusion(wire.launch, plan)
+    futures = [fusion.add(flat) for flat in flats]
+    fusion.end_step()
+    assert sum(flat.numel() for flat, _, _ in wire.flying) == sum(sizes)
+    wire.deliver()
+    for flat, future, wanted in zip(flats, futures, expected, strict=True):
+        assert future.done()
+        assert future.value().data_ptr() == flat.data_ptr()
+        assert torch.equal(flat, wanted)
+
+
+def test_cuts_decide_what_is_launched_when() -> None:
+    wire, flats = Wire(), buckets([4, 4, 4, 4, 4])
+    fusion = Fusion(wire.launch, FusionPlan((1, 3), (16,) * 5))
+    launched = []
+    for flat in flats:
+        fusion.add(flat)
+        launched.append(len(wire.flying))
+    assert launched == [1, 1, 2, 2, 2]
+    fusion.end_step()
+    assert [flat.numel() for flat, _, _ in wire.flying] == [4, 8, 8]
+
+
+def test_other_buckets_than_planned_fall_back_to_the_threshold() -> None:
+    # DDP's first step has one bucket, and the buckets are rebuilt after it.
+    wire = Wire()
+    fusion = Fusion(wire.launch, FusionPlan((2,), (16, 16), threshold_nbytes=24))
+    for flat in buckets([4, 3, 1, 1]):
+        fusion.add(flat)
+    assert [flat.numel() for flat, _, _ in wire.flying] == [7]
+
+
+def test_a_new_plan_waits_for_the_end_of_the_step() -> None:
+    wire = Wire()
+    fusion = Fusion(wire.launch, FusionPlan(threshold_nbytes=1000))
+    fusion.add(torch.ones(4))
+    fusion.change(FusionPlan())
+    fusion.add(torch.ones(4))
+    assert not wire.flying
+    fusion.end_step()
+    assert len(wire.flying) == 1
+    fusion.add(torch.ones(4))
+    assert len(wire.flying) == 2
+
+
+def test_buffers_in_flight_are_not_used_again_and_later_ones_are() -> None:
+    wire = Wire()
+    fusion = Fusion(wire.launch, FusionPlan(threshold_nbytes=32))
+    for _ in range(2):
+        fusion.add(torch.ones(4))
+        fusion.add(torch.ones(4))
+    first, second = (flat.data_ptr() for flat, _, _ in wire.flying)
+    assert first != second
+    wire.deliver()
+    for _ in range(10):
+        fusion.add(torch.ones(4))
+        fusion.add(torch.ones(4))
+        wire.deliver()
+    assert fusion._pool.allocated == 2
+
+
+def test_dtypes_do_not_mix_and_layouts_are_joined() -> None:
+    wire = Wire()
+    fusion = Fusion(wire.launch, FusionPlan(threshold_nbytes=1 << 20))
+    one, two = (Layout((Slice(name, (4,), 0, 0, 4),)) for name in "ab")
+    fusion.add(torch.ones(4), one)
+    fusion.add(torch.ones(4), two)
+    fusion.add(torch.ones(4, dtype=torch.bfloat16), one)
+    fusion.end_step()
+    assert [flat.dtype for flat, _, _ in wire.flying] == [torch.float32, torch.bfloat16]
+    layout = wire.flying[0][1]
+    assert layout is not None
+    assert [(piece.name, piece.start) for piece in layout.slices] == [("a", 0), ("b", 4)]
+
+
+@pytest.mark.parametrize("threshold", [0, 1000])
+def test_a_failure_reaches_every_bucket_with_its_message(threshold: int) -> None:
+    wire = Wire()
+    fusion = Fusion(wire.launch, FusionPlan(threshold_nbytes=threshold, piece_nbytes=8))
+    futures = [fusion.add(torch.ones(4)) for _ in range(3)]
+    fusion.end_step()
+    wire.deliver(RuntimeError("rank 3 is gone"))
+    for future in futures:
+        with pytest.raises(RuntimeError, match="rank 3 is gone"):
+            future.wait()
+
+
+@pytest.mark.parametrize("bad", [{"cuts": (2, 1), "sizes": (1, 1)}, {"cuts": (0,), "sizes": (1,)}, {"cuts": (3,), "sizes": (1, 1)},
+                                 {"cuts": (1, 1), "sizes": (1, 1)}, {"threshold_nbytes": -1}, {"piece_nbytes": -1}])
+def test_an_impossible_plan_is_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"`\w+` is"):
+        FusionPlan(**bad)  # type: ignore[arg-type]
+
+
+PLANS = [FusionPlan(), FusionPlan(threshold_nbytes=1 << 30), FusionPlan(threshold_nbytes=9000),
+         FusionPlan(piece_nbytes=700), FusionPlan((1, 4), (20_000, 4, 0, 12_004, 6000), piece_nbytes=8000)]
+
+
+@pytest.mark.parametrize("nodes", ["aabb", "abc", "aabbc", "abab"])
+def test_no_plan_changes_a_bit(nodes: str) -> None:
+    store = HashStore()
+
+    def run(rank: int) -> list[Tensor]:
+        config = Config(hostname=nodes[rank], fusion_mb=25, timeout=timedelta(seconds=30))
+        communicator = Communicator(store, rank, len(nodes), torch.device("cpu"), config, name="fusion")
+        communicator.settle(25 << 20)
+        fusion = Fusion(lambda flat, layout: communicator.all_reduce(flat, scale=0.25), PLANS[0])
+        results = []
+        try:
+            for plan in (*PLANS[1:], PLANS[0]):
+                generator = torch.Generator().manual_seed(rank)
+                flats = [torch.randn(numel, generator=generator) for numel in (5000, 1, 0, 3001, 1500)]
+                futures = [fusion.add(flat) for flat in flats]
+                fusion.change(plan)
+                fusion.end_step()
+                for future in futures:
+                    future.wait()
+                results.append(torch.cat(flats))
+        finally:
+            communicator.close()
+        return results
+
+    for results in run_ranks(len(nodes), run):
+        for other in results[1:]:
+            assert torch.equal(results[0], other)

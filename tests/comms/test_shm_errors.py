@@ -1,0 +1,122 @@
+"""Bad arguments, ranks that disagree, stay away or give up: an error on every rank, nothing left behind."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from gradwire.comms.errors import MismatchError, PeerError
+from gradwire.comms.transport.shm import ShmGroup
+from gradwire.comms.transport.threads import run_ranks
+
+
+class OnGroups(Protocol):
+    """The fixture `on_groups`: runs a body on every rank of a new group, ranks as threads."""
+
+    def __call__(self, size: int, body: Callable[[ShmGroup], None], seconds: float = ..., block: int = ...) -> None: ...
+
+
+def test_arguments_are_checked_before_anything_moves() -> None:
+    group = ShmGroup.create(HashStore(), 0, 1, key="alone", timeout=timedelta(seconds=5))
+    tensor = torch.ones(4, 6)
+    with pytest.raises(ValueError, match=r"`tensor` of shape \(6, 4\) is not contiguous"):
+        group.all_reduce(tensor.t())
+    with pytest.raises(ValueError, match="`tensor` is on device meta"):
+        group.all_reduce(torch.ones(3, device="meta"))
+    with pytest.raises(TypeError, match=r"`tensor` has dtype torch.complex64"):
+        group.all_reduce(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"`scale` is 0.5 for an integer"):
+        group.all_reduce(torch.ones(3, dtype=torch.int32), 0.5)
+    with pytest.raises(ValueError, match="`op` is 'mean'"):
+        group.all_reduce(tensor, op="mean")
+    with pytest.raises(ValueError, match="`root` is 1"):
+        group.broadcast(tensor, 1)
+    with pytest.raises(ValueError, match="`bounds`"):
+        group.reduce_scatter(tensor.view(-1), [0, 23])
+    with pytest.raises(ValueError, match="`output` has 24 elements"):
+        group.all_gather(tensor, torch.ones(5))
+    group.all_reduce(tensor)
+    group.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        group.all_reduce(tensor)
+
+
+@pytest.mark.parametrize("wrong", [{"rank": 2}, {"rank": -1}, {"size": 0}, {"block_nbytes": 100},
+                                   {"timeout": timedelta(0)}], ids=str)
+def test_create_names_the_bad_argument(wrong: dict[str, object]) -> None:
+    arguments: dict[str, object] = {"rank": 0, "size": 2, "timeout": timedelta(seconds=5), **wrong}
+    with pytest.raises(ValueError, match=f"`{next(iter(wrong))}`"):
+        ShmGroup.create(HashStore(), key="bad", **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_mismatch_is_an_error_on_every_rank(on_groups: OnGroups, size: int) -> None:
+    def other_numel(group: ShmGroup) -> None:
+        with pytest.raises(MismatchError, match=r"`tensor` differs.*numel 1[01], dtype float32.*numel 1[01]"):
+            group.all_reduce(torch.ones(10 + (group.rank == 1)))
+        with pytest.raises(MismatchError):  # once failed, failed for good
+            group.barrier()
+
+    def other_dtype(group: ShmGroup) -> None:
+        with pytest.raises(MismatchError, match="float16"):
+            group.all_reduce(torch.ones(50_000, dtype=torch.float32 if group.rank else torch.float16))
+
+    def other_bounds(group: ShmGroup) -> None:
+        with pytest.raises(MismatchError, match="`bounds` differ"):
+            group.reduce_scatter(torch.ones(8), [0, 4 + group.rank, *[8] * (group.size - 1)])
+
+    def other_collective(group: ShmGroup) -> None:
+        with pytest.raises(MismatchError, match="broadcast"):
+            group.broadcast(torch.ones(8), 0) if group.rank == 0 else group.all_reduce(torch.ones(8))
+
+    for body in (other_numel, other_dtype, other_bounds, other_collective):
+        on_groups(size, body)
+
+
+def test_time_out_names_who_is_missing(on_groups: OnGroups) -> None:
+    def body(group: ShmGroup) -> None:
+        if group.rank != 2:
+            with pytest.raises(PeerError, match="rank 2 did not come to all_reduce within `timeout`") as caught:
+                group.all_reduce(torch.ones(10))
+            assert caught.value.missing == (2,)
+        else:
+            with pytest.raises(PeerError, match="did not come"):  # late: the group is given up already
+                time.sleep(1.5)
+                group.barrier()
+
+    on_groups(3, body, seconds=0.5)
+
+
+def test_abort_wakes_every_waiter_with_the_reason(on_groups: OnGroups) -> None:
+    def body(group: ShmGroup) -> None:
+        if group.rank == 0:
+            group.abort("the loss is purple")
+        with pytest.raises(PeerError, match="the loss is purple"):
+            group.barrier()
+        with pytest.raises(PeerError, match="the loss is purple"):
+            group.all_reduce(torch.ones(3))
+
+    on_groups(3, body)
+
+
+def test_a_rank_that_never_comes_to_create() -> None:
+    before = set(Path("/dev/shm").glob("gradwire-*"))
+    with pytest.raises(PeerError, match=r"ranks \(1, 2\) did not come") as caught:
+        ShmGroup.create(HashStore(), 0, 3, key="lonely", timeout=timedelta(seconds=0.3))
+    assert caught.value.missing == (1, 2)
+    assert set(Path("/dev/shm").glob("gradwire-*")) <= before
+
+
+def test_ranks_that_disagree_about_the_group() -> None:
+    store = HashStore()
+
+    def body(rank: int) -> None:
+        with pytest.raises((ValueError, PeerError), match="`block_nbytes` is 8192 here and 4096 on rank 0"):
+            ShmGroup.create(store, rank, 2, key="k", timeout=timedelta(seconds=20), block_nbytes=4096 * (1 + rank))
+
+    run_ranks(2, body)

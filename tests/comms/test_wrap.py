@@ -1,0 +1,82 @@
+"""Fusion in real DDP jobs: no plan, no change of plan and no tuning changes a bit of a trained model."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from gradwire.comms.wrap import wrap
+
+NODES = "aabc"
+Results = list[dict[str, object]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fusion")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Results:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = Path(__file__).with_name("fusion_scenarios.py")
+    ranks = []
+    for rank in range(len(NODES)):
+        job = {"NODES": NODES, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(NODES)), "OMP_NUM_THREADS": "1",
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks.append(subprocess.Popen([sys.executable, str(script), str(folder)], stdout=subprocess.PIPE,
+                                      env=os.environ | job, stderr=subprocess.STDOUT, text=True))
+    try:
+        outputs = [process.communicate(timeout=300)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert all(process.returncode == 0 for process in ranks), "\n".join(outputs)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(NODES))]
+
+
+@pytest.mark.parametrize("name", ["small", "all", "changing", "unused", "joined", "tuned"])
+def test_all_ranks_end_with_the_same_bits(results: Results, name: str) -> None:
+    assert len({result[name] for result in results}) == 1
+
+
+@pytest.mark.parametrize(("one", "other"), [("small", "all"), ("small", "changing"), ("unused", "unused_again"),
+                                            ("joined", "joined_again"), ("tuned", "not_tuned")])
+def test_no_plan_changes_a_bit(results: Results, one: str, other: str) -> None:
+    assert results[0][one] == results[0][other]
+
+
+def test_fused_buckets_need_fewer_collectives(results: Results) -> None:
+    assert results[0]["small_launches"] > 5 * results[0]["all_launches"]  # type: ignore[operator]
+
+
+def test_steps_are_counted_where_parameters_are_unused(results: Results) -> None:
+    assert results[0]["unused_steps"] == 10
+
+
+def test_tuning_leaves_a_profile_and_a_log_on_rank_0(results: Results, folder: Path) -> None:
+    profile = json.loads((folder / "profile0.json").read_text())
+    assert profile["key"]["world"] == len(NODES)
+    lines = (folder / "profile0.csv").read_text().splitlines()
+    assert lines[0].startswith("step,kind,setting")
+    assert any(",trial," in line for line in lines)
+    assert not (folder / "profile1.json").exists()
+
+
+def test_options_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="`base_bucket_mb`"):
+        wrap(nn.Linear(2, 2), base_bucket_mb=0)
+    with pytest.raises(ValueError, match="`bucket_cap_mb`"):
+        wrap(nn.Linear(2, 2), ddp_options={"bucket_cap_mb": 3})
+
+
+def test_a_running_job_is_advised_with_its_headroom(results: Results) -> None:
+    assert "without any it would take" in str(results[0]["advice"])
+    assert "recommended: plan" in str(results[0]["advice"])

@@ -1,0 +1,19 @@
+"""The public names: a change here is a change that users notice, and belongs into the changelog."""
+
+import subprocess
+import sys
+
+import gradwire
+
+PUBLIC = ["Config", "HookState", "OneBitAdam", "OneBitLamb", "Rule", "check_optimizer", "comm_hook", "take_momentum", "wrap"]
+
+
+def test_the_public_names_are_these() -> None:
+    assert gradwire.__all__ == PUBLIC
+    assert all(getattr(gradwire, name).__name__ == name for name in PUBLIC)
+
+
+def test_importing_gradwire_alone_imports_no_torch_and_no_cupy() -> None:
+    script = "import sys, gradwire, gradwire.topology.detect; print([name for name in ('torch', 'cupy') if name in sys.modules])"
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "[]"

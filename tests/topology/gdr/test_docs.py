@@ -1,0 +1,27 @@
+"""docs/gdr.md explains every check in the words of its docstring, so neither can drift from the other."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from gradwire.topology.gdr.command import parser
+from gradwire.topology.gdr.stages import CHECKS
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "gdr.md").read_text()
+
+
+@pytest.mark.parametrize("index", range(len(CHECKS)), ids=[check.name for check in CHECKS])
+def test_check_is_explained(index: int) -> None:
+    check = CHECKS[index]
+    words = inspect.getdoc(check.function) or ""
+    command = next(line for line in words.splitlines() if line.startswith("Command: ")).removeprefix("Command: ")
+    kind = "advice" if check.verdict is None else check.verdict
+    entry = f"- **{check.name} {check.title}** ({kind}). {words.splitlines()[0]}  \n  {command}\n"
+    assert entry in PAGE, f"docs/gdr.md lacks this entry:\n{entry}"
+
+
+def test_every_option_is_shown() -> None:
+    options = [option for action in parser()._actions for option in action.option_strings if option.startswith("--")]
+    shown = {"--help", "--all-pairs", "--nvlink", "--perftest", "--nccl-version"}  # the help text says enough
+    assert [option for option in options if option not in shown and option not in PAGE] == []

@@ -1,0 +1,121 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.topology.affinity import cores_of_mask, mask_of_cores, members, ranges
+from gradwire.topology.bandwidth import (
+    nic_bytes_per_second,
+    nvlink_bytes_per_second,
+    pcie_bytes_per_second,
+    socket_bytes_per_second,
+    xgmi_bytes_per_second,
+)
+from gradwire.topology.graph import Cpu, Gpu, Nic, PcieLink, Port
+from gradwire.topology.pci_ids import PciRole, normal_bus_id, role_of_class, role_of_function
+
+
+@pytest.mark.parametrize(
+    ("rate", "lanes", "gigabytes"),
+    [(8.0, 16, 12), (16.0, 16, 24), (32.0, 16, 48), (64.0, 16, 96), (8.0, 8, 6), (2.5, 1, 0.1875)],
+)
+def test_pcie_generations(rate: float, lanes: int, gigabytes: float) -> None:
+    assert pcie_bytes_per_second(PcieLink(gigatransfers_per_second=rate, lanes=lanes)) == gigabytes * 1e9
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        None,
+        PcieLink(),
+        PcieLink(gigatransfers_per_second=16.0),
+        PcieLink(lanes=16),
+        PcieLink(gigatransfers_per_second=7.0, lanes=16),
+        PcieLink(gigatransfers_per_second=16.0, lanes=16, virtual=True),
+    ],
+)
+def test_an_unknown_or_virtual_pcie_link_has_no_rate(link: PcieLink | None) -> None:
+    assert pcie_bytes_per_second(link) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "count", "gigabytes"),
+    [(60, 4, 72), (70, 6, 120), (80, 12, 240), (86, 4, 48), (89, 1, 20), (90, 18, 370.8), (100, 18, 721.8), (120, 1, 40.1)],
+)
+def test_nvlink_generations(capability: int, count: int, gigabytes: float) -> None:
+    rate = nvlink_bytes_per_second(Gpu(key="g", compute_capability=capability), count)
+    assert rate == pytest.approx(gigabytes * 1e9)
+
+
+def test_unknown_generations_have_no_rate() -> None:
+    assert nvlink_bytes_per_second(Gpu(key="g"), 4) is None
+    assert nvlink_bytes_per_second(Gpu(key="g", compute_capability=52), 4) is None
+    assert xgmi_bytes_per_second(Gpu(key="g", architecture="gfx1100"), 4) is None
+    assert xgmi_bytes_per_second(Gpu(key="g", architecture="gfx942"), 7) == 336e9
+
+
+@pytest.mark.parametrize(
+    ("cpu", "gigabytes"),
+    [
+        (Cpu(key="", vendor="GenuineIntel", model=0x4F), 6),
+        (Cpu(key="", vendor="GenuineIntel", model=0x55), 10),
+        (Cpu(key="", vendor="GenuineIntel", model=0x8F), 22),
+        (Cpu(key="", vendor="GenuineIntel", model=0xCF), 40),
+        (Cpu(key="", vendor="AuthenticAMD", model=1), 16),
+        (Cpu(key="", architecture="arm64"), 6),
+        (Cpu(key="", architecture="ppc64"), 32),
+        (Cpu(key="", vendor="GenuineIntel"), None),
+        (Cpu(key=""), None),
+    ],
+)
+def test_links_between_sockets(cpu: Cpu, gigabytes: float | None) -> None:
+    assert socket_bytes_per_second(cpu) == (None if gigabytes is None else gigabytes * 1e9)
+
+
+def test_a_card_sends_what_its_ports_and_its_slot_allow() -> None:
+    port = Port(name="p", bits_per_second=200e9, active=True)
+    gen4 = PcieLink(gigatransfers_per_second=16.0, lanes=16)
+    assert nic_bytes_per_second(Nic(key="n", ports=(port,))) == 25e9
+    assert nic_bytes_per_second(Nic(key="n", ports=(port, port))) == 50e9
+    assert nic_bytes_per_second(Nic(key="n", ports=(port, port), pcie=gen4)) == 24e9
+    assert nic_bytes_per_second(Nic(key="n")) is None
+    assert nic_bytes_per_second(Nic(key="n", ports=(Port(name="p", bits_per_second=1e9, active=False),))) is None
+
+
+@given(st.sets(st.integers(0, 600), min_size=1))
+def test_masks_and_ranges_say_the_same(cores: set[int]) -> None:
+    text = ranges(sorted(cores))
+    assert members(text) == sorted(cores)
+    assert cores_of_mask(mask_of_cores(text)) == text
+
+
+@pytest.mark.parametrize("mask", ["", "0", "xyz", ",", "f" * 20_000])
+def test_masks_that_are_none(mask: str) -> None:
+    assert cores_of_mask(mask) is None
+
+
+def test_a_range_without_an_end_in_sight_is_bounded() -> None:
+    assert len(members("0-999999")) == 65_537
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("00000000:3B:00.0", "0000:3b:00.0"), ("3b:00.0", "0000:3b:00.0"), ("10000:e1:00.0", "10000:e1:00.0"),
+        ("0000:3b:00.8", None), ("3b:00", None), ("", None), ("0000:3b:00.0\n", "0000:3b:00.0"), ("fffffff:ffff:ff", None),
+    ],
+)  # fmt: skip
+def test_bus_ids(text: str, expected: str | None) -> None:
+    assert normal_bus_id(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "vendor", "in_a_file", "on_a_bus"),
+    [
+        (0x030200, 0x10DE, "gpu", "gpu"), (0x030000, 0x102B, "gpu", "other"), (0x120000, 0x1002, "gpu", "gpu"),
+        (0x020700, 0x15B3, "nic", "nic"), (0x068000, 0x10DE, "nvswitch", "nvswitch"), (0x068000, 0x8086, "nvswitch", "other"),
+        (0x060400, 0x1000, "switch", "switch"), (0x068001, None, "cpu", "cpu"), (0x010802, 0x144D, "other", "other"),
+    ],
+)  # fmt: skip
+def test_roles(code: int, vendor: int | None, in_a_file: PciRole, on_a_bus: PciRole) -> None:
+    assert role_of_class(code) == in_a_file
+    assert role_of_function(code, vendor) == on_a_bus

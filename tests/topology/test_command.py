@@ -1,0 +1,91 @@
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree
+
+import pytest
+
+from gradwire.topology import draw, json_form
+from gradwire.topology.command import main
+from gradwire.topology.files import read_file
+from gradwire.topology.graph import Machine
+from gradwire.topology.presets import dgx_a100
+
+if TYPE_CHECKING:
+    from tests.topology.conftest import SysTree
+
+
+@pytest.fixture
+def described(tmp_path: Path) -> str:
+    file = tmp_path / "machine.json"
+    file.write_text(json_form.write(dgx_a100()))
+    return str(file)
+
+
+def test_the_tree_shows_every_device(described: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--from", described]) == 0
+    shown = capsys.readouterr().out
+    for name in (*(f"GPU{i} " for i in range(8)), *(f"mlx5_{i} " for i in range(10)), "NUMA 7", "NVLink x12, 240 GB/s"):
+        assert name in shown
+
+
+def test_matrix_and_json_and_files(described: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--from", described, "--matrix"]) == 0
+    assert draw.matrix(dgx_a100()) in capsys.readouterr().out
+    assert main(["--from", described, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["n_gpu"] == 8
+    picture, file = tmp_path / "a.svg", tmp_path / "a.xml"
+    assert main(["--from", described, "--svg", str(picture), "--nccl-xml", str(file)]) == 0
+    assert capsys.readouterr().out == ""
+    ElementTree.fromstring(picture.read_text())
+    assert len(read_file(file).gpus) == 8
+
+
+def test_this_machine_and_a_captured_one(systree: "SysTree", capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "NUMA" in capsys.readouterr().out
+    systree.host({0: "0-15"})
+    assert main(["--root", str(systree.root)]) == 0
+    assert "testhost" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [["--from", "/nonexistent"], ["--root", "/nonexistent"], ["--svg", "/nonexistent/a.svg"]]
+)
+def test_what_cannot_be_used_is_one_line_and_status_two(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("gradwire topo: ")
+
+
+def test_the_picture_names_every_device_once_and_draws_a_curve_per_pair(preset: Machine) -> None:
+    from gradwire.topology.labels import Labels
+    from gradwire.topology.svg import FAR, GDR, svg
+
+    text = svg(preset)
+    root = ElementTree.fromstring(text)
+    words = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    labels = Labels(preset)
+    assert all(words.count(labels.gpu(gpu)) == 1 for gpu in preset.gpus)
+    assert all(words.count(nic.ports[0].name) == 1 for nic in preset.nics)
+    pairs = sum(labels.distances.qualifies_for_gdr(gpu, nic) for gpu in preset.gpus for nic in preset.nics)
+    curves = [element.get("stroke") for element in root.iter("{http://www.w3.org/2000/svg}path")]
+    assert curves.count(GDR) == pairs
+    assert curves.count(FAR) == sum(
+        not any(labels.distances.qualifies_for_gdr(gpu, nic) for nic in preset.nics) for gpu in preset.gpus
+    )
+
+
+def test_nothing_in_the_picture_overlaps_or_leaves_it(preset: Machine) -> None:
+    from gradwire.topology.labels import Labels
+    from gradwire.topology.svg_layout import layout
+
+    plan = layout(Labels(preset))
+    boxes = list(plan.boxes.values())
+    for i, a in enumerate(boxes):
+        assert a.x >= 0
+        assert a.x + a.width <= plan.width
+        for b in boxes[i + 1 :]:
+            apart = a.x + a.width <= b.x or b.x + b.width <= a.x or a.bottom <= b.y or b.bottom <= a.y
+            assert apart, (a, b)

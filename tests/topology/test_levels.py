@@ -1,0 +1,109 @@
+from dataclasses import replace
+
+import pytest
+
+from gradwire.topology.assign import nearest_nics, nic_for_gpu, nic_for_local_rank, nics_of_gpus
+from gradwire.topology.graph import Link, Machine, Port
+from gradwire.topology.levels import levels_of, measure_host_memory
+from gradwire.topology.paths import Distances, PathType
+from gradwire.topology.presets import cpu_only, dgx_a100, dgx_h100, pcie_box
+from gradwire.topology.smi import read as read_smi
+
+
+@pytest.mark.parametrize(
+    ("machine", "intra", "inter"),
+    [
+        (dgx_a100(), 240e9, 8 * 24e9),
+        (dgx_h100(), 370.8e9, 8 * 48e9),
+        (pcie_box(), 10e9, 12.5e9),
+        (pcie_box(1), 24e9, 12.5e9),
+        (cpu_only(), None, 3.125e9),
+    ],
+    ids=["dgx_a100", "dgx_h100", "pcie_box", "one_gpu", "cpu_only"],
+)
+def test_bytes_per_second_of_known_machines(machine: Machine, intra: float | None, inter: float) -> None:
+    inside, between = levels_of(machine)
+    assert (inside.name, between.name) == ("intra_node", "inter_node")
+    assert inside.bytes_per_second == (None if intra is None else pytest.approx(intra))
+    assert between.bytes_per_second == pytest.approx(inter)
+
+
+def test_latency_grows_with_the_distance(preset: Machine) -> None:
+    inside, between = levels_of(preset)
+    assert 0 < inside.alpha_seconds < between.alpha_seconds
+    assert inside.source
+    assert between.source
+
+
+def test_nvlink_that_does_not_join_all_gpus_is_not_the_bottleneck() -> None:
+    box = pcie_box()
+    pair = Link(a=box.gpus[0].key, b=box.gpus[1].key, kind="nvlink", count=4, bytes_per_second=48e9)
+    assert levels_of(replace(box, links=(pair,)))[0].bytes_per_second == 10e9
+
+
+def test_a_source_that_cannot_show_nvlink_does_not_promise_pcie() -> None:
+    (inside, _) = levels_of(replace(pcie_box(), links_known=False))
+    assert inside.bytes_per_second is None
+    assert "cannot show NVLink" in inside.source
+
+
+def test_a_virtual_rate_is_unknown() -> None:
+    machine = cpu_only()
+    port = replace(machine.nics[0].ports[0], virtual=True)
+    (_, between) = levels_of(replace(machine, nics=(replace(machine.nics[0], ports=(port,)),)))
+    assert between.bytes_per_second is None
+    assert "no card reports" in between.source
+
+
+def test_the_rate_of_host_memory_is_the_callers_or_unknown() -> None:
+    assert levels_of(cpu_only())[0].bytes_per_second is None
+    assert levels_of(cpu_only(), host_memory_bytes_per_second=5e9)[0].bytes_per_second == 5e9
+    assert 1e8 < measure_host_memory(1 << 20) < 1e12
+
+
+def test_a_matrix_has_links_of_unknown_speed() -> None:
+    text = "\tGPU0\tGPU1\nGPU0\t X \tNV4\nGPU1\tNV4\t X \n"
+    assert levels_of(read_smi(text))[0].bytes_per_second is None
+
+
+def test_every_gpu_drives_one_of_its_nearest_cards_and_they_take_turns(preset: Machine) -> None:
+    chosen = nics_of_gpus(preset)
+    for gpu in preset.gpus:
+        assert chosen[gpu.key] in nearest_nics(preset, gpu)
+    if preset.hostname in ("dgx_a100", "dgx_h100"):
+        assert len({nic.key for nic in chosen.values() if nic}) == 8
+
+
+def test_the_number_of_a_gpu_is_the_drivers() -> None:
+    machine = dgx_a100()
+    reordered = replace(machine, gpus=machine.gpus[::-1])
+    for index in range(8):
+        assert nic_for_gpu(machine, index) is not None
+        gpu = next(gpu for gpu in machine.gpus if gpu.index == index)
+        chosen = nic_for_gpu(reordered, index)
+        assert chosen is not None
+        assert Distances(machine).gpu_nic(gpu, chosen) is PathType.PXB
+    with pytest.raises(IndexError):
+        nic_for_gpu(machine, 8)
+
+
+def test_a_card_that_is_down_or_slow_is_not_chosen() -> None:
+    machine = dgx_a100()
+    near = nearest_nics(machine, machine.gpus[0])
+    down = {near[0].key: replace(near[0], ports=(replace(near[0].ports[0], active=False),))}
+    slow = {near[0].key: replace(near[0], ports=(replace(near[0].ports[0], bits_per_second=1e9),))}
+    for changed in (down, slow):
+        other = replace(machine, nics=tuple(changed.get(nic.key, nic) for nic in machine.nics))
+        assert nics_of_gpus(other)[machine.gpus[0].key] == near[1]
+
+
+def test_local_ranks_without_gpus_take_turns_on_the_fastest_cards() -> None:
+    machine = cpu_only()
+    fast = machine.nics[0]
+    twin = replace(fast, key="0000:02:00.0", bus="0000:02:00.0")
+    slow = replace(fast, key="0000:03:00.0", ports=(Port(name="eth9", bits_per_second=1e9),))
+    three = replace(machine, nics=(fast, twin, slow))
+    found = [nic_for_local_rank(three, rank) for rank in range(4)]
+    assert [nic.key for nic in found if nic] == [fast.key, twin.key, fast.key, twin.key]
+    assert nic_for_local_rank(replace(machine, nics=()), 0) is None
+    assert nic_for_local_rank(dgx_h100(), 9) == dgx_h100().nics[1]

@@ -1,0 +1,80 @@
+"""Which network card each GPU, or each local rank, should drive."""
+
+from collections.abc import Sequence
+
+from gradwire.topology.bandwidth import nic_bytes_per_second, pcie_bytes_per_second
+from gradwire.topology.graph import Gpu, Machine, Nic
+from gradwire.topology.paths import Distances
+
+
+def _speed(nic: Nic) -> float:
+    """Returns what a card is worth: its line rate, else what its PCIe link carries, else nothing."""
+    return nic_bytes_per_second(nic) or pcie_bytes_per_second(nic.pcie) or 0.0
+
+
+def _usable(nics: Sequence[Nic]) -> list[Nic]:
+    """Returns the cards that are not known to be down."""
+    return [nic for nic in nics if not nic.ports or any(port.active is not False for port in nic.ports)]
+
+
+def _fastest(nics: Sequence[Nic]) -> list[Nic]:
+    """Returns the fastest of the usable cards, in the order given."""
+    usable = _usable(nics)
+    best = max(map(_speed, usable), default=0.0)
+    return [nic for nic in usable if _speed(nic) == best]
+
+
+def nearest_nics(machine: Machine, gpu: Gpu) -> tuple[Nic, ...]:
+    """Returns the cards at the shortest distance from a GPU; none where distances are unknown.
+
+    Args:
+        machine: The machine.
+        gpu: One of its GPUs.
+    """
+    return Distances(machine).nearest_nics(gpu)[1]
+
+
+def nics_of_gpus(machine: Machine) -> dict[str, Nic | None]:
+    """Returns GPU key -> the card it should drive: the fastest of the nearest, GPUs with the same choice taking turns.
+
+    Args:
+        machine: The machine.
+    """
+    distances = Distances(machine)
+    turns: dict[tuple[str, ...], int] = {}
+    chosen: dict[str, Nic | None] = {}
+    for gpu in machine.gpus:
+        candidates = _fastest(distances.nearest_nics(gpu)[1])
+        choice = tuple(nic.key for nic in candidates)
+        turn = turns.get(choice, 0)
+        turns[choice] = turn + 1
+        chosen[gpu.key] = candidates[turn % len(candidates)] if candidates else None
+    return chosen
+
+
+def nic_for_gpu(machine: Machine, index: int) -> Nic | None:
+    """Returns the card that GPU number `index` should drive, or None where distances are unknown or there is none.
+
+    Args:
+        machine: The machine.
+        index: The driver's number of the GPU; the position in `machine.gpus` where the driver gave none.
+
+    Raises:
+        IndexError: There is no such GPU.
+    """
+    numbered = {gpu.index: gpu for gpu in machine.gpus if gpu.index is not None}
+    gpu = numbered[index] if index in numbered else machine.gpus[index]
+    return nics_of_gpus(machine)[gpu.key]
+
+
+def nic_for_local_rank(machine: Machine, local_rank: int) -> Nic | None:
+    """Returns the card a local rank should drive: its GPU's, else the fastest active ones of the host in turns.
+
+    Args:
+        machine: The machine.
+        local_rank: 0 <= local_rank; with GPUs, rank i drives GPU i modulo their number.
+    """
+    if machine.gpus:
+        return nic_for_gpu(machine, local_rank % len(machine.gpus))
+    nics = _fastest(machine.nics)
+    return nics[local_rank % len(nics)] if nics else None

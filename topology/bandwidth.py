@@ -1,0 +1,107 @@
+"""Bytes per second of the links in a machine, one direction, as NCCL's own model has them.
+
+Source: NCCL v2.30 src/graph/topo.h (NVLink, PCIe and inter-socket figures, in GB/s) unless a constant says otherwise.
+They are what a collective can use, not the figures of a data sheet: PCIe 4.0 x16 is 31.5 GB/s on paper and 24 here.
+"""
+
+from typing import Literal
+
+from gradwire.topology.graph import Cpu, Gpu, Nic, PcieLink, Port
+
+GIGABYTE = 1e9
+
+NVLINK_PER_LINK = {60: 18.0, 70: 20.0, 80: 20.0, 86: 12.0, 90: 20.6, 100: 40.1}
+"""Compute capability -> GB/s of one NVLink; a capability in between takes the entry below it, except 86."""
+
+XGMI_PER_LINK = {"gfx906": 24.0, "gfx908": 24.0, "gfx90a": 36.0, "910": 36.0, "gfx940": 48.0, "gfx942": 48.0}
+"""AMD architecture -> GB/s of one xGMI link. Source: RCCL src/graph/topo.h (VEGA, MI200 and GFX94X widths)."""
+
+PCIE_PER_LANE = {2.5: 15, 5.0: 30, 8.0: 60, 16.0: 120, 32.0: 240, 64.0: 480}
+"""GT/s -> 100 Mbit/s steps of one lane; GB/s = lanes * step / 80. Source: NCCL src/graph/topo.cc, kvDictPciGen."""
+
+INTEL_SOCKETS = ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0), (0, 6.0))
+"""(lowest model number, GB/s between two sockets), newest first."""
+AMD_SOCKETS, ARM_SOCKETS, POWER9_SOCKETS = 16.0, 6.0, 32.0
+
+AlphaKind = Literal["nvlink", "pcie", "network"]
+ALPHA_SECONDS: dict[AlphaKind, float] = {"nvlink": 3.4e-6, "pcie": 5.7e-6, "network": 14.0e-6}
+"""Seconds of one ring step with the Simple protocol. Source: NCCL v2.28 src/graph/tuning.cc, hwLatencies."""
+
+
+def pcie_bytes_per_second(link: PcieLink | None) -> float | None:
+    """Returns what a PCIe link carries, or None where its speed is unknown or belongs to an emulated bridge.
+
+    Args:
+        link: Rate and width of the link.
+    """
+    if link is None or link.virtual or link.gigatransfers_per_second is None or not link.lanes:
+        return None
+    step = PCIE_PER_LANE.get(link.gigatransfers_per_second)
+    return None if step is None else link.lanes * step / 80 * GIGABYTE
+
+
+def nvlink_bytes_per_second(gpu: Gpu, count: int) -> float | None:
+    """Returns what `count` NVLinks of this GPU carry, or None for an unknown generation.
+
+    Args:
+        gpu: Its compute capability decides.
+        count: Links in the bundle.
+    """
+    capability = gpu.compute_capability
+    if capability is None or capability < 60:
+        return None
+    best = 86 if capability == 86 else max(known for known in NVLINK_PER_LINK if known <= capability and known != 86)
+    return NVLINK_PER_LINK[best] * count * GIGABYTE
+
+
+def xgmi_bytes_per_second(gpu: Gpu, count: int) -> float | None:
+    """Returns what `count` xGMI links of this GPU carry, or None for an unknown architecture.
+
+    Args:
+        gpu: Its architecture decides.
+        count: Links in the bundle.
+    """
+    per_link = XGMI_PER_LINK.get(gpu.architecture or "")
+    return None if per_link is None else per_link * count * GIGABYTE
+
+
+def socket_bytes_per_second(cpu: Cpu) -> float | None:
+    """Returns what crosses between this NUMA node and another one, or None for an unknown processor.
+
+    Args:
+        cpu: Architecture, vendor and model decide.
+    """
+    if cpu.architecture == "arm64":
+        return ARM_SOCKETS * GIGABYTE
+    if cpu.architecture == "ppc64":
+        return POWER9_SOCKETS * GIGABYTE
+    if cpu.vendor == "AuthenticAMD":
+        return AMD_SOCKETS * GIGABYTE
+    if cpu.vendor == "GenuineIntel" and cpu.model is not None:
+        model = cpu.model
+        return next(rate for lowest, rate in INTEL_SOCKETS if model >= lowest) * GIGABYTE
+    return None
+
+
+def port_bytes_per_second(port: Port) -> float | None:
+    """Returns a port's line rate in bytes, or None where it is unknown, down or reported by a virtual driver.
+
+    Args:
+        port: The port.
+    """
+    if port.virtual or port.active is False or not port.bits_per_second:
+        return None
+    return port.bits_per_second / 8
+
+
+def nic_bytes_per_second(nic: Nic) -> float | None:
+    """Returns what a card can send: the sum of its ports, but no more than its PCIe link carries.
+
+    Args:
+        nic: The card.
+    """
+    rates = [rate for rate in map(port_bytes_per_second, nic.ports) if rate is not None]
+    if not rates:
+        return None
+    pcie = pcie_bytes_per_second(nic.pcie)
+    return sum(rates) if pcie is None else min(sum(rates), pcie)

@@ -1,0 +1,187 @@
+"""From a list of PCI functions, as sysfs or lspci show them, to the switches, GPUs and NICs of a machine.
+
+Source: NCCL v2.30 src/graph/xml.cc (a switch is two bridges, upstream and downstream port, so the tree is climbed two
+bridges at a time; the functions of a multi-port card and its virtual functions are one NIC).
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gradwire.topology.errors import TopologyError
+from gradwire.topology.graph import Cpu, Gpu, Machine, Nic, NvSwitch, PcieLink, PciSwitch, Port
+from gradwire.topology.pci_ids import PciRole, is_virtual_bridge, role_of_function
+
+MAX_DEPTH = 64
+"""Bridges above a device; PCI has 256 buses in a domain and real machines stack six."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PciEntry:
+    """One function of one PCI device, before anybody says what it is for."""
+
+    bus: str
+    class_code: int
+    vendor: int | None = None
+    device: int | None = None
+    subsystem_vendor: int | None = None
+    subsystem_device: int | None = None
+    bridge: str | None = None
+    """Bus id of the bridge right above; None below a root complex."""
+    root: str | None = None
+    """Name of the root complex (`pci0000:15`); None where the place in the tree is unknown."""
+    numa: int | None = None
+    pcie: PcieLink | None = None
+    driver: str | None = None
+    name: str | None = None
+    physical_function: str | None = None
+    """Bus id of the physical function, for an SR-IOV virtual function."""
+
+
+def card_of(bus: str) -> str:
+    """Returns the bus id of function 0, which names the card as a whole.
+
+    Args:
+        bus: A normal bus id.
+    """
+    return f"{bus[:-1]}0"
+
+
+class Forest:
+    """The functions of one machine, and for each the switches and the CPU above it."""
+
+    def __init__(self, functions: Sequence[PciEntry], cpus: Sequence[Cpu]) -> None:
+        """Takes the functions in.
+
+        Args:
+            functions: All functions, bridges included, each bus id once.
+            cpus: The NUMA nodes, where they are known already; others are added as functions name them.
+        """
+        self._functions = {function.bus: function for function in functions}
+        self._cpus = {cpu.numa: cpu for cpu in cpus}
+        self._unknown: dict[str, Cpu] = {}
+        self._only = cpus[0] if len(cpus) == 1 else None
+
+    def _above(self, function: PciEntry) -> list[PciEntry]:
+        """Returns the bridges above a function, nearest first."""
+        chain: list[PciEntry] = []
+        bridge = function.bridge
+        while bridge is not None and bridge in self._functions:
+            chain.append(self._functions[bridge])
+            if len(chain) > MAX_DEPTH:
+                raise TopologyError(f"more than {MAX_DEPTH} PCI bridges above {function.bus}: they form a cycle")
+            bridge = chain[-1].bridge
+        return chain
+
+    def _cpu(self, function: PciEntry, chain: Sequence[PciEntry]) -> str | None:
+        """Returns the key of the CPU a function hangs off: by NUMA node, else one per root complex."""
+        numa = next((step.numa for step in (function, *chain) if step.numa is not None), None)
+        if numa is not None:
+            return self._cpus.setdefault(numa, Cpu(key=f"numa{numa}", numa=numa)).key
+        if self._only is not None:
+            return self._only.key
+        if function.root is None:
+            return None
+        return self._unknown.setdefault(function.root, Cpu(key=f"numa?@{function.root}")).key
+
+    def _parents(self, role: PciRole) -> dict[str, list[PciEntry]]:
+        """Returns every function of a role with the switches above it, nearest first."""
+        return {
+            bus: self._above(function)[1::2]
+            for bus, function in self._functions.items()
+            if role_of_function(function.class_code, function.vendor) == role
+        }
+
+    def build(self, ports: Mapping[str, Sequence[Port]]) -> Machine:
+        """Returns the machine: switches with something below them, GPUs, NICs and NVSwitches.
+
+        Args:
+            ports: Bus id of a function -> the network ports found on it.
+        """
+        gpus, cards = self._parents("gpu"), self._parents("nic")
+        switches = {step.bus: self._functions[step.bus] for steps in (*gpus.values(), *cards.values()) for step in steps}
+        machine = Machine(
+            switches=tuple(self._switch(function) for _, function in sorted(switches.items())),
+            gpus=tuple(self._gpu(bus, steps) for bus, steps in sorted(gpus.items())),
+            nics=self._nics(cards, ports),
+            nvswitches=tuple(NvSwitch(key=bus) for bus in sorted(self._parents("nvswitch"))),
+        )
+        known = [cpu for _, cpu in sorted(self._cpus.items(), key=lambda item: (item[0] is None, item[0]))]
+        return replace(machine, cpus=(*known, *(self._unknown[root] for root in sorted(self._unknown))))
+
+    def _parent(self, function: PciEntry, steps: Sequence[PciEntry]) -> str | None:
+        """Returns the key of the switch above, or of the CPU where there is none."""
+        return steps[0].bus if steps else self._cpu(function, self._above(function))
+
+    def _switch(self, function: PciEntry) -> PciSwitch:
+        virtual = is_virtual_bridge(function.bus, function.vendor, function.device)
+        return PciSwitch(
+            key=function.bus,
+            parent=self._parent(function, self._above(function)[1::2]),
+            vendor=function.vendor,
+            device=function.device,
+            subsystem_vendor=function.subsystem_vendor,
+            subsystem_device=function.subsystem_device,
+            pcie=self._link(function),
+            virtual=virtual,
+        )
+
+    def _link(self, function: PciEntry) -> PcieLink | None:
+        """Returns a function's link, marked virtual where the bridge it hangs off is."""
+        if function.pcie is None:
+            return None
+        ends = [function, *self._above(function)[:1]]
+        return replace(function.pcie, virtual=any(is_virtual_bridge(end.bus, end.vendor, end.device) for end in ends))
+
+    def _gpu(self, bus: str, steps: Sequence[PciEntry]) -> Gpu:
+        function = self._functions[bus]
+        return Gpu(
+            key=bus,
+            bus=bus,
+            parent=self._parent(function, steps),
+            name=function.name,
+            vendor=function.vendor,
+            device=function.device,
+            subsystem_vendor=function.subsystem_vendor,
+            subsystem_device=function.subsystem_device,
+            class_code=function.class_code,
+            pcie=self._link(function),
+        )
+
+    def _nics(self, cards: Mapping[str, list[PciEntry]], ports: Mapping[str, Sequence[Port]]) -> tuple[Nic, ...]:
+        """Returns one NIC per card: its physical functions and their ports, its virtual functions counted.
+
+        The card goes by function 0 unless that is something else than a NIC.
+        """
+        owners = {bus: self._functions[bus].physical_function for bus in cards}
+        virtual = Counter(card_of(owner) for owner in owners.values() if owner is not None and owner in cards)
+        functions: dict[str, list[str]] = {}
+        for bus in sorted(cards):
+            if owners[bus] not in cards:
+                functions.setdefault(card_of(bus), []).append(bus)
+        return tuple(
+            replace(
+                self._nic(buses[0], cards[buses[0]]),
+                key=card if card in cards or card not in self._functions else buses[0],
+                ports=tuple(port for bus in buses for port in ports.get(bus, ())),
+                functions=len(buses),
+                virtual_functions=virtual[card],
+            )
+            for card, buses in functions.items()
+        )
+
+    def _nic(self, bus: str, steps: Sequence[PciEntry]) -> Nic:
+        function = self._functions[bus]
+        return Nic(
+            key=bus,
+            bus=bus,
+            parent=self._parent(function, steps),
+            name=function.name,
+            vendor=function.vendor,
+            device=function.device,
+            subsystem_vendor=function.subsystem_vendor,
+            subsystem_device=function.subsystem_device,
+            class_code=function.class_code,
+            driver=function.driver,
+            pcie=self._link(function),
+        )

@@ -1,0 +1,148 @@
+"""The command `gradwire gdr-check`: is GPUDirect RDMA possible, configured, in use?"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from gradwire.topology.gdr.capture import write_capture
+from gradwire.topology.gdr.compare import differences
+from gradwire.topology.gdr.environment import launched
+from gradwire.topology.gdr.host import Host
+from gradwire.topology.gdr.nccl import parse_version
+from gradwire.topology.gdr.prove import prove_with_nccl
+from gradwire.topology.gdr.render import print_report, report_json
+from gradwire.topology.gdr.runner import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, exit_code, nothing_to_check, run_checks
+from gradwire.topology.gdr.sources import Inputs, SourceError, opened_host, read_text
+
+_EPILOG = """exit code: 0 pass, 1 warning, 2 failure or bad usage, 3 not known (or nothing to check).
+Nothing is changed on the machine; remedies are printed. As root more can be seen (ACS)."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of `gradwire gdr-check`."""
+    parse = argparse.ArgumentParser(
+        prog="gradwire gdr-check",
+        description="Is GPUDirect RDMA possible, configured, in use? Judged for every GPU-NIC pair.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = parse.add_mutually_exclusive_group()
+    source.add_argument(
+        "--root", type=Path, metavar="DIR", help="look at a captured tree, or a host mounted in a container"
+    )
+    source.add_argument("--from", type=Path, dest="archive", metavar="FILE.tar.gz", help="look at what --capture wrote")
+    source.add_argument("--example", action="store_true", help="show what a healthy, made-up machine looks like")
+    source.add_argument(
+        "--compare", type=Path, nargs="+", metavar="JSON", help="compare the --json of the hosts of a job"
+    )
+    parse.add_argument(
+        "--capture", type=Path, metavar="FILE.tar.gz", help="write what the checks read, without secrets"
+    )
+    parse.add_argument("--lspci", type=Path, metavar="FILE", help="take the PCI tree from the output of lspci -vvvnn")
+    parse.add_argument(
+        "--env", type=Path, metavar="FILE", help="judge these variables: output of env, or /proc/PID/environ"
+    )
+    parse.add_argument("--nccl-log", type=Path, metavar="FILE", help="a log written with NCCL_DEBUG=INFO")
+    parse.add_argument("--nccl-version", metavar="X.Y.Z", help="where neither log nor wheel says")
+    parse.add_argument("--nvlink", type=Path, metavar="FILE", help="output of nvidia-smi nvlink --status")
+    parse.add_argument(
+        "--perftest", type=Path, nargs=2, metavar=("HOST", "GPU"), help="ib_write_bw without and with --use_cuda"
+    )
+    parse.add_argument(
+        "--prove", action="store_true", help="register GPU memory with the NICs; under torchrun also all-reduce"
+    )
+    parse.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parse.add_argument("--all-pairs", action="store_true", help="show every pair, not only each GPU's nearest NICs")
+    return parse
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the checks.
+
+    Args:
+        argv: Words after `gdr-check`.
+
+    Returns:
+        0 pass, 1 warning, 2 failure or bad usage, 3 not known.
+    """
+    parse = parser()
+    try:
+        options = parse.parse_args(argv)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    try:
+        return _compare(options.compare, options.json) if options.compare else _check(options)
+    except SourceError as error:
+        print(f"gradwire gdr-check: {error}", file=sys.stderr)
+        return EXIT_FAIL
+    except BrokenPipeError:  # `| head`
+        return EXIT_UNKNOWN
+
+
+def _check(options: argparse.Namespace) -> int:
+    inputs = Inputs(
+        root=options.root,
+        archive=options.archive,
+        lspci=options.lspci,
+        env=options.env,
+        nccl_log=options.nccl_log,
+        nvlink=options.nvlink,
+        perftest=tuple(options.perftest or ()),
+        prove=options.prove,
+        example=options.example,
+    )
+    if options.prove and not inputs.live:
+        raise SourceError("`--prove` needs this machine itself: leave out --root, --from and --lspci")
+    if options.nccl_version and parse_version(options.nccl_version) is None:
+        raise SourceError(f"`--nccl-version` {options.nccl_version}: want three numbers, 2.27.3")
+    with opened_host(inputs) as host:
+        if options.nccl_version:
+            host.facts = replace(host.facts, nccl_version=options.nccl_version)
+        launch = launched()
+        several = launch is not None and launch.world_size > 1 and not nothing_to_check(host)
+        if options.prove and launch is not None and several and host.log is None:
+            host.log, host.bandwidths = prove_with_nccl(launch, host.bandwidths)
+        return _report(host, options)
+
+
+def _report(host: Host, options: argparse.Namespace) -> int:
+    report = run_checks(host)
+    status = exit_code(host, report, asked_for_proof=options.prove)
+    if options.json:
+        print(json.dumps(report_json(host, report, status), indent=1))
+    elif (launch := launched()) is None or launch.rank == 0 or status:
+        console = Console()
+        print_report(host, report, console if console.is_terminal else Console(width=160), options.all_pairs)
+    if options.capture is not None:
+        try:
+            count = write_capture(options.capture, host)
+        except OSError as error:
+            raise SourceError(f"`--capture` {options.capture}: {error.strerror or error}") from error
+        print(f"wrote {count} files to {options.capture}", file=sys.stderr)
+    return status
+
+
+def _compare(paths: list[Path], as_json: bool) -> int:
+    """Names the odd host out; 0 when all agree, 2 when one differs, 3 with a single host."""
+    results: list[dict[str, object]] = []
+    for path in paths:
+        try:
+            result = json.loads(read_text(path, "--compare"))
+        except (ValueError, RecursionError) as error:
+            raise error if isinstance(error, SourceError) else SourceError(f"`--compare` {path}: no JSON") from error
+        if not isinstance(result, dict) or not isinstance(result.get("checks"), list):
+            raise SourceError(f"`--compare` {path}: want the output of `gradwire gdr-check --json`")
+        results.append({"name": path.stem, **result})
+    found = differences(results)
+    if as_json:
+        print(json.dumps({"hosts": [result["name"] for result in results], "differences": found}, indent=1))
+    else:
+        print("\n".join(found) or f"{len(results)} hosts agree")
+    if len(results) < 2:
+        return EXIT_UNKNOWN
+    return EXIT_FAIL if found else EXIT_PASS

@@ -1,0 +1,93 @@
+"""The variables that NCCL and its plugins read, from the process, a file or nccl.conf; secrets never pass."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PREFIXES = ("NCCL_", "UCX_", "FI_", "OFI_NCCL_", "CCL_")
+"""Only names that begin so are looked at or captured (CCL_: a typing error that costs a cluster its GDR)."""
+
+_VALUE_LENGTH = 1024
+_ASSIGNMENT = re.compile(r"^([A-Z][A-Z0-9_]{1,80})=(.*)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One variable and where it was set."""
+
+    value: str
+    source: str
+
+
+def read_environment(mapping: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns the variables with one of `PREFIXES`, and whether Kubernetes is around.
+
+    Args:
+        mapping: Stands in for the environment of this process.
+    """
+    everything = os.environ if mapping is None else mapping
+    kept = {name: value[:_VALUE_LENGTH] for name, value in sorted(everything.items()) if name.startswith(PREFIXES)}
+    if "KUBERNETES_SERVICE_HOST" in everything:
+        kept["KUBERNETES_SERVICE_HOST"] = "set"
+    return kept
+
+
+def parse_environment(text: str) -> dict[str, str]:
+    """Reads the output of `env` or a /proc/PID/environ (NUL between the entries), filtered as above."""
+    entries = text.split("\0") if "\0" in text else text.splitlines()
+    matches = [_ASSIGNMENT.match(entry) for entry in entries]
+    return read_environment({match[1]: match[2] for match in matches if match})
+
+
+def parse_nccl_conf(text: str) -> dict[str, str]:
+    """Reads NAME=VALUE lines of an nccl.conf; `#` begins a comment line.
+
+    Source: NCCL user guide, "Environment Variables", section System configuration.
+    """
+    matches = [_ASSIGNMENT.match(line.strip()) for line in text.splitlines() if not line.lstrip().startswith("#")]
+    return {match[1]: match[2].strip()[:_VALUE_LENGTH] for match in matches if match and match[1].startswith("NCCL_")}
+
+
+def merge(environment: Mapping[str, str], files: Mapping[str, Mapping[str, str]]) -> dict[str, Setting]:
+    """Lays the files below the environment: NCCL never overwrites what is set already, so the first one wins.
+
+    Args:
+        environment: Variables of the process.
+        files: nccl.conf path -> its variables, in the order NCCL reads them.
+    """
+    settings = {name: Setting(value, "environment") for name, value in environment.items()}
+    for path, values in files.items():
+        for name, value in values.items():
+            settings.setdefault(name, Setting(value, path))
+    return settings
+
+
+def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment for a child process, with some variables set."""
+    return {**os.environ, **extra}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """This process's place under torchrun."""
+
+    rank: int
+    world_size: int
+    local_world_size: int
+
+    @property
+    def one_host(self) -> bool:
+        """All ranks share this host."""
+        return self.local_world_size == self.world_size
+
+
+def launched() -> Launch | None:
+    """What torchrun says; None outside.
+
+    Source: torch documentation, torchrun, section Environment Variables.
+    """
+    words = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+    if "MASTER_ADDR" not in os.environ or not all(re.fullmatch(r"[0-9]{1,9}", word) for word in words):
+        return None
+    return Launch(*(int(word) for word in words))

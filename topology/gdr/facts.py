@@ -1,0 +1,119 @@
+"""What no file says: answers of NVML, libcuda, libibverbs and the kernel log, as plain data that can be captured."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import get_type_hints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFacts:
+    """One GPU as NVML and libcuda describe it; None is unknown."""
+
+    bus_id: str = ""
+    name: str | None = None
+    gdr_supported: bool | None = None
+    """CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED (116)."""
+    dmabuf_supported: bool | None = None
+    """CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED (124)."""
+    bar1_nbytes: int | None = None
+    memory_nbytes: int | None = None
+    nvlinks: int | None = None
+    """Links the GPU has."""
+    nvlinks_active: int | None = None
+    c2c: bool | None = None
+    """A chip-to-chip link to the CPU (Grace)."""
+    fabric_state: int | None = None
+    """nvmlGpuFabricState_t: 0 not supported, 1 not started, 2 in progress, 3 completed."""
+    fabric_status: int | None = None
+    """nvmlReturn_t of the fabric registration; 0 is success."""
+    mig: bool | None = None
+    confidential: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """One attempt to register GPU memory with one RDMA device; error 0 is success, None is not tried."""
+
+    gpu: str = ""
+    device: str = ""
+    peermem_errno: int | None = None
+    dmabuf_errno: int | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Everything that was asked of libraries; None is "not asked or no answer"."""
+
+    kernel: str | None = None
+    """Release, `5.15.0-105-generic`."""
+    driver_version: str | None = None
+    nvml_error: str | None = None
+    cuda_version: int | None = None
+    """cuDriverGetVersion: 12040 for 12.4."""
+    cuda_error: str | None = None
+    gpus: tuple[GpuFacts, ...] | None = None
+    verbs_error: str | None = None
+    """Why libibverbs could not be loaded."""
+    verbs_devices: tuple[str, ...] | None = None
+    """What ibv_get_device_list returned."""
+    verbs_dmabuf: bool | None = None
+    """libibverbs has ibv_reg_dmabuf_mr."""
+    verbs_relaxed_ordering: bool | None = None
+    """libibverbs has ibv_reg_mr_iova2."""
+    active_mtu: Mapping[str, int] | None = None
+    """Device/port -> bytes."""
+    device_files: Mapping[str, int] | None = None
+    """Path in /dev/infiniband -> errno of opening it for reading and writing."""
+    shm_nbytes: int | None = None
+    """Size of /dev/shm."""
+    kernel_log: tuple[str, ...] | None = None
+    """Lines about peer memory and the IOMMU."""
+    fabric_manager_active: bool | None = None
+    fabric_manager_version: str | None = None
+    nccl_version: str | None = None
+    nccl_plugin: bool | None = None
+    """libnccl-net.so can be found by the loader."""
+    ofed_version: str | None = None
+    user_conf: str | None = None
+    """The NCCL_ lines of ~/.nccl.conf."""
+    registrations: tuple[Registration, ...] | None = None
+    probe_error: str | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Plain data, without what is unknown."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def facts_from_json(data: object) -> Facts:
+    """Reads facts that somebody else may have written: fields of the wrong kind count as unknown."""
+    if not isinstance(data, Mapping):
+        return Facts()
+    return Facts(**_known(Facts, data))  # type: ignore[arg-type]  # _known keeps only values of each field's own type
+
+
+def _known(kind: type, data: Mapping[object, object]) -> dict[str, object]:
+    hints = get_type_hints(kind)
+    values = {field.name: _coerce(str(hints[field.name]), data.get(field.name)) for field in fields(kind)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _coerce(hint: str, value: object) -> object:
+    """The value if it has the field's type, else None."""
+    if "tuple[" in hint:
+        return tuple(filter(None, (_item(hint, item) for item in value[:4096]))) if isinstance(value, list) else None
+    if "Mapping[str, int]" in hint:
+        return {name: v for name, v in value.items() if type(v) is int} if isinstance(value, dict) else None
+    if "bool" in hint:
+        return value if isinstance(value, bool) else None
+    if "int" in hint:
+        return value if type(value) is int and abs(value) < 1 << 63 else None
+    return value[:4096] if isinstance(value, str) else None
+
+
+def _item(hint: str, item: object) -> object:
+    """One entry of a list."""
+    for kind in (GpuFacts, Registration):
+        if kind.__name__ in hint:
+            return kind(**_known(kind, item)) if isinstance(item, dict) else None  # type: ignore[arg-type]  # as above
+    return item[:4096] if isinstance(item, str) else None

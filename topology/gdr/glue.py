@@ -1,0 +1,85 @@
+"""The two ways to hand GPU memory to a NIC, link by link: peer memory (a kernel module) and dma-buf."""
+
+import re
+from dataclasses import dataclass
+
+from gradwire.topology.gdr.host import Host
+
+PEERMEM_PATHS = (
+    "sys/kernel/mm/memory_peers/nv_mem/version",
+    "sys/kernel/mm/memory_peers/nv_mem_nc/version",
+    "sys/module/nvidia_peermem/version",
+)
+"""Any of these makes NCCL use peer memory. Source: NCCL src/transport/net_ib/gdr.cc."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLink:
+    """One condition of dma-buf; `good` None is unknown."""
+
+    name: str
+    good: bool | None
+    text: str
+
+
+def peermem_path(host: Host) -> str | None:
+    """The path that tells NCCL that peer memory is loaded; None when there is none."""
+    return next((path for path in PEERMEM_PATHS if host.files.state(path) == "present"), None)
+
+
+def peermem_known(host: Host) -> bool:
+    """Whether "no such path" means "not loaded": some of /sys/module has to be visible."""
+    return host.files.state("sys/module") == "present"
+
+
+def driver_flavour(host: Host) -> str | None:
+    """`open` or `proprietary`; None when the driver does not say."""
+    lines = host.files.find("proc/driver/nvidia/version", r"NVRM version:.*")
+    if not lines:
+        return None
+    return "open" if "Open Kernel Module" in lines[0] else "proprietary"
+
+
+def kernel_version(host: Host) -> tuple[int, int] | None:
+    """(5, 15) of the running kernel."""
+    text = host.facts.kernel or host.files.text("proc/sys/kernel/osrelease") or ""
+    match = re.match(r"(\d{1,3})\.(\d{1,3})", text)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def dmabuf_chain(host: Host) -> tuple[ChainLink, ...]:
+    """Everything that has to hold for dma-buf, in the order in which it is worth repairing.
+
+    Source: NVIDIA GPU Operator documentation, GPUDirect RDMA, prerequisites; Linux 5.12 (RDMA dma-buf), rdma-core 34.
+    """
+    kernel, flavour = kernel_version(host), driver_flavour(host)
+    answers = [host.gpu_facts(gpu.bus_id).dmabuf_supported for gpu in host.gpus]
+    cuda = host.facts.cuda_version
+    return (
+        ChainLink("kernel", None if kernel is None else kernel >= (5, 12), f"kernel {kernel}, 5.12 or later is needed"),
+        _kernel_option(host),
+        ChainLink("module", None if flavour is None else flavour == "open", f"{flavour or 'unknown'} kernel module"),
+        ChainLink("CUDA", None if cuda is None else cuda >= 11070, f"driver for CUDA {cuda}, 11070 or later is needed"),
+        ChainLink("GPU", _all(answers), "attribute 124 (DMA_BUF_SUPPORTED)"),
+        ChainLink("rdma-core", host.facts.verbs_dmabuf, "ibv_reg_dmabuf_mr in libibverbs (rdma-core 34)"),
+    )
+
+
+def _all(answers: list[bool | None]) -> bool | None:
+    if False in answers:
+        return False
+    return True if answers and all(answers) else None
+
+
+def _kernel_option(host: Host) -> ChainLink:
+    """CONFIG_PCI_P2PDMA, from the kernel's configuration where a distribution ships it."""
+    release = host.facts.kernel or host.files.text("proc/sys/kernel/osrelease")
+    found = host.files.find(f"boot/config-{release}", r"^CONFIG_PCI_P2PDMA=y$") if release else None
+    return ChainLink("P2PDMA", None if found is None else bool(found), "CONFIG_PCI_P2PDMA=y in the kernel")
+
+
+def chain_state(chain: tuple[ChainLink, ...]) -> bool | None:
+    """False when a link is broken, True when all hold; a missing kernel configuration file alone does not matter."""
+    if any(link.good is False for link in chain):
+        return False
+    return True if all(link.good for link in chain if link.name != "P2PDMA") else None

@@ -1,0 +1,165 @@
+"""Everything the checks may look at, derived once: GPUs, NICs, pairs, settings, versions."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from gradwire.topology.gdr.environment import Setting, merge, parse_nccl_conf
+from gradwire.topology.gdr.facts import Facts, GpuFacts
+from gradwire.topology.gdr.files import Files
+from gradwire.topology.gdr.model import Finding, Outcome, Pair, worst
+from gradwire.topology.gdr.nccl import LEVELS, Version, default_level, parse_level, parse_version
+from gradwire.topology.gdr.nccl_log import NcclLog
+from gradwire.topology.gdr.place import Place, find_place
+from gradwire.topology.gdr.rdma import RdmaDevice, rdma_capable, read_rdma_devices
+from gradwire.topology.gdr.topology_file import STANDARD_PATH, TAGS, file_path_type, read_places
+from gradwire.topology.gdr.topology_file import Place as TopologyPlace
+from gradwire.topology.pci import PciFunction, PciTree, path_type
+
+NVIDIA = 0x10DE
+
+
+@dataclass(frozen=True, slots=True)
+class Nic:
+    """One NIC that could do RDMA: a PCI function and the RDMA devices on it."""
+
+    function: PciFunction
+    devices: tuple[RdmaDevice, ...]
+
+    @property
+    def bus_id(self) -> str:
+        """Where it sits."""
+        return self.function.bus_id
+
+    @property
+    def name(self) -> str:
+        """`mlx5_0`, or the bus id when there is no RDMA device."""
+        return self.devices[0].name if self.devices else self.bus_id
+
+
+@dataclass
+class Host:
+    """One machine as it was read: live, from a folder, from an archive, or from lspci's text alone."""
+
+    files: Files
+    tree: PciTree
+    facts: Facts = field(default_factory=Facts)
+    environment: Mapping[str, str] | None = None
+    """Filtered variables; None is unknown, {} is none set."""
+    log: NcclLog | None = None
+    nvlinks: Mapping[int, int] | None = None
+    """GPU index -> active NVLinks, from `nvidia-smi nvlink --status`."""
+    peers: tuple[Mapping[str, object], ...] = ()
+    """Results of other hosts of the job."""
+    bandwidths: Mapping[str, float] = field(default_factory=dict)
+    """Measured Gb/s: `host`, `gdr` (perftest), `default`, `LOC` (the same all-reduce with two levels)."""
+
+    @cached_property
+    def place(self) -> Place:
+        """Where the process stands."""
+        return find_place(self.files, "KUBERNETES_SERVICE_HOST" in (self.environment or {}))
+
+    @cached_property
+    def gpus(self) -> tuple[PciFunction, ...]:
+        """NVIDIA GPUs on the bus; in a container those it was given, though sysfs shows them all."""
+        gpus = tuple(function for function in self.tree.of_class(0x03) if function.vendor == NVIDIA)
+        given = {gpu.bus_id for gpu in self.facts.gpus or ()}
+        return tuple(gpu for gpu in gpus if gpu.bus_id in given or not given or self.place.container == "")
+
+    @cached_property
+    def rdma_devices(self) -> tuple[RdmaDevice, ...] | None:
+        """All RDMA devices; None when sysfs cannot be seen."""
+        return read_rdma_devices(self.files, self.tree)
+
+    @cached_property
+    def capable(self) -> tuple[Nic, ...]:
+        """Every PCI function that could do RDMA; functions handed to virtual machines are left out."""
+        found: dict[str, list[RdmaDevice]] = {}
+        for device in self.rdma_devices or ():
+            if device.bus_id in self.tree.functions and not device.software:
+                found.setdefault(str(device.bus_id), []).append(device)
+        for bus_id, function in self.tree.functions.items():
+            idle = function.is_virtual and not function.driver
+            if rdma_capable(function) and function.driver != "vfio-pci" and not idle:
+                found.setdefault(bus_id, [])
+        return tuple(Nic(self.tree.functions[bus_id], tuple(found[bus_id])) for bus_id in sorted(found))
+
+    @cached_property
+    def nics(self) -> tuple[Nic, ...]:
+        """The NICs that pairs are built with: those with an RDMA device, all capable ones when none has."""
+        return tuple(nic for nic in self.capable if nic.devices) or self.capable
+
+    def gpu_facts(self, bus_id: str) -> GpuFacts:
+        """What NVML and libcuda said about one GPU."""
+        return next((gpu for gpu in self.facts.gpus or () if gpu.bus_id == bus_id), GpuFacts())
+
+    @cached_property
+    def distances(self) -> dict[Pair, str | None]:
+        """Path type of every pair, from topology file or PCI tree: NCCL's own table is rewritten when GDR is off."""
+        return {
+            (gpu.bus_id, nic.bus_id): self._distance(gpu.bus_id, nic.bus_id) for gpu in self.gpus for nic in self.nics
+        }
+
+    def _distance(self, gpu: str, nic: str) -> str | None:
+        path = file_path_type(self.file_places, gpu, nic) or path_type(self.tree, gpu, nic)
+        return "P2C" if path == "PHB" and self.gpu_facts(gpu).c2c else path
+
+    @cached_property
+    def file_places(self) -> dict[str, TopologyPlace]:
+        """Where devices hang according to the topology file that NCCL reads; empty without one."""
+        named = self.setting("NCCL_TOPO_FILE")
+        return read_places(self.files.find((named or STANDARD_PATH).lstrip("/"), TAGS) or ())
+
+    @cached_property
+    def best_pairs(self) -> tuple[Pair, ...]:
+        """For every GPU the pairs with its nearest NICs."""
+        best: list[Pair] = []
+        for gpu in self.gpus:
+            mine = {pair: path for pair, path in self.distances.items() if pair[0] == gpu.bus_id}
+            ranks = {pair: LEVELS.index(path) if path else len(LEVELS) for pair, path in mine.items()}
+            best += [pair for pair, rank in ranks.items() if rank == min(ranks.values())]
+        return tuple(best)
+
+    @cached_property
+    def settings(self) -> dict[str, Setting] | None:
+        """Variables of the process over the configuration files; None when the environment is unknown."""
+        if self.environment is None:
+            return None
+        files: dict[str, Mapping[str, str]] = {}
+        named = self.environment.get("NCCL_CONF_FILE", "").lstrip("/")
+        for path in filter(None, (named, "etc/nccl.conf")):
+            lines = self.files.find(path, r"^\s*NCCL_[A-Z0-9_]+=.*$")
+            files[f"/{path}"] = parse_nccl_conf("\n".join(lines or ()))
+        own = {"~/.nccl.conf": parse_nccl_conf(self.facts.user_conf or "")}
+        return merge(self.environment, files if named else own | files)
+
+    def setting(self, name: str) -> str | None:
+        """Value of one variable, None when unset or unknown."""
+        found = (self.settings or {}).get(name)
+        return None if found is None else found.value
+
+    @cached_property
+    def nccl_version(self) -> Version | None:
+        """NCCL's version: what a log says beats what is installed."""
+        return (self.log and self.log.version) or parse_version(self.facts.nccl_version)
+
+    @property
+    def gdr_level(self) -> str:
+        """The level in force: the variable's, else NCCL's default."""
+        return parse_level(self.setting("NCCL_NET_GDR_LEVEL") or "") or default_level(self.nccl_version)
+
+    def judge_pairs(self, judge: Callable[[str, str], tuple[Outcome, str]], remedy: str = "") -> Finding:
+        """Judges every pair; the host's outcome is the worst among each GPU's nearest NICs.
+
+        Args:
+            judge: (GPU, NIC) -> outcome and words.
+            remedy: Printed unless all is well.
+        """
+        pairs = {pair: judge(*pair) for pair in self.distances}
+        if not pairs:
+            return Finding(Outcome.UNKNOWN, "no GPU-NIC pair is known")
+        outcome = worst([pairs[pair][0] for pair in self.best_pairs])
+        blamed = [pair for pair in self.best_pairs if pairs[pair][0] == outcome]
+        first = pairs[blamed[0]][1]
+        text = f"{first} ({len(blamed)} of {len(self.best_pairs)} nearest pairs)"
+        return Finding(outcome, text, "" if outcome in (Outcome.PASS, Outcome.INFO) else remedy, pairs)

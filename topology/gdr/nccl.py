@@ -1,0 +1,62 @@
+"""NCCL's rules that depend on its version: path types and their numbers, default levels, mechanisms."""
+
+import re
+
+LEVELS = ("LOC", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
+"""Values of NCCL_NET_GDR_LEVEL, nearest first. Source: NCCL src/graph/paths.cc (ncclTopoUserGdrLevel)."""
+LEGACY_LEVELS = ("LOC", "PIX", "PXB", "PHB", "SYS", "SYS")
+"""What the old integers 0 to 5 mean. Source: NCCL user guide, NCCL_NET_GDR_LEVEL."""
+DMABUF_SINCE = (2, 13)
+MODULE_PATH_SINCE = (2, 23, 4)
+"""Earlier releases look for peer memory only below /sys/kernel/mm/memory_peers."""
+DYNAMIC_GID_SINCE = (2, 21)
+
+Version = tuple[int, ...]
+
+_NUMBERS = (  # first release, names by number. Source: src/include/graph.h at the tags v2.7.8-1 to v2.30.7-1
+    ((2, 27), ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS", "NET", "DIS")),
+    ((2, 25), ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "PXN", "PHB", "SYS", "NET", "DIS")),
+    ((2, 12), ("LOC", "NVL", "NVB", "PIX", "PXB", "PXN", "PHB", "SYS", "NET", "DIS")),
+    ((2, 0), ("LOC", "NVL", "PIX", "PXB", "PHB", "SYS", "NET")),
+)
+
+
+def parse_version(text: str | None) -> Version | None:
+    """(2, 27, 3) of `2.27.3+cuda12.9`, of `22703` or of nothing."""
+    match = re.match(r"(\d{1,3})\.(\d{1,3})(?:\.(\d{1,3}))?", text or "")
+    if match:
+        return tuple(int(part) for part in match.groups() if part is not None)
+    if text and re.fullmatch(r"2\d{4}", text):  # NCCL_VERSION_CODE since 2.9: major * 10000 + minor * 100 + patch
+        return int(text[0]), int(text[1:3]), int(text[3:])
+    return None
+
+
+def path_name(number: int, version: Version | None) -> str | None:
+    """Name of a path type that an old log prints as a number; None without a version."""
+    if version is None:
+        return None
+    names = next((names for first, names in _NUMBERS if version >= first), ())
+    return names[number] if 0 <= number < len(names) else None
+
+
+def parse_level(text: str) -> str | None:
+    """The level a value of NCCL_NET_GDR_LEVEL stands for; None when NCCL would not understand it."""
+    word = text.strip().upper()
+    if word in LEVELS:
+        return word
+    return LEGACY_LEVELS[int(word)] if re.fullmatch(r"[0-5]", word) else None
+
+
+def default_level(version: Version | None) -> str:
+    """The farthest path that uses GPUDirect RDMA without being asked to.
+
+    P2C exists only on machines with a chip-to-chip link between CPU and GPU, so for all others this is PXB.
+
+    Source: NCCL src/graph/paths.cc (ncclTopoCheckGdr), NCCL_NET_GDR_C2C default 0 in 2.26, 1 from 2.27.
+    """
+    return "P2C" if version is not None and version >= (2, 27) else "PXB"
+
+
+def within(path: str, level: str) -> bool:
+    """Whether a path is at most as far as a level."""
+    return LEVELS.index(path) <= LEVELS.index(level)

@@ -1,0 +1,181 @@
+"""RDMA devices: which PCI functions should be some, and what /sys/class/infiniband says about those that are."""
+
+import re
+from dataclasses import dataclass
+
+from gradwire.topology.gdr.files import Files
+from gradwire.topology.pci import PciFunction, PciTree
+
+MELLANOX, BROADCOM, INTEL, AMAZON, CRAY, HPE, CHELSIO, PENSANDO = (
+    0x15B3,
+    0x14E4,
+    0x8086,
+    0x1D0F,
+    0x17DB,
+    0x1590,
+    0x1425,
+    0x1DD8,
+)
+E810 = frozenset((0x1591, 0x1592, 0x1593, 0x1599, 0x159A, 0x159B, 0x579C, 0x579D, 0x579E, 0x579F))
+"""Intel E810 and E825 functions, served by irdma. Source: Linux drivers/net/ethernet/intel/ice/ice_devids.h."""
+EFA = range(0xEFA0, 0xEFA4)
+"""Amazon Elastic Fabric Adapter, generations 1 to 4. Source: Linux drivers/infiniband/hw/efa/efa_main.c."""
+MODULES = {
+    MELLANOX: "mlx5_ib",
+    BROADCOM: "bnxt_re",
+    INTEL: "irdma",
+    AMAZON: "efa",
+    CRAY: "cxi_ss1",
+    HPE: "cxi_ss1",
+    CHELSIO: "iw_cxgb4",
+    PENSANDO: "ionic_rdma",
+}
+"""Kernel module that turns a vendor's function into an RDMA device."""
+LANE_RATES = {"SDR": 2.5, "DDR": 5, "QDR": 10, "FDR10": 10, "FDR": 14, "EDR": 25, "HDR": 50, "NDR": 100, "XDR": 200}
+
+_MAX_GIDS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Gid:
+    """One entry of a RoCE port's GID table."""
+
+    index: int
+    gid: str
+    kind: str
+    """`RoCE v2`, `IB/RoCE v1`, ..."""
+    net_device: str
+
+    @property
+    def scope(self) -> str:
+        """`ipv4`, `ipv6`, `link-local` or `empty`."""
+        words = self.gid.lower().split(":")
+        if not self.gid.strip("0:"):
+            return "empty"
+        if words[0] == "fe80":
+            return "link-local"
+        return "ipv4" if words[:6] == ["0000"] * 5 + ["ffff"] else "ipv6"
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One port of an RDMA device; None is unknown."""
+
+    number: str
+    state: str | None
+    """`ACTIVE`, `DOWN`, `INIT`, ..."""
+    physical: str | None
+    """`LinkUp`, `Polling`, `Disabled`, ..."""
+    link_layer: str | None
+    """`InfiniBand` or `Ethernet`."""
+    gigabits: float | None
+    gids: tuple[Gid, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaDevice:
+    """One entry of /sys/class/infiniband, or of /sys/class/cxi."""
+
+    name: str
+    bus_id: str | None
+    hca_type: str | None
+    firmware: str | None
+    ports: tuple[Port, ...]
+    verbs: bool = True
+    """False for Slingshot: libfabric's cxi provider, no verbs."""
+
+    @property
+    def software(self) -> bool:
+        """Soft-RoCE or soft-iWARP: no hardware that could reach a GPU."""
+        return self.name.startswith(("rxe", "siw"))
+
+
+def rdma_capable(function: PciFunction) -> bool:
+    """Whether a PCI function is a NIC that should appear as an RDMA device."""
+    if function.base_class != 0x02 or function.vendor is None:
+        return False
+    return {
+        MELLANOX: True,
+        BROADCOM: function.driver == "bnxt_en",
+        INTEL: function.device in E810,
+        AMAZON: function.device in EFA,
+        CRAY: True,
+        HPE: function.device == 0x0371,
+        CHELSIO: True,
+        PENSANDO: True,
+    }.get(function.vendor, function.class_code is not None and function.class_code >> 8 == 0x0207)
+
+
+def read_rdma_devices(files: Files, tree: PciTree) -> tuple[RdmaDevice, ...] | None:
+    """Reads all RDMA devices; None when /sys/class itself cannot be seen."""
+    if files.state("sys/class") != "present":
+        return None
+    verbs = files.names("sys/class/infiniband")
+    if verbs is None and files.state("sys/class/infiniband") == "unreadable":
+        return None
+    owners = {name: function.bus_id for function in tree.functions.values() for name in function.rdma_devices}
+    devices = [_read_device(files, "infiniband", name, owners) for name in verbs or ()]
+    devices += [_read_device(files, "cxi", name, owners) for name in files.names("sys/class/cxi") or ()]
+    return tuple(devices)
+
+
+def _read_device(files: Files, folder: str, name: str, owners: dict[str, str]) -> RdmaDevice:
+    top = f"sys/class/{folder}/{name}"
+    target = files.target(f"{top}/device")
+    bus_id = target.rpartition("/")[2] if target else owners.get(name)
+    if folder == "cxi":
+        ports = tuple(_read_slingshot_port(files, net) for net in files.names(f"{top}/device/net") or ())
+        return RdmaDevice(name, bus_id, "cxi", files.text(f"{top}/fw_ver"), ports, verbs=False)
+    ports = tuple(_read_port(files, f"{top}/ports/{port}") for port in files.names(f"{top}/ports") or ())
+    return RdmaDevice(name, bus_id, files.text(f"{top}/hca_type"), files.text(f"{top}/fw_ver"), ports)
+
+
+def _read_slingshot_port(files: Files, net: str) -> Port:
+    """Slingshot has no verbs port: its network interface (hsn0) stands for it."""
+    state = files.text(f"sys/class/net/{net}/operstate")
+    speed = files.text(f"sys/class/net/{net}/speed") or ""
+    megabits = int(speed) if re.fullmatch(r"[0-9]{1,8}", speed) else None
+    rate = None if megabits is None else megabits / 1000
+    return Port(net, "ACTIVE" if state == "up" else state and state.upper(), None, "Slingshot", rate)
+
+
+def _read_port(files: Files, top: str) -> Port:
+    layer = files.text(f"{top}/link_layer")
+    return Port(
+        number=top.rpartition("/")[2],
+        state=_after_colon(files.text(f"{top}/state")),
+        physical=_after_colon(files.text(f"{top}/phys_state")),
+        link_layer=layer,
+        gigabits=gigabits(files.text(f"{top}/rate")),
+        gids=_read_gids(files, top) if layer == "Ethernet" else (),
+    )
+
+
+def _read_gids(files: Files, top: str) -> tuple[Gid, ...]:
+    indices = sorted(int(name) for name in files.names(f"{top}/gids") or () if re.fullmatch(r"[0-9]{1,4}", name))
+    found = []
+    for index in indices[:_MAX_GIDS]:
+        # Unused slots refuse to tell their type: the cheap question first.
+        kind = files.text(f"{top}/gid_attrs/types/{index}")
+        if kind:
+            gid = files.text(f"{top}/gids/{index}") or ""
+            found.append(Gid(index, gid, kind, files.text(f"{top}/gid_attrs/ndevs/{index}") or ""))
+    return tuple(found)
+
+
+def _after_colon(text: str | None) -> str | None:
+    return None if text is None else text.rpartition(":")[2].strip()
+
+
+def gigabits(text: str | None) -> float | None:
+    """Gb/s of `400 Gb/sec (4X NDR)`."""
+    match = re.match(r"([0-9]{1,5}(?:\.[0-9]{1,3})?) ?Gb/sec", text or "")
+    return float(match[1]) if match else None
+
+
+def pcie_gigabits(gigatransfers: float, width: int) -> float:
+    """Raw bandwidth of a PCIe link, one direction, in Gb/s: 252 for 16 GT/s x16.
+
+    Source: PCI Express Base 5.0 section 4.2: 8b/10b up to 5 GT/s, 128b/130b from 8 GT/s on.
+    """
+    return gigatransfers * width * (0.8 if gigatransfers <= 5 else 128 / 130)

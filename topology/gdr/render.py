@@ -1,0 +1,137 @@
+"""A report as a table for people and as JSON for machines."""
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from gradwire.topology.gdr.host import Host
+from gradwire.topology.gdr.model import Outcome, Pair, Verdict
+from gradwire.topology.gdr.runner import Report, usable_gpus
+
+_STYLES = {
+    Outcome.PASS: "green",
+    Outcome.INFO: "cyan",
+    Outcome.WARN: "yellow",
+    Outcome.FAIL: "bold red",
+    Outcome.UNKNOWN: "magenta",
+    Outcome.SKIPPED: "dim",
+}
+_FORMAT = 1
+_LENGTH = 600
+
+
+def _plain(text: str) -> str:
+    """Text as it is, without markup, control characters (a capture may come from anybody) and endless tails."""
+    return escape("".join(c if c.isprintable() else "?" for c in text[:_LENGTH]))
+
+
+def _coloured(outcome: Outcome) -> str:
+    return f"[{_STYLES[outcome]}]{outcome.upper()}[/]"
+
+
+def print_report(host: Host, report: Report, console: Console, all_pairs: bool = False) -> None:
+    """Prints checks, pairs and verdicts.
+
+    Args:
+        host: The machine.
+        report: What was found.
+        console: Where to print.
+        all_pairs: Show every pair, not only each GPU's nearest NICs.
+    """
+    if report.nothing:
+        console.print(f"[bold]nothing to check[/]: {_plain(report.nothing)}")
+    if report.results:
+        console.print(_check_table(report))
+    if report.pairs:
+        console.print(_pair_table(host, report, list(report.pairs) if all_pairs else list(host.best_pairs)))
+        for verdict, answer in report.verdicts.items():
+            console.print(f"[bold]{verdict.upper():<11}[/]{_coloured(answer.outcome)}  {_plain(answer.because)}")
+        good, unsure, count = usable_gpus(host, report)
+        unclear = f", unknown for {unsure}" if unsure else ""
+        console.print(f"{good} of {count} GPUs have a pair that will use GPUDirect RDMA{unclear}")
+    if report.cause is not None:
+        console.print(f"[bold red]first cause[/]: {report.cause.check.name} {_plain(report.cause.finding.text)}")
+        if report.cause.finding.remedy:
+            console.print(f"[bold]remedy[/] (not applied): {_plain(report.cause.finding.remedy)}")
+
+
+def _check_table(report: Report) -> Table:
+    table = Table(title="GPUDirect RDMA checklist", title_justify="left", expand=False)
+    for column in ("", "check", "outcome", "found", "remedy (not applied)"):
+        table.add_column(column, overflow="fold")
+    for result in report.results:
+        finding = result.finding
+        words = _plain(finding.text), _plain(finding.remedy)
+        table.add_row(result.check.name, result.check.title, _coloured(finding.outcome), *words)
+    return table
+
+
+def _pair_table(host: Host, report: Report, pairs: list[Pair]) -> Table:
+    table = Table(title="pairs", title_justify="left")
+    for column in ("GPU", "NIC", "path", *Verdict, "because"):
+        table.add_column(str(column), overflow="fold")
+    names = {nic.bus_id: nic.name for nic in host.nics}
+    for pair in pairs:
+        answers = report.pairs[pair]
+        decisive = next((a for a in answers.values() if a.outcome not in (Outcome.PASS, Outcome.SKIPPED)), None)
+        table.add_row(
+            pair[0],
+            pair[1] if names[pair[1]] == pair[1] else _plain(f"{names[pair[1]]} {pair[1]}"),
+            host.distances[pair] or "?",
+            *(_coloured(answers[verdict].outcome) for verdict in Verdict),
+            _plain(decisive.because) if decisive else "",
+        )
+    return table
+
+
+def report_json(host: Host, report: Report, status: int) -> dict[str, object]:
+    """The report as plain data.
+
+    Args:
+        host: The machine.
+        report: What was found.
+        status: The exit code.
+    """
+    good, unsure, count = usable_gpus(host, report)
+    version = host.nccl_version
+    return {
+        "tool": "gradwire gdr-check",
+        "format": _FORMAT,
+        "exit": status,
+        "nothing": report.nothing or None,
+        "gpus": {"count": count, "will_use_gdr": good, "unknown": unsure},
+        "verdicts": {str(verdict): str(answer.outcome) for verdict, answer in report.verdicts.items()},
+        "because": {str(verdict): answer.because for verdict, answer in report.verdicts.items()},
+        "cause": None if report.cause is None else report.cause.check.name,
+        "versions": {
+            "nccl": ".".join(map(str, version)) if version else None,
+            "driver": host.facts.driver_version,
+            "kernel": host.facts.kernel,
+            "ofed": host.facts.ofed_version,
+        },
+        "checks": [
+            {
+                "id": result.check.name,
+                "title": result.check.title,
+                "verdict": result.check.verdict,
+                "outcome": str(result.finding.outcome),
+                "text": result.finding.text,
+                "remedy": result.finding.remedy,
+            }
+            for result in report.results
+        ],
+        "pairs": [_pair_json(host, report, pair) for pair in report.pairs],
+    }
+
+
+def _pair_json(host: Host, report: Report, pair: Pair) -> dict[str, object]:
+    nic = next(nic for nic in host.nics if nic.bus_id == pair[1])
+    answers = report.pairs[pair].items()
+    return {
+        "gpu": pair[0],
+        "nic": pair[1],
+        "device": nic.name,
+        "path": host.distances[pair],
+        "nearest": pair in host.best_pairs,
+        **{str(verdict): {"outcome": str(a.outcome), "because": a.because} for verdict, a in answers},
+    }

@@ -1,0 +1,145 @@
+"""Where a host comes from: live, a captured folder, an archive, or lspci's text alone."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from gradwire.topology.gdr.capture import CaptureError, opened_capture
+from gradwire.topology.gdr.collect import collect
+from gradwire.topology.gdr.environment import parse_environment, read_environment
+from gradwire.topology.gdr.example import ExampleMachine
+from gradwire.topology.gdr.files import Files
+from gradwire.topology.gdr.host import NVIDIA, Host
+from gradwire.topology.gdr.lspci import parse_lspci
+from gradwire.topology.gdr.nccl_log import NcclLog, read_nccl_log
+from gradwire.topology.gdr.texts import parse_nvlink_status, parse_perftest
+from gradwire.topology.pci import PciTree, read_tree
+
+_TEXT_NBYTES = 64 << 20
+
+
+class SourceError(ValueError):
+    """An input that cannot be used, with the option it came from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What the command line names."""
+
+    root: Path | None = None
+    archive: Path | None = None
+    lspci: Path | None = None
+    env: Path | None = None
+    nccl_log: Path | None = None
+    nvlink: Path | None = None
+    perftest: tuple[Path, ...] = ()
+    prove: bool = False
+    example: bool = False
+    peers: tuple[Mapping[str, object], ...] = ()
+    bandwidths: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def live(self) -> bool:
+        """This machine itself is looked at."""
+        return self.root is None and self.archive is None and self.lspci is None and not self.example
+
+
+@contextmanager
+def opened_host(inputs: Inputs) -> Iterator[Host]:
+    """Reads the host that the inputs describe; temporary folders are gone afterwards.
+
+    Raises:
+        SourceError: An input is missing, unreadable or not what its option wants.
+    """
+    with _bare_host(inputs) as host:
+        if inputs.env is not None:
+            host.environment = parse_environment(read_text(inputs.env, "--env"))
+        if inputs.nccl_log is not None:
+            host.log = _read_log(inputs.nccl_log)
+        if inputs.nvlink is not None:
+            host.nvlinks = parse_nvlink_status(read_text(inputs.nvlink, "--nvlink"))
+            if not host.nvlinks:
+                raise SourceError(
+                    f"`--nvlink` {inputs.nvlink}: no `GPU N:` line, want the output of nvidia-smi nvlink --status"
+                )
+        host.bandwidths = {**inputs.bandwidths, **_bandwidths(inputs.perftest)}
+        host.peers = inputs.peers
+        yield host
+
+
+@contextmanager
+def _bare_host(inputs: Inputs) -> Iterator[Host]:
+    if inputs.archive is not None:
+        try:
+            with opened_capture(inputs.archive) as capture:
+                files = Files(capture.root, capture.denied)
+                yield Host(files, _tree(inputs, capture.root), capture.facts, capture.environment)
+        except CaptureError as error:
+            raise SourceError(f"`--from` {inputs.archive}: {error}") from error
+        except OSError as error:
+            raise SourceError(f"`--from` {inputs.archive}: {error.strerror or error}") from error
+    elif inputs.example:
+        with TemporaryDirectory(prefix="gradwire-gdr-") as folder:
+            yield ExampleMachine(Path(folder)).host()
+    elif inputs.root is not None:
+        if not inputs.root.is_dir():
+            raise SourceError(f"`--root` {inputs.root}: no folder, want the top of a tree that holds sys/ and proc/")
+        yield Host(Files(inputs.root), _tree(inputs, inputs.root))
+    elif inputs.lspci is not None:
+        with TemporaryDirectory(prefix="gradwire-gdr-") as empty:
+            yield Host(Files(Path(empty)), _tree(inputs, Path(empty)))
+    else:
+        yield _live_host(inputs)
+
+
+def _live_host(inputs: Inputs) -> Host:
+    host = Host(Files(Path("/")), read_tree(Path("/")), environment=read_environment())
+    switches = any(function.vendor == NVIDIA for function in host.tree.of_class(0x06))
+    host.facts = collect(bool(host.gpus) and bool(host.capable or host.rdma_devices), switches, inputs.prove)
+    # What was derived without the facts is derived again: distances know of chip-to-chip links.
+    return Host(host.files, host.tree, host.facts, host.environment)
+
+
+def _tree(inputs: Inputs, root: Path) -> PciTree:
+    if inputs.lspci is None:
+        return read_tree(root)
+    tree = parse_lspci(read_text(inputs.lspci, "--lspci").splitlines(keepends=True))
+    if not tree.functions:
+        raise SourceError(f"`--lspci` {inputs.lspci}: {tree.problems[0]}")
+    return tree
+
+
+def read_text(path: Path, option: str) -> str:
+    """At most 64 MiB of a text file.
+
+    Raises:
+        SourceError: It cannot be read.
+    """
+    try:
+        if not path.is_file():
+            raise SourceError(f"`{option}` {path}: no regular file")
+        with path.open("rb") as file:
+            return file.read(_TEXT_NBYTES).decode("utf-8", "replace")
+    except (OSError, ValueError) as error:
+        if isinstance(error, SourceError):
+            raise
+        raise SourceError(f"`{option}` {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _read_log(path: Path) -> NcclLog:
+    try:
+        return read_nccl_log(path)
+    except OSError as error:
+        raise SourceError(f"`--nccl-log` {path}: {error.strerror or 'no regular file'}") from error
+
+
+def _bandwidths(paths: tuple[Path, ...]) -> dict[str, float]:
+    found = {}
+    for name, path in zip(("host", "gdr"), paths, strict=False):
+        value = parse_perftest(read_text(path, "--perftest"))
+        if value is None:
+            raise SourceError(f"`--perftest` {path}: no result row, want the output of ib_write_bw")
+        found[name] = value
+    return found

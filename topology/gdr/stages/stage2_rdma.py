@@ -1,0 +1,222 @@
+"""Stage 2, the RDMA devices: are they there, given to us, up, addressed."""
+
+import errno
+
+from gradwire.topology.gdr.host import Host
+from gradwire.topology.gdr.model import Check, Finding, Verdict, failed, informed, passed, unknown, warned
+from gradwire.topology.gdr.nccl import DYNAMIC_GID_SINCE
+from gradwire.topology.gdr.rdma import MODULES, Port, pcie_gigabits
+
+_JUMBO_NBYTES = 4200  # Ethernet MTU that holds a 4096-byte RDMA payload and its headers
+
+
+def devices_of_hardware(host: Host) -> Finding:
+    """Every NIC on the bus that could do RDMA has an RDMA device.
+
+    Command: `lspci -nn -d ::0207; lspci -nn -d 15b3:; ls -l /sys/class/infiniband /sys/class/cxi`
+    Source: Linux Documentation/ABI/stable/sysfs-class-infiniband.
+    """
+    if host.rdma_devices is None:
+        return unknown("/sys/class cannot be read", "mount /sys in the container")
+    if not host.capable:
+        return failed("no NIC on the PCI bus that can do RDMA", "use nodes with InfiniBand, RoCE, EFA or Slingshot")
+    bonded = {nic.bus_id[:-1] for nic in host.capable if any("bond" in device.name for device in nic.devices)}
+    bare = [nic for nic in host.capable if not nic.devices and nic.bus_id[:-1] not in bonded]
+    modules = {MODULES[nic.function.vendor] for nic in bare if nic.function.vendor in MODULES}
+    remedy = f"modprobe {' '.join(sorted(modules))}; in a container check the RDMA network namespace (rdma system)"
+    homeless = [device.name for device in host.rdma_devices if not device.software and device.bus_id is None]
+    if bare and homeless:
+        return unknown(
+            f"{', '.join(homeless[:8])} cannot be matched to a PCI function", "capture the links below /sys too"
+        )
+    if len(bare) == len(host.capable):
+        return failed(f"{len(bare)} NICs on the bus, none is an RDMA device", remedy)
+    if bare:
+        return warned(f"no RDMA device on {', '.join(nic.bus_id for nic in bare[:8])}", remedy)
+    return passed(f"{len(host.capable)} NICs: {', '.join(nic.name for nic in host.capable[:16])}")
+
+
+def device_files(host: Host) -> Finding:
+    """The character devices are there and may be opened: a container sees sysfs even when it was given none.
+
+    Command: `ls -l /dev/infiniband/uverbs*; ls -l /dev/cxi*`
+    Source: rdma-core Documentation/udev.md; nccl issue 1925.
+    """
+    remedy = "docker: --device=/dev/infiniband; Kubernetes: request the RDMA device plugin's resource; else modprobe ib_uverbs"
+    names = host.files.names("dev/infiniband") or ()
+    verbs = [f"/dev/infiniband/{name}" for name in names if name.startswith("uverbs")]
+    slingshot = [f"/dev/{device.name}" for device in host.rdma_devices or () if not device.verbs]
+    cxi = [path for path in slingshot if host.files.state(path[1:]) == "present"]
+    if host.files.state("dev") != "present":
+        return unknown("/dev cannot be seen", "run on the host, or capture there")
+    if not verbs and not cxi:
+        found = f"sysfs lists {len(host.rdma_devices or ())} RDMA devices, /dev/infiniband has none"
+        return failed(f"{found}: RDMA was bought, this {host.place.container or 'host'} was not given it", remedy)
+    opened = host.facts.device_files
+    if opened is None:
+        return unknown(f"{len(verbs + cxi)} device files, not tried to open", "run on the live host")
+    refused = {path: code for path, code in opened.items() if code}
+    if refused:
+        path, code = next(iter(refused.items()))
+        return failed(
+            f"{path}: {errno.errorcode.get(code, code)}", "give the user or the device cgroup read-write access"
+        )
+    return passed(f"{len(opened)} device files open")
+
+
+def user_space(host: Host) -> Finding:
+    """The verbs library finds as many devices as the kernel; none means that the provider libraries are missing.
+
+    Command: `ibv_devices; ls /usr/lib/*/libibverbs/*`
+    Source: rdma-core README (providers); NCCL src/transport/net_ib (`NET/IB : No device found`).
+    """
+    remedy = "install libibverbs1, ibverbs-providers (Debian) or rdma-core (Red Hat) in the image"
+    kernel = [device.name for device in host.rdma_devices or () if device.verbs]
+    if host.rdma_devices and not kernel:
+        return informed("Slingshot needs libfabric, not verbs")
+    if host.facts.verbs_error:
+        return failed(f"libibverbs: {host.facts.verbs_error}", remedy)
+    if host.facts.verbs_devices is None:
+        return unknown("libibverbs was not asked", "run on the live host")
+    found = host.facts.verbs_devices
+    if not found and kernel:
+        return failed(f"libibverbs sees none of {len(kernel)} devices", remedy)
+    if len(found) < len(kernel):
+        return warned(f"libibverbs sees {len(found)} of {len(kernel)} devices", remedy)
+    return passed(f"libibverbs sees {len(found)} devices")
+
+
+def _ports(host: Host) -> list[tuple[str, Port]]:
+    devices = host.rdma_devices or ()
+    return [(device.name, port) for device in devices if not device.software for port in device.ports]
+
+
+def port_state(host: Host) -> Finding:
+    """At least one port is ACTIVE.
+
+    Command: `ibstat | grep -E "State|CA '"; cat /sys/class/infiniband/*/ports/*/state`
+    Source: Linux Documentation/ABI/stable/sysfs-class-infiniband (state, phys_state).
+    """
+    ports = [(name, port) for name, port in _ports(host) if port.state]
+    down = [f"{name}/{port.number} {port.state} ({port.physical})" for name, port in ports if port.state != "ACTIVE"]
+    remedy = "cable and switch port; INIT on InfiniBand waits for a subnet manager (opensm)"
+    if not ports:
+        return unknown("no port state can be read")
+    if len(down) == len(ports):
+        return failed(f"no ACTIVE port: {', '.join(down[:8])}", remedy)
+    if down:
+        return warned(f"not ACTIVE: {', '.join(down[:8])}", remedy)
+    return passed(f"{len(ports)} ports ACTIVE")
+
+
+def link_layer_and_speed(host: Host) -> Finding:
+    """The ports are alike, and no NIC's PCIe link is slower than its port.
+
+    Command: `ibstat | grep -E "Rate|Link layer"; cat /sys/class/infiniband/*/ports/*/rate`
+    Source: Linux Documentation/ABI/stable/sysfs-class-infiniband (rate, link_layer); PCIe encoding as in P9.
+    """
+    slow = []
+    for nic in host.nics:
+        fastest = max((port.gigabits or 0 for device in nic.devices for port in device.ports), default=0)
+        speed, width = nic.function.current_gigatransfers, nic.function.current_width
+        if fastest and speed and width and not host.place.virtual and pcie_gigabits(speed, width) < fastest:
+            slow.append(f"{nic.name}: {fastest:g} Gb/s port on {pcie_gigabits(speed, width):.0f} Gb/s of PCIe")
+    if slow:
+        return warned("; ".join(slow[:4]), "move the NIC to a faster or wider slot")
+    rates = {f"{port.gigabits:g} Gb/s {port.link_layer}" for _, port in _ports(host) if port.gigabits}
+    if not rates:
+        return unknown("no rate can be read")
+    if len(rates) > 1:
+        return warned(f"ports differ: {', '.join(sorted(rates))}", "name the training NICs in NCCL_IB_HCA")
+    return passed(f"all ports {rates.pop()}")
+
+
+def real_hardware(host: Host) -> Finding:
+    """The RDMA devices are hardware; soft-RoCE (rxe) and soft-iWARP (siw) cannot reach a GPU.
+
+    Command: `rdma link show; cat /sys/class/infiniband/*/hca_type`
+    Source: Linux drivers/infiniband/sw/rxe and siw.
+    """
+    if host.rdma_devices is None and host.capable:
+        return passed(f"{len(host.capable)} NICs on the PCI bus are hardware")
+    if host.rdma_devices is None:
+        return unknown("/sys/class cannot be read", "mount /sys in the container")
+    software = [device.name for device in host.rdma_devices if device.software]
+    if software and len(software) == len(host.rdma_devices):
+        return failed(f"only software RDMA: {', '.join(software)}", "use a NIC with RDMA in hardware")
+    if software:
+        return warned(f"software RDMA among the devices: {', '.join(software)}", "NCCL_IB_HCA=^rxe,siw")
+    return passed("all hardware") if host.rdma_devices else unknown("no RDMA device to look at")
+
+
+def roce_address(host: Host) -> Finding:
+    """A RoCE port has a RoCE v2 address; NCCL picks it by itself from 2.21 on.
+
+    Command: `show_gids; cat /sys/class/infiniband/*/ports/*/gid_attrs/types/*`
+    Source: NCCL user guide, NCCL_IB_GID_INDEX and NCCL_IB_ROCE_VERSION_NUM; nccl issues 769 and 1573.
+    """
+    ports = [(name, port) for name, port in _ports(host) if port.link_layer == "Ethernet" and port.state != "DOWN"]
+    if not ports:
+        return informed("no RoCE port") if _ports(host) else unknown("no port can be read")
+    remedy = "give the interface an IP address; leave NCCL_IB_GID_INDEX unset from NCCL 2.21 on"
+    usable = {
+        f"{name}/{port.number}": [g for g in port.gids if "v2" in g.kind and g.scope in ("ipv4", "ipv6")]
+        for name, port in ports
+    }
+    if not any(port.gids for _, port in ports):
+        return unknown("GID tables cannot be read", "show_gids on the host")
+    bare = [name for name, gids in usable.items() if not gids]
+    if len(bare) == len(ports):
+        return failed(f"no routable RoCE v2 address on {', '.join(bare[:8])}", remedy)
+    index = host.setting("NCCL_IB_GID_INDEX")
+    if index is not None and index != "-1" and not any(str(g.index) == index for gids in usable.values() for g in gids):
+        return failed(f"NCCL_IB_GID_INDEX={index} is no usable RoCE v2 entry", remedy)
+    if bare:
+        return warned(f"only link-local RoCE addresses on {', '.join(bare[:8])}", remedy)
+    old = host.nccl_version is not None and host.nccl_version < DYNAMIC_GID_SINCE
+    hint = (
+        f"; NCCL before 2.21 needs NCCL_IB_GID_INDEX={next(iter(usable.values()))[0].index}"
+        if old and index is None
+        else ""
+    )
+    return (
+        warned(f"RoCE v2 addresses are there{hint}", remedy)
+        if hint
+        else passed("every RoCE port has a routable address")
+    )
+
+
+def mtu(host: Host) -> Finding:
+    """RDMA messages of 4096 bytes need an InfiniBand MTU of 4096, on Ethernet frames of 4200 bytes and more.
+
+    Command: `ibv_devinfo | grep active_mtu; ip link`
+    Source: InfiniBand Architecture 1.4 section 14.2.5.6 (MTU codes); RoCE adds up to 104 bytes of headers.
+    """
+    small = [f"{name} {nbytes}" for name, nbytes in (host.facts.active_mtu or {}).items() if nbytes < 4096]
+    known = len(host.facts.active_mtu or {})
+    for nic in host.nics if not known else ():
+        for name in nic.function.net_devices:
+            text = host.files.text(f"sys/class/net/{name}/mtu")
+            if (
+                text
+                and text.isdigit()
+                and len(text) < 8
+                and any(p.link_layer == "Ethernet" for d in nic.devices for p in d.ports)
+            ):
+                known += 1
+                small += [f"{name} {text}"] if int(text) < _JUMBO_NBYTES else []
+    if small:
+        return warned(f"small MTU: {', '.join(small[:8])}", "ip link set DEV mtu 9000, on the switch too")
+    return passed(f"{known} ports large enough") if known else unknown("MTU not known", "ibv_devinfo")
+
+
+CHECKS = (
+    Check("R1", "RDMA devices", devices_of_hardware, Verdict.CONFIGURED, ("E1",)),
+    Check("R2", "device files", device_files, Verdict.CONFIGURED, ("R1",)),
+    Check("R3", "user-space verbs", user_space, Verdict.CONFIGURED, ("R1", "R2")),
+    Check("R4", "port state", port_state, Verdict.CONFIGURED, ("R1",)),
+    Check("R5", "link layer and speed", link_layer_and_speed, None, ("R1",)),
+    Check("R6", "hardware, not software", real_hardware, Verdict.POSSIBLE, ("E1",)),
+    Check("R7", "RoCE address", roce_address, Verdict.CONFIGURED, ("R1", "R4")),
+    Check("R8", "MTU", mtu, None, ("R1",)),
+)

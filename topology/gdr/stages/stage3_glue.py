@@ -1,0 +1,166 @@
+"""Stage 3, the glue: some way for the NIC's driver to reach the GPU's memory."""
+
+import re
+
+from gradwire.topology.gdr.glue import (
+    PEERMEM_PATHS,
+    chain_state,
+    dmabuf_chain,
+    peermem_known,
+    peermem_path,
+)
+from gradwire.topology.gdr.host import Host
+from gradwire.topology.gdr.model import Check, Finding, Verdict, failed, informed, passed, unknown, warned
+from gradwire.topology.gdr.nccl import DMABUF_SINCE, MODULE_PATH_SINCE
+from gradwire.topology.gdr.rdma import AMAZON, CRAY, HPE
+
+_SYMBOLS = re.compile(r"(disagrees about version of|[Uu]nknown) symbol (\w*peer_memory\w*)")
+
+
+def some_mechanism(host: Host) -> Finding:
+    """Peer memory or dma-buf: one of them has to work.
+
+    Command: `ls /sys/kernel/mm/memory_peers/ /sys/module/nvidia_peermem; gradwire gdr-check --prove`
+    Source: NCCL src/transport/net_ib/gdr.cc (ncclIbGdrSupport, ncclIbDmaBufSupport).
+    """
+    peermem, chain = peermem_path(host), dmabuf_chain(host)
+    if peermem:
+        return passed(f"peer memory: /{peermem}")
+    state = chain_state(chain)
+    if state:
+        return passed("dma-buf: every link of the chain holds")
+    if state is False and peermem_known(host):
+        broken = next(link for link in chain if link.good is False)
+        return failed(f"no peer memory, and dma-buf breaks at {broken.name}: {broken.text}", "see M2 and M3")
+    return unknown("no peer memory seen; dma-buf not known to the end", "run as root on the live host, or --prove")
+
+
+def peermem_quality(host: Host) -> Finding:
+    """Why nvidia_peermem is missing, or whether an old twin is loaded as well.
+
+    Command: `modprobe nvidia_peermem; dmesg | grep -i peer_mem; lsmod | grep peer`
+    Source: NVIDIA open-gpu-kernel-modules kernel-open/nvidia-peermem; gpu-operator issue 2868.
+    """
+    log = host.facts.kernel_log
+    symbol = next((match for line in log or () if (match := _SYMBOLS.search(line))), None)
+    legacy = host.files.state("sys/module/nv_peer_mem") == "present"
+    if host.files.state("sys/module/nvidia_peermem") == "present" and not legacy:
+        return passed("nvidia_peermem is loaded")
+    if legacy:
+        return warned("legacy nv_peer_mem is loaded", "remove it, load nvidia_peermem of the driver's own version")
+    state = chain_state(dmabuf_chain(host))
+    if state:
+        return informed("not loaded, and not needed: dma-buf works")
+    if symbol:
+        found = f"kernel log: {symbol[0]}"
+        return failed(found, "install DOCA/OFED first, then rebuild the driver; or the open module with dma-buf")
+    if state is None or not peermem_known(host):
+        found = "not seen; whether it is needed depends on dma-buf, which is not known"
+        return unknown(found, "modprobe nvidia_peermem; dmesg | grep peer")
+    remedy = "modprobe nvidia_peermem (needs DOCA/OFED's ib_core); at boot: /etc/modules-load.d"
+    return failed("nvidia_peermem is not loaded", remedy)
+
+
+def dmabuf_quality(host: Host) -> Finding:
+    """The links of the dma-buf chain, the first broken one by name.
+
+    Command: `uname -r; grep P2PDMA /boot/config-$(uname -r); modinfo -F license nvidia; ibv_devinfo --version`
+    Source: NVIDIA GPU Operator documentation, GPUDirect RDMA; siderolabs/pkgs issue 1356.
+    """
+    chain = dmabuf_chain(host)
+    broken = [f"{link.name} ({link.text})" for link in chain if link.good is False]
+    missing = [link.name for link in chain if link.good is None]
+    if broken and peermem_path(host):
+        return informed(f"broken at {', '.join(broken)}; peer memory serves instead")
+    if broken and peermem_known(host):
+        return failed(f"broken at {', '.join(broken)}", "Linux 5.12, nvidia-open, CUDA 11.7, rdma-core 34 or later")
+    if chain_state(chain):
+        return passed("kernel, module, CUDA, GPU and rdma-core all support it")
+    return unknown(f"not known: {', '.join(missing)}", "run on the live host with the driver's libraries")
+
+
+def nccl_and_mechanism(host: Host) -> Finding:
+    """The NCCL release knows the mechanism that is there.
+
+    Command: `python -c "import torch; print(torch.cuda.nccl.version())"`
+    Source: NCCL tags v2.13.4-1 (dma-buf), v2.23.4-1 (/sys/module/nvidia_peermem), v2.26, v2.27 (C2C default).
+    """
+    version, peermem = host.nccl_version, peermem_path(host)
+    if version is None:
+        if peermem in PEERMEM_PATHS[:2]:
+            return passed(f"version not known, but every release looks at /{peermem}")
+        return unknown("NCCL version not known", "give --nccl-version or --nccl-log")
+    shown = f"NCCL {'.'.join(map(str, version))}"
+    if version[:2] == (2, 26) and any(host.gpu_facts(gpu.bus_id).c2c for gpu in host.gpus):
+        return warned(f"{shown} leaves GDR over C2C off", "NCCL_NET_GDR_C2C=1, or NCCL 2.27")
+    if peermem in PEERMEM_PATHS[:2] or (peermem and version >= MODULE_PATH_SINCE):
+        return passed(f"{shown} looks at /{peermem}")
+    dmabuf = version >= DMABUF_SINCE and chain_state(dmabuf_chain(host))
+    blind = f"does not look at /{peermem}" if peermem else "finds no peer memory"
+    if dmabuf is False:
+        return failed(f"{shown} {blind} and cannot use dma-buf", "NCCL 2.13 for dma-buf, 2.23.4 for this module's path")
+    return passed(f"{shown} uses dma-buf") if dmabuf else unknown(f"{shown} {blind}; dma-buf not known", "see M3")
+
+
+def stack_level(host: Host) -> Finding:
+    """Kernel and user-space halves of OFED are of one release.
+
+    Command: `ofed_info -s; cat /sys/module/mlx5_core/version; cat /sys/class/infiniband/*/fw_ver`
+    Source: NVIDIA DOCA-Host release notes, upgrade section.
+    """
+    module = host.files.text("sys/module/mlx5_core/version")
+    user = host.facts.ofed_version
+    firmware = sorted({device.firmware for device in host.rdma_devices or () if device.firmware})
+    numbers = [match[0] if (match := re.search(r"\d{1,2}\.\d{1,2}", text or "")) else None for text in (module, user)]
+    if all(numbers) and numbers[0] != numbers[1]:
+        return warned(f"kernel mlx5_core {module}, user space {user}", "install both halves from one release, reboot")
+    if module or user or firmware:
+        return passed(
+            f"mlx5_core {module or 'inbox'}, OFED {user or 'none'}, firmware {', '.join(firmware) or 'unknown'}"
+        )
+    return unknown("neither driver version nor firmware can be read")
+
+
+def gdrcopy(host: Host) -> Finding:
+    """GDRCopy is optional: NCCL leaves it off, UCX and the EFA provider use it for small messages.
+
+    Command: `ls -l /dev/gdrdrv; lsmod | grep gdrdrv`
+    Source: NVIDIA gdrcopy README.
+    """
+    module, node = host.files.state("sys/module/gdrdrv"), host.files.state("dev/gdrdrv")
+    if not peermem_known(host):
+        return unknown("/sys/module cannot be seen")
+    if module == "present" and node != "present":
+        return warned("gdrdrv is loaded, /dev/gdrdrv is missing", "docker --device=/dev/gdrdrv")
+    return passed("gdrdrv is loaded") if module == "present" else informed("not installed (optional)")
+
+
+def vendor_path(host: Host) -> Finding:
+    """EFA and Slingshot reach NCCL through a plugin; without it NCCL falls back to sockets.
+
+    Command: `ldconfig -p | grep libnccl-net; cat /sys/class/infiniband/*/device/p2p; fi_info -p efa -c FI_HMEM`
+    Source: aws-ofi-nccl README and issue 889; libfabric fi_efa(7).
+    """
+    special = [nic for nic in host.nics if nic.function.vendor in (AMAZON, CRAY, HPE)]
+    if not special:
+        return passed("verbs NICs need no plugin") if host.nics else unknown("no NIC to look at")
+    names = ", ".join(nic.name for nic in special[:4])
+    if host.facts.nccl_plugin is False:
+        return failed(f"{names}: libnccl-net.so is not found, NCCL would use sockets", "install aws-ofi-nccl")
+    providers = {nic.name: host.files.text(f"sys/class/infiniband/{nic.name}/device/p2p") for nic in special}
+    if "NA" in providers.values():
+        return warned(
+            "EFA driver has no peer-to-peer provider", "efa driver 1.12.1 or later after the NVIDIA driver, or dma-buf"
+        )
+    return passed(f"{names}: plugin found") if host.facts.nccl_plugin else unknown(f"{names}: plugin not looked for")
+
+
+CHECKS = (
+    Check("M1", "a way to register GPU memory", some_mechanism, Verdict.CONFIGURED, ("G1", "R1")),
+    Check("M2", "peer memory", peermem_quality, None, ("G1", "R1")),
+    Check("M3", "dma-buf chain", dmabuf_quality, None, ("G1", "R1")),
+    Check("M4", "NCCL knows the way", nccl_and_mechanism, Verdict.CONFIGURED, ("M1",)),
+    Check("M5", "driver and firmware levels", stack_level, None, ("R1",)),
+    Check("M6", "GDRCopy", gdrcopy, None, ()),
+    Check("M7", "vendor plugin", vendor_path, Verdict.CONFIGURED, ("R1",)),
+)

@@ -1,0 +1,246 @@
+"""Stage 5, the settings: variables of the process and nccl.conf that switch RDMA off or bend it."""
+
+import difflib
+import re
+
+from gradwire.topology.gdr.glue import chain_state, dmabuf_chain, peermem_path
+from gradwire.topology.gdr.host import Host
+from gradwire.topology.gdr.model import Check, Finding, Outcome, Verdict, failed, passed, unknown, warned
+from gradwire.topology.gdr.nccl import DYNAMIC_GID_SINCE, LEVELS, parse_level, within
+from gradwire.topology.gdr.rdma import AMAZON
+from gradwire.topology.gdr.stages.stage4_path import hca_matches
+
+_UNKNOWN = unknown("the environment is not known", "give --env FILE: the output of env, or /proc/PID/environ")
+_DOCUMENTED = """IB_DISABLE NET NET_PLUGIN IB_HCA NET_GDR_LEVEL NET_GDR_READ NET_GDR_C2C DMABUF_ENABLE IB_GID_INDEX P2P_DISABLE
+SHM_DISABLE P2P_LEVEL SOCKET_IFNAME TOPO_FILE TOPO_DUMP_FILE DEBUG DEBUG_SUBSYS DEBUG_FILE IB_TC IB_SL IB_TIMEOUT
+IB_RETRY_CNT IB_QPS_PER_CONNECTION IB_SPLIT_DATA_ON_QPS IB_PCI_RELAXED_ORDERING IB_ADAPTIVE_ROUTING IB_ROCE_VERSION_NUM
+IB_ADDR_FAMILY IB_ADDR_RANGE IB_CUDA_SUPPORT IB_MERGE_VFS IB_MERGE_NICS IB_DATA_DIRECT IB_ECE_ENABLE SOCKET_FAMILY
+SOCKET_NTHREADS NSOCKS_PERTHREAD CROSS_NIC PXN_DISABLE P2P_PXN_LEVEL P2P_DIRECT_DISABLE BUFFSIZE NTHREADS MIN_NCHANNELS
+MAX_NCHANNELS MIN_CTAS MAX_CTAS CGA_CLUSTER_SIZE ALGO PROTO NVLS_ENABLE NVB_DISABLE IGNORE_CPU_AFFINITY IGNORE_DISABLED_P2P
+CONF_FILE COMM_ID COMM_BLOCKING LAUNCH_MODE CHECK_POINTERS COLLNET_ENABLE COLLNET_NODE_THRESHOLD GRAPH_FILE GRAPH_DUMP_FILE
+GRAPH_REGISTER GRAPH_MIXING_SUPPORT TUNER_PLUGIN TUNER_CONFIG_PATH PROFILER_PLUGIN MNNVL_ENABLE MNNVL_UUID MNNVL_CLIQUE_ID
+CUMEM_ENABLE CUMEM_HOST_ENABLE LOCAL_REGISTER NET_SHARED_BUFFERS NET_SHARED_COMMS SINGLE_RING_THRESHOLD OOB_NET_ENABLE
+OOB_NET_IFNAME SET_THREAD_NAME SET_STACK_SIZE SET_CPU_STACK_SIZE NVLSTREE_MAX_CHUNKSIZE WORK_FIFO_BYTES RAS_ENABLE RAS_ADDR
+PROGRESS_APPENDOP_FREQ GDRCOPY_ENABLE GDRCOPY_SYNC_ENABLE GDRCOPY_FLUSH_ENABLE GDR_FLUSH_DISABLE HOSTID NETDEVS_POLICY
+SYM_CTAS WIN_ENABLE RUNTIME_CONNECT NET_OVERHEAD IB_AR_THRESHOLD IB_FIFO_TC IB_PKEY IB_USE_INLINE IB_WARN_RAIL_LOCAL
+LL_BUFFSIZE LL128_BUFFSIZE TOPO_DUMP_FILE_RANK UNPACK_MEM DEBUG_TIMESTAMP_FORMAT DEBUG_TIMESTAMP_LEVELS WARN_ENABLE_DEBUG_INFO
+ALLOC_P2P_NET_LL_BUFFERS LEGACY_CUDA_REGISTER CREATE_THREAD_CONTEXT DUMP_TOPO VERSION IB_SUBNET_AWARE_ROUTING P2P_NET_CHUNKSIZE
+NCHANNELS_PER_NET_PEER P2P_READ_ENABLE THREAD_THRESHOLDS CHUNK_SIZE BLOCKING_WAIT ASYNC_ERROR_HANDLING TIMEOUT DESYNC_DEBUG
+TRACE_BUFFER_SIZE ENABLE_MONITORING USE_TENSOR_REGISTER_ALLOCATOR_HOOK NVLS_NCHANNELS FASTRAK_CTRL_DEV FASTRAK_IFNAME"""
+KNOWN = frozenset(f"NCCL_{word}" for word in _DOCUMENTED.split())
+"""Names that NCCL, its plugins or torch read. Source: NCCL user guide and src/**/*.cc (NCCL_PARAM)."""
+
+
+def rdma_switched_off(host: Host) -> Finding:
+    """No variable turns RDMA off or names devices that are not there.
+
+    Command: `env | grep -E "NCCL_(IB_DISABLE|NET|NET_PLUGIN|IB_HCA)="; cat /etc/nccl.conf`
+    Source: NCCL user guide, NCCL_IB_DISABLE, NCCL_NET, NCCL_NET_PLUGIN, NCCL_IB_HCA.
+    """
+    if host.settings is None:
+        return _UNKNOWN
+    if host.setting("NCCL_IB_DISABLE") not in (None, "0"):
+        return failed(_shown(host, "NCCL_IB_DISABLE"), "unset it")
+    if (host.setting("NCCL_NET") or "").lower() == "socket":
+        return failed(_shown(host, "NCCL_NET"), "unset it, or name the RDMA network (IB)")
+    if host.setting("NCCL_NET_PLUGIN") == "none" and any(nic.function.vendor == AMAZON for nic in host.nics):
+        return failed(f"{_shown(host, 'NCCL_NET_PLUGIN')}: EFA needs the plugin", "unset it")
+    value, names = host.setting("NCCL_IB_HCA"), [d.name for d in host.rdma_devices or () if d.verbs]
+    if value and names and not any(hca_matches(value, name) for name in names):
+        return failed(
+            f"{_shown(host, 'NCCL_IB_HCA')} matches none of {', '.join(names[:8])}", "name devices that exist"
+        )
+    return passed("RDMA is not switched off")
+
+
+def _shown(host: Host, name: str) -> str:
+    """`NAME=value (from where)`."""
+    found = (host.settings or {})[name]
+    return f"{name}={found.value[:80]} ({found.source})"
+
+
+def gdr_level(host: Host) -> Finding:
+    """The level in force reaches the pair: NCCL_NET_GDR_LEVEL, else NCCL's default for its version.
+
+    Command: `env | grep NCCL_NET_GDR`
+    Source: NCCL user guide, NCCL_NET_GDR_LEVEL and NCCL_NET_GDR_READ; src/graph/paths.cc (ncclTopoCheckGdr).
+    """
+    if host.settings is None:
+        return _UNKNOWN
+    level, value = host.gdr_level, host.setting("NCCL_NET_GDR_LEVEL")
+
+    def judge(gpu: str, nic: str) -> tuple[Outcome, str]:
+        path = host.distances[gpu, nic]
+        if path is None:
+            return Outcome.UNKNOWN, f"{gpu} to {nic}: distance not known, level {level}"
+        if within(path, level):
+            return Outcome.PASS, f"{gpu} to {nic}: {path} is within {level}"
+        return Outcome.FAIL, f"{gpu} to {nic}: {path} is beyond {level}{'' if value else ', the default'}"
+
+    finding = host.judge_pairs(judge, "move the card, or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default")
+    doubt = _doubt_about_level(host, value, level)
+    if finding.outcome is Outcome.PASS and doubt:
+        return Finding(Outcome.WARN, *doubt, finding.pairs)
+    return finding
+
+
+def _doubt_about_level(host: Host, value: str | None, level: str) -> tuple[str, str] | None:
+    """What is odd about the variables, and the remedy."""
+    if value is not None and parse_level(value) is None:
+        return f"{_shown(host, 'NCCL_NET_GDR_LEVEL')} is no level: NCCL ignores it", f"one of {', '.join(LEVELS)}"
+    if host.setting("NCCL_NET_GDR_READ") == "0":
+        return f"{_shown(host, 'NCCL_NET_GDR_READ')}: sends go through the host", "unset it"
+    if value is not None and value.strip().isdigit():
+        return f"NCCL_NET_GDR_LEVEL={value.strip()} is a legacy number", f"NCCL_NET_GDR_LEVEL={level}"
+    return None
+
+
+def dmabuf_switched_off(host: Host) -> Finding:
+    """No variable turns dma-buf off where it is the only way.
+
+    Command: `env | grep -E "NCCL_DMABUF_ENABLE|OFI_NCCL_DISABLE"`
+    Source: NCCL src/init.cc (NCCL_DMABUF_ENABLE, default 1); aws-ofi-nccl doc (OFI_NCCL_DISABLE_DMABUF).
+    """
+    if host.settings is None:
+        return _UNKNOWN
+    off = [
+        n for n, bad in (("NCCL_DMABUF_ENABLE", ("0",)), ("OFI_NCCL_DISABLE_DMABUF", ("1",))) if host.setting(n) in bad
+    ]
+    if not off:
+        loose = "OFI_NCCL_DISABLE_GDR_REQUIRED_CHECK"
+        if host.setting(loose) == "1":
+            return warned(f"{_shown(host, loose)}: a missing GDR goes unnoticed", "unset it")
+        return passed("dma-buf is not switched off")
+    if peermem_path(host):
+        return warned(f"{_shown(host, off[0])}: peer memory is all that is left", "unset it")
+    state = chain_state(dmabuf_chain(host))
+    if state is None:
+        return unknown(f"{_shown(host, off[0])}; whether dma-buf is the only way is not known", "unset it")
+    return failed(f"{_shown(host, off[0])}, and there is no peer memory", "unset it")
+
+
+def gid_index(host: Host) -> Finding:
+    """From NCCL 2.21 on the GID is picked at run time; a fixed index breaks in containers.
+
+    Command: `env | grep NCCL_IB_GID_INDEX; show_gids`
+    Source: NCCL user guide, NCCL_IB_GID_INDEX (default -1 since 2.21).
+    """
+    if host.settings is None:
+        return _UNKNOWN
+    value = host.setting("NCCL_IB_GID_INDEX")
+    if value in (None, "-1"):
+        return passed("not set")
+    if host.nccl_version is not None and host.nccl_version < DYNAMIC_GID_SINCE:
+        return passed(f"{value}, as NCCL before 2.21 needs it")
+    return warned(_shown(host, "NCCL_IB_GID_INDEX"), "unset it from NCCL 2.21 on")
+
+
+def left_over_debugging(host: Host) -> Finding:
+    """No transport inside the node was switched off in an old hunt for a bug.
+
+    Command: `env | grep -E "NCCL_(P2P_DISABLE|SHM_DISABLE|P2P_LEVEL)"`
+    Source: NCCL user guide, section Debugging (variables that are not for production).
+    """
+    if host.settings is None:
+        return _UNKNOWN
+    names = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_P2P_LEVEL")
+    found = [_shown(host, name) for name in names if host.setting(name) is not None]
+    return warned(", ".join(found), "unset them") if found else passed("none set")
+
+
+def socket_interface(host: Host) -> Finding:
+    """NCCL_SOCKET_IFNAME names an interface that exists: without it no communicator starts.
+
+    Command: `env | grep NCCL_SOCKET_IFNAME; ip -br link`
+    Source: NCCL user guide, NCCL_SOCKET_IFNAME.
+    """
+    if host.settings is None:
+        return _UNKNOWN
+    value, interfaces = host.setting("NCCL_SOCKET_IFNAME"), host.files.names("sys/class/net")
+    if value is None:
+        return passed("not set")
+    if interfaces is None:
+        return unknown("/sys/class/net cannot be seen")
+    matching = [name for name in interfaces if hca_matches(value, name)]
+    if not matching:
+        return failed(f"{_shown(host, 'NCCL_SOCKET_IFNAME')} matches none of {', '.join(interfaces[:8])}", "name one")
+    states = {name: host.files.text(f"sys/class/net/{name}/operstate") for name in matching}
+    if all(state == "down" for state in states.values()):
+        return failed(f"down: {', '.join(states)}", "ip link set DEV up")
+    odd = [name for name in matching if name == "lo" or name.startswith("docker")]
+    if len(odd) == len(matching):
+        return failed(f"{_shown(host, 'NCCL_SOCKET_IFNAME')} cannot leave this host", "name a network interface")
+    return passed(", ".join(matching[:8]))
+
+
+def spelling(host: Host) -> Finding:
+    """No variable is a near miss of one that NCCL reads.
+
+    Command: `env | grep -E "CCL_"`
+    Source: NERSC podman-hpc issue 136 (`CCL_NET_GDR_LEVEL`).
+    """
+    if host.settings is None:
+        return _UNKNOWN
+    odd = []
+    for name in host.settings:
+        if name in KNOWN or not re.match(r"N?CCL_", name):
+            continue
+        near = difflib.get_close_matches(f"N{name}" if name.startswith("CCL_") else name, KNOWN, 1, 0.9)
+        odd += [f"{name} (is {near[0]} meant?)"] if near else []
+    return warned(", ".join(odd[:4]), "NCCL ignores names it does not know") if odd else passed("no near miss")
+
+
+def topology_file(host: Host) -> Finding:
+    """NCCL_TOPO_FILE exists and describes this machine.
+
+    Command: `grep -o 'busid="[^"]*"' $NCCL_TOPO_FILE; lspci -D`
+    Source: NCCL user guide, NCCL_TOPO_FILE.
+    """
+    if host.settings is None:
+        return _UNKNOWN
+    path = host.setting("NCCL_TOPO_FILE")
+    if path is None:
+        return passed("not set")
+    found = host.files.find(path.lstrip("/"), r'<system\b|\bbusid="[0-9a-fA-F:.]{7,16}"')
+    if found is None:
+        state = host.files.state(path.lstrip("/"))
+        return unknown(f"{path} cannot be read") if state != "absent" else failed(f"{path} does not exist", "unset it")
+    if "<system" not in found:
+        return failed(f"{path} is no NCCL topology", "a file with a <system> element, NCCL_TOPO_DUMP_FILE writes one")
+    named = {match.partition('"')[2].rstrip('"').lower() for match in found if match.startswith("busid")}
+    if named and host.tree.functions and not named & set(host.tree.functions):
+        return warned(f"{path} names no device of this machine", "take the file of this machine type")
+    return passed(path)
+
+
+def vendor_settings(host: Host) -> Finding:
+    """Cloud settings fit the software: old EFA switches are gone, Google's plugins have their profile.
+
+    Command: `env | grep -E "^(FI_|NCCL_FASTRAK_|NCCL_NET=)"`
+    Source: aws-ofi-nccl release notes 1.6 and 1.7; libfabric fi_efa(7); Google Cloud GPU networking documentation.
+    """
+    if host.settings is None:
+        return _UNKNOWN
+    if host.setting("FI_EFA_USE_DEVICE_RDMA") is not None:
+        return warned(
+            _shown(host, "FI_EFA_USE_DEVICE_RDMA"), "obsolete from libfabric 1.18 and aws-ofi-nccl 1.7 on: unset it"
+        )
+    efa = any(nic.function.vendor == AMAZON for nic in host.nics)
+    if host.setting("FI_PROVIDER") not in (None, "efa") and efa:
+        return warned(f"{_shown(host, 'FI_PROVIDER')}: EFA NICs are not used", "unset it")
+    if host.setting("NCCL_NET") == "FasTrak" and not any(name.startswith("NCCL_FASTRAK_") for name in host.settings):
+        return failed("NCCL_NET=FasTrak without its NCCL_FASTRAK_ profile", "source nccl-env-profile.sh of the plugin")
+    return passed("nothing out of place")
+
+
+CHECKS = (
+    Check("V1", "RDMA not switched off", rdma_switched_off, Verdict.CONFIGURED, ()),
+    Check("V2", "GDR level", gdr_level, Verdict.CONFIGURED, ("R1",)),
+    Check("V3", "dma-buf not switched off", dmabuf_switched_off, Verdict.CONFIGURED, ()),
+    Check("V4", "GID index", gid_index, None, ()),
+    Check("V5", "left-over debugging", left_over_debugging, None, ()),
+    Check("V6", "socket interface", socket_interface, None, ()),
+    Check("V7", "spelling", spelling, None, ()),
+    Check("V8", "topology file", topology_file, None, ()),
+    Check("V9", "cloud settings", vendor_settings, None, ()),
+)

@@ -1,0 +1,153 @@
+"""Stage 6, the proof: a registration that worked, a log that shows channels, hosts that agree."""
+
+import errno
+import os
+
+from gradwire.topology.gdr.compare import differences
+from gradwire.topology.gdr.facts import Registration
+from gradwire.topology.gdr.host import Host
+from gradwire.topology.gdr.model import Check, Finding, Outcome, Verdict, failed, passed, unknown, warned
+from gradwire.topology.gdr.nccl import within
+from gradwire.topology.gdr.nccl_log import NcclLog
+
+_HOST_SHARE = 0.8  # of the host-memory rate; redirected traffic loses about half (nccl-tests issue 112)
+_NOISE_SHARE = 0.95
+
+
+def registration(host: Host) -> Finding:
+    """GPU memory was registered with the NIC, through peer memory or dma-buf.
+
+    Command: `gradwire gdr-check --prove`
+    Source: ibv_reg_mr(3), ibv_reg_dmabuf_mr(3); CUDA driver API, cuMemGetHandleForAddressRange.
+    """
+    attempts = host.facts.registrations
+    if not attempts:
+        return unknown(host.facts.probe_error or "not tried", "--prove")
+    by_pair = {(attempt.gpu, attempt.device): attempt for attempt in attempts}
+    names = {nic.bus_id: [device.name for device in nic.devices] for nic in host.nics}
+
+    def judge(gpu: str, nic: str) -> tuple[Outcome, str]:
+        mine = [by_pair[gpu, name] for name in names[nic] if (gpu, name) in by_pair]
+        good = [attempt for attempt in mine if 0 in (attempt.peermem_errno, attempt.dmabuf_errno)]
+        if good:
+            return Outcome.PASS, f"{gpu} with {good[0].device}: {_ways(good[0])}"
+        if not mine or all(attempt.peermem_errno is attempt.dmabuf_errno is None for attempt in mine):
+            return Outcome.UNKNOWN, f"{gpu} with {nic}: {(mine and mine[0].note) or 'not tried'}"
+        return Outcome.FAIL, f"{gpu} with {mine[0].device}: {_ways(mine[0])}"
+
+    return host.judge_pairs(
+        judge, "EFAULT: no peer memory; EOPNOTSUPP: driver without dma-buf; ENOMEM: ulimit -l; see M1"
+    )
+
+
+def _ways(attempt: Registration) -> str:
+    """`peer memory EFAULT (Bad address), dma-buf ok`."""
+    words = []
+    for name, code in (("peer memory", attempt.peermem_errno), ("dma-buf", attempt.dmabuf_errno)):
+        if code is not None:
+            words.append(f"{name} {f'{errno.errorcode.get(code, code)} ({os.strerror(code)})' if code else 'ok'}")
+    return ", ".join(words)
+
+
+def perftest(host: Host) -> Finding:
+    """Writing from GPU memory is about as fast as from host memory.
+
+    Command: `ib_write_bw -d DEV PEER; ib_write_bw -d DEV --use_cuda=0 [--use_cuda_dmabuf] PEER`
+    Source: linux-rdma perftest README; the threshold is a judgement.
+    """
+    from_host, from_gpu = host.bandwidths.get("host"), host.bandwidths.get("gdr")
+    if not from_host or from_gpu is None:
+        return unknown(
+            "not measured", "--perftest HOST.txt GPU.txt: the outputs of ib_write_bw without and with --use_cuda"
+        )
+    shown = f"{from_gpu:.1f} Gb/s from GPU memory, {from_host:.1f} from host memory"
+    if from_gpu < _HOST_SHARE * from_host:
+        return warned(shown, "look at ACS (P5), IOMMU (P4), read request size (P7) and links (P9)")
+    return passed(shown)
+
+
+def nccl_log(host: Host) -> Finding:
+    """The log shows channels with GDRDMA, in both directions, on every rank; "Enabled for HCA" proves nothing.
+
+    Command: `NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH ...; grep "via NET" LOG`
+    Source: NCCL src/transport/net.cc (channel lines); nccl issue 897 (one direction only).
+    """
+    log = host.log
+    if log is None:
+        return unknown("no log given", "--nccl-log FILE")
+    remedy = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH; then the first failed check above"
+    if log.networks == {"Socket"} or log.no_device:
+        found = "No device found; " if log.no_device else ""
+        return failed(f"{found}network is Socket: RDMA is not used at all", "see R1, R2, R3, V1")
+    if not log.network_channels:
+        return _without_channels(log, remedy)
+    if not log.gdr_channels:
+        reasons = "; ".join(log.reasons) or _path_words(log)
+        return failed(f"0 of {log.network_channels} network channels use GDRDMA; {reasons}", remedy)
+    if log.staged_channels:
+        lacking = [
+            f"rank {rank} {way} {log.gdr_channels[rank, way]}/{log.gdr_channels[rank, way] + count}"
+            for (rank, way), count in sorted(log.staged_channels.items())
+        ]
+        return warned(
+            f"{log.gdr_channels.total()} of {log.network_channels} channels use GDRDMA: {', '.join(lacking[:6])}",
+            remedy,
+        )
+    ranks = {rank for rank, _ in log.gdr_channels}
+    return passed(f"all {log.network_channels} network channels of {len(ranks)} ranks use GDRDMA")
+
+
+def _without_channels(log: NcclLog, remedy: str) -> Finding:
+    """A log without channel lines: the path table may still say that NCCL will not."""
+    level = log.overrides.get("NCCL_NET_GDR_LEVEL", "PXB").upper()
+    known = level if level in ("LOC", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS") else "PXB"
+    if log.nearest and not within(log.nearest, known) and "NCCL_NET_GDR_LEVEL" not in log.overrides:
+        able = sum(log.hcas.values())
+        return failed(f"0 pairs within the default level: {_path_words(log)}, although {able} NICs say Enabled", remedy)
+    return unknown(f"{log.lines} lines, none about network channels", remedy)
+
+
+def _path_words(log: NcclLog) -> str:
+    return (
+        f"nearest GPU-NIC path is {log.nearest}" if log.nearest else "the log does not say why (2.30 hides the reason)"
+    )
+
+
+def with_and_without(host: Host) -> Finding:
+    """GDR is not always faster: through some host bridges staging wins.
+
+    Command: `all_reduce_perf` twice, with NCCL_NET_GDR_LEVEL=LOC and without
+    Source: nccl issues 1151, 1181, 1295, 1579.
+    """
+    staged, default = host.bandwidths.get("LOC"), host.bandwidths.get("default")
+    if not staged or default is None:
+        return unknown("not measured", "torchrun ... gradwire gdr-check --prove with ranks on two hosts")
+    shown = f"{default:.1f} Gb/s as configured, {staged:.1f} through the host"
+    return (
+        warned(shown, "try NCCL_NET_GDR_READ=0, or a lower NCCL_NET_GDR_LEVEL")
+        if default < _NOISE_SHARE * staged
+        else passed(shown)
+    )
+
+
+def agreement(host: Host) -> Finding:
+    """All hosts of a job came to the same results: one host without peer memory halves everybody's speed.
+
+    Command: `gradwire gdr-check --compare A.json B.json ...`
+    Source: nccl issue 897.
+    """
+    if len(host.peers) < 2:
+        return unknown("one host only", "--compare A.json B.json ... with the --json of every host")
+    found = differences(host.peers)
+    if found:
+        return failed("; ".join(found[:4]), "bring the odd host to the others' state")
+    return passed(f"{len(host.peers)} hosts agree")
+
+
+CHECKS = (
+    Check("U1", "registration probe", registration, Verdict.IN_USE, ()),
+    Check("U2", "perftest", perftest, None, ()),
+    Check("U3", "NCCL log", nccl_log, Verdict.IN_USE, ()),
+    Check("U4", "with and without GDR", with_and_without, None, ()),
+    Check("U5", "agreement of the job", agreement, None, ()),
+)

@@ -1,0 +1,55 @@
+"""Distances from an NCCL topology file: where one is in force, NCCL believes it and not the PCI bus."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+TAGS = r"</?(?:system|cpu|pci)\b[^<>]{0,2000}>"
+"""The tags that hold the tree. Only they are searched for: no entity is expanded, no guid is captured."""
+STANDARD_PATH = "var/run/nvidia-topologyd/virtualTopology.xml"
+"""What NCCL reads without being told to. Source: NCCL src/graph/topo.cc (NCCL_TOPO_XML_FILE default)."""
+
+_MAX_DEPTH = 64
+
+Place = tuple[str, tuple[str, ...]]
+"""(NUMA id of the CPU, bus ids of the switches above, nearest first)."""
+
+
+def read_places(tags: Sequence[str]) -> dict[str, Place]:
+    """Finds where each PCI device of a topology hangs.
+
+    Args:
+        tags: The matches of `TAGS`, in the file's order.
+
+    Source: NCCL src/graph/xml.h: `pci` elements nest below `cpu` as the switches do.
+    """
+    places: dict[str, Place] = {}
+    numa = ""
+    above: list[str] = []
+    for tag in tags:
+        if tag.startswith("</"):
+            above = above[:-1] if tag.startswith("</pci") else above
+        elif tag.startswith("<cpu"):
+            numa, above = _attribute(tag, "numaid"), []
+        elif tag.startswith("<pci") and len(above) < _MAX_DEPTH:
+            bus_id = _attribute(tag, "busid").lower()
+            places.setdefault(bus_id, (numa, tuple(reversed(above))))
+            above = above if tag.endswith("/>") else [*above, bus_id]
+    places.pop("", None)
+    return places
+
+
+def _attribute(tag: str, name: str) -> str:
+    match = re.search(rf'\b{name}="([^"]{{0,40}})"', tag)
+    return match[1] if match else ""
+
+
+def file_path_type(places: Mapping[str, Place], one: str, other: str) -> str | None:
+    """Path type between two devices of the file; None when it lacks one of them."""
+    if one not in places or other not in places:
+        return None
+    (first_numa, first), (second_numa, second) = places[one], places[other]
+    if first and second and first[0] == second[0]:
+        return "PIX"
+    if set(first) & set(second):
+        return "PXB"
+    return "PHB" if first_numa == second_numa else "SYS"

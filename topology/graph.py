@@ -1,0 +1,205 @@
+"""What a machine consists of: processors, PCIe switches, GPUs, network cards, and the links between them.
+
+Everything is frozen and plain. Devices know the thing above them by its key (`parent`), so a machine is a forest whose
+roots are its CPUs. A field that is None is unknown: it was not in the source, and nobody guessed it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+LinkKind = Literal["nvlink", "xgmi", "c2c", "pci_peer"]
+DefectKind = Literal["asymmetric_cell", "short_row", "self_link", "dangling_link"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PcieLink:
+    """How fast a PCIe function is attached to the bridge above it."""
+
+    gigatransfers_per_second: float | None = None
+    """Transfer rate of one lane: 2.5, 5, 8, 16, 32 or 64."""
+    lanes: int | None = None
+    """Width of the link."""
+    virtual: bool = False
+    """True where the figures belong to an emulated bridge and say nothing about the hardware."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cpu:
+    """One NUMA node: the processor cores and the memory next to them."""
+
+    key: str
+    """Unique name in the machine, for example `numa0`."""
+    numa: int | None = None
+    """Number of the NUMA node; None where the kernel reports -1."""
+    socket: int | None = None
+    """Number of the processor package the node belongs to."""
+    architecture: str | None = None
+    """`x86_64`, `arm64` or `ppc64`."""
+    vendor: str | None = None
+    """As /proc/cpuinfo writes it: `GenuineIntel`, `AuthenticAMD`."""
+    family: int | None = None
+    model: int | None = None
+    cores: str | None = None
+    """Logical processors as a list of ranges: `0-23,48-71`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PciSwitch:
+    """A PCIe switch, named by its upstream port."""
+
+    key: str
+    """Bus id of the upstream port."""
+    parent: str | None = None
+    """Key of the switch or CPU above; None where unknown."""
+    vendor: int | None = None
+    device: int | None = None
+    subsystem_vendor: int | None = None
+    subsystem_device: int | None = None
+    pcie: PcieLink | None = None
+    virtual: bool = False
+    """True for a bridge that a hypervisor or a hand-written file invented."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """One network port, under the name a collective library uses for it."""
+
+    name: str
+    """RDMA device (`mlx5_0`, `rdmap16s27`, `cxi0`) where there is one, else the network interface (`eth0`)."""
+    number: int = 1
+    """Port number on its RDMA device."""
+    index: int | None = None
+    """Position in a collective library's list of devices (`dev` in NCCL's file)."""
+    interfaces: tuple[str, ...] = ()
+    """Network interfaces that share the port."""
+    link_layer: str | None = None
+    """`InfiniBand` or `Ethernet`."""
+    bits_per_second: float | None = None
+    """Reported line rate of one direction."""
+    active: bool | None = None
+    bond: str | None = None
+    """Bonded interface the port is a member of."""
+    virtual: bool = False
+    """True where a virtual driver reports the rate, which then means nothing."""
+    gdr: bool | None = None
+    """Whether the network library says that it can register GPU memory."""
+    guid: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nic:
+    """One network card; the functions of a multi-port card are one Nic with several ports."""
+
+    key: str
+    """Bus id of function 0, or `numa0/eth0` for a card that shows no PCI device."""
+    bus: str | None = None
+    parent: str | None = None
+    """Key of the switch or CPU above; None where unknown."""
+    name: str | None = None
+    """Model, where the source tells it."""
+    vendor: int | None = None
+    device: int | None = None
+    subsystem_vendor: int | None = None
+    subsystem_device: int | None = None
+    class_code: int | None = None
+    driver: str | None = None
+    pcie: PcieLink | None = None
+    ports: tuple[Port, ...] = ()
+    functions: int = 1
+    """Physical functions of the card."""
+    virtual_functions: int = 0
+    """SR-IOV functions that were folded into their physical function."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU as the driver counts it (on AMD MI200 that is half a card)."""
+
+    key: str
+    """Bus id, or `GPU0` where the source gives none."""
+    bus: str | None = None
+    parent: str | None = None
+    """Key of the switch or CPU above; None where unknown."""
+    index: int | None = None
+    """Number the driver gives it."""
+    name: str | None = None
+    vendor: int | None = None
+    device: int | None = None
+    subsystem_vendor: int | None = None
+    subsystem_device: int | None = None
+    class_code: int | None = None
+    compute_capability: int | None = None
+    """`sm` of NCCL's file: 80 for A100, 90 for H100; AMD writes a number of its own."""
+    architecture: str | None = None
+    """AMD's name of the instruction set: `gfx942`."""
+    rank: int | None = None
+    gdr: bool | None = None
+    """Whether the driver says that the GPU supports GPUDirect RDMA."""
+    memory_nbytes: int | None = None
+    pcie: PcieLink | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvSwitch:
+    """One NVLink switch chip."""
+
+    key: str
+    """Bus id, or `hidden` where a virtual machine cannot see it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A connection outside the PCIe tree, the same in both directions."""
+
+    a: str
+    """Key of a GPU (or of a switch, for `pci_peer`)."""
+    b: str
+    """Key of a GPU, an NvSwitch or a CPU."""
+    kind: LinkKind
+    count: int = 1
+    """Physical links bundled in it."""
+    bytes_per_second: float | None = None
+    """Sum of the bundle, one direction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenPath:
+    """A path type that the source states without showing the tree behind it."""
+
+    a: str
+    b: str
+    name: str
+    """As printed: `PIX`, `NODE`, `NV12`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defect:
+    """Something the source got wrong and that was therefore left out."""
+
+    kind: DefectKind
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Everything known about one host."""
+
+    hostname: str | None = None
+    cpus: tuple[Cpu, ...] = ()
+    switches: tuple[PciSwitch, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
+    nics: tuple[Nic, ...] = ()
+    nvswitches: tuple[NvSwitch, ...] = ()
+    links: tuple[Link, ...] = ()
+    links_known: bool = False
+    """Whether the source would have shown NVLink or xGMI, so that none in `links` means that there is none."""
+    given_paths: tuple[GivenPath, ...] = ()
+    unclassified: tuple[str, ...] = ()
+    """PCI functions that the source lists without saying what they are."""
+    defects: tuple[Defect, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What is missing or doubtful, one sentence each."""
+    sources: tuple[str, ...] = ()
+    """Where the facts came from: `sysfs`, `nvml`, a file."""
+    virtual: bool | None = None
+    """Whether the host is a virtual machine."""

@@ -1,0 +1,200 @@
+"""How things are called wherever a person reads them: tree, matrix, picture, JSON."""
+
+import re
+from collections.abc import Mapping
+from functools import cached_property
+
+from gradwire.topology.bandwidth import nic_bytes_per_second, pcie_bytes_per_second
+from gradwire.topology.graph import Cpu, Gpu, Link, Machine, Nic, PcieLink, PciSwitch
+from gradwire.topology.paths import Distances, PathType
+from gradwire.topology.pci_ids import VENDOR_NAMES
+
+UNKNOWN = "?"
+
+
+def gigabytes(bytes_per_second: float | None) -> str:
+    """Returns a rate as people write it: `48 GB/s`, or `?`.
+
+    Args:
+        bytes_per_second: The rate.
+    """
+    return UNKNOWN if bytes_per_second is None else f"{bytes_per_second / 1e9:.3g} GB/s"
+
+
+def gigabits(bits_per_second: float | None) -> str:
+    """Returns a line rate as people write it: `400 Gb/s`, or `?`.
+
+    Args:
+        bits_per_second: The rate.
+    """
+    return UNKNOWN if not bits_per_second else f"{bits_per_second / 1e9:.3g} Gb/s"
+
+
+def pcie_text(link: PcieLink | None) -> str:
+    """Returns what is known about a PCIe link: `32 GT/s x16, 48 GB/s`, or `virtual link`.
+
+    Args:
+        link: The link.
+    """
+    if link is None:
+        return ""
+    if link.virtual:
+        return "virtual link"
+    rate = UNKNOWN if link.gigatransfers_per_second is None else f"{link.gigatransfers_per_second:g}"
+    return f"{rate} GT/s x{link.lanes or UNKNOWN}, {gigabytes(pcie_bytes_per_second(link))}"
+
+
+def nic_rate(nic: Nic) -> str:
+    """Returns a card's line rate: the sum of its active ports, `virtual`, `down` or `?`.
+
+    Args:
+        nic: The card.
+    """
+    if nic.ports and all(port.virtual for port in nic.ports):
+        return "virtual"
+    if nic.ports and all(port.active is False for port in nic.ports):
+        return "down"
+    return gigabits(sum(port.bits_per_second or 0 for port in nic.ports if port.active is not False))
+
+
+def nic_name(nic: Nic) -> str:
+    """Returns what people call a card: its ports' names, else its bus id.
+
+    Args:
+        nic: The card.
+    """
+    return "+".join(dict.fromkeys(port.name for port in nic.ports)) or nic.bus or nic.key
+
+
+def vendor_name(vendor: int | None) -> str:
+    """Returns a vendor's name, its number, or nothing.
+
+    Args:
+        vendor: PCI vendor id.
+    """
+    return "" if vendor is None else VENDOR_NAMES.get(vendor, f"vendor {vendor:04x}")
+
+
+def model_name(device: Gpu | Nic) -> str:
+    """Returns a device's model without its maker: `H100 80GB HBM3`, `ConnectX-7`; empty where unknown.
+
+    Args:
+        device: A GPU or a card.
+    """
+    name = device.name or ""
+    bracketed = re.search(r"\[([^\]]+)\]$", name)
+    return bracketed[1] if bracketed else re.sub(r"^(NVIDIA|Mellanox|AMD)( Corporation| Technologies)? ", "", name)
+
+
+def cpu_name(cpu: Cpu) -> str:
+    """Returns `NUMA 0`, or what is known instead.
+
+    Args:
+        cpu: The NUMA node.
+    """
+    if cpu.numa is not None:
+        return f"NUMA {cpu.numa}"
+    _, _, root = cpu.key.partition("@")
+    return f"NUMA unknown, {root}" if root else "NUMA unknown"
+
+
+def switch_name(switch: PciSwitch) -> str:
+    """Returns a switch's maker and bus id.
+
+    Args:
+        switch: The switch.
+    """
+    if switch.virtual:
+        return f"virtual PCIe switch {switch.key}"
+    return f"{vendor_name(switch.vendor)} PCIe switch {switch.key}".strip()
+
+
+class Labels:
+    """Names that depend on the machine as a whole."""
+
+    def __init__(self, machine: Machine) -> None:
+        """Prepares the names.
+
+        Args:
+            machine: The machine.
+        """
+        self.machine = machine
+        self.distances = Distances(machine)
+        self._gpus = {gpu.key: f"GPU{position}" for position, gpu in enumerate(_numbered(machine))}
+        if len({gpu.index for gpu in machine.gpus} - {None}) == len(machine.gpus):
+            self._gpus = {gpu.key: f"GPU{gpu.index}" for gpu in machine.gpus}
+
+    def gpu(self, gpu: Gpu) -> str:
+        """Returns `GPU3`: the driver's number where known, else the position in bus order.
+
+        Args:
+            gpu: A GPU of the machine.
+        """
+        return self._gpus[gpu.key]
+
+    @cached_property
+    def bundles(self) -> Mapping[str, list[Link]]:
+        """GPU -> its NVLink and xGMI bundles."""
+        bundles: dict[str, list[Link]] = {gpu.key: [] for gpu in self.machine.gpus}
+        for link in self.machine.links:
+            if link.kind in ("nvlink", "xgmi"):
+                for end in (link.a, link.b):
+                    if end in bundles:
+                        bundles[end].append(link)
+        return bundles
+
+    def link_count(self, gpu: Gpu) -> int:
+        """Returns the number of NVLinks or xGMI links of a GPU.
+
+        Args:
+            gpu: A GPU of the machine.
+        """
+        return sum(link.count for link in self.bundles[gpu.key])
+
+    def link_bytes_per_second(self, gpu: Gpu) -> float | None:
+        """Returns the sum of a GPU's NVLinks or xGMI links, or None where there are none or their speed is unknown.
+
+        Args:
+            gpu: A GPU of the machine.
+        """
+        rates = [link.bytes_per_second for link in self.bundles[gpu.key]]
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) if known and len(known) == len(rates) else None
+
+    def gpu_gpu(self, a: Gpu, b: Gpu) -> str:
+        """Returns the cell of a matrix for two GPUs: `NV12`, `XGMI`, a path type, or `?`.
+
+        Args:
+            a: A GPU of the machine.
+            b: Another one.
+        """
+        path = self.distances.gpu_gpu(a, b)
+        if path is not PathType.NVL:
+            return UNKNOWN if path is None else path.name
+        direct = [link for link in self.bundles[a.key] if b.key in (link.a, link.b)]
+        if any(link.kind == "xgmi" for link in direct):
+            return "XGMI"
+        if direct:
+            return f"NV{sum(link.count for link in direct)}"
+        return f"NV{min(self.link_count(a), self.link_count(b))}"
+
+
+def _numbered(machine: Machine) -> list[Gpu]:
+    """Returns the GPUs in bus order."""
+    return sorted(machine.gpus, key=lambda gpu: gpu.bus or gpu.key)
+
+
+def nic_summary(nic: Nic) -> str:
+    """Returns one line about a card.
+
+    Args:
+        nic: The card.
+    """
+    layer = next((port.link_layer for port in nic.ports if port.link_layer), "")
+    extra = [nic.bus or "", nic_rate(nic), layer, nic.driver or ""]
+    if nic_bytes_per_second(nic) is not None:
+        extra.append(gigabytes(nic_bytes_per_second(nic)))
+    if nic.virtual_functions:
+        extra.append(f"+{nic.virtual_functions} VFs")
+    bonds = sorted({port.bond for port in nic.ports if port.bond})
+    return " · ".join([*filter(None, extra), *(f"in {bond}" for bond in bonds)])

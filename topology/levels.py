@@ -1,0 +1,137 @@
+"""From a machine to the two numbers a planner needs about each level: bytes per second, and seconds per message.
+
+Bandwidths are NCCL's usable figures, not data-sheet ones. A number that nobody published or measured is None; the
+planner then has to be told (or to measure).
+"""
+
+import time
+from dataclasses import dataclass
+
+from gradwire.topology.assign import nics_of_gpus
+from gradwire.topology.bandwidth import (
+    ALPHA_SECONDS,
+    nic_bytes_per_second,
+    pcie_bytes_per_second,
+    socket_bytes_per_second,
+)
+from gradwire.topology.graph import Cpu, Gpu, Machine, Nic
+from gradwire.topology.labels import Labels
+from gradwire.topology.paths import PathType
+
+HOST_MEMORY_ALPHA_SECONDS = 4e-6
+"""One hand-over between two processes through shared memory; an assumption, to be replaced by a measurement."""
+TCP_ALPHA_SECONDS = 30e-6
+"""One small TCP message between two hosts on one Ethernet switch; an assumption, to be replaced by a measurement."""
+_TUNING = "NCCL v2.28 src/graph/tuning.cc, ring, Simple"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelEstimate:
+    """What one level of the hierarchy can do."""
+
+    name: str
+    """`intra_node` or `inter_node`."""
+    bytes_per_second: float | None
+    """One direction; per GPU (or process) inside the node, per node between nodes. None is unknown."""
+    alpha_seconds: float
+    """Seconds per message."""
+    source: str
+    """Where both numbers come from, for the report of a plan."""
+
+
+def levels_of(machine: Machine, *, host_memory_bytes_per_second: float | None = None) -> tuple[LevelEstimate, ...]:
+    """Returns the levels of a machine, fastest first: inside the node, and between nodes.
+
+    Args:
+        machine: One of the nodes.
+        host_memory_bytes_per_second: Rate of a copy in host memory, for machines without GPUs; see
+            `measure_host_memory`. None leaves it unknown.
+    """
+    if not machine.gpus:
+        rate = host_memory_bytes_per_second
+        told = "given by the caller" if rate is not None else "unknown until measured"
+        source = f"host memory: {told}; alpha assumed"
+        intra = LevelEstimate(
+            name="intra_node", bytes_per_second=rate, alpha_seconds=HOST_MEMORY_ALPHA_SECONDS, source=source
+        )
+        return intra, _inter_node(machine)
+    return _intra_node(machine), _inter_node(machine)
+
+
+def _intra_node(machine: Machine) -> LevelEstimate:
+    """Returns what the GPUs of a machine have between them: NVLink where it joins all of them, else PCIe."""
+    labels = Labels(machine)
+    first = machine.gpus[0]
+    joined = all(labels.distances.gpu_gpu(first, gpu) in (PathType.NVL, PathType.LOC) for gpu in machine.gpus)
+    if len(machine.gpus) > 1 and joined:
+        rates = [labels.link_bytes_per_second(gpu) for gpu in machine.gpus]
+        return LevelEstimate(
+            name="intra_node",
+            bytes_per_second=_least(rates),
+            alpha_seconds=ALPHA_SECONDS["nvlink"],
+            source=f"NVLink or xGMI of the GPU with the fewest: links per NCCL v2.30 topo.h; alpha: {_TUNING}",
+        )
+    if len(machine.gpus) > 1 and not machine.links_known:
+        source = f"unknown: this source cannot show NVLink or xGMI; alpha: {_TUNING}"
+        return LevelEstimate(
+            name="intra_node", bytes_per_second=None, alpha_seconds=ALPHA_SECONDS["pcie"], source=source
+        )
+    pcie = [pcie_bytes_per_second(gpu.pcie) for gpu in machine.gpus]
+    crossed = {cpu for gpu in machine.gpus if (cpu := _cpu_above(machine, labels, gpu)) is not None}
+    sockets = [socket_bytes_per_second(cpu) for cpu in crossed] if len(crossed) > 1 else []
+    return LevelEstimate(
+        name="intra_node",
+        bytes_per_second=_least([*pcie, *sockets]),
+        alpha_seconds=ALPHA_SECONDS["pcie"],
+        source=f"slowest of PCIe{' and the link between sockets' if sockets else ''}: NCCL v2.30; alpha: {_TUNING}",
+    )
+
+
+def _inter_node(machine: Machine) -> LevelEstimate:
+    """Returns what the cards that the GPUs drive send together; without GPUs, the fastest card."""
+    cards = [nic for nic in nics_of_gpus(machine).values() if nic is not None] if machine.gpus else list(machine.nics)
+    rates = {nic.key: nic_bytes_per_second(nic) for nic in cards}
+    known = [rate for rate in rates.values() if rate is not None]
+    total = sum(known) if machine.gpus else max(known, default=None)
+    rdma = bool(cards) and all(_is_rdma(nic) for nic in cards)
+    alpha = ALPHA_SECONDS["network"] if rdma else TCP_ALPHA_SECONDS
+    told = "unknown: no card reports its line rate" if not known else f"line rate of {len(known)} of {len(rates)} cards"
+    return LevelEstimate(
+        name="inter_node",
+        bytes_per_second=total or None,
+        alpha_seconds=alpha,
+        source=f"{told}; alpha: {_TUNING if rdma else 'TCP, assumed'}",
+    )
+
+
+def _is_rdma(nic: Nic) -> bool:
+    """Returns whether a card is InfiniBand by class, or has a port with an RDMA (or Slingshot) device."""
+    return (nic.class_code or 0) >> 8 == 0x0207 or any(not port.virtual and port.name not in port.interfaces for port in nic.ports)
+
+
+def _cpu_above(machine: Machine, labels: Labels, gpu: Gpu) -> Cpu | None:
+    """Returns the CPU a GPU hangs off."""
+    return next((cpu for cpu in machine.cpus if cpu.key == labels.distances.cpu_of(gpu)), None)
+
+
+def _least(rates: list[float | None]) -> float | None:
+    """Returns the smallest rate, or None where one of them is unknown."""
+    known = [rate for rate in rates if rate is not None]
+    return min(known) if known and len(known) == len(rates) else None
+
+
+def measure_host_memory(nbytes: int = 32 << 20, rounds: int = 3) -> float:
+    """Returns the bytes per second of a copy from one buffer of host memory to another, the best of a few.
+
+    Args:
+        nbytes: Size of the buffers; larger than the last-level cache's share of a core.
+        rounds: Copies timed, after one that maps the pages.
+    """
+    source, target = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
+    target[:] = source
+    best = float("inf")
+    for _ in range(rounds):
+        started = time.perf_counter()
+        target[:] = source
+        best = min(best, time.perf_counter() - started)
+    return nbytes / best

@@ -1,0 +1,88 @@
+"""Two descriptions of one machine made one: what the first does not know is taken from the second."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TypeVar
+
+from gradwire.topology.graph import Cpu, Gpu, Machine, Nic, PciSwitch
+
+Device = TypeVar("Device", Gpu, Nic, Cpu)
+
+
+def filled(first: Device, second: Device) -> Device:
+    """Returns `first` with its unknown fields (None or empty) taken from `second`.
+
+    Args:
+        first: What is believed.
+        second: The same device as another source has it.
+    """
+    gaps = {field.name for field in fields(first) if getattr(first, field.name) in (None, ())}
+    return replace(first, **{name: getattr(second, name) for name in gaps})
+
+
+def merge(first: Machine, second: Machine, *, add: bool) -> Machine:
+    """Returns one machine.
+
+    A device's place in the tree is taken from `second` where only that one shows a switch above it: virtual machines
+    are flat, and their providers publish the real tree as a file.
+
+    Args:
+        first: What is believed.
+        second: Another source on the same host.
+        add: Whether GPUs that only `second` knows exist. True for a driver, False for a file.
+    """
+    switches = {switch.key: switch for switch in first.switches}
+    adopted = _adopted(first, second, switches)
+    cpus = _united(first.cpus, second.cpus, add=True)
+    gpus, nics = _united(first.gpus, second.gpus, add=add), _united(first.nics, second.nics, add=False)
+    known = {gpu.key for gpu in gpus} | {nic.key for nic in nics}
+    strangers = [device.key for device in _devices(second) if device.key not in known]
+    notes = [f"{', '.join(second.sources)} names {key}, which this host does not have." for key in strangers]
+    return replace(
+        first,
+        hostname=first.hostname or second.hostname,
+        cpus=cpus,
+        switches=(*first.switches, *(switch for switch in adopted[0])),
+        gpus=tuple(replace(gpu, parent=adopted[1].get(gpu.key, gpu.parent)) for gpu in gpus),
+        nics=tuple(replace(nic, parent=adopted[1].get(nic.key, nic.parent)) for nic in nics),
+        nvswitches=first.nvswitches or second.nvswitches,
+        links_known=first.links_known or second.links_known,
+        links=first.links or tuple(link for link in second.links if link.a in known),
+        notes=(*first.notes, *second.notes, *notes),
+        sources=(*first.sources, *second.sources),
+        virtual=first.virtual if first.virtual is not None else second.virtual,
+    )
+
+
+def _united(first: Sequence[Device], second: Sequence[Device], *, add: bool) -> tuple[Device, ...]:
+    """Returns the devices of both, each filled from the other, in the order of the first."""
+    others: dict[str, Device] = {device.key: device for device in second}
+    both: list[Device] = [filled(device, others.get(device.key, device)) for device in first]
+    mine = {device.key for device in first}
+    both.extend(device for device in second if add and device.key not in mine)
+    return tuple(both)
+
+
+def _devices(machine: Machine) -> list[Gpu | Nic]:
+    """Returns the GPUs and NICs."""
+    return [*machine.gpus, *machine.nics]
+
+
+def _adopted(
+    first: Machine, second: Machine, known: Mapping[str, PciSwitch]
+) -> tuple[list[PciSwitch], dict[str, str | None]]:
+    """Returns the second source's switches that are needed, and device -> place for devices that move below them."""
+    theirs = {switch.key: switch for switch in second.switches}
+    places = {device.key: device.parent for device in _devices(second)}
+    moved = {
+        device.key: places[device.key]
+        for device in _devices(first)
+        if device.parent not in known and places.get(device.key) in theirs
+    }
+    needed: dict[str, PciSwitch] = {}
+    for place in moved.values():
+        key = place
+        while key is not None and key in theirs and key not in needed and key not in known:
+            needed[key] = theirs[key]
+            key = theirs[key].parent
+    return list(needed.values()), moved

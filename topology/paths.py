@@ -1,0 +1,247 @@
+"""How far two devices of a machine are from each other, by the names NCCL prints.
+
+The distance is read off the PCI tree, not off NCCL's printed table: NCCL rewrites a GPU-NIC path to go through the CPU
+once it has decided against GPUDirect RDMA, so its table then shows PHB for hardware that is PIX.
+
+Source: NCCL v2.30 src/include/graph.h (types), src/graph/paths.cc (how a path gets its type), src/graph/topo.cc
+(flattening of Broadcom switches).
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from enum import Enum
+from functools import cached_property
+
+from gradwire.topology.errors import TopologyError
+from gradwire.topology.graph import Gpu, Machine, Nic, PciSwitch
+from gradwire.topology.pci_ids import BROADCOM_LSI
+
+
+class PathType(Enum):
+    """Distances from near to far. Their numbers differ between NCCL versions, so only names are ever shown."""
+
+    LOC = "the device itself"
+    NVL = "NVLink or xGMI, directly or through a switch"
+    NVB = "NVLink by way of another GPU"
+    C2C = "chip-to-chip link between GPU and CPU"
+    PIX = "at most one PCIe switch"
+    PXB = "several PCIe switches, no host bridge"
+    P2C = "GPU -C2C- CPU -PCIe- NIC"
+    PXN = "NVLink to another GPU that is near the NIC"
+    PHB = "through the host bridge of one CPU"
+    SYS = "between NUMA nodes"
+
+
+GDR_BY_DEFAULT = frozenset({PathType.LOC, PathType.PIX, PathType.PXB, PathType.P2C})
+"""Paths on which NCCL uses GPUDirect RDMA unless told otherwise (P2C from NCCL 2.27 on)."""
+
+MAX_DEVICES = 512
+"""More GPUs or more NICs than this are no machine; the limit keeps a hostile file from costing quadratic time."""
+
+MAX_STACKED_SWITCHES = 64
+"""Real machines stack three."""
+
+_PRINTED = {"NODE": PathType.PHB, "PSB": PathType.PIX, "XGMI": PathType.NVL}
+"""Other tools' names: nvidia-smi's NODE is NCCL's PHB, older versions print PSB for two ports of one switch."""
+
+
+def path_of_printed(name: str) -> PathType | None:
+    """Returns the type that a cell of a printed matrix stands for, or None where it is unknown.
+
+    Args:
+        name: `PIX`, `NODE`, `NV12`, `?`.
+    """
+    if name in PathType.__members__:
+        return PathType[name]
+    return PathType.NVL if name.startswith("NV") and name[2:].isdigit() else _PRINTED.get(name)
+
+
+def broadcom_generation(switch: PciSwitch, level: int) -> int:
+    """Returns 4 or 5 for a Broadcom PEX switch that shows itself as two stacked ones, else 0.
+
+    Args:
+        switch: The switch.
+        level: 0 for the upper one of a stack, 1 for the lower one.
+    """
+    subsystem = switch.subsystem_device or 0
+    if (switch.vendor, switch.subsystem_vendor) != (BROADCOM_LSI, BROADCOM_LSI):
+        return 0
+    if switch.device == 0xC010 and subsystem >> 12 == 0xA:
+        return 4
+    return 5 if switch.device == 0xC030 and subsystem >> 12 == level else 0
+
+
+class Distances:
+    """Answers for one machine; every question costs constant time after a linear preparation."""
+
+    def __init__(self, machine: Machine) -> None:
+        """Prepares the answers.
+
+        Args:
+            machine: What to measure.
+
+        Raises:
+            TopologyError: The parents form a cycle, or there are more devices than a machine can have.
+        """
+        if max(len(machine.gpus), len(machine.nics)) > MAX_DEVICES:
+            found = f"{len(machine.gpus)} GPUs and {len(machine.nics)} NICs"
+            raise TopologyError(f"{found} are described; one machine has at most {MAX_DEVICES} of each")
+        self.machine = machine
+        self._cpus = {cpu.key: cpu for cpu in machine.cpus}
+        self._switches = {switch.key: switch for switch in machine.switches}
+        self._fused = self._stacked()
+        self._tops = {key: self._top(key) for key in self._switches}
+        self._given = {frozenset((path.a, path.b)): path_of_printed(path.name) for path in machine.given_paths}
+
+    def _stacked(self) -> dict[str, str]:
+        """Returns lower half -> upper half of every stacked Broadcom switch; NCCL takes the two for one."""
+        fused = {}
+        for key, switch in self._switches.items():
+            upper = self._switches.get(switch.parent or "")
+            generation = 0 if upper is None else broadcom_generation(upper, 0)
+            if upper is not None and generation and broadcom_generation(switch, 1) == generation:
+                fused[key] = upper.key
+        return fused
+
+    def _place(self, parent: str | None) -> str | None:
+        """Returns the switch or CPU a device hangs off once stacked switches are one."""
+        return self._fused.get(parent or "", parent)
+
+    def _top(self, key: str) -> tuple[str, str | None]:
+        """Returns the uppermost switch above (or equal to) `key` and the CPU above that."""
+        seen: set[str] = set()
+        while True:
+            if key in seen or len(seen) == MAX_STACKED_SWITCHES:
+                raise TopologyError(f"more than {MAX_STACKED_SWITCHES} PCI switches above {key}, or it lies below itself")
+            seen.add(key)
+            parent = self._switches[key].parent
+            if parent is None or parent not in self._switches:
+                return key, parent
+            key = parent
+
+    def cpu_of(self, device: Gpu | Nic) -> str | None:
+        """Returns the key of the CPU a device hangs off, or None where unknown.
+
+        Args:
+            device: A GPU or NIC of the machine.
+        """
+        return self._tops[device.parent][1] if device.parent in self._tops else device.parent
+
+    def _tree_path(self, a: Gpu | Nic, b: Gpu | Nic) -> PathType | None:
+        """Returns the type of the way through the PCI tree."""
+        if a.parent is None or b.parent is None:
+            return None
+        above_a, above_b = self._place(a.parent), self._place(b.parent)
+        if above_a in self._switches and above_b in self._switches:
+            if above_a == above_b:
+                return PathType.PIX
+            if self._tops[str(above_a)][0] == self._tops[str(above_b)][0]:
+                return PathType.PXB
+        cpu_a, cpu_b = self.cpu_of(a), self.cpu_of(b)
+        if cpu_a is None or cpu_b is None:
+            return None
+        if cpu_a == cpu_b:
+            return PathType.PHB
+        known = all(key in self._cpus and self._cpus[key].numa is not None for key in (cpu_a, cpu_b))
+        return PathType.SYS if known else None
+
+    @cached_property
+    def _peers(self) -> dict[str, frozenset[str]]:
+        """GPU -> the GPUs it reaches over NVLink or xGMI, directly or through a switch."""
+        direct: dict[str, set[str]] = defaultdict(set)
+        gpus = {gpu.key for gpu in self.machine.gpus}
+        switched = set()
+        for link in self.machine.links:
+            if link.kind in ("nvlink", "xgmi"):
+                if link.b in gpus:
+                    direct[link.a].add(link.b)
+                    direct[link.b].add(link.a)
+                else:
+                    switched.add(link.a)
+        for gpu in switched:
+            direct[gpu] |= switched - {gpu}
+        return {gpu: frozenset(peers) for gpu, peers in direct.items()}
+
+    @cached_property
+    def _coherent(self) -> frozenset[str]:
+        """GPUs with a chip-to-chip link to their CPU."""
+        return frozenset(link.a for link in self.machine.links if link.kind == "c2c")
+
+    def gpu_gpu(self, a: Gpu, b: Gpu) -> PathType | None:
+        """Returns the best path between two GPUs, or None where it is unknown.
+
+        Args:
+            a: A GPU of the machine.
+            b: Another one, or the same.
+        """
+        if a.key == b.key:
+            return PathType.LOC
+        pair = frozenset((a.key, b.key))
+        if pair in self._given:
+            return self._given[pair]
+        mine, theirs = self._peers.get(a.key, frozenset()), self._peers.get(b.key, frozenset())
+        if b.key in mine:
+            return PathType.NVL
+        return PathType.NVB if mine & theirs else self._tree_path(a, b)
+
+    def gpu_nic(self, gpu: Gpu, nic: Nic) -> PathType | None:
+        """Returns the hardware path between a GPU and a NIC, or None where it is unknown.
+
+        Args:
+            gpu: A GPU of the machine.
+            nic: A NIC of the machine.
+        """
+        pair = frozenset((gpu.key, nic.key))
+        if pair in self._given:
+            return self._given[pair]
+        path = self._tree_path(gpu, nic)
+        return PathType.P2C if path is PathType.PHB and gpu.key in self._coherent else path
+
+    def nic_nic(self, a: Nic, b: Nic) -> PathType | None:
+        """Returns the path between two NICs, or None where it is unknown.
+
+        Args:
+            a: A NIC of the machine.
+            b: Another one, or the same.
+        """
+        if a.key == b.key:
+            return PathType.LOC
+        pair = frozenset((a.key, b.key))
+        return self._given[pair] if pair in self._given else self._tree_path(a, b)
+
+    def proxy(self, gpu: Gpu, nic: Nic) -> Gpu | None:
+        """Returns the GPU through which NCCL can reach a far NIC (PXN): an NVLink peer that is near it.
+
+        Args:
+            gpu: The GPU that wants to send.
+            nic: A NIC it is far from.
+        """
+        own = self.gpu_nic(gpu, nic)
+        if own is None or own in GDR_BY_DEFAULT:
+            return None
+        near = (peer for peer in self.machine.gpus if self.gpu_gpu(gpu, peer) is PathType.NVL)
+        return next((peer for peer in near if self.gpu_nic(peer, nic) in GDR_BY_DEFAULT), None)
+
+    def nearest_nics(self, gpu: Gpu) -> tuple[PathType | None, tuple[Nic, ...]]:
+        """Returns the shortest path from a GPU to any NIC and the NICs at that distance, in the machine's order.
+
+        Args:
+            gpu: A GPU of the machine.
+        """
+        paths = [(self.gpu_nic(gpu, nic), nic) for nic in self.machine.nics]
+        order: Sequence[PathType] = tuple(PathType)
+        known = [path for path, _ in paths if path is not None]
+        if not known:
+            return None, ()
+        best = min(known, key=order.index)
+        return best, tuple(nic for path, nic in paths if path is best)
+
+    def qualifies_for_gdr(self, gpu: Gpu, nic: Nic) -> bool:
+        """Returns whether NCCL would use GPUDirect RDMA for a pair, as far as the machine's description tells.
+
+        Args:
+            gpu: A GPU of the machine.
+            nic: A NIC of the machine; a NIC all of whose ports say that they cannot is ruled out.
+        """
+        able = not nic.ports or any(port.gdr is not False for port in nic.ports)
+        return self.gpu_nic(gpu, nic) in GDR_BY_DEFAULT and gpu.gdr is not False and able

@@ -1,0 +1,86 @@
+"""What a PCI bus id, class code and vendor id mean.
+
+Source: PCI Code and ID Assignment Specification 1.11 (class codes); NCCL v2.30 src/graph/topo.cc (which class NCCL takes
+for which node); the public PCI ID repository (vendors).
+"""
+
+import re
+from typing import Literal
+
+PciRole = Literal["gpu", "nic", "nvswitch", "cpu", "switch", "other"]
+
+NVIDIA, AMD_GPU, MELLANOX, BROADCOM_LSI, AMAZON = 0x10DE, 0x1002, 0x15B3, 0x1000, 0x1D0F
+CRAY, HPE, MICROSOFT, RED_HAT = 0x17DB, 0x1590, 0x1414, 0x1B36
+
+VENDOR_NAMES = {
+    NVIDIA: "NVIDIA", AMD_GPU: "AMD", MELLANOX: "Mellanox", BROADCOM_LSI: "Broadcom", AMAZON: "Amazon",
+    CRAY: "Cray", HPE: "HPE", 0x14E4: "Broadcom", 0x8086: "Intel", 0x1022: "AMD", 0x11F8: "Microchip",
+    0x10B5: "PLX", MICROSOFT: "Microsoft", RED_HAT: "QEMU", 0x1AF4: "virtio", 0x15AD: "VMware", 0x1AE0: "Google",
+    0x104C: "Texas Instruments", 0x1A03: "ASPEED", 0x102B: "Matrox",
+}  # fmt: skip
+"""Vendor id -> the name people use."""
+
+VIRTUAL_BRIDGE_VENDORS = frozenset({0xFFFF, RED_HAT, 0x1AF4, 0x15AD, MICROSOFT, 0x5853})
+"""Bridges of these vendors are software: hand-written files, QEMU, virtio, VMware, Hyper-V, Xen."""
+
+EMULATED_BRIDGES = frozenset({(0x104C, 0x8232), (0x104C, 0x8233)})
+"""QEMU's `x3130-upstream` and `xio3130-downstream`; the real XIO3130 is a 2.5 GT/s x1 part."""
+
+_BUS_ID = re.compile(r"(?:([0-9a-fA-F]{1,8}):)?([0-9a-fA-F]{2}):([0-9a-fA-F]{2})\.([0-7])")
+
+
+def normal_bus_id(text: str) -> str | None:
+    """Returns a bus id as sysfs writes it (`0000:04:00.0`), or None where `text` is none.
+
+    Args:
+        text: With or without a domain, which NVML pads to eight digits; any case.
+    """
+    match = _BUS_ID.fullmatch(text.strip())
+    if match is None:
+        return None
+    domain = int(match[1] or "0", 16)
+    return f"{domain:04x}:{match[2]}:{match[3]}.{match[4]}".lower()
+
+
+def role_of_class(class_code: int) -> PciRole:
+    """Returns what a collective library takes a function of this class for.
+
+    Args:
+        class_code: 24 bits: base class, sub-class, programming interface.
+    """
+    base, sub = class_code >> 16, class_code >> 8
+    if base == 0x03 or sub == 0x1200:
+        return "gpu"
+    if base == 0x02:
+        return "nic"
+    if class_code == 0x068001:
+        return "cpu"
+    if sub == 0x0680:
+        return "nvswitch"
+    return "switch" if sub == 0x0604 else "other"
+
+
+def role_of_function(class_code: int, vendor: int | None) -> PciRole:
+    """Returns what a function found on a bus is: on a real bus a VGA adapter need not be a GPU one can train on.
+
+    Args:
+        class_code: 24 bits.
+        vendor: PCI vendor id, where known.
+    """
+    role = role_of_class(class_code)
+    if role == "gpu" and vendor not in (NVIDIA, AMD_GPU):
+        return "other"
+    if role == "nvswitch" and vendor != NVIDIA:
+        return "other"
+    return role
+
+
+def is_virtual_bridge(bus: str, vendor: int | None, device: int | None) -> bool:
+    """Returns whether a bridge is software, so that its link speed means nothing.
+
+    Args:
+        bus: Bus id; `ffff:ff:..` is what cloud providers write for a switch they made up.
+        vendor: PCI vendor id, where known.
+        device: PCI device id, where known.
+    """
+    return bus.startswith("ffff:ff:") or vendor in VIRTUAL_BRIDGE_VENDORS or (vendor, device) in EMULATED_BRIDGES

@@ -1,0 +1,249 @@
+"""`nvidia-smi topo -m` text -> Machine: a matrix of distances without the tree behind it.
+
+What real texts do: colour escapes, tabs or aligned spaces, NICs as `NIC3` with a legend or as `mlx5_3` without one,
+cells run together, missing affinities, rows cut off, `-mp` (which hides NVLink), and no column at all for cards
+without verbs (Slingshot, EFA): "no NIC in the matrix" is not "no NIC".
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gradwire.topology.errors import TopologyError
+from gradwire.topology.graph import Cpu, Defect, GivenPath, Gpu, Link, Machine, Nic, NvSwitch, Port
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\x1b[@-_]")
+"""Terminal escapes: colours, cursor movement, titles."""
+_TAIL = re.compile(r"CPU Affinity|NUMA Affinity|GPU NUMA ID")
+_GPU = re.compile(r"GPU[0-9]{1,4}")
+_COLUMN = re.compile(r"(GPU|NIC)[0-9]{1,4}|(?!GPU|NIC)[A-Za-z][\w.-]*[0-9][\w.-]*")
+_NUMBERED_NIC = re.compile(r"NIC[0-9]{1,4}")
+_CELL = re.compile(r"\s*(X|SYS|NODE|PHB|PXB|PXN|P2C|PIX|PSB|NVB|NVL|C2C|XGMI|NV[0-9]{1,2}|N/A|\?)")
+_LEGEND = re.compile(r"\s*(NIC\d+):\s*([\w.-]+)")
+
+MAX_COLUMNS = 512
+MAX_NVLINKS_OF_A_GPU = 18
+"""NVLink 4 and 5; more in a row's sum proves that a switch fans them out. Source: NVIDIA H100 and B200 data sheets."""
+
+
+@dataclass(slots=True)
+class _Matrix:
+    """The raw table."""
+
+    columns: list[str]
+    tail: list[str]
+    """Titles of the columns after the matrix."""
+    rows: dict[str, list[str]] = field(default_factory=dict)
+    rests: dict[str, str] = field(default_factory=dict)
+    """What stands in a row after its cells."""
+
+
+def looks_like_smi(text: str) -> bool:
+    """Returns whether a text contains the header of a matrix.
+
+    Args:
+        text: Any text, escapes removed.
+    """
+    return any(_header(line) is not None for line in text.splitlines())
+
+
+def read(text: str) -> Machine:
+    """Returns the machine that a printed matrix describes.
+
+    Args:
+        text: What `nvidia-smi topo -m` printed, with or without escapes and legend.
+
+    Raises:
+        TopologyError: There is no matrix in the text.
+    """
+    lines = ANSI.sub("", text).splitlines()
+    matrix = _matrix(lines)
+    names = {match[1]: match[2] for match in map(_LEGEND.match, lines) if match is not None and match[2] != match[1]}
+    gpus = [name for name in matrix.columns if _GPU.fullmatch(name)]
+    cpus = _cpus(matrix, gpus)
+    defects = (*_asymmetric(matrix), *_short(matrix))
+    links = _links(matrix, gpus)
+    switched = _switched(links, gpus)
+    return Machine(
+        cpus=tuple(sorted(cpus.values(), key=lambda cpu: cpu.numa or 0)),
+        gpus=tuple(Gpu(key=name, index=int(name[3:]), parent=_parent(matrix, name)) for name in gpus),
+        nics=tuple(_nic(matrix, name, names, gpus) for name in matrix.columns if name not in gpus),
+        nvswitches=(NvSwitch(key="hidden"),) if switched else (),
+        links=_through_switch(links, gpus) if switched else links,
+        links_known=_shows_nvlink(text),
+        given_paths=_paths(matrix),
+        defects=defects,
+        notes=tuple(_notes(matrix, text, defects)),
+        sources=("nvidia-smi topo -m",),
+    )
+
+
+def _header(line: str) -> tuple[list[str], list[str]] | None:
+    """Returns the column names and the titles after them, or None where the line is no header."""
+    tail = _TAIL.search(line)
+    words = line[: tail.start() if tail else len(line)].split()
+    if not any(_GPU.fullmatch(word) for word in words) and not all(map(_NUMBERED_NIC.fullmatch, words)):
+        return None
+    if not 0 < len(words) <= MAX_COLUMNS or not all(_COLUMN.fullmatch(word) for word in words):
+        return None
+    if len(set(words)) != len(words):
+        return None
+    return words, _TAIL.findall(line)
+
+
+def _matrix(lines: Sequence[str]) -> _Matrix:
+    """Returns the first matrix in the text."""
+    matrix: _Matrix | None = None
+    for line in lines:
+        if matrix is None:
+            header = _header(line)
+            matrix = None if header is None else _Matrix(*header)
+            continue
+        name, _, rest = line.strip().partition(" ") if "\t" not in line else line.strip("\r\n").partition("\t")
+        if name.strip() in matrix.columns and name.strip() not in matrix.rows:
+            _read_row(matrix, name.strip(), rest)
+        elif line.strip().startswith("Legend"):
+            break
+    if matrix is None:
+        raise TopologyError("no matrix found; expected the output of `nvidia-smi topo -m`")
+    return matrix
+
+
+def _read_row(matrix: _Matrix, name: str, rest: str) -> None:
+    """Stores one row: cells as long as they can be understood, then the rest."""
+    cells: list[str] = []
+    position = 0
+    while len(cells) < len(matrix.columns):
+        match = _CELL.match(rest, position)
+        if match is None:
+            break
+        cells.append(match[1])
+        position = match.end()
+    matrix.rows[name] = cells
+    matrix.rests[name] = rest[position:]
+
+
+def _tail_cell(matrix: _Matrix, name: str, title: str) -> str | None:
+    """Returns an affinity cell of a row, or None where it is empty or cannot be told from its neighbour."""
+    if title not in matrix.tail or name not in matrix.rests:
+        return None
+    rest = matrix.rests[name]
+    cells = rest.strip(" ").split("\t")[1:] if "\t" in rest else rest.split()
+    if "\t" not in rest and len(cells) < len(matrix.tail):
+        shape = r"\d+(?:[-,]\d+)+" if title == "CPU Affinity" else r"\d+"
+        return next((cell for cell in cells if re.fullmatch(shape, cell)), None)
+    position = matrix.tail.index(title)
+    cell = cells[position].strip() if position < len(cells) else ""
+    return cell if re.fullmatch(r"[\d,-]+", cell) else None
+
+
+def _numa(matrix: _Matrix, name: str) -> int | None:
+    """Returns the NUMA node of a GPU, or None where the text gives none or several."""
+    cell = _tail_cell(matrix, name, "NUMA Affinity")
+    return int(cell) if cell is not None and re.fullmatch(r"[0-9]{1,6}", cell) else None
+
+
+def _parent(matrix: _Matrix, name: str) -> str | None:
+    """Returns the key of the CPU a GPU hangs off."""
+    numa = _numa(matrix, name)
+    return None if numa is None else f"numa{numa}"
+
+
+def _cpus(matrix: _Matrix, gpus: Sequence[str]) -> dict[int, Cpu]:
+    """Returns the NUMA nodes that GPUs name."""
+    cpus: dict[int, Cpu] = {}
+    for gpu in gpus:
+        numa = _numa(matrix, gpu)
+        if numa is not None and numa not in cpus:
+            cpus[numa] = Cpu(key=f"numa{numa}", numa=numa, cores=_tail_cell(matrix, gpu, "CPU Affinity"))
+    return cpus
+
+
+def _nic(matrix: _Matrix, name: str, names: Mapping[str, str], gpus: Sequence[str]) -> Nic:
+    """Returns the NIC of a column; a matrix shows devices that have verbs, one port each.
+
+    A path that stays below one CPU proves that the NIC hangs off the same CPU as the GPU.
+    """
+    place = matrix.columns.index(name)
+    near = [gpu for gpu in gpus if matrix.rows.get(gpu, [])[place : place + 1] in (["PIX"], ["PXB"], ["PHB"], ["NODE"])]
+    return Nic(key=name, parent=_parent(matrix, near[0]) if near else None, ports=(Port(name=names.get(name, name)),))
+
+
+def _pairs(matrix: _Matrix) -> list[tuple[str, str, str | None, str | None]]:
+    """Returns (a, b, cell of a's row, cell of b's row) for every pair."""
+    place = {name: position for position, name in enumerate(matrix.columns)}
+
+    def cell(row: str, column: str) -> str | None:
+        cells = matrix.rows.get(row, [])
+        return cells[place[column]] if place[column] < len(cells) else None
+
+    names = matrix.columns
+    return [(a, b, cell(a, b), cell(b, a)) for i, a in enumerate(names) for b in names[i + 1 :]]
+
+
+def _paths(matrix: _Matrix) -> tuple[GivenPath, ...]:
+    """Returns what the cells say; a pair whose two cells disagree stays unknown."""
+    paths = []
+    for a, b, one, other in _pairs(matrix):
+        name = one or other or "?"
+        paths.append(GivenPath(a=a, b=b, name="?" if one and other and one != other else name))
+    return tuple(paths)
+
+
+def _asymmetric(matrix: _Matrix) -> list[Defect]:
+    """Returns the pairs whose two cells disagree."""
+    return [
+        Defect(kind="asymmetric_cell", where=f"{a}-{b}: {one}/{other}")
+        for a, b, one, other in _pairs(matrix)
+        if one is not None and other is not None and one != other
+    ]
+
+
+def _short(matrix: _Matrix) -> list[Defect]:
+    """Returns the rows that are missing or end early; NIC rows may be missing as a whole."""
+    gpu_rows_only = all(name.startswith("GPU") for name in matrix.rows)
+    expected = [name for name in matrix.columns if name.startswith("GPU") or not gpu_rows_only]
+    short = [name for name in expected if len(matrix.rows.get(name, ())) < len(matrix.columns)]
+    return [Defect(kind="short_row", where=name) for name in short]
+
+
+def _links(matrix: _Matrix, gpus: Sequence[str]) -> tuple[Link, ...]:
+    """Returns the NVLink bundles between GPUs; their speed is unknown, as the GPU's generation is."""
+    known = set(gpus)
+    return tuple(
+        Link(a=path.a, b=path.b, kind="nvlink", count=int(path.name[2:]))
+        for path in _paths(matrix)
+        if path.a in known and path.b in known and re.fullmatch(r"NV\d+", path.name)
+    )
+
+
+def _switched(links: Sequence[Link], gpus: Sequence[str]) -> bool:
+    """Returns whether some GPU would need more links than exist, which only an NVLink switch explains."""
+    sums = dict.fromkeys(gpus, 0)
+    for link in links:
+        sums[link.a] += link.count
+        sums[link.b] += link.count
+    return max(sums.values(), default=0) > MAX_NVLINKS_OF_A_GPU
+
+
+def _through_switch(links: Sequence[Link], gpus: Sequence[str]) -> tuple[Link, ...]:
+    """Returns one bundle per GPU to the switch in place of the pairs."""
+    widest = dict.fromkeys(gpus, 0)
+    for link in links:
+        widest[link.a] = max(widest[link.a], link.count)
+        widest[link.b] = max(widest[link.b], link.count)
+    return tuple(Link(a=gpu, b="hidden", kind="nvlink", count=count) for gpu, count in widest.items() if count)
+
+
+def _shows_nvlink(text: str) -> bool:
+    """Returns whether NVLink is in the cells or the legend, which `-mp` keeps it out of."""
+    return re.search(r"\bNV([0-9]+|#)", text) is not None
+
+
+def _notes(matrix: _Matrix, text: str, defects: Sequence[Defect]) -> list[str]:
+    """Returns what this text cannot tell."""
+    notes = ["The matrix shows only cards with verbs: Slingshot (cxi) and EFA cards are invisible to nvidia-smi."]
+    if not _shows_nvlink(text):
+        notes.append("NVLink is unknown: no NV# in the text, as with `topo -mp`, which hides it.")
+    notes += [f"{defect.where}: {defect.kind.replace('_', ' ')}; unknown there." for defect in defects]
+    return notes
