@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from gradwire.comms.cost import sent_nbytes
 from gradwire.comms.groups import Groups
 from gradwire.comms.lanes import Lane
-from gradwire.comms.schedule import Transfer
+from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from gradwire.comms.transport.torch_group import Works
 from gradwire.compressors.base import Compressor, Group, Layout, Work
 
@@ -37,12 +38,6 @@ def _flushed(compressor: Compressor, shard: Tensor, layout: Layout, group: Group
     yield group.all_reduce(shard)
 
 
-def compressed_nbytes(compressor: Compressor, layout: Layout, transfers: list[Transfer]) -> float:
-    """Bytes that this rank sends for its shards in a compressed phase."""
-    return sum(compressor.wire_nbytes(layout.cut(transfer.start, transfer.stop), len(transfer.members))
-               for transfer in transfers)
-
-
 class Switch:
     """The lane that a compressor's collectives go through now."""
 
@@ -51,13 +46,17 @@ class Switch:
 
 
 class LaneGroup:
-    """A `Group` that stands for another communicator of the same ranks after each hop."""
+    """A `Group` that stands for another communicator of the same ranks after each hop, and counts what is sent.
+
+    `sent_nbytes` is what the collectives issued through it send from this rank, headers not counted.
+    """
 
     def __init__(self, groups: Groups, rank: int, members: tuple[int, ...], switch: Switch) -> None:
         self.rank = members.index(rank)
         self._groups = groups
         self._members = members
         self._switch = switch
+        self.sent_nbytes = 0.0
 
     @property
     def _group(self) -> Group:
@@ -70,24 +69,30 @@ class LaneGroup:
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """See `Group.all_reduce`."""
+        self.sent_nbytes += sent_nbytes(ALL_REDUCE, tensor.nbytes, self.size, self.rank)
         return self._group.all_reduce(tensor)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Work:
         """See `Group.all_to_all`."""
+        self.sent_nbytes += source.nbytes * (self.size - 1) / self.size
         return self._group.all_to_all(output, source)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
         """See `Group.all_gather`."""
+        self.sent_nbytes += source.nbytes * (self.size - 1)
         return self._group.all_gather(output, source)
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
         """See `Group.reduce_scatter`."""
+        self.sent_nbytes += sent_nbytes(REDUCE_SCATTER, tensor.nbytes, self.size, self.rank, bounds)
         return self._group.reduce_scatter(tensor, bounds)
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
         """See `Group.all_gather_slices`."""
+        self.sent_nbytes += sent_nbytes(ALL_GATHER, tensor.nbytes, self.size, self.rank, bounds)
         return self._group.all_gather_slices(tensor, bounds)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
         """See `Group.broadcast`."""
+        self.sent_nbytes += tensor.nbytes * (self.rank == root)
         return self._group.broadcast(tensor, root)

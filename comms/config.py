@@ -128,6 +128,24 @@ def local_rank() -> int | None:
     return int(text) if text is not None and text.isdigit() else None
 
 
+def launcher_variables() -> dict[str, str]:
+    """What torchrun, mpirun or srun told this process about its rank; the names are theirs."""
+    return {name: os.environ[name] for name in _LAUNCHER_VARIABLES if name in os.environ}
+
+
+def bench_environment() -> float | None:
+    """NCCL_TESTS_MIN_BW: the bus bandwidth in GB/s that a benchmark must come near; None where it is not set.
+
+    Raises:
+        ValueError: It is no number.
+    """
+    text = os.environ.get("NCCL_TESTS_MIN_BW")
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        raise ValueError(f"`NCCL_TESTS_MIN_BW` is {text!r}; wanted a number of GB/s, or leave it unset") from None
+
+
 def _plain(value: object) -> str:
     if isinstance(value, Mapping):
         return repr(sorted((str(name), repr(entry)) for name, entry in value.items()))
@@ -162,3 +180,11 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "LOCATION": ("location", lambda text: tuple(text.split("/"))),
     "NIC_BYTES_PER_SECOND": ("nic_bytes_per_second", float),
 }
+
+_LAUNCHER_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",  # torchrun
+    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",  # Open MPI
+    "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "PMIX_RANK",  # MPICH, Intel MPI, PMIx
+    "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST",  # srun
+    "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_USE_AGENT_STORE",
+)

@@ -6,12 +6,12 @@ decided by the plan alone, so all ranks hop alike, also those that have nothing 
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from gradwire.comms.compressed import LaneGroup, Switch, compressed_nbytes, run_compressed
+from gradwire.comms.compressed import LaneGroup, Switch, run_compressed
 from gradwire.comms.groups import Groups
 from gradwire.comms.lanes import Hop, Lane
 from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Phase, Plan
@@ -44,6 +44,14 @@ class Chunk:
     scale: float
     layout: Layout | None = None
     flush: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """How a phase ends: the works still on their way, and the bytes sent where the plan alone does not tell."""
+
+    works: list[Work]
+    sent_nbytes: float | None = None
 
 
 class Executor:
@@ -79,33 +87,47 @@ class Executor:
         for index, phase in enumerate(plan.phases):
             mine = chunk.transfers[index]
             began = time.perf_counter()
-            compressor = self._compressor if phase.compressor else None
-            if scale != 1.0 and (compressor or not self._scales(mine)):
+            compressed = bool(phase.compressor and self._compressor)
+            if scale != 1.0 and (compressed or not self._scales(mine)):
                 chunk.flat[chunk.start:chunk.stop].mul_(scale)
                 scale = 1.0
-            works: list[Work] = []
-            if compressor:
-                for step, pending in enumerate(self._shrink(compressor, chunk, mine, lane, index), start=1):
-                    lane = (index, step)
-                    yield Hop(lane, pending)
-            elif self._in_rank_order(phase):
-                sums, shares = [], []
-                for transfer in mine:
-                    scatter, gather = both_halves(transfer)
-                    sums.append(self._issue(chunk.flat, scatter, lane, scale))
-                    shares.append(gather)
-                lane = (index, 1)
-                yield Hop(lane, Works(sums))
-                works = [self._issue(chunk.flat, gather, lane, 1.0) for gather in shares]
-            else:
-                works = [self._issue(chunk.flat, transfer, lane, scale) for transfer in mine]
+            run = self._shrink if compressed else self._in_two_halves if self._in_rank_order(phase) else self._at_once
+            last = yield from run(chunk, mine, lane, index, scale)
             scale = 1.0
             if self._hops(phase):
                 lane = (index + 1, 0)
-                yield Hop(lane, Works(works))
-            sent = compressed_nbytes(compressor, chunk.layout, mine) if compressor and chunk.layout else None
+                yield Hop(lane, Works(last.works))
             self._ledger.add(index, phase, self._rank, mine, chunk.flat.element_size(),
-                             time.perf_counter() - began, sent)
+                             time.perf_counter() - began, last.sent_nbytes)
+
+    def _at_once(self, chunk: Chunk, transfers: list[Transfer], lane: Lane, index: int,
+                 scale: float) -> Generator[Hop, None, _Last]:
+        """A phase that is one collective for each of this rank's transfers."""
+        return _Last([self._issue(chunk.flat, transfer, lane, scale) for transfer in transfers])
+        yield
+
+    def _in_two_halves(self, chunk: Chunk, transfers: list[Transfer], lane: Lane, index: int,
+                       scale: float) -> Generator[Hop, None, _Last]:
+        """An all_reduce whose sums run in rank order, as a reduce_scatter and an all_gather."""
+        halves = [both_halves(transfer) for transfer in transfers]
+        sums = [self._issue(chunk.flat, scatter, lane, scale) for scatter, _ in halves]
+        yield Hop((index, 1), Works(sums))
+        return _Last([self._issue(chunk.flat, gather, (index, 1), 1.0) for _, gather in halves])
+
+    def _shrink(self, chunk: Chunk, transfers: list[Transfer], lane: Lane, index: int,
+                scale: float) -> Generator[Hop, None, _Last]:
+        """The compressed phase: this rank's shards go through the compressor, all in step, a lane a round."""
+        if chunk.layout is None or self._compressor is None:
+            raise RuntimeError("a compressed phase needs a compressor and the bucket's layout")
+        switch = Switch(lane)
+        shards = [chunk.flat[transfer.start:transfer.stop] for transfer in transfers]
+        layouts = [chunk.layout.cut(transfer.start, transfer.stop) for transfer in transfers]
+        groups = [LaneGroup(self._groups, self._rank, transfer.members, switch) for transfer in transfers]
+        rounds = run_compressed(self._compressor, shards, layouts, groups, chunk.flush)
+        for step, pending in enumerate(rounds, start=1):
+            yield Hop((index, step), pending)
+            switch.lane = (index, step)
+        return _Last([], sum(group.sent_nbytes for group in groups))
 
     def _scales(self, transfers: list[Transfer]) -> bool:
         """Whether this phase scales as it sums: shared memory does, where one transfer covers the whole chunk."""
@@ -121,19 +143,6 @@ class Executor:
                 return group.all_reduce(view, scale)
             return group.reduce_scatter(view, transfer.bounds, scale)
         return group.all_reduce(view) if transfer.op == ALL_REDUCE else group.reduce_scatter(view, transfer.bounds)
-
-    def _shrink(self, compressor: Compressor, chunk: Chunk, transfers: list[Transfer], lane: Lane,
-                index: int) -> Iterator[Work]:
-        """The compressed phase: this rank's shards go through the compressor, all in step, a lane a round."""
-        if chunk.layout is None:
-            raise RuntimeError("a compressed phase needs the bucket's layout")
-        switch = Switch(lane)
-        shards = [chunk.flat[transfer.start:transfer.stop] for transfer in transfers]
-        layouts = [chunk.layout.cut(transfer.start, transfer.stop) for transfer in transfers]
-        groups = [LaneGroup(self._groups, self._rank, transfer.members, switch) for transfer in transfers]
-        for step, pending in enumerate(run_compressed(compressor, shards, layouts, groups, chunk.flush), start=1):
-            yield pending
-            switch.lane = (index, step)
 
 
 def both_halves(transfer: Transfer) -> tuple[Transfer, Transfer]:

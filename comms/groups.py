@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradwire.comms.compat import PrefixStore, Store, clone_store
 from gradwire.comms.lanes import Lane
-from gradwire.comms.transport import gloo, nccl
+from gradwire.comms.transport import gloo, mpi, nccl
 from gradwire.comms.transport.shm import ShmGroup
 from gradwire.comms.transport.torch_group import Alarm
 from gradwire.compressors.base import Group, Work
@@ -46,11 +46,12 @@ class Groups:
                  transport: str, timeout: timedelta, alarm: Alarm) -> None:
         if transport == "nccl" and device.type != "cuda":
             raise ValueError(f"`transport` is nccl but the gradients are on {device}; wanted gloo or auto")
-        if transport == "mpi":
-            raise ValueError("`transport` is mpi, which this version of gradwire cannot run; wanted gloo or auto")
+        if transport == "mpi" and device.type != "cpu":
+            raise ValueError(f"`transport` is mpi but the gradients are on {device}; wanted nccl or auto")
         self._store = store
         self._rank = rank
         self._device = device
+        self._transport = transport
         self._same_node = same_node
         self._timeout = timeout
         self._alarm = alarm
@@ -89,4 +90,6 @@ class Groups:
             return ShmGroup.create(store, index, size, key=f"shm/{name}", timeout=self._timeout)
         if self._device.type == "cuda":
             return nccl.connect(PrefixStore(f"nccl/{name}", store), index, size, self._timeout, self._device)
+        if self._transport == "mpi":
+            return mpi.connect(PrefixStore(f"mpi/{name}", store), index, size, self._timeout)
         return gloo.connect(PrefixStore(f"gloo/{name}", store), index, size, self._timeout, self._alarm)

@@ -1,5 +1,7 @@
 """What the tests of the emulated cluster share: who lives below a process, and who holds a namespace open."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,3 +60,14 @@ def wait_until_gone() -> Callable[[set[str]], set[str]]:
         return left
 
     return wait
+
+
+@pytest.fixture(scope="session")
+def run_bench() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """A function that runs `gradwire bench` with the given words, environment variables by keyword, as a user does."""
+
+    def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = ["env", *(f"{name}={value}" for name, value in variables.items()), sys.executable, "-m", "gradwire"]
+        return subprocess.run([*command, "bench", *words], capture_output=True, text=True, timeout=120, check=False)
+
+    return run

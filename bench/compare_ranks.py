@@ -1,0 +1,171 @@
+"""One rank of `gradwire compare`: makes the contenders, lets them take turns, reports as lines of JSON on rank 0."""
+
+import copy
+import json
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.bench.compare_fork import Place
+from gradwire.bench.compare_hooks import PLAIN, Entrant, entrants, select
+from gradwire.bench.compare_models import BATCHES, Loss, build
+from gradwire.bench.compare_rounds import Contender, take_turns
+from gradwire.bench.replay import ReplayModel, load_case
+
+WARMUP_ROUNDS = 1
+
+PROBE_STEPS = 3
+"""Before the rounds: DDP rebuilds its buckets after the first, torch's PowerSGD starts in the third."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all ranks are told.
+
+    Attributes:
+        model: One of `compare_models.MODELS`; unused with a replay.
+        nbytes: Wanted size of the gradients; unused with a replay.
+        replay: Name or file of a replay case; None for a model that computes.
+        factor: Of the replay.
+        batch: Samples per GPU and step of a built-in replay; None for its default.
+        rounds: Timed rounds.
+        bytes_per_second: Of the links; None where they have no limit.
+        only: Words to select the contenders; None for all.
+        with_mpi: The ranks come from mpirun.
+    """
+
+    model: str
+    nbytes: float
+    replay: str | None
+    factor: int
+    batch: int | None
+    rounds: int
+    bytes_per_second: float | None
+    only: str | None
+    with_mpi: bool = False
+
+
+def rank_main(place: Place, arguments: list[str]) -> int:
+    """A rank forked on an emulated node.
+
+    Args:
+        place: Where.
+        arguments: A `Setting` as JSON.
+    """
+    place.connect()
+    compare(Setting(**json.loads(arguments[0])), place.interface)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def compare(setting: Setting, interface: str | None) -> None:
+    """Runs everything in the default process group; rank 0 prints.
+
+    Args:
+        setting: The same on all ranks.
+        interface: The network card whose bytes are counted; None where there is none to count.
+    """
+    torch.set_num_threads(1)
+    model, loss = _model(setting)
+    references = None if setting.replay else _references(model, loss)
+    gradient_nbytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    _say({"gradient_nbytes": gradient_nbytes, "ranks": dist.get_world_size()})
+    running: list[Contender] = []
+    judges: list[_Judge] = []
+    for entrant in select(entrants(setting.with_mpi), setting.only):
+        judge = _Judge(references)
+        contender = _enter(entrant, model, loss, judge, setting.bytes_per_second)
+        if contender is not None:
+            running.append(contender)
+            judges.append(judge)
+    take_turns(running, rounds=setting.rounds, warmup=WARMUP_ROUNDS, interface=interface,
+               progress=lambda name, turn, turns: _say({"turn": turn, "turns": turns, "name": name}))
+    for contender, judge in zip(running, judges, strict=True):
+        _say({"name": contender.name, "seconds": contender.seconds, "nic_nbytes": contender.nic_nbytes,
+              "error": judge.error()})
+
+
+def _model(setting: Setting) -> tuple[nn.Module, Loss]:
+    if setting.replay is None:
+        return build(setting.model, setting.nbytes, dist.get_rank())
+    case = load_case(setting.replay, setting.batch)
+    return ReplayModel(case, setting.factor, dist.get_rank()), lambda module, _: module(_start())
+
+
+def _start() -> Tensor:
+    return torch.zeros((), requires_grad=True)
+
+
+class _Judge:
+    """Compares a contender's gradients with the exact mean; the error is the same on all ranks but for rounding.
+
+    Args:
+        references: Of each batch, the mean gradient in float64; None where gradients mean nothing.
+    """
+
+    def __init__(self, references: list[Tensor] | None) -> None:
+        self._references = references
+        self._errors: list[float] = []
+
+    def look(self, model: nn.Module, number: int) -> None:
+        """Books the relative error of the gradients after step `number`."""
+        if self._references is not None and number >= WARMUP_ROUNDS:
+            wanted = self._references[number % BATCHES]
+            self._errors.append(float((_gradients(model) - wanted).norm() / wanted.norm()))
+
+    def error(self) -> float | None:
+        """Mean over the timed rounds; None where nothing was compared."""
+        return sum(self._errors) / len(self._errors) if self._errors else None
+
+
+def _gradients(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.grad.double().flatten() for parameter in model.parameters()
+                      if parameter.grad is not None])
+
+
+def _references(model: nn.Module, loss: Loss) -> list[Tensor]:
+    found = []
+    for number in range(BATCHES):
+        model.zero_grad()
+        loss(model, number).backward()  # type: ignore[no-untyped-call]  # torch leaves it without annotations
+        gradients = _gradients(model)
+        dist.all_reduce(gradients)
+        found.append(gradients / dist.get_world_size())
+    model.zero_grad()
+    return found
+
+
+def _enter(entrant: Entrant, model: nn.Module, loss: Loss, judge: _Judge, rate: float | None) -> Contender | None:
+    """A contender with a model of its own, after steps that show whether it runs here; None if not on all ranks."""
+    megabytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / 2**20
+    own = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=2 * megabytes + 1 if entrant.one_bucket else None)
+
+    def step(number: int) -> None:
+        own.zero_grad()
+        loss(own, number).backward()  # type: ignore[no-untyped-call]  # torch leaves it without annotations
+
+    reason = ""
+    try:
+        entrant.attach(own, rate)
+        for number in range(PROBE_STEPS):
+            step(number)
+    except Exception as error:  # noqa: BLE001 - a peer that cannot run here is a line of the table, whatever its reason
+        text = str(error).replace("Got the following error when running the callback: ", "")
+        reason = text.splitlines()[0] if text else type(error).__name__
+    failed = torch.tensor([float(bool(reason))])
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    if not failed.item():
+        return Contender(entrant.name, step, lambda number: judge.look(own.module, number))
+    if entrant.name == PLAIN:
+        raise RuntimeError(f"plain DDP does not run: {reason}")
+    _say({"name": entrant.name, "reason": reason or "it failed on another rank"})
+    return None
+
+
+def _say(record: dict[str, object]) -> None:
+    if dist.get_rank() == 0:
+        print(json.dumps(record), flush=True)

@@ -1,0 +1,58 @@
+"""The element types of nccl-tests, under its names."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ElementType:
+    """An element type.
+
+    Attributes:
+        name: As nccl-tests writes it.
+        torch: As torch writes it.
+        exact: Largest integer up to which every integer has an exact value; the inputs of a sum stay below it.
+        signed: Whether it has negative values.
+    """
+
+    name: str
+    torch: torch.dtype
+    exact: int
+    signed: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Size of one element."""
+        return self.torch.itemsize
+
+    @property
+    def floating(self) -> bool:
+        """Whether it is a floating-point type."""
+        return self.torch.is_floating_point
+
+
+ELEMENT_TYPES = {each.name: each for each in (
+    ElementType("int8", torch.int8, 127),
+    ElementType("uint8", torch.uint8, 255, signed=False),
+    ElementType("int32", torch.int32, 2**31 - 1),
+    ElementType("uint32", torch.uint32, 2**32 - 1, signed=False),
+    ElementType("int64", torch.int64, 2**53),
+    ElementType("uint64", torch.uint64, 2**53, signed=False),
+    ElementType("half", torch.float16, 2**11),
+    ElementType("float", torch.float32, 2**24),
+    ElementType("double", torch.float64, 2**53),
+    ElementType("bfloat16", torch.bfloat16, 2**8),
+    ElementType("f8e4m3", torch.float8_e4m3fn, 2**4),
+    ElementType("f8e5m2", torch.float8_e5m2, 2**3),
+)}
+"""By name, in the order of nccl-tests. `exact` is 2^(mantissa bits + 1) for floating types (IEEE 754-2019, table 3.5)."""
+
+OPERATIONS = ("sum", "prod", "max", "min", "avg", "mulsum")
+"""The reductions of nccl-tests; `mulsum` multiplies every input by `MULSUM_FACTOR` first."""
+
+MULSUM_FACTOR = 2.0
+"""A power of two: exact in every floating type."""
+
+NO_ARITHMETIC = {torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2}
+"""Torch moves these but neither adds nor compares them on CPU."""

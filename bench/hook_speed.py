@@ -1,0 +1,206 @@
+"""One bucket through the DDP hook, on emulated clusters: seconds and bytes on the busiest network card.
+
+    python -m gradwire.bench.hook_speed                       # every cluster of `CASES`; needs root
+    python -m gradwire.bench.hook_speed 2x2 3+1 --json FILE
+
+On each cluster plain DDP (a flat ring over gloo), a bare gloo all_reduce and gradwire's hook take turns in one process
+group. The link's limit is 2(N-1)/N * S / B for N nodes, S bytes and B bytes per second: every node must let (N-1)/N of
+the sum in and as much out, twice (reduce-scatter, all-gather). Source: Patarasuk and Yuan, Bandwidth optimal
+all-reduce algorithms for clusters of workstations (JPDC 2009), section 3, with a node in place of a process.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.bench.cluster import Cluster
+from gradwire.bench.compare_fork import Place, run_forked
+from gradwire.bench.compare_rounds import Contender, take_turns
+from gradwire.bench.machine import machine_line
+from gradwire.bench.rate import format_rate, parse_rate
+from gradwire.bench.signals import clean_end
+
+CASES = {
+    "2x2": ((2, 2), "contiguous"),
+    "2x4": ((4, 4), "contiguous"),
+    "4x2": ((2, 2, 2, 2), "contiguous"),
+    "4x4": ((4, 4, 4, 4), "contiguous"),
+    "3+1": ((3, 1), "contiguous"),
+    "2x2 round-robin": ((2, 2), "round-robin"),
+}
+"""Name -> (ranks of each node, order of the ranks)."""
+
+PLAIN, RING, GRADWIRE, UNTOLD = "plain DDP", "gloo all_reduce", "gradwire", "gradwire, rate unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one contender came to on one cluster: medians over the rounds.
+
+    Attributes:
+        case: Name of the cluster.
+        name: Of the contender.
+        seconds: Of the slowest rank.
+        nic_nbytes: Most that a node sent or received.
+        nic_share: `nic_nbytes` over the lower bound 2(N-1)/N * S.
+        limit_share: The link's limit in seconds over `seconds`.
+        speed_up: Seconds of plain DDP over `seconds`.
+    """
+
+    case: str
+    name: str
+    seconds: float
+    nic_nbytes: float
+    nic_share: float
+    limit_share: float
+    speed_up: float
+
+
+class OneBucket(nn.Module):
+    """A model whose gradient is given: `dot(weight, gradient)`, so that a backward pass is one bucket and little else."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        """The loss whose gradient is `gradient` (1-D float32)."""
+        return torch.dot(self.weight, gradient)
+
+
+def _ddp(numel: int) -> DistributedDataParallel:
+    return DistributedDataParallel(OneBucket(numel), bucket_cap_mb=2 * numel * 4 // 2**20 + 1)
+
+
+def _step(model: DistributedDataParallel, own: Tensor, mean: Tensor, name: str) -> Contender:
+    """A contender that takes one forward and backward pass, and checks the gradient outside of the timed rounds."""
+    def step(number: int) -> None:
+        model.zero_grad()
+        model(own).backward()
+        if number == 0 and not torch.equal(model.module.weight.grad, mean):
+            raise RuntimeError(f"{name} gave a wrong gradient")
+
+    return Contender(name, step)
+
+
+def contenders(place: Place, numel: int, bytes_per_second: float) -> list[Contender]:
+    """The ways to average one bucket; all ranks make them in the same order."""
+    # Integers whose mean is exact in float32 in whatever order they are added.
+    own = torch.arange(numel, dtype=torch.float32).remainder_(1021).mul_(place.world_size).add_(place.rank)
+    mean = own - place.rank + (place.world_size - 1) / 2
+    plain, told, untold = _ddp(numel), _ddp(numel), _ddp(numel)
+    for model, rate in ((told, bytes_per_second), (untold, None)):
+        model.register_comm_hook(gradwire.HookState(model, nic_bytes_per_second=rate), gradwire.comm_hook)
+    flat = own.clone()
+    return [_step(plain, own, mean, PLAIN), Contender(RING, lambda _: _all_reduce(flat)),
+            _step(told, own, mean, GRADWIRE), _step(untold, own, mean, UNTOLD)]
+
+
+def _all_reduce(flat: Tensor) -> None:
+    dist.all_reduce(flat)
+
+
+def rank_main(place: Place, arguments: list[str]) -> int:
+    """One rank's part; rank 0 prints the figures as one line of JSON.
+
+    Args:
+        place: Where this rank is.
+        arguments: Elements in the bucket, rounds, bytes per second of the links.
+    """
+    torch.set_num_threads(1)
+    numel, rounds, bytes_per_second = int(arguments[0]), int(arguments[1]), float(arguments[2])
+    place.connect()
+    entrants = contenders(place, numel, bytes_per_second)
+    take_turns(entrants, rounds=rounds, warmup=2, interface=place.interface)
+    if place.rank == 0:
+        print(json.dumps([{"name": one.name, "seconds": one.seconds, "nic_nbytes": one.nic_nbytes}
+                          for one in entrants]), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def measure(case: str, nic: str, numel: int, rounds: int) -> list[Result]:
+    """Runs all contenders on one emulated cluster.
+
+    Args:
+        case: A key of `CASES`.
+        nic: Rate of each node's link.
+        numel: float32 elements in the bucket.
+        rounds: Timed rounds.
+
+    Raises:
+        RuntimeError: This machine cannot emulate a cluster, or a rank failed.
+    """
+    nodes, order = CASES[case]
+    bytes_per_second = parse_rate(nic, "--nic") / 8
+    with Cluster([1] * len(nodes), nic) as cluster:
+        outcome = run_forked(cluster, "gradwire.bench.hook_speed",
+                             [str(numel), str(rounds), str(bytes_per_second)], nodes=nodes, order=order,
+                             timeout_seconds=540)
+    outcome.check()
+    lower_bound = 2 * (len(nodes) - 1) / len(nodes) * numel * 4
+    line = next(line for line in outcome.output[0].splitlines() if line.startswith("["))
+    entrants = [Contender(entry["name"], print, None, entry["seconds"], entry["nic_nbytes"]) for entry in json.loads(line)]
+    plain = next(one for one in entrants if one.name == PLAIN).median_seconds
+    return [Result(case, one.name, one.median_seconds, one.median_nic_nbytes, one.median_nic_nbytes / lower_bound,
+                   lower_bound / bytes_per_second / one.median_seconds, plain / one.median_seconds)
+            for one in entrants]
+
+
+def table(results: list[Result], title: str) -> Table:
+    """The results as a table."""
+    rows = Table(title=title)
+    for heading in ("cluster", "way", "s", "MB on NIC", "x lower bound", "share of limit", "speed-up"):
+        rows.add_column(heading, justify="left" if heading in ("cluster", "way") else "right")
+    for one in results:
+        rows.add_row(one.case, one.name, f"{one.seconds:.3f}", f"{one.nic_nbytes / 1e6:.2f}", f"{one.nic_share:.3f}",
+                     f"{one.limit_share:.2f}", f"{one.speed_up:.2f}")
+    return rows
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.hook_speed",
+                                     description="One bucket through the DDP hook, on emulated clusters.")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
+    parser.add_argument("--nic", default="200mbit", help="rate of each node's link (default 200mbit)")
+    parser.add_argument("--megabytes", type=float, default=16.0, help="size of the bucket in 10^6 bytes (default 16)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Measures and prints the table; returns the exit status."""
+    options = build_parser().parse_args(argv)
+    unknown = [case for case in options.cases if case not in CASES]
+    if unknown:
+        print(f"hook_speed: `CASE` is {unknown[0]!r}; wanted one of {', '.join(CASES)}", file=sys.stderr)
+        return 2
+    results = []
+    with clean_end():
+        for case in options.cases or CASES:
+            results += measure(case, options.nic, round(options.megabytes * 1e6 / 4), options.rounds)
+    rate = format_rate(parse_rate(options.nic, "--nic"))
+    title = f"{options.megabytes:g} MB, links of {rate}, median of {options.rounds} rounds; {machine_line()}"
+    Console(width=110).print(table(results, title))
+    if options.json is not None:
+        record = {"kind": "hook_speed", "machine": machine_line(), "megabytes": options.megabytes, "nic": options.nic,
+                  "results": [asdict(one) for one in results]}
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,202 @@
+"""Between machines on CPU tensors: MPI through mpi4py, for clusters whose MPI knows the network better than TCP does.
+
+MPI moves bytes; gradwire adds. MPI's own reductions know no bfloat16 and promise equal bits on all ranks only as advice
+to implementors (MPI 4.1, section 6.9.1), so sums are made here in rank order, each slice on one rank. An all_reduce is
+an exchange of slices, a sum, and an all-gather: 2(n-1)/n of the tensor sent, the lower bound.
+
+Each group has two communicators of its own: what `issue` starts goes through one, what `wait` starts through the other.
+Both are used in the same order on all ranks, though by different threads, so MPI must allow several.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import count, pairwise
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gradwire.comms.compat import Store
+from gradwire.comms.errors import PeerError
+from gradwire.comms.mpi_launch import load_mpi
+from gradwire.comms.transport.threads import Done
+from gradwire.compressors.base import Work, even_bounds
+
+if TYPE_CHECKING:
+    import numpy
+    import numpy.typing
+    from mpi4py import MPI
+
+_groups_made = count()
+_TAGS = 32749
+"""Groups that the same ranks make at the same time, in different lanes, must differ in their tag; MPI promises tags up
+to 32767 (MPI 4.1, section 9.1.2)."""
+
+_POLL_SECONDS = (0.0, 0.0, 0.0, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6)
+"""Waits between two looks at a request: short ones first, then asleep, as the ranks may outnumber the cores."""
+
+
+def connect(store: Store, rank: int, size: int, timeout: timedelta) -> "MpiGroup":
+    """Makes the communicators of a group; only its members take part.
+
+    Args:
+        store: A store with a prefix of its own for this group.
+        rank: This rank's index in the group.
+        size: Number of ranks.
+        timeout: For the meeting and for every collective.
+
+    Raises:
+        RuntimeError: mpi4py is missing, MPI refuses threads, or a rank did not come.
+        ValueError: A rank was not started by this mpirun.
+    """
+    mpi = load_mpi()
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise RuntimeError(f"`transport` is mpi, but this MPI gives thread level {mpi.Query_thread()}; wanted "
+                           f"MPI_THREAD_MULTIPLE ({mpi.THREAD_MULTIPLE}): use gloo, or an MPI built with threads")
+    world = mpi.COMM_WORLD
+    store.set(f"mpi/{rank}", f"{world.Get_rank()}/{world.Get_size()}")
+    keys = [f"mpi/{each}" for each in range(size)]
+    store.wait(keys, timeout)
+    places = [tuple(map(int, store.get(key).decode().split("/"))) for key in keys]
+    numbers = [number for number, _ in places]
+    if len(set(numbers)) != size or {total for _, total in places} != {world.Get_size()}:
+        raise ValueError(f"`transport` is mpi, but the ranks of this group are {numbers} in MPI.COMM_WORLD; wanted {size} "
+                         "different ones: start all ranks with one mpirun")
+    members = world.Get_group().Incl(numbers)
+    if rank == 0:
+        store.set("mpi/tag", str((next(_groups_made) + 61 * numbers[0]) % _TAGS))
+    first = world.Create_group(members, tag=int(store.get("mpi/tag")))
+    return MpiGroup(mpi, first, first.Dup(), rank, size, timeout)
+
+
+class MpiGroup:
+    """A `Group` (see compressors.base) over MPI; all its works are asynchronous.
+
+    Args:
+        mpi: mpi4py's module.
+        first: Communicator for what is issued.
+        second: Communicator of the same ranks for what follows inside `wait`.
+        rank: This rank's index.
+        size: Number of ranks.
+        timeout: For every collective.
+    """
+
+    def __init__(self, mpi: ModuleType, first: "MPI.Comm", second: "MPI.Comm", rank: int, size: int, timeout: timedelta) -> None:
+        self.rank = rank
+        self.size = size
+        self._mpi = mpi
+        self._first = first
+        self._second = second
+        self._seconds = timeout.total_seconds()
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """See `Group.all_reduce`: an exchange of slices, then a sum and an all-gather in `wait`."""
+        flat = tensor.view(-1)
+        bounds = even_bounds(flat.numel(), self.size)
+        return _Then(self._scatter(flat, bounds), lambda: self._gather(self._second, flat, bounds))
+
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
+        """See `Group.reduce_scatter`."""
+        return self._scatter(tensor, bounds)
+
+    def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
+        """See `Group.all_gather_slices`."""
+        return self._gather(self._first, tensor, bounds)
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> Work:
+        """See `Group.all_to_all`."""
+        sent, received = _bytes(source), _bytes(output)
+        request = self._first.Ialltoall([sent, self._mpi.BYTE], [received, self._mpi.BYTE])
+        return _Request(request, (sent, received), "all_to_all", self._seconds)
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Work:
+        """See `Group.all_gather`."""
+        sent, received = _bytes(source), _bytes(output)
+        request = self._first.Iallgather([sent, self._mpi.BYTE], [received, self._mpi.BYTE])
+        return _Request(request, (sent, received), "all_gather", self._seconds)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work:
+        """See `Group.broadcast`."""
+        data = _bytes(tensor)
+        return _Request(self._first.Ibcast([data, self._mpi.BYTE], root=root), (data,), "broadcast", self._seconds)
+
+    def close(self) -> None:
+        """Frees the communicators; all members together."""
+        self._second.Free()
+        self._first.Free()
+
+    def _scatter(self, flat: Tensor, bounds: Sequence[int]) -> Work:
+        """Every rank sends each slice to its owner, which sums them in rank order."""
+        width = flat.element_size()
+        own = bounds[self.rank + 1] - bounds[self.rank]
+        received = flat.new_empty((self.size, own))
+        counts = [(stop - start) * width for start, stop in pairwise(bounds)]
+        sent, buffer = _bytes(flat), _bytes(received)
+        request = self._first.Ialltoallv(
+            [sent, (counts, [start * width for start in bounds[:-1]]), self._mpi.BYTE],
+            [buffer, ([own * width] * self.size, [rank * own * width for rank in range(self.size)]), self._mpi.BYTE])
+        arrived = _Request(request, (sent, buffer), "reduce_scatter", self._seconds)
+        target = flat[bounds[self.rank]:bounds[self.rank + 1]]
+        return _Then(arrived, lambda: _sum(received, target))
+
+    def _gather(self, communicator: "MPI.Comm", flat: Tensor, bounds: Sequence[int]) -> "_Request":
+        width = flat.element_size()
+        data = _bytes(flat)
+        counts = [(stop - start) * width for start, stop in pairwise(bounds)]
+        layout = (counts, [start * width for start in bounds[:-1]])
+        request = communicator.Iallgatherv(self._mpi.IN_PLACE, [data, layout, self._mpi.BYTE])
+        return _Request(request, (data,), "all_gather", self._seconds)
+
+
+class _Request:
+    """A request of MPI; keeps its buffers alive."""
+
+    def __init__(self, request: "MPI.Request", buffers: tuple[object, ...], name: str, seconds: float) -> None:
+        self._request = request
+        self._buffers = buffers
+        self._name = name
+        self._seconds = seconds
+
+    def wait(self) -> None:
+        """Looks at the request until it is done; MPI moves data only while somebody looks.
+
+        Raises:
+            PeerError: It took longer than the time-out.
+        """
+        deadline, looks = time.monotonic() + self._seconds, 0
+        while not self._request.Test():
+            time.sleep(_POLL_SECONDS[min(looks, len(_POLL_SECONDS) - 1)])
+            looks += 1
+            if looks % 64 == 0 and time.monotonic() > deadline:
+                raise PeerError(f"MPI {self._name} took longer than {self._seconds:g} s: a rank is gone or hangs", ())
+        self._buffers = ()
+
+
+class _Then:
+    """A work, and what follows it inside `wait`."""
+
+    def __init__(self, work: Work, then: Callable[[], Work]) -> None:
+        self._work = work
+        self._then = then
+
+    def wait(self) -> None:
+        """Waits for both."""
+        self._work.wait()
+        self._then().wait()
+
+
+def _sum(received: Tensor, target: Tensor) -> Work:
+    """Sums the rows in order into `target`, in place; narrow floating types in float32, rounded once."""
+    narrow = received.is_floating_point() and received.element_size() < 4
+    total = received[0].float() if narrow else received[0].clone()
+    for contribution in received[1:]:
+        total += contribution
+    target.copy_(total)
+    return Done()
+
+
+def _bytes(tensor: Tensor) -> "numpy.typing.NDArray[numpy.uint8]":
+    """The tensor's memory as bytes, shared."""
+    return tensor.view(-1).view(torch.uint8).numpy()

@@ -1,0 +1,59 @@
+"""Timing: what is run how often, and the figures over iterations and ranks."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire.bench.measure import IterationTimes, Timer
+from gradwire.bench.options import parse
+from gradwire.comms.compat import HashStore
+from gradwire.comms.transport.threads import Done
+
+
+@pytest.fixture
+def control() -> Iterator[dist.ProcessGroup]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
+    dist.destroy_process_group()
+
+
+def calls_of(control: dist.ProcessGroup, *words: str) -> tuple[list[int], Timer]:
+    """The buffers that operations were issued on in one timing, and the timer."""
+    calls: list[int] = []
+
+    def issue(number: int) -> Done:
+        calls.append(number)
+        return Done()
+
+    timer = Timer(parse(["all_reduce", *words]), torch.device("cpu"), control)
+    timer.warm_up(issue, 2)
+    calls.clear()
+    timer.time(issue)
+    return calls, timer
+
+
+@pytest.mark.parametrize(("words", "calls"), [
+    (["-n", "7"], [0] * 7), (["-n", "3", "-m", "2"], [0, 1] * 3), (["-n", "4", "-z", "1"], [0] * 4),
+    (["-n", "4", "-z", "3"], [0] * 4), (["-n", "5", "-I", "1"], [0] * 5), (["-n", "2", "-C", "1"], [0] * 2)])
+def test_iterations_times_operations(control: dist.ProcessGroup, words: list[str], calls: list[int]) -> None:
+    assert calls_of(control, *words)[0] == calls
+
+
+def test_skipped_iterations_are_left_out(control: dist.ProcessGroup) -> None:
+    timer = Timer(parse(["all_reduce", "-n", "6", "-I", "1", "-K", "2"]), torch.device("cpu"), control)
+    timing = timer.time(lambda _: Done())
+    assert timing.iterations is not None
+    assert timing.iterations.skipped == 2 and len(timing.iterations.seconds) == 4
+
+
+def test_percentiles_are_by_nearest_rank() -> None:
+    times = IterationTimes(0, tuple(float(value) for value in range(100, 0, -1)), ())
+    assert [times.percentile(percent) for percent in (0, 1, 50, 95, 99, 100)] == [1, 1, 50, 95, 99, 100]
+    assert times.mean == 50.5
+    assert times.deviation == pytest.approx(28.866, abs=1e-3)
+    assert times.variation == pytest.approx(57.16, abs=0.01)
