@@ -120,6 +120,14 @@ class GroupOptions(Protocol):
         """Empty for the default group."""
 
 
+def clone_of(store: Store) -> Store:
+    """A connection of its own to the same keys, which does not keep the server of a TCPStore alive.
+
+    A server that outlives its group would still hold the old keys when the process group is made anew on its port.
+    """
+    return cast(Store, store.clone())  # type: ignore[attr-defined]  # missing from torch's stubs
+
+
 def register_backends(groups: list[dist.ProcessGroup], options: GroupOptions) -> list[object]:
     """Gives `groups` the exact backends of torch, one for each device type, made once and shared by all of them.
 

@@ -5,9 +5,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-from gradwire.compressors.registry import Option, options_of
-from gradwire.compressors.rules import Rule
+if TYPE_CHECKING:
+    from gradwire.compressors.registry import Option
+    from gradwire.compressors.rules import Rule
 
 PLANS = ("auto", "flat", "hierarchical", "leader")
 TRANSPORTS = ("auto", "gloo", "nccl", "mpi")
@@ -27,10 +29,10 @@ class Config:
     compressor: str | None = None
     """Name of the compressor of the phase between nodes; None is exact."""
 
-    compressor_options: Mapping[str, Option] = field(default_factory=dict)
+    compressor_options: "Mapping[str, Option]" = field(default_factory=dict)
     """Options of that compressor, as its documentation names them."""
 
-    rules: Sequence[Rule | Mapping[str, object]] = ()
+    rules: "Sequence[Rule | Mapping[str, object]]" = ()
     """Per-parameter rules (`gradwire.compressors.rules.Rule`): which parameters travel how."""
 
     transport: str = "auto"
@@ -63,7 +65,7 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.compressor is not None:
-            options_of(self.compressor)
+            _check_compressor(self.compressor)
         _check_choice("plan", self.plan, PLANS)
         _check_choice("transport", self.transport, TRANSPORTS)
         if self.chunks < 0:
@@ -114,6 +116,12 @@ class Config:
                 if entry.name not in own}
 
 
+def world_size() -> int:
+    """WORLD_SIZE as torchrun sets it; 1 where nothing set it."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdigit() else 1
+
+
 def local_rank() -> int | None:
     """LOCAL_RANK as torchrun sets it; None where nothing set it."""
     text = os.environ.get("LOCAL_RANK")
@@ -124,6 +132,14 @@ def _plain(value: object) -> str:
     if isinstance(value, Mapping):
         return repr(sorted((str(name), repr(entry)) for name, entry in value.items()))
     return repr(value)
+
+
+def _check_compressor(name: str) -> None:
+    from gradwire.compressors.registry import (
+        options_of,  # here: it needs torch, and commands without torch read this file
+    )
+
+    options_of(name)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comms.compat import Store
-from gradwire.comms.config import Config
+from gradwire.comms.config import Config, local_rank
+from gradwire.comms.hardware import Hardware, hardware
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link
 
 INTRA_NODE = Link(alpha_seconds=20e-6, bytes_per_second=5e9)
-"""Inside a node until it is measured: shared memory on a small host (two-socket Zen, 2026)."""
+"""Inside a node where the topology does not tell, until it is measured: shared memory of a small host."""
 
 INTER_NODE = Link(alpha_seconds=100e-6, bytes_per_second=1.25e9)
-"""Between nodes until it is measured: TCP over a 10 Gbit card."""
+"""Between nodes where the topology does not tell, until it is measured: TCP over a 10 Gbit card."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Presence:
         location: Names of the units above the node, outermost first.
         device: Type of the tensors it will reduce: `cpu` or `cuda`.
         torch_version: As `torch.__version__` says.
+        hardware: What it knows of its machine: bytes per second inside and outwards, its NIC.
         shared: The configuration that must agree, field by field.
     """
 
@@ -46,13 +48,14 @@ class Presence:
     location: tuple[str, ...]
     device: str
     torch_version: str
+    hardware: Hardware
     shared: dict[str, str]
 
     @classmethod
     def here(cls, rank: int, size: int, config: Config, device: torch.device) -> "Presence":
         """This process's."""
         return cls(rank, size, host_identity(config.hostname), config.location, device.type,
-                   torch.__version__, config.shared())
+                   torch.__version__, hardware(local_rank(), device.type), config.shared())
 
 
 def host_identity(hostname: str | None = None) -> tuple[str, str, str]:
@@ -98,9 +101,18 @@ def cluster_of(presences: Sequence[Presence], config: Config) -> Cluster:
     for presence in presences:
         outer = [_number(numbers, presence.location[:end + 1]) for end in range(len(presence.location))]
         locations.append((*outer, _number(numbers, (*presence.location, presence.host))))
-    nic = Link(INTER_NODE.alpha_seconds, config.nic_bytes_per_second or INTER_NODE.bytes_per_second)
-    links = (INTRA_NODE, *[nic] * (depth.pop() + 1))
+    inside = _slowest([presence.hardware.intra_node for presence in presences]) or INTRA_NODE.bytes_per_second
+    outwards = (config.nic_bytes_per_second or _slowest([presence.hardware.inter_node for presence in presences])
+                or INTER_NODE.bytes_per_second)
+    nic = Link(INTER_NODE.alpha_seconds, outwards)
+    links = (Link(INTRA_NODE.alpha_seconds, inside), *[nic] * (depth.pop() + 1))
     return Cluster(tuple(locations), tuple(map(Level, LEVEL_NAMES, links)))
+
+
+def _slowest(rates: Sequence[float | None]) -> float | None:
+    """The least of the rates; None where one is unknown, because that one may be the least."""
+    known = [rate for rate in rates if rate is not None]
+    return min(known) if len(known) == len(rates) else None
 
 
 def _number(numbers: dict[tuple[object, ...], int], name: tuple[object, ...]) -> int:
@@ -126,6 +138,7 @@ def _parse(text: bytes) -> Presence:
     values = json.loads(text)
     values["host"] = tuple(values["host"])
     values["location"] = tuple(values["location"])
+    values["hardware"] = Hardware(**values["hardware"])
     return Presence(**values)
 
 

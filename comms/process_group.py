@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
-from gradwire.comms.compat import GroupName, GroupOptions, PrefixStore, Store, inner_call, register_backends
+from gradwire.comms.compat import GroupName, GroupOptions, PrefixStore, Store, clone_of, inner_call, register_backends
 from gradwire.comms.config import Config
 from gradwire.comms.node_collectives import NodeCollectives
 from gradwire.comms.sums import Sums
@@ -35,8 +35,8 @@ atexit.register(_retired.clear)
 
 
 @dataclass(frozen=True, slots=True)
-class SplitOptions:
-    """What torch would tell the creator of a group that is split off another one; see `GroupOptions`."""
+class OwnOptions:
+    """What torch tells the creator of a group, for a store of our own or a split; see `GroupOptions`."""
 
     store: Store
     group_rank: int
@@ -80,6 +80,8 @@ class GradwireGroup(dist.ProcessGroup):
         # The stubs know the form with a store alone, for which torch makes no trampoline.
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         self._store = options.store
+        options = OwnOptions(clone_of(options.store), options.group_rank, options.group_size, options.timeout,
+                               options.group_id, options.global_ranks_in_group)
         self.config = replace(config, timeout=options.timeout)
         self._inner = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
         _retired.clear()
@@ -193,7 +195,7 @@ class GradwireGroup(dist.ProcessGroup):
             return None
         name = group_name or f"{self.group_name}:split:{'-'.join(map(str, ranks))}"
         store = PrefixStore(f"{name}/", self.get_group_store())
-        options = SplitOptions(store, ranks.index(self.rank()), len(ranks), timeout or self.config.timeout, name, ranks)
+        options = OwnOptions(store, ranks.index(self.rank()), len(ranks), timeout or self.config.timeout, name, ranks)
         child = GradwireGroup(options, opts if isinstance(opts, Config) else self.config)
         child._set_group_name(GroupName(name))
         child._set_group_desc(group_desc or f"{self.group_desc}:split")
@@ -215,6 +217,7 @@ class GradwireGroup(dist.ProcessGroup):
             if part:
                 part.close()
         self._inner.shutdown()
+        self._outstanding.clear()
         _retired.extend(self._backends)
 
     def _sum(self, tensors: list[Tensor], op: object) -> dist.Work | None:

@@ -53,7 +53,7 @@ class Sums:
     def pays(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the plan is anything but the ring over all ranks that the inner group runs anyway.
 
-        On a single node CPU tensors go through shared memory, which always beats gloo; CUDA tensors stay with NCCL.
+        On a single node CPU tensors go through shared memory, not through sockets; CUDA tensors stay with NCCL.
         The answer depends on bytes and device type alone, so it is the same on all ranks.
         """
         key = (tensors[0].device.type, sum(tensor.nbytes for tensor in tensors))

@@ -8,7 +8,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "emulate": ("gradwire.bench.emulate", "run a command on a cluster of network namespaces on this machine"),
     "gdr-check": ("gradwire.topology.gdr.command", "is GPUDirect RDMA possible, configured, in use?"),
     "predict": ("gradwire.bench.predict", "which plan, how long, and whether to compress at all"),
-    "topo": ("gradwire.topology.command", "what does this machine look like: tree, matrix, picture"),
+    "topo": ("gradwire.bench.topo_job", "what does this machine look like: tree, matrix, picture"),
 }
 """Name -> (module with `main(argv: list[str]) -> int`, one line of help)."""
 

@@ -145,11 +145,6 @@ def _serve(task: Task) -> None:
             task.answer.close()
 
 
-if __name__ == RANK:
-    _serve(globals()["TASK"])
-
-
-
 class OnGroups(Protocol):
     """Runs a body on every rank of a new shared-memory group, ranks as threads."""
 
@@ -174,3 +169,7 @@ def on_groups() -> OnGroups:
         run_ranks(size, run)
 
     return on_groups
+
+
+if __name__ == RANK:
+    _serve(globals()["TASK"])

@@ -4,15 +4,19 @@ Ranks are processes; nodes are logical (GRADWIRE_HOSTNAME). Values are small int
 are compared with `==` against what each collective means, and against gloo where the meaning is gloo's.
 """
 
+import re
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
 
+from gradwire.comms.compat import GroupName
 from gradwire.comms.config import Config
 
 NODES = {"one node": ["a"] * 4, "2x2": ["a", "a", "b", "b"], "round-robin": ["a", "b", "a", "b"], "3+1": ["a", "a", "a", "b"]}
@@ -178,7 +182,7 @@ def check_coalesced(rank: int) -> None:
     group = dist.group.WORLD
     for numels in ((1, 2, 3), (LARGE, 7, 100_001)):
         tensors = [contribution(rank, numel, torch.float32) for numel in numels]
-        with dist._coalescing_manager(group):
+        with dist.distributed_c10d._coalescing_manager(group):
             for tensor in tensors:
                 dist.all_reduce(tensor)
         for tensor in tensors:
@@ -193,7 +197,7 @@ def check_coalesced(rank: int) -> None:
     dist.scatter_object_list(own, [str(each) for each in ranks] if rank == 0 else None, src=0)
     assert own == [str(rank)]
     assert group is not None
-    group.monitored_barrier(timedelta(seconds=30), wait_all_ranks=True)
+    group.monitored_barrier(timedelta(seconds=30), wait_all_ranks=True)  # type: ignore[attr-defined]  # not in the stubs
     dist.destroy_process_group()
 
 
@@ -221,12 +225,12 @@ def check_groups(rank: int) -> None:
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=on_gloo)
     mine = [0, 2] if rank % 2 == 0 else [1, 3]
-    split = world.split_group(mine, group_name=f"split{rank % 2}", group_desc="halves")
+    split = world.split_group(mine, group_name=GroupName(f"split{rank % 2}"), group_desc="halves")
     assert split is not None and split.group_name == f"split{rank % 2}" and split.group_desc == "halves"
     work = split.allreduce([tensor.fill_(rank)])
     work.wait()
     assert tensor[0] == sum(mine)
-    assert world.split_group([(rank + 1) % 4], group_name="others") is None
+    assert world.split_group([(rank + 1) % 4], group_name=GroupName("others")) is None
     dist.destroy_process_group(made[0]) if rank in subsets[0] else None
     dist.all_reduce(tensor.fill_(1.0))
     assert tensor[0] == 4
@@ -293,6 +297,7 @@ def check_sharded(rank: int) -> None:
     sharded = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
     assert isinstance(sharded, DTensor) and torch.equal(sharded.full_tensor(), whole)
     product = distribute_tensor(whole, mesh["inner"], [Shard(1)]) @ distribute_tensor(whole.t(), mesh["inner"], [Shard(0)])
+    assert isinstance(product, DTensor)
     assert torch.equal(product.redistribute(mesh["inner"], [Replicate()]).to_local(), whole @ whole.t())
 
     reference = train(nn.parallel.DistributedDataParallel(make_model()), rank)
@@ -320,27 +325,27 @@ def test_device_mesh_dtensor_fsdp2_and_zero1(processes: Processes, nodes: list[s
     processes(4, check_sharded, nodes=nodes)
 
 
-def check_again(rank: int) -> int:
+def check_again(rank: int, folder: str) -> int:
     import threading
 
-    for _ in range(3):
-        start(rank)
+    for number in range(3):  # a file each: torch's TCPStore cannot be made anew on one port without a race
+        dist.init_process_group("gradwire", init_method=f"file://{folder}/{number}", rank=rank, world_size=4)
         tensor = torch.ones(LARGE)
         dist.all_reduce(tensor)
         dist.broadcast(tensor, 0)
         dist.destroy_process_group()
-        assert tensor[0] == dist.get_world_size() if dist.is_initialized() else tensor[0] == 4
+        assert tensor[0] == 4
     return sum("gradwire" in thread.name for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("nodes", [NODES["one node"], NODES["2x2"]], ids=["one node", "2x2"])
-def test_destroy_ends_all_lanes_and_init_works_again(processes: Processes, nodes: list[str]) -> None:
-    assert processes(4, check_again, nodes=nodes) == [0, 0, 0, 0]
+def test_destroy_ends_all_lanes_and_init_works_again(processes: Processes, nodes: list[str], tmp_path: Path) -> None:
+    assert processes(4, check_again, str(tmp_path), nodes=nodes) == [0, 0, 0, 0]
 
 
 def two_jobs(rank: int, port: int) -> float:
     """Ranks 0, 1 are one job, 2, 3 another one on the same host, with ranks and names as in the first."""
-    store = dist.TCPStore("127.0.0.1", port + rank // 2, 2, rank % 2 == 0, timedelta(seconds=60))
+    store = TCPStore("127.0.0.1", port + rank // 2, 2, rank % 2 == 0, timedelta(seconds=60))
     dist.init_process_group("gradwire", store=store, rank=rank % 2, world_size=2)
     tensor = torch.zeros(LARGE)
     for _ in range(10):
@@ -427,7 +432,8 @@ def dies(rank: int) -> tuple[str, str]:
 def test_a_killed_rank_is_named_by_the_survivors(processes: Processes, nodes: list[str]) -> None:
     results = processes(4, dies, nodes=nodes, lost=[3], seconds=60.0)
     for waited, told in results[:3]:
-        assert "rank 3 of 4 is missing" in waited and "rank 3 of 4 is missing" in told
+        for text in (waited, told):  # on a busy machine a survivor that speaks late is named as well
+            assert re.search(r"rank ([0-2], )*3 of 4 is missing", text), text
 
 
 def registered(rank: int, first: str, second: str, environment: dict[str, str]) -> str:

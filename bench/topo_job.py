@@ -1,0 +1,78 @@
+"""`gradwire topo`: this machine; under torchrun, the whole cluster, which nodes differ and where ranks are badly placed.
+
+torchrun --nnodes 4 --nproc-per-node 8 ... -m gradwire topo
+"""
+
+import sys
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+
+from gradwire.comms.config import local_rank, world_size
+from gradwire.topology import command, json_form
+from gradwire.topology.compare import RankPlacement, compare
+from gradwire.topology.detect import detect
+from gradwire.topology.draw import headline, tree
+from gradwire.topology.graph import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What one rank says: where it is, and its machine as JSON."""
+
+    host: tuple[str, ...]
+    local_rank: int
+    machine: str
+
+
+def main(argv: list[str]) -> int:
+    """Runs `gradwire topo` and returns its exit status.
+
+    Args:
+        argv: Words after `topo`; with any of them the options of one machine apply, on rank 0 alone.
+    """
+    if world_size() == 1:
+        return command.main(argv)
+    import torch.distributed as dist  # here, because `gradwire topo` on one machine needs no torch
+
+    from gradwire.comms.placement import host_identity
+
+    dist.init_process_group("gloo")
+    try:
+        visits: list[Visit] = [Visit((), 0, "")] * dist.get_world_size()
+        dist.all_gather_object(visits, Visit(host_identity(), local_rank() or 0, json_form.write(detect())))
+        if dist.get_rank() != 0:
+            return 0
+        return command.main(argv) if argv else show(visits)
+    finally:
+        dist.destroy_process_group()
+
+
+def show(visits: list[Visit]) -> int:
+    """Prints each kind of machine once, the ranks of each node, and what is wrong; 1 where something is."""
+    console = Console(file=sys.stdout)
+    hosts = list(dict.fromkeys(visit.host for visit in visits))
+    machines = [json_form.read(next(visit.machine for visit in visits if visit.host == host)) for host in hosts]
+    console.print(f"{len(visits)} ranks on {len(hosts)} {'node' if len(hosts) == 1 else 'nodes'}")
+    for number, host in enumerate(hosts):
+        ranks = [rank for rank, visit in enumerate(visits) if visit.host == host]
+        console.print(f"node {number} {host[0]}: ranks {', '.join(map(str, ranks))}; {headline(machines[number])}",
+                      highlight=False)
+    for text in dict.fromkeys(_without_name(machine) for machine in machines):
+        console.print(tree(json_form.read(text)))
+    findings = compare(machines, [_placement(rank, visit, hosts, machines) for rank, visit in enumerate(visits)])
+    for finding in findings:
+        console.print(f"- {finding}", highlight=False)
+    if not findings:
+        console.print("all nodes are alike, and all ranks are well placed", highlight=False)
+    return 1 if findings else 0
+
+
+def _placement(rank: int, visit: Visit, hosts: list[tuple[str, ...]], machines: list[Machine]) -> RankPlacement:
+    node = hosts.index(visit.host)
+    gpus = len(machines[node].gpus)
+    return RankPlacement(rank=rank, node=node, gpu=visit.local_rank % gpus if gpus else None)
+
+
+def _without_name(machine: Machine) -> str:
+    return json_form.write(replace(machine, hostname=None))

@@ -1,0 +1,39 @@
+"""What a rank knows of its own machine without measuring: how fast it is inside and outwards, and its nearest NIC."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from gradwire.topology.assign import nic_for_local_rank
+from gradwire.topology.detect import detect
+from gradwire.topology.labels import nic_name
+from gradwire.topology.levels import levels_of
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Rates in bytes per second, one direction; None is unknown (a virtual NIC, a link nobody published).
+
+    Attributes:
+        intra_node: Per GPU, inside the node; unknown for ranks that keep their gradients in host memory.
+        inter_node: Of the whole node, over the NICs that its GPUs drive.
+        nic: The NIC that this rank should drive; None where nothing is known about it.
+    """
+
+    intra_node: float | None
+    inter_node: float | None
+    nic: str | None
+
+
+@lru_cache(maxsize=8)
+def hardware(local_rank: int | None, device_type: str) -> Hardware:
+    """Reads this host's topology, once a process.
+
+    Args:
+        local_rank: Index of this rank on its host; None where the launcher did not say.
+        device_type: `cpu` or `cuda`: where the gradients are.
+    """
+    machine = detect()
+    intra, inter = levels_of(machine)
+    nic = nic_for_local_rank(machine, local_rank) if local_rank is not None else None
+    return Hardware(intra.bytes_per_second if device_type == "cuda" else None, inter.bytes_per_second,
+                    nic_name(nic) if nic else None)
