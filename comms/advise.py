@@ -190,8 +190,9 @@ def _caution(compressor: str, optimizer: str) -> str:
 def _recommend(offers: Sequence[Offer], workload: Workload) -> Recommendation:
     able = [offer for offer in offers if offer.available and not offer.caution]
     flat = next(offer for offer in able if offer.name == "flat")
-    exact = min((offer for offer in able if offer.compressor == "none"), key=lambda offer: offer.step_seconds)
-    if exact.step_seconds > flat.step_seconds * (1 - MINIMUM_GAIN):
+    # As the planner chooses: by the all-reduce, so that a hidden one loads the network least.
+    exact = min((offer for offer in able if offer.compressor == "none"), key=lambda offer: offer.seconds)
+    if exact.seconds > flat.seconds * (1 - MINIMUM_GAIN):
         exact = flat
     best = min(able, key=lambda offer: offer.step_seconds)
     enough = best.step_seconds * (1 + WORTHWHILE)
