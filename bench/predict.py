@@ -39,9 +39,13 @@ class Question:
 
     def cluster(self, nodes: int) -> Cluster:
         """The cluster with that many nodes."""
-        nic = None if self.options.nic is None else parse_rate(self.options.nic, "nic")
         return cluster_of_machines(self.machine, nodes, ranks_per_node=self.options.ranks_per_node,
-                                   nic_bits_per_second=nic, nics_per_node=self.options.nics_per_node)
+                                   nic_bits_per_second=self._rate("nic"), nics_per_node=self.options.nics_per_node,
+                                   intra_bits_per_second=self._rate("intra_node"))
+
+    def _rate(self, option: str) -> int | None:
+        text = getattr(self.options, option)
+        return None if text is None else parse_rate(text, option.replace("_", "-"))
 
     def advice(self, cluster: Cluster) -> Advice:
         """Every plan and compressor priced on a cluster."""
@@ -64,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes like that (default 1)")
     parser.add_argument("--ranks-per-node", type=int, metavar="R", help="default: one for each GPU, else CPU socket")
     parser.add_argument("--nic", metavar="RATE", help="rate of one network card, 25gbit, in place of the machine's own")
+    parser.add_argument("--intra-node", metavar="RATE", help="what one rank has inside its node, 1880gbit, where unknown")
     parser.add_argument("--nics-per-node", type=int, metavar="K",
                         help="cards that gradients use (default: 1 with --nic, else the machine's)")
     size = parser.add_mutually_exclusive_group(required=True)

@@ -30,6 +30,9 @@ SGD_ONLY = {"onebit": "its momentum takes the place of SGD's", "dgc": "its momen
 WORTHWHILE = 0.05
 """Compression is recommended where it shortens the step by more than this share; the harmless wins within it."""
 
+MOST_OF_IT = 0.75
+"""Where the backward pass is not known, and so the step is not, this share of the best compressor's saving is enough."""
+
 HIDDEN = 0.02
 """Communication counts as hidden where it adds less than this share to the backward pass."""
 
@@ -187,11 +190,15 @@ def _caution(compressor: str, optimizer: str) -> str:
 def _recommend(offers: Sequence[Offer], workload: Workload) -> Recommendation:
     able = [offer for offer in offers if offer.available and not offer.caution]
     flat = next(offer for offer in able if offer.name == "flat")
-    exact = min((offer for offer in able if offer.compressor == "none"), key=lambda offer: offer.step_seconds)
-    if exact.step_seconds > flat.step_seconds * (1 - MINIMUM_GAIN):
+    # As the planner chooses: by the all-reduce, so that a hidden one loads the network least.
+    exact = min((offer for offer in able if offer.compressor == "none"), key=lambda offer: offer.seconds)
+    if exact.seconds > flat.seconds * (1 - MINIMUM_GAIN):
         exact = flat
     best = min(able, key=lambda offer: offer.step_seconds)
-    close = [offer for offer in able if offer.step_seconds <= best.step_seconds * (1 + WORTHWHILE)]
+    enough = best.step_seconds * (1 + WORTHWHILE)
+    if not workload.backward_seconds:
+        enough = max(enough, exact.step_seconds - MOST_OF_IT * (exact.step_seconds - best.step_seconds))
+    close = [offer for offer in able if offer.step_seconds <= enough]
     mildest = min(close, key=lambda offer: (_harm(offer.compressor), offer.step_seconds))
     if mildest.compressor == "none" or mildest.step_seconds > exact.step_seconds * (1 - WORTHWHILE):
         return Recommendation(exact.plan.name, "none", _why_exact(exact, flat, mildest, workload))
@@ -220,11 +227,13 @@ def _why_exact(exact: Offer, flat: Offer, rival: Offer, workload: Workload) -> s
 
 
 def _why_lossy(chosen: Offer, exact: Offer, workload: Workload) -> str:
-    what = "step" if workload.backward_seconds else "communication (how long backward takes was not given)"
+    known = workload.backward_seconds > 0
+    what = "step" if known else "communication (how long backward takes was not given)"
+    among = f"within {WORTHWHILE:.0%} of the fastest" if known else f"that save {MOST_OF_IT:.0%} of what the fastest saves"
     return (f"{chosen.compressor} shortens the {what} from {exact.step_seconds * 1e3:.3g} to "
             f"{chosen.step_seconds * 1e3:.3g} ms, {exact.step_seconds / chosen.step_seconds:.2f}x, because the exact "
-            f"all-reduce is limited by {exact.limit}; of the compressors within {WORTHWHILE:.0%} of the fastest it changes "
-            "the gradient least. It is lossy: check the accuracy of the trained model against a run without it.")
+            f"all-reduce is limited by {exact.limit}; of the compressors {among} it changes the gradient least. "
+            "It is lossy: check the accuracy of the trained model against a run without it.")
 
 
 def _spent(offer: Offer, workload: Workload) -> str:

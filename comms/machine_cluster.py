@@ -14,7 +14,8 @@ CHANNELS_PER_NIC = 2
 
 
 def cluster_of_machines(machine: Machine, nodes: int, *, ranks_per_node: int | None = None,
-                        nic_bits_per_second: float | None = None, nics_per_node: int | None = None) -> Cluster:
+                        nic_bits_per_second: float | None = None, nics_per_node: int | None = None,
+                        intra_bits_per_second: float | None = None) -> Cluster:
     """`nodes` machines like this one.
 
     Args:
@@ -22,6 +23,7 @@ def cluster_of_machines(machine: Machine, nodes: int, *, ranks_per_node: int | N
         nodes: How many.
         ranks_per_node: By default one for each GPU, or for each CPU socket where there is none.
         nic_bits_per_second: Of one card, in place of what the machine has: Ethernet and TCP are assumed then.
+        intra_bits_per_second: What one rank has inside its node, in place of what the machine tells.
         nics_per_node: Cards that gradients travel through; by default 1 with a rate given, else what the machine has.
 
     Raises:
@@ -32,10 +34,11 @@ def cluster_of_machines(machine: Machine, nodes: int, *, ranks_per_node: int | N
             raise ValueError(f"`{name}` is {value}; wanted a whole number of at least 1")
     count = ranks_per_node or len(machine.gpus) or len({cpu.socket for cpu in machine.cpus}) or 1
     intra, inter = levels_of(machine, host_memory_bytes_per_second=HOST_MEMORY_BYTES_PER_SECOND)
-    if intra.bytes_per_second is None and count > 1:
-        raise ValueError("`topology` does not tell how fast the GPUs of a node are connected; wanted a description with "
-                         "NVLink or PCIe speeds: use `gradwire topo --json` on the machine itself")
-    levels = (Level(LEVEL_NAMES[0], Link(intra.alpha_seconds, intra.bytes_per_second or HOST_MEMORY_BYTES_PER_SECOND)),
+    inside = intra.bytes_per_second if intra_bits_per_second is None else intra_bits_per_second / 8
+    if inside is None and count > 1:
+        raise ValueError("`intra-node` is not given and the topology does not tell how fast the GPUs of a node are connected; "
+                         "wanted a rate such as 1880gbit, or what `gradwire topo --json` prints on the machine itself")
+    levels = (Level(LEVEL_NAMES[0], Link(intra.alpha_seconds, inside or HOST_MEMORY_BYTES_PER_SECOND)),
               Level(LEVEL_NAMES[1], _nic(machine, inter.bytes_per_second, inter.alpha_seconds, nic_bits_per_second,
                                          nics_per_node)))
     return uniform_cluster((count, nodes), levels)

@@ -64,6 +64,7 @@ def test_a_model_is_read(document: object, tmp_path: Path, capsys: pytest.Captur
     (["--preset", "dgx_a100", "--gradient-mb", "1", "--nodes", "0"], "`nodes` is 0"),
     (["--preset", "dgx_a100", "--gradient-mb", "1", "--nodes", "2", "--nic", "fast"], "`nic`"),
     (["--preset", "dgx_a100", "--gradient-mb", "1", "--nics-per-node", "0"], "`nics_per_node` is 0"),
+    (["--preset", "dgx_a100", "--gradient-mb", "1", "--intra-node", "quick"], "`intra-node`"),
     (["--preset", "dgx_a100", "--model-json", "/nonexistent.json"], "nonexistent"),
     (["--topology", "/nonexistent.xml", "--gradient-mb", "1"], "nonexistent"),
 ])
@@ -88,7 +89,8 @@ def test_a_topology_file_is_read(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.skip("the shared fixtures are not here")
     answered = 0
     for file in files:
-        status = main(["--topology", str(file), "--nodes", "4", "--nic", "100gbit", "--gradient-mb", "100", "--json"])
+        status = main(["--topology", str(file), "--nodes", "4", "--nic", "100gbit", "--intra-node", "1880gbit",
+                       "--gradient-mb", "100", "--json"])
         out, error = capsys.readouterr()
         assert status == 0 or error.startswith("gradwire predict: "), file
         answered += status == 0 and "plans" in json.loads(out)

@@ -41,7 +41,7 @@ def train(steps: int, plans: list[FusionPlan] | None = None, skip: bool = False,
           batches: int | None = None, **options: object) -> tuple[str, HookState]:
     """Trains and returns a digest of every bit of the parameters."""
     torch.manual_seed(0)
-    model, state = gradwire.wrap(Branches(), base_bucket_mb=0.03, ddp_options=ddp, hostname=NODE, **options)
+    model, state = gradwire.wrap(Branches(), base_bucket_mb=0.03, ddp_options=ddp, hostname=NODE, **options)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     with Join([model], enable=batches is not None):
         for step in range(batches if batches is not None else steps):
