@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from gradwire.comms.codec_price import wire_ratio
 from gradwire.comms.compat import PrefixStore, Store
 from gradwire.comms.config import Config
 from gradwire.comms.execute import Chunk, Executor
@@ -233,7 +234,7 @@ class Communicator:
     def _plan(self, flat: Tensor, layout: Layout | None) -> _Route:
         name, chunks = self.plan_name, self.chunks
         if self.compressor and layout and len(self.cluster.nodes) > 1:
-            ratio = self.compressor.wire_nbytes(layout, 2) / max(1, flat.nbytes)
+            ratio = wire_ratio(self.compressor, layout, len(self.cluster.nodes))
             plan = plan_all_reduce(self.cluster, flat.nbytes, name="hierarchical", chunks=chunks,
                                    compressor=self.compressor.name, ratio=ratio)
         else:

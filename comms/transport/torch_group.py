@@ -117,8 +117,9 @@ class _Waiting:
             try:
                 self._work.wait(SLICE)
             except RuntimeError:
-                if self._work.is_completed():
-                    raise
+                if self._work.is_completed():  # by now; only a second look tells a time-out from a failure
+                    self._work.wait()
+                    return
                 if reason := self._alarm():
                     raise PeerError(reason) from None
             else:
