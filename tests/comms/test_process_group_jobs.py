@@ -1,0 +1,242 @@
+"""Jobs on the backend "gradwire": DDP, FSDP2, meshes, a second job, a new start, a killed rank.
+
+Ranks are processes; nodes are logical (GRADWIRE_HOSTNAME).
+"""
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
+
+from gradwire.comms.config import Config
+
+NODES = {"one node": ["a"] * 4, "2x2": ["a", "a", "b", "b"]}
+LARGE = 1 << 20
+"""Elements: enough for a hierarchical plan in several chunks."""
+
+every_cluster = pytest.mark.parametrize("nodes", NODES.values(), ids=NODES.keys())
+
+
+class Processes(Protocol):
+    def __call__(self, size: int, target: Callable[..., object], *arguments: object, **options: object) -> list[Any]: ...
+
+
+def start(rank: int, backend: str = "gradwire") -> list[int]:
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    assert dist.get_backend() == backend and dist.get_rank() == rank
+    return list(range(dist.get_world_size()))
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 600), nn.Linear(600, 4))
+
+
+def train(model: nn.Module, rank: int, steps: int = 3) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + rank))
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def train_ddp(rank: int, backend: str, hooked: bool) -> list[Tensor]:
+    import gradwire
+
+    start(rank, backend)
+    model = nn.parallel.DistributedDataParallel(make_model(), bucket_cap_mb=0.1)
+    if hooked:
+        state = gradwire.HookState(model)
+        model.register_comm_hook(state, gradwire.comm_hook)
+    held = train(model, rank)
+    assert not hooked or state.report().buckets > 3
+    if backend == "gloo":
+        del model  # outliving its group, the reducer of a DDP model can wait for ever for gloo's threads
+    dist.destroy_process_group()
+    return held
+
+
+@every_cluster
+@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])
+def test_ddp_trains_as_on_gloo(processes: Processes, nodes: list[str], hooked: bool) -> None:
+    ours = processes(4, train_ddp, "gradwire", hooked, nodes=nodes)
+    theirs = processes(4, train_ddp, "gloo", False)
+    for left, right in zip(ours[0], theirs[0], strict=True):
+        assert torch.allclose(left, right, rtol=1e-4, atol=1e-6)  # sums of floats in another order
+    for other in ours[1:]:
+        assert all(torch.equal(left, right) for left, right in zip(ours[0], other, strict=True)), "ranks have drifted"
+
+
+def check_sharded(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    start(rank)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    assert dist.get_backend(mesh.get_group("inner")) == "gradwire"
+    whole = torch.arange(24.0).view(6, 4)
+    sharded = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
+    assert isinstance(sharded, DTensor) and torch.equal(sharded.full_tensor(), whole)
+    product = distribute_tensor(whole, mesh["inner"], [Shard(1)]) @ distribute_tensor(whole.t(), mesh["inner"], [Shard(0)])
+    assert isinstance(product, DTensor)
+    assert torch.equal(product.redistribute(mesh["inner"], [Replicate()]).to_local(), whole @ whole.t())
+
+    reference = train(nn.parallel.DistributedDataParallel(make_model()), rank)
+    model = make_model()
+    for layer in (model[0], model[3], model[4]):  # type: ignore[index]
+        fully_shard(layer, mesh=mesh)  # HSDP: sharded inside, replicated outside
+    fully_shard(model, mesh=mesh)
+    held = train(model, rank)
+    for left, right in zip(held, reference, strict=True):
+        assert isinstance(left, DTensor) and torch.allclose(left.full_tensor(), right, rtol=1e-4, atol=1e-6)
+
+    zero = nn.parallel.DistributedDataParallel(make_model())
+    optimizer = ZeroRedundancyOptimizer(zero.parameters(), torch.optim.SGD, lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        zero(torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + rank))).square().mean().backward()
+        optimizer.step()
+    for left, right in zip(zero.parameters(), reference, strict=True):
+        assert torch.allclose(left, right, rtol=1e-4, atol=1e-6)
+    dist.destroy_process_group()
+
+
+@every_cluster
+def test_device_mesh_dtensor_fsdp2_and_zero1(processes: Processes, nodes: list[str]) -> None:
+    processes(4, check_sharded, nodes=nodes)
+
+
+def check_again(rank: int, folder: str) -> int:
+    import threading
+
+    for number in range(3):  # a file each: torch's TCPStore cannot be made anew on one port without a race
+        dist.init_process_group("gradwire", init_method=f"file://{folder}/{number}", rank=rank, world_size=4)
+        tensor = torch.ones(LARGE)
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0)
+        dist.destroy_process_group()
+        assert tensor[0] == 4
+    return sum("gradwire" in thread.name for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("nodes", [NODES["one node"], NODES["2x2"]], ids=["one node", "2x2"])
+def test_destroy_ends_all_lanes_and_init_works_again(processes: Processes, nodes: list[str], tmp_path: Path) -> None:
+    assert processes(4, check_again, str(tmp_path), nodes=nodes) == [0, 0, 0, 0]
+
+
+def two_jobs(rank: int, port: int) -> float:
+    """Ranks 0, 1 are one job, 2, 3 another one on the same host, with ranks and names as in the first."""
+    store = TCPStore("127.0.0.1", port + rank // 2, 2, rank % 2 == 0, timedelta(seconds=60))
+    dist.init_process_group("gradwire", store=store, rank=rank % 2, world_size=2)
+    tensor = torch.zeros(LARGE)
+    for _ in range(10):
+        tensor.fill_(float(rank))
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 1)
+    dist.destroy_process_group()
+    return float(tensor[-1])
+
+
+def test_a_second_job_on_the_host_is_not_met(processes: Processes) -> None:
+    import socket
+
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        port = first.getsockname()[1]
+        second.bind(("127.0.0.1", port + 1))
+    assert processes(4, two_jobs, port) == [1.0, 1.0, 5.0, 5.0]
+
+
+def alone(rank: int) -> None:
+    start(rank)
+    group = dist.group.WORLD
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        tensor = torch.arange(5.0)
+        dist.all_reduce(tensor, op=op)
+        assert torch.equal(tensor, torch.arange(5.0))
+    assert group._sums is None and group._node is None  # type: ignore[union-attr]
+    dist.destroy_process_group()
+
+
+def test_a_group_of_one_is_torchs_own(processes: Processes) -> None:
+    processes(1, alone)
+
+
+def asks(rank: int, options: Config | str) -> str:
+    try:
+        dist.init_process_group("gradwire", pg_options=options)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_options_that_do_not_fit_are_refused_in_words(processes: Processes) -> None:
+    assert processes(2, asks, Config(plan="flat")) == ["", ""]
+    (lossy, _) = processes(2, asks, Config(compressor="onebit"))
+    assert "`pg_options`" in lossy and "HookState" in lossy
+    (other, _) = processes(2, asks, "fast")
+    assert "`pg_options` is a str" in other
+
+
+def differs(rank: int) -> str:
+    try:
+        dist.init_process_group("gradwire", pg_options=Config(chunks=rank))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_options_do_not_meet(processes: Processes) -> None:
+    for message in processes(2, differs):
+        assert "`chunks` is" in message
+
+
+def dies(rank: int) -> tuple[str, str]:
+    start(rank)
+    tensor = torch.ones(LARGE)
+    dist.all_reduce(tensor)
+    if rank == 3:
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return str(error), str(work.exception())
+    return "", ""
+
+
+@every_cluster
+def test_a_killed_rank_is_named_by_the_survivors(processes: Processes, nodes: list[str]) -> None:
+    results = processes(4, dies, nodes=nodes, lost=[3], seconds=60.0)
+    for waited, told in results[:3]:
+        for text in (waited, told):  # on a busy machine a survivor that speaks late is named as well
+            assert re.search(r"rank ([0-2], )*3 of 4 is missing", text), text
+
+
+def registered(rank: int, first: str, second: str, environment: dict[str, str]) -> str:
+    import subprocess
+    import sys
+
+    code = f"import {first}; import {second}; import torch.distributed as dist; print(dist.is_backend_available('gradwire'))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout
+
+
+@pytest.mark.parametrize(("first", "second", "autoload"), [
+    ("torch", "gradwire", "1"), ("gradwire", "torch", "1"), ("torch", "torch", "1"), ("torch", "gradwire", "0")])
+def test_the_name_is_known_whoever_is_imported_first(first: str, second: str, autoload: str) -> None:
+    assert registered(0, first, second, {"TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}) == "True\n"
