@@ -41,7 +41,7 @@ def compile_cubin(name: str, architecture: int) -> bytes:
     Raises:
         CudaKernelsError: NVRTC does not know the architecture, or refuses the source.
     """
-    nvrtc = importlib.import_module("cupy.cuda.nvrtc")
+    nvrtc = importlib.import_module("cupy.cuda").nvrtc
     known = tuple(nvrtc.getSupportedArchs())
     if architecture not in known:
         raise CudaKernelsError(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))} compiles for sm_{min(known)} to "
@@ -74,7 +74,7 @@ def _cache_folder() -> Path:
 
 def cached_cubin(name: str, architecture: int, folder: Path) -> Path:
     """Returns the compiled file, compiling it if this source, compiler and architecture were not seen before."""
-    version = importlib.import_module("cupy.cuda.nvrtc").getVersion()
+    version = importlib.import_module("cupy.cuda").nvrtc.getVersion()
     key = repr((kernel_source(name), OPTIONS, architecture, version)).encode()
     path = folder / f"{name}-sm{architecture}-{hashlib.sha256(key).hexdigest()[:32]}.cubin"
     if not path.exists():
