@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 // Writes the chosen ones and takes them out of velocity and total.
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 4)  // without the 4, ptxas aims for more CTAs and spills
     dgc_write(float* velocity, float* total, const uint4* marks, int64_t numel, int64_t k, const TileCounts* tiles,
               const Selection* selection, int32_t* indices, float* values) {
   const uint32_t cut = selection->prefix, equals = selection->wanted;
