@@ -3,6 +3,8 @@
 import functools
 import importlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import cast
 
 import numpy as np
 import torch
@@ -39,6 +41,24 @@ def stream_of(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
+class _TorchStream:
+    """A stream of torch's in the form that CuPy 14 takes. Source: NVIDIA cuda-core, "CUDA stream protocol"."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+@functools.lru_cache(maxsize=64)
+def _cupy_stream(handle: int, device_index: int) -> AbstractContextManager[object]:
+    cuda = importlib.import_module("cupy.cuda")
+    if hasattr(cuda.Stream, "from_external"):
+        return cast(AbstractContextManager[object], cuda.Stream.from_external(_TorchStream(handle)))
+    return cast(AbstractContextManager[object], cuda.ExternalStream(handle, device_index))  # CuPy 13
+
+
 def launch(
     file: str, kernel: str, device: torch.device, blocks: int, arguments: Sequence[Argument], threads: int = THREADS
 ) -> None:
@@ -59,8 +79,7 @@ def launch(
         return
     index = _index(device)
     function = load_kernel(file, kernel, index)
-    cuda = importlib.import_module("cupy.cuda")
-    with cuda.Device(index), cuda.ExternalStream(stream_of(device), index):
+    with torch.cuda.device(index), _cupy_stream(stream_of(device), index):
         function((blocks,), (threads,), tuple(arguments))
 
 
