@@ -59,16 +59,16 @@ def compile_cubin(name: str, architecture: int) -> bytes:
 
 @functools.cache
 def _cache_folder() -> Path:
-    """The user's own folder for compiled kernels; where it cannot be written, one that lasts as long as the machine."""
-    folder = Path.home() / ".cache" / "gradwire" / "cuda"
+    """The user's own folder for compiled kernels; where it cannot be written, a new one for this process."""
     try:
+        folder = Path.home() / ".cache" / "gradwire" / "cuda"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         private = Path(tempfile.mkdtemp(prefix="gradwire-cuda-"))
-        logger.warning("gradwire: %s cannot be written (%s): CUDA kernels are compiled anew into %s", folder, error,
-                       private)
+        logger.warning("gradwire: ~/.cache/gradwire/cuda cannot be written (%s): CUDA kernels are compiled anew into %s",
+                       error, private)
         return private
 
 

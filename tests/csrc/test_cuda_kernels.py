@@ -1,5 +1,6 @@
 """Law: every CUDA kernel equals its torch twin, on any input and any length, on a GPU and with its source on the CPU."""
 
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors import cuda, reference
+from gradwire.compressors.kernels import Kernels
 
 Maker = Callable[[int], Tensor]
 
@@ -142,3 +144,11 @@ def test_a_wrong_tensor_is_refused(device: torch.device) -> None:
         cuda.quantize_encode(3, x, None, None, payload, None)
     with pytest.raises(ValueError, match="`target`"):
         cuda.cast_encode(x, 1.0, None, None, x.double())
+
+
+@pytest.mark.parametrize("name", sorted(name for name in vars(Kernels) if not name.startswith("_")))
+def test_the_door_takes_every_function(name: str) -> None:
+    """The names and parameters of the protocol, so that a compressor may call any set of kernels."""
+    wanted = list(inspect.signature(getattr(Kernels, name)).parameters)[1:]
+    assert list(inspect.signature(getattr(cuda, name)).parameters) == wanted
+    assert list(inspect.signature(getattr(reference, name)).parameters) == wanted
