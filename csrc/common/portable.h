@@ -1,4 +1,4 @@
-// What lets one header serve g++, nvcc and NVRTC: where the fixed-width integers come from, and who may call a function.
+// What lets one header serve g++, nvcc and NVRTC: where fixed-width integers come from, and who may call a function.
 //
 // NVRTC has no standard headers, so the integers are declared here; inside the namespace, where they cannot clash with
 // others of the same name.

@@ -1,6 +1,6 @@
 // Deep gradient compression, the pass over memory: a threshold from a sample, then momentum correction and marks.
 //
-// Bytes an element, read + written: 12 + 8 (gradient, velocity, total; velocity, total) and 1/8 for the marks. Launches:
+// Bytes an element, read + written: 12 + 8 (gradient, velocity, total; velocity, total), 1/8 for the marks. Launches:
 // sample (one CTA), advance. The selection itself is in dgc_select.cu; nothing here waits for the host.
 // The twin of the first half of csrc/cpu/dgc.cpp.
 // Source: Lin et al., Deep Gradient Compression, ICLR 2018, algorithm 4 and sections 3.1 to 3.3.

@@ -1,6 +1,6 @@
 // PowerSGD's work besides the two products, which are torch.mm: orthonormal rows, and the way back to a matrix.
 //
-// orthogonalize: one CTA a matrix, all matrices of a bucket in one launch; Gram-Schmidt in float64, each row against the
+// orthogonalize: one CTA a matrix, a bucket's matrices in one launch; Gram-Schmidt in float64, each row against the
 // ones before it, twice, with sums in a fixed order. Its arithmetic order is not the CPU's, so the two agree within
 // rounding, and all GPUs of one kind agree in every bit. The factors are small: launches are what it saves.
 // restore: bytes an element, read + written, factors not counted: 4 + 8, one launch a matrix. Bit for bit the CPU's.

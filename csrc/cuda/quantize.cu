@@ -135,7 +135,8 @@ __device__ inline void quantize_decode_reduce(const Reduce& a) {
       const uint8_t* row = a.rows + w * a.stride;
       const uint8_t* at = row + quad_at<kBits>(i, a.numel);
       const int64_t nbytes = quad_nbytes<kBits>(i, a.numel);
-      const uint32_t codes = kBits == 8 ? load_word_within<uint32_t>(at, nbytes) : load_word_within<uint16_t>(at, nbytes);
+      const uint32_t codes =
+          kBits == 8 ? load_word_within<uint32_t>(at, nbytes) : load_word_within<uint16_t>(at, nbytes);
       const float unit = load_float(row + 8 * (i / kBlock)), low = load_float(row + 8 * (i / kBlock) + 4);
       constexpr uint32_t kMask = (1u << kBits) - 1;
       sum.x += low + static_cast<float>(codes & kMask) * unit;

@@ -19,7 +19,9 @@ struct Selection {
 };
 
 __device__ inline uint32_t bins_of(int shift) { return shift == 20 ? 2048u : 1024u; }
-__device__ inline uint32_t digits_above(int shift) { return shift == 20 ? 0u : 0x7fffffffu & ~((bins_of(shift) << shift) - 1u); }
+__device__ inline uint32_t digits_above(int shift) {
+  return shift == 20 ? 0u : 0x7fffffffu & ~((bins_of(shift) << shift) - 1u);
+}
 __device__ inline uint32_t magnitude_key(float x) { return bits_of_float(x) & 0x7fffffffu; }
 
 // Sum of `x` over the threads before this one; every thread of the CTA calls it. `shared` has kMostWarps entries.
