@@ -1,7 +1,7 @@
 // The marks that DGC's first pass leaves: which elements may be among the k largest, one bit each, and their order.
 //
 // A tile is 4096 elements and a warp's work: 32 groups of 128. In a group, lane l holds elements 4 l + (0..3), and
-// the mark of element 4 l + c is bit l of word c: what four ballots give. Lane g of the warp keeps the words of group g.
+// the mark of element 4 l + c is bit l of word c: what four ballots give. Lane g keeps the words of group g.
 #pragma once
 #include "radix.cuh"
 
