@@ -3,6 +3,7 @@
 import logging
 from typing import Protocol, cast
 
+import torch
 from torch import Tensor
 
 from gradwire.compressors import reference
@@ -80,11 +81,22 @@ def _choose(device_type: str) -> Kernels:
             logger.warning("gradwire: no compiled kernels (%s): the slower torch reference is used", error)
         else:
             return cast(Kernels, native)
+    if device_type == "cuda":  # CuPy is asked for here, when the first CUDA tensor is seen, and never before
+        from gradwire.compressors import cuda
+        from gradwire.compressors.cuda_require import require_cupy
+
+        require_cupy(torch.cuda.current_device())
+        return cast(Kernels, cuda)
     return cast(Kernels, reference)
 
 
 def kernels_for(tensor: Tensor) -> Kernels:
-    """Returns the kernels for this tensor's device; the first choice for a device is logged."""
+    """Returns the kernels for this tensor's device; the first choice for a device is logged.
+
+    Raises:
+        CudaKernelsError: It is a CUDA tensor and CuPy, the driver or the device do not fit; the message says what to
+            install. Whoever wants torch's slower compositions instead calls `register_kernels("cuda", reference)`.
+    """
     device_type = tensor.device.type
     if device_type not in _chosen:
         register_kernels(device_type, _choose(device_type))

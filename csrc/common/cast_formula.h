@@ -2,26 +2,32 @@
 // without an instruction for it. Overflow becomes inf; NaN stays NaN.
 // Source: IEEE 754-2019, sections 3.6 and 4.3.1; bfloat16 is the upper half of a float32.
 #pragma once
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#include "common/portable.h"
 
 namespace gradwire {
 
-inline uint32_t bits_of_float(float x) {
+GRADWIRE_ANYWHERE inline uint32_t bits_of_float(float x) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(x);
+#else
   uint32_t bits;
   static_assert(sizeof bits == sizeof x, "float must be 32 bits wide");
   std::memcpy(&bits, &x, sizeof bits);
   return bits;
+#endif
 }
 
-inline float float_of_bits(uint32_t bits) {
+GRADWIRE_ANYWHERE inline float float_of_bits(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(bits);
+#else
   float x;
   std::memcpy(&x, &bits, sizeof x);
   return x;
+#endif
 }
 
-inline uint16_t half_from_float(float x) {
+GRADWIRE_ANYWHERE inline uint16_t half_from_float(float x) {
   const uint32_t bits = bits_of_float(x);
   const uint32_t sign = bits >> 16 & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -35,7 +41,7 @@ inline uint16_t half_from_float(float x) {
   return static_cast<uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + odd) >> 13));
 }
 
-inline float float_from_half(uint16_t half) {
+GRADWIRE_ANYWHERE inline float float_from_half(uint16_t half) {
   const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
   const uint32_t magnitude = half & 0x7fffu;
   if (magnitude >= 0x7c00u) {
@@ -49,12 +55,14 @@ inline float float_from_half(uint16_t half) {
   return float_of_bits(sign | ((magnitude << 13) + 0x38000000u));
 }
 
-inline uint16_t bfloat_from_float(float x) {
+GRADWIRE_ANYWHERE inline uint16_t bfloat_from_float(float x) {
   const uint32_t bits = bits_of_float(x);
   const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
   return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
-inline float float_from_bfloat(uint16_t bfloat) { return float_of_bits(static_cast<uint32_t>(bfloat) << 16); }
+GRADWIRE_ANYWHERE inline float float_from_bfloat(uint16_t bfloat) {
+  return float_of_bits(static_cast<uint32_t>(bfloat) << 16);
+}
 
 }  // namespace gradwire

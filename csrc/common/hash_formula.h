@@ -2,11 +2,11 @@
 // Source: the 32-bit finaliser of MurmurHash3 (Austin Appleby, public domain); the counter is spread by the golden
 // ratio, 2^32 / 1.618..., as in Weyl's sequence.
 #pragma once
-#include <cstdint>
+#include "common/portable.h"
 
 namespace gradwire {
 
-inline uint32_t hash32(uint32_t key, uint32_t counter) {
+GRADWIRE_ANYWHERE inline uint32_t hash32(uint32_t key, uint32_t counter) {
   uint32_t h = counter * 0x9e3779b9u + key;
   h ^= h >> 16;
   h *= 0x85ebca6bu;
@@ -16,6 +16,6 @@ inline uint32_t hash32(uint32_t key, uint32_t counter) {
 }
 
 // In [0, 1): the upper 24 bits are what a float32 holds exactly.
-inline float uniform_of_hash(uint32_t hash) { return static_cast<float>(hash >> 8) * 0x1p-24f; }
+GRADWIRE_ANYWHERE inline float uniform_of_hash(uint32_t hash) { return static_cast<float>(hash >> 8) * 0x1p-24f; }
 
 }  // namespace gradwire

@@ -10,11 +10,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "common/hash_formula.h"
+#include "common/dependent_formula.h"
 
 namespace gradwire {
-
-constexpr double kDependent = 1e-6;  // a few times the rounding of float32: what is left is noise, not a direction
 
 inline double dot(const double* a, const double* b, size_t n) {
   double sum[8] = {};
@@ -45,10 +43,9 @@ inline void orthonormal_rows(float* matrix, size_t rank, size_t n, uint32_t key)
     double* row = rows.data() + k * n;
     const double before = std::sqrt(dot(row, row, n));
     double length = remove_previous(rows, k, n);
-    for (uint32_t attempt = 0; length <= kDependent * before && attempt < 8; ++attempt) {
+    for (uint32_t attempt = 0; length <= kDependent * before && attempt < kAttempts; ++attempt) {
       for (size_t i = 0; i < n; ++i)
-        row[i] = static_cast<double>(
-            uniform_of_hash(hash32(key + static_cast<uint32_t>(k) * 8 + attempt, static_cast<uint32_t>(i))) - 0.5f);
+        row[i] = replacement(key, static_cast<uint32_t>(k), attempt, static_cast<uint32_t>(i));
       length = remove_previous(rows, k, n);
       if (length > kDependent) break;
     }

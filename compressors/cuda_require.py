@@ -1,0 +1,99 @@
+"""What the CUDA kernels need from a machine, and what to install where it is missing."""
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+OLDEST_CAPABILITY = (7, 0)
+"""Independent thread scheduling and the *_sync warp functions as the kernels use them begin with Volta.
+
+Source: CUDA C++ Programming Guide, "Compute Capabilities". NVRTC of CUDA 13 begins at 7.5 and says so itself.
+"""
+
+
+class CudaKernelsError(RuntimeError):
+    """The CUDA kernels cannot be used here; the message says what was found and what to install."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a machine has; a version is the number that CUDA's own functions return, 1000 major + 10 minor."""
+
+    torch_cuda: str | None
+    """CUDA that torch was built for, such as "13.0"; None for a build without CUDA."""
+    device_count: int
+    """CUDA devices that torch sees."""
+    cupy_cuda: int | None
+    """CUDA that CuPy was built for; None where CuPy cannot be imported."""
+    cupy_problem: str
+    """Why CuPy cannot be imported."""
+    driver: int
+    """Newest CUDA that the driver supports; 0 if unknown."""
+    capability: tuple[int, int]
+    """Compute capability of the device."""
+    device_name: str
+    """Name of the device."""
+
+
+def _text(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def check(found: Found) -> None:
+    """Refuses a machine on which the kernels cannot run.
+
+    Raises:
+        CudaKernelsError: As said.
+    """
+    if found.torch_cuda is None:
+        raise CudaKernelsError("no CUDA: this torch was built without it; install a CUDA build of torch, and then "
+                               "`pip install gradwire[cuda13]` (or `gradwire[cuda12]`, whichever torch was built for)")
+    extra = f"cuda{found.torch_cuda.split('.')[0]}"
+    install = f"`pip install gradwire[{extra}]`"
+    if not found.device_count:
+        raise CudaKernelsError(f"no CUDA device: torch was built for CUDA {found.torch_cuda} but sees none; check "
+                               "`nvidia-smi` and CUDA_VISIBLE_DEVICES")
+    if found.cupy_cuda is None:
+        raise CudaKernelsError(f"no CuPy ({found.cupy_problem}): the CUDA kernels are compiled and launched by it; "
+                               f"torch was built for CUDA {found.torch_cuda}, so {install}")
+    if found.cupy_cuda // 1000 != int(found.torch_cuda.split(".")[0]):
+        raise CudaKernelsError(f"CuPy was built for CUDA {_text(found.cupy_cuda)}, torch for CUDA {found.torch_cuda}: "
+                               f"`pip uninstall cupy-cuda{found.cupy_cuda // 1000}x`, then {install}")
+    if found.driver // 1000 < found.cupy_cuda // 1000:
+        raise CudaKernelsError(f"the driver supports CUDA {_text(found.driver)} at most, CuPy was built for CUDA "
+                               f"{_text(found.cupy_cuda)}: install a newer driver, or a torch built for CUDA "
+                               f"{found.driver // 1000} with `pip install gradwire[cuda{found.driver // 1000}]`")
+    if found.capability < OLDEST_CAPABILITY:
+        raise CudaKernelsError(f"{found.device_name} has compute capability {'.'.join(map(str, found.capability))}; "
+                               "the CUDA kernels need 7.0 (Volta) or later: use such a device, or no compressor")
+
+
+def _import_cupy() -> tuple[ModuleType | None, str]:
+    try:
+        return importlib.import_module("cupy"), ""
+    except ImportError as error:  # not installed, or one of the libraries it links to is missing
+        return None, str(error).strip().splitlines()[0] if str(error).strip() else "ImportError"
+
+
+def require_cupy(device_index: int) -> ModuleType:
+    """Imports CuPy and checks that it, the driver, torch and the device go together.
+
+    Args:
+        device_index: The CUDA device that is to be used.
+
+    Raises:
+        CudaKernelsError: They do not.
+    """
+    count = torch.cuda.device_count()
+    cupy, problem = _import_cupy() if count else (None, "not looked for")
+    capability, name = (0, 0), ""
+    if count:
+        capability, name = torch.cuda.get_device_capability(device_index), torch.cuda.get_device_name(device_index)
+    check(Found(
+        torch.version.cuda, count, None if cupy is None else int(cupy.cuda.runtime.runtimeGetVersion()), problem,
+        0 if cupy is None else int(cupy.cuda.runtime.driverGetVersion()), capability, name,
+    ))
+    assert cupy is not None, "`check` refuses this"
+    return cupy

@@ -1,0 +1,74 @@
+// What the kernels share: where a thread stands, and loads and stores of 16 bytes that any address may ask for.
+//
+// A payload's row may start at any byte and a view of a bucket at any float. Whether an address is aligned is the same
+// for a whole warp, so the test below costs an instruction and no divergence.
+#pragma once
+#include "common/cast_formula.h"
+#include "common/portable.h"
+
+namespace gradwire {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr unsigned kWarp = 32;
+
+__device__ inline unsigned lane_index() { return threadIdx.x % kWarp; }
+__device__ inline int64_t thread_index() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
+__device__ inline int64_t thread_count() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
+__device__ inline int64_t warp_index() { return thread_index() / kWarp; }
+__device__ inline int64_t warp_count() { return thread_count() / kWarp; }
+
+template <class T>
+__device__ inline bool aligned(const void* at) {
+  return reinterpret_cast<size_t>(at) % sizeof(T) == 0;
+}
+
+// An unsigned integer at any address.
+template <class T>
+__device__ inline T load_word(const uint8_t* at) {
+  if (aligned<T>(at)) return *reinterpret_cast<const T*>(at);
+  T word = 0;
+  for (unsigned i = 0; i < sizeof(T); ++i) word = static_cast<T>(word | static_cast<T>(at[i]) << 8 * i);
+  return word;
+}
+
+// The same, of which only `nbytes` (which may be negative, or more than all) belong to the payload.
+template <class T>
+__device__ inline T load_word_within(const uint8_t* at, int64_t nbytes) {
+  if (nbytes >= static_cast<int64_t>(sizeof(T))) return load_word<T>(at);
+  T word = 0;
+  for (int i = 0; i < nbytes; ++i) word = static_cast<T>(word | static_cast<T>(at[i]) << 8 * i);
+  return word;
+}
+
+template <class T>
+__device__ inline void store_word_within(uint8_t* at, T word, int64_t nbytes) {
+  const int64_t limit = nbytes < static_cast<int64_t>(sizeof(T)) ? nbytes : static_cast<int64_t>(sizeof(T));
+  if (limit == static_cast<int64_t>(sizeof(T)) && aligned<T>(at)) {
+    *reinterpret_cast<T*>(at) = word;
+    return;
+  }
+  for (int i = 0; i < limit; ++i) at[i] = static_cast<uint8_t>(word >> 8 * i);
+}
+
+__device__ inline float load_float(const uint8_t* at) { return float_of_bits(load_word<uint32_t>(at)); }
+__device__ inline void store_float(uint8_t* at, float x) { store_word_within(at, bits_of_float(x), 4); }
+
+// Four floats, of which `count` (which may be negative, or more than four) exist; the others read as zero.
+__device__ inline float4 load4(const float* at, int64_t count) {
+  if (count >= 4 && aligned<float4>(at)) return *reinterpret_cast<const float4*>(at);
+  return make_float4(count > 0 ? at[0] : 0.0f, count > 1 ? at[1] : 0.0f, count > 2 ? at[2] : 0.0f,
+                     count > 3 ? at[3] : 0.0f);
+}
+
+__device__ inline void store4(float* at, float4 x, int64_t count) {
+  if (count >= 4 && aligned<float4>(at)) {
+    *reinterpret_cast<float4*>(at) = x;
+    return;
+  }
+  if (count > 0) at[0] = x.x;
+  if (count > 1) at[1] = x.y;
+  if (count > 2) at[2] = x.z;
+  if (count > 3) at[3] = x.w;
+}
+
+}  // namespace gradwire

@@ -1,0 +1,141 @@
+// Deep gradient compression, the selection: exactly the k largest magnitudes, the lower index first among equals.
+//
+// Works on the elements that dgc_step.cu marked, a few more than k; if fewer than k were marked, on all of them. Three
+// launches of dgc_radix find the k-th largest key, dgc_count what each tile contributes, dgc_write puts the chosen ones
+// in the order of their indices: places come from sums of counts, never from the order in which CTAs arrive, so the
+// payload is the same bits every time. Integer atomics alone are used, whose order does not matter.
+// Bytes an element, read: 1/8 in each of the five launches, and 32 for each marked one. Nothing waits for the host.
+// The twin of the second half of csrc/cpu/dgc.cpp.
+#include "marks.cuh"
+
+namespace gradwire {
+
+// Configuration.
+constexpr int kThreads = 256;
+static_assert(1024 % kThreads == 0 && kThreads / 32 <= kMostWarps, "pick_bin and exclusive_sum rely on it");
+
+// Arguments.
+struct TileCounts {
+  uint32_t greater, equal;  // in the tile; after the sums, in all tiles before it
+};
+
+__device__ inline bool misled(const Selection* selection, int64_t k) { return selection->candidates < k; }
+
+// Kernels.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    dgc_radix(const float* total, const uint4* marks, int64_t numel, int64_t k, int32_t shift, Selection* selection) {
+  __shared__ uint32_t counts[kBins], sums[kMostWarps], ticket;
+  const uint32_t prefix = selection->prefix, wanted = selection->wanted, bins = bins_of(shift);
+  const bool everything = misled(selection, k);
+  for (unsigned bin = threadIdx.x; bin < bins; bin += kThreads) counts[bin] = 0;
+  __syncthreads();
+  for (int64_t tile = warp_index(); tile < tile_count(numel); tile += warp_count()) {
+    const Marks found = load_marks(marks, tile, everything);
+    for (unsigned busy = found.busy; busy; busy &= busy - 1) {
+      const Quad quad = load_quad(found, total, tile, __ffs(static_cast<int>(busy)) - 1, numel, everything);
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        if (quad.marked[c] && (quad.key[c] & digits_above(shift)) == prefix)
+          atomicAdd(&counts[quad.key[c] >> shift & (bins - 1)], 1u);
+    }
+  }
+  __syncthreads();
+  for (unsigned bin = threadIdx.x; bin < bins; bin += kThreads)
+    if (counts[bin]) atomicAdd(&selection->counts[bin], counts[bin]);
+  if (!last_block(&selection->tickets, &ticket)) return;
+  pick_bin(selection->counts, shift, prefix, wanted, sums, &selection->prefix, &selection->wanted);
+  __syncthreads();
+  for (unsigned bin = threadIdx.x; bin < kBins; bin += kThreads) selection->counts[bin] = 0;
+  if (threadIdx.x == 0) selection->tickets = 0;
+}
+
+// Turns counts of tiles into sums over the tiles before each; one CTA, each thread a run of tiles.
+__device__ inline void sum_tiles(volatile TileCounts* tiles, int64_t count, uint32_t* sums) {
+  const int64_t per_thread = (count + kThreads - 1) / kThreads, first = threadIdx.x * per_thread;
+  const int64_t stop = first + per_thread < count ? first + per_thread : count;
+  uint32_t greater = 0, equal = 0;
+  for (int64_t tile = first; tile < stop; ++tile) greater += tiles[tile].greater, equal += tiles[tile].equal;
+  greater = exclusive_sum(greater, sums);
+  equal = exclusive_sum(equal, sums);
+  for (int64_t tile = first; tile < stop; ++tile) {
+    const uint32_t own_greater = tiles[tile].greater, own_equal = tiles[tile].equal;
+    tiles[tile].greater = greater, tiles[tile].equal = equal;
+    greater += own_greater, equal += own_equal;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    dgc_count(const float* total, const uint4* marks, int64_t numel, int64_t k, TileCounts* tiles,
+              Selection* selection) {
+  __shared__ uint32_t sums[kMostWarps], ticket;
+  const uint32_t cut = selection->prefix;
+  const bool everything = misled(selection, k);
+  for (int64_t tile = warp_index(); tile < tile_count(numel); tile += warp_count()) {
+    const Marks found = load_marks(marks, tile, everything);
+    uint32_t greater = 0, equal = 0;
+    for (unsigned busy = found.busy; busy; busy &= busy - 1) {
+      const Quad quad = load_quad(found, total, tile, __ffs(static_cast<int>(busy)) - 1, numel, everything);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        greater += static_cast<uint32_t>(__popc(__ballot_sync(kAllLanes, quad.marked[c] && quad.key[c] > cut)));
+        equal += static_cast<uint32_t>(__popc(__ballot_sync(kAllLanes, quad.marked[c] && quad.key[c] == cut)));
+      }
+    }
+    if (lane_index() == 0) tiles[tile].greater = greater, tiles[tile].equal = equal;
+  }
+  if (last_block(&selection->tickets, &ticket)) sum_tiles(tiles, tile_count(numel), sums);
+}
+
+// Writes the chosen ones and takes them out of velocity and total.
+extern "C" __global__ void __launch_bounds__(kThreads, 4)  // without the 4, ptxas aims for more CTAs and spills
+    dgc_write(float* velocity, float* total, const uint4* marks, int64_t numel, int64_t k, const TileCounts* tiles,
+              const Selection* selection, int32_t* indices, float* values) {
+  const uint32_t cut = selection->prefix, equals = selection->wanted;
+  const bool everything = misled(selection, k);
+  for (int64_t tile = warp_index(); tile < tile_count(numel); tile += warp_count()) {
+    const Marks found = load_marks(marks, tile, everything);
+    uint32_t greater_before = tiles[tile].greater, equal_before = tiles[tile].equal;
+    for (unsigned busy = found.busy; busy; busy &= busy - 1) {
+      const Quad quad = load_quad(found, total, tile, __ffs(static_cast<int>(busy)) - 1, numel, everything);
+      bool greater[4], equal[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        greater[c] = quad.marked[c] && quad.key[c] > cut;
+        equal[c] = quad.marked[c] && quad.key[c] == cut;
+      }
+      const Ranked greaters = rank_flags(greater), equals_here = rank_flags(equal);
+      uint32_t above = greater_before + greaters.before, level = equal_before + equals_here.before;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if (greater[c] || (equal[c] && level < equals)) {
+          const uint32_t place = above + (level < equals ? level : equals);
+          indices[place] = static_cast<int32_t>(quad.at + c);
+          values[place] = total[quad.at + c];
+          total[quad.at + c] = velocity[quad.at + c] = 0.0f;
+        }
+        above += greater[c], level += equal[c];
+      }
+      greater_before += greaters.all, equal_before += equals_here.all;
+    }
+  }
+}
+
+// target[indices[i]] += values[i]. An index outside the target cannot be reported without waiting for the device: it
+// makes the whole sum NaN instead, which the step's check of finiteness sees. The addition is a compare-and-swap
+// because atomicAdd on floats turns subnormal numbers into zero. 8 + 8 bytes a value, read + written, and sectors.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    dgc_scatter_add(const int32_t* indices, const float* values, int64_t count, float* target, int64_t numel) {
+  for (int64_t i = thread_index(); i < count; i += thread_count()) {
+    const int64_t place = indices[i];
+    const bool inside = place >= 0 && place < numel;
+    uint32_t* at = reinterpret_cast<uint32_t*>(target) + (inside ? place : 0);
+    const float value = inside ? values[i] : float_of_bits(0x7fc00000u);
+    uint32_t seen = *at, assumed;
+    do {
+      assumed = seen;
+      seen = atomicCAS(at, assumed, bits_of_float(float_of_bits(assumed) + value));
+    } while (seen != assumed);
+  }
+}
+
+}  // namespace gradwire

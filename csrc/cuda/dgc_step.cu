@@ -1,0 +1,105 @@
+// Deep gradient compression, the pass over memory: a threshold from a sample, then momentum correction and marks.
+//
+// Bytes an element, read + written: 12 + 8 (gradient, velocity, total; velocity, total), 1/8 for the marks. Launches:
+// sample (one CTA), advance. The selection itself is in dgc_select.cu; nothing here waits for the host.
+// The twin of the first half of csrc/cpu/dgc.cpp.
+// Source: Lin et al., Deep Gradient Compression, ICLR 2018, algorithm 4 and sections 3.1 to 3.3.
+#include "marks.cuh"
+
+namespace gradwire {
+
+// Configuration.
+constexpr int kThreads = 256;
+constexpr int kSampleThreads = 1024;
+constexpr int kSamples = 16;  // of each thread: 1024 lines of 16 elements, as on the CPU
+constexpr int kLine = 16;
+
+// Arguments.
+struct Rule {
+  float momentum, scale;
+  bool nesterov;
+};
+
+struct Advanced {
+  float velocity, total;
+};
+
+// Heavy ball: u = m u + g, v = v + u. Nesterov: u = m (u + g), v = v + u + g.
+__device__ inline Advanced advance(float gradient, float velocity, float total, const Rule& rule) {
+  const float g = gradient * rule.scale;
+  if (!rule.nesterov) {
+    const float next = rule.momentum * velocity + g;
+    return {next, total + next};
+  }
+  const float next = rule.momentum * (velocity + g);
+  return {next, total + next + g};
+}
+
+// Kernels.
+// Finds the `rank`-th largest magnitude of the sample; with rank 0 every element will be marked. One CTA.
+extern "C" __global__ void __launch_bounds__(kSampleThreads)
+    dgc_sample(const float* gradient, const float* velocity, const float* total, int64_t numel, float momentum,
+               float scale, int32_t nesterov, int64_t lines, int64_t rank, int64_t k, Selection* selection) {
+  __shared__ uint32_t counts[kBins], sums[kMostWarps], found[2];
+  const Rule rule = {momentum, scale, nesterov != 0};
+  for (unsigned bin = threadIdx.x; bin < kBins; bin += kSampleThreads) selection->counts[bin] = 0;
+  uint32_t keys[kSamples];
+  const int64_t stride = lines ? numel / kLine / lines * kLine : 0;
+#pragma unroll
+  for (int i = 0; i < kSamples; ++i) {
+    const int64_t sample = i * kSampleThreads + threadIdx.x, line = sample / kLine;
+    const int64_t at = line * stride + sample % kLine;
+    keys[i] = rank && line < lines ? magnitude_key(advance(gradient[at], velocity[at], total[at], rule).total) : 0;
+  }
+  if (threadIdx.x == 0) found[0] = 0, found[1] = static_cast<uint32_t>(rank);
+  for (int shift = 20; rank && shift >= 0; shift -= 10) {
+    for (unsigned bin = threadIdx.x; bin < kBins; bin += kSampleThreads) counts[bin] = 0;
+    __syncthreads();
+    const uint32_t prefix = found[0], wanted = found[1];
+#pragma unroll
+    for (int i = 0; i < kSamples; ++i)
+      if ((keys[i] & digits_above(shift)) == prefix) atomicAdd(&counts[keys[i] >> shift & (bins_of(shift) - 1)], 1u);
+    __syncthreads();
+    pick_bin(counts, shift, prefix, wanted, sums, &found[0], &found[1]);
+    __syncthreads();
+  }
+  if (threadIdx.x) return;
+  selection->threshold = rank ? found[0] : 0;
+  selection->candidates = selection->prefix = selection->tickets = 0;
+  selection->wanted = static_cast<uint32_t>(k);
+}
+
+// One pass over everything: new velocity and total, and a mark where the total's magnitude reaches the threshold.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    dgc_advance(const float* gradient, const float* velocity, const float* total, float* velocity_out,
+                float* total_out, int64_t numel, float momentum, float scale, int32_t nesterov, uint4* marks,
+                Selection* selection) {
+  const Rule rule = {momentum, scale, nesterov != 0};
+  const uint32_t threshold = selection->threshold;
+  const int lane = static_cast<int>(lane_index());
+  for (int64_t tile = warp_index(); tile < tile_count(numel); tile += warp_count()) {
+    uint4 mine = make_uint4(0, 0, 0, 0);
+    uint32_t marked = 0;
+#pragma unroll 4
+    for (int group = 0; group < static_cast<int>(kWarp); ++group) {
+      const int64_t at = tile * kTile + group * kGroup + 4 * lane, count = numel - at;
+      const float4 g = load4(gradient + at, count), u = load4(velocity + at, count), v = load4(total + at, count);
+      const Advanced next[4] = {advance(g.x, u.x, v.x, rule), advance(g.y, u.y, v.y, rule),
+                                advance(g.z, u.z, v.z, rule), advance(g.w, u.w, v.w, rule)};
+      store4(velocity_out + at, make_float4(next[0].velocity, next[1].velocity, next[2].velocity, next[3].velocity),
+             count);
+      store4(total_out + at, make_float4(next[0].total, next[1].total, next[2].total, next[3].total), count);
+      uint32_t words[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        words[c] = __ballot_sync(kAllLanes, c < count && magnitude_key(next[c].total) >= threshold);
+        marked += static_cast<uint32_t>(__popc(words[c]));
+      }
+      if (lane == group) mine = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+    marks[tile * kWarp + lane] = mine;
+    if (lane == 0 && marked) atomicAdd(&selection->candidates, marked);
+  }
+}
+
+}  // namespace gradwire

@@ -1,0 +1,140 @@
+// One bit an element: sign and mean magnitude per block of 1024; a warp handles a block, all of it in registers.
+//
+// Payload as in csrc/cpu/onebit.cpp, bit for bit: ceil(n / 1024) float32 scales, then the signs, the lowest bit first.
+// Bytes an element, read + written, in one pass and one launch each, no synchronisation:
+//   encode         8 + 4 + 1/8      gradient and residual in, left and payload out
+//   decode_reduce  W/8 + 4          W payloads in, their sum out
+//   serve          W/8 + 8 + 1/8    W payloads and the residual in, left and the answer out
+//
+// Encoding, lane l holds the elements 32 j + l: a ballot over them is the j-th word of the signs in the payload's own
+// order, and the 64 running sums that define the scale are two registers of each lane. A warp's load is 128 bytes in a
+// row, 32 of them under way at once. Decoding, lane l holds 4 elements of each 128, for stores of 16 bytes.
+// Source: Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, section 4; Tang et al., 1-bit Adam, ICML 2021,
+// section 4 (two stages).
+#include "device.cuh"
+
+namespace gradwire {
+
+// Configuration.
+constexpr int kThreads = 256;
+constexpr int kBlock = 1024;
+constexpr int kWords = kBlock / 32;
+static_assert(kWords == kWarp, "lane j stores word j of a block's signs");
+
+// Arguments.
+struct Payloads {
+  const uint8_t* rows;  // `workers` rows, `stride` bytes apart
+  int64_t stride, workers;
+};
+
+struct Encoded {
+  float* left;  // may be null, or the residual's own memory
+  uint8_t* payload;
+  int64_t numel;
+};
+
+__device__ inline int64_t block_count(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
+__device__ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Kernels.
+// p[j] is element 32 j + lane of the block; elements past the end are zero.
+__device__ inline void encode_block(const float (&p)[kWords], const Encoded& out, int64_t block) {
+  const int lane = static_cast<int>(lane_index()), count = static_cast<int>(least(kBlock, out.numel - block * kBlock));
+  uint32_t mine = 0;
+  float low = 0.0f, high = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kWords; ++j) {
+    const uint32_t word = __ballot_sync(kAllLanes, 32 * j + lane < count && p[j] >= 0.0f);
+    if (lane == j) mine = word;
+    if (j % 2) high += fabsf(p[j]);
+    else low += fabsf(p[j]);
+  }
+  float sum = low + high;
+#pragma unroll
+  for (int width = 16; width > 0; width /= 2) sum += __shfl_xor_sync(kAllLanes, sum, width);
+  const float scale = sum / static_cast<float>(count);
+  if (lane == 0) store_float(out.payload + 4 * block, scale);
+  uint8_t* bits = out.payload + 4 * block_count(out.numel) + block * (kBlock / 8);
+  store_word_within(bits + 4 * lane, mine, (count + 7) / 8 - 4 * lane);
+  if (!out.left) return;
+  float* left = out.left + block * kBlock + lane;
+#pragma unroll
+  for (int j = 0; j < kWords; ++j)
+    if (32 * j + lane < count) left[32 * j] = p[j] - (p[j] >= 0.0f ? scale : -scale);
+}
+
+// A lane's word of a block's signs.
+__device__ inline uint32_t load_signs(const uint8_t* row, int64_t numel, int64_t block) {
+  const int64_t nbytes = (least(kBlock, numel - block * kBlock) + 7) / 8, at = 4 * lane_index();
+  return load_word_within<uint32_t>(row + 4 * block_count(numel) + block * (kBlock / 8) + at, nbytes - at);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    onebit_encode(const float* gradient, const float* residual, float* left, uint8_t* payload, int64_t numel) {
+  const int lane = static_cast<int>(lane_index());
+  for (int64_t block = warp_index(); block < block_count(numel); block += warp_count()) {
+    const int64_t first = block * kBlock + lane;
+    float p[kWords];
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) p[j] = first + 32 * j < numel ? gradient[first + 32 * j] : 0.0f;
+    if (residual) {
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) p[j] += first + 32 * j < numel ? residual[first + 32 * j] : 0.0f;
+    }
+    encode_block(p, {left, payload, numel}, block);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    onebit_decode_reduce(const uint8_t* rows, int64_t stride, int64_t workers, const float* addend, float* target,
+                         int64_t numel) {
+  const unsigned lane = lane_index();
+  for (int64_t block = warp_index(); block < block_count(numel); block += warp_count()) {
+    const int64_t first = block * kBlock + 4 * lane;
+    float4 sum[8];
+#pragma unroll
+    for (int t = 0; t < 8; ++t)
+      sum[t] = addend ? load4(addend + first + 128 * t, numel - first - 128 * t) : make_float4(0, 0, 0, 0);
+    for (int64_t w = 0; w < workers; ++w) {
+      const uint8_t* row = rows + w * stride;
+      const uint32_t mine = load_signs(row, numel, block);
+      const float plus = load_float(row + 4 * block), minus = -plus;
+#pragma unroll
+      for (int t = 0; t < 8; ++t) {  // elements 128 t + 4 lane + (0..3) are four bits of word 4 t + lane / 8
+        const uint32_t bits = __shfl_sync(kAllLanes, mine, static_cast<int>(4 * t + lane / 8)) >> 4 * (lane % 8);
+        sum[t].x += bits & 1 ? plus : minus;
+        sum[t].y += bits & 2 ? plus : minus;
+        sum[t].z += bits & 4 ? plus : minus;
+        sum[t].w += bits & 8 ? plus : minus;
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < 8; ++t) store4(target + first + 128 * t, sum[t], numel - first - 128 * t);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    onebit_serve(const uint8_t* rows, int64_t stride, int64_t workers, const float* residual, float* left,
+                 uint8_t* answer, int64_t numel) {
+  const int lane = static_cast<int>(lane_index());
+  for (int64_t block = warp_index(); block < block_count(numel); block += warp_count()) {
+    const int64_t first = block * kBlock + lane;
+    float p[kWords] = {};
+    for (int64_t w = 0; w < workers; ++w) {
+      const uint8_t* row = rows + w * stride;
+      const uint32_t mine = load_signs(row, numel, block);
+      const float plus = load_float(row + 4 * block), minus = -plus;
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) p[j] += __shfl_sync(kAllLanes, mine, j) >> lane & 1 ? plus : minus;
+    }
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) {
+      const bool inside = first + 32 * j < numel;
+      if (residual && inside) p[j] += residual[first + 32 * j];
+      if (!inside) p[j] = 0.0f;
+    }
+    encode_block(p, {left, answer, numel}, block);
+  }
+}
+
+}  // namespace gradwire

@@ -1,0 +1,114 @@
+// PowerSGD's work besides the two products, which are torch.mm: orthonormal rows, and the way back to a matrix.
+//
+// orthogonalize: one CTA a matrix, a bucket's matrices in one launch; Gram-Schmidt in float64, each row against the
+// ones before it, twice, with sums in a fixed order. Its arithmetic order is not the CPU's, so the two agree within
+// rounding, and all GPUs of one kind agree in every bit. The factors are small: launches are what it saves.
+// restore: bytes an element, read + written, factors not counted: 4 + 8, one launch a matrix. Bit for bit the CPU's.
+// Source: Vogels et al., PowerSGD, NeurIPS 2019, algorithm 1; Giraud, Langou, Rozloznik, Comput. Math. Appl. 50 (2005),
+// 1069: twice is enough.
+#include "common/dependent_formula.h"
+#include "device.cuh"
+
+namespace gradwire {
+
+// Configuration.
+constexpr int kThreads = 256;
+constexpr int kColumns = 1024;  // of a row, a warp's work in restore: one 64-bit division for all of them
+
+// Arguments.
+struct Matrix {
+  float* data;   // `rank` rows of `columns`, replaced by orthonormal rows
+  double* rows;  // as many numbers of scratch memory
+  int64_t rank, columns, key;
+};
+
+struct Shape {
+  int64_t rows, columns, rank;
+};
+
+// Kernels.
+// The same bits in every thread of the CTA; each thread brings the elements i, i + kThreads, ... of both rows.
+__device__ inline double dot(const double* a, const double* b, int64_t columns, double* shared) {
+  double sum = 0.0;
+  for (int64_t i = threadIdx.x; i < columns; i += kThreads) sum += a[i] * b[i];
+#pragma unroll
+  for (int width = 16; width > 0; width /= 2) sum += __shfl_xor_sync(kAllLanes, sum, width);
+  if (lane_index() == 0) shared[threadIdx.x / kWarp] = sum;
+  __syncthreads();
+  double all = 0.0;
+  for (int warp = 0; warp < kThreads / static_cast<int>(kWarp); ++warp) all += shared[warp];
+  __syncthreads();
+  return all;
+}
+
+// Takes out of row k what the rows before it span, twice; returns the length that remains.
+__device__ inline double remove_previous(const Matrix& matrix, int64_t k, double* shared) {
+  double* row = matrix.rows + k * matrix.columns;
+  for (int pass = 0; pass < 2; ++pass) {
+    for (int64_t previous = 0; previous < k; ++previous) {
+      const double* other = matrix.rows + previous * matrix.columns;
+      const double share = dot(row, other, matrix.columns, shared);
+      for (int64_t i = threadIdx.x; i < matrix.columns; i += kThreads) row[i] -= share * other[i];
+    }
+  }
+  return sqrt(dot(row, row, matrix.columns, shared));
+}
+
+// A thread touches the same elements of every row, so only the sums need the other threads.
+extern "C" __global__ void __launch_bounds__(kThreads) powersgd_orthogonalize(const Matrix* matrices) {
+  __shared__ double shared[kThreads / kWarp];
+  const Matrix matrix = matrices[blockIdx.x];
+  const int64_t columns = matrix.columns;
+  for (int64_t k = 0; k < matrix.rank; ++k) {
+    float* data = matrix.data + k * columns;
+    double* row = matrix.rows + k * columns;
+    for (int64_t i = threadIdx.x; i < columns; i += kThreads) row[i] = static_cast<double>(data[i]);
+    const double before = sqrt(dot(row, row, columns, shared));
+    double length = remove_previous(matrix, k, shared);
+    for (uint32_t attempt = 0; length <= kDependent * before && attempt < kAttempts; ++attempt) {
+      for (int64_t i = threadIdx.x; i < columns; i += kThreads)
+        row[i] = replacement(static_cast<uint32_t>(matrix.key), static_cast<uint32_t>(k), attempt,
+                             static_cast<uint32_t>(i));
+      length = remove_previous(matrix, k, shared);
+      if (length > kDependent) break;
+    }
+    for (int64_t i = threadIdx.x; i < columns; i += kThreads) {
+      row[i] /= length;
+      data[i] = static_cast<float>(row[i]);
+    }
+  }
+}
+
+__device__ inline float4 multiply_add(float4 sum, float weight, float4 x) {
+  return make_float4(sum.x + weight * x.x, sum.y + weight * x.y, sum.z + weight * x.z, sum.w + weight * x.w);
+}
+
+// left = matrix - P Q_own and matrix = P Q_sum, factor after factor in this order, as on every other device.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    powersgd_restore(float* matrix, float* left, const float* p, const float* q_own, const float* q_sum, int64_t rows,
+                     int64_t columns, int64_t rank) {
+  const Shape shape = {rows, columns, rank};
+  const int64_t parts = (shape.columns + kColumns - 1) / kColumns;
+  for (int64_t unit = warp_index(); unit < shape.rows * parts; unit += warp_count()) {
+    const int64_t row = unit / parts, start = (unit - row * parts) * kColumns;
+    const int64_t stop = start + kColumns < shape.columns ? start + kColumns : shape.columns;
+    for (int64_t column = start + 4 * lane_index(); column < stop; column += 4 * kWarp) {
+      const int64_t count = shape.columns - column;
+      float4 all = make_float4(0, 0, 0, 0), own = all;
+      for (int64_t k = 0; k < shape.rank; ++k) {
+        const float weight = p[k * shape.rows + row];
+        all = multiply_add(all, weight, load4(q_sum + k * shape.columns + column, count));
+        if (left) own = multiply_add(own, weight, load4(q_own + k * shape.columns + column, count));
+      }
+      float* at = matrix + row * shape.columns + column;
+      if (left) {
+        const float4 x = load4(at, count);
+        store4(left + row * shape.columns + column, make_float4(x.x - own.x, x.y - own.y, x.z - own.z, x.w - own.w),
+               count);
+      }
+      store4(at, all, count);
+    }
+  }
+}
+
+}  // namespace gradwire

@@ -1,0 +1,108 @@
+"""The CUDA kernels on what this machine has: their own source on the CPU, or a GPU."""
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.compressors import cuda_launch
+from gradwire.compressors.cuda_source import FOLDER, KERNELS, kernel_source
+
+NUMELS = (1, 7, 33, 129, 513, 1023, 1024, 1025, 4097, 9001)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    if not torch.cuda.is_available():
+        pytest.skip(f"torch {torch.__version__} sees no CUDA device")
+
+
+class Emulator:
+    """Compiled kernels whose threads are fibers; see cuda_on_cpu.h."""
+
+    def __init__(self, folder: Path) -> None:
+        self._libraries = {name: self._build(folder, name) for name in KERNELS}
+
+    @staticmethod
+    def _build(folder: Path, name: str) -> ctypes.CDLL:
+        source, library = folder / f"{name}.cpp", folder / f"{name}.so"
+        launchers = "\n".join(f"EMULATE({kernel})" for kernel in KERNELS[name])
+        source.write_text(f'#include "cuda_on_cpu.h"\n{kernel_source(name)}\n{launchers}\n')
+        subprocess.run(
+            ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing",
+             "-Wno-unknown-pragmas", f"-I{Path(__file__).parent}", f"-I{FOLDER}", str(source), "-o", str(library)],
+            check=True)
+        return ctypes.CDLL(str(library))
+
+    def launch(
+        self, file: str, kernel: str, device: torch.device, blocks: int,
+        arguments: Sequence[cuda_launch.Argument], threads: int = cuda_launch.THREADS,
+    ) -> None:
+        if not blocks:
+            return
+        words = [np.int64(x) if isinstance(x, int) else x for x in arguments]
+        cells = [np.array([word]) for word in words]
+        pointers = (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells))
+        nbytes = (ctypes.c_size_t * len(cells))(*(cell.nbytes for cell in cells))
+        wrong = getattr(self._libraries[file], f"emulate_{kernel}")(blocks, threads, pointers, nbytes, len(cells))
+        assert not wrong, f"{kernel}: argument {wrong} has another width than the kernel's parameter (-1: their number)"
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++: the kernels cannot be run on the CPU")
+    return Emulator(tmp_path_factory.mktemp("emulator"))
+
+
+@pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where the kernels run: few CTAs on the CPU, so that the grid-stride loops turn, or a real GPU."""
+    if request.param == "gpu":
+        yield torch.device("cuda", torch.cuda.current_device())
+        return
+    emulated: Emulator = request.getfixturevalue("emulator")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_launch, "DEVICE_TYPE", "cpu")
+        patch.setattr(cuda_launch, "launch", emulated.launch)
+        patch.setattr(cuda_launch, "blocks_for", lambda device, threads: min(-(-threads // 256), 2))
+        patch.setattr(cuda_launch, "stream_of", lambda device: 0)
+        yield torch.device("cpu")
+
+
+def _special(numel: int, where: int, value: float, generator: torch.Generator) -> Tensor:
+    x = torch.randn(numel, generator=generator)
+    x[where] = value
+    return x
+
+
+@pytest.fixture(params=["random", "constant", "zero", "denormal", "huge", "inf", "nan"])
+def make_input(request: pytest.FixtureRequest) -> Callable[[int], Tensor]:
+    """A function of numel that returns an input of one kind, as a view that is not aligned."""
+
+    def make(numel: int) -> Tensor:
+        generator = torch.Generator().manual_seed(numel)
+        kinds: dict[str, Callable[[], Tensor]] = {
+            "random": lambda: torch.randn(numel, generator=generator),
+            "constant": lambda: torch.full((numel,), -0.3),
+            "zero": lambda: torch.zeros(numel),
+            "denormal": lambda: torch.randn(numel, generator=generator) * 1e-41,
+            "huge": lambda: torch.randn(numel, generator=generator) * 1e38,
+            "inf": lambda: _special(numel, numel // 2, float("inf"), generator),
+            "nan": lambda: _special(numel, numel // 3, float("nan"), generator),
+        }
+        return torch.cat([torch.zeros(1), kinds[request.param]()])[1:]
+
+    return make
+
+
+@pytest.fixture(params=NUMELS)
+def numel(request: pytest.FixtureRequest) -> int:
+    return int(request.param)

@@ -1,0 +1,78 @@
+"""Every CUDA kernel compiles for the GPUs in use, without a warning and without a register spilled to memory."""
+
+import importlib
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gradwire.compressors.cuda_load import OPTIONS, cached_cubin, compile_cubin
+from gradwire.compressors.cuda_require import CudaKernelsError
+from gradwire.compressors.cuda_source import FOLDER, KERNELS, kernel_source
+
+ARCHITECTURES = (80, 90, 100)
+"""A100, H100 and H200, B200."""
+
+@pytest.fixture
+def nvrtc() -> None:
+    """NVRTC through CuPy: it needs the wheels, but no GPU and no driver."""
+    try:
+        importlib.import_module("cupy.cuda").nvrtc.getVersion()
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"no NVRTC ({error}): `pip install gradwire[cuda13] nvidia-cuda-nvrtc` brings it")
+
+
+def test_every_file_is_known() -> None:
+    assert {file.stem for file in (FOLDER / "cuda").glob("*.cu")} == set(KERNELS)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_nvcc_finds_nothing_to_warn_about(name: str, tmp_path: Path) -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc on PATH")
+    targets = [word for cc in ARCHITECTURES for word in ("-gencode", f"arch=compute_{cc},code=sm_{cc}")]
+    options = [option.replace("-std", "--std") for option in OPTIONS]
+    result = subprocess.run(
+        ["nvcc", *options, "-Werror", "all-warnings", "-Xptxas", "-v", f"-I{FOLDER}", *targets, "-fatbin", "-o",
+         str(tmp_path / "kernels.fatbin"), str(FOLDER / "cuda" / f"{name}.cu")],
+        capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    said = re.findall(r"Compiling entry function '(\w+)' for 'sm_(\d+)'", result.stderr)
+    assert sorted(said) == sorted((kernel, str(cc)) for kernel in KERNELS[name] for cc in ARCHITECTURES)
+    stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", result.stderr)
+    assert stacks == [("0", "0", "0")] * len(said), result.stderr
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_inlined_source_is_whole(name: str) -> None:
+    """NVRTC gets one text: all own headers in it, each once, and no system header outside g++'s branch."""
+    source = kernel_source(name)
+    assert '#include "' not in source
+    assert source.count("constexpr unsigned kAllLanes") == 1
+    assert all(f"{kernel}(" in source or "##" in source for kernel in KERNELS[name])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.usefixtures("nvrtc")
+def test_nvrtc_compiles_it(name: str) -> None:
+    cubin = compile_cubin(name, 90)
+    assert cubin[:4] == b"\x7fELF"
+    assert all(kernel.encode() in cubin for kernel in KERNELS[name])
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_a_compiled_kernel_is_kept(tmp_path: Path) -> None:
+    first = cached_cubin("cast", 90, tmp_path)
+    written = first.stat().st_mtime_ns
+    assert cached_cubin("cast", 90, tmp_path) == first
+    assert first.stat().st_mtime_ns == written
+    assert cached_cubin("cast", 80, tmp_path) != first
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".cubin", ".cubin"]
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_an_unknown_architecture_is_refused() -> None:
+    with pytest.raises(CudaKernelsError, match=r"sm_37.*update CuPy"):
+        compile_cubin("cast", 37)

@@ -1,0 +1,154 @@
+"""Law: every CUDA kernel equals its torch twin, on any input and any length, on a GPU and with its source on the CPU."""
+
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.compressors import cuda, reference
+from gradwire.compressors.kernels import Kernels
+
+Maker = Callable[[int], Tensor]
+
+
+def assert_same(ours: Tensor, wanted: Tensor) -> None:
+    """The same numbers bit for bit, zeros with their signs; a NaN equals any NaN."""
+    torch.testing.assert_close(ours.cpu(), wanted, rtol=0.0, atol=0.0, equal_nan=True)
+    number = ~wanted.isnan()
+    assert torch.equal(ours.cpu().signbit()[number], wanted.signbit()[number])
+
+
+def assert_same_payload(ours: Tensor, wanted: Tensor, head_nbytes: int) -> None:
+    assert torch.equal(ours.cpu()[head_nbytes:], wanted[head_nbytes:])
+    assert_same(ours.cpu()[:head_nbytes].view(torch.float32), wanted[:head_nbytes].view(torch.float32))
+
+
+def other(numel: int) -> Tensor:
+    return torch.randn(numel + 3, generator=torch.Generator().manual_seed(numel + 1))[3:]
+
+
+def to(device: torch.device, tensor: Tensor | None) -> Tensor | None:
+    """A copy there that starts four bytes after an aligned address."""
+    if tensor is None:
+        return None
+    return torch.cat([torch.zeros(1), tensor]).to(device)[1:]
+
+
+def given(device: torch.device, tensor: Tensor) -> Tensor:
+    copy = to(device, tensor)
+    assert copy is not None
+    return copy
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_onebit_is_the_reference(device: torch.device, make_input: Maker, numel: int, aligned: bool) -> None:
+    x, residual = make_input(numel), other(numel) if numel % 2 else None
+    gradient = x.clone().to(device) if aligned else given(device, x)
+    nbytes, head = cuda.onebit_nbytes(numel), -(-numel // 1024) * 4
+    ours, left = torch.empty(nbytes, dtype=torch.uint8, device=device), torch.empty(numel, device=device)
+    wanted, wanted_left = torch.empty(nbytes, dtype=torch.uint8), torch.empty(numel)
+    cuda.onebit_encode(gradient, to(device, residual), left, ours)
+    reference.onebit_encode(x, residual, wanted_left, wanted)
+    assert_same_payload(ours, wanted, head)
+    assert_same(left, wanted_left)
+
+    table = torch.empty(3, nbytes + (0 if aligned else 1), dtype=torch.uint8)[:, :nbytes]
+    table[:] = wanted
+    table[1] = wanted
+    table[1, head:] ^= 0x55
+    there = torch.empty(3, nbytes + (0 if aligned else 1), dtype=torch.uint8, device=device)[:, :nbytes]
+    there.copy_(table)
+    target, wanted_target = given(device, torch.empty(numel)), torch.empty(numel)
+    cuda.onebit_decode_reduce(there, to(device, residual), target)
+    reference.onebit_decode_reduce(table, residual, wanted_target)
+    assert_same(target, wanted_target)
+    cuda.onebit_serve(there, to(device, residual), left, ours, numel)
+    reference.onebit_serve(table, residual, wanted_left, wanted, numel)
+    assert_same_payload(ours, wanted, head)
+    assert_same(left, wanted_left)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("key", [None, 0xFFFFFFFF])
+def test_quantize_is_the_reference(
+    device: torch.device, make_input: Maker, numel: int, bits: int, key: int | None
+) -> None:
+    x, residual = make_input(numel), other(numel) if numel % 2 else None
+    gradient = given(device, x) if key is None else x.clone().to(device)
+    nbytes, head = cuda.quantize_nbytes(numel, bits), -(-numel // 512) * 8
+    ours, left = torch.empty(nbytes, dtype=torch.uint8, device=device), torch.empty(numel, device=device)
+    wanted, wanted_left = torch.empty(nbytes, dtype=torch.uint8), torch.empty(numel)
+    cuda.quantize_encode(bits, gradient, to(device, residual), left, ours, key)
+    reference.quantize_encode(bits, x, residual, wanted_left, wanted, key)
+    assert_same_payload(ours, wanted, head)
+    assert_same(left, wanted_left)
+    target, wanted_target = torch.empty(numel, device=device), torch.empty(numel)
+    table = torch.stack([wanted, wanted])
+    cuda.quantize_decode_reduce(bits, table.to(device), to(device, residual), target)
+    reference.quantize_decode_reduce(bits, table, residual, wanted_target)
+    assert_same(target, wanted_target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_cast_is_the_reference(device: torch.device, make_input: Maker, numel: int, dtype: torch.dtype) -> None:
+    x, residual = make_input(numel), other(numel) if numel % 2 else None
+    gradient = given(device, x) if numel % 3 else x.clone().to(device)
+    ours, left = torch.empty(numel, dtype=dtype, device=device), torch.empty(numel, device=device)
+    wanted, wanted_left = torch.empty(numel, dtype=dtype), torch.empty(numel)
+    cuda.cast_encode(gradient, 0.125, to(device, residual), left, ours)
+    reference.cast_encode(x, 0.125, residual, wanted_left, wanted)
+    assert_same(ours.float(), wanted.float())
+    assert_same(left, wanted_left)
+    target, wanted_target = torch.empty(numel, device=device), torch.empty(numel)
+    for addend, sources in ((residual, torch.stack([wanted, wanted])), (None, wanted.unsqueeze(0))):
+        cuda.cast_decode_reduce(sources.to(device), to(device, addend), target)
+        reference.cast_decode_reduce(sources, addend, wanted_target)
+        assert_same(target, wanted_target)
+
+
+def test_every_half_survives_the_way_there_and_back(device: torch.device) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+        wide = torch.empty(1 << 16, device=device)
+        back = torch.empty(1 << 16, dtype=dtype, device=device)
+        cuda.cast_decode_reduce(halves.unsqueeze(0).to(device), None, wide)
+        assert_same(wide, halves.float())
+        cuda.cast_encode(wide, 1.0, None, None, back)
+        number = ~halves.float().isnan()
+        assert torch.equal(back.cpu().view(torch.int16)[number], halves.view(torch.int16)[number])
+
+
+def test_a_residual_may_be_replaced_in_place(device: torch.device) -> None:
+    numel = 3000
+    x, residual = other(numel), other(numel).flip(0).clone()
+    ours, wanted = residual.to(device, copy=True), torch.empty(numel)
+    payload = torch.empty(cuda.onebit_nbytes(numel), dtype=torch.uint8)
+    cuda.onebit_encode(x.clone().to(device), ours, ours, payload.to(device))
+    reference.onebit_encode(x, residual, wanted, payload)
+    assert_same(ours, wanted)
+
+
+def test_a_wrong_tensor_is_refused(device: torch.device) -> None:
+    x, payload = torch.randn(64, device=device), torch.empty(12, dtype=torch.uint8, device=device)
+    with pytest.raises(ValueError, match="`payload`"):
+        cuda.onebit_encode(x, None, None, payload[:3])
+    with pytest.raises(ValueError, match="`residual`"):
+        cuda.onebit_encode(x, x[:32], None, payload)
+    with pytest.raises(ValueError, match="`gradient`"):
+        cuda.onebit_encode(x.double(), None, None, payload)
+    with pytest.raises(ValueError, match="`payloads`"):
+        cuda.onebit_decode_reduce(torch.empty(2, 3, dtype=torch.uint8, device=device), None, x)
+    with pytest.raises(ValueError, match="`bits`"):
+        cuda.quantize_encode(3, x, None, None, payload, None)
+    with pytest.raises(ValueError, match="`target`"):
+        cuda.cast_encode(x, 1.0, None, None, x.double())
+
+
+@pytest.mark.parametrize("name", sorted(name for name in vars(Kernels) if not name.startswith("_")))
+def test_the_door_takes_every_function(name: str) -> None:
+    """The names and parameters of the protocol, so that a compressor may call any set of kernels."""
+    wanted = list(inspect.signature(getattr(Kernels, name)).parameters)[1:]
+    assert list(inspect.signature(getattr(cuda, name)).parameters) == wanted
+    assert list(inspect.signature(getattr(reference, name)).parameters) == wanted

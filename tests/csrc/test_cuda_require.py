@@ -1,0 +1,76 @@
+"""What is missing is named with what to install, and a machine without CUDA never loads CuPy."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gradwire.compressors import kernels
+from gradwire.compressors.cuda_launch import blocks_for
+from gradwire.compressors.cuda_load import load_kernel
+from gradwire.compressors.cuda_require import CudaKernelsError, Found, check, require_cupy
+
+GOOD = Found("13.0", 1, 13000, "", 13000, (9, 0), "H200")
+
+
+def test_a_good_machine_is_accepted() -> None:
+    check(GOOD)
+    check(dataclasses.replace(GOOD, torch_cuda="12.8", cupy_cuda=12090, driver=13000, capability=(7, 0)))
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"torch_cuda": None}, r"no CUDA: this torch was built without it.*gradwire\[cuda13\]"),
+    ({"device_count": 0}, r"no CUDA device: torch was built for CUDA 13\.0"),
+    ({"cupy_cuda": None, "cupy_problem": "No module named 'cupy'"},
+     r"no CuPy \(No module named 'cupy'\).*`pip install gradwire\[cuda13\]`"),
+    ({"cupy_cuda": None, "torch_cuda": "12.8"}, r"`pip install gradwire\[cuda12\]`"),
+    ({"cupy_cuda": 12090}, r"CUDA 12\.9, torch for CUDA 13\.0.*pip uninstall cupy-cuda12x.*gradwire\[cuda13\]"),
+    ({"driver": 12040}, r"driver supports CUDA 12\.4 at most.*CUDA 13\.0.*gradwire\[cuda12\]"),
+    ({"capability": (6, 1), "device_name": "GTX 1080"}, r"GTX 1080 has compute capability 6\.1.*7\.0"),
+])
+def test_what_is_missing_is_named(change: dict[str, object], said: str) -> None:
+    with pytest.raises(CudaKernelsError, match=said):
+        check(dataclasses.replace(GOOD, **change))  # type: ignore[arg-type]  # the names are Found's own
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_this_machine_without_cuda_says_so() -> None:
+    with pytest.raises(CudaKernelsError, match="no CUDA"):
+        require_cupy(0)
+
+
+def test_an_unknown_kernel_is_refused() -> None:
+    with pytest.raises(KeyError, match="cast_encode_f64"):
+        load_kernel("cast", "cast_encode_f64", 0)
+
+
+def test_the_cpu_path_never_imports_cupy() -> None:
+    script = """
+import sys, torch
+from gradwire.compressors.kernels import kernels_for
+x, payload = torch.randn(64), torch.empty(12, dtype=torch.uint8)
+kernels_for(x).onebit_encode(x, None, None, payload)
+found = [name for name in sys.modules if name.split(".")[0] == "cupy" or name.startswith("gradwire.compressors.cuda")]
+assert not found, found
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_cuda_tensor_asks_for_the_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The door, without a device: what it would choose, and that nothing is chosen silently where that fails."""
+    from gradwire.compressors import cuda, cuda_require
+
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(cuda_require, "require_cupy", asked.append)
+    assert kernels._choose("cuda") is cuda
+    assert asked == [3]
+
+
+@pytest.mark.gpu
+def test_the_grid_is_what_the_device_holds() -> None:
+    device = torch.device("cuda", 0)
+    assert blocks_for(device, 1) == 1
+    assert blocks_for(device, 1 << 40) == 8 * torch.cuda.get_device_properties(0).multi_processor_count

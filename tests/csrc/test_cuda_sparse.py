@@ -1,0 +1,189 @@
+"""Law: DGC's, PowerSGD's and the packing kernels equal their torch twins, on a GPU and with their source on the CPU."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.compressors import cuda, reference, reference_pack
+from gradwire.compressors.cuda_pack import PackTable
+from gradwire.compressors.reference_dgc import DgcRule, DgcState
+
+Maker = Callable[[int], Tensor]
+
+
+def assert_same(ours: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(ours.cpu(), wanted, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def other(numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(numel + 1))
+
+
+def run_dgc(
+    step: Callable[[Tensor, DgcState, DgcRule, Tensor, Tensor], None], device: torch.device, inputs: list[Tensor],
+    rule: DgcRule, k: int,
+) -> list[Tensor]:
+    x, velocity, total = (tensor.to(device, copy=True) for tensor in inputs)
+    state = DgcState(velocity, total, torch.empty_like(velocity), torch.empty_like(total))
+    indices, values = torch.empty(k, dtype=torch.int32, device=device), torch.empty(k, device=device)
+    step(x, state, rule, indices, values)
+    return [indices, values, state.velocity_out, state.total_out]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("density", [0.001, 0.3, 1.0])
+def test_dgc_is_the_reference(
+    device: torch.device, make_input: Maker, numel: int, nesterov: bool, density: float
+) -> None:
+    inputs, k = [make_input(numel), other(numel), other(numel).flip(0).clone()], max(1, int(density * numel))
+    rule = DgcRule(0.9, nesterov, 0.5)
+    wanted = run_dgc(reference.dgc_step, torch.device("cpu"), inputs, rule, k)
+    for ours, twin in zip(run_dgc(cuda.dgc_step, device, inputs, rule, k), wanted, strict=True):
+        assert_same(ours, twin)
+
+
+@pytest.mark.parametrize("kind", ["spread", "lumpy", "equal", "mostly_zero", "ordered"])
+def test_dgc_selects_exactly_on_a_large_input(device: torch.device, kind: str) -> None:
+    """The sampled threshold only helps: far more elements than the sample has, and samples that are misled."""
+    numel, k = 60_000, 300
+    spread = other(numel)
+    lumpy, sparse = spread * 1e-3, torch.zeros(numel)
+    lumpy[1000:1100] += 5.0
+    sparse[::997] = 1.0
+    x = {"spread": spread, "lumpy": lumpy, "equal": torch.ones(numel), "mostly_zero": sparse,
+         "ordered": torch.arange(numel).float() - numel / 2}[kind]
+    inputs, rule = [x, torch.zeros(numel), torch.zeros(numel)], DgcRule(0.0)
+    wanted = run_dgc(reference.dgc_step, torch.device("cpu"), inputs, rule, k)
+    for ours, twin in zip(run_dgc(cuda.dgc_step, device, inputs, rule, k), wanted, strict=True):
+        assert_same(ours, twin)
+
+
+def test_dgc_selects_exactly_where_the_sample_promised_too_much(device: torch.device) -> None:
+    """The sampled elements are large and hardly any other is: fewer than k reach the threshold."""
+    numel, k = 60_000, 20_000
+    x = other(numel) * 1e-6
+    stride = numel // 16 // 1024 * 16
+    for line in range(1024):
+        x[line * stride : line * stride + 16] += 10.0
+    inputs, rule = [x, torch.zeros(numel), torch.zeros(numel)], DgcRule(0.0)
+    assert stride > 16, "the sample must not be everything"
+    wanted = run_dgc(reference.dgc_step, torch.device("cpu"), inputs, rule, k)
+    for ours, twin in zip(run_dgc(cuda.dgc_step, device, inputs, rule, k), wanted, strict=True):
+        assert_same(ours, twin)
+
+
+def test_dgc_state_may_be_replaced_in_place(device: torch.device) -> None:
+    numel, k, rule = 5000, 50, DgcRule(0.9)
+    inputs = [other(numel), other(numel) * 2, other(numel).flip(0).clone()]
+    wanted = run_dgc(reference.dgc_step, torch.device("cpu"), inputs, rule, k)
+    x, velocity, total = (tensor.to(device, copy=True) for tensor in inputs)
+    indices, values = torch.empty(k, dtype=torch.int32, device=device), torch.empty(k, device=device)
+    cuda.dgc_step(x, DgcState(velocity, total, velocity, total), rule, indices, values)
+    for ours, twin in zip((indices, values, velocity, total), wanted, strict=True):
+        assert_same(ours, twin)
+
+
+def test_dgc_refuses_what_it_cannot_select(device: torch.device) -> None:
+    x = torch.zeros(4, device=device)
+    state = DgcState(x, x, x.clone(), x.clone())
+    with pytest.raises(ValueError, match="`indices`"):
+        cuda.dgc_step(x, state, DgcRule(0.0), torch.empty(5, dtype=torch.int32, device=device),
+                      torch.empty(5, device=device))
+
+
+def test_scatter_add_is_the_reference_and_marks_a_bad_index(device: torch.device) -> None:
+    indices, values = torch.tensor([4, 0, 4], dtype=torch.int32), torch.tensor([1.0, 1e-40, 3.0])
+    ours, wanted = torch.zeros(5, device=device), torch.zeros(5)
+    cuda.scatter_add(indices.to(device), values.to(device), ours)
+    reference.scatter_add(indices, values, wanted)
+    assert_same(ours, wanted)
+    for bad in (5, -1):
+        damaged = torch.tensor([2, bad], dtype=torch.int32, device=device)
+        cuda.scatter_add(damaged, torch.ones(2, device=device), ours)
+        assert ours[0].isnan()
+        ours[0] = 0.0
+
+
+@pytest.mark.parametrize("shape", [(1, 40), (40, 1), (5, 3), (33, 70), (64, 64), (13, 1100), (3, 2500)])
+@pytest.mark.parametrize("rank", [1, 2, 7])
+@pytest.mark.parametrize("with_left", [True, False])
+def test_powersgd_restore_is_the_reference(
+    device: torch.device, shape: tuple[int, int], rank: int, with_left: bool
+) -> None:
+    rows, columns = shape
+    generator = torch.Generator().manual_seed(rank)
+    wanted, p = torch.randn(shape, generator=generator), torch.randn(rank, rows, generator=generator)
+    own, total = torch.randn(2, rank, columns, generator=generator).unbind(0)
+    ours, left, wanted_left = wanted.to(device, copy=True), torch.empty(shape, device=device), torch.empty(shape)
+    cuda.powersgd_restore(ours, left if with_left else None, *(part.to(device) for part in (p, own, total)))
+    reference.powersgd_restore(wanted, wanted_left if with_left else None, p, own, total)
+    assert_same(ours, wanted)
+    if with_left:
+        assert_same(left, wanted_left)
+
+
+def test_orthogonal_rows_for_any_input_in_one_launch(device: torch.device) -> None:
+    usual = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    dependent = torch.stack([usual[0], 2 * usual[0], usual[1], torch.zeros(50)])
+    wide = torch.randn(3, 700, generator=torch.Generator().manual_seed(1))
+    cases = [usual, dependent, torch.zeros(4, 50), usual * 1e30, usual * 1e-40, torch.ones(3, 3), torch.zeros(1, 1),
+             wide]
+    ours = [case.to(device, copy=True) for case in cases]
+    cuda.orthogonalize_many(ours, list(range(len(cases))))
+    for key, (matrix, case) in enumerate(zip(ours, cases, strict=True)):
+        twin = case.clone()
+        reference.orthogonalize(twin, key)
+        torch.testing.assert_close(matrix.cpu() @ matrix.cpu().t(), torch.eye(len(case)), rtol=0.0, atol=1e-5)
+        torch.testing.assert_close(matrix.cpu(), twin, rtol=0.0, atol=1e-5)
+    bad = usual.to(device, copy=True)
+    bad[1, 3] = float("inf")
+    cuda.orthogonalize(bad, 7)
+    assert bad[1].isnan().any()
+    with pytest.raises(ValueError, match="`matrix`"):
+        cuda.orthogonalize(usual.t().contiguous().to(device), 7)
+
+
+@pytest.mark.parametrize("tensor_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bucket_dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_pack_and_unpack_are_the_reference(
+    device: torch.device, tensor_dtype: torch.dtype, bucket_dtype: torch.dtype
+) -> None:
+    shapes = [(3, 5), (0,), (1,), (70, 120), (8,), (20_001,), (16, 16)]
+    wanted = [torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(tensor_dtype)
+              for i, shape in enumerate(shapes)]
+    offsets = [2, 17, 17, 24, 8424, 8432, 28440]
+    ours = [tensor.to(device, copy=True) for tensor in wanted]
+    bucket, twin = torch.zeros(28_700, dtype=bucket_dtype, device=device), torch.zeros(28_700, dtype=bucket_dtype)
+    PackTable(ours, offsets, 0.3).pack(bucket)
+    reference_pack.pack(wanted, offsets, 0.3, twin)
+    assert_same(bucket, twin)
+    PackTable(ours, offsets, 3.0).unpack(bucket)
+    reference_pack.unpack(wanted, offsets, 3.0, twin)
+    for tensor, expected in zip(ours, wanted, strict=True):
+        assert_same(tensor, expected)
+
+
+def test_unpack_undoes_pack(device: torch.device) -> None:
+    tensors = [torch.randn(n, device=device) for n in (5, 4096, 33)]
+    before = [tensor.clone() for tensor in tensors]
+    table, bucket = PackTable(tensors, [0, 5, 4101]), torch.empty(4134, device=device)
+    table.pack(bucket)
+    assert torch.equal(bucket, torch.cat(before))
+    for tensor in tensors:
+        tensor.zero_()
+    table.unpack(bucket)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, before, strict=True))
+
+
+def test_a_wrong_table_is_refused(device: torch.device) -> None:
+    x = torch.zeros(4, device=device)
+    with pytest.raises(ValueError, match="`offsets`"):
+        PackTable([x], [])
+    with pytest.raises(ValueError, match="`offsets`"):
+        PackTable([x], [-1])
+    with pytest.raises(ValueError, match="`tensors`"):
+        PackTable([x, x.half()], [0, 4])
+    with pytest.raises(ValueError, match="`bucket`"):
+        PackTable([x], [4]).pack(x)
