@@ -24,6 +24,7 @@ from gradwire.comms.plan import ALL_REDUCE, Phase, Plan
 from gradwire.comms.planner import plan_all_reduce
 from gradwire.comms.report import Ledger, Report
 from gradwire.comms.schedule import Partition, Schedule, Transfer, even_partition
+from gradwire.comms.store import PollingStore
 from gradwire.compressors.base import Compressor, Layout
 from gradwire.topology.cluster import Level
 
@@ -65,7 +66,7 @@ class Communicator:
         self.device = device
         self.config = config
         self.compressor = compressor
-        store = PrefixStore(f"gradwire/{name}", store)
+        store = PollingStore(PrefixStore(f"gradwire/{name}", store), config.timeout)
         presences = exchange(store, Presence.here(rank, size, config, device), config.timeout)
         self.cluster = cluster_of(presences, config)
         self.level_names = tuple(level.name for level in self.cluster.levels)

@@ -44,11 +44,6 @@ def store_of(group: dist.ProcessGroup) -> Store:
     return store
 
 
-def clone_store(store: Store) -> Store:
-    """Another client of the same store. A blocking call holds its client: threads that wait need one each."""
-    return cast(Store, store.clone())  # type: ignore[attr-defined]
-
-
 def make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> TorchGroup:
     """A gloo group of its own, outside torch's registry: only its members take part in making it.
 

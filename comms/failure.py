@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
-from gradwire.comms.compat import Store, clone_store
+from gradwire.comms.compat import Store
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
 
@@ -29,13 +29,13 @@ class FailureBoard:
     """Where the survivors of one group leave their word.
 
     Args:
-        store: A store that all ranks share, with a prefix of its own.
+        store: A store that all ranks share, with a prefix of its own; one whose waits block nobody else.
         rank: This rank.
         size: Number of ranks.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store = clone_store(store)  # so that a lane which waits in the store cannot keep this rank silent
+        self._store = store
         self._rank = rank
         self._size = size
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradwire.comms.compat import PrefixStore, Store, clone_store
+from gradwire.comms.compat import PrefixStore, Store
 from gradwire.comms.lanes import Lane
 from gradwire.comms.transport import gloo, mpi, nccl
 from gradwire.comms.transport.shm import ShmGroup
@@ -33,7 +33,7 @@ class Groups:
     """Makes and keeps the groups of one rank.
 
     Args:
-        store: A store that all ranks share, with a prefix of its own.
+        store: A store that all ranks share, with a prefix of its own; one whose waits block nobody else.
         rank: This rank.
         device: Where the tensors are.
         same_node: Whether a set of ranks shares memory.
@@ -83,9 +83,7 @@ class Groups:
 
     def _make(self, name: str, members: tuple[int, ...]) -> Group:
         index, size = members.index(self._rank), len(members)
-        # A client of its own: a thread that waits for a key keeps the others of its client from setting theirs, and
-        # two lanes (or two models) that connect in different order on two ranks would wait for each other.
-        store = clone_store(self._store)
+        store = self._store
         if self.is_synchronous(members):
             return ShmGroup.create(store, index, size, key=f"shm/{name}", timeout=self._timeout)
         if self._device.type == "cuda":

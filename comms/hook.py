@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradwire.comms.advise import BUCKET_NBYTES
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.compat import GradBucket, Store, clone_store, queue_end_of_backward, store_of
+from gradwire.comms.compat import GradBucket, Store, queue_end_of_backward, store_of
 from gradwire.comms.compression import Compression, LossScaler
 from gradwire.comms.config import Config
 from gradwire.comms.consensus import Consensus
@@ -27,6 +27,7 @@ from gradwire.comms.names import ParameterNames
 from gradwire.comms.probe import probe
 from gradwire.comms.report import Report
 from gradwire.comms.stepwatch import StepWatch
+from gradwire.comms.store import PollingStore
 from gradwire.comms.tune_profile import fingerprint
 from gradwire.comms.tuning import Tuning
 from gradwire.compressors.base import Layout, StateDict, StateValue
@@ -213,9 +214,9 @@ class HookState:
     def _fuse(self, communicator: Communicator, store: Store, name: str) -> None:
         threshold_nbytes = round(self.config.fusion_mb * 2**20)
         self._fusion = Fusion(self._launch, FusionPlan(threshold_nbytes=threshold_nbytes))
-        self._plans = Consensus(clone_store(store), communicator.rank, communicator.size, f"fusion/{name}", FUSION_TIMEOUT)
+        self._plans = Consensus(PollingStore(store, self.config.timeout), communicator.rank, communicator.size, f"fusion/{name}", FUSION_TIMEOUT)
         if self.config.tune or self.config.probe:
-            probe(communicator, Consensus(clone_store(store), communicator.rank, communicator.size, f"probe/{name}",
+            probe(communicator, Consensus(PollingStore(store, self.config.timeout), communicator.rank, communicator.size, f"probe/{name}",
                                           self.config.timeout))
         communicator.settle(threshold_nbytes or BUCKET_NBYTES)
         if self.config.tune:

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.compat import Store, clone_store
+from gradwire.comms.compat import Store
 from gradwire.comms.consensus import Consensus
 from gradwire.comms.fusion import Fusion
 from gradwire.comms.propose import PLANS, propose
+from gradwire.comms.store import PollingStore
 from gradwire.comms.tune import Budget, StepSeen, Tuner
 from gradwire.comms.tune_profile import Setting, fingerprint, load, save
 
@@ -45,7 +46,7 @@ class Tuning:
             "device": communicator.device.type, "torch": torch.__version__,
         }
         incumbent = Setting("as begun", (), (), fusion.plan.threshold_nbytes, communicator.plan_name, communicator.chunks)
-        consensus = Consensus(clone_store(store), communicator.rank, communicator.size, f"tune/{name}", config.timeout)
+        consensus = Consensus(PollingStore(store, config.timeout), communicator.rank, communicator.size, f"tune/{name}", config.timeout)
         plans = PLANS if config.plan == "auto" else ()
         self.tuner = Tuner(incumbent, lambda sizes, arrivals: propose(communicator.cluster, incumbent, sizes, arrivals, plans),
                            consensus, known=load(self._file, self._key) if self._file else None, budget=budget,
