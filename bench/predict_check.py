@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from gradwire.comms.codec_price import measured_price, square_layout, wire_ratio
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.compat import clone_store, store_of
+from gradwire.comms.compat import store_of
 from gradwire.comms.config import Config
 from gradwire.comms.consensus import Consensus
 from gradwire.comms.planner import plan_all_reduce
 from gradwire.comms.probe import probe
+from gradwire.comms.store import PollingStore
 from gradwire.compressors import registry
 from gradwire.compressors.base import Layout
 
@@ -42,7 +43,7 @@ class Check:
         self.store = store_of(group)
         self.layout = square_layout(nbytes, side=512)
         self.rounds = rounds
-        self.consensus = Consensus(clone_store(self.store), self.rank, self.size, "check", TIMEOUT)
+        self.consensus = Consensus(PollingStore(self.store, TIMEOUT), self.rank, self.size, "check", TIMEOUT)
         probing = self.communicator("probe", Config.from_env(timeout=TIMEOUT), "none")
         self.levels = probe(probing, self.consensus)
         probing.close()

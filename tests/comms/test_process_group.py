@@ -95,7 +95,7 @@ def check_shapes(rank: int) -> None:
     dist.destroy_process_group()
 
 
-@every_cluster
+@pytest.mark.parametrize("nodes", [NODES["one node"], NODES["2x2"]], ids=["one node", "2x2"])  # where the plan is not flat
 def test_every_shape_stride_and_layout(processes: Processes, nodes: list[str]) -> None:
     processes(4, check_shapes, nodes=nodes)
 
