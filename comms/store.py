@@ -46,6 +46,10 @@ class PollingStore(Store):
         """Adds to a counter and returns the sum."""
         return self._store.add(key, value)
 
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        """Sets a key where it holds `expected_value` (where it has none: if that is empty), and returns what it holds."""
+        return self._store.compare_set(key, expected_value, desired_value)
+
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys have values."""
         return self._store.check(list(keys))
