@@ -16,6 +16,7 @@ from gradwire.comms.compat import PrefixStore, Store
 from gradwire.comms.config import Config
 from gradwire.comms.execute import Chunk, Executor
 from gradwire.comms.failure import CollectiveError, FailureBoard
+from gradwire.comms.futures import unwrap
 from gradwire.comms.groups import Groups
 from gradwire.comms.lanes import Hop, Job, Lanes
 from gradwire.comms.migration import Homes, migrate
@@ -161,7 +162,7 @@ class Communicator:
         self._groups.close()
 
     def _in_lanes(self, flat: Tensor, chunks: list[Chunk], plan: Plan) -> FutureTensor:
-        done: torch.futures.Future[Tensor | CollectiveError] = torch.futures.Future()
+        done: torch.futures.Future[Tensor | BaseException] = torch.futures.Future()
         remaining = len(chunks)
 
         def steps(chunk: Chunk):  # type: ignore[no-untyped-def]  # a generator of Hops
@@ -179,7 +180,7 @@ class Communicator:
 
         for chunk in chunks:
             self._lanes.submit(Job(steps(chunk), failed, self._executor.lanes(plan)))
-        return done.then(_unwrap)
+        return done.then(unwrap)
 
     def _on_stream(self, flat: Tensor, chunks: list[Chunk], plan: Plan) -> FutureTensor:
         """On CUDA everything is issued at once, on a side stream that waits for the gradients; nothing blocks."""
@@ -291,11 +292,3 @@ class Communicator:
                              "tensor: pass tensor.contiguous().view(-1)")
         if scale != 1.0 and not (flat.is_floating_point() or flat.is_complex()):
             raise ValueError(f"`scale` is {scale} but `flat` has dtype {flat.dtype}; wanted 1 for integers")
-
-
-def _unwrap(done: "torch.futures.Future[Tensor | CollectiveError]") -> Tensor:
-    """Raises inside `.then`, where the message survives the way through DDP's reducer."""
-    value = done.value()
-    if isinstance(value, CollectiveError):
-        raise value
-    return value

@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from gradwire.comms.futures import unwrap
 from gradwire.comms.pool import Pool
 from gradwire.compressors.base import Layout, Slice
 
@@ -120,7 +121,7 @@ class Fusion:
         self._sizes.append(flat.nbytes)
         if self._plan.ends_transfer(self._sizes, sum(each.flat.nbytes for each in self._waiting)):
             self._send()
-        return bucket.done.then(_unwrap)
+        return bucket.done.then(unwrap)
 
     def end_step(self) -> None:
         """Launches what is left and takes up a new plan; all ranks, at the same point of the sequence of buckets."""
@@ -185,13 +186,6 @@ def _error_of(future: FutureTensor) -> BaseException | None:
         return error
     return None
 
-
-def _unwrap(done: "torch.futures.Future[Tensor | BaseException]") -> Tensor:
-    """Raises inside `.then`, where the message survives the way through DDP's reducer."""
-    value = done.value()
-    if isinstance(value, BaseException):
-        raise value
-    return value
 
 
 def _future(flat: Tensor) -> "torch.futures.Future[Tensor | BaseException]":
