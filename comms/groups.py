@@ -83,11 +83,10 @@ class Groups:
 
     def _make(self, name: str, members: tuple[int, ...]) -> Group:
         index, size = members.index(self._rank), len(members)
-        store = self._store
         if self.is_synchronous(members):
-            return ShmGroup.create(store, index, size, key=f"shm/{name}", timeout=self._timeout)
+            return ShmGroup.create(self._store, index, size, key=f"shm/{name}", timeout=self._timeout)
         if self._device.type == "cuda":
-            return nccl.connect(PrefixStore(f"nccl/{name}", store), index, size, self._timeout, self._device)
+            return nccl.connect(PrefixStore(f"nccl/{name}", self._store), index, size, self._timeout, self._device)
         if self._transport == "mpi":
-            return mpi.connect(PrefixStore(f"mpi/{name}", store), index, size, self._timeout)
-        return gloo.connect(PrefixStore(f"gloo/{name}", store), index, size, self._timeout, self._alarm)
+            return mpi.connect(PrefixStore(f"mpi/{name}", self._store), index, size, self._timeout)
+        return gloo.connect(PrefixStore(f"gloo/{name}", self._store), index, size, self._timeout, self._alarm)
