@@ -57,7 +57,7 @@ class Check:
     def run(self, plan: str, compressor: str) -> dict[str, object]:
         """Predicted and measured seconds of one plan with one compressor."""
         communicator = self.communicator(f"{plan}+{compressor}", Config.from_env(plan=plan, timeout=TIMEOUT), compressor)
-        communicator.measured(self.levels)
+        communicator.routes.measured(self.levels)
         layout = None if compressor == "none" else self.layout
         nodes = len(communicator.cluster.nodes)
         price = measured_price(compressor, square_layout(4 << 20, side=512), nodes)
@@ -66,7 +66,7 @@ class Check:
         predicted = plan_all_reduce(communicator.cluster, 4 * self.layout.numel, name=plan, ratio=ratio,
                                     compressor=None if layout is None else compressor,
                                     codec_seconds_per_byte=codec_seconds_per_byte)
-        communicator.choose(plan, predicted.chunks)
+        communicator.routes.choose(plan, predicted.chunks)
         measured = self._time(communicator, layout)
         communicator.close()
         return {"plan": plan, "compressor": compressor, "predicted_seconds": predicted.seconds, "chunks": predicted.chunks,

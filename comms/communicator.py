@@ -4,14 +4,12 @@ The hook and the process group are two faces of this object.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from gradwire.comms.codec_price import wire_ratio
 from gradwire.comms.compat import PrefixStore, Store
 from gradwire.comms.config import Config
 from gradwire.comms.execute import Chunk, Executor
@@ -22,25 +20,15 @@ from gradwire.comms.lanes import Hop, Job, Lanes
 from gradwire.comms.migration import Homes, migrate
 from gradwire.comms.placement import Presence, cluster_of, exchange
 from gradwire.comms.plan import ALL_REDUCE, Phase, Plan
-from gradwire.comms.planner import plan_all_reduce
 from gradwire.comms.report import Ledger, Report
-from gradwire.comms.schedule import Partition, Schedule, Transfer, even_partition
+from gradwire.comms.routes import Route, Routes
 from gradwire.comms.store import PollingStore
 from gradwire.compressors.base import Compressor, Layout
-from gradwire.topology.cluster import Level
+from gradwire.topology.cluster import Cluster
 
 log = logging.getLogger("gradwire")
 
 FutureTensor = torch.futures.Future[Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """A plan cut to one size of bucket: chunk bounds and this rank's transfers in each chunk."""
-
-    plan: Plan
-    bounds: tuple[int, ...]
-    transfers: list[list[list[Transfer]]]
 
 
 class Communicator:
@@ -69,21 +57,23 @@ class Communicator:
         self.compressor = compressor
         store = PollingStore(PrefixStore(f"gradwire/{name}", store), config.timeout)
         presences = exchange(store, Presence.here(rank, size, config, device), config.timeout)
-        self.cluster = cluster_of(presences, config)
-        self.level_names = tuple(level.name for level in self.cluster.levels)
-        self._ledger = Ledger(self.level_names)
+        self.routes = Routes(cluster_of(presences, config), rank, config, compressor,
+                             library="nccl" if device.type == "cuda" else "gloo")
+        self._ledger = Ledger(self.cluster.level_names)
         self._lanes = Lanes(f"gradwire {name}")
         self._board = FailureBoard(store, rank, size)
         self._groups = Groups(store, rank, device, self._same_node, config.transport, config.timeout, self._board.alarm)
         self._executor = Executor(self._groups, rank, self._hops, compressor, self._ledger,
                                   self._in_rank_order)
-        self._routes: dict[object, _Route] = {}
         self._failure: CollectiveError | None = None
         self._stream: torch.cuda.Stream | None = None
         self._buckets = 0
         self._homes = Homes()
-        self.plan_name, self.chunks = config.plan, config.chunks
-        self.library = "nccl" if device.type == "cuda" else "gloo"
+
+    @property
+    def cluster(self) -> Cluster:
+        """Where the ranks are, with the links as assumed or measured."""
+        return self.routes.cluster
 
     def all_reduce(self, flat: Tensor, *, scale: float = 1.0, layout: Layout | None = None,
                    flush: bool = False) -> FutureTensor:
@@ -107,7 +97,7 @@ class Communicator:
         self._buckets += 1
         if self.compressor and layout and self._homes.moves(layout):
             self._migrate(self.compressor, flat, layout)
-        return self._run(flat, self._route(flat, layout), scale, layout, flush)
+        return self._run(flat, self.routes.route(flat, layout), scale, layout, flush)
 
     def run(self, flat: Tensor, plan: Plan) -> FutureTensor:
         """Runs any plan on a tensor, whatever the planner thinks of it: for measurements.
@@ -117,39 +107,18 @@ class Communicator:
             plan: The same on all ranks.
         """
         self._check(flat, 1.0)
-        return self._run(flat, self._routed(flat, plan, None), 1.0, None)
+        return self._run(flat, self.routes.along(flat, plan), 1.0, None)
 
-    def measured(self, levels: Sequence[Level]) -> None:
-        """Plans with these links from now on; all ranks must say the same at the same point."""
-        self.cluster = replace(self.cluster, levels=tuple(levels))
-        self._routes.clear()
-
-    def _run(self, flat: Tensor, route: _Route, scale: float, layout: Layout | None, flush: bool = False) -> FutureTensor:
+    def _run(self, flat: Tensor, route: Route, scale: float, layout: Layout | None, flush: bool = False) -> FutureTensor:
         chunks = [Chunk(flat, start, stop, transfers, scale, layout, flush)
                   for (start, stop), transfers in zip(pairwise(route.bounds), route.transfers, strict=True)]
         if self.device.type == "cuda":
             return self._on_stream(flat, chunks, route.plan)
         return self._in_lanes(flat, chunks, route.plan)
 
-    def choose(self, plan: str | None = None, chunks: int | None = None) -> None:
-        """From the next all-reduce on, takes this plan for every size; all ranks must do so at the same point.
-
-        Args:
-            plan: `flat`, `hierarchical` or `leader`; `auto` goes by size again; None leaves it.
-            chunks: Pieces of a bucket; 0 leaves it to the planner; None leaves it.
-        """
-        self.plan_name = self.plan_name if plan is None else plan
-        self.chunks = self.chunks if chunks is None else chunks
-        self._routes.clear()
-
-    def settle(self, nbytes: int) -> None:
-        """Takes the plan that is best for `nbytes` for every size: two plans sum in two orders, one plan in one."""
-        if self.config.plan == "auto":
-            self.choose(plan_all_reduce(self.cluster, nbytes, library=self.library).name)
-
     def report(self, steps: int = 0) -> Report:
         """What has travelled so far, and by which plans."""
-        plans = dict.fromkeys(route.plan.describe(self.level_names) for route in self._routes.values())
+        plans = dict.fromkeys(plan.describe(self.cluster.level_names) for plan in self.routes.plans())
         return Report(self.cluster.describe(), tuple(plans), self._ledger.rows(), self._buckets, steps)
 
     def abort(self, reason: str) -> None:
@@ -200,7 +169,7 @@ class Communicator:
         if self._failure is None:
             lane = self._lanes.current
             phase = plan.phases[min(lane[0], len(plan.phases) - 1)]
-            place = "over all ranks" if phase.whole else self.level_names[phase.level]
+            place = "over all ranks" if phase.whole else self.cluster.level_names[phase.level]
             self._groups.abort(f"rank {self.rank} gave up in {phase.op} {place}: {error}")
             self._failure = self._board.diagnose(error, lane, f"{phase.op} {place}", self._node_ranks())
             log.error("%s", self._failure)
@@ -208,15 +177,12 @@ class Communicator:
 
     def _migrate(self, compressor: Compressor, flat: Tensor, layout: Layout) -> None:
         """Has the ranks of this node hand over the state of a bucket whose parameters travel in a new layout."""
-        route = self._route(flat, layout)
-        shards = [(transfer.start, transfer.stop) for chunk in route.transfers
-                  for phase, transfers in zip(route.plan.phases, chunk, strict=True) if phase.compressor
-                  for transfer in transfers]
+        route = self.routes.route(flat, layout)
         members = self._node_ranks()
 
         def move() -> Iterator[Hop]:
             node = self._groups.get((0, 0), members) if len(members) > 1 else None
-            migrate(compressor, layout, shards, node, self.device)
+            migrate(compressor, layout, route.compressed_shards(), node, self.device)
             yield from ()
 
         def failed(error: BaseException) -> None:
@@ -226,42 +192,6 @@ class Communicator:
             list(move())
         else:
             self._lanes.submit(Job(move(), failed))
-
-    def _route(self, flat: Tensor, layout: Layout | None) -> _Route:
-        key = (flat.numel(), flat.dtype, layout)
-        if key not in self._routes:
-            self._routes[key] = self._plan(flat, layout)
-        return self._routes[key]
-
-    def _plan(self, flat: Tensor, layout: Layout | None) -> _Route:
-        name, chunks = self.plan_name, self.chunks
-        if self.compressor and layout and len(self.cluster.nodes) > 1:
-            ratio = wire_ratio(self.compressor, layout, len(self.cluster.nodes))
-            plan = plan_all_reduce(self.cluster, flat.nbytes, name="hierarchical", chunks=chunks,
-                                   compressor=self.compressor.name, ratio=ratio)
-        else:
-            plan = plan_all_reduce(self.cluster, flat.nbytes, name=name, chunks=chunks, library=self.library)
-        log.info("%d elements of %s: %s", flat.numel(), flat.dtype, plan.describe(self.level_names))
-        return self._routed(flat, plan, layout)
-
-    def _routed(self, flat: Tensor, plan: Plan, layout: Layout | None) -> _Route:
-        partition = self._partition(layout)
-        schedule = Schedule(self.cluster, plan)
-        bounds = partition(0, flat.numel(), plan.chunks)
-        transfers = [[[transfer for transfer in phase if self.rank in transfer.members]
-                      for phase in schedule.transfers(stop - start, partition, start)]
-                     for start, stop in pairwise(bounds)]
-        return _Route(plan, bounds, transfers)
-
-    def _partition(self, layout: Layout | None) -> Partition:
-        compressor = self.compressor
-        if compressor is None or layout is None:
-            return even_partition
-
-        def partition(start: int, stop: int, parts: int) -> tuple[int, ...]:
-            return tuple(start + offset for offset in compressor.partition(layout.cut(start, stop), parts))
-
-        return partition
 
     def _same_node(self, members: tuple[int, ...]) -> bool:
         return len({self.cluster.unit(rank, 0) for rank in members}) == 1

@@ -34,7 +34,6 @@ class Chunk:
         scale: Factor on every rank's contribution.
         layout: Which parameter lies where in `flat`; needed by a compressor only.
         flush: Travel dense, with what the compressor holds back added.
-        flush: Travel dense, with what the compressor holds back added.
     """
 
     flat: Tensor

@@ -5,43 +5,27 @@ gradients arrive undivided, so the division by the world size happens here, befo
 """
 
 import logging
-import weakref
 from collections.abc import Mapping
-from dataclasses import asdict
-from datetime import timedelta
-from itertools import count
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from gradwire.comms.advise import BUCKET_NBYTES
-from gradwire.comms.communicator import Communicator
-from gradwire.comms.compat import GradBucket, Store, queue_end_of_backward, store_of
+from gradwire.comms.compat import GradBucket
 from gradwire.comms.compression import Compression, LossScaler
 from gradwire.comms.config import Config
-from gradwire.comms.consensus import Consensus
-from gradwire.comms.fusion import Fusion, FusionPlan
+from gradwire.comms.fusion import FusionPlan
 from gradwire.comms.job_advice import JobAdvice, advise_job
 from gradwire.comms.names import ParameterNames
-from gradwire.comms.probe import probe
+from gradwire.comms.reducer import Reducer
 from gradwire.comms.report import Report
-from gradwire.comms.stepwatch import StepWatch
-from gradwire.comms.store import PollingStore
-from gradwire.comms.tune_profile import fingerprint
-from gradwire.comms.tuning import Tuning
-from gradwire.compressors.base import Layout, StateDict, StateValue
+from gradwire.compressors.base import StateDict, StateValue
 
 log = logging.getLogger("gradwire")
 
 PYTHON_REDUCER = ("torch.compile with optimize_ddp=\"python_reducer\" calls the hook once a parameter from inside a compiled "
                   "graph, which gradwire does not support: leave torch._dynamo.config.optimize_ddp at its default, "
                   "with which compiled models work")
-
-FUSION_TIMEOUT = timedelta(seconds=30)
-"""How long `fuse()` waits for the other ranks to ask for the same."""
-
-_state_numbers: "dict[str, count[int]]" = {}
 
 
 class HookState:
@@ -66,14 +50,8 @@ class HookState:
                             "into the Config")
         self.config = config or Config.from_env(**options)
         self.names = ParameterNames()
-        self.steps = 0
-        self._compression: Compression | None = None
         self._group: dist.ProcessGroup | None = None
-        self._communicator: Communicator | None = None
-        self._fusion: Fusion | None = None
-        self._tuning: Tuning | None = None
-        self._watch = StepWatch()
-        self._in_step = False
+        self._reducer: Reducer | None = None
         if isinstance(model_or_group, nn.Module):
             self.bind(model_or_group)
         elif isinstance(model_or_group, dist.ProcessGroup):
@@ -91,15 +69,19 @@ class HookState:
             raise ValueError("`model` has no parameters: there is nothing to reduce")
         self._connect(parameter.device)
 
+    @property
+    def steps(self) -> int:
+        """Backward passes so far."""
+        return self._reducer.steps if self._reducer else 0
+
     def report(self) -> Report:
         """Calls, bytes and seconds of every phase so far, and the plans in use with their reasons.
 
         Raises:
             RuntimeError: No bucket has come yet.
         """
-        if self._communicator is None:
-            raise RuntimeError("this state has not seen a bucket yet: call report() after the first backward pass")
-        return self._communicator.report(self.steps)
+        reducer = self._connected("report()")
+        return reducer.communicator.report(reducer.steps)
 
     def watch(self, scaler: LossScaler) -> None:
         """Follows a torch.amp.GradScaler: residuals are rescaled when it changes its scale.
@@ -125,7 +107,7 @@ class HookState:
 
         Safe with `torch.load(weights_only=True)` and torch.distributed.checkpoint. Empty without a compressor.
         """
-        return self._compression.state_dict() if self._compression else {}
+        return self._compressed().state_dict() if self._compresses else {}
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
         """Restores what `state_dict` returned on this rank; training goes on bit for bit.
@@ -136,91 +118,17 @@ class HookState:
         Raises:
             ValueError: The state is of another model, compressor, rank or world size; nothing was changed.
         """
-        if state or self._compression:
+        if state or self._compresses:
             self._compressed().load_state_dict(state)
 
     def close(self) -> None:
         """Ends the threads and releases shared memory; happens by itself when the state is collected or at exit."""
-        if self._communicator is not None:
-            self._communicator.close()
+        if self._reducer is not None:
+            self._reducer.communicator.close()
 
-    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Averages one bucket over all ranks; the future's value is the bucket's own buffer."""
-        flat = bucket.buffer()
-        self._connect(flat.device)
-        assert self._fusion is not None
-        if not self._in_step:
-            self._in_step = queue_end_of_backward(self._end_step)
-            if self._compression:
-                self._compression.begin_step()
-        if flat.layout != torch.strided:
-            return _all_reduce_sparse(flat, self._group)
-        if self._tuning is not None:
-            self._tuning.bucket_came()
-        self._watch.bucket_came()
-        future = self._fusion.add(flat, self.names.layout(bucket) if self._compression else None)
-        self._watch.watch(future)
-        if not self._in_step and bucket.is_last():
-            self._end_step()
-        return future
-
-    def _end_step(self) -> None:
-        """Runs once at the end of each backward pass, on all ranks at the same point of the sequence of buckets."""
-        self._in_step = False
-        self.steps += 1
-        if self._fusion is not None:
-            self._fusion.end_step()
-        if self._compression is not None:
-            self._compression.end_step()
-        self._watch.step_ended()
-        if self._tuning is not None:
-            self._tuning.step_ended()
-
-    def _launch(self, flat: Tensor, layout: Layout | None) -> torch.futures.Future[Tensor]:
-        """Averages one transfer: a bucket, several joined ones, or a piece of one."""
-        communicator, compression = self._communicator, self._compression
-        assert communicator is not None
-        scale = 1.0 / communicator.size
-        if compression is None or layout is None:
-            return communicator.all_reduce(flat, scale=scale)
-        future = communicator.all_reduce(flat, scale=scale, layout=layout, flush=compression.flushing)
-        compression.add(future)
-        return future
-
-    def _compressed(self) -> Compression:
-        if self._compression is None:
-            raise ValueError("`compressor` is not set, or no model is bound yet: there is no state to keep")
-        return self._compression
-
-    def _connect(self, device: torch.device) -> Communicator:
-        if self._communicator is None:
-            if not dist.is_initialized():
-                raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() before the hook "
-                                   "is used")
-            group = self._group or dist.group.WORLD
-            assert group is not None
-            if self.config.compressor not in (None, "none"):
-                self._compression = Compression(self.config.compressor, self.config.compressor_options, self.config.rules,
-                                                group.rank(), group.size())
-                self._compression.compressor.bind_model(self.names.numels())
-            number = next(_state_numbers.setdefault(group.group_name, count()))
-            self._communicator = Communicator(
-                store_of(group), group.rank(), group.size(), device, self.config, name=f"hook{number}",
-                compressor=self._compression.compressor if self._compression else None)
-            weakref.finalize(self, self._communicator.close)
-            self._fuse(self._communicator, store_of(group), f"hook{number}")
-        return self._communicator
-
-    def _fuse(self, communicator: Communicator, store: Store, name: str) -> None:
-        threshold_nbytes = round(self.config.fusion_mb * 2**20)
-        self._fusion = Fusion(self._launch, FusionPlan(threshold_nbytes=threshold_nbytes))
-        self._plans = Consensus(PollingStore(store, self.config.timeout), communicator.rank, communicator.size, f"fusion/{name}", FUSION_TIMEOUT)
-        if self.config.tune or self.config.probe:
-            probe(communicator, Consensus(PollingStore(store, self.config.timeout), communicator.rank, communicator.size, f"probe/{name}",
-                                          self.config.timeout))
-        communicator.settle(threshold_nbytes or BUCKET_NBYTES)
-        if self.config.tune:
-            self._tuning = Tuning(communicator, self._fusion, store, name, fingerprint(self.names.shapes))
+        return self._connect(bucket.buffer().device).reduce(bucket)
 
     def advise(self, optimizer: str = "sgd") -> JobAdvice:
         """Says from what this rank has measured which plan to use, whether to compress, and what could be gained at most.
@@ -231,11 +139,11 @@ class HookState:
         Raises:
             RuntimeError: Fewer than three steps have been seen.
         """
-        observed = self._watch.observed()
-        if self._communicator is None or self._fusion is None or observed is None:
+        observed = self._reducer.watch.observed() if self._reducer else None
+        if self._reducer is None or observed is None:
             raise RuntimeError("this state has seen fewer than three steps: call advise() later")
-        return advise_job(self._communicator.cluster, self._fusion.last_sizes, observed, optimizer,
-                          self._communicator.library)
+        routes = self._reducer.communicator.routes
+        return advise_job(routes.cluster, self._reducer.fusion.last_sizes, observed, optimizer, routes.library)
 
     def fuse(self, plan: FusionPlan) -> None:
         """Changes which buckets travel together, from the next step on; every rank calls it between the same two steps.
@@ -244,10 +152,31 @@ class HookState:
             RuntimeError: No bucket has come yet.
             ValueError: Not all ranks ask for the same plan: refused on all of them.
         """
-        if self._fusion is None:
-            raise RuntimeError("this state has not seen a bucket yet: call fuse() after the first backward pass")
-        self._plans.agree(asdict(plan))
-        self._fusion.change(plan)
+        self._connected("fuse()").fuse(plan)
+
+    def _connected(self, call: str) -> Reducer:
+        if self._reducer is None:
+            raise RuntimeError(f"this state has not seen a bucket yet: call {call} after the first backward pass")
+        return self._reducer
+
+    @property
+    def _compresses(self) -> bool:
+        return self._reducer is not None and self._reducer.compression is not None
+
+    def _compressed(self) -> Compression:
+        if self._reducer is None or self._reducer.compression is None:
+            raise ValueError("`compressor` is not set, or no model is bound yet: there is no state to keep")
+        return self._reducer.compression
+
+    def _connect(self, device: torch.device) -> Reducer:
+        if self._reducer is None:
+            if not dist.is_initialized():
+                raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() before the hook "
+                                   "is used")
+            group = self._group or dist.group.WORLD
+            assert group is not None
+            self._reducer = Reducer(group, device, self.config, self.names)
+        return self._reducer
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HookState":
         """A copy of a DDP model loses its hook; its state starts anew, unbound, and says so."""
@@ -280,16 +209,3 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
 
 def _restore(config: Config) -> HookState:
     return HookState(config=config)
-
-
-def _all_reduce_sparse(sparse: Tensor, group: dist.ProcessGroup | None) -> torch.futures.Future[Tensor]:
-    """Sparse gradients (nn.Embedding(sparse=True)) travel as they would without a hook."""
-    size = dist.get_world_size(group)
-    work = dist.all_reduce(sparse, group=group, async_op=True)
-    assert work is not None
-
-    def average(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-        return done.value()[0].div_(size)
-
-    future: torch.futures.Future[Tensor] = work.get_future().then(average)
-    return future

@@ -47,7 +47,7 @@ def probe(communicator: Communicator, consensus: Consensus) -> tuple[Level, ...]
                          for nbytes in (SMALL_NBYTES, LARGE_NBYTES)]
                 levels[number] = replace(levels[number], link=fitted(cluster, number, times[0], times[1]))
         _known[place] = tuple(_with_exchange(communicator, consensus, levels))
-    communicator.measured(_known[place])
+    communicator.routes.measured(_known[place])
     return _known[place]
 
 

@@ -45,7 +45,8 @@ class Tuning:
             "model": model, "world": communicator.size, "topology": fingerprint(cluster.locations),
             "device": communicator.device.type, "torch": torch.__version__,
         }
-        incumbent = Setting("as begun", (), (), fusion.plan.threshold_nbytes, communicator.plan_name, communicator.chunks)
+        incumbent = Setting("as begun", (), (), fusion.plan.threshold_nbytes, communicator.routes.plan_name,
+                            communicator.routes.chunks)
         consensus = Consensus(PollingStore(store, config.timeout), communicator.rank, communicator.size, f"tune/{name}", config.timeout)
         plans = PLANS if config.plan == "auto" else ()
         self.tuner = Tuner(incumbent, lambda sizes, arrivals: propose(communicator.cluster, incumbent, sizes, arrivals, plans),
@@ -68,7 +69,7 @@ class Tuning:
         self._arrivals = []
         setting = self.tuner.step_ended(seen)
         if setting != self._applied:
-            self._communicator.choose(setting.plan, setting.chunks)
+            self._communicator.routes.choose(setting.plan, setting.chunks)
             self._fusion.change(setting.fusion)
             self._applied = setting
 

@@ -98,6 +98,11 @@ class Cluster:
         """Number of levels."""
         return len(self.levels)
 
+    @property
+    def level_names(self) -> tuple[str, ...]:
+        """Names of the levels, innermost first."""
+        return tuple(level.name for level in self.levels)
+
     def unit(self, rank: int, level: int) -> tuple[int, ...]:
         """The unit of `level` that `rank` is in: its node at level 0, its rack at level 1, () at the top."""
         return self.locations[rank][:self.depth - 1 - level]

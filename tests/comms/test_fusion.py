@@ -162,7 +162,7 @@ def test_no_plan_changes_a_bit(nodes: str) -> None:
     def run(rank: int) -> list[Tensor]:
         config = Config(hostname=nodes[rank], fusion_mb=25, timeout=timedelta(seconds=30))
         communicator = Communicator(store, rank, len(nodes), torch.device("cpu"), config, name="fusion")
-        communicator.settle(25 << 20)
+        communicator.routes.settle(25 << 20)
         fusion = Fusion(lambda flat, layout: communicator.all_reduce(flat, scale=0.25), PLANS[0])
         results = []
         try:
