@@ -66,7 +66,7 @@ class Check:
         predicted = plan_all_reduce(communicator.cluster, 4 * self.layout.numel, name=plan, ratio=ratio,
                                     compressor=None if layout is None else compressor,
                                     codec_seconds_per_byte=codec_seconds_per_byte)
-        communicator.routes.choose(plan, predicted.chunks)
+        communicator.routes.choose(plan, predicted.chunks, "Under test.")
         measured = self._time(communicator, layout)
         communicator.close()
         return {"plan": plan, "compressor": compressor, "predicted_seconds": predicted.seconds, "chunks": predicted.chunks,

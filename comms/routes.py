@@ -10,7 +10,7 @@ from torch import Tensor
 from gradwire.comms.codec_price import wire_ratio
 from gradwire.comms.config import Config
 from gradwire.comms.plan import Plan
-from gradwire.comms.planner import plan_all_reduce
+from gradwire.comms.planner import plan_all_reduce, with_reason
 from gradwire.comms.schedule import Partition, Schedule, Transfer, even_partition
 from gradwire.compressors.base import Compressor, Layout
 from gradwire.topology.cluster import Cluster, Level
@@ -56,6 +56,7 @@ class Routes:
         self.plan_name, self.chunks = config.plan, config.chunks
         self._rank = rank
         self._may_choose = config.plan == "auto"
+        self._why = ""
         self._compressor = compressor
         self._known: dict[object, Route] = {}
 
@@ -83,21 +84,22 @@ class Routes:
                      for start, stop in pairwise(bounds)]
         return Route(plan, bounds, transfers)
 
-    def choose(self, plan: str | None = None, chunks: int | None = None) -> None:
+    def choose(self, plan: str, chunks: int, why: str) -> None:
         """Takes one plan for every size from the next bucket on.
 
         Args:
-            plan: `flat`, `hierarchical` or `leader`; `auto` goes by size again; None leaves it.
-            chunks: Pieces of a bucket; 0 leaves it to the planner; None leaves it.
+            plan: `flat`, `hierarchical` or `leader`; `auto` goes by size again.
+            chunks: Pieces of a bucket; 0 leaves it to the planner.
+            why: The reason, as a sentence, for the report.
         """
-        self.plan_name = self.plan_name if plan is None else plan
-        self.chunks = self.chunks if chunks is None else chunks
+        self.plan_name, self.chunks, self._why = plan, chunks, why
         self._known.clear()
 
     def settle(self, nbytes: int) -> None:
         """Takes the plan that is best for `nbytes` for every size: two plans sum in two orders, one plan in one."""
         if self._may_choose:
-            self.choose(plan_all_reduce(self.cluster, nbytes, library=self.library).name)
+            best = plan_all_reduce(self.cluster, nbytes, library=self.library)
+            self.choose(best.name, self.chunks, f"{best.why} ({nbytes / 1e6:.3g} MB; one plan for all sizes.)")
 
     def measured(self, levels: Sequence[Level]) -> None:
         """Plans with these links from now on."""
@@ -111,7 +113,8 @@ class Routes:
     def _plan(self, flat: Tensor, layout: Layout | None) -> Plan:
         nodes = len(self.cluster.nodes)
         if self._compressor is None or layout is None or nodes == 1:
-            return plan_all_reduce(self.cluster, flat.nbytes, name=self.plan_name, chunks=self.chunks, library=self.library)
+            plan = plan_all_reduce(self.cluster, flat.nbytes, name=self.plan_name, chunks=self.chunks, library=self.library)
+            return with_reason(plan, self._why) if self._why else plan
         return plan_all_reduce(self.cluster, flat.nbytes, name="hierarchical", chunks=self.chunks,
                                compressor=self._compressor.name, ratio=wire_ratio(self._compressor, layout, nodes))
 

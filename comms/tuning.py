@@ -69,7 +69,7 @@ class Tuning:
         self._arrivals = []
         setting = self.tuner.step_ended(seen)
         if setting != self._applied:
-            self._communicator.routes.choose(setting.plan, setting.chunks)
+            self._communicator.routes.choose(setting.plan, setting.chunks, "Chosen by the tuner.")
             self._fusion.change(setting.fusion)
             self._applied = setting
 
