@@ -14,7 +14,7 @@ from gradwire.comms.compat import PrefixStore, Store
 from gradwire.comms.config import Config
 from gradwire.comms.execute import Chunk, Executor
 from gradwire.comms.failure import CollectiveError, FailureBoard
-from gradwire.comms.futures import unwrap
+from gradwire.comms.futures import FutureTensor, Open, open_future, unwrap
 from gradwire.comms.groups import Groups
 from gradwire.comms.lanes import Hop, Job, Lanes
 from gradwire.comms.migration import Homes, migrate
@@ -27,9 +27,6 @@ from gradwire.compressors.base import Compressor, Layout
 from gradwire.topology.cluster import Cluster
 
 log = logging.getLogger("gradwire")
-
-FutureTensor = torch.futures.Future[Tensor]
-
 
 class Communicator:
     """All-reduces flat tensors over a group of ranks by the cheapest plan.
@@ -131,7 +128,7 @@ class Communicator:
         self._groups.close()
 
     def _in_lanes(self, flat: Tensor, chunks: list[Chunk], plan: Plan) -> FutureTensor:
-        done: torch.futures.Future[Tensor | BaseException] = torch.futures.Future()
+        done: Open = open_future(flat)
         remaining = len(chunks)
 
         def steps(chunk: Chunk):  # type: ignore[no-untyped-def]  # a generator of Hops

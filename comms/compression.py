@@ -10,7 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Compressor, StateDict, StateValue
+from gradwire.comms.futures import FutureTensor
+from gradwire.comms.resume import to_rows
+from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue
 from gradwire.compressors.registry import Option
 from gradwire.compressors.routed import make_routed
 from gradwire.compressors.rules import Rule
@@ -45,7 +47,10 @@ class Compression:
         self._size = size
         self._scaler: LossScaler | None = None
         self._loss_scale = 0.0
-        self._pending: list[torch.futures.Future[Tensor]] = []
+        self._pending: list[FutureTensor] = []
+        self._transfers: list[Layout] = []
+        self._last_transfers: list[Layout] = []
+        self._saved_transfers: Tensor | None = None
         self._dirty = False
 
     def watch(self, scaler: LossScaler) -> None:
@@ -69,13 +74,20 @@ class Compression:
             self.compressor.rescale(scale / self._loss_scale)
         self._loss_scale = scale
 
-    def add(self, future: torch.futures.Future[Tensor]) -> None:
-        """Takes note of a bucket of the running step."""
+    def take_saved_transfers(self) -> Tensor | None:
+        """How the gradients of the step before this one travelled, where that step is in a state that was just loaded."""
+        saved, self._saved_transfers = self._saved_transfers, None
+        return saved
+
+    def add(self, future: FutureTensor, layout: Layout) -> None:
+        """Takes note of a transfer of the running step."""
         self._pending.append(future)
+        self._transfers.append(layout)
 
     def end_step(self) -> None:
         """Waits for the step's buckets and commits the state they left, or drops it where one is not finite."""
         pending, self._pending = self._pending, []
+        self._last_transfers, self._transfers = self._transfers, []
         verdicts = [_is_finite(future.wait()) for future in pending]
         finite = all(verdicts)
         self.compressor.end_step(finite)
@@ -86,12 +98,12 @@ class Compression:
     def state_dict(self) -> StateDict:
         """This rank's state; see `HookState.state_dict`."""
         own: StateDict = {PREFIX + "rank": self._rank, PREFIX + "size": self._size, PREFIX + "dirty": int(self._dirty),
-                          PREFIX + "loss_scale": self._loss_scale}
+                          PREFIX + "loss_scale": self._loss_scale, PREFIX + "transfers": to_rows(self._last_transfers)}
         return own | self.compressor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
         """Restores a state; see `HookState.load_state_dict`."""
-        if any(PREFIX + key not in state for key in ("size", "rank", "dirty", "loss_scale")):
+        if any(PREFIX + key not in state for key in ("size", "rank", "dirty", "loss_scale", "transfers")):
             raise ValueError("`state` has no entries of gradwire's hook: wanted what HookState.state_dict() returned")
         size, rank, dirty = (int(state[PREFIX + key]) for key in ("size", "rank", "dirty"))
         if (size, rank) != (self._size, self._rank):
@@ -104,6 +116,7 @@ class Compression:
         self.compressor.load_state_dict({key: value for key, value in state.items() if not key.startswith(PREFIX)})
         self._loss_scale = float(state[PREFIX + "loss_scale"])
         self._dirty = bool(dirty)
+        self._saved_transfers = torch.as_tensor(state[PREFIX + "transfers"])
 
 
 def _is_finite(flat: Tensor) -> bool:

@@ -12,11 +12,10 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from gradwire.comms.futures import unwrap
+from gradwire.comms.futures import FutureTensor, Open, open_future, outcome, unwrap
 from gradwire.comms.pool import Pool
 from gradwire.compressors.base import Layout, Slice
 
-FutureTensor = torch.futures.Future[Tensor]
 Launch = Callable[[Tensor, Layout | None], FutureTensor]
 """(flat tensor, which parameter lies where) -> a future of the same tensor, reduced in place."""
 
@@ -71,7 +70,7 @@ class _Waiting:
 
     flat: Tensor
     layout: Layout | None
-    done: "torch.futures.Future[Tensor | BaseException]"
+    done: Open
 
 
 class Fusion:
@@ -116,7 +115,7 @@ class Fusion:
         """
         if self._waiting and not _alike(self._waiting[0], flat, layout):
             self._send()
-        bucket = _Waiting(flat, layout, _future(flat))
+        bucket = _Waiting(flat, layout, open_future(flat))
         self._waiting.append(bucket)
         self._sizes.append(flat.nbytes)
         if self._plan.ends_transfer(self._sizes, sum(each.flat.nbytes for each in self._waiting)):
@@ -162,7 +161,7 @@ class Fusion:
 
     def _finish_together(self, group: list[_Waiting], buffer: Tensor, future: FutureTensor) -> None:
         """Copies the sums back and completes the buckets' futures; runs where the transfer ended."""
-        error = _error_of(future)
+        error = outcome(future)
         start = 0
         for bucket in group:
             stop = start + bucket.flat.numel()
@@ -175,21 +174,8 @@ class Fusion:
 
 
 def _finish_alone(bucket: _Waiting, futures: list[FutureTensor], _: object) -> None:
-    errors = [error for future in futures if (error := _error_of(future))]
+    errors = [error for future in futures if (error := outcome(future))]
     bucket.done.set_result(errors[0] if errors else bucket.flat)
-
-
-def _error_of(future: FutureTensor) -> BaseException | None:
-    try:
-        future.value()
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is handed to those who wait for the bucket
-        return error
-    return None
-
-
-
-def _future(flat: Tensor) -> "torch.futures.Future[Tensor | BaseException]":
-    return torch.futures.Future(devices=[flat.device]) if flat.device.type == "cuda" else torch.futures.Future()
 
 
 def _alike(first: _Waiting, flat: Tensor, layout: Layout | None) -> bool:

@@ -3,8 +3,17 @@
 import torch
 from torch import Tensor
 
+FutureTensor = torch.futures.Future[Tensor]
+Open = torch.futures.Future[Tensor | BaseException]
+"""To be completed with a tensor, or with the error that took its place."""
 
-def unwrap(done: "torch.futures.Future[Tensor | BaseException]") -> Tensor:
+
+def open_future(like: Tensor) -> Open:
+    """A future for work on the device of `like`."""
+    return torch.futures.Future(devices=[like.device]) if like.device.type == "cuda" else torch.futures.Future()
+
+
+def unwrap(done: Open) -> Tensor:
     """The value of a finished future; for `done.then(unwrap)`.
 
     Raises:
@@ -14,3 +23,12 @@ def unwrap(done: "torch.futures.Future[Tensor | BaseException]") -> Tensor:
     if isinstance(value, BaseException):
         raise value
     return value
+
+
+def outcome(done: FutureTensor) -> BaseException | None:
+    """The error of a finished future; None where it has a value."""
+    try:
+        done.value()
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is handed to those who wait
+        return error
+    return None

@@ -16,15 +16,15 @@ from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
 from gradwire.comms.consensus import Consensus
 from gradwire.comms.fusion import Fusion, FusionPlan
+from gradwire.comms.futures import FutureTensor
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.probe import probe
+from gradwire.comms.resume import Resume
 from gradwire.comms.stepwatch import StepWatch
 from gradwire.comms.store import PollingStore
 from gradwire.comms.tune_profile import fingerprint
 from gradwire.comms.tuning import Tuning
 from gradwire.compressors.base import Layout
-
-FutureTensor = torch.futures.Future[Tensor]
 
 FUSION_TIMEOUT = timedelta(seconds=30)
 """How long `fuse()` waits for the other ranks to ask for the same."""
@@ -53,6 +53,7 @@ class Reducer:
         self.compression = _compression(config, names, group)
         self._group = group
         self._names = names
+        self._resume: Resume | None = None
         self._in_step = False
         store, name = store_of(group), f"hook{next(_numbers.setdefault(group.group_name, count()))}"
         self.communicator = Communicator(store, group.rank(), group.size(), device, config, name=name,
@@ -77,7 +78,8 @@ class Reducer:
         if self._tuning is not None:
             self._tuning.bucket_came()
         self.watch.bucket_came()
-        future = self.fusion.add(flat, self._names.layout(bucket) if self.compression else None)
+        layout = self._names.layout(bucket) if self.compression else None
+        future = self._resume.add(flat, layout) if self._resume and layout else self.fusion.add(flat, layout)
         self.watch.watch(future)
         if not self._in_step and bucket.is_last():
             self._end_step()
@@ -92,12 +94,16 @@ class Reducer:
         self._in_step = queue_end_of_backward(self._end_step)
         if self.compression:
             self.compression.begin_step()
+            saved = self.compression.take_saved_transfers()
+            self._resume = None if saved is None else Resume(self._launch, saved)
 
     def _end_step(self) -> None:
         """Runs once at the end of each backward pass, on all ranks at the same point of the sequence of buckets."""
         self._in_step = False
         self.steps += 1
         self.fusion.end_step()
+        if self._resume is not None:
+            self._resume.end_step()
         if self.compression is not None:
             self.compression.end_step()
         self.watch.step_ended()
@@ -110,7 +116,7 @@ class Reducer:
         if self.compression is None or layout is None:
             return self.communicator.all_reduce(flat, scale=scale)
         future = self.communicator.all_reduce(flat, scale=scale, layout=layout, flush=self.compression.flushing)
-        self.compression.add(future)
+        self.compression.add(future, layout)
         return future
 
     def _reduce_sparse(self, sparse: Tensor) -> FutureTensor:

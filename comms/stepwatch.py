@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradwire.comms.fusion import FutureTensor
+from gradwire.comms.futures import FutureTensor
 
 STEPS_KEPT = 50
 
