@@ -126,5 +126,5 @@ def quantize_decode_reduce(bits: int, payloads: Tensor, addend: Tensor | None, t
     check_tensors(device, numel, torch.float32, addend=addend, target=target)
     check_rows(device, "payloads", payloads, quantize_nbytes(numel, bits))
     cuda_launch.launch(
-        "quantize", f"quantize_decode_reduce_{bits}", device, cuda_launch.blocks_for(device, -(-numel // 4)),
+        "quantize", f"quantize_decode_reduce_{bits}", device, cuda_launch.blocks_for(device, -(-numel // 8)),
         (payloads.data_ptr(), payloads.stride(0), len(payloads), address(addend), target.data_ptr(), numel))

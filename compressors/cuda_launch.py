@@ -15,8 +15,11 @@ from gradwire.compressors.cuda_load import load_kernel
 DEVICE_TYPE = "cuda"
 THREADS = 256
 """Threads of a CTA, but for one kernel; the kernels' own kThreads."""
-_CTAS_PER_MULTIPROCESSOR = 8
+RESIDENT_CTAS = 8
 """2048 threads fill a multiprocessor. Source: CUDA C++ Programming Guide, "Technical Specifications per Capability"."""
+_MOST_CTAS = 8 * RESIDENT_CTAS
+"""A multiprocessor: registers let some kernels keep only three CTAs resident, and with a grid of eight the last two
+would run alone; with many, each place is taken again as soon as it is free."""
 
 Argument = int | np.float32 | np.int32 | np.uint32
 """An int travels as 64 bits: an address, a number of elements or of bytes."""
@@ -27,9 +30,15 @@ def _multiprocessors(device_index: int) -> int:
     return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
 
 
-def blocks_for(device: torch.device, threads: int) -> int:
-    """Returns how many CTAs to start for this many threads: as many as the device holds, the rest is their loop."""
-    return min(-(-threads // THREADS), _multiprocessors(_index(device)) * _CTAS_PER_MULTIPROCESSOR)
+def blocks_for(device: torch.device, threads: int, most: int = _MOST_CTAS) -> int:
+    """Returns how many CTAs to start for this many threads; what is beyond that is the kernel's loop.
+
+    Args:
+        device: Where the kernel runs.
+        threads: As many as there is work for.
+        most: CTAs for each multiprocessor.
+    """
+    return min(-(-threads // THREADS), _multiprocessors(_index(device)) * most)
 
 
 def _index(device: torch.device) -> int:

@@ -73,4 +73,4 @@ def test_a_cuda_tensor_asks_for_the_cuda_kernels(monkeypatch: pytest.MonkeyPatch
 def test_the_grid_is_what_the_device_holds() -> None:
     device = torch.device("cuda", 0)
     assert blocks_for(device, 1) == 1
-    assert blocks_for(device, 1 << 40) == 8 * torch.cuda.get_device_properties(0).multi_processor_count
+    assert blocks_for(device, 1 << 40, 8) == 8 * torch.cuda.get_device_properties(0).multi_processor_count
