@@ -5,9 +5,10 @@ two steps. Every rank sees the same buckets in the same order, so every rank lau
 sum does not depend on where it lies (see `execute.both_halves`), so no plan changes a bit of the result.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -146,8 +147,9 @@ class Fusion:
         runs = self._plan.pieces(bucket.flat)
         futures = [self._start(bucket.flat[start:stop], bucket.layout.cut(start, stop) if bucket.layout and len(runs) > 1
                                else bucket.layout) for start, stop in runs]
-        together = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
-        together.add_done_callback(partial(_finish_alone, bucket, futures))
+        pending = count(len(futures) - 1, -1)
+        for future in futures:
+            future.add_done_callback(partial(_finish_alone, bucket, futures, pending))
 
     def _send_together(self, group: list[_Waiting]) -> None:
         buffer = self._pool.take(sum(bucket.flat.numel() for bucket in group), group[0].flat)
@@ -163,29 +165,32 @@ class Fusion:
     def _finish_together(self, group: list[_Waiting], buffer: Tensor, future: FutureTensor) -> None:
         """Copies the sums back and completes the buckets' futures; runs where the transfer ended."""
         error = _error_of(future)
-        start = 0
-        for bucket in group:
-            stop = start + bucket.flat.numel()
-            if error is None:
-                bucket.flat.copy_(buffer[start:stop])
-            start = stop
+        flats = [bucket.flat for bucket in group]
+        if error is None:
+            torch._foreach_copy_(flats, torch.split(buffer, [flat.numel() for flat in flats]))  # one launch on CUDA
         self._pool.give_back(buffer)
         for bucket in group:
             bucket.done.set_result(bucket.flat if error is None else error)
 
 
-def _finish_alone(bucket: _Waiting, futures: list[FutureTensor], _: object) -> None:
+def _finish_alone(bucket: _Waiting, futures: list[FutureTensor], pending: Iterator[int], _: FutureTensor) -> None:
+    """Completes a bucket in the callback of its last transfer.
+
+    A callback has a CUDA stream of its own that waits for its transfer; a callback of `collect_all` would have backward's,
+    which waits for none.
+    """
+    if next(pending):
+        return
     errors = [error for future in futures if (error := _error_of(future))]
     bucket.done.set_result(errors[0] if errors else bucket.flat)
 
 
 def _error_of(future: FutureTensor) -> BaseException | None:
     try:
-        future.value()
+        future.wait()  # it is done; on CUDA the current stream waits, which `value` does not see to
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is handed to those who wait for the bucket
         return error
     return None
-
 
 
 def _future(flat: Tensor) -> "torch.futures.Future[Tensor | BaseException]":
