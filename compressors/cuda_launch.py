@@ -18,8 +18,8 @@ THREADS = 256
 RESIDENT_CTAS = 8
 """2048 threads fill a multiprocessor. Source: CUDA C++ Programming Guide, "Technical Specifications per Capability"."""
 _MOST_CTAS = 8 * RESIDENT_CTAS
-"""A multiprocessor: registers let some kernels keep only three CTAs resident, and with a grid of eight the last two
-would run alone; with many, each place is taken again as soon as it is free."""
+"""Of a multiprocessor. Registers let some kernels keep only three CTAs resident: of a grid of eight, two would be left for
+a third turn and run alone. With many, each place is taken again as soon as it is free."""
 
 Argument = int | np.float32 | np.int32 | np.uint32
 """An int travels as 64 bits: an address, a number of elements or of bytes."""
@@ -111,13 +111,21 @@ def scratch(device: torch.device, nbytes: int) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _uploaded(words: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     table = torch.tensor(words, dtype=torch.int64)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    if device.type != "cuda":
+        return table
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a CUDA graph is being captured, and a table of addresses would be copied from memory that is "
+                           "gone when the graph is replayed: run the same step once, on the same tensors, before")
+    return table.pin_memory().to(device, non_blocking=True)
 
 
 def upload(words: Sequence[int], device: torch.device) -> Tensor:
     """Returns the words as int64 on the device, ordered before what follows on the current stream.
 
     A table that was uploaded before is used again; otherwise it is copied from pinned memory, which waits for nothing.
+
+    Raises:
+        RuntimeError: A CUDA graph is being captured, and this table was not uploaded before.
     """
     return _uploaded(tuple(words), device, stream_of(device))
 
