@@ -91,7 +91,7 @@ def tested_lines() -> Iterator[str]:
     try:
         done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", *found], cwd=CHECKOUT,
                               capture_output=True, text=True, timeout=TEST_SECONDS, check=False)
-        words = done.stdout.splitlines()
+        words = done.stdout.splitlines() or done.stderr.splitlines()  # the latter where there is no pytest
     except subprocess.TimeoutExpired:
         words = [f"not through after {TEST_SECONDS} s"]
     yield from (f"    {line}" for line in words if line.startswith(("FAILED", "ERROR")) or line == words[-1])
