@@ -6,6 +6,7 @@ bucket back at once, and with gradwire's. The difference is what the hook itself
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -77,8 +78,8 @@ def nothing(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
 class _Trainee:
     """One model, and its forward and backward pass."""
 
-    def __init__(self, device: torch.device, image: int, batch: int) -> None:
-        self.model = DistributedDataParallel(residual_network().to(device), gradient_as_bucket_view=True)
+    def __init__(self, network: nn.Module, device: torch.device, image: int, batch: int) -> None:
+        self.model = DistributedDataParallel(network.to(device), gradient_as_bucket_view=True)
         self.images = torch.randn(batch, 3, image, image, device=device)
 
     def step(self) -> None:
@@ -99,11 +100,13 @@ def _finish(tensor: Tensor) -> None:
         torch.cuda.synchronize(tensor.device)
 
 
-def measure(device: torch.device, *, image: int = 224, batch: int = 64, rounds: int = 20) -> StepCost:
+def measure(device: torch.device, make: Callable[[], nn.Module] = residual_network, *, image: int = 224, batch: int = 64,
+            rounds: int = 20) -> StepCost:
     """Takes steps in turns.
 
     Args:
         device: Where to train.
+        make: Makes the network.
         image: Height and width of the images, in pixels.
         batch: Images a step.
         rounds: Timed steps of each.
@@ -115,7 +118,7 @@ def measure(device: torch.device, *, image: int = 224, batch: int = 64, rounds: 
         raise RuntimeError("torch.distributed is initialised: this measurement makes a world of one rank of its own")
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        bare, hooked = (_Trainee(device, image, batch) for _ in range(2))
+        bare, hooked = (_Trainee(make(), device, image, batch) for _ in range(2))
         bare.model.register_comm_hook(None, nothing)
         state = gradwire.HookState(hooked.model)
         hooked.model.register_comm_hook(state, gradwire.comm_hook)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from gradwire.bench import gpu_step
 from gradwire.bench.gpu_report import main, row, step_lines
@@ -31,7 +32,10 @@ def test_the_network_has_the_published_parameters() -> None:
 
 
 def test_steps_are_taken_in_a_world_of_one_rank() -> None:
-    cost = gpu_step.measure(torch.device("cpu"), image=32, batch=2, rounds=1)
+    def small() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 4))
+
+    cost = gpu_step.measure(torch.device("cpu"), small, image=8, batch=2, rounds=1)
     assert cost.bare_seconds > 0
     assert cost.hook_seconds > 0
     assert cost.blocking == ()
