@@ -170,7 +170,7 @@ def powersgd_case(numel: int, device: torch.device) -> Case:
     def ours(i: int) -> None:
         matrix, residual = g[i].view(side, side), e[i].view(side, side)
         kernels.powersgd_project(matrix, residual, q_rows, p_rows)
-        kernels.orthogonalize(p_rows, 0)
+        kernels.orthogonalize_many([p_rows], [0])
         kernels.powersgd_back_project(matrix, p_rows, q_rows)
         q_sum.copy_(q_rows)
         kernels.powersgd_restore(matrix, residual, p_rows, q_rows, q_sum)

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from gradwire.bench.kernel_cases import SETS, Case, Step, all_cases
 
+_HEAD_START_CYCLES = 2_000_000
+"""About a millisecond: the device waits while the host starts the kernels, so that their launches are not timed."""
 DEFAULT_NUMEL = 25 * 1024 * 1024 // 4
 """25 MiB of float32: the size of DDP's bucket."""
 
@@ -40,6 +42,7 @@ class Result:
 def _seconds(step: Step, turn: int, device: torch.device) -> float:
     if device.type == "cuda":
         start, stop = (torch.Event(device, enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
         start.record()
         step(turn % SETS)
         stop.record()

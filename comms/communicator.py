@@ -23,6 +23,7 @@ from gradwire.comms.plan import ALL_REDUCE, Phase, Plan
 from gradwire.comms.report import Ledger, Report
 from gradwire.comms.routes import Route, Routes
 from gradwire.comms.store import PollingStore
+from gradwire.comms.streams import SideStreams
 from gradwire.compressors.base import Compressor, Layout
 from gradwire.topology.cluster import Cluster
 
@@ -63,7 +64,7 @@ class Communicator:
         self._executor = Executor(self._groups, rank, self._hops, compressor, self._ledger,
                                   self._in_rank_order)
         self._failure: CollectiveError | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._streams = SideStreams(device) if device.type == "cuda" else None
         self._buckets = 0
         self._homes = Homes()
 
@@ -109,8 +110,8 @@ class Communicator:
     def _run(self, flat: Tensor, route: Route, scale: float, layout: Layout | None, flush: bool = False) -> FutureTensor:
         chunks = [Chunk(flat, start, stop, transfers, scale, layout, flush)
                   for (start, stop), transfers in zip(pairwise(route.bounds), route.transfers, strict=True)]
-        if self.device.type == "cuda":
-            return self._on_stream(flat, chunks, route.plan)
+        if self._streams is not None:
+            return self._streams.run(flat, [self._executor.walk(chunk, route.plan) for chunk in chunks])
         return self._in_lanes(flat, chunks, route.plan)
 
     def report(self, steps: int = 0) -> Report:
@@ -147,20 +148,6 @@ class Communicator:
         for chunk in chunks:
             self._lanes.submit(Job(steps(chunk), failed, self._executor.lanes(plan)))
         return done.then(unwrap)
-
-    def _on_stream(self, flat: Tensor, chunks: list[Chunk], plan: Plan) -> FutureTensor:
-        """On CUDA everything is issued at once, on a side stream that waits for the gradients; nothing blocks."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        done: FutureTensor = torch.futures.Future(devices=[self.device])
-        with torch.cuda.stream(self._stream):
-            for chunk in chunks:
-                for hop in self._executor.walk(chunk, plan):
-                    hop.work.wait()
-            flat.record_stream(self._stream)
-            done.set_result(flat)
-        return done
 
     def _fail(self, error: BaseException, plan: Plan) -> CollectiveError:
         if self._failure is None:

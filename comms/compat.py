@@ -37,6 +37,9 @@ class TorchGroup(Protocol):
                       options: object) -> TorchWork:
         """Exchanges slices of flat tensors."""
 
+    def shutdown(self) -> None:
+        """Waits for what is on its way, and ends connections and threads."""
+
 
 def store_of(group: dist.ProcessGroup) -> Store:
     """The store that a process group was made with."""

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from gradwire.comms.futures import FutureTensor, Open, open_future, outcome, unwrap
+from gradwire.comms.futures import FutureTensor, Open, after_all, open_future, outcome, unwrap
 from gradwire.comms.pool import Pool
 from gradwire.compressors.base import Layout, Slice
 
@@ -145,8 +145,7 @@ class Fusion:
         runs = self._plan.pieces(bucket.flat)
         futures = [self._start(bucket.flat[start:stop], bucket.layout.cut(start, stop) if bucket.layout and len(runs) > 1
                                else bucket.layout) for start, stop in runs]
-        together = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
-        together.add_done_callback(partial(_finish_alone, bucket, futures))
+        after_all(futures, partial(_finish_alone, bucket, futures))
 
     def _send_together(self, group: list[_Waiting]) -> None:
         buffer = self._pool.take(sum(bucket.flat.numel() for bucket in group), group[0].flat)
@@ -162,18 +161,15 @@ class Fusion:
     def _finish_together(self, group: list[_Waiting], buffer: Tensor, future: FutureTensor) -> None:
         """Copies the sums back and completes the buckets' futures; runs where the transfer ended."""
         error = outcome(future)
-        start = 0
-        for bucket in group:
-            stop = start + bucket.flat.numel()
-            if error is None:
-                bucket.flat.copy_(buffer[start:stop])
-            start = stop
+        flats = [bucket.flat for bucket in group]
+        if error is None:
+            torch._foreach_copy_(flats, torch.split(buffer, [flat.numel() for flat in flats]))  # one launch on CUDA
         self._pool.give_back(buffer)
         for bucket in group:
             bucket.done.set_result(bucket.flat if error is None else error)
 
 
-def _finish_alone(bucket: _Waiting, futures: list[FutureTensor], _: object) -> None:
+def _finish_alone(bucket: _Waiting, futures: list[FutureTensor]) -> None:
     errors = [error for future in futures if (error := outcome(future))]
     bucket.done.set_result(errors[0] if errors else bucket.flat)
 

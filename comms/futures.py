@@ -1,5 +1,8 @@
 """Futures that carry their error as a value: raised only in a `.then`, its message survives DDP's reducer."""
 
+from collections.abc import Callable, Sequence
+from itertools import count
+
 import torch
 from torch import Tensor
 
@@ -28,7 +31,23 @@ def unwrap(done: Open) -> Tensor:
 def outcome(done: FutureTensor) -> BaseException | None:
     """The error of a finished future; None where it has a value."""
     try:
-        done.value()
+        done.wait()  # on CUDA the current stream waits, which `value` does not see to
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is handed to those who wait
         return error
     return None
+
+
+def after_all(futures: Sequence[FutureTensor], callback: Callable[[], None]) -> None:
+    """Calls `callback` once, when the last of some futures is done.
+
+    On CUDA a callback runs on a stream of its own that waits for its future; one of `collect_all` would run on
+    backward's stream, which waits for none.
+    """
+    pending = count(len(futures) - 1, -1)
+
+    def one_is_done(_: FutureTensor) -> None:
+        if next(pending) == 0:
+            callback()
+
+    for future in futures:
+        future.add_done_callback(one_is_done)

@@ -11,9 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradwire.comms.compat import PrefixStore, Store
+from gradwire.comms.compat import PrefixStore
 from gradwire.comms.lanes import Lane
+from gradwire.comms.store import PollingStore
 from gradwire.comms.transport import gloo, mpi, nccl
+from gradwire.comms.transport.nccl import NcclTransport
 from gradwire.comms.transport.shm import ShmGroup
 from gradwire.comms.transport.torch_group import Alarm
 from gradwire.compressors.base import Group, Work
@@ -42,7 +44,7 @@ class Groups:
         alarm: Tells whether another rank has given up.
     """
 
-    def __init__(self, store: Store, rank: int, device: torch.device, same_node: Callable[[tuple[int, ...]], bool],
+    def __init__(self, store: PollingStore, rank: int, device: torch.device, same_node: Callable[[tuple[int, ...]], bool],
                  transport: str, timeout: timedelta, alarm: Alarm) -> None:
         if transport == "nccl" and device.type != "cuda":
             raise ValueError(f"`transport` is nccl but the gradients are on {device}; wanted gloo or auto")
@@ -58,7 +60,11 @@ class Groups:
         self._groups: dict[tuple[Lane, tuple[int, ...]], Group] = {}
 
     def get(self, lane: Lane, members: tuple[int, ...]) -> Group:
-        """The group of `members` (global ranks, this one among them) in one lane."""
+        """The group of `members` (global ranks, this one among them) in one lane.
+
+        On CUDA all lanes share it: everything is issued in one order anyway, and a communicator of NCCL takes memory.
+        """
+        lane = lane if self._device.type == "cpu" else (0, 0)
         key = (lane, members)
         if key not in self._groups:
             self._groups[key] = self._make(f"{lane[0]}.{lane[1]}/{'-'.join(map(str, members))}", members)
@@ -77,7 +83,7 @@ class Groups:
     def close(self) -> None:
         """Releases shared memory and connections."""
         for group in list(self._groups.values()):
-            if isinstance(group, ShmGroup):
+            if isinstance(group, ShmGroup | NcclTransport):
                 group.close()
         self._groups.clear()
 
@@ -86,7 +92,7 @@ class Groups:
         if self.is_synchronous(members):
             return ShmGroup.create(self._store, index, size, key=f"shm/{name}", timeout=self._timeout)
         if self._device.type == "cuda":
-            return nccl.connect(PrefixStore(f"nccl/{name}", self._store), index, size, self._timeout, self._device)
+            return nccl.connect(PrefixStore(f"nccl/{name}", self._store.plain), index, size, self._timeout, self._device)
         if self._transport == "mpi":
             return mpi.connect(PrefixStore(f"mpi/{name}", self._store), index, size, self._timeout)
         return gloo.connect(PrefixStore(f"gloo/{name}", self._store), index, size, self._timeout, self._alarm)

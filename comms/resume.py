@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.fusion import Launch
-from gradwire.comms.futures import FutureTensor, Open, open_future, outcome, unwrap
+from gradwire.comms.futures import FutureTensor, Open, after_all, open_future, outcome, unwrap
 from gradwire.compressors.base import Layout, Slice
 
 COLUMNS = 4
@@ -84,7 +84,7 @@ class Resume:
         transfers = from_rows(self._rows, present) or present
         buffers = [self._gather(layout) for layout in transfers]
         futures = [self._launch(buffer, layout) for buffer, layout in zip(buffers, transfers, strict=True)]
-        torch.futures.collect_all(futures).add_done_callback(partial(self._finish, transfers, buffers, futures))
+        after_all(futures, partial(self._finish, transfers, buffers, futures))
 
     def _gather(self, layout: Layout) -> Tensor:
         """A buffer with the gradients of one transfer."""
@@ -100,7 +100,7 @@ class Resume:
             if first < last:
                 yield self._buckets[number].flat[home.start + first - start:home.start + last - start]
 
-    def _finish(self, transfers: list[Layout], buffers: list[Tensor], futures: list[FutureTensor], _: object) -> None:
+    def _finish(self, transfers: list[Layout], buffers: list[Tensor], futures: list[FutureTensor]) -> None:
         """Copies the averages back and completes the buckets' futures."""
         error = next((error for future in futures if (error := outcome(future))), None)
         if error is None:

@@ -29,6 +29,11 @@ class PollingStore(Store):
         self._store = store
         self._timeout = timeout
 
+    @property
+    def plain(self) -> Store:
+        """The store underneath, for C++ threads that go on asking it: through this one they would need Python's lock."""
+        return self._store
+
     def set(self, key: str, value: str | bytes) -> None:
         """Sets a key."""
         self._store.set(key, value)  # type: ignore[arg-type]

@@ -11,7 +11,6 @@ from gradwire.compressors import cuda_launch
 from gradwire.compressors.cuda_dgc import dgc_step, scatter_add
 from gradwire.compressors.cuda_launch import address, check_rows, check_tensors
 from gradwire.compressors.cuda_powersgd import (
-    orthogonalize,
     orthogonalize_many,
     powersgd_back_project,
     powersgd_project,
@@ -20,8 +19,8 @@ from gradwire.compressors.cuda_powersgd import (
 
 __all__ = [
     "cast_decode_reduce", "cast_encode", "dgc_step", "onebit_decode_reduce", "onebit_encode", "onebit_nbytes",
-    "onebit_serve", "orthogonalize", "orthogonalize_many", "powersgd_back_project", "powersgd_project",
-    "powersgd_restore", "quantize_decode_reduce", "quantize_encode", "quantize_nbytes", "scatter_add",
+    "onebit_serve", "orthogonalize_many", "powersgd_back_project", "powersgd_project", "powersgd_restore",
+    "quantize_decode_reduce", "quantize_encode", "quantize_nbytes", "scatter_add",
 ]
 
 _FORMATS = {torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -127,5 +126,5 @@ def quantize_decode_reduce(bits: int, payloads: Tensor, addend: Tensor | None, t
     check_tensors(device, numel, torch.float32, addend=addend, target=target)
     check_rows(device, "payloads", payloads, quantize_nbytes(numel, bits))
     cuda_launch.launch(
-        "quantize", f"quantize_decode_reduce_{bits}", device, cuda_launch.blocks_for(device, -(-numel // 4)),
+        "quantize", f"quantize_decode_reduce_{bits}", device, cuda_launch.blocks_for(device, -(-numel // 8)),
         (payloads.data_ptr(), payloads.stride(0), len(payloads), address(addend), target.data_ptr(), numel))

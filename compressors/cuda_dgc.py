@@ -11,7 +11,9 @@ from gradwire.compressors.cuda_launch import check_tensors
 from gradwire.compressors.reference_dgc import DgcRule, DgcState
 
 _TILE = 4096
-"""kTile of csrc/cuda/marks.cuh: elements of one warp's work."""
+"""kTile of csrc/cuda/marks.cuh: elements of one warp's work in the selection."""
+_SHARES = 4
+"""kShares of csrc/cuda/dgc_step.cu: warps that share a tile in the pass over memory."""
 _SELECTION_NBYTES = 32 + 4 * 2048
 """struct Selection of csrc/cuda/radix.cuh."""
 _SAMPLE_LINES, _LINE = 1024, 16
@@ -48,12 +50,12 @@ def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, 
     marks = selection + _SELECTION_NBYTES
     counts = marks + tiles * _TILE // 8
     lines, rank = _sample_rank(numel, k)
-    blocks = cuda_launch.blocks_for(device, 32 * tiles)
+    blocks = cuda_launch.blocks_for(device, 32 * tiles, cuda_launch.RESIDENT_CTAS)  # each CTA has counts of its own
     numbers = np.float32(rule.momentum), np.float32(rule.scale), np.int32(rule.nesterov)
     inputs = gradient.data_ptr(), state.velocity.data_ptr(), state.total.data_ptr()
     velocity, total = state.velocity_out.data_ptr(), state.total_out.data_ptr()
     cuda_launch.launch("dgc_step", "dgc_sample", device, 1, (*inputs, numel, *numbers, lines, rank, k, selection), 1024)
-    cuda_launch.launch("dgc_step", "dgc_advance", device, blocks,
+    cuda_launch.launch("dgc_step", "dgc_advance", device, cuda_launch.blocks_for(device, 32 * _SHARES * tiles),
                        (*inputs, velocity, total, numel, *numbers, marks, selection))
     for shift in (20, 10, 0):
         cuda_launch.launch("dgc_select", "dgc_radix", device, blocks,

@@ -15,8 +15,11 @@ from gradwire.compressors.cuda_load import load_kernel
 DEVICE_TYPE = "cuda"
 THREADS = 256
 """Threads of a CTA, but for one kernel; the kernels' own kThreads."""
-_CTAS_PER_MULTIPROCESSOR = 8
+RESIDENT_CTAS = 8
 """2048 threads fill a multiprocessor. Source: CUDA C++ Programming Guide, "Technical Specifications per Capability"."""
+_MOST_CTAS = 8 * RESIDENT_CTAS
+"""Of a multiprocessor. Registers let some kernels keep only three CTAs resident: of a grid of eight, two would be left for
+a third turn and run alone. With many, each place is taken again as soon as it is free."""
 
 Argument = int | np.float32 | np.int32 | np.uint32
 """An int travels as 64 bits: an address, a number of elements or of bytes."""
@@ -27,9 +30,15 @@ def _multiprocessors(device_index: int) -> int:
     return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
 
 
-def blocks_for(device: torch.device, threads: int) -> int:
-    """Returns how many CTAs to start for this many threads: as many as the device holds, the rest is their loop."""
-    return min(-(-threads // THREADS), _multiprocessors(_index(device)) * _CTAS_PER_MULTIPROCESSOR)
+def blocks_for(device: torch.device, threads: int, most: int = _MOST_CTAS) -> int:
+    """Returns how many CTAs to start for this many threads; what is beyond that is the kernel's loop.
+
+    Args:
+        device: Where the kernel runs.
+        threads: As many as there is work for.
+        most: CTAs for each multiprocessor.
+    """
+    return min(-(-threads // THREADS), _multiprocessors(_index(device)) * most)
 
 
 def _index(device: torch.device) -> int:
@@ -102,13 +111,21 @@ def scratch(device: torch.device, nbytes: int) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _uploaded(words: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     table = torch.tensor(words, dtype=torch.int64)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    if device.type != "cuda":
+        return table
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a CUDA graph is being captured, and a table of addresses would be copied from memory that is "
+                           "gone when the graph is replayed: run the same step once, on the same tensors, before")
+    return table.pin_memory().to(device, non_blocking=True)
 
 
 def upload(words: Sequence[int], device: torch.device) -> Tensor:
     """Returns the words as int64 on the device, ordered before what follows on the current stream.
 
     A table that was uploaded before is used again; otherwise it is copied from pinned memory, which waits for nothing.
+
+    Raises:
+        RuntimeError: A CUDA graph is being captured, and this table was not uploaded before.
     """
     return _uploaded(tuple(words), device, stream_of(device))
 

@@ -10,16 +10,12 @@ from gradwire.compressors.cuda_launch import address, check_tensors
 from gradwire.compressors.reference_powersgd import powersgd_back_project, powersgd_project
 
 __all__ = [
-    "orthogonalize", "orthogonalize_many", "powersgd_back_project", "powersgd_project", "powersgd_restore",
+    "orthogonalize_many", "powersgd_back_project", "powersgd_project", "powersgd_restore",
 ]
 
 
 def orthogonalize_many(matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
-    """Makes the rows of every matrix orthonormal, in place, in one launch.
-
-    Args:
-        matrices: Each (rank, n), rank <= n, contiguous float32, all on one device.
-        keys: One for each matrix; see reference.orthogonalize.
+    """See reference.orthogonalize_many; one launch, however many there are.
 
     Raises:
         ValueError: A matrix has more rows than columns, or the keys are not as many as the matrices.
@@ -40,11 +36,6 @@ def orthogonalize_many(matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
         rows += 8 * matrix.numel()
     table = cuda_launch.upload(words, device)
     cuda_launch.launch("powersgd", "powersgd_orthogonalize", device, len(matrices), (table.data_ptr(),))
-
-
-def orthogonalize(matrix: Tensor, key: int) -> None:
-    """See reference.orthogonalize; `orthogonalize_many` does a bucket's matrices in one launch."""
-    orthogonalize_many([matrix], [key])
 
 
 def powersgd_restore(matrix: Tensor, left: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor) -> None:

@@ -79,14 +79,16 @@ class DGC(Stateful):
         indices, values = self._select(shard, layout, group.size)
         sent = self._rounded(layout, indices, values)
         kernels = kernels_for(shard)
-        shard.zero_()
         if self._travels_dense(group.size):
-            kernels.scatter_add(indices, sent.float(), shard)
+            wide = sent.float()
+            shard.zero_()
+            kernels.scatter_add(indices, wide, shard)
             yield group.all_reduce(shard)
             return
         payload = torch.cat([indices.view(torch.uint8), sent.view(torch.uint8)])
         payloads = torch.empty(group.size, payload.numel(), dtype=torch.uint8, device=shard.device)
         yield group.all_gather(payloads, payload)
+        shard.zero_()  # not before: out of memory leaves it intact
         split = INDEX_NBYTES * indices.numel()
         for row in payloads:
             kernels.scatter_add(row[:split].clone().view(torch.int32),

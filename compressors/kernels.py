@@ -1,6 +1,7 @@
 """The door to the kernels: picks the compiled ones, CUDA's or the reference by the tensor's device."""
 
 import logging
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
@@ -60,8 +61,8 @@ class Kernels(Protocol):
     ) -> None:
         """See reference.powersgd_restore."""
 
-    def orthogonalize(self, matrix: Tensor, key: int) -> None:
-        """See reference.orthogonalize."""
+    def orthogonalize_many(self, matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
+        """See reference.orthogonalize_many."""
 
 
 _chosen: dict[str, Kernels] = {}

@@ -1,5 +1,7 @@
 """The compiled kernels behind tensors: each function is the twin of the one in compressors/reference.py."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -164,3 +166,9 @@ def orthogonalize(matrix: Tensor, key: int) -> None:
     """See reference.orthogonalize."""
     _check(matrix.numel(), torch.float32, matrix=matrix)
     _native.orthogonalize(matrix.data_ptr(), matrix.shape[0], matrix.shape[1], key)
+
+
+def orthogonalize_many(matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
+    """See reference.orthogonalize_many."""
+    for matrix, key in zip(matrices, keys, strict=True):
+        orthogonalize(matrix, key)

@@ -79,20 +79,20 @@ class PowerSGD(Stateful):
             if group.size > 1 and shard.numel():
                 yield group.all_reduce(shard)
             return
-        residual, left = self._residual(shard, layout, matrices)
         dense = [item for item in layout.slices if self.matrix(item) is None]
         q = [self._factor(found, shard.device) for found in matrices]
         p_flat, p = _stack(matrices, [found.rows for found in matrices], sum(item.numel for item in dense), shard)
+        q_flat, q_own = _stack(matrices, [found.columns for found in matrices], 0, shard)
+        q_total = torch.empty_like(q_flat)  # before the first write to `shard`: out of memory leaves it intact
+        residual, left = self._residual(shard, layout, matrices)
         kernels = kernels_for(shard)
         for found, p_part, q_part in zip(matrices, p, q, strict=True):
             kernels.powersgd_project(_view(shard, found), _maybe_view(residual, found), q_part, p_part)
         yield from self._reduce_p(p_flat, sum(part.numel() for part in p), shard, dense, group)
-        for found, p_part in zip(matrices, p, strict=True):
-            kernels.orthogonalize(p_part, self._key(found))
-        q_flat, q_own = _stack(matrices, [found.columns for found in matrices], 0, shard)
+        kernels.orthogonalize_many(p, [self._key(found) for found in matrices])
         for found, p_part, q_part in zip(matrices, p, q_own, strict=True):
             kernels.powersgd_back_project(_view(shard, found), p_part, q_part)
-        q_total = q_flat.clone()
+        q_total.copy_(q_flat)
         yield from self._reduce_q(q_flat, q_total, group)
         q_sum = [q_total[part.storage_offset() : part.storage_offset() + part.numel()].view_as(part) for part in q_own]
         for found, p_part, own, total in zip(matrices, p, q_own, q_sum, strict=True):

@@ -12,6 +12,7 @@ from gradwire.compressors.hashing import hash_uniforms
 from gradwire.compressors.reference_dgc import dgc_step, scatter_add
 from gradwire.compressors.reference_powersgd import (
     orthogonalize,
+    orthogonalize_many,
     powersgd_back_project,
     powersgd_project,
     powersgd_restore,
@@ -19,8 +20,8 @@ from gradwire.compressors.reference_powersgd import (
 
 __all__ = [
     "ONEBIT_BLOCK", "QUANTIZE_BLOCK", "cast_decode_reduce", "cast_encode", "dgc_step", "onebit_decode_reduce",
-    "onebit_encode", "onebit_serve", "orthogonalize", "powersgd_back_project", "powersgd_project", "powersgd_restore",
-    "quantize_decode_reduce", "quantize_encode", "scatter_add",
+    "onebit_encode", "onebit_serve", "orthogonalize", "orthogonalize_many", "powersgd_back_project",
+    "powersgd_project", "powersgd_restore", "quantize_decode_reduce", "quantize_encode", "scatter_add",
 ]
 
 ONEBIT_BLOCK = 1024

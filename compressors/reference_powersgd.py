@@ -1,5 +1,7 @@
 """PowerSGD's kernels in a few lines of torch; see compressors/reference.py."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -73,3 +75,14 @@ def orthogonalize(matrix: Tensor, key: int) -> None:
             before = torch.ones_like(before)
         rows[k] /= length
     matrix.copy_(rows)
+
+
+def orthogonalize_many(matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
+    """Makes the rows of every matrix orthonormal, in place.
+
+    Args:
+        matrices: Each (rank, n), rank <= n, contiguous float32, all on one device.
+        keys: One for each matrix; see `orthogonalize`.
+    """
+    for matrix, key in zip(matrices, keys, strict=True):
+        orthogonalize(matrix, key)

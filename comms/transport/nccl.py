@@ -13,8 +13,25 @@ from gradwire.comms.compat import Store, make_nccl
 from gradwire.comms.transport.torch_group import TorchTransport
 
 
-def connect(store: Store, rank: int, size: int, timeout: timedelta, device: torch.device) -> TorchTransport:
+class NcclTransport(TorchTransport):
+    """The collectives of `Group` on one NCCL communicator."""
+
+    def close(self) -> None:
+        """Waits for what is on its way and ends torch's threads for it: left to the destructor, torch aborts and warns."""
+        self._group.shutdown()
+
+
+def connect(store: Store, rank: int, size: int, timeout: timedelta, device: torch.device) -> NcclTransport:
     """Connects `size` ranks, each with one CUDA device, at once (not at the first collective).
+
+    Args:
+        store: A store of C++, with a prefix of its own for this group. torch's heartbeat thread asks the one below the
+            prefix every second; a store of Python would need the interpreter's lock for that, which a thread that waits
+            for the heartbeat thread to end may hold.
+        rank: This rank's index in the group.
+        size: Number of ranks.
+        timeout: For the connection and for every collective.
+        device: This rank's device, with its index.
 
     Raises:
         RuntimeError: This torch has no NCCL, or a rank did not come.
@@ -22,4 +39,4 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta, device: torc
     if not dist.is_nccl_available():
         raise RuntimeError("`transport` is nccl, but this torch was built without NCCL: install a CUDA build of torch, "
                            "or keep the model on the CPU")
-    return TorchTransport(make_nccl(store, rank, size, timeout, device), rank, size)
+    return NcclTransport(make_nccl(store, rank, size, timeout, device), rank, size)

@@ -10,25 +10,17 @@ namespace gradwire {
 constexpr int kThreads = 256;
 
 // Arguments.
-struct CastEncode {
+struct Encode {
   const float *gradient, *residual;  // residual may be null
-  float *left;                       // may be null, or the residual's own memory
-  uint16_t *target;
+  float* left;                       // may be null, or the residual's own memory
+  uint16_t* target;
   int64_t numel;
   float scale;
 };
 
-struct CastReduce {
-  const uint16_t *sources;  // `workers` rows, `stride` elements apart
-  int64_t stride, workers;
-  const float *addend;  // may be null
-  float *target;
-  int64_t numel;
-};
-
 // Kernels.
 template <class Format>
-__device__ inline void cast_encode(const CastEncode& a) {
+__device__ inline void cast_encode(const Encode& a) {
   for (int64_t i = kRun * thread_index(); i < a.numel; i += kRun * thread_count()) {
     const int64_t count = a.numel - i;
     Run p = Memory<Float32>::load(a.gradient + i, count);
@@ -48,16 +40,16 @@ __device__ inline void cast_encode(const CastEncode& a) {
 }
 
 template <class Format>
-__device__ inline void cast_decode_reduce(const CastReduce& a) {
+__device__ inline void cast_decode_reduce(const Reduction<uint16_t>& a) {
   for (int64_t i = kRun * thread_index(); i < a.numel; i += kRun * thread_count()) {
     const int64_t count = a.numel - i;
     Run sum = Memory<Float32>::load(a.addend ? a.addend + i : a.target + i, a.addend ? count : 0);
     if (!a.addend && a.workers == 1) {  // 0 + x would lose the sign of a zero
-      Memory<Float32>::store(a.target + i, Memory<Format>::load(a.sources + i, count), count);
+      Memory<Float32>::store(a.target + i, Memory<Format>::load(a.rows + i, count), count);
       continue;
     }
     for (int64_t w = 0; w < a.workers; ++w) {
-      const Run source = Memory<Format>::load(a.sources + w * a.stride + i, count);
+      const Run source = Memory<Format>::load(a.rows + w * a.stride + i, count);
 #pragma unroll
       for (int j = 0; j < kRun; ++j) sum.at[j] += source.at[j];
     }

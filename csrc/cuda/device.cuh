@@ -17,6 +17,16 @@ __device__ inline int64_t thread_count() { return static_cast<int64_t>(gridDim.x
 __device__ inline int64_t warp_index() { return thread_index() / kWarp; }
 __device__ inline int64_t warp_count() { return thread_count() / kWarp; }
 
+// What decoding and summing gets: the payloads of all workers, and where their sum goes.
+template <class T>
+struct Reduction {
+  const T* rows;  // `workers` of them, `stride` elements of T apart
+  int64_t stride, workers;
+  const float* addend;  // may be null
+  float* target;
+  int64_t numel;
+};
+
 template <class T>
 __device__ inline bool aligned(const void* at) {
   return reinterpret_cast<size_t>(at) % sizeof(T) == 0;

@@ -13,6 +13,8 @@ constexpr int kThreads = 256;
 constexpr int kSampleThreads = 1024;
 constexpr int kSamples = 16;  // of each thread: 1024 lines of 16 elements, as on the CPU
 constexpr int kLine = 16;
+constexpr int kGroups = 8;    // of a tile that a warp takes at once: at 25 MiB a whole tile each would leave warps idle
+constexpr int kShares = static_cast<int>(kWarp) / kGroups;
 
 // Arguments.
 struct Rule {
@@ -77,11 +79,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Rule rule = {momentum, scale, nesterov != 0};
   const uint32_t threshold = selection->threshold;
   const int lane = static_cast<int>(lane_index());
-  for (int64_t tile = warp_index(); tile < tile_count(numel); tile += warp_count()) {
+  for (int64_t share = warp_index(); share < kShares * tile_count(numel); share += warp_count()) {
+    const int64_t tile = share / kShares;
+    const int first = static_cast<int>(share % kShares) * kGroups;
     uint4 mine = make_uint4(0, 0, 0, 0);
     uint32_t marked = 0;
 #pragma unroll 4
-    for (int group = 0; group < static_cast<int>(kWarp); ++group) {
+    for (int group = first; group < first + kGroups; ++group) {
       const int64_t at = tile * kTile + group * kGroup + 4 * lane, count = numel - at;
       const float4 g = load4(gradient + at, count), u = load4(velocity + at, count), v = load4(total + at, count);
       const Advanced next[4] = {advance(g.x, u.x, v.x, rule), advance(g.y, u.y, v.y, rule),
@@ -97,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       }
       if (lane == group) mine = make_uint4(words[0], words[1], words[2], words[3]);
     }
-    marks[tile * kWarp + lane] = mine;
+    if (lane / kGroups * kGroups == first) marks[tile * kWarp + lane] = mine;
     if (lane == 0 && marked) atomicAdd(&selection->candidates, marked);
   }
 }

@@ -22,11 +22,6 @@ constexpr int kWords = kBlock / 32;
 static_assert(kWords == kWarp, "lane j stores word j of a block's signs");
 
 // Arguments.
-struct Payloads {
-  const uint8_t* rows;  // `workers` rows, `stride` bytes apart
-  int64_t stride, workers;
-};
-
 struct Encoded {
   float* left;  // may be null, or the residual's own memory
   uint8_t* payload;

@@ -3,10 +3,11 @@
 // Payload as in csrc/cpu/quantize.cpp, bit for bit: ceil(n / 512) pairs of float32 (unit, low), then the codes; of two
 // 4-bit codes in a byte the even element's is the lower. Bytes an element, read + written, at 4 bits, in one pass and
 // one launch each, no synchronisation: encode 4 + 1/2 (8 + 4 + 1/2 with residual), decode_reduce W/2 + 4.
-// A lane holds 4 elements of each 128: 16 bytes of floats, 4 bytes of 8-bit codes or 2 bytes of 4-bit codes.
+// Encoding, a lane holds 4 elements of each 128: 16 bytes of floats, 4 bytes of 8-bit codes or 2 bytes of 4-bit codes.
+// Decoding, a thread holds 8 in a row: one word of codes a worker, 32 bytes of floats.
 // Source: Alistarh et al., QSGD, NeurIPS 2017, section 4 (buckets, random rounding).
 #include "common/hash_formula.h"
-#include "device.cuh"
+#include "formats.cuh"
 
 namespace gradwire {
 
@@ -26,28 +27,30 @@ struct Encode {
   uint32_t key;
 };
 
-struct Reduce {
-  const uint8_t* rows;  // `workers` rows, `stride` bytes apart
-  int64_t stride, workers;
-  const float* addend;  // may be null
-  float* target;
-  int64_t numel;
-};
-
 struct Range {
   float low, unit;
   bool finite;
 };
 
+// What holds the codes of a run.
+template <int kBits>
+struct EightCodes {
+  using Word = uint64_t;
+};
+template <>
+struct EightCodes<4> {
+  using Word = uint32_t;
+};
+
 __device__ inline int64_t block_count(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
 
-// Where a quad of codes lies, and how many bytes of it belong to the payload.
+// Where the code of an element lies that begins a byte, and how many bytes the payload has from there on.
 template <int kBits>
-__device__ inline int64_t quad_at(int64_t element, int64_t numel) {
+__device__ inline int64_t codes_at(int64_t element, int64_t numel) {
   return 8 * block_count(numel) + element * kBits / 8;
 }
 template <int kBits>
-__device__ inline int64_t quad_nbytes(int64_t element, int64_t numel) {
+__device__ inline int64_t codes_nbytes(int64_t element, int64_t numel) {
   return ((numel - element) * kBits + 7) / 8;
 }
 
@@ -118,33 +121,32 @@ __device__ inline void quantize_encode(const Encode& a) {
         left[c] = p[4 * t + c] - (low + static_cast<float>(code) * unit);
         if (c < count) codes |= code << kBits * c;
       }
-      uint8_t* at = a.payload + quad_at<kBits>(i, a.numel);
-      if (kBits == 8) store_word_within<uint32_t>(at, codes, quad_nbytes<kBits>(i, a.numel));
-      else store_word_within<uint16_t>(at, static_cast<uint16_t>(codes), quad_nbytes<kBits>(i, a.numel));
+      uint8_t* at = a.payload + codes_at<kBits>(i, a.numel);
+      if (kBits == 8) store_word_within<uint32_t>(at, codes, codes_nbytes<kBits>(i, a.numel));
+      else store_word_within<uint16_t>(at, static_cast<uint16_t>(codes), codes_nbytes<kBits>(i, a.numel));
       if (a.left) store4(a.left + i, make_float4(left[0], left[1], left[2], left[3]), count);
     }
   }
 }
 
-// Every quad stands alone here, so the grid runs over quads; its block's range is the same for a whole warp.
+// Every run of eight elements stands alone here, so the grid runs over them; a block's range is the same for two warps.
 template <int kBits>
-__device__ inline void quantize_decode_reduce(const Reduce& a) {
-  for (int64_t i = 4 * thread_index(); i < a.numel; i += 4 * thread_count()) {
-    float4 sum = a.addend ? load4(a.addend + i, a.numel - i) : make_float4(0, 0, 0, 0);
+__device__ inline void quantize_decode_reduce(const Reduction<uint8_t>& a) {
+  using Codes = typename EightCodes<kBits>::Word;
+  constexpr Codes kMask = (1u << kBits) - 1;
+  for (int64_t i = kRun * thread_index(); i < a.numel; i += kRun * thread_count()) {
+    const int64_t count = a.numel - i;
+    Run sum = Memory<Float32>::load(a.addend ? a.addend + i : a.target + i, a.addend ? count : 0);
     for (int64_t w = 0; w < a.workers; ++w) {
       const uint8_t* row = a.rows + w * a.stride;
-      const uint8_t* at = row + quad_at<kBits>(i, a.numel);
-      const int64_t nbytes = quad_nbytes<kBits>(i, a.numel);
-      const uint32_t codes =
-          kBits == 8 ? load_word_within<uint32_t>(at, nbytes) : load_word_within<uint16_t>(at, nbytes);
+      const Codes codes =
+          load_word_within<Codes>(row + codes_at<kBits>(i, a.numel), codes_nbytes<kBits>(i, a.numel));
       const float unit = load_float(row + 8 * (i / kBlock)), low = load_float(row + 8 * (i / kBlock) + 4);
-      constexpr uint32_t kMask = (1u << kBits) - 1;
-      sum.x += low + static_cast<float>(codes & kMask) * unit;
-      sum.y += low + static_cast<float>(codes >> kBits & kMask) * unit;
-      sum.z += low + static_cast<float>(codes >> 2 * kBits & kMask) * unit;
-      sum.w += low + static_cast<float>(codes >> 3 * kBits & kMask) * unit;
+#pragma unroll
+      for (int j = 0; j < kRun; ++j)
+        sum.at[j] += low + static_cast<float>(static_cast<uint32_t>(codes >> kBits * j & kMask)) * unit;
     }
-    store4(a.target + i, sum, a.numel - i);
+    Memory<Float32>::store(a.target + i, sum, count);
   }
 }
 

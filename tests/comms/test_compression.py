@@ -60,7 +60,7 @@ class Rank:
             flat = torch.cat([gradients[name] for name in names])
             future = self.communicator.all_reduce(flat, scale=1 / self.communicator.size, layout=layout,
                                                   flush=self.compression.flushing)
-            self.compression.add(future)
+            self.compression.add(future, layout)
             results[tuple(names)] = flat
         self.compression.end_step()
         parts = {piece.name: flat[piece.start:piece.stop]

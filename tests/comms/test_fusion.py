@@ -12,7 +12,8 @@ from torch import Tensor
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compat import HashStore
 from gradwire.comms.config import Config
-from gradwire.comms.fusion import Fusion, FusionPlan, FutureTensor
+from gradwire.comms.fusion import Fusion, FusionPlan
+from gradwire.comms.futures import FutureTensor
 from gradwire.comms.transport.threads import run_ranks
 from gradwire.compressors.base import Layout, Slice
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from gradwire.compressors import kernels
+from gradwire.compressors import cuda_launch, kernels
 from gradwire.compressors.cuda_launch import blocks_for
 from gradwire.compressors.cuda_load import load_kernel
 from gradwire.compressors.cuda_require import CudaKernelsError, Found, check, require_cupy
@@ -39,6 +39,13 @@ def test_what_is_missing_is_named(change: dict[str, object], said: str) -> None:
 def test_this_machine_without_cuda_says_so() -> None:
     with pytest.raises(CudaKernelsError, match="no CUDA"):
         require_cupy(0)
+
+
+def test_a_table_is_not_uploaded_into_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_launch, "stream_of", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="run the same step once"):
+        cuda_launch.upload([1, 2], torch.device("cuda", 0))
 
 
 def test_an_unknown_kernel_is_refused() -> None:
@@ -73,4 +80,4 @@ def test_a_cuda_tensor_asks_for_the_cuda_kernels(monkeypatch: pytest.MonkeyPatch
 def test_the_grid_is_what_the_device_holds() -> None:
     device = torch.device("cuda", 0)
     assert blocks_for(device, 1) == 1
-    assert blocks_for(device, 1 << 40) == 8 * torch.cuda.get_device_properties(0).multi_processor_count
+    assert blocks_for(device, 1 << 40, 8) == 8 * torch.cuda.get_device_properties(0).multi_processor_count

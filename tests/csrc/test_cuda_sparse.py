@@ -139,10 +139,10 @@ def test_orthogonal_rows_for_any_input_in_one_launch(device: torch.device) -> No
         torch.testing.assert_close(matrix.cpu(), twin, rtol=0.0, atol=1e-5)
     bad = usual.to(device, copy=True)
     bad[1, 3] = float("inf")
-    cuda.orthogonalize(bad, 7)
+    cuda.orthogonalize_many([bad], [7])
     assert bad[1].isnan().any()
     with pytest.raises(ValueError, match="`matrix`"):
-        cuda.orthogonalize(usual.t().contiguous().to(device), 7)
+        cuda.orthogonalize_many([usual.t().contiguous().to(device)], [7])
 
 
 @pytest.mark.parametrize("tensor_dtype", [torch.float32, torch.float16, torch.bfloat16])

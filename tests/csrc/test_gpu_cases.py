@@ -1,0 +1,44 @@
+"""What the report about a GPU times: kernel and torch composition do the same work."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from gradwire.bench.gpu_cases import fp16_decode_case, int4_decode_case, orthogonalize_case, pack_case, unpack_case
+from gradwire.bench.kernel_cases import Case
+
+NUMEL = 16_384
+
+
+def both(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What kernel and composition write, given the same."""
+    case.ours(0)
+    ours = [output.cpu().clone() for output in case.outputs]
+    for output in case.outputs:
+        output.zero_()
+    case.composed(0)
+    return ours, [output.cpu() for output in case.outputs]
+
+
+def test_packing(device: torch.device) -> None:
+    ours, composed = both(pack_case(NUMEL, device))
+    assert torch.equal(ours[0], composed[0])
+    assert ours[0].any()
+    ours, composed = both(unpack_case(NUMEL, device))
+    assert all(torch.equal(one, other) for one, other in zip(ours, composed, strict=True))
+    assert all(one.any() for one in ours)
+
+
+@pytest.mark.parametrize("make", [fp16_decode_case, int4_decode_case])
+def test_sums_of_payloads(device: torch.device, make: Callable[[int, torch.device], Case]) -> None:
+    ours, composed = both(make(NUMEL, device))
+    torch.testing.assert_close(ours[0], composed[0])
+
+
+def test_orthogonal_rows(device: torch.device) -> None:
+    case = orthogonalize_case(NUMEL, device)
+    case.ours(0)
+    for matrix in case.outputs:
+        torch.testing.assert_close(matrix @ matrix.t(), torch.eye(len(matrix), device=device), rtol=0.0, atol=1e-5)
+    case.composed(0)
