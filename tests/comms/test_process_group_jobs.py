@@ -112,8 +112,6 @@ def check_sharded(rank: int) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.skip(reason="hangs in one run of five: a DTensor redistribution waits for ever in torch's functional collectives, "
-                         "with all of gradwire's lanes idle; the cause is not found yet")
 @every_cluster
 def test_device_mesh_dtensor_fsdp2_and_zero1(processes: Processes, nodes: list[str]) -> None:
     processes(4, check_sharded, nodes=nodes)
