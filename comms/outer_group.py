@@ -10,12 +10,11 @@ binding.
 
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comms.strided import Packing, tensors_in
-from gradwire.comms.work import FutureTensors, FutureWork
+from gradwire.comms.work import PackedWork
 
 
 def _handed_over(name: str) -> Callable[..., dist.Work]:
@@ -44,12 +43,11 @@ def _packed(name: str) -> Callable[..., dist.Work]:
             return work
         outputs = tensors_in([*arguments[:1], *(named[key] for key in named if not key.startswith("input"))])
 
-        def finish(done: torch.futures.Future[object]) -> list[Tensor]:
-            done.value()
+        def finish() -> list[Tensor]:
             written.copy_back()
             return outputs
 
-        return group.issued(work.get_future().then(finish))
+        return group.issued(PackedWork(work, finish))
 
     return hand_over_packed
 
@@ -65,18 +63,18 @@ class OuterGroup(dist.ProcessGroup):
         # The stubs know the form with a store alone, for which torch makes no trampoline.
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner = inner
-        self._outstanding: list[FutureTensors] = []
+        self._outstanding: list[dist.Work] = []
 
-    def issued(self, future: FutureTensors) -> FutureWork:
+    def issued(self, work: dist.Work) -> dist.Work:
         """The work of a collective that this group finishes itself; `barrier` waits for it."""
-        self._outstanding = [earlier for earlier in self._outstanding if not earlier.done()]
-        self._outstanding.append(future)
-        return FutureWork(future)
+        self._outstanding = [earlier for earlier in self._outstanding if not earlier.is_completed()]
+        self._outstanding.append(work)
+        return work
 
     def barrier(self, *arguments: object, **named: object) -> dist.Work:
         """Waits for what this rank has issued, as gloo's does, then for the other ranks."""
-        for future in self._outstanding:
-            future.wait()
+        for work in self._outstanding:
+            work.wait()
         return _handed_over("barrier")(self, *arguments, **named)
 
     allreduce = _packed("allreduce")

@@ -22,6 +22,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.node_collectives import NodeCollectives
 from gradwire.comms.outer_group import OuterGroup
 from gradwire.comms.sums import Sums
+from gradwire.comms.work import FutureWork
 
 _retired: list[object] = []
 """Backends of groups that were shut down, kept until the next group is made or the process ends.
@@ -123,7 +124,7 @@ class GradwireGroup(OuterGroup):
         match arguments:
             case [[Tensor() as tensor], dist.BroadcastOptions() as options] if not named:
                 if self._node and self._is_local(tensor):
-                    return self.issued(self._node.broadcast(tensor.detach(), options.rootRank))
+                    return self.issued(FutureWork(self._node.broadcast(tensor.detach(), options.rootRank)))
         return super().broadcast(*arguments, **named)
 
     def allgather(self, *arguments: object, **named: object) -> dist.Work:
@@ -131,7 +132,8 @@ class GradwireGroup(OuterGroup):
         match arguments:
             case [[list() as outputs], [Tensor() as source], AllgatherOptions()] if not named:
                 if self._node and self._is_local(source, *outputs) and self._is_alike(source, outputs):
-                    return self.issued(self._node.all_gather_list([each.detach() for each in outputs], source.detach()))
+                    targets = [each.detach() for each in outputs]
+                    return self.issued(FutureWork(self._node.all_gather_list(targets, source.detach())))
         return super().allgather(*arguments, **named)
 
     def all_gather_single(self, *arguments: object, **named: object) -> dist.Work:
@@ -139,7 +141,7 @@ class GradwireGroup(OuterGroup):
         match arguments:
             case [Tensor() as output, Tensor() as source, AllgatherOptions()] if not named:
                 if self._node and self._is_local(source, output) and self._fits(output, source):
-                    return self.issued(self._node.all_gather(output.detach(), source.detach()))
+                    return self.issued(FutureWork(self._node.all_gather(output.detach(), source.detach())))
         return super().all_gather_single(*arguments, **named)
 
     def reduce_scatter_single(self, *arguments: object, **named: object) -> dist.Work:
@@ -149,7 +151,8 @@ class GradwireGroup(OuterGroup):
                 if self._node and self._sums and self._is_local(source, output) and self._fits(source, output):
                     scale = self._sums.scale(options.reduceOp, [source])
                     if scale is not None:
-                        return self.issued(self._node.reduce_scatter(output.detach(), source.detach(), scale))
+                        future = self._node.reduce_scatter(output.detach(), source.detach(), scale)
+                        return self.issued(FutureWork(future))
         return super().reduce_scatter_single(*arguments, **named)
 
     _allgather_base = all_gather_single
@@ -217,7 +220,7 @@ class GradwireGroup(OuterGroup):
         scale = self._sums.scale(op, tensors)
         if scale is None or not self._sums.pays(tensors):
             return None
-        return self.issued(self._sums.all_reduce(tensors, scale))
+        return self.issued(FutureWork(self._sums.all_reduce(tensors, scale)))
 
     def _is_local(self, *tensors: Tensor) -> bool:
         return all(tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel() > 0

@@ -203,8 +203,13 @@ def check_missing(rank: int) -> str:
             group.monitored_barrier(timedelta(seconds=2))  # type: ignore[attr-defined]  # not in the stubs
         except RuntimeError as error:
             message = str(error)
-    group.barrier().wait()
-    dist.destroy_process_group()
+    store = group.get_group_store()
+    everybody = [f"{each} is through" for each in range(4)]
+    if rank == 1:
+        store.wait([everybody[0], *everybody[2:]])
+    store.set(everybody[rank], "")
+    if rank == 0:  # the store is here
+        store.wait(everybody)
     return message
 
 

@@ -178,6 +178,7 @@ def asks(rank: int, options: Config | str) -> str:
         dist.init_process_group("gradwire", pg_options=options)
     except (TypeError, ValueError) as error:
         return str(error)
+    dist.barrier()  # the store is on rank 0, which must not leave before rank 1 is through
     return ""
 
 
