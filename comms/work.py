@@ -94,8 +94,15 @@ class PackedWork(dist.Work):
         self._outputs: list[Tensor] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the results are there; raises what the collective raised, or that `timeout` has passed."""
-        self._work.wait(*([timeout] if timeout is not None else []))
+        """Blocks until the results are there.
+
+        Args:
+            timeout: None or zero waits as long as the group's own time-out allows.
+
+        Raises:
+            RuntimeError: The collective failed, or is not done within `timeout`.
+        """
+        self._work.wait(timeout or timedelta(0))
         self.result()
         return True
 
