@@ -164,8 +164,3 @@ def _lazy_nccl(options: GroupOptions) -> "dist.ProcessGroupNCCL":
     nccl_options._timeout = options.timeout
     return dist.ProcessGroupNCCL(PrefixStore("nccl", options.store), options.group_rank, options.group_size,
                                  nccl_options)
-
-
-def inner_call(method: Callable[..., dist.Work], arguments: tuple[object, ...], named: dict[str, object]) -> dist.Work:
-    """Calls a method of torch's own group with whatever the caller gave: torch checks it better than gradwire could."""
-    return method(*arguments, **named)

@@ -17,7 +17,7 @@ from gradwire.comms.work import FutureTensors
 
 
 class NodeCollectives:
-    """One rank's end; every rank calls the same methods in the same order.
+    """One rank's end; every rank calls the same methods in the same order, with CPU tensors of any dtype and strides.
 
     Args:
         store: A store that all ranks of the group share, with a prefix of its own.
@@ -36,9 +36,9 @@ class NodeCollectives:
         self._group: ShmGroup | None = None
 
     def broadcast(self, tensor: Tensor, root: int) -> FutureTensors:
-        """Copies `tensor` (dense CPU, any dtype) of rank `root` to all ranks, in place."""
+        """Copies `tensor` of rank `root` to all ranks, in place."""
         def run(group: ShmGroup) -> None:
-            flat = tensor if tensor.is_contiguous() else tensor.contiguous()
+            flat = tensor.contiguous()
             group.broadcast(flat, root)
             if flat is not tensor and self._rank != root:
                 tensor.copy_(flat)
@@ -46,9 +46,12 @@ class NodeCollectives:
         return self._submit(run, [tensor])
 
     def all_gather(self, output: Tensor, source: Tensor) -> FutureTensors:
-        """Fills `output` (contiguous, numel = size * source.numel()) with every rank's `source`, in rank order."""
+        """Fills `output` (numel = size * source.numel()) with every rank's `source`, in rank order."""
         def run(group: ShmGroup) -> None:
-            group.all_gather(output, source.contiguous())
+            gathered = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
+            group.all_gather(gathered, source.contiguous())
+            if gathered is not output:
+                output.copy_(gathered)
 
         return self._submit(run, [output])
 
@@ -66,22 +69,22 @@ class NodeCollectives:
         """Fills `output` with this rank's part of the sum of `scale * source`.
 
         Args:
-            output: Contiguous.
-            source: Contiguous, numel = size * output.numel(); unchanged afterwards (but where `output` is a part of it).
+            output: Takes this rank's part.
+            source: numel = size * output.numel(); unchanged afterwards (but where `output` is a part of it).
             scale: Factor on every rank's contribution; 1 for integers.
         """
         numel = output.numel()
         bounds = [numel * rank for rank in range(self._size + 1)]
 
         def run(group: ShmGroup) -> None:
-            flat = source.view(-1)
+            flat = source.contiguous().view(-1)
             own = flat[bounds[self._rank]:bounds[self._rank + 1]]
-            if own.data_ptr() == output.data_ptr():
+            if own.data_ptr() == output.data_ptr() and output.is_contiguous():
                 group.reduce_scatter(flat, bounds, scale)
                 return
             kept = own.clone()  # the sum is made in place, in this slice alone
             group.reduce_scatter(flat, bounds, scale)
-            output.view(-1).copy_(own)
+            output.copy_(own.view(output.shape))
             own.copy_(kept)
 
         return self._submit(run, [output])

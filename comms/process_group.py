@@ -4,9 +4,8 @@ The group holds torch's own backends, gloo for CPU and NCCL for CUDA tensors, an
 gradwire does faster: sums take the way of the plan wherever it beats the flat one, and on a single node CPU
 collectives go through shared memory. Everything is exact: nothing is compressed here.
 
-Torch calls the overridden methods from Python and, through its trampolines, from C++ (DDP's reducer, functional
-collectives); what is not overridden never comes to Python at all. A call is taken over only in the shape that torch's
-own functions use, `(list of tensors, options)`; every other shape goes to the inner group, which knows them all.
+A call is taken over only in the shape that torch's own functions use, `(list of tensors, options)`; every other shape
+goes to the inner group, which knows them all, as does every collective that is not here: see `outer_group`.
 """
 
 import atexit
@@ -18,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
-from gradwire.comms.compat import GroupName, GroupOptions, PrefixStore, Store, clone_of, inner_call, register_backends
+from gradwire.comms.compat import GroupName, GroupOptions, PrefixStore, Store, clone_of, register_backends
 from gradwire.comms.config import Config
 from gradwire.comms.node_collectives import NodeCollectives
+from gradwire.comms.outer_group import OuterGroup
 from gradwire.comms.sums import Sums
-from gradwire.comms.work import FutureTensors, FutureWork
+from gradwire.comms.work import FutureWork
 
 _retired: list[object] = []
 """Backends of groups that were shut down, kept until the next group is made or the process ends.
@@ -68,7 +68,7 @@ def create(options: GroupOptions, config: object = None) -> "GradwireGroup":
     return GradwireGroup(options, config)
 
 
-class GradwireGroup(dist.ProcessGroup):
+class GradwireGroup(OuterGroup):
     """A process group whose sums take the cheapest way; see the module.
 
     Args:
@@ -77,16 +77,13 @@ class GradwireGroup(dist.ProcessGroup):
     """
 
     def __init__(self, options: GroupOptions, config: Config) -> None:
-        # The stubs know the form with a store alone, for which torch makes no trampoline.
-        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
+        super().__init__(dist.ProcessGroup(options.store, options.group_rank, options.group_size))
         self._store = options.store
         options = OwnOptions(clone_of(options.store), options.group_rank, options.group_size, options.timeout,
                                options.group_id, options.global_ranks_in_group)
         self.config = replace(config, timeout=options.timeout)
-        self._inner = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
         _retired.clear()
-        self._backends = register_backends([self, self._inner], options)
-        self._outstanding: list[FutureTensors] = []
+        self._backends = register_backends([self, self.inner], options)
         self._coalescing = False
         self._sums: Sums | None = None
         self._node: NodeCollectives | None = None
@@ -112,39 +109,40 @@ class GradwireGroup(dist.ProcessGroup):
         """Sums and averages take the way of the plan where it pays. In place."""
         match arguments:
             case [[Tensor() as tensor], AllreduceOptions() as options] if not named:
-                return self._sum([tensor], options.reduceOp) or inner_call(self._inner.allreduce, arguments, named)
-        return inner_call(self._inner.allreduce, arguments, named)
+                return self._sum([tensor], options.reduceOp) or super().allreduce(*arguments, **named)
+        return super().allreduce(*arguments, **named)
 
     def allreduce_coalesced(self, *arguments: object, **named: object) -> dist.Work:
         """As one all-reduce of all tensors end to end, where that pays. In place."""
         match arguments:
             case [list() as tensors, AllreduceOptions() as options] if tensors and not named:
-                return self._sum(tensors, options.reduceOp) or inner_call(self._inner.allreduce_coalesced, arguments, named)
-        return inner_call(self._inner.allreduce_coalesced, arguments, named)
+                return self._sum(tensors, options.reduceOp) or super().allreduce_coalesced(*arguments, **named)
+        return super().allreduce_coalesced(*arguments, **named)
 
     def broadcast(self, *arguments: object, **named: object) -> dist.Work:
         """Through shared memory on a single node. In place."""
         match arguments:
             case [[Tensor() as tensor], dist.BroadcastOptions() as options] if not named:
                 if self._node and self._is_local(tensor):
-                    return self._issued(self._node.broadcast(tensor.detach(), options.rootRank))
-        return inner_call(self._inner.broadcast, arguments, named)
+                    return self.issued(FutureWork(self._node.broadcast(tensor.detach(), options.rootRank)))
+        return super().broadcast(*arguments, **named)
 
     def allgather(self, *arguments: object, **named: object) -> dist.Work:
         """Through shared memory on a single node; `arguments` are ([outputs of all ranks], [source], options)."""
         match arguments:
             case [[list() as outputs], [Tensor() as source], AllgatherOptions()] if not named:
                 if self._node and self._is_local(source, *outputs) and self._is_alike(source, outputs):
-                    return self._issued(self._node.all_gather_list([each.detach() for each in outputs], source.detach()))
-        return inner_call(self._inner.allgather, arguments, named)
+                    targets = [each.detach() for each in outputs]
+                    return self.issued(FutureWork(self._node.all_gather_list(targets, source.detach())))
+        return super().allgather(*arguments, **named)
 
     def all_gather_single(self, *arguments: object, **named: object) -> dist.Work:
         """Through shared memory on a single node; `arguments` are (output, source, options)."""
         match arguments:
             case [Tensor() as output, Tensor() as source, AllgatherOptions()] if not named:
                 if self._node and self._is_local(source, output) and self._fits(output, source):
-                    return self._issued(self._node.all_gather(output.detach(), source.detach()))
-        return inner_call(self._inner._allgather_base, arguments, named)
+                    return self.issued(FutureWork(self._node.all_gather(output.detach(), source.detach())))
+        return super().all_gather_single(*arguments, **named)
 
     def reduce_scatter_single(self, *arguments: object, **named: object) -> dist.Work:
         """Sums and averages through shared memory on a single node; `arguments` are (output, source, options)."""
@@ -153,26 +151,21 @@ class GradwireGroup(dist.ProcessGroup):
                 if self._node and self._sums and self._is_local(source, output) and self._fits(source, output):
                     scale = self._sums.scale(options.reduceOp, [source])
                     if scale is not None:
-                        return self._issued(self._node.reduce_scatter(output.detach(), source.detach(), scale))
-        return inner_call(self._inner._reduce_scatter_base, arguments, named)
+                        future = self._node.reduce_scatter(output.detach(), source.detach(), scale)
+                        return self.issued(FutureWork(future))
+        return super().reduce_scatter_single(*arguments, **named)
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
 
-    def barrier(self, *arguments: object, **named: object) -> dist.Work:
-        """Waits for what this rank has issued, as gloo's does, then for the other ranks."""
-        for future in self._outstanding:
-            future.wait()
-        return inner_call(self._inner.barrier, arguments, named)
-
     def _start_coalescing(self, device: torch.device) -> None:
         """Until `_end_coalescing` everything goes to the inner group, which collects it (NCCL)."""
         self._coalescing = True
-        self._inner._start_coalescing(device)
+        self.inner._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         self._coalescing = False
-        return self._inner._end_coalescing(device)
+        return self.inner._end_coalescing(device)
 
     def split_group(self, ranks: list[int], timeout: timedelta | None = None, opts: object = None,
                     group_name: str | None = None, group_desc: str | None = None,
@@ -209,14 +202,14 @@ class GradwireGroup(dist.ProcessGroup):
         for part in (self._sums, self._node):
             if part:
                 part.abort(reason)
-        self._inner.abort()
+        self.inner.abort()
 
     def shutdown(self) -> None:
         """Ends lanes, shared memory and connections: `dist.destroy_process_group` calls it."""
         for part in (self._sums, self._node):
             if part:
                 part.close()
-        self._inner.shutdown()
+        self.inner.shutdown()
         self._outstanding.clear()
         _retired.extend(self._backends)
 
@@ -227,12 +220,7 @@ class GradwireGroup(dist.ProcessGroup):
         scale = self._sums.scale(op, tensors)
         if scale is None or not self._sums.pays(tensors):
             return None
-        return self._issued(self._sums.all_reduce(tensors, scale))
-
-    def _issued(self, future: FutureTensors) -> FutureWork:
-        self._outstanding = [earlier for earlier in self._outstanding if not earlier.done()]
-        self._outstanding.append(future)
-        return FutureWork(future)
+        return self.issued(FutureWork(self._sums.all_reduce(tensors, scale)))
 
     def _is_local(self, *tensors: Tensor) -> bool:
         return all(tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel() > 0
@@ -243,5 +231,4 @@ class GradwireGroup(dist.ProcessGroup):
                                                    for output in outputs)
 
     def _fits(self, whole: Tensor, part: Tensor) -> bool:
-        return (whole.dtype == part.dtype and whole.numel() == self.size() * part.numel()
-                and whole.is_contiguous() and part.is_contiguous())
+        return whole.dtype == part.dtype and whole.numel() == self.size() * part.numel()

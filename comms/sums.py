@@ -11,6 +11,7 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.compat import GroupOptions
 from gradwire.comms.config import Config
 from gradwire.comms.planner import plan_all_reduce
+from gradwire.comms.strided import overwrite
 from gradwire.comms.work import FutureTensors, finished
 
 SUMMED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8,
@@ -76,9 +77,8 @@ class Sums:
             flat = torch.cat([view.reshape(-1) for view in views])
 
         def scatter() -> list[Tensor]:
-            with torch.inference_mode(views[0].is_inference()), torch.no_grad():
-                for view, total in zip(views, torch.split(flat, [view.numel() for view in views]), strict=True):
-                    view.copy_(total.view(view.shape))
+            for view, total in zip(views, torch.split(flat, [view.numel() for view in views]), strict=True):
+                overwrite(view, total.view(view.shape))
             return tensors
 
         return finished(communicator.all_reduce(flat, scale=scale), scatter)

@@ -76,6 +76,80 @@ class FutureWork(dist.Work):
         return done.wait(timeout.total_seconds())
 
 
+class PackedWork(dist.Work):
+    """The work of a collective of torch's own that was given copies; whoever sees that it is done has the results.
+
+    Not every work of gloo has a future (reduce_scatter's has none), so the results are copied back by whoever asks first.
+
+    Args:
+        work: What torch's group returned.
+        finish: Copies the results back and returns the tensors that were written; called once.
+    """
+
+    def __init__(self, work: dist.Work, finish: Callable[[], list[Tensor]]) -> None:
+        super().__init__()
+        self._work = work
+        self._finish = finish
+        self._lock = threading.Lock()
+        self._outputs: list[Tensor] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Blocks until the results are there.
+
+        Args:
+            timeout: None or zero waits as long as the group's own time-out allows.
+
+        Raises:
+            RuntimeError: The collective failed, or is not done within `timeout`.
+        """
+        self._work.wait(timeout or timedelta(0))
+        self.result()
+        return True
+
+    def get_future(self) -> FutureTensors:
+        """A future of the tensors that were written.
+
+        Raises:
+            RuntimeError: Torch's work has none.
+        """
+        return self._work.get_future().then(self._after)
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return (or raise) at once; if so, the results are there."""
+        done: bool = self._work.is_completed()
+        if done:
+            self.result()
+        return done
+
+    def is_success(self) -> bool:
+        """Whether it is done and did not fail."""
+        return self.is_completed() and self._work.is_success()
+
+    def exception(self) -> Exception | None:
+        """What `wait` would raise, as torch's work tells it."""
+        error: Exception | None = self._work.exception()
+        return error
+
+    def result(self) -> list[Tensor]:
+        """The output tensors of a collective that is done."""
+        with self._lock:
+            if self._outputs is None:
+                self._outputs = self._finish()
+            return self._outputs
+
+    def synchronize(self) -> None:
+        """The same as `wait`: the tensors are on the CPU."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """See `synchronize`."""
+        self.wait()
+
+    def _after(self, done: torch.futures.Future[object]) -> list[Tensor]:
+        done.value()
+        return self.result()
+
+
 def finished(future: torch.futures.Future[Tensor], finish: Callable[[], list[Tensor]]) -> FutureTensors:
     """A future that runs `finish` (local copies only, never a collective) when `future` is done well.
 

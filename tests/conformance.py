@@ -2,6 +2,7 @@
 
     python tests/conformance.py                    # everything that runs without a GPU, ten minutes or so
     python tests/conformance.py --only test_reduce_sum test_all_gather
+    python tests/conformance.py --logs FOLDER --seconds 200   # a piece; the same again goes on where it stopped
 
 The suite (torch.testing._internal.distributed.distributed_test) comes with torch. It decides with the variable BACKEND,
 while it is imported, which tests a backend must pass: it is imported as for gloo, and the name is changed afterwards,
@@ -92,12 +93,23 @@ def make_case(backend: str, nodes: list[str]) -> type[unittest.TestCase]:
     return Conformance
 
 
-def run_tests(backend: str, nodes: list[str], names: list[str]) -> Iterator[tuple[str, Outcome]]:
-    """Runs tests one after the other; what the ranks print is thrown away, what they raise is kept."""
+def run_tests(backend: str, nodes: list[str], names: list[str], known: set[str],
+              deadline: float) -> Iterator[tuple[str, Outcome]]:
+    """Runs tests one after the other; what the ranks print is thrown away, what they raise is kept.
+
+    Args:
+        backend: What to run them on.
+        nodes: The logical node of each rank.
+        names: Which tests; all where it is empty.
+        known: Tests that are left out.
+        deadline: By time.monotonic(); no test is started after it.
+    """
     with patch.dict("os.environ", {"WORLD_SIZE": str(WORLD_SIZE), "BACKEND": backend, "OMP_NUM_THREADS": "1"}):
         case = make_case(backend, nodes)
         for name in names or sorted(unittest.TestLoader().getTestCaseNames(case)):
             began = time.monotonic()
+            if name in known or began > deadline:
+                continue
             result = unittest.TestResult()
             with contextlib.redirect_stdout(io.StringIO()):
                 case(name).run(result)
@@ -118,16 +130,24 @@ def judge(result: unittest.TestResult, seconds: float) -> Outcome:
     return Outcome("pass", seconds, "")
 
 
-def run_layout(layout: str, names: list[str], log: Path) -> dict[str, Outcome]:
-    """Runs one layout in a process of its own; what ranks write to stderr goes to `log`."""
+def run_layout(layout: str, names: list[str], outcomes_file: Path, seconds: float) -> dict[str, Outcome]:
+    """Runs one layout in a process of its own, after what the file holds of an earlier run; ranks write to a log beside it.
+
+    Returns:
+        The outcomes of all runs; after each test they are in the file as well.
+    """
     backend, nodes = LAYOUTS[layout]
-    command = [sys.executable, __file__, "--worker", backend, nodes, "--only", *names]
-    outcomes: dict[str, Outcome] = {}
-    with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as worker:
+    known = json.loads(outcomes_file.read_text()) if outcomes_file.exists() else {}
+    outcomes = {name: Outcome(**values) for name, values in known.items()}
+    command = [sys.executable, __file__, "--worker", backend, nodes, "--seconds", str(seconds), "--known", *outcomes,
+               "--only", *names]
+    log = outcomes_file.with_suffix(".log")
+    with log.open("a") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as worker:
         assert worker.stdout is not None
         for line in worker.stdout:
             name, values = json.loads(line)
             outcomes[name] = Outcome(**values)
+            outcomes_file.write_text(json.dumps({each: asdict(outcome) for each, outcome in outcomes.items()}, indent=1))
             if sys.stderr.isatty():
                 print(f"\r{layout}: {len(outcomes)} tests, {name:<70}", end="", file=sys.stderr)
     if worker.returncode != 0:
@@ -143,12 +163,12 @@ def reason(name: str) -> str | None:
 def compare(runs: dict[str, dict[str, Outcome]]) -> list[str]:
     """One line for each test whose verdict is worse than gloo's, with the reason where it is meant.
 
-    A test that fails on gloo itself says nothing about gradwire, and is left out.
+    A test that fails on gloo itself, or was not run on it, says nothing about gradwire, and is left out.
     """
     lines = []
     for layout, outcomes in runs.items():
         for name, outcome in outcomes.items():
-            expected = runs["gloo"][name].verdict
+            expected = runs["gloo"][name].verdict if name in runs["gloo"] else "fail"
             if expected != "fail" and outcome.verdict != expected:
                 lines.append(f"{'by design' if reason(name) else 'WRONG'}: {name} on {layout}: {outcome.verdict}, gloo: "
                              f"{expected}: {reason(name) or outcome.message}")
@@ -160,21 +180,23 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], metavar="TEST", help="names of tests; all by default")
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS), help="what to run")
-    parser.add_argument("--logs", type=Path, help="a folder for what the ranks write and for the outcomes as JSON")
+    parser.add_argument("--logs", type=Path, help="a folder for what the ranks write and for the outcomes as JSON; "
+                        "tests whose outcome is there already are not run again")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no test of a layout after so long")
+    parser.add_argument("--known", nargs="*", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--worker", nargs=2, metavar=("BACKEND", "NODES"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.worker:
         backend, nodes = options.worker
-        for name, outcome in run_tests(backend, nodes.split(","), options.only):
+        deadline = time.monotonic() + options.seconds
+        for name, outcome in run_tests(backend, nodes.split(","), options.only, set(options.known), deadline):
             print(json.dumps((name, asdict(outcome))), flush=True)
         return 0
     logs = options.logs or Path(tempfile.mkdtemp(prefix="gradwire-conformance-"))
     logs.mkdir(parents=True, exist_ok=True)
     runs = {}
     for layout in options.layouts:
-        runs[layout] = run_layout(layout, options.only, logs / f"{layout.replace(' ', '-')}.log")
-        (logs / f"{layout.replace(' ', '-')}.json").write_text(
-            json.dumps({name: asdict(outcome) for name, outcome in runs[layout].items()}, indent=1))
+        runs[layout] = run_layout(layout, options.only, logs / f"{layout.replace(' ', '-')}.json", options.seconds)
         counts = [sum(outcome.verdict == verdict for outcome in runs[layout].values()) for verdict in ("pass", "skip", "fail")]
         seconds = sum(outcome.seconds for outcome in runs[layout].values())
         print(f"\r{layout}: {counts[0]} passed, {counts[1]} skipped, {counts[2]} failed in {seconds:.0f} s", flush=True)
