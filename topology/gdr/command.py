@@ -142,7 +142,8 @@ def _compare(paths: list[Path], as_json: bool) -> int:
     if as_json:
         print(json.dumps({"hosts": [result["name"] for result in results], "differences": found}, indent=1))
     else:
-        print("\n".join(found) or f"{len(results)} hosts agree")
+        agreed = f"{len(results)} hosts agree" if len(results) > 1 else "one host only: nothing to compare it with"
+        print("\n".join(found) or agreed)
     if len(results) < 2:
         return EXIT_UNKNOWN
     return EXIT_FAIL if found else EXIT_PASS
