@@ -59,7 +59,8 @@ def _by_local_rank(nodes: Nodes) -> str:
         rows[tuple(presence.hardware.nic or UNKNOWN for presence in node)].append(number)
     told = []
     for row, numbers in rows.items():
-        names = ", ".join(row) if len(set(row)) > 1 else f"{row[0]} for all {len(row)}" if len(row) > 1 else row[0]
+        alike = len(row) > 1 and len(set(row)) == 1
+        names = f"{row[0]} for all {len(row)}" if alike else ", ".join(row)
         where = f"all {len(nodes)} nodes" if len(numbers) == len(nodes) > 1 else f"node {', '.join(map(str, numbers))}"
         told.append(f"{names} on {where}")
     return f"NIC by local rank: {'; '.join(told)}"
