@@ -14,8 +14,10 @@ def _speed(nic: Nic) -> float:
 
 
 def _usable(nics: Sequence[Nic]) -> list[Nic]:
-    """Returns the cards that are not known to be down."""
-    return [nic for nic in nics if not nic.ports or any(port.active is not False for port in nic.ports)]
+    """Returns the cards with a port that is not known to be down; where no port is known at all, all of them."""
+    if not any(nic.ports for nic in nics):
+        return list(nics)
+    return [nic for nic in nics if any(port.active is not False for port in nic.ports)]
 
 
 def fastest_nics(nics: Sequence[Nic]) -> list[Nic]:
