@@ -1,4 +1,4 @@
-"""`gradwire topo`: this machine; under torchrun, the whole cluster, which nodes differ and where ranks are badly placed.
+"""`gradwire topo`: this machine; under torchrun, the cluster, its NICs, which nodes differ, which ranks are badly placed.
 
 torchrun --nnodes 4 --nproc-per-node 8 ... -m gradwire topo
 """
@@ -10,10 +10,12 @@ from rich.console import Console
 
 from gradwire.comms.config import local_rank, world_size
 from gradwire.topology import command, json_form
+from gradwire.topology.assign import nic_for_local_rank
 from gradwire.topology.compare import RankPlacement, compare
 from gradwire.topology.detect import detect
 from gradwire.topology.draw import headline, tree
 from gradwire.topology.graph import Machine
+from gradwire.topology.labels import nic_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ def show(visits: list[Visit]) -> int:
         ranks = [rank for rank, visit in enumerate(visits) if visit.host == host]
         console.print(f"node {number} {host[0]}: ranks {', '.join(map(str, ranks))}; {headline(machines[number])}",
                       highlight=False)
+        nics = [nic_for_local_rank(machines[number], visits[rank].local_rank) for rank in ranks]
+        console.print(f"  NIC by rank: {', '.join(nic_name(nic) if nic else '?' for nic in nics)}", highlight=False)
     for text in dict.fromkeys(_without_name(machine) for machine in machines):
         console.print(tree(json_form.read(text)))
     findings = compare(machines, [_placement(rank, visit, hosts, machines) for rank, visit in enumerate(visits)])
@@ -71,7 +75,9 @@ def show(visits: list[Visit]) -> int:
 def _placement(rank: int, visit: Visit, hosts: list[tuple[str, ...]], machines: list[Machine]) -> RankPlacement:
     node = hosts.index(visit.host)
     gpus = len(machines[node].gpus)
-    return RankPlacement(rank=rank, node=node, gpu=visit.local_rank % gpus if gpus else None)
+    nic = nic_for_local_rank(machines[node], visit.local_rank)
+    port = nic.ports[0].name if nic is not None and nic.ports else None
+    return RankPlacement(rank=rank, node=node, gpu=visit.local_rank % gpus if gpus else None, nic=port)
 
 
 def _without_name(machine: Machine) -> str:

@@ -18,6 +18,7 @@ from gradwire.comms.futures import FutureTensor, Open, open_future, unwrap
 from gradwire.comms.groups import Groups
 from gradwire.comms.lanes import Hop, Job, Lanes
 from gradwire.comms.migration import Homes, migrate
+from gradwire.comms.nics import describe_nics, interface_of
 from gradwire.comms.placement import Presence, cluster_of, exchange
 from gradwire.comms.plan import ALL_REDUCE, Phase, Plan
 from gradwire.comms.report import Ledger, Report
@@ -60,7 +61,9 @@ class Communicator:
         self._ledger = Ledger(self.cluster.level_names)
         self._lanes = Lanes(f"gradwire {name}")
         self._board = FailureBoard(store, rank, size)
-        self._groups = Groups(store, rank, device, self._same_node, config.transport, config.timeout, self._board.alarm)
+        self._nics = describe_nics(presences, config)
+        self._groups = Groups(store, rank, device, self._same_node, config.transport, config.timeout, self._board.alarm,
+                              interface_of(presences, rank, config))
         self._executor = Executor(self._groups, rank, self._hops, compressor, self._ledger,
                                   self._in_rank_order)
         self._failure: CollectiveError | None = None
@@ -117,7 +120,7 @@ class Communicator:
     def report(self, steps: int = 0) -> Report:
         """What has travelled so far, and by which plans."""
         plans = dict.fromkeys(plan.describe(self.cluster.level_names) for plan in self.routes.plans())
-        return Report(self.cluster.describe(), tuple(plans), self._ledger.rows(), self._buckets, steps)
+        return Report(self.cluster.describe(), tuple(plans), self._ledger.rows(), self._buckets, steps, self._nics)
 
     def abort(self, reason: str) -> None:
         """Wakes the ranks of this node that wait for this one, and tells them why. Any thread."""

@@ -47,12 +47,17 @@ def store_of(group: dist.ProcessGroup) -> Store:
     return store
 
 
-def make_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> TorchGroup:
+def make_gloo(store: Store, rank: int, size: int, timeout: timedelta, interface: str | None = None) -> TorchGroup:
     """A gloo group of its own, outside torch's registry: only its members take part in making it.
 
-    Honours GLOO_SOCKET_IFNAME, as torch does.
+    Without an interface it honours GLOO_SOCKET_IFNAME, as torch does.
     """
-    return cast(TorchGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
+    if interface is None:
+        return cast(TorchGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's annotations leave it out
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+    return cast(TorchGroup, dist.ProcessGroupGloo(store, rank, size, options))
 
 
 def make_nccl(store: Store, rank: int, size: int, timeout: timedelta, device: torch.device) -> TorchGroup:

@@ -63,6 +63,10 @@ class Config:
     nic_bytes_per_second: float | None = None
     """Bandwidth of a node towards the others, one direction; None takes the model's default."""
 
+    nic_per_rank: bool = False
+    """Gloo listens on the network card that the topology gives each local rank, instead of on one interface for all; for
+    CPU hosts with several cards whose networks reach each other. Wins over GLOO_SOCKET_IFNAME."""
+
     def __post_init__(self) -> None:
         if self.compressor is not None:
             _check_compressor(self.compressor)

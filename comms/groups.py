@@ -42,10 +42,11 @@ class Groups:
         transport: `auto`, `gloo`, `nccl` or `mpi`, as in `Config`.
         timeout: For every collective.
         alarm: Tells whether another rank has given up.
+        interface: Network interface that gloo is to use; None leaves it to gloo.
     """
 
     def __init__(self, store: PollingStore, rank: int, device: torch.device, same_node: Callable[[tuple[int, ...]], bool],
-                 transport: str, timeout: timedelta, alarm: Alarm) -> None:
+                 transport: str, timeout: timedelta, alarm: Alarm, interface: str | None = None) -> None:
         if transport == "nccl" and device.type != "cuda":
             raise ValueError(f"`transport` is nccl but the gradients are on {device}; wanted gloo or auto")
         if transport == "mpi" and device.type != "cpu":
@@ -57,6 +58,7 @@ class Groups:
         self._same_node = same_node
         self._timeout = timeout
         self._alarm = alarm
+        self._interface = interface
         self._groups: dict[tuple[Lane, tuple[int, ...]], Group] = {}
 
     def get(self, lane: Lane, members: tuple[int, ...]) -> Group:
@@ -95,4 +97,4 @@ class Groups:
             return nccl.connect(PrefixStore(f"nccl/{name}", self._store.plain), index, size, self._timeout, self._device)
         if self._transport == "mpi":
             return mpi.connect(PrefixStore(f"mpi/{name}", self._store), index, size, self._timeout)
-        return gloo.connect(PrefixStore(f"gloo/{name}", self._store), index, size, self._timeout, self._alarm)
+        return gloo.connect(PrefixStore(f"gloo/{name}", self._store), index, size, self._timeout, self._alarm, self._interface)

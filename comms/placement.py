@@ -138,7 +138,7 @@ def _parse(text: bytes) -> Presence:
     values = json.loads(text)
     values["host"] = tuple(values["host"])
     values["location"] = tuple(values["location"])
-    values["hardware"] = Hardware(**values["hardware"])
+    values["hardware"] = Hardware(**values["hardware"] | {"fastest": tuple(values["hardware"]["fastest"])})
     return Presence(**values)
 
 

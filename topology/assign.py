@@ -1,6 +1,7 @@
 """Which network card each GPU, or each local rank, should drive."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from gradwire.topology.bandwidth import nic_bytes_per_second, pcie_bytes_per_second
 from gradwire.topology.graph import Gpu, Machine, Nic
@@ -13,12 +14,18 @@ def _speed(nic: Nic) -> float:
 
 
 def _usable(nics: Sequence[Nic]) -> list[Nic]:
-    """Returns the cards that are not known to be down."""
-    return [nic for nic in nics if not nic.ports or any(port.active is not False for port in nic.ports)]
+    """Returns the cards with a port that is not known to be down; where no port is known at all, all of them."""
+    if not any(nic.ports for nic in nics):
+        return list(nics)
+    return [nic for nic in nics if any(port.active is not False for port in nic.ports)]
 
 
-def _fastest(nics: Sequence[Nic]) -> list[Nic]:
-    """Returns the fastest of the usable cards, in the order given."""
+def fastest_nics(nics: Sequence[Nic]) -> list[Nic]:
+    """Returns the fastest of the cards that are not down, in the order given.
+
+    Args:
+        nics: Cards of one machine.
+    """
     usable = _usable(nics)
     best = max(map(_speed, usable), default=0.0)
     return [nic for nic in usable if _speed(nic) == best]
@@ -44,7 +51,7 @@ def nics_of_gpus(machine: Machine) -> dict[str, Nic | None]:
     turns: dict[tuple[str, ...], int] = {}
     chosen: dict[str, Nic | None] = {}
     for gpu in machine.gpus:
-        candidates = _fastest(distances.nearest_nics(gpu)[1])
+        candidates = fastest_nics(distances.nearest_nics(gpu)[1])
         choice = tuple(nic.key for nic in candidates)
         turn = turns.get(choice, 0)
         turns[choice] = turn + 1
@@ -76,5 +83,22 @@ def nic_for_local_rank(machine: Machine, local_rank: int) -> Nic | None:
     """
     if machine.gpus:
         return nic_for_gpu(machine, local_rank % len(machine.gpus))
-    nics = _fastest(machine.nics)
+    nics = fastest_nics(machine.nics)
     return nics[local_rank % len(nics)] if nics else None
+
+
+def crowded(drivers: Mapping[int, str | None], fastest: Sequence[str]) -> str | None:
+    """Returns which ranks of a machine share a card while one as fast is idle, or None where none do.
+
+    Args:
+        drivers: Rank -> name of the card it drives; None where that is unknown.
+        fastest: Names of the machine's fastest cards.
+    """
+    users: dict[str | None, list[int]] = defaultdict(list)
+    for rank, nic in drivers.items():
+        users[nic].append(rank)
+    idle = [nic for nic in fastest if nic not in users]
+    shared = next((nic for nic, ranks in users.items() if nic in fastest and len(ranks) > 1), None)
+    if shared is None or not idle or None in users:
+        return None
+    return f"ranks {', '.join(map(str, users[shared]))} share {shared} while {', '.join(idle)} is idle"

@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from gradwire.topology.assign import crowded, fastest_nics
 from gradwire.topology.graph import Gpu, Machine, Nic
 from gradwire.topology.labels import Labels, nic_name, nic_rate
 from gradwire.topology.paths import GDR_BY_DEFAULT, PathType
@@ -39,6 +40,7 @@ def compare(machines: Sequence[Machine], placements: Sequence[RankPlacement]) ->
         *_differing(machines, names),
         *_far_from_nic(machines, names, placements),
         *_shared_gpus(names, placements),
+        *_shared_nics(machines, names, placements),
         *_scattered(names, placements),
     ]
 
@@ -123,6 +125,19 @@ def _shared_gpus(names: Sequence[str], placements: Sequence[RankPlacement]) -> l
             users[place.node, place.gpu].append(place.rank)
     shared = {where: ranks for where, ranks in users.items() if len(ranks) > 1}
     return [f"Ranks {_list(ranks)} share GPU{gpu} of {names[node]}." for (node, gpu), ranks in sorted(shared.items())]
+
+
+def _shared_nics(machines: Sequence[Machine], names: Sequence[str], placements: Sequence[RankPlacement]) -> list[str]:
+    """Returns a sentence per node whose ranks share a NIC while one as fast is idle."""
+    drivers: dict[int, dict[int, str | None]] = defaultdict(dict)
+    for place in placements:
+        drivers[place.node][place.rank] = place.nic
+    found = []
+    for node, nics in sorted(drivers.items()):
+        ports = [[port.name for port in nic.ports] for nic in fastest_nics(machines[node].nics)]
+        text = crowded(nics, [names_of[0] for names_of in ports if names_of])
+        found += [f"On {names[node]} {text}."] if text else []
+    return found
 
 
 def _scattered(names: Sequence[str], placements: Sequence[RankPlacement]) -> list[str]:

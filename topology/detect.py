@@ -1,5 +1,6 @@
 """This host's Machine, from whatever there is: sysfs, NVML, and the file a cloud provider left for NCCL."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from gradwire.topology.files import read_text
 from gradwire.topology.graph import Machine
 from gradwire.topology.merge import merge
 from gradwire.topology.nccl_xml import read as read_nccl_xml
+from gradwire.topology.nvml_calls import Library
 from gradwire.topology.sysfs import read as read_sysfs
 
 PROVIDED = "var/run/nvidia-topologyd/virtualTopology.xml"
@@ -17,7 +19,7 @@ PROVIDED = "var/run/nvidia-topologyd/virtualTopology.xml"
 LIVE = Path("/")
 
 
-def detect(root: Path = LIVE, *, library: nvml.Library | None = None) -> Machine:
+def detect(root: Path = LIVE, *, library: Library | None = None) -> Machine:
     """Returns the machine; what no source could tell is None, and `notes` says which source was missing.
 
     Args:
@@ -46,7 +48,12 @@ def _with_nvml(machine: Machine, reading: nvml.NvmlReading) -> Machine:
         note = f"NVLink and GPU models are unknown: {reading.reason}."
         return replace(machine, notes=(*machine.notes, note)) if expected else machine
     driver = Machine(
-        gpus=reading.gpus, links=reading.links, links_known=True, nvswitches=reading.nvswitches, sources=("nvml",)
+        gpus=reading.gpus,
+        links=reading.links,
+        links_known=not reading.unresolved,
+        nvswitches=reading.nvswitches,
+        notes=tuple(_doubts(reading)),
+        sources=("nvml",),
     )
     merged = merge(machine, driver, add=True)
     cpus = {cpu.key for cpu in merged.cpus}
@@ -56,3 +63,11 @@ def _with_nvml(machine: Machine, reading: nvml.NvmlReading) -> Machine:
         if gpu.parent in cpus and gpu.parent is not None and gpu.key in reading.c2c
     ]
     return replace(merged, links=(*merged.links, *coherent))
+
+
+def _doubts(reading: nvml.NvmlReading) -> Iterator[str]:
+    """Yields what the driver left open."""
+    if reading.unresolved:
+        yield f"{reading.unresolved} NVLinks are up and do not say where they lead: the driver hides their far end."
+    if reading.silent:
+        yield f"{reading.silent} GPUs are counted by the driver and do not answer: see dmesg for Xid 79."

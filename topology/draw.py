@@ -14,6 +14,7 @@ from gradwire.topology.labels import (
     Labels,
     cpu_name,
     gigabytes,
+    model_name,
     nic_name,
     nic_rate,
     nic_summary,
@@ -54,7 +55,8 @@ def tree(machine: Machine) -> Tree:
     """
     labels = Labels(machine)
     root = Tree(f"[bold]{escape(headline(machine))}[/]")
-    nodes: dict[str | None, Tree] = {cpu.key: root.add(_cpu(cpu)) for cpu in machine.cpus}
+    cpus = sorted(machine.cpus, key=lambda cpu: (cpu.numa is None, cpu.numa or 0, cpu.key))
+    nodes: dict[str | None, Tree] = {cpu.key: root.add(_cpu(cpu)) for cpu in cpus}
     used = _parents_first(machine)
     for switch in used:
         nodes[switch.key] = nodes.get(switch.parent, root).add(_switch(switch))
@@ -102,10 +104,11 @@ def _switch(switch: PciSwitch) -> str:
 
 
 def _gpu(gpu: Gpu, labels: Labels) -> str:
-    about = [gpu.bus or "", gpu.name or "", pcie_text(gpu.pcie)]
+    about = [gpu.bus or "", model_name(gpu), pcie_text(gpu.pcie)]
     if labels.bundles[gpu.key]:
         kind = labels.bundles[gpu.key][0].kind.replace("nvlink", "NVLink").replace("xgmi", "xGMI")
-        about.append(f"{kind} x{labels.link_count(gpu)}, {gigabytes(labels.link_bytes_per_second(gpu))}")
+        rate = labels.link_bytes_per_second(gpu)
+        about.append(f"{kind} x{labels.link_count(gpu)}" + ("" if rate is None else f", {gigabytes(rate)}"))
     path, nics = labels.distances.nearest_nics(gpu)
     if path is not None:
         names = ", ".join(nic_name(nic) for nic in nics[:4]) + (" ..." if len(nics) > 4 else "")
@@ -115,8 +118,8 @@ def _gpu(gpu: Gpu, labels: Labels) -> str:
 
 def _nic(nic: Nic, labels: Labels) -> str:
     near = [labels.gpu(gpu) for gpu in labels.machine.gpus if labels.distances.qualifies_for_gdr(gpu, nic)]
-    gdr = f" [bold green]GDR distance to {', '.join(near)}[/]" if near else ""
-    return f"[cyan]{escape(nic_name(nic))}[/] {escape(nic_summary(nic))}{gdr}"
+    gdr = f"[bold green]GDR distance to {', '.join(near)}[/]" if near else ""
+    return " ".join(filter(None, [f"[cyan]{escape(nic_name(nic))}[/]", escape(nic_summary(nic)), gdr]))
 
 
 def matrix(machine: Machine) -> str:
@@ -172,4 +175,7 @@ def _affinity(labels: Labels, device: Gpu | Nic) -> list[str]:
 
 def _nic_legend(nic: Nic) -> str:
     """Returns what stands behind a NIC's name in the legend."""
-    return f"({', '.join(filter(None, [nic.bus, nic_rate(nic)]))})"
+    bus = nic.bus if nic.bus != nic_name(nic) else None
+    rate = nic_rate(nic)
+    about = [bus, "rate unknown" if rate == UNKNOWN else rate]
+    return f"({', '.join(filter(None, about))})"

@@ -7,6 +7,7 @@ bridges at a time; the functions of a multi-port card and its virtual functions 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Cpu, Gpu, Machine, Nic, NvSwitch, PcieLink, PciSwitch, Port
@@ -36,6 +37,17 @@ class PciEntry:
     name: str | None = None
     physical_function: str | None = None
     """Bus id of the physical function, for an SR-IOV virtual function."""
+
+
+class _Identity(TypedDict):
+    """The fields that switches, GPUs and NICs have in common."""
+
+    parent: str | None
+    vendor: int | None
+    device: int | None
+    subsystem_vendor: int | None
+    subsystem_device: int | None
+    pcie: PcieLink | None
 
 
 def card_of(bus: str) -> str:
@@ -115,15 +127,18 @@ class Forest:
 
     def _switch(self, function: PciEntry) -> PciSwitch:
         virtual = is_virtual_bridge(function.bus, function.vendor, function.device)
-        return PciSwitch(
-            key=function.bus,
-            parent=self._parent(function, self._above(function)[1::2]),
+        parent = self._parent(function, self._above(function)[1::2])
+        return PciSwitch(key=function.bus, virtual=virtual, **self._identity(function, parent))
+
+    def _identity(self, function: PciEntry, parent: str | None) -> _Identity:
+        """Returns what every device says in its own function, and where it hangs."""
+        return _Identity(
+            parent=parent,
             vendor=function.vendor,
             device=function.device,
             subsystem_vendor=function.subsystem_vendor,
             subsystem_device=function.subsystem_device,
             pcie=self._link(function),
-            virtual=virtual,
         )
 
     def _link(self, function: PciEntry) -> PcieLink | None:
@@ -135,18 +150,8 @@ class Forest:
 
     def _gpu(self, bus: str, steps: Sequence[PciEntry]) -> Gpu:
         function = self._functions[bus]
-        return Gpu(
-            key=bus,
-            bus=bus,
-            parent=self._parent(function, steps),
-            name=function.name,
-            vendor=function.vendor,
-            device=function.device,
-            subsystem_vendor=function.subsystem_vendor,
-            subsystem_device=function.subsystem_device,
-            class_code=function.class_code,
-            pcie=self._link(function),
-        )
+        own = self._identity(function, self._parent(function, steps))
+        return Gpu(key=bus, bus=bus, name=function.name, class_code=function.class_code, **own)
 
     def _nics(self, cards: Mapping[str, list[PciEntry]], ports: Mapping[str, Sequence[Port]]) -> tuple[Nic, ...]:
         """Returns one NIC per card: its physical functions and their ports, its virtual functions counted.
@@ -172,16 +177,5 @@ class Forest:
 
     def _nic(self, bus: str, steps: Sequence[PciEntry]) -> Nic:
         function = self._functions[bus]
-        return Nic(
-            key=bus,
-            bus=bus,
-            parent=self._parent(function, steps),
-            name=function.name,
-            vendor=function.vendor,
-            device=function.device,
-            subsystem_vendor=function.subsystem_vendor,
-            subsystem_device=function.subsystem_device,
-            class_code=function.class_code,
-            driver=function.driver,
-            pcie=self._link(function),
-        )
+        own = self._identity(function, self._parent(function, steps))
+        return Nic(key=bus, bus=bus, name=function.name, class_code=function.class_code, driver=function.driver, **own)

@@ -44,11 +44,11 @@ class Cpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PciSwitch:
-    """A PCIe switch, named by its upstream port."""
+class PciDevice:
+    """What switches, GPUs and NICs have in common."""
 
     key: str
-    """Bus id of the upstream port."""
+    """Unique name in the machine: the bus id, where there is one."""
     parent: str | None = None
     """Key of the switch or CPU above; None where unknown."""
     vendor: int | None = None
@@ -56,6 +56,13 @@ class PciSwitch:
     subsystem_vendor: int | None = None
     subsystem_device: int | None = None
     pcie: PcieLink | None = None
+    """Its link to the bridge above."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PciSwitch(PciDevice):
+    """A PCIe switch; its key is the bus id of its upstream port."""
+
     virtual: bool = False
     """True for a bridge that a hypervisor or a hand-written file invented."""
 
@@ -87,23 +94,23 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Nic:
-    """One network card; the functions of a multi-port card are one Nic with several ports."""
+class Endpoint(PciDevice):
+    """What GPUs and NICs have in common."""
 
-    key: str
-    """Bus id of function 0, or `numa0/eth0` for a card that shows no PCI device."""
     bus: str | None = None
-    parent: str | None = None
-    """Key of the switch or CPU above; None where unknown."""
     name: str | None = None
     """Model, where the source tells it."""
-    vendor: int | None = None
-    device: int | None = None
-    subsystem_vendor: int | None = None
-    subsystem_device: int | None = None
     class_code: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nic(Endpoint):
+    """One network card; the functions of a multi-port card are one Nic with several ports.
+
+    Its key is the bus id of function 0, or `numa0/eth0` for a card that shows no PCI device.
+    """
+
     driver: str | None = None
-    pcie: PcieLink | None = None
     ports: tuple[Port, ...] = ()
     functions: int = 1
     """Physical functions of the card."""
@@ -112,22 +119,14 @@ class Nic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One GPU as the driver counts it (on AMD MI200 that is half a card)."""
+class Gpu(Endpoint):
+    """One GPU as the driver counts it (on AMD MI200 that is half a card).
 
-    key: str
-    """Bus id, or `GPU0` where the source gives none."""
-    bus: str | None = None
-    parent: str | None = None
-    """Key of the switch or CPU above; None where unknown."""
+    Its key is the bus id, or `GPU0` where the source gives none.
+    """
+
     index: int | None = None
     """Number the driver gives it."""
-    name: str | None = None
-    vendor: int | None = None
-    device: int | None = None
-    subsystem_vendor: int | None = None
-    subsystem_device: int | None = None
-    class_code: int | None = None
     compute_capability: int | None = None
     """`sm` of NCCL's file: 80 for A100, 90 for H100; AMD writes a number of its own."""
     architecture: str | None = None
@@ -136,7 +135,6 @@ class Gpu:
     gdr: bool | None = None
     """Whether the driver says that the GPU supports GPUDirect RDMA."""
     memory_nbytes: int | None = None
-    pcie: PcieLink | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

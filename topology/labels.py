@@ -10,6 +10,7 @@ from gradwire.topology.paths import Distances, PathType
 from gradwire.topology.pci_ids import VENDOR_NAMES
 
 UNKNOWN = "?"
+_MAKER = re.compile(r"^(NVIDIA|Mellanox|AMD|Intel|Broadcom Inc\.)( Corporation| Technologies| and subsidiaries)? ")
 
 
 def gigabytes(bytes_per_second: float | None) -> str:
@@ -83,7 +84,7 @@ def model_name(device: Gpu | Nic) -> str:
     """
     name = device.name or ""
     bracketed = re.search(r"\[([^\]]+)\]$", name)
-    return bracketed[1] if bracketed else re.sub(r"^(NVIDIA|Mellanox|AMD)( Corporation| Technologies)? ", "", name)
+    return bracketed[1] if bracketed else _MAKER.sub("", name)
 
 
 def cpu_name(cpu: Cpu) -> str:
@@ -185,16 +186,22 @@ def _numbered(machine: Machine) -> list[Gpu]:
 
 
 def nic_summary(nic: Nic) -> str:
-    """Returns one line about a card.
+    """Returns one line about a card; what is unknown is left out.
 
     Args:
         nic: The card.
     """
     layer = next((port.link_layer for port in nic.ports if port.link_layer), "")
-    extra = [nic.bus or "", nic_rate(nic), layer, nic.driver or ""]
-    if nic_bytes_per_second(nic) is not None:
-        extra.append(gigabytes(nic_bytes_per_second(nic)))
-    if nic.virtual_functions:
-        extra.append(f"+{nic.virtual_functions} VFs")
+    usable = nic_bytes_per_second(nic)
+    rate = nic_rate(nic).replace(UNKNOWN, "") + ("" if usable is None else f", {gigabytes(usable)} usable")
     bonds = sorted({port.bond for port in nic.ports if port.bond})
-    return " · ".join([*filter(None, extra), *(f"in {bond}" for bond in bonds)])
+    about = [
+        (nic.bus or "") if nic.bus != nic_name(nic) else "",
+        model_name(nic) or vendor_name(nic.vendor),
+        rate,
+        layer,
+        nic.driver or "",
+        f"+{nic.virtual_functions} VFs" if nic.virtual_functions else "",
+        *(f"in {bond}" for bond in bonds),
+    ]
+    return " · ".join(filter(None, about))

@@ -2,28 +2,24 @@
 
 The library is asked, never trusted to be there: without a driver the reading is empty and says why. NVML knows no
 network cards.
-
-Source: nvml.h of CUDA 13 (field identifiers, device types of a link's far end).
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
 
 from gradwire.topology.bandwidth import nvlink_bytes_per_second
 from gradwire.topology.graph import Gpu, Link, NvSwitch, PcieLink
-from gradwire.topology.pci_ids import normal_bus_id
+from gradwire.topology.nvml_calls import C2C_LINK_COUNT, C2C_MEGABYTES_PER_SECOND, Library, NvmlCalls
+from gradwire.topology.pci_ids import NVIDIA
 
-MAX_GPUS = 64
-MAX_NVLINKS = 18
-C2C_LINK_COUNT, C2C_MEGABYTES_PER_SECOND = 170, 172
-"""Fields of nvmlDeviceGetFieldValues; the second is the rate of one active link."""
 PCIE_GENERATIONS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 REMOTE_GPU, REMOTE_SWITCH = 0, 2
 """nvmlIntNvLinkDeviceType_t."""
-
-Library = ModuleType | SimpleNamespace
+P2P_SUPPORTED = 0
+"""nvmlNvLinkCapability_t: the link carries traffic between GPUs."""
+HIDDEN = "fffffff"
+"""How a far end begins that the driver does not show, in a virtual machine for one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +31,21 @@ class NvmlReading:
     nvswitches: tuple[NvSwitch, ...] = ()
     c2c: Mapping[str, Link] = field(default_factory=dict)
     """GPU -> its chip-to-chip link, whose other end is the CPU above the GPU; the driver does not name that."""
+    unresolved: int = 0
+    """NVLinks that are up and do not say where they lead."""
+    silent: int = 0
+    """GPUs that the driver counts and that do not answer."""
     reason: str | None = None
     """Why there are no GPUs in it; None where there are."""
+
+
+@dataclass(slots=True)
+class _Bundles:
+    """The NVLinks of one GPU, by what they lead to."""
+
+    ends: Counter[tuple[str, bool]] = field(default_factory=Counter)
+    """(far end, whether it is a switch) -> number of links."""
+    unresolved: int = 0
 
 
 def read(library: Library | None = None) -> NvmlReading:
@@ -51,7 +60,7 @@ def read(library: Library | None = None) -> NvmlReading:
         except ImportError:
             return NvmlReading(reason="nvidia-ml-py is not installed (pip install nvidia-ml-py)")
         library = pynvml
-    nvml = _Nvml(library)
+    nvml = NvmlCalls(library)
     started = nvml.error_of("nvmlInit")
     if started is not None:
         return NvmlReading(reason=f"NVML does not start: {started}")
@@ -61,128 +70,94 @@ def read(library: Library | None = None) -> NvmlReading:
         nvml.call("nvmlShutdown")
 
 
-class _Nvml:
-    """Calls by name; a function that is missing or fails gives None."""
-
-    def __init__(self, library: Library) -> None:
-        self._library = library
-        self._error: type[Exception] = getattr(library, "NVMLError", RuntimeError)
-
-    def _function(self, name: str) -> Callable[..., object]:
-        found: Callable[..., object] = getattr(self._library, name)
-        return found
-
-    def call(self, name: str, *arguments: object) -> object | None:
-        """Returns the result, or None."""
-        try:
-            return self._function(name)(*arguments)
-        except (self._error, AttributeError, TypeError, ValueError, OSError):
-            return None
-
-    def error_of(self, name: str) -> str | None:
-        """Calls a function and returns what it failed with, or None."""
-        try:
-            self._function(name)()
-        except (self._error, AttributeError, OSError) as error:
-            return str(error) or type(error).__name__
-        return None
-
-    def integer(self, name: str, *arguments: object) -> int | None:
-        """Returns a result that is an integer."""
-        found = self.call(name, *arguments)
-        return found if isinstance(found, int) else None
-
-
-def _text(found: object) -> str | None:
-    """Returns a name, which old versions of the library give as bytes."""
-    if isinstance(found, bytes):
-        return found.decode("utf-8", "replace")
-    return found if isinstance(found, str) else None
-
-
-def _read(nvml: _Nvml) -> NvmlReading:
+def _read(nvml: NvmlCalls) -> NvmlReading:
     """Returns the reading of a library that has started."""
+    handles = nvml.handles()
     count = nvml.integer("nvmlDeviceGetCount") or 0
-    handles = [nvml.call("nvmlDeviceGetHandleByIndex", index) for index in range(min(count, MAX_GPUS))]
-    gpus = {index: _gpu(nvml, handle, index) for index, handle in enumerate(handles) if handle is not None}
+    gpus = {index: _gpu(nvml, handle, index) for index, handle in handles.items()}
     if not gpus:
-        return NvmlReading(reason="the NVIDIA driver reports no GPU")
-    links: dict[frozenset[str], Link] = {}
-    switches: set[str] = set()
-    for index, gpu in gpus.items():
-        for target, is_switch, number in _bundles(nvml, handles[index], gpu):
-            if is_switch:
-                switches.add(target)
-            ends = frozenset((gpu.key, target))
-            rate = nvlink_bytes_per_second(gpu, number)
-            links[ends] = Link(a=gpu.key, b=target, kind="nvlink", count=number, bytes_per_second=rate)
+        reason = f"none of the driver's {count} GPUs answers" if count else "the NVIDIA driver reports no GPU"
+        return NvmlReading(reason=reason)
+    known = frozenset(gpu.key for gpu in gpus.values())
+    bundles = {gpu.key: _bundles(nvml, handles[index], gpu, known) for index, gpu in gpus.items()}
+    coherent = [_c2c(nvml, handles[index], gpu) for index, gpu in gpus.items()]
     return NvmlReading(
         gpus=tuple(gpus.values()),
-        links=tuple(links.values()),
-        nvswitches=tuple(NvSwitch(key=key) for key in sorted(switches)),
-        c2c={link.a: link for index, gpu in gpus.items() if (link := _c2c(nvml, handles[index], gpu)) is not None},
+        links=_links(gpus.values(), bundles),
+        nvswitches=tuple(NvSwitch(key=key) for key in _switches(bundles.values())),
+        c2c={link.a: link for link in coherent if link is not None},
+        unresolved=sum(bundle.unresolved for bundle in bundles.values()),
+        silent=max(0, count - len(gpus)),
     )
 
 
-def _bus_of(info: object) -> str | None:
-    """Returns the bus id in a PCI info structure."""
-    return normal_bus_id(_text(getattr(info, "busId", None)) or "")
-
-
-def _gpu(nvml: _Nvml, handle: object, index: int) -> Gpu:
+def _gpu(nvml: NvmlCalls, handle: object, index: int) -> Gpu:
     """Returns one GPU."""
-    bus = _bus_of(nvml.call("nvmlDeviceGetPciInfo", handle))
+    bus, _ = nvml.bus_id("nvmlDeviceGetPciInfo", handle)
     capability = nvml.call("nvmlDeviceGetCudaComputeCapability", handle)
     pair = capability if isinstance(capability, tuple | list) and len(capability) == 2 else None
-    memory = getattr(nvml.call("nvmlDeviceGetMemoryInfo", handle), "total", None)
-    generation = nvml.integer("nvmlDeviceGetMaxPcieLinkGeneration", handle)
+    rate = PCIE_GENERATIONS.get(nvml.integer("nvmlDeviceGetMaxPcieLinkGeneration", handle) or 0)
     lanes = nvml.integer("nvmlDeviceGetCurrPcieLinkWidth", handle)
-    rate = PCIE_GENERATIONS.get(generation or 0)
     return Gpu(
         key=bus or f"GPU{index}",
         bus=bus,
         index=index,
-        name=_text(nvml.call("nvmlDeviceGetName", handle)),
-        vendor=0x10DE,
+        name=nvml.text("nvmlDeviceGetName", handle),
+        vendor=NVIDIA,
         compute_capability=int(pair[0]) * 10 + int(pair[1]) if pair else None,
-        memory_nbytes=memory if isinstance(memory, int) else None,
+        memory_nbytes=nvml.number_in("total", "nvmlDeviceGetMemoryInfo", handle),
         pcie=PcieLink(gigatransfers_per_second=rate, lanes=lanes) if rate or lanes else None,
     )
 
 
-def _bundles(nvml: _Nvml, handle: object, gpu: Gpu) -> list[tuple[str, bool, int]]:
-    """Returns (far end, whether it is a switch, number of active links) for every far end of a GPU's NVLinks."""
-    ends: Counter[tuple[str, bool]] = Counter()
-    for link in range(MAX_NVLINKS):
-        if nvml.integer("nvmlDeviceGetNvLinkState", handle, link) != 1:
+def _bundles(nvml: NvmlCalls, handle: object, gpu: Gpu, known: frozenset[str]) -> _Bundles:
+    """Returns the NVLinks of a GPU that are up and carry traffic between GPUs, by where they lead.
+
+    As in NCCL, a far end that the driver does not show is a switch. Where the driver shows it without its kind, one of
+    this host's GPUs is a GPU; anything else stays unresolved.
+
+    Source: NCCL v2.30 src/graph/xml.cc (which links count, what a far end that cannot be seen is taken for).
+    """
+    found = _Bundles()
+    for link in range(nvml.max_nvlinks):
+        if not nvml.link_is_active(handle, link):
             continue
-        info = nvml.call("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
-        target = _bus_of(info)
-        hidden = (_text(getattr(info, "busId", None)) or "").lower().startswith("fffffff")
+        if nvml.integer("nvmlDeviceGetNvLinkCapability", handle, link, P2P_SUPPORTED) == 0:
+            continue
+        target, written = nvml.bus_id("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
         kind = nvml.integer("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
-        if hidden:
-            ends["hidden", True] += 1
-        elif target is not None and target != gpu.key and kind in (REMOTE_GPU, REMOTE_SWITCH):
-            ends[target, kind == REMOTE_SWITCH] += 1
-    return [(target, is_switch, number) for (target, is_switch), number in ends.items()]
+        if written.lower().startswith(HIDDEN):
+            found.ends["hidden", True] += 1
+        elif target is None or (kind is None and target not in known):
+            found.unresolved += 1
+        elif kind == REMOTE_SWITCH:
+            found.ends[target, True] += 1
+        elif kind in (REMOTE_GPU, None) and target != gpu.key:
+            found.ends[target, False] += 1
+    return found
 
 
-def _c2c(nvml: _Nvml, handle: object, gpu: Gpu) -> Link | None:
+def _links(gpus: Iterable[Gpu], bundles: Mapping[str, _Bundles]) -> tuple[Link, ...]:
+    """Returns the bundles, one between two GPUs counted once."""
+    links: dict[frozenset[str], Link] = {}
+    for gpu in gpus:
+        for (target, _), number in bundles[gpu.key].ends.items():
+            rate = nvlink_bytes_per_second(gpu, number)
+            link = Link(a=gpu.key, b=target, kind="nvlink", count=number, bytes_per_second=rate)
+            links.setdefault(frozenset((gpu.key, target)), link)
+    return tuple(links.values())
+
+
+def _switches(bundles: Iterable[_Bundles]) -> list[str]:
+    """Returns the switches that links lead to."""
+    return sorted({target for bundle in bundles for target, is_switch in bundle.ends if is_switch})
+
+
+def _c2c(nvml: NvmlCalls, handle: object, gpu: Gpu) -> Link | None:
     """Returns the chip-to-chip link between a GPU and its CPU (Grace), or None where there is none."""
-    count = _field(nvml, handle, C2C_LINK_COUNT)
+    count = nvml.field(handle, C2C_LINK_COUNT)
     if not count:
         return None
-    megabytes = _field(nvml, handle, C2C_MEGABYTES_PER_SECOND)
+    megabytes = nvml.field(handle, C2C_MEGABYTES_PER_SECOND)
     rate = None if megabytes is None else megabytes * 1e6 * count
     return Link(a=gpu.key, b="", kind="c2c", count=count, bytes_per_second=rate)
-
-
-def _field(nvml: _Nvml, handle: object, identifier: int) -> int | None:
-    """Returns one field's value, or None where the driver does not know it."""
-    values = nvml.call("nvmlDeviceGetFieldValues", handle, [identifier])
-    try:
-        first: object = values[0]  # type: ignore[index]  # a ctypes array, or None
-    except (TypeError, IndexError):
-        return None
-    number = getattr(getattr(first, "value", None), "uiVal", None)
-    return number if getattr(first, "nvmlReturn", 1) == 0 and isinstance(number, int) else None

@@ -145,6 +145,11 @@ class Distances:
         known = all(key in self._cpus and self._cpus[key].numa is not None for key in (cpu_a, cpu_b))
         return PathType.SYS if known else None
 
+    def _path(self, a: Gpu | Nic, b: Gpu | Nic) -> PathType | None:
+        """Returns what the source states, else the way through the PCI tree."""
+        pair = frozenset((a.key, b.key))
+        return self._given[pair] if pair in self._given else self._tree_path(a, b)
+
     @cached_property
     def _peers(self) -> dict[str, frozenset[str]]:
         """GPU -> the GPUs it reaches over NVLink or xGMI, directly or through a switch."""
@@ -191,10 +196,7 @@ class Distances:
             gpu: A GPU of the machine.
             nic: A NIC of the machine.
         """
-        pair = frozenset((gpu.key, nic.key))
-        if pair in self._given:
-            return self._given[pair]
-        path = self._tree_path(gpu, nic)
+        path = self._path(gpu, nic)
         return PathType.P2C if path is PathType.PHB and gpu.key in self._coherent else path
 
     def nic_nic(self, a: Nic, b: Nic) -> PathType | None:
@@ -204,10 +206,7 @@ class Distances:
             a: A NIC of the machine.
             b: Another one, or the same.
         """
-        if a.key == b.key:
-            return PathType.LOC
-        pair = frozenset((a.key, b.key))
-        return self._given[pair] if pair in self._given else self._tree_path(a, b)
+        return PathType.LOC if a.key == b.key else self._path(a, b)
 
     def proxy(self, gpu: Gpu, nic: Nic) -> Gpu | None:
         """Returns the GPU through which NCCL can reach a far NIC (PXN): an NVLink peer that is near it.

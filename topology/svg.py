@@ -24,6 +24,8 @@ FILLS = {
 """Kind of box -> (inside, border)."""
 FONT = "'DejaVu Sans', 'Segoe UI', Helvetica, Arial, sans-serif"
 MAX_ARCS, MAX_NOTES = 512, 6
+SMALLEST, BOLD_GLYPH = 10.0, 0.72
+"""Size below which no bold line is shrunk, and the width of a bold glyph as a part of its size."""
 
 
 def svg(machine: Machine) -> str:
@@ -61,7 +63,7 @@ def svg(machine: Machine) -> str:
 def _text(x: float, y: float, text: str, size: float, colour: str = INK, *, bold: bool = False, at: str = "middle") -> str:
     weight = ' font-weight="bold"' if bold else ""
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" fill="{colour}" text-anchor="{at}"{weight}>'
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:.3g}" fill="{colour}" text-anchor="{at}"{weight}>'
         f"{escape(allowed(text))}</text>"
     )
 
@@ -127,7 +129,8 @@ def _box(box: Box) -> str:
     for position, (line, size) in enumerate(lines):
         y += size + 4.5
         bold = position == 0 and box.kind != "switch"
-        texts.append(_text(box.middle, y - 4, _fit(line, box.width - 6, size), size, bold=bold))
+        shrunk = max(SMALLEST, min(size, (box.width - 6) / (BOLD_GLYPH * len(line)))) if bold else size
+        texts.append(_text(box.middle, y - 4, _fit(line, box.width - 6, shrunk), shrunk, bold=bold))
     return "\n".join([rect, *texts])
 
 
@@ -216,7 +219,7 @@ def _footer(machine: Machine, used: set[bool], y: float) -> tuple[list[str], flo
     drawn: list[str] = []
     entries = [
         (True, GDR, "", "within the distance at which NCCL uses GPUDirect RDMA"),
-        (False, FAR, ' stroke-dasharray="6 4"', "nearest NIC, but NCCL will not use GPUDirect RDMA"),
+        (False, FAR, ' stroke-dasharray="6 4"', "nearest NIC; NCCL does not use GPUDirect RDMA with it by default"),
     ]
     x = float(MARGIN)
     for good, colour, dash, text in entries:

@@ -7,6 +7,7 @@ from gradwire.topology.bandwidth import pcie_bytes_per_second
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Gpu, Machine, Nic
 from gradwire.topology.labels import (
+    UNKNOWN,
     Labels,
     cpu_name,
     gigabytes,
@@ -200,7 +201,8 @@ class _Placer:
             lines = [self.labels.gpu(device), *_split(model_name(device)), bus]
         else:
             layers = {port.link_layer for port in device.ports if port.link_layer}
-            about = [nic_rate(device), "/".join(sorted(layers)), bus] if device.ports else _split(model_name(device))
+            rate = nic_rate(device).replace(UNKNOWN, "")
+            about = [rate, "/".join(sorted(layers)), bus] if device.ports else _split(model_name(device))
             lines = [nic_name(device).removeprefix("0000:"), *about]
         kind: BoxKind = "gpu" if isinstance(device, Gpu) else "nic"
         box = Box(key, kind, self.x, self.leaf_y, LEAF_WIDTH, LEAF_HEIGHT, [line for line in lines if line])

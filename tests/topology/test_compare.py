@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from gradwire.topology.assign import crowded
 from gradwire.topology.compare import RankPlacement, compare, ring_cost
 from gradwire.topology.graph import Machine
 from gradwire.topology.presets import dgx_h100, pcie_box
@@ -66,3 +67,20 @@ def test_ranks_on_cpus_and_one_node_need_no_nic() -> None:
     assert ring_cost({0: 0, 1: 0}) == 0
     assert ring_cost({}) == 0
     assert compare([], []) == []
+
+
+@pytest.mark.parametrize(("drivers", "fastest", "told"), [
+    ({0: "a", 1: "b"}, ("a", "b"), None),
+    ({0: "a", 1: "a"}, ("a",), None),
+    ({0: "a", 1: None}, ("a", "b"), None),
+    ({0: "a", 1: "a"}, ("a", "b", "c"), "ranks 0, 1 share a while b, c is idle"),
+])
+def test_a_shared_card_matters_only_beside_an_idle_one(
+    drivers: dict[int, str | None], fastest: tuple[str, ...], told: str | None
+) -> None:
+    assert crowded(drivers, fastest) == told
+
+
+def test_ranks_that_share_a_nic_beside_an_idle_one_are_named() -> None:
+    places = [RankPlacement(rank=rank, node=0, gpu=rank, nic="mlx5_0") for rank in (0, 1)]
+    assert any(line.startswith("On node0 ranks 0, 1 share mlx5_0 while") for line in compare(nodes(1), places))

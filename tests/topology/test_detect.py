@@ -100,7 +100,8 @@ def test_grace_reaches_its_nic_through_the_chip_to_chip_link(systree: "SysTree")
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(busId="00000009:01:00.0"),
         nvmlDeviceGetFieldValues=lambda handle, fields: [
-            SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=values[fields[0]]))
+            SimpleNamespace(nvmlReturn=int(field not in values) * 3, value=SimpleNamespace(uiVal=values.get(field)))
+            for field, _ in fields
         ],
     )
     machine = detect(systree.root, library=library)

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from gradwire.topology.assign import nearest_nics, nic_for_gpu, nic_for_local_rank, nics_of_gpus
-from gradwire.topology.graph import Link, Machine, Port
+from gradwire.topology.graph import Link, Machine, Nic, Port
 from gradwire.topology.levels import levels_of, measure_host_memory
 from gradwire.topology.paths import Distances, PathType
 from gradwire.topology.presets import cpu_only, dgx_a100, dgx_h100, pcie_box
@@ -107,3 +107,9 @@ def test_local_ranks_without_gpus_take_turns_on_the_fastest_cards() -> None:
     assert [nic.key for nic in found if nic] == [fast.key, twin.key, fast.key, twin.key]
     assert nic_for_local_rank(replace(machine, nics=()), 0) is None
     assert nic_for_local_rank(dgx_h100(), 9) == dgx_h100().nics[1]
+
+
+def test_a_card_without_a_port_is_not_driven_beside_one_that_has_one() -> None:
+    bare, card = Nic(key="0000:00:03.0"), Nic(key="eth0", ports=(Port(name="eth0", interfaces=("eth0",)),))
+    assert [nic_for_local_rank(Machine(nics=(bare, card)), rank) for rank in (0, 1)] == [card, card]
+    assert nic_for_local_rank(Machine(nics=(bare,)), 0) is bare

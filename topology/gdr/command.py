@@ -3,8 +3,8 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -61,11 +61,25 @@ def parser() -> argparse.ArgumentParser:
     return parse
 
 
-def main(argv: Sequence[str]) -> int:
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """What the hosts of a job found, and which rank this is."""
+
+    rank: int
+    results: tuple[Mapping[str, object], ...]
+    """The `--json` of each host, with its name."""
+
+
+Gather = Callable[[Mapping[str, object]], Peers]
+"""Hands a rank's result to all the others, and returns everybody's."""
+
+
+def main(argv: Sequence[str], gather: Gather | None = None) -> int:
     """Runs the checks.
 
     Args:
         argv: Words after `gdr-check`.
+        gather: In a job, how the ranks meet; then only rank 0 prints.
 
     Returns:
         0 pass, 1 warning, 2 failure or bad usage, 3 not known.
@@ -76,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     try:
-        return _compare(options.compare, options.json) if options.compare else _check(options)
+        return _compare(options.compare, options.json) if options.compare else _check(options, gather)
     except SourceError as error:
         print(f"gradwire gdr-check: {error}", file=sys.stderr)
         return EXIT_FAIL
@@ -84,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_UNKNOWN
 
 
-def _check(options: argparse.Namespace) -> int:
+def _check(options: argparse.Namespace, gather: Gather | None) -> int:
     inputs = Inputs(
         root=options.root,
         archive=options.archive,
@@ -107,15 +121,27 @@ def _check(options: argparse.Namespace) -> int:
         several = launch is not None and launch.world_size > 1 and not nothing_to_check(host)
         if options.prove and launch is not None and several and host.log is None:
             host.log, host.bandwidths = prove_with_nccl(launch, host.bandwidths)
-        return _report(host, options)
+        rank = 0 if gather is None else _meet(host, gather)
+        return _report(host, options, speaks=rank == 0)
 
 
-def _report(host: Host, options: argparse.Namespace) -> int:
+def _meet(host: Host, gather: Gather) -> int:
+    """Gives the host the results of its peers, in place, unless none has anything to check; returns the rank."""
+    report = run_checks(host)
+    peers = gather(report_json(host, report, exit_code(host, report)))
+    if any(not result.get("nothing") for result in peers.results):
+        host.peers = peers.results
+    return peers.rank
+
+
+def _report(host: Host, options: argparse.Namespace, *, speaks: bool) -> int:
     report = run_checks(host)
     status = exit_code(host, report, asked_for_proof=options.prove)
+    if not speaks:
+        return status
     if options.json:
         print(json.dumps(report_json(host, report, status), indent=1))
-    elif (launch := launched()) is None or launch.rank == 0 or status:
+    else:
         console = Console()
         print_report(host, report, console if console.is_terminal else Console(width=160), options.all_pairs)
     if options.capture is not None:
@@ -142,7 +168,8 @@ def _compare(paths: list[Path], as_json: bool) -> int:
     if as_json:
         print(json.dumps({"hosts": [result["name"] for result in results], "differences": found}, indent=1))
     else:
-        print("\n".join(found) or f"{len(results)} hosts agree")
+        agreed = f"{len(results)} hosts agree" if len(results) > 1 else "one host only: nothing to compare it with"
+        print("\n".join(found) or agreed)
     if len(results) < 2:
         return EXIT_UNKNOWN
     return EXIT_FAIL if found else EXIT_PASS

@@ -10,8 +10,12 @@ def differences(results: Sequence[Mapping[str, object]]) -> list[str]:
     Args:
         results: The `--json` of each host; what has no such shape counts as a host without results.
     """
-    tables = [_table(result) for result in results]
     names = _names(results)
+    found = [f"hardware: {name} has nothing to check: {result['nothing']}"
+             for name, result in zip(names, results, strict=True) if result.get("nothing")]
+    if 0 < len(found) < len(results):
+        return found
+    tables = [_table(result) for result in results]
     found = []
     for key in sorted({key for table in tables for key in table}):
         values = [table.get(key, "missing") for table in tables]

@@ -5,7 +5,9 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 
-Answers = dict[str, object]
+from gradwire.topology.gdr.native_nvml import Answers, nvml_answers
+from gradwire.topology.nvml_calls import text_of
+from gradwire.topology.pci_ids import normal_bus_id
 
 _MTU_BASE_NBYTES = 128  # ibv_mtu 1 to 5 is 256 to 4096 bytes
 _MAX_DEVICES = 256
@@ -18,95 +20,6 @@ def load(name: str) -> ctypes.CDLL:
         OSError: It is not there.
     """
     return ctypes.CDLL(name, use_errno=True)
-
-
-def nvml_answers() -> Answers:
-    """Driver version and per GPU: name, BAR1, NVLinks, fabric, MIG; `nvml_error` when the driver does not answer."""
-    try:
-        import pynvml
-    except ImportError:
-        return {"nvml_error": "nvidia-ml-py is not installed"}
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return {"nvml_error": str(error)}
-    gpus = []
-    for index in range(min(pynvml.nvmlDeviceGetCount(), _MAX_DEVICES)):
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        bus_id = normal_bus_id(_text(pynvml.nvmlDeviceGetPciInfo(handle).busId))
-        gpus.append({"bus_id": bus_id} | _nvml_gpu(pynvml, handle))
-    for gpu in gpus:
-        gpu |= _confidential(pynvml)
-    return {"driver_version": _text(pynvml.nvmlSystemGetDriverVersion()), "gpus": gpus}
-
-
-def _confidential(nvml: object) -> Answers:
-    """Confidential computing is a state of the whole system. Source: nvml.h, nvmlConfComputeSystemState_t."""
-    try:
-        return {"confidential": bool(nvml.nvmlSystemGetConfComputeState().ccFeature)}  # type: ignore[attr-defined]
-    except Exception:  # noqa: BLE001 - as below: not known
-        return {}
-
-
-def _nvml_gpu(nvml: object, handle: object) -> Answers:
-    """Every question on its own: old drivers and virtual GPUs refuse some."""
-
-    def ask(name: str, *args: object) -> object:
-        try:
-            return getattr(nvml, name)(handle, *args)
-        except Exception:  # noqa: BLE001 - NVMLError, or a function this release of the binding lacks: not known
-            return None
-
-    links = [state for index in range(18) if (state := ask("nvmlDeviceGetNvLinkState", index)) is not None]
-    mig = ask("nvmlDeviceGetMigMode")
-    answers = {
-        "name": _text(ask("nvmlDeviceGetName")),
-        "bar1_nbytes": getattr(ask("nvmlDeviceGetBAR1MemoryInfo"), "bar1Total", None),
-        "memory_nbytes": getattr(ask("nvmlDeviceGetMemoryInfo"), "total", None),
-        "nvlinks": len(links),
-        "nvlinks_active": sum(state == 1 for state in links),
-        "mig": mig[0] == 1 if isinstance(mig, list | tuple) and mig else None,
-    }
-    return {
-        name: value
-        for name, value in (answers | _fabric(nvml, handle) | _c2c(nvml, handle)).items()
-        if value is not None
-    }
-
-
-def _fabric(nvml: object, handle: object) -> Answers:
-    """State of the fabric registration: the versioned call first, the older one is deprecated from CUDA 13 on."""
-    return _fabric_call(nvml, handle, "V") or _fabric_call(nvml, handle, "")
-
-
-def _fabric_call(nvml: object, handle: object, suffix: str) -> Answers:
-    try:
-        info = getattr(nvml, f"c_nvmlGpuFabricInfo{suffix}_t")()
-        getattr(nvml, f"nvmlDeviceGetGpuFabricInfo{suffix}")(handle, ctypes.byref(info))
-        return {"fabric_state": int(info.state), "fabric_status": int(info.status)}
-    except Exception:  # noqa: BLE001 - as above: not known
-        return {}
-
-
-def _c2c(nvml: object, handle: object) -> Answers:
-    """Field 170 is the number of chip-to-chip links. Source: nvml.h, NVML_FI_DEV_C2C_LINK_COUNT."""
-    try:
-        value = nvml.nvmlDeviceGetFieldValues(handle, [170])[0]  # type: ignore[attr-defined]
-        return {"c2c": value.value.uiVal > 0} if value.nvmlReturn == 0 else {}
-    except Exception:  # noqa: BLE001 - as above: not known
-        return {}
-
-
-def _text(value: object) -> str | None:
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "replace")
-    return None if value is None else str(value)
-
-
-def normal_bus_id(text: str | None) -> str:
-    """`0000:19:00.0` of NVML's `00000000:19:00.0` or CUDA's `0000:19:00.0`."""
-    domain, _, rest = (text or "").lower().partition(":")
-    return f"{domain[-4:] if domain[:-4].strip('0') == '' else domain}:{rest}"
 
 
 class Cuda:
@@ -124,7 +37,8 @@ class Cuda:
         """Bus id of a device ordinal's handle."""
         buffer = ctypes.create_string_buffer(32)
         self.call("cuDeviceGetPCIBusId", buffer, 32, device)
-        return normal_bus_id(buffer.value.decode("ascii", "replace"))
+        text = buffer.value.decode("ascii", "replace")
+        return normal_bus_id(text) or text
 
     def attribute(self, number: int, device: int) -> bool | None:
         """A boolean attribute, None when this driver does not know it."""
@@ -180,7 +94,7 @@ class Verbs:
             return {}
         pointers = ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p))
         found = [int(pointers[index] or 0) for index in range(min(count.value, _MAX_DEVICES))]
-        return {_text(self.library.ibv_get_device_name(ctypes.c_void_p(p))) or "?": p for p in found if p}
+        return {text_of(self.library.ibv_get_device_name(ctypes.c_void_p(p))) or "?": p for p in found if p}
 
     def active_mtu(self, device: int) -> int | None:
         """Bytes of port 1's active MTU: the third int of ibv_port_attr."""

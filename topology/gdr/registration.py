@@ -4,7 +4,8 @@ import ctypes
 import os
 from collections.abc import Callable
 
-from gradwire.topology.gdr.native import Answers, Cuda, Verbs
+from gradwire.topology.gdr.native import Cuda, Verbs
+from gradwire.topology.gdr.native_nvml import Answers
 
 _NBYTES = 2 << 20  # one large page: dma-buf export wants page-aligned ranges
 _ACCESS = 1 | 2 | 4  # IBV_ACCESS_LOCAL_WRITE, REMOTE_WRITE, REMOTE_READ

@@ -8,7 +8,7 @@ import pytest
 
 from gradwire.topology.gdr import collect
 from gradwire.topology.gdr.facts import GpuFacts, facts_from_json
-from gradwire.topology.gdr.native import nvml_answers
+from gradwire.topology.gdr.native_nvml import nvml_answers
 
 
 def test_without_hardware_no_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

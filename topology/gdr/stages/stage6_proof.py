@@ -140,7 +140,7 @@ def agreement(host: Host) -> Finding:
         return unknown("one host only", "--compare A.json B.json ... with the --json of every host")
     found = differences(host.peers)
     if found:
-        return failed("; ".join(found[:4]), "bring the odd host to the others' state")
+        return failed("; ".join(found[:4]), "run gradwire gdr-check on the odd host, bring it to the others' state")
     return passed(f"{len(host.peers)} hosts agree")
 
 

@@ -1,0 +1,168 @@
+"""NVIDIA's management library, asked by the names of its functions: whatever it cannot answer is None.
+
+Old drivers lack functions, virtual GPUs and MIG slices refuse some, and a GPU that fell off the bus refuses all of them.
+"""
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+
+from gradwire.topology.pci_ids import normal_bus_id
+
+MAX_GPUS = 64
+DEFAULT_NVLINKS = 18
+"""Links of a GPU where the binding does not say; NVML_NVLINK_MAX_LINKS of those that knew Hopper and Blackwell."""
+NVLINK_STATE, C2C_LINK_COUNT, C2C_MEGABYTES_PER_SECOND = 165, 170, 172
+"""Fields of nvmlDeviceGetFieldValues; the last is the rate of one active link. Source: nvml.h, NVML_FI_DEV_*."""
+NVLINK_ACTIVE, NVLINK_ASLEEP = 1, 2
+"""Values of that state; a link of an idle GPU may sleep, and wakes when it is used. Source: nvml.h, NVML_NVLINK_STATE_*."""
+
+Library = ModuleType | SimpleNamespace
+
+
+class NvmlCalls:
+    """The library behind calls that never raise."""
+
+    def __init__(self, library: Library) -> None:
+        """Takes pynvml, or anything with its names.
+
+        Args:
+            library: The module; it is not started yet.
+        """
+        self._library = library
+        self._error: type[Exception] = getattr(library, "NVMLError", RuntimeError)
+        self._not_supported: type[Exception] | None = getattr(library, "NVMLError_NotSupported", None)
+        found: object = getattr(library, "NVML_NVLINK_MAX_LINKS", None)
+        self.max_nvlinks = found if isinstance(found, int) else DEFAULT_NVLINKS
+
+    def _function(self, name: str) -> Callable[..., object]:
+        found: Callable[..., object] = getattr(self._library, name)
+        return found
+
+    def error_of(self, name: str, *arguments: object) -> str | None:
+        """Calls a function and returns what it failed with, or None.
+
+        Args:
+            name: The function.
+            arguments: Its arguments.
+        """
+        try:
+            self._function(name)(*arguments)
+        except (self._error, AttributeError, OSError) as error:
+            return str(error) or type(error).__name__
+        return None
+
+    def call(self, name: str, *arguments: object) -> object | None:
+        """Returns the result, or None.
+
+        Args:
+            name: The function.
+            arguments: Its arguments.
+        """
+        try:
+            return self._function(name)(*arguments)
+        except (self._error, AttributeError, TypeError, ValueError, OSError):  # ValueError: a name that is no UTF-8
+            return None
+
+    def lacks(self, name: str, *arguments: object) -> bool:
+        """Returns whether the driver says that this GPU has no such thing, which is an answer.
+
+        Args:
+            name: The function.
+            arguments: Its arguments.
+        """
+        try:
+            self._function(name)(*arguments)
+        except self._error as error:
+            return self._not_supported is not None and isinstance(error, self._not_supported)
+        except (AttributeError, TypeError, ValueError, OSError):
+            return False
+        return False
+
+    def integer(self, name: str, *arguments: object) -> int | None:
+        """Returns a result that is an integer.
+
+        Args:
+            name: The function.
+            arguments: Its arguments.
+        """
+        found = self.call(name, *arguments)
+        return found if isinstance(found, int) else None
+
+    def text(self, name: str, *arguments: object) -> str | None:
+        """Returns a result that is a name, which old bindings give as bytes.
+
+        Args:
+            name: The function.
+            arguments: Its arguments.
+        """
+        return text_of(self.call(name, *arguments))
+
+    def number_in(self, attribute: str, name: str, *arguments: object) -> int | None:
+        """Returns an integer out of the structure that a function returns.
+
+        Args:
+            attribute: Name of the structure's field.
+            name: The function.
+            arguments: Its arguments.
+        """
+        found = getattr(self.call(name, *arguments), attribute, None)
+        return found if isinstance(found, int) else None
+
+    def field(self, handle: object, identifier: int, scope: int = 0) -> int | None:
+        """Returns one of a GPU's field values, or None where the driver does not know it.
+
+        Args:
+            handle: The GPU.
+            identifier: Number of the field.
+            scope: Which of several, a link for example.
+        """
+        values = self.call("nvmlDeviceGetFieldValues", handle, [(identifier, scope)])
+        try:
+            first: object = values[0]  # type: ignore[index]  # a ctypes array, or None
+        except (TypeError, IndexError):
+            return None
+        number = getattr(getattr(first, "value", None), "uiVal", None)
+        return number if getattr(first, "nvmlReturn", 1) == 0 and isinstance(number, int) else None
+
+    def link_is_active(self, handle: object, link: int) -> bool | None:
+        """Returns whether an NVLink is up; None where there is no such link.
+
+        Args:
+            handle: The GPU.
+            link: Number of the link.
+
+        Source: NCCL v2.30 src/graph/xml.cc asks the field from Hopper on, the function before.
+        """
+        state = self.field(handle, NVLINK_STATE, link)
+        state = self.integer("nvmlDeviceGetNvLinkState", handle, link) if state is None else state
+        return None if state is None else state in (NVLINK_ACTIVE, NVLINK_ASLEEP)
+
+    def handles(self) -> dict[int, object]:
+        """Returns the driver's number of each GPU that answers -> its handle."""
+        count = min(self.integer("nvmlDeviceGetCount") or 0, MAX_GPUS)
+        found = {index: self.call("nvmlDeviceGetHandleByIndex", index) for index in range(count)}
+        return {index: handle for index, handle in found.items() if handle is not None}
+
+    def bus_id(self, name: str, *arguments: object) -> tuple[str | None, str]:
+        """Returns the bus id in the PCI information that a function returns: (normal form or None, as written).
+
+        Args:
+            name: The function.
+            arguments: Its arguments.
+        """
+        try:
+            written = text_of(getattr(self.call(name, *arguments), "busId", None)) or ""
+        except ValueError:  # the binding decodes when the field is read
+            written = ""
+        return normal_bus_id(written), written
+
+
+def text_of(found: object) -> str | None:
+    """Returns a name, which old bindings give as bytes; None for anything else.
+
+    Args:
+        found: Any result.
+    """
+    if isinstance(found, bytes):
+        return found.decode("utf-8", "replace")
+    return found if isinstance(found, str) else None
