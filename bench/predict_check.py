@@ -9,23 +9,28 @@ import json
 import statistics
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from gradwire.comms.codec_price import measured_price, square_layout, wire_ratio
+from gradwire.comms.codec_price import final, measured_price, square_layout, wire_ratio
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compat import store_of
 from gradwire.comms.config import Config
 from gradwire.comms.consensus import Consensus
 from gradwire.comms.planner import plan_all_reduce
+from gradwire.comms.price import CodecPrice
 from gradwire.comms.probe import probe
 from gradwire.comms.store import PollingStore
 from gradwire.compressors import registry
 from gradwire.compressors.base import Layout
 
 TIMEOUT = timedelta(seconds=120)
+
+SAMPLE_NBYTES, SIDE = 4 << 20, 256
+"""Gradient that the codecs are timed on, and the sides of its matrices."""
 
 
 class Check:
@@ -41,7 +46,7 @@ class Check:
         group = dist.group.WORLD
         assert group is not None
         self.store = store_of(group)
-        self.layout = square_layout(nbytes, side=512)
+        self.layout = square_layout(nbytes, side=SIDE)
         self.rounds = rounds
         self.consensus = Consensus(PollingStore(self.store, TIMEOUT), self.rank, self.size, "check", TIMEOUT)
         probing = self.communicator("probe", Config.from_env(timeout=TIMEOUT), "none")
@@ -58,41 +63,41 @@ class Check:
         """Predicted and measured seconds of one plan with one compressor."""
         communicator = self.communicator(f"{plan}+{compressor}", Config.from_env(plan=plan, timeout=TIMEOUT), compressor)
         communicator.measured(self.levels)
-        layout = None if compressor == "none" else self.layout
-        nodes = len(communicator.cluster.nodes)
-        price = measured_price(compressor, square_layout(4 << 20, side=512), nodes)
-        codec_seconds_per_byte = self.slowest(price.seconds_per_byte)  # one figure, hence one plan, on all ranks
-        ratio = wire_ratio(communicator.compressor, self.layout, nodes) if communicator.compressor else 1.0
-        predicted = plan_all_reduce(communicator.cluster, 4 * self.layout.numel, name=plan, ratio=ratio,
-                                    compressor=None if layout is None else compressor,
-                                    codec_seconds_per_byte=codec_seconds_per_byte)
+        predicted = plan_all_reduce(communicator.cluster, 4 * self.layout.numel, name=plan,
+                                    price=self.price(compressor, len(communicator.cluster.nodes)))
         communicator.choose(plan, predicted.chunks)
-        measured = self._time(communicator, layout)
+        measured = self._time(communicator, None if compressor == "none" else self.layout)
         communicator.close()
+        middle = statistics.median(measured)
         return {"plan": plan, "compressor": compressor, "predicted_seconds": predicted.seconds, "chunks": predicted.chunks,
-                "measured_seconds": measured, "ratio": predicted.seconds / measured,
+                "measured_seconds": middle, "ratio": predicted.seconds / middle, "rounds_seconds": measured,
                 "nic_nbytes": predicted.bytes_by_level["inter_node"]}
 
-    def _time(self, communicator: Communicator, layout: Layout | None) -> float:
-        """The median all-reduce on the slowest rank; the ranks begin together."""
+    def price(self, compressor: str, nodes: int) -> CodecPrice:
+        """What a compressor costs with all ranks encoding at once: the slowest rank's, hence one plan on all of them."""
+        own = measured_price(compressor, square_layout(SAMPLE_NBYTES, side=SIDE), nodes, together=dist.barrier)
+        return replace(own, ratio=1.0 if compressor == "none" else wire_ratio(final(compressor), self.layout, nodes),
+                       **{name: self.slowest([getattr(own, name)])[0] for name in ("seconds_per_byte", "call_seconds")})
+
+    def _time(self, communicator: Communicator, layout: Layout | None) -> list[float]:
+        """Each all-reduce's time on the slowest rank; the ranks begin together."""
         gradient = torch.randn(self.layout.numel, generator=torch.Generator().manual_seed(self.rank))
         times = []
         for _ in range(self.rounds + 1):
             flat = gradient.clone()
-            self.consensus.decide(None, lambda ranks: None)
+            dist.barrier()
             began = time.perf_counter()
             communicator.all_reduce(flat, layout=layout).wait()
-            own = time.perf_counter() - began
+            times.append(time.perf_counter() - began)
             if communicator.compressor:
                 communicator.compressor.end_step(True)
-            times.append(self.slowest(own))
-        return statistics.median(times[1:])
+        return self.slowest(times[1:])
 
-    def slowest(self, own: float) -> float:
-        """The largest of all ranks' numbers."""
-        largest = self.consensus.decide(own, lambda ranks: max(rank for rank in ranks if isinstance(rank, float)))
-        assert isinstance(largest, float)
-        return largest
+    def slowest(self, own: list[float]) -> list[float]:
+        """Place by place the largest of all ranks' numbers."""
+        numbers = torch.tensor(own, dtype=torch.float64)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        return numbers.tolist()
 
 
 def main(argv: list[str]) -> int:
@@ -102,7 +107,7 @@ def main(argv: list[str]) -> int:
         argv: Words after the module's name.
     """
     parser = argparse.ArgumentParser(prog="gradwire.bench.predict_check", description=__doc__)
-    parser.add_argument("--gradient-mb", type=float, default=8.0)
+    parser.add_argument("--gradient-mb", type=float, default=8.388608)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compressors", default=",".join(registry.names()))
     options = parser.parse_args(argv)

@@ -113,8 +113,7 @@ def advise(cluster: Cluster, workload: Workload, prices: Sequence[CodecPrice], *
         prices: Of the compressors to consider; `none` is always considered.
         library: Who runs a flat plan: `nccl` takes the faster of ring and tree, `gloo` a ring.
     """
-    exact = CodecPrice("none", 1.0, 0.0)
-    considered = (exact, *(price for price in prices if price.name != "none"))
+    considered = (EXACT, *(price for price in prices if price.name != EXACT.name))
     offers = [_offer(cluster, workload, name, price, library)
               for name in (*PLANS, *REFERENCES) for price in considered
               if name in PLANS or price.name in ("none", "fp16", "bf16")]
@@ -161,10 +160,9 @@ def _offer(cluster: Cluster, workload: Workload, name: str, price: CodecPrice, l
 
 
 def _priced(cluster: Cluster, nbytes: int, name: str, price: CodecPrice, library: str) -> Iterator[Plan]:
-    compressor = None if price.name == "none" else price.name
-    yield from candidates(cluster, nbytes, name, 0, compressor, price.ratio, price.seconds_per_byte)
+    yield from candidates(cluster, nbytes, name, 0, price)
     if name == "flat" and library == "nccl":
-        for plan in candidates(cluster, nbytes, TREE, 1, compressor, price.ratio, price.seconds_per_byte):
+        for plan in candidates(cluster, nbytes, TREE, 1, price):
             yield replace(plan, name="flat")
 
 

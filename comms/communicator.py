@@ -23,6 +23,7 @@ from gradwire.comms.migration import Homes, migrate
 from gradwire.comms.placement import Presence, cluster_of, exchange
 from gradwire.comms.plan import ALL_REDUCE, Phase, Plan
 from gradwire.comms.planner import plan_all_reduce
+from gradwire.comms.price import CodecPrice
 from gradwire.comms.report import Ledger, Report
 from gradwire.comms.schedule import Partition, Schedule, Transfer, even_partition
 from gradwire.comms.store import PollingStore
@@ -238,7 +239,7 @@ class Communicator:
         if self.compressor and layout and len(self.cluster.nodes) > 1:
             ratio = wire_ratio(self.compressor, layout, len(self.cluster.nodes))
             plan = plan_all_reduce(self.cluster, flat.nbytes, name="hierarchical", chunks=chunks,
-                                   compressor=self.compressor.name, ratio=ratio)
+                                   price=CodecPrice(self.compressor.name, ratio))
         else:
             plan = plan_all_reduce(self.cluster, flat.nbytes, name=name, chunks=chunks, library=self.library)
         log.info("%d elements of %s: %s", flat.numel(), flat.dtype, plan.describe(self.level_names))

@@ -2,7 +2,8 @@
 
 Each level gets a small and a large all-reduce; the model's own formula, read backwards, turns the two times into a
 latency and a bandwidth. The outer levels run below a reduce_scatter, as in a hierarchical plan, so that all cards and
-flows of a node are in use; what the inner levels take is subtracted.
+flows of a node are in use; what the inner levels take is subtracted. All ranks measure at once, so the threads that pass
+a collective on, and the cores that the ranks of a machine share, are in the latency.
 """
 
 import statistics
@@ -18,11 +19,17 @@ from gradwire.comms.cost import CostModel
 from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Phase, Plan
 from gradwire.topology.cluster import Cluster, Level, Link, Unit
 
-SMALL_NBYTES = 64 << 10
+SMALL_NBYTES = 16 << 10
+"""Small enough to be latency alone, also where a traffic shaper lets the first 64 kB pass unshaped."""
+
 LARGE_NBYTES = 4 << 20
 """Large enough that latency is a small part on 10 Gbit/s, small enough to take a third of a second on 200 Mbit/s."""
 
-ROUNDS = 3
+ROUNDS = {SMALL_NBYTES: 15, LARGE_NBYTES: 3}
+"""What is short is disturbed more easily."""
+
+BARRIER_NUMEL = 64
+"""For each rank: so that every rank has a part in it, and none can leave before all have come."""
 
 _known: dict[tuple[tuple[Unit, ...], str], tuple[Level, ...]] = {}
 
@@ -52,17 +59,17 @@ def probe(communicator: Communicator, consensus: Consensus) -> tuple[Level, ...]
 
 
 def _with_exchange(communicator: Communicator, consensus: Consensus, levels: list[Level]) -> list[Level]:
-    """The levels, with how well the outermost, where payloads are exchanged, does that on more than two units."""
+    """The levels, with how well the outermost, where payloads are exchanged, does that."""
     number = max((each for each in range(len(levels)) if communicator.cluster.widest(each) > 1), default=0)
-    if number == 0 or communicator.cluster.widest(number) <= 2:
+    if number == 0:
         return levels
     cluster = replace(communicator.cluster, levels=tuple(levels))
     times = [_measure(communicator, consensus, probe_phases(cluster, number, exchange=True), nbytes)
              for nbytes in (SMALL_NBYTES, LARGE_NBYTES)]
-    rate = fitted(cluster, number, *times).bytes_per_second
-    share = min(1.0, rate / levels[number].link.bytes_per_second)
-    return [*levels[:number], replace(levels[number], link=replace(levels[number].link, exchange_share=share)),
-            *levels[number + 1:]]
+    found, link = fitted(cluster, number, *times), levels[number].link
+    link = replace(link, exchange_share=found.bytes_per_second / link.bytes_per_second,
+                   exchange_alpha_seconds=found.alpha_seconds)
+    return [*levels[:number], replace(levels[number], link=link), *levels[number + 1:]]
 
 
 def probe_phases(cluster: Cluster, level: int, *, exchange: bool = False) -> tuple[Phase, ...]:
@@ -110,18 +117,21 @@ def _measure(communicator: Communicator, consensus: Consensus, phases: tuple[Pha
     """The median of a few rounds on the slowest rank; the first makes the connections and does not count."""
     plan = Plan("probe", phases, 1, nbytes, 0.0, {}, "A measurement.")
     flat = torch.zeros(nbytes // 4, device=communicator.device)
+    barrier = torch.zeros(BARRIER_NUMEL * communicator.size, device=communicator.device)
     times = []
-    for _ in range(ROUNDS + 1):
-        consensus.decide(None, lambda ranks: None)  # begin together
+    for _ in range(ROUNDS[nbytes] + 1):
+        communicator.run(barrier, plan).wait()  # begin together; ranks leave a store's wait up to 50 ms apart
         began = time.perf_counter()
         communicator.run(flat, plan).wait()
         if communicator.device.type == "cuda":
             torch.cuda.synchronize(communicator.device)
         times.append(time.perf_counter() - began)
-    slowest = consensus.decide(statistics.median(times[1:]), _largest)
+    slowest = consensus.decide(times[1:], _median_of_slowest)
     assert isinstance(slowest, float)
     return slowest
 
 
-def _largest(values: Sequence[object]) -> object:
-    return max(value for value in values if isinstance(value, float))
+def _median_of_slowest(ranks: Sequence[object]) -> object:
+    """The median round, of which the slowest rank counts."""
+    rounds = zip(*(times for times in ranks if isinstance(times, list)), strict=True)
+    return statistics.median(max(each) for each in rounds)

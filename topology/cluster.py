@@ -26,6 +26,7 @@ class Link:
         stream_bytes_per_second: What one flow can carry, whatever the card does: a TCP stream on a fast card.
         exchange_share: Part of the bandwidth that an exchange of payloads (all_to_all, then all_gather) reaches beside a
             ring: each of its two rounds waits for the last message.
+        exchange_alpha_seconds: For each message of such an exchange; None: as for any other.
     """
 
     alpha_seconds: float
@@ -34,10 +35,13 @@ class Link:
     channels: int = 1
     stream_bytes_per_second: float = math.inf
     exchange_share: float = 1.0
+    exchange_alpha_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha_seconds < math.inf:
-            raise ValueError(f"`alpha_seconds` is {self.alpha_seconds}; wanted a finite number >= 0")
+        for name, seconds in (("alpha_seconds", self.alpha_seconds),
+                              ("exchange_alpha_seconds", self.exchange_alpha_seconds or 0.0)):
+            if not 0 <= seconds < math.inf:
+                raise ValueError(f"`{name}` is {seconds}; wanted a finite number >= 0")
         for name in ("bytes_per_second", "stream_bytes_per_second", "exchange_share"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; wanted a number > 0")

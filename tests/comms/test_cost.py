@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from gradwire.comms.planner import candidates, plan_all_reduce
+from gradwire.comms.price import CodecPrice
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 
 GRADIENT_NBYTES = 113_200_000  # Swin-T, 28.3 M float32
@@ -96,9 +97,8 @@ def test_pipelining_pays_where_the_inside_of_the_node_is_slow() -> None:
 
 def test_encoding_and_decoding_are_paid_for() -> None:
     cluster = nodes_of_8(4)
-    free = plan_all_reduce(cluster, GRADIENT_NBYTES, name="hierarchical", chunks=1, compressor="int8", ratio=0.25)
-    paid = plan_all_reduce(cluster, GRADIENT_NBYTES, name="hierarchical", chunks=1, compressor="int8", ratio=0.25,
-                           codec_seconds_per_byte=1e-9)
+    free = plan_all_reduce(cluster, GRADIENT_NBYTES, name="hierarchical", chunks=1, price=CodecPrice("int8", 0.25))
+    paid = plan_all_reduce(cluster, GRADIENT_NBYTES, name="hierarchical", chunks=1, price=CodecPrice("int8", 0.25, 1e-9))
     assert paid.seconds - free.seconds == pytest.approx(GRADIENT_NBYTES / 8 * 1e-9)  # each rank codes its own eighth
     assert free.bytes_by_level["inter_node"] == pytest.approx(1.5 * 0.25 * GRADIENT_NBYTES)
 
