@@ -7,9 +7,9 @@ optimizer can begin when both are done. What communication adds to the backward 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from gradwire.comms.codec_price import CodecPrice
 from gradwire.comms.plan import HALVING_DOUBLING, TREE, Plan
 from gradwire.comms.planner import MINIMUM_GAIN, candidates
+from gradwire.comms.price import EXACT, CodecPrice
 from gradwire.topology.cluster import Cluster
 
 BUCKET_NBYTES = 25 << 20

@@ -109,7 +109,7 @@ class Executor:
     def _up_and_down(self, chunk: Chunk, transfers: list[Transfer], lane: Lane, index: int,
                      scale: float) -> Generator[Hop, None, _Last]:
         """An all_reduce whose sums do not depend on where an element lies: rung after rung, a lane each."""
-        ladders = [rank_order_ladder(transfer, self._rank) for transfer in transfers]
+        ladders = [rank_order_ladder(transfer, self._rank, self._groups.is_synchronous) for transfer in transfers]
         works: list[Work] = []
         for step, rung in enumerate(zip(*ladders, strict=True)):
             if step:

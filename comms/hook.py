@@ -215,11 +215,11 @@ class HookState:
         threshold_nbytes = round(self.config.fusion_mb * 2**20)
         self._fusion = Fusion(self._launch, FusionPlan(threshold_nbytes=threshold_nbytes))
         self._plans = Consensus(PollingStore(store, self.config.timeout), communicator.rank, communicator.size, f"fusion/{name}", FUSION_TIMEOUT)
-        if self.config.tune or self.config.probe:
+        if self.config.learns_cuts or self.config.probe:
             probe(communicator, Consensus(PollingStore(store, self.config.timeout), communicator.rank, communicator.size, f"probe/{name}",
                                           self.config.timeout))
         communicator.settle(threshold_nbytes or BUCKET_NBYTES)
-        if self.config.tune:
+        if self.config.learns_cuts:
             self._tuning = Tuning(communicator, self._fusion, store, name, fingerprint(self.names.shapes))
 
     def advise(self, optimizer: str = "sgd") -> JobAdvice:

@@ -51,9 +51,11 @@ def test_no_cut_changes_a_bit(nodes: str, plan: str, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("numel", [0, 1, 2, 3, 7, 4096])
 @pytest.mark.parametrize("members", [(0, 2, 4), (0, 2, 4, 6), (1, 2, 3, 5, 8, 9), tuple(range(8)), tuple(range(12))])
-def test_the_ladder_sums_everything_once_and_by_one_tree(members: tuple[int, ...], numel: int) -> None:
+@pytest.mark.parametrize("together", [True, False])
+def test_the_ladder_sums_everything_once_and_by_one_tree(members: tuple[int, ...], numel: int, together: bool) -> None:
     start = 5
-    ladders = {rank: rank_order_ladder(Transfer(ALL_REDUCE, 1, members, start, start + numel, ()), rank) for rank in members}
+    whole = Transfer(ALL_REDUCE, 1, members, start, start + numel, ())
+    ladders = {rank: rank_order_ladder(whole, rank, lambda pair: together) for rank in members}
     held: dict[int, dict[int, str]] = {rank: {place: str(rank) for place in range(start, start + numel)} for rank in members}
     for rung in zip(*ladders.values(), strict=True):
         for transfer in dict.fromkeys(rung):
@@ -79,11 +81,12 @@ def run(transfer: Transfer, held: dict[int, dict[int, str]]) -> None:
                 held[rank][place] = total
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("count", [3, 4, 6, 8, 12, 16])
-def test_the_ladder_moves_the_bytes_of_a_ring(count: int) -> None:
+def test_the_ladder_moves_the_bytes_of_a_ring(count: int, together: bool) -> None:
     numel = 48 * 16
     for rank in range(count):
-        ladder = rank_order_ladder(Transfer(ALL_REDUCE, 1, tuple(range(count)), 0, numel, ()), rank)
+        ladder = rank_order_ladder(Transfer(ALL_REDUCE, 1, tuple(range(count)), 0, numel, ()), rank, lambda pair: together)
         sent = sum(sent_nbytes(each.op, each.stop - each.start, len(each.members), each.members.index(rank), each.bounds)
                    for each in ladder)
         assert sent == pytest.approx(2 * (count - 1) / count * numel)
