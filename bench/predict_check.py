@@ -9,7 +9,7 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 
 import torch
@@ -28,6 +28,8 @@ from gradwire.compressors import registry
 from gradwire.compressors.base import Layout
 
 TIMEOUT = timedelta(seconds=120)
+
+CASES = ("flat", "hierarchical", *(f"hierarchical+{name}" for name in registry.names() if name != "none"))
 
 SAMPLE_NBYTES, SIDE = 4 << 20, 256
 """Gradient that the codecs are timed on, and the sides of its matrices."""
@@ -69,7 +71,7 @@ class Check:
         measured = self._time(communicator, None if compressor == "none" else self.layout)
         communicator.close()
         middle = statistics.median(measured)
-        return {"plan": plan, "compressor": compressor, "predicted_seconds": predicted.seconds, "chunks": predicted.chunks,
+        return {"predicted_seconds": predicted.seconds, "chunks": predicted.chunks,
                 "measured_seconds": middle, "ratio": predicted.seconds / middle, "rounds_seconds": measured,
                 "nic_nbytes": predicted.bytes_by_level["inter_node"]}
 
@@ -109,18 +111,18 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="gradwire.bench.predict_check", description=__doc__)
     parser.add_argument("--gradient-mb", type=float, default=8.388608)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--compressors", default=",".join(registry.names()))
+    parser.add_argument("--cases", default=",".join(CASES), help="plans, and plans with a compressor: flat,hierarchical+int8")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     check = Check(round(options.gradient_mb * 1e6), options.rounds)
     if check.rank == 0:
-        print(json.dumps({level.name: [level.link.alpha_seconds, level.link.bytes_per_second] for level in check.levels}))
-    cases = [("flat", "none"), *(("hierarchical", name) for name in options.compressors.split(","))]
-    for plan, compressor in cases:
-        result = check.run(plan, compressor)
+        print(json.dumps({level.name: asdict(level.link) for level in check.levels}))
+    for name in options.cases.split(","):
+        plan, _, compressor = name.partition("+")
+        result = check.run(plan, compressor or "none")
         if check.rank == 0:
-            print(json.dumps(result), flush=True)
+            print(json.dumps({"name": name} | result), flush=True)
     dist.destroy_process_group()
     return 0
 

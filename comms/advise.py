@@ -174,7 +174,7 @@ def _is_hidden(exposed: float, workload: Workload, last: Plan) -> bool:
 def _limit(plan: Plan, cluster: Cluster) -> str:
     if not plan.phases:
         return "nothing to send"
-    names = {"latency": "latency of messages", "processor": "encoding", cluster.levels[0].name: "node's links",
+    names = {"latency": "latency of messages", "processor": "processor", cluster.levels[0].name: "node's links",
              "inter_node": "network card"}
     return names.get(plan.limit, f"{plan.limit} links")
 

@@ -84,7 +84,7 @@ def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 5,
     whole, part = (_timed(final(name), each, group, rounds, together) for each in (layout, first))
     per_element = (whole - part) / (layout.numel - first.numel) if len(layout.slices) > 1 else whole / layout.numel
     return CodecPrice(name, wire_ratio(final(name), layout, group_size), max(per_element, 0.0) / ELEMENT_NBYTES,
-                      max(part - per_element * first.numel, 0.0), group.rounds // (2 * (rounds + 1)))
+                      max(part - per_element * first.numel, 0.0), group.rounds // (2 * (rounds + 1)), group.exchanged)
 
 
 def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, rounds: int, together: Callable[[], None]) -> float:

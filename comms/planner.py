@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from gradwire.comms.cost import CostModel, PhaseCost, busiest, busiest_resource, pipelined_seconds
+from gradwire.comms.cost import CostModel, PhaseCost, busiest, busiest_resource
 from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, HALVING_DOUBLING, REDUCE_SCATTER, RING, TREE, Phase, Plan
 from gradwire.comms.price import EXACT, EXCHANGE_ROUNDS, CodecPrice
 from gradwire.topology.cluster import Cluster
@@ -83,16 +83,18 @@ def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price:
     encoded = [share for phase, share in zip(phases, shares, strict=True) if phase.compressor]
     traffic = busiest(cluster, [(cost, nbytes * price.ratio if phase.compressor else nbytes)
                                 for phase, cost in zip(phases, costs, strict=True)])
+    gap = cluster.levels[phases[len(phases) // 2].level].link.gap_seconds if phases else None
     for count in (chunks,) if chunks else CHUNK_COUNTS:
         if count == 1 or chunks or nbytes / count >= MINIMUM_CHUNK_NBYTES:
-            pieces = [(phase.level, cost.seconds(nbytes / count)) for phase, cost in zip(phases, costs, strict=True)]
-            pieces.append((PROCESSOR, sum(price.seconds(nbytes / count * share) for share in encoded)))
-            busiest_level, busy = busiest_resource(pieces)
-            limit = "processor" if busiest_level == PROCESSOR else cluster.levels[busiest_level].name
-            if 2 * sum(cost.alpha_seconds for phase, cost in zip(phases, costs, strict=True)
-                       if phase.level == busiest_level) > busy:
-                limit = "latency"
-            yield Plan(name, phases, count, nbytes, pipelined_seconds(pieces, count), traffic, "", limit, count * busy)
+            part = nbytes / count
+            codec = sum(price.seconds(part * share) for share in encoded)
+            alone = codec + sum(cost.seconds(part) for cost in costs)
+            pieces = [(phase.level, cost.seconds(part) if gap is None else cost.byte_share * cost.byte_seconds(part))
+                      for phase, cost in zip(phases, costs, strict=True)]
+            level, busy = busiest_resource([*pieces, (PROCESSOR, codec + (gap or 0.0))])
+            latency = sum(cost.alpha_seconds for phase, cost in zip(phases, costs, strict=True) if phase.level == level)
+            limit = "latency" if 2 * latency > busy else "processor" if level == PROCESSOR else cluster.levels[level].name
+            yield Plan(name, phases, count, nbytes, alone + (count - 1) * busy, traffic, "", limit, count * busy)
 
 
 def make_phases(cluster: Cluster, name: str, compressor: str | None = None) -> tuple[Phase, ...]:
@@ -117,12 +119,15 @@ def make_phases(cluster: Cluster, name: str, compressor: str | None = None) -> t
 
 
 def _compressed(cluster: Cluster, phase: Phase, cost: PhaseCost, price: CodecPrice) -> PhaseCost:
-    """The cost of a phase whose payloads are exchanged, not passed around a ring; bytes leave as before."""
+    """The cost of a phase that a compressor runs, for each byte of bucket."""
     link = cluster.levels[phase.level].link
-    alpha = cost.alpha_seconds * price.rounds / EXCHANGE_ROUNDS
+    alpha, per_byte = cost.alpha_seconds * price.rounds / EXCHANGE_ROUNDS, cost.seconds_per_byte * price.ratio
+    if not price.exchanged:
+        return replace(cost, alpha_seconds=alpha, seconds_per_byte=per_byte)
     if link.exchange_alpha_seconds is not None and not phase.whole:
         alpha = price.rounds * (cluster.widest(phase.level) - 1) * link.exchange_alpha_seconds
-    return replace(cost, alpha_seconds=alpha, seconds_per_byte=cost.seconds_per_byte * price.ratio / link.exchange_share)
+    return replace(cost, alpha_seconds=alpha, seconds_per_byte=per_byte / link.exchange_share,
+                   byte_share=link.exchange_gap_share)
 
 
 @lru_cache(maxsize=128)

@@ -17,6 +17,7 @@ class CodecPrice:
         call_seconds: For each shard, whatever its size.
         rounds: Times that every member hears from every other: 2 for an all_to_all and an all_gather, and for a ring's
             all_reduce.
+        exchanged: Whether payloads go from everybody to everybody, and not around a ring.
     """
 
     name: str
@@ -24,6 +25,7 @@ class CodecPrice:
     seconds_per_byte: float = 0.0
     call_seconds: float = 0.0
     rounds: int = EXCHANGE_ROUNDS
+    exchanged: bool = True
 
     def seconds(self, nbytes: float) -> float:
         """Encoding and decoding of one shard of `nbytes`."""

@@ -16,12 +16,14 @@ class EchoGroup:
 
     Attributes:
         rounds: Times so far that every rank would have waited for every other: 2 for a ring's all_reduce, else 1.
+        exchanged: Whether there was an all_to_all or an all_gather.
     """
 
     def __init__(self, size: int) -> None:
         self.rank = 0
         self.size = size
         self.rounds = 0
+        self.exchanged = False
 
     def all_reduce(self, tensor: Tensor) -> Done:
         """See `Group.all_reduce`."""
@@ -32,12 +34,14 @@ class EchoGroup:
     def all_to_all(self, output: Tensor, source: Tensor) -> Done:
         """See `Group.all_to_all`: everybody's first part."""
         self.rounds += 1
+        self.exchanged = True
         output.copy_(torch.cat([source.chunk(self.size)[0]] * self.size) if source.numel() else source)
         return Done()
 
     def all_gather(self, output: Tensor, source: Tensor) -> Done:
         """See `Group.all_gather`."""
         self.rounds += 1
+        self.exchanged = True
         output.view(self.size, -1).copy_(source.view(1, -1))
         return Done()
 
