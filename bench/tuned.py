@@ -28,12 +28,12 @@ class _Slow(torch.autograd.Function):
     """Passes everything on; its backward takes a while."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, seconds: float) -> Tensor:  # type: ignore[override]
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds  # type: ignore[attr-defined]
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
         time.sleep(ctx.seconds)  # type: ignore[attr-defined]
         return gradient, None
 
@@ -41,7 +41,9 @@ class _Slow(torch.autograd.Function):
 class SlowLinear(nn.Linear):
     """A layer whose backward takes `seconds`, whatever the processor does."""
 
-    seconds = 0.0
+    def __init__(self, side: int, seconds: float) -> None:
+        super().__init__(side, side, bias=False)
+        self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output."""
@@ -64,13 +66,11 @@ class Stopwatch:
         setattr(owner, name, timed)
 
 
-def twin(side: int, backward_seconds: float, **options: object) -> nn.Module:
+def twin(side: int, backward_seconds: float, tune: bool) -> nn.Module:
     """A wrapped model of LAYERS matrices; the default plan joins an eighth of its gradients, as 25 MB are of 200."""
-    module = nn.Sequential(*(SlowLinear(side, side, bias=False) for _ in range(LAYERS)))
-    for layer in module:
-        layer.seconds = backward_seconds / LAYERS
+    module = nn.Sequential(*(SlowLinear(side, backward_seconds / LAYERS) for _ in range(LAYERS)))
     layer_mb = 4 * side * side / 2**20
-    model, _ = wrap(module, base_bucket_mb=0.9 * layer_mb, fusion_mb=2 * layer_mb, **options)
+    model, _ = wrap(module, base_bucket_mb=0.9 * layer_mb, fusion_mb=2 * layer_mb, probe=True, tune=tune)
     return model
 
 
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     watches = [Stopwatch(Tuning, name) for name in ("bucket_came", "step_ended")]
-    plain, tuned = (twin(options.side, options.backward_ms / 1e3, tune=tune, probe=True) for tune in (False, True))
+    plain, tuned = (twin(options.side, options.backward_ms / 1e3, tune) for tune in (False, True))
     batch = torch.ones(1, options.side)
 
     def turn(model: nn.Module, steps: int) -> float:

@@ -42,8 +42,8 @@ def steady(case: Case) -> bool:
     """Whether every other round takes as long as the rounds between: else something else ran here meanwhile."""
     rounds = case["rounds_seconds"]
     assert isinstance(rounds, list)
-    halves = statistics.median(rounds[::2]), statistics.median(rounds[1::2])
-    return max(halves) < STEADY * min(halves)
+    one, other = float(statistics.median(rounds[::2])), float(statistics.median(rounds[1::2]))
+    return max(one, other) < STEADY * min(one, other)
 
 
 @pytest.mark.parametrize("nodes", [[2] * 2, [2] * 4, [4] * 4], ids=["2x2", "4x2", "4x4"])

@@ -49,11 +49,13 @@ def test_an_unknown_gradient_has_the_size_that_was_given(nbytes: int) -> None:
 
 @pytest.mark.parametrize(("name", "rounds"), [("int8", 2), ("fp16", 2), ("powersgd", 4), ("dgc", 1)])
 def test_rounds_are_counted_as_they_are_run(name: str, rounds: int) -> None:
-    # Two exchanges of powersgd's two factors are two rings; dgc gathers once.
-    assert measured_price(name, LAYOUT, 2, rounds=1).rounds == rounds
+    # Powersgd's two factors are two rings; dgc gathers once.
+    price = measured_price(name, LAYOUT, 2, rounds=1)
+    assert price.rounds == rounds
+    assert price.exchanged == (name != "powersgd")
 
 
 def test_all_ranks_of_a_machine_are_called_together_before_every_round() -> None:
-    calls = []
+    calls: list[None] = []
     measured_price("int8", LAYOUT, 2, rounds=3, together=lambda: calls.append(None))
     assert len(calls) == 2 * (1 + 3)
