@@ -48,7 +48,7 @@ class Config:
     where the last transfer ends first. `tune` does that too, and tries before it believes."""
 
     probe: bool = False
-    """Measures latency and bandwidth of every level before the first step (about a second on 200 Mbit/s)."""
+    """Measures latency and bandwidth of every level before the first step (about five seconds on 200 Mbit/s)."""
 
     tune: bool = False
     """Measures for some steps which cuts, plan and number of chunks are fastest, and keeps those; see docs/tuning.md."""

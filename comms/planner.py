@@ -83,7 +83,8 @@ def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price:
     encoded = [share for phase, share in zip(phases, shares, strict=True) if phase.compressor]
     traffic = busiest(cluster, [(cost, nbytes * price.ratio if phase.compressor else nbytes)
                                 for phase, cost in zip(phases, costs, strict=True)])
-    gap = cluster.levels[phases[len(phases) // 2].level].link.gap_seconds if phases else None
+    outermost = phases[len(phases) // 2].level if phases else 0  # down, across, up again
+    gap = cluster.levels[outermost].link.gap_seconds
     for count in (chunks,) if chunks else CHUNK_COUNTS:
         if count == 1 or chunks or nbytes / count >= MINIMUM_CHUNK_NBYTES:
             part = nbytes / count
