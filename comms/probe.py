@@ -6,6 +6,7 @@ flows of a node are in use; what the inner levels take is subtracted. All ranks 
 a collective on, and the cores that the ranks of a machine share, are in the latency.
 """
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ SMALL_NBYTES = 16 << 10
 LARGE_NBYTES = 4 << 20
 """Large enough that latency is a small part on 10 Gbit/s, small enough to take a third of a second on 200 Mbit/s."""
 
-ROUNDS = {SMALL_NBYTES: 16, LARGE_NBYTES: 3}
+ROUNDS = {SMALL_NBYTES: 15, LARGE_NBYTES: 5}
 WARM_UP_ROUNDS = {SMALL_NBYTES: 4, LARGE_NBYTES: 1}
 """What is short is disturbed more easily; the first rounds make connections and threads, and do not count."""
 
@@ -71,13 +72,12 @@ def _with_shares(ruler: "_Ruler", cluster: Cluster, levels: list[Level]) -> tupl
     if number == 0:
         return tuple(levels)
     cluster, link = replace(cluster, levels=tuple(levels)), levels[number].link
-    phases, exchange = probe_phases(cluster, number), probe_phases(cluster, number, exchange=True)
-    lone, chunked = ruler.seconds(phases, SMALL_NBYTES), ruler.seconds(phases, SMALL_NBYTES, MANY)
-    link = replace(link, gap_seconds=max(chunked - lone, 0.0) / (MANY - 1))
+    exchange = probe_phases(cluster, number, exchange=True)
     small, large = (ruler.seconds(exchange, nbytes) for nbytes in (SMALL_NBYTES, LARGE_NBYTES))
+    gap = (ruler.seconds(exchange, SMALL_NBYTES, MANY) - small) / (MANY - 1)
     found = fitted(cluster, number, small, large)
     hidden = (large - ruler.seconds(exchange, LARGE_NBYTES, FEW)) / (1 - 1 / FEW)
-    link = replace(link, exchange_share=found.bytes_per_second / link.bytes_per_second,
+    link = replace(link, gap_seconds=max(gap, 0.0), exchange_share=found.bytes_per_second / link.bytes_per_second,
                    exchange_alpha_seconds=found.alpha_seconds,
                    exchange_gap_share=1 - min(max(hidden / large, 0.0), LARGEST_HIDDEN))
     ring = (Phase(ALL_REDUCE, number, whole=True),)
@@ -171,6 +171,5 @@ class _Ruler:
 
 
 def _usual(ranks: Sequence[object]) -> object:
-    """The lower quartile of the rounds: what disturbs one only adds."""
-    rounds = sorted(max(each) for each in zip(*(times for times in ranks if isinstance(times, list)), strict=True))
-    return rounds[len(rounds) // 4]
+    """The median round, of which the slowest rank counts."""
+    return statistics.median(max(each) for each in zip(*(times for times in ranks if isinstance(times, list)), strict=True))

@@ -7,13 +7,14 @@ import sys
 import pytest
 
 from gradwire.bench.cluster import Cluster
-from gradwire.bench.predict_check import CASES
 
 pytestmark = pytest.mark.netns
 
 ATTEMPTS = 3
 STEADY = 1.1
 """A measurement counts where the medians of its even and of its odd rounds differ by less than this factor."""
+
+EXACT = ["flat", "hierarchical"]
 
 Case = dict[str, object]
 
@@ -30,9 +31,8 @@ def timed(nodes: list[int], nbytes: int, rounds: int, names: list[str]) -> tuple
 
 
 def test_the_cards_carry_what_was_predicted() -> None:
-    exact = ["flat", "hierarchical"]
-    few, _ = timed([2, 2], 2_000_000, 1, exact)
-    many, cases = timed([2, 2], 2_000_000, 1 + 4, exact)
+    few, _ = timed([2, 2], 2_000_000, 1, EXACT)
+    many, cases = timed([2, 2], 2_000_000, 1 + 4, EXACT)
     predicted = 4 * sum(float(str(case["nic_nbytes"])) for case in cases)
     # Headers, acknowledgements and the ranks' words to each other: 4 to 6 % at this size.
     assert predicted < many - few < 1.12 * predicted
@@ -46,9 +46,12 @@ def steady(case: Case) -> bool:
     return max(one, other) < STEADY * min(one, other)
 
 
-@pytest.mark.parametrize("nodes", [[2] * 2, [2] * 4, [4] * 4], ids=["2x2", "4x2", "4x4"])
-def test_predicted_and_measured_times_are_within_20_percent(nodes: list[int]) -> None:
-    left, missed = list(CASES), dict[str, list[float]]()
+@pytest.mark.parametrize(("nodes", "names"), [
+    ([2] * 2, [*EXACT, "hierarchical+fp16", "hierarchical+bf16", "hierarchical+int8"]), ([2] * 4, EXACT), ([4] * 4, EXACT),
+], ids=["2x2", "4x2", "4x4"])
+def test_predicted_and_measured_times_are_within_20_percent(nodes: list[int], names: list[str]) -> None:
+    """Payloads that are on the wire for a few milliseconds are not promised: see docs/cost_model.md."""
+    left, missed = list(names), dict[str, list[float]]()
     for _ in range(ATTEMPTS):  # what was missed, or disturbed, is probed, predicted and measured anew
         _, cases = timed(nodes, 8 << 20, 6, left)
         ratios = {str(case["name"]): float(str(case["ratio"])) for case in cases if steady(case)}
