@@ -46,12 +46,10 @@ def steady(case: Case) -> bool:
     return max(one, other) < STEADY * min(one, other)
 
 
-@pytest.mark.parametrize(("nodes", "names"), [
-    ([2] * 2, [*EXACT, "hierarchical+fp16", "hierarchical+bf16", "hierarchical+int8"]), ([2] * 4, EXACT), ([4] * 4, EXACT),
-], ids=["2x2", "4x2", "4x4"])
-def test_predicted_and_measured_times_are_within_20_percent(nodes: list[int], names: list[str]) -> None:
-    """Payloads that are on the wire for a few milliseconds are not promised: see docs/cost_model.md."""
-    left, missed = list(names), dict[str, list[float]]()
+@pytest.mark.parametrize("nodes", [[2] * 2, [2] * 4, [4] * 4], ids=["2x2", "4x2", "4x4"])
+def test_exact_plans_take_within_20_percent_of_what_was_predicted(nodes: list[int]) -> None:
+    """How far compressors are from that, docs/cost_model.md says."""
+    left, missed = list(EXACT), dict[str, list[float]]()
     for _ in range(ATTEMPTS):  # what was missed, or disturbed, is probed, predicted and measured anew
         _, cases = timed(nodes, 8 << 20, 6, left)
         ratios = {str(case["name"]): float(str(case["ratio"])) for case in cases if steady(case)}
