@@ -9,23 +9,30 @@ import json
 import statistics
 import sys
 import time
+from dataclasses import asdict, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from gradwire.comms.codec_price import measured_price, square_layout, wire_ratio
+from gradwire.comms.codec_price import final, measured_price, square_layout, wire_ratio
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compat import store_of
 from gradwire.comms.config import Config
 from gradwire.comms.consensus import Consensus
 from gradwire.comms.planner import plan_all_reduce
+from gradwire.comms.price import CodecPrice
 from gradwire.comms.probe import probe
 from gradwire.comms.store import PollingStore
 from gradwire.compressors import registry
 from gradwire.compressors.base import Layout
 
 TIMEOUT = timedelta(seconds=120)
+
+CASES = ("flat", "hierarchical", *(f"hierarchical+{name}" for name in registry.names() if name != "none"))
+
+SAMPLE_NBYTES, SIDE = 4 << 20, 256
+"""Gradient that the codecs are timed on, and the sides of its matrices."""
 
 
 class Check:
@@ -41,7 +48,7 @@ class Check:
         group = dist.group.WORLD
         assert group is not None
         self.store = store_of(group)
-        self.layout = square_layout(nbytes, side=512)
+        self.layout = square_layout(nbytes, side=SIDE)
         self.rounds = rounds
         self.consensus = Consensus(PollingStore(self.store, TIMEOUT), self.rank, self.size, "check", TIMEOUT)
         probing = self.communicator("probe", Config.from_env(timeout=TIMEOUT), "none")
@@ -58,41 +65,42 @@ class Check:
         """Predicted and measured seconds of one plan with one compressor."""
         communicator = self.communicator(f"{plan}+{compressor}", Config.from_env(plan=plan, timeout=TIMEOUT), compressor)
         communicator.routes.measured(self.levels)
-        layout = None if compressor == "none" else self.layout
-        nodes = len(communicator.cluster.nodes)
-        price = measured_price(compressor, square_layout(4 << 20, side=512), nodes)
-        codec_seconds_per_byte = self.slowest(price.seconds_per_byte)  # one figure, hence one plan, on all ranks
-        ratio = wire_ratio(communicator.compressor, self.layout, nodes) if communicator.compressor else 1.0
-        predicted = plan_all_reduce(communicator.cluster, 4 * self.layout.numel, name=plan, ratio=ratio,
-                                    compressor=None if layout is None else compressor,
-                                    codec_seconds_per_byte=codec_seconds_per_byte)
+        predicted = plan_all_reduce(communicator.cluster, 4 * self.layout.numel, name=plan,
+                                    price=self.price(compressor, len(communicator.cluster.nodes)))
         communicator.routes.choose(plan, predicted.chunks, "Under test.")
-        measured = self._time(communicator, layout)
+        measured = self._time(communicator, None if compressor == "none" else self.layout)
         communicator.close()
-        return {"plan": plan, "compressor": compressor, "predicted_seconds": predicted.seconds, "chunks": predicted.chunks,
-                "measured_seconds": measured, "ratio": predicted.seconds / measured,
+        middle = statistics.median(measured)
+        return {"predicted_seconds": predicted.seconds, "chunks": predicted.chunks,
+                "measured_seconds": middle, "ratio": predicted.seconds / middle, "rounds_seconds": measured,
                 "nic_nbytes": predicted.bytes_by_level["inter_node"]}
 
-    def _time(self, communicator: Communicator, layout: Layout | None) -> float:
-        """The median all-reduce on the slowest rank; the ranks begin together."""
+    def price(self, compressor: str, nodes: int) -> CodecPrice:
+        """What a compressor costs with all ranks encoding at once: the slowest rank's, hence one plan on all of them."""
+        own = measured_price(compressor, square_layout(SAMPLE_NBYTES, side=SIDE), nodes, together=dist.barrier)
+        per_byte, call = self.slowest([own.seconds_per_byte, own.call_seconds])
+        ratio = 1.0 if compressor == "none" else wire_ratio(final(compressor), self.layout, nodes)
+        return replace(own, ratio=ratio, seconds_per_byte=per_byte, call_seconds=call)
+
+    def _time(self, communicator: Communicator, layout: Layout | None) -> list[float]:
+        """Each all-reduce's time on the slowest rank; the ranks begin together."""
         gradient = torch.randn(self.layout.numel, generator=torch.Generator().manual_seed(self.rank))
         times = []
         for _ in range(self.rounds + 1):
             flat = gradient.clone()
-            self.consensus.decide(None, lambda ranks: None)
+            dist.barrier()
             began = time.perf_counter()
             communicator.all_reduce(flat, layout=layout).wait()
-            own = time.perf_counter() - began
+            times.append(time.perf_counter() - began)
             if communicator.compressor:
                 communicator.compressor.end_step(True)
-            times.append(self.slowest(own))
-        return statistics.median(times[1:])
+        return self.slowest(times[1:])
 
-    def slowest(self, own: float) -> float:
-        """The largest of all ranks' numbers."""
-        largest = self.consensus.decide(own, lambda ranks: max(rank for rank in ranks if isinstance(rank, float)))
-        assert isinstance(largest, float)
-        return largest
+    def slowest(self, own: list[float]) -> list[float]:
+        """Place by place the largest of all ranks' numbers."""
+        numbers = torch.tensor(own, dtype=torch.float64)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        return numbers.tolist()
 
 
 def main(argv: list[str]) -> int:
@@ -102,20 +110,20 @@ def main(argv: list[str]) -> int:
         argv: Words after the module's name.
     """
     parser = argparse.ArgumentParser(prog="gradwire.bench.predict_check", description=__doc__)
-    parser.add_argument("--gradient-mb", type=float, default=8.0)
+    parser.add_argument("--gradient-mb", type=float, default=8.388608)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--compressors", default=",".join(registry.names()))
+    parser.add_argument("--cases", default=",".join(CASES), help="plans, and plans with a compressor: flat,hierarchical+int8")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     check = Check(round(options.gradient_mb * 1e6), options.rounds)
     if check.rank == 0:
-        print(json.dumps({level.name: [level.link.alpha_seconds, level.link.bytes_per_second] for level in check.levels}))
-    cases = [("flat", "none"), *(("hierarchical", name) for name in options.compressors.split(","))]
-    for plan, compressor in cases:
-        result = check.run(plan, compressor)
+        print(json.dumps({level.name: asdict(level.link) for level in check.levels}))
+    for name in options.cases.split(","):
+        plan, _, compressor = name.partition("+")
+        result = check.run(plan, compressor or "none")
         if check.rank == 0:
-            print(json.dumps(result), flush=True)
+            print(json.dumps({"name": name} | result), flush=True)
     dist.destroy_process_group()
     return 0
 

@@ -7,9 +7,9 @@ optimizer can begin when both are done. What communication adds to the backward 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from gradwire.comms.codec_price import CodecPrice
 from gradwire.comms.plan import HALVING_DOUBLING, TREE, Plan
 from gradwire.comms.planner import MINIMUM_GAIN, candidates
+from gradwire.comms.price import EXACT, CodecPrice
 from gradwire.topology.cluster import Cluster
 
 BUCKET_NBYTES = 25 << 20
@@ -113,8 +113,7 @@ def advise(cluster: Cluster, workload: Workload, prices: Sequence[CodecPrice], *
         prices: Of the compressors to consider; `none` is always considered.
         library: Who runs a flat plan: `nccl` takes the faster of ring and tree, `gloo` a ring.
     """
-    exact = CodecPrice("none", 1.0, 0.0)
-    considered = (exact, *(price for price in prices if price.name != "none"))
+    considered = (EXACT, *(price for price in prices if price.name != EXACT.name))
     offers = [_offer(cluster, workload, name, price, library)
               for name in (*PLANS, *REFERENCES) for price in considered
               if name in PLANS or price.name in ("none", "fp16", "bf16")]
@@ -161,10 +160,9 @@ def _offer(cluster: Cluster, workload: Workload, name: str, price: CodecPrice, l
 
 
 def _priced(cluster: Cluster, nbytes: int, name: str, price: CodecPrice, library: str) -> Iterator[Plan]:
-    compressor = None if price.name == "none" else price.name
-    yield from candidates(cluster, nbytes, name, 0, compressor, price.ratio, price.seconds_per_byte)
+    yield from candidates(cluster, nbytes, name, 0, price)
     if name == "flat" and library == "nccl":
-        for plan in candidates(cluster, nbytes, TREE, 1, compressor, price.ratio, price.seconds_per_byte):
+        for plan in candidates(cluster, nbytes, TREE, 1, price):
             yield replace(plan, name="flat")
 
 
@@ -176,7 +174,7 @@ def _is_hidden(exposed: float, workload: Workload, last: Plan) -> bool:
 def _limit(plan: Plan, cluster: Cluster) -> str:
     if not plan.phases:
         return "nothing to send"
-    names = {"latency": "latency of messages", "processor": "encoding", cluster.levels[0].name: "node's links",
+    names = {"latency": "latency of messages", "processor": "processor", cluster.levels[0].name: "node's links",
              "inter_node": "network card"}
     return names.get(plan.limit, f"{plan.limit} links")
 

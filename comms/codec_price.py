@@ -6,11 +6,11 @@ by memory, or from a measurement on this machine.
 
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
+from gradwire.comms.price import EXACT, CodecPrice
 from gradwire.comms.transport.echo import EchoGroup
 from gradwire.compressors import registry
 from gradwire.compressors.base import Compressor, Layout, Slice
@@ -34,21 +34,6 @@ UNKNOWN_TOUCHED_NBYTES = 32.0
 """For a compressor that a user has registered."""
 
 
-@dataclass(frozen=True, slots=True)
-class CodecPrice:
-    """What a compressor does to one phase.
-
-    Attributes:
-        name: As in `compressor=`.
-        ratio: Bytes on the wire over those of an exact all-reduce of the same shard.
-        seconds_per_byte: Of the shard, for encoding and decoding on one rank.
-    """
-
-    name: str
-    ratio: float
-    seconds_per_byte: float
-
-
 def codec_price(name: str, layout: Layout, group_size: int, memory_bytes_per_second: float) -> CodecPrice:
     """The price of a compressor in its final state, warm-up over.
 
@@ -61,8 +46,8 @@ def codec_price(name: str, layout: Layout, group_size: int, memory_bytes_per_sec
     Raises:
         ValueError: No such compressor.
     """
-    if name == "none":
-        return CodecPrice(name, 1.0, 0.0)
+    if name == EXACT.name:
+        return EXACT
     touched = TOUCHED_NBYTES.get(name, UNKNOWN_TOUCHED_NBYTES)
     return CodecPrice(name, wire_ratio(final(name), layout, group_size),
                       touched / ELEMENT_NBYTES / memory_bytes_per_second)
@@ -79,29 +64,42 @@ def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float
     return compressor.wire_nbytes(layout, group_size) / exact if exact else 1.0
 
 
-def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 5) -> CodecPrice:
+def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 5,
+                   together: Callable[[], None] = lambda: None) -> CodecPrice:
     """The price with encoding and decoding timed here: the median of a few rounds, so that what else runs here counts.
+
+    Two sizes, the whole gradient and its first parameter, tell what each call costs from what each byte does.
 
     Args:
         name: As in `compressor=`.
-        layout: What is encoded; some 4 MB are enough.
+        layout: What is encoded; some 4 MB in several parameters are enough.
         group_size: As for `codec_price`.
         rounds: All-reduces timed, after one that is not.
+        together: Called before each: returns when all ranks of this machine have come, so that they share its cores as
+            they do in training.
     """
-    if name == "none":
-        return CodecPrice(name, 1.0, 0.0)
-    compressor, group = final(name), EchoGroup(group_size)
+    if name == EXACT.name:
+        return EXACT
+    group, first = EchoGroup(group_size), Layout(layout.slices[:1])
+    whole, part = (_timed(final(name), each, group, rounds, together) for each in (layout, first))
+    per_element = (whole - part) / (layout.numel - first.numel) if len(layout.slices) > 1 else whole / layout.numel
+    return CodecPrice(name, wire_ratio(final(name), layout, group_size), max(per_element, 0.0) / ELEMENT_NBYTES,
+                      max(part - per_element * first.numel, 0.0), group.rounds // (2 * (rounds + 1)), group.exchanged)
+
+
+def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, rounds: int, together: Callable[[], None]) -> float:
+    """The median seconds of an all-reduce in which nothing travels."""
     gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
     times = []
     for _ in range(rounds + 1):
         shard = gradient.clone()
+        together()
         began = time.perf_counter()
         for work in compressor.all_reduce(shard, layout, group):
             work.wait()
         times.append(time.perf_counter() - began)
         compressor.end_step(True)
-    seconds = statistics.median(times[1:])
-    return CodecPrice(name, wire_ratio(compressor, layout, group_size), seconds / (ELEMENT_NBYTES * layout.numel))
+    return statistics.median(times[1:])
 
 
 def layout_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gradwire.compressors.rules import Rule
 
 PLANS = ("auto", "flat", "hierarchical", "leader")
+FUSIONS = ("fixed", "auto")
 TRANSPORTS = ("auto", "gloo", "nccl", "mpi")
 ENVIRONMENT_PREFIX = "GRADWIRE_"
 
@@ -42,8 +43,12 @@ class Config:
     """Buckets travel together until they hold so many MiB; 0 sends each of DDP's buckets as it comes. For models wrapped
     with small buckets, see `gradwire.wrap`."""
 
+    fusion: str = "fixed"
+    """`fixed` joins buckets up to `fusion_mb`; `auto` watches when gradients come for the first steps and then, once, cuts
+    where the last transfer ends first. `tune` does that too, and tries before it believes."""
+
     probe: bool = False
-    """Measures latency and bandwidth of every level before the first step (about a second on 200 Mbit/s)."""
+    """Measures latency and bandwidth of every level before the first step (about five seconds on 200 Mbit/s)."""
 
     tune: bool = False
     """Measures for some steps which cuts, plan and number of chunks are fastest, and keeps those; see docs/tuning.md."""
@@ -71,6 +76,7 @@ class Config:
         if self.compressor is not None:
             _check_compressor(self.compressor)
         _check_choice("plan", self.plan, PLANS)
+        _check_choice("fusion", self.fusion, FUSIONS)
         _check_choice("transport", self.transport, TRANSPORTS)
         if self.chunks < 0:
             raise ValueError(f"`chunks` is {self.chunks}; wanted 0 (the planner chooses) or a positive number")
@@ -88,7 +94,7 @@ class Config:
         """The configuration that `options` and the environment give; an option wins over its variable.
 
         Variables: GRADWIRE_PLAN, GRADWIRE_CHUNKS, GRADWIRE_COMPRESSOR, GRADWIRE_TRANSPORT, GRADWIRE_FUSION_MB,
-        GRADWIRE_TIMEOUT_SECONDS, GRADWIRE_HOSTNAME, GRADWIRE_LOCATION (`region/rack`), GRADWIRE_NIC_BYTES_PER_SECOND.
+        GRADWIRE_FUSION, GRADWIRE_TIMEOUT_SECONDS, GRADWIRE_HOSTNAME, GRADWIRE_LOCATION (`region/rack`), GRADWIRE_NIC_BYTES_PER_SECOND.
 
         Raises:
             TypeError: An option has an unknown name.
@@ -111,7 +117,12 @@ class Config:
     @property
     def fuses(self) -> bool:
         """Whether buckets may travel together, or apart, in ways that change between steps."""
-        return self.fusion_mb > 0 or self.tune
+        return self.fusion_mb > 0 or self.learns_cuts
+
+    @property
+    def learns_cuts(self) -> bool:
+        """Whether the first steps are measured to find what should travel together."""
+        return self.tune or self.fusion == "auto"
 
     def shared(self) -> dict[str, str]:
         """The fields that must agree on all ranks, as text."""
@@ -178,6 +189,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "CHUNKS": ("chunks", int),
     "COMPRESSOR": ("compressor", str),
     "TRANSPORT": ("transport", str),
+    "FUSION": ("fusion", str),
     "FUSION_MB": ("fusion_mb", float),
     "TIMEOUT_SECONDS": ("timeout", _seconds),
     "HOSTNAME": ("hostname", str),

@@ -23,7 +23,7 @@ from itertools import pairwise
 import numpy as np
 
 from gradwire.comms.algorithms import flat_messages
-from gradwire.comms.plan import ALL_REDUCE, REDUCE_SCATTER, Phase
+from gradwire.comms.plan import ALL_REDUCE, REDUCE_SCATTER, RING, Phase
 from gradwire.comms.schedule import child_shares
 from gradwire.comms.traffic import Egress, Floats, shape_of
 from gradwire.topology.cluster import Cluster
@@ -37,15 +37,21 @@ class PhaseCost:
         alpha_seconds: Messages that follow one another.
         seconds_per_byte: Of the slowest link, for each byte of bucket.
         egress: Bytes that leave each unit, for each byte of bucket.
+        byte_share: Part of the time of the bytes for which the link is taken; other chunks fill the rest.
     """
 
     alpha_seconds: float
     seconds_per_byte: float
     egress: Egress
+    byte_share: float = 1.0
 
     def seconds(self, nbytes: float) -> float:
         """Predicted time for `nbytes` on the wire in place of the bucket."""
-        return self.alpha_seconds + nbytes * self.seconds_per_byte
+        return self.alpha_seconds + self.byte_seconds(nbytes)
+
+    def byte_seconds(self, nbytes: float) -> float:
+        """That without the latency."""
+        return nbytes * self.seconds_per_byte
 
 
 class CostModel:
@@ -88,7 +94,8 @@ class CostModel:
         crossed = self._shape.crossings(messages.sources, messages.targets)
         egress = self._shape.book(messages.sources, crossed, messages.nbytes)
         alphas = np.array([level.link.alpha_seconds for level in self.cluster.levels])
-        return PhaseCost(messages.critical_seconds(alphas[crossed]), self._slowest(egress), egress)
+        share = self.cluster.levels[-1].link.ring_share if algorithm == RING else 1.0
+        return PhaseCost(messages.critical_seconds(alphas[crossed]), self._slowest(egress) / share, egress)
 
     def _slowest(self, egress: Egress) -> float:
         slowest = 0.0
@@ -145,30 +152,14 @@ def sole_owner(bounds: Sequence[int]) -> int | None:
                  if bounds[index] == bounds[0] and bounds[index + 1] == bounds[-1] > bounds[0]), None)
 
 
-def pipelined_seconds(phases: Sequence[tuple[int, float]], chunks: int) -> float:
-    """Time of `chunks` equal chunks through phases that overlap: the first one's way, then the busiest level.
-
-    Phases on one level share its links, so they do not overlap with each other.
-
-    Args:
-        phases: Level (or any other number for what else is shared) and seconds of each phase, for one chunk.
-        chunks: How many.
-    """
-    busy = _busy(phases)
-    return sum(busy.values()) + (chunks - 1) * max(busy.values(), default=0.0)
-
-
 def busiest_resource(phases: Sequence[tuple[int, float]]) -> tuple[int, float]:
     """What is occupied longest, and for how many seconds; (0, 0.0) where there is nothing.
 
     Args:
-        phases: As for `pipelined_seconds`.
+        phases: Level (or any other number for what else is shared) and seconds of each phase, for one chunk. Phases on
+            one level share its links, so they do not overlap with each other.
     """
-    return max(_busy(phases).items(), key=lambda item: item[1], default=(0, 0.0))
-
-
-def _busy(phases: Sequence[tuple[int, float]]) -> dict[int, float]:
     busy: dict[int, float] = {}
     for level, seconds in phases:
         busy[level] = busy.get(level, 0.0) + seconds
-    return busy
+    return max(busy.items(), key=lambda item: item[1], default=(0, 0.0))

@@ -7,14 +7,15 @@ decided by the plan alone, so all ranks hop alike, also those that have nothing 
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from gradwire.comms.compressed import LaneGroup, Switch, run_compressed
 from gradwire.comms.groups import Groups
 from gradwire.comms.lanes import Hop, Lane
-from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Phase, Plan
+from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, Phase, Plan
+from gradwire.comms.rank_order import rank_order_ladder
 from gradwire.comms.report import Ledger
 from gradwire.comms.schedule import Transfer
 from gradwire.comms.transport.shm import ShmGroup
@@ -90,7 +91,7 @@ class Executor:
             if scale != 1.0 and (compressed or not self._scales(mine)):
                 chunk.flat[chunk.start:chunk.stop].mul_(scale)
                 scale = 1.0
-            run = self._shrink if compressed else self._in_two_halves if self._in_rank_order(phase) else self._at_once
+            run = self._shrink if compressed else self._up_and_down if self._in_rank_order(phase) else self._at_once
             last = yield from run(chunk, mine, lane, index, scale)
             scale = 1.0
             if self._hops(phase):
@@ -105,13 +106,17 @@ class Executor:
         return _Last([self._issue(chunk.flat, transfer, lane, scale) for transfer in transfers])
         yield
 
-    def _in_two_halves(self, chunk: Chunk, transfers: list[Transfer], lane: Lane, index: int,
-                       scale: float) -> Generator[Hop, None, _Last]:
-        """An all_reduce whose sums run in rank order, as a reduce_scatter and an all_gather."""
-        halves = [both_halves(transfer) for transfer in transfers]
-        sums = [self._issue(chunk.flat, scatter, lane, scale) for scatter, _ in halves]
-        yield Hop((index, 1), Works(sums))
-        return _Last([self._issue(chunk.flat, gather, (index, 1), 1.0) for _, gather in halves])
+    def _up_and_down(self, chunk: Chunk, transfers: list[Transfer], lane: Lane, index: int,
+                     scale: float) -> Generator[Hop, None, _Last]:
+        """An all_reduce whose sums do not depend on where an element lies: rung after rung, a lane each."""
+        ladders = [rank_order_ladder(transfer, self._rank, self._groups.is_synchronous) for transfer in transfers]
+        works: list[Work] = []
+        for step, rung in enumerate(zip(*ladders, strict=True)):
+            if step:
+                lane, scale = (index, step), 1.0
+                yield Hop(lane, Works(works))
+            works = [self._issue(chunk.flat, transfer, lane, scale) for transfer in rung if transfer.start < transfer.stop]
+        return _Last(works)
 
     def _shrink(self, chunk: Chunk, transfers: list[Transfer], lane: Lane, index: int,
                 scale: float) -> Generator[Hop, None, _Last]:
@@ -142,14 +147,3 @@ class Executor:
                 return group.all_reduce(view, scale)
             return group.reduce_scatter(view, transfer.bounds, scale)
         return group.all_reduce(view) if transfer.op == ALL_REDUCE else group.reduce_scatter(view, transfer.bounds)
-
-
-def both_halves(transfer: Transfer) -> tuple[Transfer, Transfer]:
-    """An all_reduce as a reduce_scatter and an all_gather over nearly equal slices, with the same bytes in all.
-
-    A ring starts the sum of each slice at another rank, so the order of an element's sum, and its last bits, depend
-    on where it lies; slices that are summed in rank order by their owner make it depend on nothing.
-    """
-    numel, count = transfer.stop - transfer.start, len(transfer.members)
-    bounds = (*(numel // count * place for place in range(count)), numel)
-    return replace(transfer, op=REDUCE_SCATTER, bounds=bounds), replace(transfer, op=ALL_GATHER, bounds=bounds)

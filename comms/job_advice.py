@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from gradwire.comms.advise import Advice, Workload, advise
-from gradwire.comms.codec_price import GPU_BYTES_PER_SECOND, CodecPrice, codec_price, measured_price, square_layout
+from gradwire.comms.codec_price import GPU_BYTES_PER_SECOND, codec_price, measured_price, square_layout
+from gradwire.comms.price import CodecPrice
 from gradwire.comms.stepwatch import Observed
 from gradwire.compressors import registry
 from gradwire.topology.cluster import Cluster

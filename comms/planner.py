@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from gradwire.comms.cost import CostModel, PhaseCost, busiest, busiest_resource, pipelined_seconds
+from gradwire.comms.cost import CostModel, PhaseCost, busiest, busiest_resource
 from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, HALVING_DOUBLING, REDUCE_SCATTER, RING, TREE, Phase, Plan
+from gradwire.comms.price import EXACT, EXCHANGE_ROUNDS, CodecPrice
 from gradwire.topology.cluster import Cluster
 
 CHUNK_COUNTS = (1, 2, 4, 8, 16)
@@ -32,8 +33,7 @@ PROCESSOR = -1
 
 
 def plan_all_reduce(cluster: Cluster, nbytes: int, *, name: str = "auto", chunks: int = 0,
-                    compressor: str | None = None, ratio: float = 1.0, codec_seconds_per_byte: float = 0.0,
-                    library: str = "gloo") -> Plan:
+                    price: CodecPrice = EXACT, library: str = "gloo") -> Plan:
     """The cheapest plan for an all-reduce of one bucket.
 
     Args:
@@ -41,9 +41,7 @@ def plan_all_reduce(cluster: Cluster, nbytes: int, *, name: str = "auto", chunks
         nbytes: Size of the bucket.
         name: `auto`, or the plan to force: `flat`, `hierarchical`, `leader`.
         chunks: Pieces to cut the bucket into; 0 chooses.
-        compressor: Who shrinks the phase over the slowest level.
-        ratio: Bytes on the wire over bytes of the region in that phase.
-        codec_seconds_per_byte: What a rank needs to encode and decode a byte of its region in that phase.
+        price: Of the compressor that shrinks the phase over the slowest level.
         library: Who runs the flat plan: `gloo` runs a ring, `nccl` takes the faster of ring and tree.
 
     Raises:
@@ -51,7 +49,7 @@ def plan_all_reduce(cluster: Cluster, nbytes: int, *, name: str = "auto", chunks
     """
     names = ("flat", "hierarchical", "leader") if name == "auto" else (name,)
     plans = [plan for each in names
-             for plan in candidates(cluster, nbytes, each, chunks, compressor, ratio, codec_seconds_per_byte)]
+             for plan in candidates(cluster, nbytes, each, chunks, price)]
     best = _most_chunks(plans)
     if name != "auto":
         return with_reason(best, "Asked for by name.")
@@ -60,7 +58,7 @@ def plan_all_reduce(cluster: Cluster, nbytes: int, *, name: str = "auto", chunks
         return with_reason(flat, "There is one level of links: a hierarchy has nothing to save.")
     rival = flat
     if library == "nccl":
-        tree = next(candidates(cluster, nbytes, TREE, 1, compressor, ratio, codec_seconds_per_byte))
+        tree = next(candidates(cluster, nbytes, TREE, 1, price))
         rival = min(flat, replace(tree, name="flat"), key=lambda plan: plan.seconds)
     if best.seconds > rival.seconds * (1 - MINIMUM_GAIN):
         against = " than NCCL's tree" if rival is not flat else ""
@@ -76,25 +74,28 @@ def _most_chunks(plans: list[Plan]) -> Plan:
     return max(alike, key=lambda plan: plan.chunks)
 
 
-def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, compressor: str | None = None,
-               ratio: float = 1.0, codec_seconds_per_byte: float = 0.0) -> Iterator[Plan]:
+def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price: CodecPrice = EXACT) -> Iterator[Plan]:
     """Every priced plan of one name: one for each number of chunks worth trying, one chunk first."""
-    phases = make_phases(cluster, name, compressor)
+    phases = make_phases(cluster, name, None if price.name == EXACT.name else price.name)
     costs, shares = _costs(cluster, name)
-    shrink = [ratio if phase.compressor else 1.0 for phase in phases]
-    codec = sum(codec_seconds_per_byte * share for phase, share in zip(phases, shares, strict=True) if phase.compressor)
-    traffic = busiest(cluster, [(cost, nbytes * factor) for cost, factor in zip(costs, shrink, strict=True)])
+    costs = tuple(_compressed(cluster, phase, cost, price) if phase.compressor else cost
+                  for phase, cost in zip(phases, costs, strict=True))
+    encoded = [share for phase, share in zip(phases, shares, strict=True) if phase.compressor]
+    traffic = busiest(cluster, [(cost, nbytes * price.ratio if phase.compressor else nbytes)
+                                for phase, cost in zip(phases, costs, strict=True)])
+    outermost = phases[len(phases) // 2].level if phases else 0  # down, across, up again
+    gap = cluster.levels[outermost].link.gap_seconds
     for count in (chunks,) if chunks else CHUNK_COUNTS:
         if count == 1 or chunks or nbytes / count >= MINIMUM_CHUNK_NBYTES:
-            pieces = [(phase.level, cost.seconds(nbytes / count * factor / _share(cluster, phase)))
-                      for phase, cost, factor in zip(phases, costs, shrink, strict=True)]
-            pieces.append((PROCESSOR, codec * nbytes / count))
-            busiest_level, busy = busiest_resource(pieces)
-            limit = "processor" if busiest_level == PROCESSOR else cluster.levels[busiest_level].name
-            if 2 * sum(cost.alpha_seconds for phase, cost in zip(phases, costs, strict=True)
-                       if phase.level == busiest_level) > busy:
-                limit = "latency"
-            yield Plan(name, phases, count, nbytes, pipelined_seconds(pieces, count), traffic, "", limit, count * busy)
+            part = nbytes / count
+            codec = sum(price.seconds(part * share) for share in encoded)
+            alone = codec + sum(cost.seconds(part) for cost in costs)
+            pieces = [(phase.level, cost.seconds(part) if gap is None else cost.byte_share * cost.byte_seconds(part))
+                      for phase, cost in zip(phases, costs, strict=True)]
+            level, busy = busiest_resource([*pieces, (PROCESSOR, codec + (gap or 0.0))])
+            latency = sum(cost.alpha_seconds for phase, cost in zip(phases, costs, strict=True) if phase.level == level)
+            limit = "latency" if 2 * latency > busy else "processor" if level == PROCESSOR else cluster.levels[level].name
+            yield Plan(name, phases, count, nbytes, alone + (count - 1) * busy, traffic, "", limit, count * busy)
 
 
 def make_phases(cluster: Cluster, name: str, compressor: str | None = None) -> tuple[Phase, ...]:
@@ -118,9 +119,16 @@ def make_phases(cluster: Cluster, name: str, compressor: str | None = None) -> t
     return (*down, Phase(ALL_REDUCE, top, compressor=compressor), *up)
 
 
-def _share(cluster: Cluster, phase: Phase) -> float:
-    """The part of the bandwidth that a phase reaches: payloads are exchanged, not passed around a ring."""
-    return cluster.levels[phase.level].link.exchange_share if phase.compressor else 1.0
+def _compressed(cluster: Cluster, phase: Phase, cost: PhaseCost, price: CodecPrice) -> PhaseCost:
+    """The cost of a phase that a compressor runs, for each byte of bucket."""
+    link = cluster.levels[phase.level].link
+    alpha, per_byte = cost.alpha_seconds * price.rounds / EXCHANGE_ROUNDS, cost.seconds_per_byte * price.ratio
+    if not price.exchanged:
+        return replace(cost, alpha_seconds=alpha, seconds_per_byte=per_byte)
+    if link.exchange_alpha_seconds is not None and not phase.whole:
+        alpha = price.rounds * (cluster.widest(phase.level) - 1) * link.exchange_alpha_seconds
+    return replace(cost, alpha_seconds=alpha, seconds_per_byte=per_byte / link.exchange_share,
+                   byte_share=link.exchange_gap_share)
 
 
 @lru_cache(maxsize=128)

@@ -2,7 +2,8 @@
 
 Each level gets a small and a large all-reduce; the model's own formula, read backwards, turns the two times into a
 latency and a bandwidth. The outer levels run below a reduce_scatter, as in a hierarchical plan, so that all cards and
-flows of a node are in use; what the inner levels take is subtracted.
+flows of a node are in use; what the inner levels take is subtracted. All ranks measure at once, so the threads that pass
+a collective on, and the cores that the ranks of a machine share, are in the latency.
 """
 
 import statistics
@@ -18,11 +19,24 @@ from gradwire.comms.cost import CostModel
 from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Phase, Plan
 from gradwire.topology.cluster import Cluster, Level, Link, Unit
 
-SMALL_NBYTES = 64 << 10
+SMALL_NBYTES = 16 << 10
+"""Small enough to be latency alone, also where a traffic shaper lets the first 64 kB pass unshaped."""
+
 LARGE_NBYTES = 4 << 20
 """Large enough that latency is a small part on 10 Gbit/s, small enough to take a third of a second on 200 Mbit/s."""
 
-ROUNDS = 3
+ROUNDS = {SMALL_NBYTES: 15, LARGE_NBYTES: 5}
+WARM_UP_ROUNDS = {SMALL_NBYTES: 4, LARGE_NBYTES: 1}
+"""What is short is disturbed more easily; the first rounds make connections and threads, and do not count."""
+
+MANY, FEW = 8, 4
+"""Chunks: of the small size each, and of the large one together."""
+
+LARGEST_HIDDEN = 0.75
+"""No more of an exchange than this is taken to be idle, whatever a disturbed measurement says."""
+
+BARRIER_NUMEL = 64
+"""For each rank: so that every rank has a part in it, and none can leave before all have come."""
 
 _known: dict[tuple[tuple[Unit, ...], str], tuple[Level, ...]] = {}
 
@@ -40,29 +54,42 @@ def probe(communicator: Communicator, consensus: Consensus) -> tuple[Level, ...]
     known = consensus.decide(place in _known, all)
     if not known:
         levels = list(communicator.cluster.levels)
+        ruler = _Ruler(communicator, consensus)
         for number in range(communicator.cluster.depth):
             if communicator.cluster.widest(number) > 1:
                 cluster = replace(communicator.cluster, levels=tuple(levels))
-                times = [_measure(communicator, consensus, probe_phases(cluster, number), nbytes)
-                         for nbytes in (SMALL_NBYTES, LARGE_NBYTES)]
-                levels[number] = replace(levels[number], link=fitted(cluster, number, times[0], times[1]))
-        _known[place] = tuple(_with_exchange(communicator, consensus, levels))
+                phases = probe_phases(cluster, number)
+                small, large = (ruler.seconds(phases, nbytes) for nbytes in (SMALL_NBYTES, LARGE_NBYTES))
+                levels[number] = replace(levels[number], link=fitted(cluster, number, small, large))
+        _known[place] = _with_shares(ruler, communicator.cluster, levels)
     communicator.routes.measured(_known[place])
     return _known[place]
 
 
-def _with_exchange(communicator: Communicator, consensus: Consensus, levels: list[Level]) -> list[Level]:
-    """The levels, with how well the outermost, where payloads are exchanged, does that on more than two units."""
-    number = max((each for each in range(len(levels)) if communicator.cluster.widest(each) > 1), default=0)
-    if number == 0 or communicator.cluster.widest(number) <= 2:
-        return levels
-    cluster = replace(communicator.cluster, levels=tuple(levels))
-    times = [_measure(communicator, consensus, probe_phases(cluster, number, exchange=True), nbytes)
-             for nbytes in (SMALL_NBYTES, LARGE_NBYTES)]
-    rate = fitted(cluster, number, *times).bytes_per_second
-    share = min(1.0, rate / levels[number].link.bytes_per_second)
-    return [*levels[:number], replace(levels[number], link=replace(levels[number].link, exchange_share=share)),
-            *levels[number + 1:]]
+def _with_shares(ruler: "_Ruler", cluster: Cluster, levels: list[Level]) -> tuple[Level, ...]:
+    """The levels, with how the outermost one stands chunks, exchanges of payloads, and a ring through all ranks."""
+    number = max((each for each in range(len(levels)) if cluster.widest(each) > 1), default=0)
+    if number == 0:
+        return tuple(levels)
+    cluster, link = replace(cluster, levels=tuple(levels)), levels[number].link
+    exchange = probe_phases(cluster, number, exchange=True)
+    small, large = (ruler.seconds(exchange, nbytes) for nbytes in (SMALL_NBYTES, LARGE_NBYTES))
+    gap = (ruler.seconds(exchange, SMALL_NBYTES, MANY) - small) / (MANY - 1)
+    found = fitted(cluster, number, small, large)
+    hidden = (large - ruler.seconds(exchange, LARGE_NBYTES, FEW)) / (1 - 1 / FEW)
+    link = replace(link, gap_seconds=max(gap, 0.0), exchange_share=found.bytes_per_second / link.bytes_per_second,
+                   exchange_alpha_seconds=found.alpha_seconds,
+                   exchange_gap_share=1 - min(max(hidden / large, 0.0), LARGEST_HIDDEN))
+    ring = (Phase(ALL_REDUCE, number, whole=True),)
+    model = CostModel(cluster, {}).phase(ring[0])
+    took = ruler.seconds(ring, LARGE_NBYTES) - ruler.seconds(ring, SMALL_NBYTES)
+    share = model.seconds_per_byte * (LARGE_NBYTES - SMALL_NBYTES) / max(took, 1e-9)
+    levels[number] = replace(levels[number], link=replace(link, ring_share=min(share, 1.0)))
+    return tuple(levels)
+
+
+def _parts(phases: tuple[Phase, ...]) -> dict[int, int]:
+    return {phase.level: phase.parts for phase in phases if phase.op == REDUCE_SCATTER}
 
 
 def probe_phases(cluster: Cluster, level: int, *, exchange: bool = False) -> tuple[Phase, ...]:
@@ -94,7 +121,7 @@ def fitted(cluster: Cluster, level: int, small_seconds: float, large_seconds: fl
     """
     old = cluster.levels[level].link
     phases = probe_phases(cluster, level)
-    model = CostModel(cluster, {phase.level: phase.parts for phase in phases if phase.op == REDUCE_SCATTER})
+    model = CostModel(cluster, _parts(phases))
     costs = {phase: model.phase(phase) for phase in phases}
     small, large = (max(seconds - sum(cost.seconds(nbytes) for phase, cost in costs.items() if phase.level != level), 1e-9)
                     for seconds, nbytes in ((small_seconds, SMALL_NBYTES), (large_seconds, LARGE_NBYTES)))
@@ -106,22 +133,43 @@ def fitted(cluster: Cluster, level: int, small_seconds: float, large_seconds: fl
                    bytes_per_second=sent / per_byte)
 
 
-def _measure(communicator: Communicator, consensus: Consensus, phases: tuple[Phase, ...], nbytes: int) -> float:
-    """The median of a few rounds on the slowest rank; the first makes the connections and does not count."""
-    plan = Plan("probe", phases, 1, nbytes, 0.0, {}, "A measurement.")
-    flat = torch.zeros(nbytes // 4, device=communicator.device)
-    times = []
-    for _ in range(ROUNDS + 1):
-        consensus.decide(None, lambda ranks: None)  # begin together
-        began = time.perf_counter()
-        communicator.run(flat, plan).wait()
-        if communicator.device.type == "cuda":
-            torch.cuda.synchronize(communicator.device)
-        times.append(time.perf_counter() - began)
-    slowest = consensus.decide(statistics.median(times[1:]), _largest)
-    assert isinstance(slowest, float)
-    return slowest
+class _Ruler:
+    """Times plans on all ranks at once.
+
+    Args:
+        communicator: Whose groups are used.
+        consensus: All its ranks'.
+    """
+
+    def __init__(self, communicator: Communicator, consensus: Consensus) -> None:
+        self._communicator = communicator
+        self._consensus = consensus
+
+    def seconds(self, phases: tuple[Phase, ...], nbytes: int, chunks: int = 1) -> float:
+        """A usual round, of which the slowest rank counts.
+
+        Args:
+            phases: What is run.
+            nbytes: Of the bucket; of a chunk, where it is SMALL_NBYTES.
+            chunks: Pieces that the bucket travels in.
+        """
+        numel = nbytes // 4 * (chunks if nbytes == SMALL_NBYTES else 1)
+        plan = Plan("probe", phases, chunks, 4 * numel, 0.0, {}, "A measurement.")
+        device = self._communicator.device
+        flat, barrier = (torch.zeros(each, device=device) for each in (numel, BARRIER_NUMEL * self._communicator.size))
+        times = []
+        for _ in range(WARM_UP_ROUNDS[nbytes] + ROUNDS[nbytes]):
+            self._communicator.run(barrier, replace(plan, chunks=1)).wait()  # ranks leave a store's wait 50 ms apart
+            began = time.perf_counter()
+            self._communicator.run(flat, plan).wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - began)
+        slowest = self._consensus.decide(times[WARM_UP_ROUNDS[nbytes]:], _usual)
+        assert isinstance(slowest, float)
+        return slowest
 
 
-def _largest(values: Sequence[object]) -> object:
-    return max(value for value in values if isinstance(value, float))
+def _usual(ranks: Sequence[object]) -> object:
+    """The median round, of which the slowest rank counts."""
+    return statistics.median(max(each) for each in zip(*(times for times in ranks if isinstance(times, list)), strict=True))

@@ -62,11 +62,11 @@ class Reducer:
         threshold_nbytes = round(config.fusion_mb * 2**20)
         self.fusion = Fusion(self._launch, FusionPlan(threshold_nbytes=threshold_nbytes))
         self._plans = self._consensus(store, f"fusion/{name}", FUSION_TIMEOUT)
-        if config.tune or config.probe:
+        if config.learns_cuts or config.probe:
             probe(self.communicator, self._consensus(store, f"probe/{name}", config.timeout))
         self.communicator.routes.settle(threshold_nbytes or BUCKET_NBYTES)
         self._tuning = (Tuning(self.communicator, self.fusion, store, name, fingerprint(names.shapes))
-                        if config.tune else None)
+                        if config.learns_cuts else None)
 
     def reduce(self, bucket: GradBucket) -> FutureTensor:
         """Averages one bucket over all ranks; the future's value is the bucket's own buffer."""

@@ -11,6 +11,7 @@ from gradwire.comms.codec_price import wire_ratio
 from gradwire.comms.config import Config
 from gradwire.comms.plan import Plan
 from gradwire.comms.planner import plan_all_reduce, with_reason
+from gradwire.comms.price import CodecPrice
 from gradwire.comms.schedule import Partition, Schedule, Transfer, even_partition
 from gradwire.compressors.base import Compressor, Layout
 from gradwire.topology.cluster import Cluster, Level
@@ -116,7 +117,7 @@ class Routes:
             plan = plan_all_reduce(self.cluster, flat.nbytes, name=self.plan_name, chunks=self.chunks, library=self.library)
             return with_reason(plan, self._why) if self._why else plan
         return plan_all_reduce(self.cluster, flat.nbytes, name="hierarchical", chunks=self.chunks,
-                               compressor=self._compressor.name, ratio=wire_ratio(self._compressor, layout, nodes))
+                               price=CodecPrice(self._compressor.name, wire_ratio(self._compressor, layout, nodes)))
 
     def _partition(self, layout: Layout | None) -> Partition:
         compressor = self._compressor

@@ -40,7 +40,8 @@ class Tuning:
         self._clock = clock
         self._ended = self._began = clock()
         self._arrivals: list[float] = []
-        self._file = Path(config.tune_profile) if config.tune_profile and communicator.rank == 0 else None
+        keeps = config.tune and communicator.rank == 0
+        self._file = Path(config.tune_profile) if config.tune_profile and keeps else None
         self._key: dict[str, object] = {
             "model": model, "world": communicator.size, "topology": fingerprint(cluster.locations),
             "device": communicator.device.type, "torch": torch.__version__,
@@ -51,7 +52,7 @@ class Tuning:
         plans = PLANS if config.plan == "auto" else ()
         self.tuner = Tuner(incumbent, lambda sizes, arrivals: propose(communicator.cluster, incumbent, sizes, arrivals, plans),
                            consensus, known=load(self._file, self._key) if self._file else None, budget=budget,
-                           record=self._record, found=self._found)
+                           trials=config.tune, record=self._record, found=self._found)
         self._applied = incumbent
 
     def bucket_came(self) -> None:

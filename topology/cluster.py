@@ -24,8 +24,13 @@ class Link:
         nics: Network cards that share that bandwidth equally; one flow goes through one of them.
         channels: Flows that one sender opens to its neighbour: gloo 1, NCCL about two for each card.
         stream_bytes_per_second: What one flow can carry, whatever the card does: a TCP stream on a fast card.
-        exchange_share: Part of the bandwidth that an exchange of payloads (all_to_all, then all_gather) reaches beside a
-            ring: each of its two rounds waits for the last message.
+        gap_seconds: What each further chunk takes of the processor, all its phases together, while alpha passes unseen
+            behind other chunks; None: not known, and alpha keeps the link.
+        ring_share: Part of the bandwidth that one ring over all ranks reaches: inside a node it goes through sockets.
+        exchange_share: Part of the bandwidth that a lone exchange of payloads (all_to_all, then all_gather) reaches: each
+            of its two rounds waits for the last message.
+        exchange_gap_share: Part of such an exchange that keeps the link; other chunks fill the rest.
+        exchange_alpha_seconds: For each message of such an exchange; None: as for any other.
     """
 
     alpha_seconds: float
@@ -33,12 +38,17 @@ class Link:
     nics: int = 1
     channels: int = 1
     stream_bytes_per_second: float = math.inf
+    gap_seconds: float | None = None
+    ring_share: float = 1.0
     exchange_share: float = 1.0
+    exchange_gap_share: float = 1.0
+    exchange_alpha_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha_seconds < math.inf:
-            raise ValueError(f"`alpha_seconds` is {self.alpha_seconds}; wanted a finite number >= 0")
-        for name in ("bytes_per_second", "stream_bytes_per_second", "exchange_share"):
+        for name in ("alpha_seconds", "gap_seconds", "exchange_alpha_seconds"):
+            if not 0 <= (getattr(self, name) or 0.0) < math.inf:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; wanted a finite number >= 0")
+        for name in ("bytes_per_second", "stream_bytes_per_second", "ring_share", "exchange_share", "exchange_gap_share"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; wanted a number > 0")
         for name in ("nics", "channels"):

@@ -13,36 +13,50 @@ class EchoGroup:
 
     Args:
         size: Number of ranks.
+
+    Attributes:
+        rounds: Times so far that every rank would have waited for every other: 2 for a ring's all_reduce, else 1.
+        exchanged: Whether there was an all_to_all or an all_gather.
     """
 
     def __init__(self, size: int) -> None:
         self.rank = 0
         self.size = size
+        self.rounds = 0
+        self.exchanged = False
 
     def all_reduce(self, tensor: Tensor) -> Done:
         """See `Group.all_reduce`."""
+        self.rounds += 2
         tensor.mul_(self.size)
         return Done()
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Done:
         """See `Group.all_to_all`: everybody's first part."""
+        self.rounds += 1
+        self.exchanged = True
         output.copy_(torch.cat([source.chunk(self.size)[0]] * self.size) if source.numel() else source)
         return Done()
 
     def all_gather(self, output: Tensor, source: Tensor) -> Done:
         """See `Group.all_gather`."""
+        self.rounds += 1
+        self.exchanged = True
         output.view(self.size, -1).copy_(source.view(1, -1))
         return Done()
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int]) -> Done:
         """See `Group.reduce_scatter`."""
+        self.rounds += 1
         tensor[bounds[0]:bounds[1]].mul_(self.size)
         return Done()
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Done:
         """See `Group.all_gather_slices`: the other slices are what this rank holds of them."""
+        self.rounds += 1
         return Done()
 
     def broadcast(self, tensor: Tensor, root: int) -> Done:
         """See `Group.broadcast`."""
+        self.rounds += 1
         return Done()

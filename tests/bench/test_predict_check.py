@@ -1,6 +1,7 @@
-"""What is predicted for a cluster is what its network cards carry; the times stand beside it in docs/cost_model.md."""
+"""What is predicted for a cluster is what its network cards carry, and about the time that it takes."""
 
 import json
+import statistics
 import sys
 
 import pytest
@@ -9,25 +10,54 @@ from gradwire.bench.cluster import Cluster
 
 pytestmark = pytest.mark.netns
 
-NBYTES = 2_000_000
+ATTEMPTS = 3
+STEADY = 1.1
+"""A measurement counts where the medians of its even and of its odd rounds differ by less than this factor."""
+
+EXACT = ["flat", "hierarchical"]
+
+Case = dict[str, object]
 
 
-def sent(cluster: Cluster, rounds: int, compressors: str) -> tuple[int, list[dict[str, object]]]:
-    command = [sys.executable, "-m", "gradwire.bench.predict_check", "--gradient-mb", str(NBYTES / 1e6), "--rounds", str(rounds),
-               "--compressors", compressors]
-    result = cluster.run(command, timeout_seconds=100)
+def timed(nodes: list[int], nbytes: int, rounds: int, names: list[str]) -> tuple[int, list[Case]]:
+    """What the busiest network card sent, and what was predicted and measured of each case."""
+    command = [sys.executable, "-m", "gradwire.bench.predict_check", "--gradient-mb", str(nbytes / 1e6), "--rounds", str(rounds),
+               "--cases", ",".join(names)]
+    with Cluster(nodes, nic="200mbit") as cluster:
+        result = cluster.run(command, timeout_seconds=200)
     result.check()
     lines = [line for line in result.output[0].splitlines() if line.startswith("{")]
     return result.busiest_nic_bytes, [json.loads(line) for line in lines[1:]]
 
 
 def test_the_cards_carry_what_was_predicted() -> None:
-    with Cluster([2, 2], nic="200mbit") as cluster:
-        few, _ = sent(cluster, 1, "none")
-        many, cases = sent(cluster, 1 + 4, "none")
+    few, _ = timed([2, 2], 2_000_000, 1, EXACT)
+    many, cases = timed([2, 2], 2_000_000, 1 + 4, EXACT)
     predicted = 4 * sum(float(str(case["nic_nbytes"])) for case in cases)
-    # Headers, acknowledgements and the words of the consensus: 4 to 6 % at this size.
+    # Headers, acknowledgements and the ranks' words to each other: 4 to 6 % at this size.
     assert predicted < many - few < 1.12 * predicted
-    for case in cases:
-        print(case["plan"], case["compressor"], "predicted / measured seconds:", case["ratio"])
-        assert float(str(case["predicted_seconds"])) > 0
+
+
+def steady(case: Case) -> bool:
+    """Whether every other round takes as long as the rounds between: else something else ran here meanwhile."""
+    rounds = case["rounds_seconds"]
+    assert isinstance(rounds, list)
+    one, other = float(statistics.median(rounds[::2])), float(statistics.median(rounds[1::2]))
+    return max(one, other) < STEADY * min(one, other)
+
+
+@pytest.mark.parametrize("nodes", [[2] * 2, [2] * 4, [4] * 4], ids=["2x2", "4x2", "4x4"])
+def test_exact_plans_take_within_20_percent_of_what_was_predicted(nodes: list[int]) -> None:
+    """How far compressors are from that, docs/cost_model.md says."""
+    left, missed = list(EXACT), dict[str, list[float]]()
+    for _ in range(ATTEMPTS):  # what was missed, or disturbed, is probed, predicted and measured anew
+        _, cases = timed(nodes, 8 << 20, 6, left)
+        ratios = {str(case["name"]): float(str(case["ratio"])) for case in cases if steady(case)}
+        left = [name for name in left if not 0.8 < ratios.get(name, 0.0) < 1.2]
+        for name in left:
+            missed.setdefault(name, []).extend(ratios[name] for _ in range(name in ratios))
+        if not left:
+            return
+    wrong = {name: missed[name] for name in left if missed[name]}
+    assert not wrong, f"predicted over measured seconds, in each attempt that was not disturbed: {wrong}"
+    pytest.skip(f"something else kept this machine busy: {', '.join(left)} never took the same time twice")

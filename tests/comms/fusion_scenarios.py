@@ -70,6 +70,8 @@ def main() -> None:
     found["unused_steps"] = state.steps
     found["joined"], _ = train(10, batches=4 + RANK, fusion_mb=0.05)
     found["joined_again"], _ = train(10, batches=4 + RANK, fusion_mb=25)
+    found["calculated"], _ = train(12, fusion="auto", fusion_mb=0.05, plan="hierarchical")
+    found["not_calculated"], _ = train(12, fusion_mb=0.05, plan="hierarchical")
     found["tuned"], state = train(160, fusion_mb=0.05, tune=True, plan="hierarchical",
                                   tune_profile=str(FOLDER / f"profile{RANK}.json"))
     found["advice"] = str(state.advise())

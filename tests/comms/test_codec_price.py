@@ -38,10 +38,24 @@ def test_powersgd_depends_on_the_shapes() -> None:
 @pytest.mark.parametrize("name", registry.names())
 def test_encoding_is_measured_or_computed_and_costs_nothing_only_where_nothing_is_encoded(name: str) -> None:
     computed, measured = codec_price(name, LAYOUT, 2, 2e10), measured_price(name, LAYOUT, 2, rounds=1)
-    assert (computed.seconds_per_byte > 0) == (measured.seconds_per_byte > 0) == (name != "none")
+    assert (computed.seconds(4 << 20) > 0) == (measured.seconds(4 << 20) > 0) == (name != "none")
     assert measured.ratio == computed.ratio
 
 
 @pytest.mark.parametrize("nbytes", [1, 4, 1 << 20, 4 * 1024 * 1024 + 4, 113_200_000])
 def test_an_unknown_gradient_has_the_size_that_was_given(nbytes: int) -> None:
     assert 4 * square_layout(nbytes).numel == pytest.approx(nbytes, abs=4)
+
+
+@pytest.mark.parametrize(("name", "rounds"), [("int8", 2), ("fp16", 2), ("powersgd", 4), ("dgc", 1)])
+def test_rounds_are_counted_as_they_are_run(name: str, rounds: int) -> None:
+    # Powersgd's two factors are two rings; dgc gathers once.
+    price = measured_price(name, LAYOUT, 2, rounds=1)
+    assert price.rounds == rounds
+    assert price.exchanged == (name != "powersgd")
+
+
+def test_all_ranks_of_a_machine_are_called_together_before_every_round() -> None:
+    calls: list[None] = []
+    measured_price("int8", LAYOUT, 2, rounds=3, together=lambda: calls.append(None))
+    assert len(calls) == 2 * (1 + 3)

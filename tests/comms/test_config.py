@@ -10,6 +10,7 @@ from gradwire.comms.config import Config
 @pytest.mark.parametrize(("options", "message"), [
     ({"plan": "ring"}, "`plan` is 'ring'; wanted one of auto, flat, hierarchical, leader"),
     ({"transport": "smoke"}, "`transport` is 'smoke'"),
+    ({"fusion": "some"}, "`fusion` is 'some'; wanted one of fixed, auto"),
     ({"chunks": -1}, "`chunks` is -1"),
     ({"timeout": timedelta(0)}, "`timeout` is 0:00:00"),
     ({"location": ("a", "b", "c")}, "`location` is"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from gradwire.comms.planner import candidates, plan_all_reduce
+from gradwire.comms.price import CodecPrice
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 
 GRADIENT_NBYTES = 113_200_000  # Swin-T, 28.3 M float32
@@ -96,9 +97,8 @@ def test_pipelining_pays_where_the_inside_of_the_node_is_slow() -> None:
 
 def test_encoding_and_decoding_are_paid_for() -> None:
     cluster = nodes_of_8(4)
-    free = plan_all_reduce(cluster, GRADIENT_NBYTES, name="hierarchical", chunks=1, compressor="int8", ratio=0.25)
-    paid = plan_all_reduce(cluster, GRADIENT_NBYTES, name="hierarchical", chunks=1, compressor="int8", ratio=0.25,
-                           codec_seconds_per_byte=1e-9)
+    free = plan_all_reduce(cluster, GRADIENT_NBYTES, name="hierarchical", chunks=1, price=CodecPrice("int8", 0.25))
+    paid = plan_all_reduce(cluster, GRADIENT_NBYTES, name="hierarchical", chunks=1, price=CodecPrice("int8", 0.25, 1e-9))
     assert paid.seconds - free.seconds == pytest.approx(GRADIENT_NBYTES / 8 * 1e-9)  # each rank codes its own eighth
     assert free.bytes_by_level["inter_node"] == pytest.approx(1.5 * 0.25 * GRADIENT_NBYTES)
 
@@ -122,3 +122,41 @@ def test_a_link_that_cannot_be_is_refused(field: str, value: float) -> None:
     changes: dict[str, Any] = {field: value}
     with pytest.raises(ValueError, match=f"`{field}` is"):
         replace(Link(1e-6, 1e9), **changes)
+
+
+def with_nic(cluster: Cluster, **measured: Any) -> Cluster:
+    inner, nic = cluster.levels
+    return replace(cluster, levels=(inner, replace(nic, link=replace(nic.link, **measured))))
+
+
+def test_a_gap_costs_one_chunk_nothing_and_is_hidden_while_the_link_is_busy() -> None:
+    cluster = nodes_of_8(4)
+    small, large = (with_nic(cluster, gap_seconds=gap) for gap in (1e-4, 1e-1))
+    assert seconds(small, "hierarchical", chunks=1) == seconds(large, "hierarchical", chunks=1) == seconds(cluster, "hierarchical")
+    wire = 1.5 * GRADIENT_NBYTES / cluster.levels[1].link.bytes_per_second
+    assert seconds(small, "hierarchical", chunks=8) < wire + seconds(cluster, "hierarchical") / 8
+    assert seconds(large, "hierarchical", chunks=8) > 7 * 1e-1
+
+
+def test_what_an_exchange_leaves_idle_other_chunks_fill() -> None:
+    price = CodecPrice("int8", 0.25)
+    poor = with_nic(nodes_of_8(4), gap_seconds=0.0, exchange_share=0.5, exchange_gap_share=0.5)
+    good = with_nic(nodes_of_8(4), gap_seconds=0.0)
+    shared, whole = ({count: next(candidates(each, GRADIENT_NBYTES, "hierarchical", count, price)).seconds for count in (1, 16)}
+                  for each in (poor, good))
+    assert shared[1] > 1.8 * whole[1]
+    assert shared[16] == pytest.approx(whole[16], rel=0.1)
+
+
+def test_a_ring_of_factors_is_not_an_exchange() -> None:
+    poor = with_nic(nodes_of_8(4), exchange_share=0.5)
+    ring, exchanged = (next(candidates(poor, GRADIENT_NBYTES, "hierarchical", 1, CodecPrice("x", 0.25, exchanged=each))).seconds
+                       for each in (False, True))
+    assert exchanged > 1.8 * ring
+
+
+def test_the_share_that_a_flat_ring_reaches_slows_no_other_plan() -> None:
+    slow = with_nic(nodes_of_8(4), ring_share=0.5)
+    assert seconds(slow, "flat") > 1.9 * seconds(nodes_of_8(4), "flat")
+    for name in ("hierarchical", "tree", "halving_doubling"):
+        assert seconds(slow, name) == seconds(nodes_of_8(4), name)

@@ -12,6 +12,7 @@ from gradwire.comms.consensus import Consensus
 from gradwire.comms.cost import CostModel
 from gradwire.comms.plan import REDUCE_SCATTER
 from gradwire.comms.planner import candidates
+from gradwire.comms.price import EXACT, CodecPrice
 from gradwire.comms.probe import LARGE_NBYTES, SMALL_NBYTES, fitted, probe, probe_phases
 from gradwire.comms.transport.threads import run_ranks
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
@@ -62,8 +63,8 @@ def test_every_rank_plans_with_the_same_measured_links(nodes: str) -> None:
 def test_payloads_are_priced_with_the_share_that_an_exchange_reaches() -> None:
     cluster = cluster_with((2, 4), Link(5e-6, 5e9), Link(0.0, 25e6))
     slower = cluster_with((2, 4), Link(5e-6, 5e9), Link(0.0, 25e6, exchange_share=0.5))
-    for compressor, factor in ((None, 1.0), ("int8", 2.0)):
-        fast, slow = (next(candidates(each, 1 << 24, "hierarchical", 1, compressor, 0.25)) for each in (cluster, slower))
+    for price, factor in ((EXACT, 1.0), (CodecPrice("int8", 0.25), 2.0)):
+        fast, slow = (next(candidates(each, 1 << 24, "hierarchical", 1, price)) for each in (cluster, slower))
         inside = sum(Link(5e-6, 5e9).seconds(1, 1 << 23) for _ in range(2))
         assert (slow.seconds - inside) / (fast.seconds - inside) == pytest.approx(factor)
 

@@ -20,12 +20,12 @@ OTHERS = [Setting(f"number {index}", (index,), SIZES, 0, "hierarchical", 0) for 
 
 
 def train(seconds: dict[str, float], steps: int, noise: float = 0.0, size: int = 2, slow_rank: dict[str, float] | None = None,
-          drift_at: int = 10**9, known: Setting | None = None) -> list[tuple[list[str], Tuner]]:
+          drift_at: int = 10**9, known: Setting | None = None, trials: bool = True) -> list[tuple[list[str], Tuner]]:
     store = HashStore()
 
     def run(rank: int) -> tuple[list[str], Tuner]:
         tuner = Tuner(INCUMBENT, lambda sizes, arrivals: OTHERS, Consensus(store, rank, size, "t", timedelta(seconds=20)),
-                      budget=BUDGET, known=known if rank == 0 else None)
+                      budget=BUDGET, known=known if rank == 0 else None, trials=trials)
         luck = random.Random(rank)
         tried = []
         for step in range(steps):
@@ -88,6 +88,13 @@ def test_a_profile_is_tried_before_it_is_believed() -> None:
         for tried, tuner in train(FLAT | {"from a profile": seconds}, 150, known=known):
             assert "from a profile" in tried
             assert tuner.setting.label == expected
+
+
+def test_without_trials_the_first_proposal_is_taken_for_good() -> None:
+    for tried, tuner in train(FLAT | {"number 1": 3.0}, 60, trials=False):
+        began = BUDGET.settle_steps + 1 + BUDGET.profile_steps
+        assert tried == ["as begun"] * began + ["number 1"] * (60 - began)
+        assert not tuner.tuning
 
 
 def test_proposals_are_distinct_exact_and_fit_the_buckets() -> None:

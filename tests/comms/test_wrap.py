@@ -42,13 +42,14 @@ def results(folder: Path) -> Results:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(NODES))]
 
 
-@pytest.mark.parametrize("name", ["small", "all", "changing", "unused", "joined", "tuned"])
+@pytest.mark.parametrize("name", ["small", "all", "changing", "unused", "joined", "calculated", "tuned"])
 def test_all_ranks_end_with_the_same_bits(results: Results, name: str) -> None:
     assert len({result[name] for result in results}) == 1
 
 
 @pytest.mark.parametrize(("one", "other"), [("small", "all"), ("small", "changing"), ("unused", "unused_again"),
-                                            ("joined", "joined_again"), ("tuned", "not_tuned")])
+                                            ("joined", "joined_again"), ("calculated", "not_calculated"),
+                                            ("tuned", "not_tuned")])
 def test_no_plan_changes_a_bit(results: Results, one: str, other: str) -> None:
     assert results[0][one] == results[0][other]
 
