@@ -1,0 +1,63 @@
+"""The results as Markdown tables."""
+
+from collections.abc import Sequence
+
+from gradwire.bench.convergence_methods import METHODS, PLAIN
+from gradwire.bench.convergence_reach import ending, mean_curve, seconds_to, steps_to, target
+from gradwire.bench.convergence_record import Record, Speed
+from gradwire.bench.convergence_speed import LINKS
+from gradwire.bench.convergence_tasks import TASKS, Facts
+
+
+def tables(record: Record) -> str:
+    """Returns a heading, a line of facts and a table for each task that was trained."""
+    parts = []
+    for make in TASKS.values():
+        facts = make().facts
+        if record.runs_of(facts.name, PLAIN):
+            parts.append("\n".join([f"### {facts.title}", "", _introduction(record, facts), "", *_table(record, facts)]))
+    return "\n\n".join([*parts, f"Machine: {record.machine}."])
+
+
+def _introduction(record: Record, facts: Facts) -> str:
+    wanted = target(record, facts)
+    text = (f"{facts.steps} steps, {len(record.runs_of(facts.name, PLAIN))} seeds; quality: {facts.quality}. To reach: "
+            f"{wanted:.2f}, which is plain DDP's mean within {facts.tolerance:g}.")
+    for speed in _speeds(record, facts):
+        share = 1.0 - speed.free_seconds / speed.seconds(PLAIN)
+        text += (f" On {speed.nic} links plain DDP spends {share:.0%} of its step on communication "
+                 f"({speed.free_seconds:.3f} s without a limit).")
+    return text
+
+
+def _speeds(record: Record, facts: Facts) -> list[Speed]:
+    return [speed for share in LINKS if (speed := record.speed_of(facts.name, share)) is not None]
+
+
+def _table(record: Record, facts: Facts) -> list[str]:
+    speeds = _speeds(record, facts)
+    lines = [_line(["method", "final", "lowest to highest", "steps to reach",
+                    *(word for speed in speeds for word in (f"s per step, {speed.nic}", "time to quality", "speed-up"))])]
+    lines.append("|---" * (lines[0].count("|") - 1) + "|")
+    for method in METHODS[facts.optimizer]:
+        runs = record.runs_of(facts.name, method.name)
+        if not runs:
+            continue
+        end = ending(runs)
+        steps = steps_to(mean_curve(runs), target(record, facts), facts.higher_is_better)
+        lines.append(_line([method.name, f"{end.mean:.2f}", f"{end.low:.2f} to {end.high:.2f}",
+                            "never" if steps is None else f"{steps:.0f}",
+                            *(word for speed in speeds for word in _times(record, facts, method.name, speed))]))
+    return lines
+
+
+def _times(record: Record, facts: Facts, method: str, speed: Speed) -> tuple[str, str, str]:
+    per_step = f"{speed.seconds(method):.3f}"
+    seconds, plain = seconds_to(record, facts, method, speed), seconds_to(record, facts, PLAIN, speed)
+    if seconds is None or plain is None:
+        return per_step, "never", ""
+    return per_step, f"{seconds:.0f} s", f"{plain / seconds:.2f}x"
+
+
+def _line(words: Sequence[str]) -> str:
+    return f"| {' | '.join(words)} |"
