@@ -31,6 +31,7 @@ from gradwire.comms.store import PollingStore
 from gradwire.comms.tune_profile import fingerprint
 from gradwire.comms.tuning import Tuning
 from gradwire.compressors.base import Layout, StateDict, StateValue
+from gradwire.compressors.first_step import check_at_first_step
 
 log = logging.getLogger("gradwire")
 
@@ -85,6 +86,8 @@ class HookState:
     def bind(self, model: nn.Module) -> None:
         """Takes parameter names from `model`, and its process group where it is a DDP model; connects the ranks."""
         self.names.bind(model)
+        if self.config.compressor is not None:
+            check_at_first_step(model, self.config.compressor, self.config.compressor_options)
         self._group = getattr(model, "process_group", None) or self._group
         parameter = next(model.parameters(), None)
         if parameter is None:
