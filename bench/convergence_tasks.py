@@ -79,7 +79,7 @@ class SmallCnn(nn.Sequential):
 class FashionTask:
     """Test accuracy of the CNN under SGD with momentum 0.9; 32 images a rank and step."""
 
-    epochs: int = 2
+    epochs: int = 1
     batch: int = 32
     facts: Facts = field(init=False)
 
@@ -142,7 +142,7 @@ class TextTask:
     validation_batches: int = 6
     facts: Facts = field(default=Facts(
         name="text", title="byte-level transformer of 0.5 M parameters on the standard library's source, AdamW",
-        quality="bits per byte on held-out text", higher_is_better=False, tolerance=0.03, steps=400, optimizer="adamw"))
+        quality="bits per byte on held-out text", higher_is_better=False, tolerance=0.03, steps=300, optimizer="adamw"))
 
     def load(self) -> None:
         """See `Task.load`."""
