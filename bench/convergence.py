@@ -2,7 +2,7 @@
 
     python -m gradwire.bench.convergence quality --json runs.json       # every task, method and seed; half an hour
     python -m gradwire.bench.convergence speed --json runs.json         # seconds per step on emulated links; needs root
-    python -m gradwire.bench.convergence show --json runs.json --draw docs/convergence
+    python -m gradwire.bench.convergence show --json runs.json --page docs/convergence.md --draw docs/convergence
 
 All of it goes into one file. Runs that are in it already are not repeated, so that a stopped measurement goes on.
 """
@@ -16,7 +16,7 @@ from gradwire.bench.convergence_plot import draw
 from gradwire.bench.convergence_quality import method_of, train
 from gradwire.bench.convergence_record import Record
 from gradwire.bench.convergence_speed import LINKS, measure
-from gradwire.bench.convergence_table import tables
+from gradwire.bench.convergence_table import replace_tables, tables
 from gradwire.bench.convergence_tasks import TASKS
 from gradwire.bench.signals import clean_end
 
@@ -24,27 +24,22 @@ SEEDS = (0, 1, 2)
 
 
 def measure_quality(record: Record, options: argparse.Namespace) -> None:
-    """Trains what the record does not hold yet, and adds each run as it ends.
+    """Trains what the record does not hold yet, and adds each run as it ends: every method once before any twice.
 
     Args:
         record: Added to, in its file too.
         options: Of `build_parser`.
     """
-    left = options.limit
-    for name in options.task or TASKS:
-        task = TASKS[name]()
-        for word in options.method or [method.name for method in METHODS[task.facts.optimizer]]:
-            method = method_of(task, word)
-            for seed in options.seed or SEEDS:
-                if record.has_run(name, method.name, seed):
-                    continue
-                if left == 0:
-                    return
-                left -= 1
-                task.load()
-                run = train(task, method, seed)
-                record.add_run(run)
-                print(f"{name}, {method.name}, seed {seed}: {run.final:.3f} {task.facts.quality}", flush=True)
+    tasks = [TASKS[name]() for name in options.task or TASKS]
+    pairs = [(task, method_of(task, word)) for task in tasks
+             for word in options.method or [method.name for method in METHODS[task.facts.optimizer]]]
+    missing = [(seed, task, method) for seed in options.seed or SEEDS for task, method in pairs
+               if not record.has_run(task.facts.name, method.name, seed)]
+    for seed, task, method in missing[: options.limit]:
+        task.load()
+        run = train(task, method, seed)
+        record.add_run(run)
+        print(f"{task.facts.name}, {method.name}, seed {seed}: {run.final:.3f} {task.facts.quality}", flush=True)
 
 
 def measure_speed(record: Record, options: argparse.Namespace) -> None:
@@ -74,8 +69,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", action="append", type=int, help=f"repeatable (default: {SEEDS})")
     parser.add_argument("--share", action="append", type=float, choices=LINKS,
                         help="of the rate at which plain DDP spends half of its step on the link (default: all)")
-    parser.add_argument("--limit", type=int, default=-1, metavar="N", help="stop after N training runs")
+    parser.add_argument("--limit", type=int, metavar="N", help="stop after N training runs (default: none missing)")
     parser.add_argument("--draw", type=Path, metavar="NAME", help="with show: pictures NAME-TASK.png")
+    parser.add_argument("--page", type=Path, metavar="FILE.md", help="with show: the tables replace those of this page")
     return parser
 
 
@@ -91,6 +87,8 @@ def main(argv: list[str]) -> int:
                 measure_speed(record, options)
             else:
                 print(tables(record))
+                if options.page:
+                    replace_tables(options.page, tables(record))
                 for picture in draw(record, options.draw) if options.draw else []:
                     print(picture)
     except (ValueError, RuntimeError) as error:

@@ -1,12 +1,29 @@
 """The results as Markdown tables."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from gradwire.bench.convergence_methods import METHODS, PLAIN
 from gradwire.bench.convergence_reach import ending, mean_curve, seconds_to, steps_to, target
 from gradwire.bench.convergence_record import Record, Speed
 from gradwire.bench.convergence_speed import LINKS
 from gradwire.bench.convergence_tasks import TASKS, Facts
+
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+"""Between them a page holds the tables."""
+
+
+def replace_tables(page: Path, text: str) -> None:
+    """Puts `text` where a page holds its tables.
+
+    Raises:
+        ValueError: The page has no such place.
+    """
+    before, begin, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"`--page` {page} has no lines `{BEGIN}` and `{END}`; put them where the tables belong")
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
 
 
 def tables(record: Record) -> str:
@@ -21,7 +38,7 @@ def tables(record: Record) -> str:
 
 def _introduction(record: Record, facts: Facts) -> str:
     wanted = target(record, facts)
-    text = (f"{facts.steps} steps, {len(record.runs_of(facts.name, PLAIN))} seeds; quality: {facts.quality}. To reach: "
+    text = (f"{facts.steps} steps; quality: {facts.quality}. To reach: "
             f"{wanted:.2f}, which is plain DDP's mean within {facts.tolerance:g}.")
     for speed in _speeds(record, facts):
         share = 1.0 - speed.free_seconds / speed.seconds(PLAIN)
@@ -36,7 +53,7 @@ def _speeds(record: Record, facts: Facts) -> list[Speed]:
 
 def _table(record: Record, facts: Facts) -> list[str]:
     speeds = _speeds(record, facts)
-    lines = [_line(["method", "final", "lowest to highest", "steps to reach",
+    lines = [_line(["method", "final", "lowest to highest", "seeds", "steps to reach",
                     *(word for speed in speeds for word in (f"s per step, {speed.nic}", "time to quality", "speed-up"))])]
     lines.append("|---" * (lines[0].count("|") - 1) + "|")
     for method in METHODS[facts.optimizer]:
@@ -45,7 +62,7 @@ def _table(record: Record, facts: Facts) -> list[str]:
             continue
         end = ending(runs)
         steps = steps_to(mean_curve(runs), target(record, facts), facts.higher_is_better)
-        lines.append(_line([method.name, f"{end.mean:.2f}", f"{end.low:.2f} to {end.high:.2f}",
+        lines.append(_line([method.name, f"{end.mean:.2f}", f"{end.low:.2f} to {end.high:.2f}", f"{len(runs)}",
                             "never" if steps is None else f"{steps:.0f}",
                             *(word for speed in speeds for word in _times(record, facts, method.name, speed))]))
     return lines
