@@ -34,10 +34,22 @@ def mean_curve(runs: Sequence[Run]) -> list[tuple[int, float]]:
             for points in zip(*(run.curve for run in runs), strict=True)]
 
 
-def target(record: Record, facts: Facts) -> float:
-    """Returns the quality to reach: plain DDP's mean, less the tolerance."""
+def plain_runs(record: Record, task: str, method: str) -> list[Run]:
+    """Returns plain DDP's runs of the seeds that the method was trained with: weights and batches are theirs too."""
+    seeds = {run.seed for run in record.runs_of(task, method)}
+    return [run for run in record.runs_of(task, PLAIN) if run.seed in seeds]
+
+
+def target(record: Record, facts: Facts, method: str = PLAIN) -> float:
+    """Returns the quality that a method has to reach: plain DDP's mean over the same seeds, less the tolerance."""
     sign = -1.0 if facts.higher_is_better else 1.0
-    return ending(record.runs_of(facts.name, PLAIN)).mean + sign * facts.tolerance
+    return ending(plain_runs(record, facts.name, method)).mean + sign * facts.tolerance
+
+
+def steps_of(record: Record, facts: Facts, method: str) -> float | None:
+    """Returns after how many steps the method's mean curve reaches its target; None if it never does."""
+    curve = mean_curve(record.runs_of(facts.name, method))
+    return steps_to(curve, target(record, facts, method), facts.higher_is_better)
 
 
 def steps_to(curve: Sequence[tuple[int, float]], wanted: float, higher_is_better: bool) -> float | None:
@@ -59,15 +71,20 @@ def steps_to(curve: Sequence[tuple[int, float]], wanted: float, higher_is_better
     return None
 
 
-def seconds_to(record: Record, facts: Facts, method: str, speed: Speed) -> float | None:
-    """Returns the seconds in which a method reaches plain DDP's quality on a link; None if it never does.
+def seconds_after(steps: float, run: Run, speed: Speed) -> float:
+    """Returns how long so many steps take on a link; the dense ones at the start count as dense.
 
-    The dense steps at the start count with the seconds of a dense step.
+    Args:
+        steps: Taken from the beginning.
+        run: One of the method.
+        speed: Of the task on the link.
     """
-    runs = record.runs_of(facts.name, method)
-    steps = steps_to(mean_curve(runs), target(record, facts), facts.higher_is_better)
-    if steps is None:
-        return None
-    dense = min(steps, runs[0].dense_steps)
-    dense_seconds = speed.seconds(PLAIN if method == ONEBIT_ADAM else DENSE) if dense else 0.0
-    return dense * dense_seconds + (steps - dense) * speed.seconds(method)
+    dense = min(steps, run.dense_steps)
+    dense_seconds = speed.seconds(PLAIN if run.method == ONEBIT_ADAM else DENSE) if dense else 0.0
+    return dense * dense_seconds + (steps - dense) * speed.seconds(run.method)
+
+
+def seconds_to(record: Record, facts: Facts, method: str, speed: Speed) -> float | None:
+    """Returns the seconds in which a method reaches plain DDP's quality on a link; None if it never does."""
+    steps = steps_of(record, facts, method)
+    return None if steps is None else seconds_after(steps, record.runs_of(facts.name, method)[0], speed)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradwire.bench.convergence_methods import METHODS, PLAIN
-from gradwire.bench.convergence_reach import ending, mean_curve, seconds_to, steps_to, target
+from gradwire.bench.convergence_reach import ending, plain_runs, seconds_to, steps_of, target
 from gradwire.bench.convergence_record import Record, Speed
 from gradwire.bench.convergence_speed import LINKS
 from gradwire.bench.convergence_tasks import TASKS, Facts
@@ -53,7 +53,7 @@ def _speeds(record: Record, facts: Facts) -> list[Speed]:
 
 def _table(record: Record, facts: Facts) -> list[str]:
     speeds = _speeds(record, facts)
-    lines = [_line(["method", "final", "lowest to highest", "seeds", "steps to reach",
+    lines = [_line(["method", "final", "against plain DDP", "lowest to highest", "seeds", "steps to reach",
                     *(word for speed in speeds for word in (f"s per step, {speed.nic}", "time to quality", "speed-up"))])]
     lines.append("|---" * (lines[0].count("|") - 1) + "|")
     for method in METHODS[facts.optimizer]:
@@ -61,8 +61,9 @@ def _table(record: Record, facts: Facts) -> list[str]:
         if not runs:
             continue
         end = ending(runs)
-        steps = steps_to(mean_curve(runs), target(record, facts), facts.higher_is_better)
-        lines.append(_line([method.name, f"{end.mean:.2f}", f"{end.low:.2f} to {end.high:.2f}", f"{len(runs)}",
+        steps = steps_of(record, facts, method.name)
+        apart = end.mean - ending(plain_runs(record, facts.name, method.name)).mean
+        lines.append(_line([method.name, f"{end.mean:.2f}", f"{apart:+.2f}", f"{end.low:.2f} to {end.high:.2f}", f"{len(runs)}",
                             "never" if steps is None else f"{steps:.0f}",
                             *(word for speed in speeds for word in _times(record, facts, method.name, speed))]))
     return lines

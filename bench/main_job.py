@@ -165,7 +165,7 @@ def main(argv: list[str]) -> int:
         prog="python -m gradwire.bench.main_job", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--hook", action="append", help=f"rows of the table (default {' '.join(HOOKS)}); repeatable")
-    parser.add_argument("--steps", type=int, default=80, help="optimizer steps of each (default 80)")
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each (default 60)")
     parser.add_argument("--batch", type=int, default=24, help="sequences per rank and step (default 24)")
     parser.add_argument("--nic", metavar="RATE", help="rate of the links (default: measured, see above)")
     parser.add_argument("--logical", action="store_true", help="logical nodes even where links could be emulated")
