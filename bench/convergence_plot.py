@@ -50,8 +50,8 @@ def _draw_task(record: Record, facts: Facts, speeds: list[Speed], file: Path) ->
     for axes, speed in zip(panels, speeds, strict=True):
         _draw_link(axes, record, facts, speed)
     panels[0].set_ylabel(facts.quality)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
-    figure.suptitle(f"{facts.title}: quality over time, 2 nodes x 2 ranks", fontsize=11)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    figure.suptitle(f"{facts.title}: quality over time, 2 nodes x 2 ranks", fontsize=11, x=0.01, ha="left")
     figure.text(0.01, -0.01, "means over the seeds, bands from the worst to the best; "
                 f"dotted: plain DDP's quality within {facts.tolerance:g}; time is steps times the measured seconds per "
                 f"step\n{speeds[0].machine}; python -m gradwire.bench.convergence", fontsize=8, color="#555555", va="top")

@@ -56,17 +56,18 @@ def _table(record: Record, facts: Facts) -> list[str]:
     lines = [_line(["method", "final", "against plain DDP", "lowest to highest", "seeds", "steps to reach",
                     *(word for speed in speeds for word in (f"s per step, {speed.nic}", "time to quality", "speed-up"))])]
     lines.append("|---" * (lines[0].count("|") - 1) + "|")
+    missing = [method.name for method in METHODS[facts.optimizer] if not record.runs_of(facts.name, method.name)]
     for method in METHODS[facts.optimizer]:
-        runs = record.runs_of(facts.name, method.name)
-        if not runs:
+        if method.name in missing:
             continue
+        runs = record.runs_of(facts.name, method.name)
         end = ending(runs)
         steps = steps_of(record, facts, method.name)
         apart = end.mean - ending(plain_runs(record, facts.name, method.name)).mean
         lines.append(_line([method.name, f"{end.mean:.2f}", f"{apart:+.2f}", f"{end.low:.2f} to {end.high:.2f}", f"{len(runs)}",
                             "never" if steps is None else f"{steps:.0f}",
                             *(word for speed in speeds for word in _times(record, facts, method.name, speed))]))
-    return lines
+    return lines + (["", f"Not trained yet: {'; '.join(missing)}."] if missing else [])
 
 
 def _times(record: Record, facts: Facts, method: str, speed: Speed) -> tuple[str, str, str]:
