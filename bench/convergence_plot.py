@@ -55,7 +55,7 @@ def _draw_task(record: Record, facts: Facts, speeds: list[Speed], file: Path) ->
     figure.text(0.01, -0.01, "means over the seeds, bands from the worst to the best; "
                 f"dotted: plain DDP's quality within {facts.tolerance:g}; time is steps times the measured seconds per "
                 f"step\n{speeds[0].machine}; python -m gradwire.bench.convergence", fontsize=8, color="#555555", va="top")
-    figure.savefig(file, dpi=110, bbox_inches="tight")
+    figure.savefig(file, dpi=90, bbox_inches="tight")
     pyplot.close(figure)
 
 
