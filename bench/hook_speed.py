@@ -2,6 +2,7 @@
 
     python -m gradwire.bench.hook_speed                       # every cluster of `CASES`; needs root
     python -m gradwire.bench.hook_speed 2x2 3+1 --json FILE
+    python -m gradwire.bench.hook_speed 2x2 --compressor fp16,onebit,dgc,powersgd
 
 On each cluster plain DDP (a flat ring over gloo), a bare gloo all_reduce and gradwire's hook take turns in one process
 group. The link's limit is 2(N-1)/N * S / B for N nodes, S bytes and B bytes per second: every node must let (N-1)/N of
@@ -11,7 +12,9 @@ all-reduce algorithms for clusters of workstations (JPDC 2009), section 3, with 
 
 import argparse
 import json
+import math
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,6 +33,7 @@ from gradwire.bench.compare_rounds import Contender, take_turns
 from gradwire.bench.machine import machine_line
 from gradwire.bench.rate import format_rate, parse_rate
 from gradwire.bench.signals import clean_end
+from gradwire.bench.ways import check_compressor, without_warmup
 
 CASES = {
     "2x2": ((2, 2), "contiguous"),
@@ -89,42 +93,65 @@ class OneBucket(nn.Module):
     16 ranks on two cores pay eight times for every pass over memory, and would hide the link behind it.
     """
 
-    def __init__(self, numel: int) -> None:
+    def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(numel))
+        self.weight = nn.Parameter(torch.zeros(shape))
 
     def forward(self, gradient: Tensor) -> Tensor:
-        """The loss whose gradient is `gradient` (1-D float32)."""
+        """The loss whose gradient is `gradient`, a float32 tensor of the weight's shape."""
         loss: Tensor = Given.apply(self.weight, gradient)  # type: ignore[no-untyped-call]
         return loss
 
 
-def _ddp(numel: int) -> DistributedDataParallel:
-    return DistributedDataParallel(OneBucket(numel), bucket_cap_mb=2 * numel * 4 // 2**20 + 1, gradient_as_bucket_view=True)
+def matrix_shape(numel: int) -> tuple[int, int]:
+    """The matrix of so many elements that is nearest to a square: PowerSGD compresses nothing that has one dimension."""
+    rows = next(rows for rows in range(math.isqrt(numel), 0, -1) if numel % rows == 0)
+    return rows, numel // rows
 
 
-def _step(model: DistributedDataParallel, own: Tensor, mean: Tensor, name: str) -> Contender:
-    """A contender that takes one forward and backward pass, and checks the gradient outside of the timed rounds."""
+def _ddp(shape: tuple[int, ...]) -> DistributedDataParallel:
+    return DistributedDataParallel(OneBucket(shape), bucket_cap_mb=2 * math.prod(shape) * 4 // 2**20 + 1,
+                                   gradient_as_bucket_view=True)
+
+
+def _step(model: DistributedDataParallel, own: Tensor, mean: Tensor | None, name: str) -> Contender:
+    """A contender that takes a forward and backward pass; before the timed rounds it must give `mean`, if one is given."""
     def step(number: int) -> None:
         model.zero_grad(set_to_none=False)
         model(own).backward()
-        if number == 0 and not torch.equal(model.module.weight.grad, mean):
+        if number == 0 and mean is not None and not torch.equal(model.module.weight.grad, mean):
             raise RuntimeError(f"{name} gave a wrong gradient")
 
     return Contender(name, step)
 
 
-def contenders(place: Place, numel: int, bytes_per_second: float) -> list[Contender]:
+def contenders(place: Place, numel: int, bytes_per_second: float, compressors: list[str]) -> list[Contender]:
     """The ways to average one bucket; all ranks make them in the same order."""
     # Integers whose mean is exact in float32 in whatever order they are added.
     own = torch.arange(numel, dtype=torch.float32).remainder_(1021).mul_(place.world_size).add_(place.rank)
     mean = own - place.rank + (place.world_size - 1) / 2
-    plain, told, untold = _ddp(numel), _ddp(numel), _ddp(numel)
-    for model, rate in ((told, bytes_per_second), (untold, None)):
-        model.register_comm_hook(gradwire.HookState(model, nic_bytes_per_second=rate), gradwire.comm_hook)
-    flat = own.clone()
-    return [_step(plain, own, mean, PLAIN), Contender(RING, lambda _: _all_reduce(flat)),
-            _step(told, own, mean, GRADWIRE), _step(untold, own, mean, UNTOLD)]
+    plain, told = _ddp((numel,)), _ddp((numel,))
+    _hook(told, bytes_per_second)
+    always = [_step(plain, own, mean, PLAIN), _step(told, own, mean, GRADWIRE)]
+    if compressors:
+        return always + [_compressed(name, matrix_shape(numel), place.rank, bytes_per_second) for name in compressors]
+    untold, flat = _ddp((numel,)), own.clone()
+    _hook(untold, None)
+    return [*always, Contender(RING, lambda _: _all_reduce(flat)), _step(untold, own, mean, UNTOLD)]
+
+
+def _hook(model: DistributedDataParallel, rate: float | None, compressor: str | None = None) -> None:
+    options = {} if compressor is None else without_warmup(compressor)
+    state = gradwire.HookState(model, nic_bytes_per_second=rate, compressor=compressor, compressor_options=options)
+    model.register_comm_hook(state, gradwire.comm_hook)
+
+
+def _compressed(name: str, shape: tuple[int, int], rank: int, rate: float) -> Contender:
+    """A contender that compresses normally distributed gradients, from the first step on."""
+    model = _ddp(shape)
+    _hook(model, rate, name)
+    own = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
+    return _step(model, own, None, f"{GRADWIRE} {name}")
 
 
 def _all_reduce(flat: Tensor) -> None:
@@ -136,12 +163,12 @@ def rank_main(place: Place, arguments: list[str]) -> int:
 
     Args:
         place: Where this rank is.
-        arguments: Elements in the bucket, rounds, bytes per second of the links.
+        arguments: Elements in the bucket, rounds, bytes per second of the links, compressors.
     """
     torch.set_num_threads(1)
     numel, rounds, bytes_per_second = int(arguments[0]), int(arguments[1]), float(arguments[2])
     place.connect()
-    entrants = contenders(place, numel, bytes_per_second)
+    entrants = contenders(place, numel, bytes_per_second, arguments[3:])
     take_turns(entrants, rounds=rounds, warmup=2, interface=place.interface)
     if place.rank == 0:
         print(json.dumps([{"name": one.name, "seconds": one.seconds, "nic_nbytes": one.nic_nbytes}
@@ -151,7 +178,7 @@ def rank_main(place: Place, arguments: list[str]) -> int:
     return 0
 
 
-def measure(case: str, nic: str, numel: int, rounds: int) -> list[Result]:
+def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[str] = ()) -> list[Result]:
     """Runs all contenders on one emulated cluster.
 
     Args:
@@ -159,6 +186,7 @@ def measure(case: str, nic: str, numel: int, rounds: int) -> list[Result]:
         nic: Rate of each node's link.
         numel: float32 elements in the bucket.
         rounds: Timed rounds.
+        compressors: Compare these, instead of the ways without one.
 
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
@@ -167,7 +195,7 @@ def measure(case: str, nic: str, numel: int, rounds: int) -> list[Result]:
     bytes_per_second = parse_rate(nic, "--nic") / 8
     with Cluster([1] * len(nodes), nic) as cluster:
         outcome = run_forked(cluster, "gradwire.bench.hook_speed",
-                             [str(numel), str(rounds), str(bytes_per_second)], nodes=nodes, order=order,
+                             [str(numel), str(rounds), str(bytes_per_second), *compressors], nodes=nodes, order=order,
                              timeout_seconds=540)
     outcome.check()
     lower_bound = 2 * (len(nodes) - 1) / len(nodes) * numel * 4
@@ -198,6 +226,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--nic", default="200mbit", help="rate of each node's link (default 200mbit)")
     parser.add_argument("--megabytes", type=float, default=16.0, help="size of the bucket in 10^6 bytes (default 16)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
+    parser.add_argument("--compressor", metavar="NAMES", help="compare these, with commas, instead of the ways without")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     return parser
 
@@ -209,10 +238,17 @@ def main(argv: list[str]) -> int:
     if unknown:
         print(f"hook_speed: `CASE` is {unknown[0]!r}; wanted one of {', '.join(CASES)}", file=sys.stderr)
         return 2
+    compressors = options.compressor.split(",") if options.compressor else []
+    try:
+        for name in compressors:
+            check_compressor(name)
+    except ValueError as error:
+        print(f"hook_speed: {error}", file=sys.stderr)
+        return 2
     results = []
     with clean_end():
         for case in options.cases or CASES:
-            results += measure(case, options.nic, round(options.megabytes * 1e6 / 4), options.rounds)
+            results += measure(case, options.nic, round(options.megabytes * 1e6 / 4), options.rounds, compressors)
     rate = format_rate(parse_rate(options.nic, "--nic"))
     title = f"{options.megabytes:g} MB, links of {rate}, median of {options.rounds} rounds; {machine_line()}"
     Console(width=110).print(table(results, title))

@@ -20,6 +20,7 @@ from gradwire.comms.names import ParameterNames
 from gradwire.comms.reducer import Reducer
 from gradwire.comms.report import Report
 from gradwire.compressors.base import StateDict, StateValue
+from gradwire.compressors.first_step import check_at_first_step
 
 log = logging.getLogger("gradwire")
 
@@ -63,6 +64,8 @@ class HookState:
     def bind(self, model: nn.Module) -> None:
         """Takes parameter names from `model`, and its process group where it is a DDP model; connects the ranks."""
         self.names.bind(model)
+        if self.config.compressor is not None:
+            check_at_first_step(model, self.config.compressor, self.config.compressor_options)
         self._group = getattr(model, "process_group", None) or self._group
         parameter = next(model.parameters(), None)
         if parameter is None:

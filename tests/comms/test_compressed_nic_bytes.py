@@ -1,0 +1,31 @@
+"""Law: through the hook, a compressed step on 2 nodes sends no more over the busiest NIC than its share of the gradient.
+
+The shares hold headers, acknowledgements and the dense bias; the kernel counts them on the emulated network card.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradwire.bench.cluster import Cluster
+
+SCRIPT = Path(__file__).parent / "compressed_nic_bytes_job.py"
+SHARES = {"none": 1.05, "fp16": 0.53, "bf16": 0.53, "int8": 0.27, "int4": 0.14, "onebit": 0.035, "dgc": 0.01,
+          "powersgd": 0.01}
+"""Most of the gradient's bytes that a node sends; powersgd at rank 4, dgc at a thousandth."""
+
+
+@pytest.mark.netns
+def test_the_busiest_nic_sends_the_compressors_share() -> None:
+    with Cluster(nodes=[2, 2]) as cluster:
+        result = cluster.run([sys.executable, str(SCRIPT)], timeout_seconds=240)
+    result.check()
+    told = [json.loads(line) for text in result.output for line in text.splitlines() if line.startswith("{")]
+    busiest = {name: max(each["sent"] / each["nbytes"] for each in told if each["compressor"] == name) for name in SHARES}
+    assert len(told) == 4 * len(SHARES)
+    over = {name: share for name, share in busiest.items() if share > SHARES[name]}
+    assert not over, (over, busiest)
+    payload_alone = {"fp16": 0.5, "int4": 1 / 8, "onebit": 1 / 32, "dgc": 0.002, "powersgd": 4 * 2 / 2048}
+    assert all(busiest[name] > least for name, least in payload_alone.items()), busiest
