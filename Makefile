@@ -71,7 +71,7 @@ $(stamp)test: $(stamp)run $(call fresh,$(stamp)test)
 $(prefix)/mpi-%: | $(stamp)test
 	@echo "installing mpi4py with $* ..."
 	@rm -rf $@.new && $(python) -m venv --without-pip $@.new
-	@if $(pip) --python $@.new/bin/python --only-binary :all: 'mpi4py>=4' $* >$@.log 2>&1; then \
+	@if $(python) -m pip --python $@.new/bin/python install --disable-pip-version-check --quiet --only-binary :all: 'mpi4py>=4' $* >$@.log 2>&1; then \
 	  $(python) -c 'import pathlib, site, sys; \
 	    folder = next(pathlib.Path(sys.argv[1], "lib").glob("python*/site-packages")); \
 	    lines = [f"import site; site.addsitedir({path!r})" for path in site.getsitepackages()]; \

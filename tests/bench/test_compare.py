@@ -7,13 +7,13 @@ import pytest
 from rich.progress import Progress
 
 from gradwire.bench import compare, hook_speed
+from gradwire.bench.compare_hooks import PLAIN, entrants, select
+from gradwire.bench.compare_models import MODELS, build
 from gradwire.bench.compare_options import parse
 from gradwire.bench.compare_report import Measured, report
 from gradwire.bench.compare_results import Collector
-from gradwire.bench.replay_scale import Scale
-from gradwire.bench.compare_hooks import PLAIN, entrants, select
-from gradwire.bench.compare_models import MODELS, build
 from gradwire.bench.namespaces import available
+from gradwire.bench.replay_scale import Scale
 
 needs_cluster = pytest.mark.skipif(available() is not None, reason=f"no emulated cluster: {available()}")
 
