@@ -43,7 +43,7 @@ run: $(stamp)run
 test: $(stamp)test
 	$(python) -m pytest $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)
 
-mpi: $(addprefix $(prefix)/mpi-,$(mpis))
+mpi: $(mpis:%=$(prefix)/mpi-%/ready)
 
 floors: $(stamp)test
 	$(python) -m pytest tests/test_floors.py
@@ -67,16 +67,17 @@ $(stamp)test: $(stamp)run $(call fresh,$(stamp)test)
 	$(pip) $(constraints) $(call extra,test)
 	@echo $(CURDIR) > $@
 
-# Wheels alone: where there is none for this machine, the tests of that MPI are skipped and name the file with the reason.
-$(prefix)/mpi-%: | $(stamp)test
+# Wheels alone: where there is none for this machine, the tests of that MPI are skipped and tell the reason.
+$(prefix)/mpi-%/ready: | $(stamp)test
 	@echo "installing mpi4py with $* ..."
-	@rm -rf $@.new && $(python) -m venv --without-pip $@.new
-	@if $(python) -m pip --python $@.new/bin/python install --disable-pip-version-check --quiet --only-binary :all: 'mpi4py>=4' $* >$@.log 2>&1; then \
+	@rm -rf $(@D) && $(python) -m venv --without-pip $(@D)
+	@if $(python) -m pip --python $(@D)/bin/python install --disable-pip-version-check --quiet --only-binary :all: \
+	    'mpi4py>=4' $* >$(@D)/log 2>&1; then \
 	  $(python) -c 'import pathlib, site, sys; \
 	    folder = next(pathlib.Path(sys.argv[1], "lib").glob("python*/site-packages")); \
 	    lines = [f"import site; site.addsitedir({path!r})" for path in site.getsitepackages()]; \
-	    (folder / "beside.pth").write_text("\n".join(lines) + "\n")' $@.new && mv $@.new $@; \
-	else rm -rf $@.new; echo "no wheels of $* for this machine, its tests will be skipped:"; tail -1 $@.log; fi
+	    (folder / "beside.pth").write_text("\n".join(lines) + "\n")' $(@D) && touch $@; \
+	else echo "$* cannot be installed, its tests will be skipped:"; tail -1 $(@D)/log; fi
 
 $(stamp)lint: $(stamp)test $(call fresh,$(stamp)lint)
 	$(pip) $(constraints) $(call extra,lint)
