@@ -153,7 +153,9 @@ def _references(model: nn.Module, loss: Loss) -> list[Tensor]:
 
 def _enter(entrant: Entrant, setting: Setting, model: nn.Module, loss: Loss, judge: _Judge) -> Contender | str:
     """A contender with a model of its own, after steps that show whether it runs here; why not, if not on all ranks."""
-    own = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=_bucket_megabytes(entrant, setting, model))
+    # The copies are alike already, and a broadcast to dozens of ranks over a slow link takes longer than a round.
+    own = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=_bucket_megabytes(entrant, setting, model),
+                                  init_sync=False)
 
     def step(number: int) -> None:
         own.zero_grad()

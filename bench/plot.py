@@ -50,17 +50,17 @@ def draw(files: list[Path], output: Path | None) -> list[Path]:
     target = output or files[0].with_suffix(".png")
     if target.suffix not in (".png", ".svg"):
         raise ValueError(f"`--output` is {target}; wanted a name that ends in .png or .svg")
-    records = [read(file) for file in files]
-    kinds = {record.get("kind", "bench") for record in records}
+    records = {file: read(file) for file in files}
+    kinds = {record.get("kind", "bench") for record in records.values()}
     if kinds == {"bench"}:
-        collectives = {row["experiment_name"] for record in records for row in record["results"]}
+        collectives = {row["experiment_name"] for record in records.values() for row in record["results"]}
         if len(collectives) > 1:
             raise ValueError(f"`FILE.json`: found {', '.join(sorted(collectives))}; wanted files of one collective")
         return draw_sizes(records, target)
     if len(records) > 1:
         raise ValueError(f"`FILE.json`: found {len(records)} files of {', '.join(sorted(kinds))}; wanted one such file, or "
                          "several of bench")
-    (draw_compare if kinds == {"compare"} else draw_hook_speed)(records[0], target)
+    (draw_compare if kinds == {"compare"} else draw_hook_speed)(records[files[0]], target)
     return [target]
 
 

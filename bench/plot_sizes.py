@@ -1,6 +1,6 @@
 """Bus bandwidth and time over size: what `gradwire bench -J` wrote."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,19 +61,22 @@ def time_text(microseconds: float) -> str:
     return f"{microseconds / 1e3:g} ms" if microseconds >= 1e3 else f"{microseconds:g} us"
 
 
-def draw_sizes(records: list[Record], output: Path) -> list[Path]:
+def draw_sizes(records: dict[Path, Record], output: Path) -> list[Path]:
     """Draws bus bandwidth and time over size.
 
     Args:
-        records: Files of `gradwire bench -J`, all of one collective.
+        records: Files of `gradwire bench -J`, all of one collective; several are told apart by their names.
         output: The pictures are named after it, with `-busbw` and `-time` before the ending.
 
     Returns:
         The files drawn.
     """
     pyplot = load_pyplot()
-    lines = [curve for record in records for curve in curves(record)]
-    first = records[0]
+    lines = [replace(curve, label=f"{curve.label}, {file.stem}" if len(records) > 1 else curve.label)
+             for file, record in records.items() for curve in curves(record)]
+    collective = str(next(iter(records.values()))["results"][0]["experiment_name"])
+    notes = [f"{file.stem}: {note}" if len(records) > 1 else note
+             for file, record in records.items() for note in caption(record)]
     drawn = []
     for kind in ("busbw", "time"):
         figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
@@ -81,10 +84,10 @@ def draw_sizes(records: list[Record], output: Path) -> list[Path]:
             values = curve.busbw if kind == "busbw" else curve.microseconds
             axes.plot(curve.sizes, values, marker=_MARKERS[number % len(_MARKERS)], markersize=5, linewidth=1.8,
                       label=curve.label)
-        _label_sizes(axes, kind, [size for curve in lines for size in curve.sizes], str(first["results"][0]["experiment_name"]))
+        _label_sizes(axes, kind, [size for curve in lines for size in curve.sizes], collective)
         axes.legend(title="what runs the collective", frameon=False)
         name = output.with_name(f"{output.stem}-{kind}{output.suffix}")
-        save(figure, name, caption(first))
+        save(figure, name, notes)
         drawn.append(name)
     return drawn
 

@@ -31,7 +31,7 @@ def compare_record() -> Record:
         {"name": "a peer", "seconds": None, "nic_nbytes": None, "error": None, "speed_up": None, "reason": "no"}]}
 
 
-def test_bench_files_become_two_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_files_become_two_pictures(tmp_path: Path) -> None:
     load_pyplot().rcParams["svg.fonttype"] = "none"  # text stays text, so that it can be looked for
     file = tmp_path / "run.json"
     file.write_text(json.dumps(bench_record()))
@@ -42,6 +42,16 @@ def test_bench_files_become_two_pictures(tmp_path: Path, monkeypatch: pytest.Mon
         for word in (axis, "bytes", "gloo", "gradwire flat", "a processor", "2026-01-02", "2 nodes", "all_reduce"):
             assert word in text
         assert "secret" not in text
+
+
+def test_several_files_are_told_apart(tmp_path: Path) -> None:
+    load_pyplot().rcParams["svg.fonttype"] = "none"
+    files = [tmp_path / "before.json", tmp_path / "after.json"]
+    for number, file in enumerate(files):
+        file.write_text(json.dumps(bench_record() | {"machine": f"machine {number}"}))
+    text = plot.draw(files, tmp_path / "both.svg")[0].read_text()
+    for word in ("gloo, before", "gloo, after", "before: machine 0", "after: machine 1"):
+        assert word in text
 
 
 def test_compare_files_become_bars(tmp_path: Path) -> None:
