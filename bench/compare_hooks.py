@@ -114,8 +114,11 @@ def _quantization(model: DistributedDataParallel, per_channel: bool) -> None:
     model.register_comm_hook(group, hook)
 
 
-def _mpi_all_reduce(_: object, bucket: GradBucket) -> "torch.futures.Future[Tensor]":
-    """A bucket averaged by MPI's own all_reduce, as a user of mpi4py would write the hook."""
+def _mpi_all_reduce(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """A bucket averaged by MPI's own all_reduce, as a user of mpi4py would write the hook.
+
+    DDP compares the annotations themselves: none of them may be a string.
+    """
     mpi = load_mpi()
     flat = bucket.buffer()
     mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, [flat.view(torch.uint8).numpy(), mpi.FLOAT], mpi.SUM)

@@ -1,7 +1,8 @@
-"""One rank of `gradwire compare`: makes the contenders, lets them take turns, reports as lines of JSON on rank 0."""
+"""One rank of `gradwire compare`: makes the contenders, lets them take turns, reports in lines of JSON."""
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from gradwire.bench.compare_hooks import PLAIN, Entrant, entrants, select
 from gradwire.bench.compare_models import BATCHES, Loss, build
 from gradwire.bench.compare_rounds import Contender, take_turns
 from gradwire.bench.replay import ReplayModel, load_case
+from gradwire.bench.replay_scale import Scale
 
 WARMUP_ROUNDS = 1
 
@@ -29,7 +31,8 @@ class Setting:
         model: One of `compare_models.MODELS`; unused with a replay.
         nbytes: Wanted size of the gradients; unused with a replay.
         replay: Name or file of a replay case; None for a model that computes.
-        factor: Of the replay.
+        factor: Of the replay: gradients and buckets are 1/factor.
+        slow_motion: Of the replay: waits last so many times as long.
         batch: Samples per GPU and step of a built-in replay; None for its default.
         rounds: Timed rounds.
         bytes_per_second: Of the links; None where they have no limit.
@@ -41,6 +44,7 @@ class Setting:
     nbytes: float
     replay: str | None
     factor: int
+    slow_motion: int
     batch: int | None
     rounds: int
     bytes_per_second: float | None
@@ -56,36 +60,44 @@ def rank_main(place: Place, arguments: list[str]) -> int:
         arguments: A `Setting` as JSON.
     """
     place.connect()
-    compare(Setting(**json.loads(arguments[0])), place.interface)
+    compare(Setting(**json.loads(arguments[0])), place.interface, lambda text: print(text, flush=True))
     dist.barrier()
     dist.destroy_process_group()
     return 0
 
 
-def compare(setting: Setting, interface: str | None) -> None:
-    """Runs everything in the default process group; rank 0 prints.
+def compare(setting: Setting, interface: str | None, line: Callable[[str], None]) -> None:
+    """Runs everything in the default process group.
 
     Args:
         setting: The same on all ranks.
         interface: The network card whose bytes are counted; None where there is none to count.
+        line: Called on rank 0 with a record as a line of JSON: sizes, turns taken, ways that do not run, figures.
     """
+    def say(record: dict[str, object]) -> None:
+        if dist.get_rank() == 0:
+            line(json.dumps(record))
+
     torch.set_num_threads(1)
     model, loss = _model(setting)
     references = None if setting.replay else _references(model, loss)
     gradient_nbytes = 4 * sum(parameter.numel() for parameter in model.parameters())
-    _say({"gradient_nbytes": gradient_nbytes, "ranks": dist.get_world_size()})
+    say({"gradient_nbytes": gradient_nbytes})
     running: list[Contender] = []
     judges: list[_Judge] = []
     for entrant in select(entrants(setting.with_mpi), setting.only):
         judge = _Judge(references)
-        contender = _enter(entrant, model, loss, judge, setting.bytes_per_second)
-        if contender is not None:
-            running.append(contender)
-            judges.append(judge)
+        say({"turn": 0, "turns": None, "name": f"trying {entrant.name}"})
+        contender = _enter(entrant, setting, model, loss, judge)
+        if isinstance(contender, str):
+            say({"name": entrant.name, "reason": contender})
+            continue
+        running.append(contender)
+        judges.append(judge)
     take_turns(running, rounds=setting.rounds, warmup=WARMUP_ROUNDS, interface=interface,
-               progress=lambda name, turn, turns: _say({"turn": turn, "turns": turns, "name": name}))
+               progress=lambda name, turn, turns: say({"turn": turn, "turns": turns, "name": name}))
     for contender, judge in zip(running, judges, strict=True):
-        _say({"name": contender.name, "seconds": contender.seconds, "nic_nbytes": contender.nic_nbytes,
+        say({"name": contender.name, "seconds": contender.seconds, "nic_nbytes": contender.nic_nbytes,
               "error": judge.error()})
 
 
@@ -93,7 +105,7 @@ def _model(setting: Setting) -> tuple[nn.Module, Loss]:
     if setting.replay is None:
         return build(setting.model, setting.nbytes, dist.get_rank())
     case = load_case(setting.replay, setting.batch)
-    return ReplayModel(case, setting.factor, dist.get_rank()), lambda module, _: module(_start())
+    return ReplayModel(case, setting.factor, setting.slow_motion, dist.get_rank()), lambda module, _: module(_start())
 
 
 def _start() -> Tensor:
@@ -139,10 +151,11 @@ def _references(model: nn.Module, loss: Loss) -> list[Tensor]:
     return found
 
 
-def _enter(entrant: Entrant, model: nn.Module, loss: Loss, judge: _Judge, rate: float | None) -> Contender | None:
-    """A contender with a model of its own, after steps that show whether it runs here; None if not on all ranks."""
-    megabytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / 2**20
-    own = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=2 * megabytes + 1 if entrant.one_bucket else None)
+def _enter(entrant: Entrant, setting: Setting, model: nn.Module, loss: Loss, judge: _Judge) -> Contender | str:
+    """A contender with a model of its own, after steps that show whether it runs here; why not, if not on all ranks."""
+    # The copies are alike already, and a broadcast to dozens of ranks over a slow link takes longer than a round.
+    own = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=_bucket_megabytes(entrant, setting, model),
+                                  init_sync=False)
 
     def step(number: int) -> None:
         own.zero_grad()
@@ -150,7 +163,7 @@ def _enter(entrant: Entrant, model: nn.Module, loss: Loss, judge: _Judge, rate: 
 
     reason = ""
     try:
-        entrant.attach(own, rate)
+        entrant.attach(own, setting.bytes_per_second)
         for number in range(PROBE_STEPS):
             step(number)
     except Exception as error:  # noqa: BLE001 - a peer that cannot run here is a line of the table, whatever its reason
@@ -162,10 +175,11 @@ def _enter(entrant: Entrant, model: nn.Module, loss: Loss, judge: _Judge, rate: 
         return Contender(entrant.name, step, lambda number: judge.look(own.module, number))
     if entrant.name == PLAIN:
         raise RuntimeError(f"plain DDP does not run: {reason}")
-    _say({"name": entrant.name, "reason": reason or "it failed on another rank"})
-    return None
+    return reason or "it failed on another rank"
 
 
-def _say(record: dict[str, object]) -> None:
-    if dist.get_rank() == 0:
-        print(json.dumps(record), flush=True)
+def _bucket_megabytes(entrant: Entrant, setting: Setting, model: nn.Module) -> float | None:
+    """For DDP's `bucket_cap_mb`; None leaves it alone."""
+    if entrant.one_bucket:
+        return 2 * sum(parameter.nbytes for parameter in model.parameters()) / 2**20 + 1
+    return Scale(setting.factor, setting.slow_motion).bucket_megabytes if setting.replay else None

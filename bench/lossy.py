@@ -130,7 +130,7 @@ class LossyCheck:
         output = source if in_place else torch.empty_like(source)
         before = lossy.sent_nbytes()
         lossy.forget()
-        collective.run(way, output, source, case.operation, 0).wait()
+        collective.prepare(way, output, source, case.operation, 0)().wait()
         result = output.cpu() * (self._ranks if case.operation == "avg" else 1)
         if not in_place:
             sent = [now - then for now, then in zip(lossy.sent_nbytes(), before, strict=True)]

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gradwire.compressors.base import Work
-
-Issue = Callable[[int], Work]
-"""Issues one operation on the i-th pair of buffers."""
+from gradwire.bench.way import Issue
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,6 @@ class Timer:
 
     def __init__(self, options: argparse.Namespace, device: torch.device, control: dist.ProcessGroup) -> None:
         self._iterations: int = options.iters
-        self._together: int = options.agg_iters
         self._blocking: int = options.blocking
         self._average: int = options.average
         self._processor_time: bool = bool(options.report_cputime)
@@ -84,32 +80,45 @@ class Timer:
         self._cuda = device.type == "cuda"
         self._control = control
 
-    def warm_up(self, issue: Issue, iterations: int) -> None:
-        """Runs untimed iterations."""
+    def warm_up(self, issues: Sequence[Issue], iterations: int) -> None:
+        """Runs untimed iterations.
+
+        Args:
+            issues: What an iteration issues before it waits: one operation, or with -m several.
+            iterations: How many.
+        """
         for _ in range(iterations):
-            self._iterate(issue)
+            _iterate(issues)
         self._finish()
 
-    def time(self, issue: Issue) -> Timing:
-        """Times the iterations; all ranks together."""
+    def time(self, issues: Sequence[Issue]) -> Timing:
+        """Times the iterations; all ranks together.
+
+        Args:
+            issues: As in `warm_up`.
+        """
         self._finish()
         dist.barrier(self._control)
         if self._graph_launches:
-            return Timing(self._over_ranks(self._replayed(issue)))
+            return Timing(self._over_ranks(self._replayed(issues)))
         if self._each or self._blocking == 3:
-            return self._one_by_one(issue)
-        return Timing(self._over_ranks(self._all_together(issue)))
+            return self._one_by_one(issues)
+        # Ranks leave gloo's barrier tens of microseconds apart; one operation more brings them together.
+        _iterate(issues)
+        self._finish()
+        return Timing(self._over_ranks(self._all_together(issues)))
 
-    def _all_together(self, issue: Issue) -> float:
+    def _all_together(self, issues: Sequence[Issue]) -> float:
         """Seconds per operation with one clock around everything."""
         clock = time.process_time if self._processor_time and not self._cuda else time.perf_counter
         began = clock()
-        if self._together == 1 and not self._blocking and not self._cuda:
-            for _ in range(self._iterations):
-                issue(0).wait()
+        if len(issues) == 1 and not self._blocking:
+            issue, = issues
+            for _ in range(self._iterations):  # nothing else in here: a collective may take less than a microsecond
+                issue().wait()
         else:
             for _ in range(self._iterations):
-                self._iterate(issue)
+                _iterate(issues)
                 if self._blocking:
                     self._finish()
                     if self._blocking == 1:
@@ -117,17 +126,17 @@ class Timer:
         issued = clock()
         self._finish()
         ended = issued if self._processor_time else clock()
-        return (ended - began) / self._iterations / self._together
+        return (ended - began) / self._iterations / len(issues)
 
-    def _one_by_one(self, issue: Issue) -> Timing:
+    def _one_by_one(self, issues: Sequence[Issue]) -> Timing:
         """A clock around each iteration, which waits; barriers in between are left out."""
         own = []
         for _ in range(self._iterations):
             dist.barrier(self._control)
             began = time.perf_counter()
-            self._iterate(issue)
+            _iterate(issues)
             self._finish()
-            own.append((time.perf_counter() - began) / self._together)
+            own.append((time.perf_counter() - began) / len(issues))
         everybody: list[list[float]] = [own] * dist.get_world_size(self._control)
         dist.all_gather_object(everybody, own, group=self._control)
         kept = [seconds[self._skip:] for seconds in everybody]
@@ -135,12 +144,12 @@ class Timer:
         times = IterationTimes(self._skip, slowest, tuple(map(tuple, kept)))
         return Timing(self._over_ranks(statistics.fmean(own)), times if self._each else None)
 
-    def _replayed(self, issue: Issue) -> float:
+    def _replayed(self, issues: Sequence[Issue]) -> float:
         """Seconds per operation of a CUDA graph that holds all iterations."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(self._iterations):
-                self._iterate(issue)
+                _iterate(issues)
         graph.replay()
         self._finish()
         dist.barrier(self._control)
@@ -148,15 +157,7 @@ class Timer:
         for _ in range(self._graph_launches):
             graph.replay()
         self._finish()
-        return (time.perf_counter() - began) / self._graph_launches / self._iterations / self._together
-
-    def _iterate(self, issue: Issue) -> None:
-        if self._together == 1:
-            issue(0).wait()
-            return
-        works = [issue(number) for number in range(self._together)]
-        for work in works:
-            work.wait()
+        return (time.perf_counter() - began) / self._graph_launches / self._iterations / len(issues)
 
     def _finish(self) -> None:
         """On CUDA a Work's wait() only orders streams; the clock must not stop before the device has."""
@@ -167,6 +168,11 @@ class Timer:
         everybody = gather(seconds, self._control)
         choices: Sequence[Callable[[list[float]], float]] = (lambda every: every[0], statistics.fmean, min, max)
         return choices[self._average](everybody)
+
+
+def _iterate(issues: Sequence[Issue]) -> None:
+    for work in [issue() for issue in issues]:
+        work.wait()
 
 
 def gather(value: float, group: dist.ProcessGroup) -> list[float]:

@@ -89,6 +89,16 @@ class World:
         return f"{self.size} ({nodes} with {', '.join(map(str, counts))} local ranks)"
 
 
+def speaks(variables: Mapping[str, str]) -> bool:
+    """Whether this process says what all ranks find alike, as the launcher's variables number it.
+
+    Args:
+        variables: Of the environment, see `launcher_variables`.
+    """
+    numbers = (variables.get(name) for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"))
+    return next((number for number in numbers if number is not None), "0") == "0"
+
+
 def find_start(variables: Mapping[str, str]) -> Start | None:
     """What the launcher's variables say; None where no launcher started this process.
 

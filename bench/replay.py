@@ -1,8 +1,5 @@
 """A training step without its GPU: the real parameters, in the real order, with the computation as timed waits.
 
-One factor F shrinks the case so that a small machine can carry it: gradients have 1/F of their elements, everything
-lasts F times as long, so the link has 1/F^2 of its rate. Ratios of seconds, and what overlaps what, stay as they are.
-
 What is assumed, and stated with every result: a third of the step is the forward pass, two thirds the backward pass,
 spread evenly over the weight matrices (biases and norms come for free), gradients arriving from the last layer to the
 first. The optimizer's time is left out.
@@ -108,21 +105,22 @@ class _Context:
 
 
 class ReplayModel(nn.Module):
-    """The parameters of a case, 1/factor of each, and its waits, factor times as long.
+    """The parameters of a case, 1/factor of each, and its waits in slow motion.
 
     Args:
         case: What to replay.
-        factor: See this module.
+        factor: By which the gradients are smaller.
+        slow_motion: How many times as long the waits last.
         rank: Seeds the gradients, which differ between the ranks.
     """
 
-    def __init__(self, case: ReplayCase, factor: int, rank: int) -> None:
+    def __init__(self, case: ReplayCase, factor: int, slow_motion: int, rank: int) -> None:
         super().__init__()
         shapes = [shrink(shape, factor) for _, shape in case.parameters]
         self.weights = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
         generator = torch.Generator().manual_seed(rank)
         self._gradients = [torch.randn(shape, generator=generator) for shape in shapes]
-        seconds = case.step_seconds * factor
+        seconds = case.step_seconds * slow_motion
         self.forward_seconds = seconds * FORWARD_SHARE
         self.backward_seconds = spread(shapes, seconds * (1 - FORWARD_SHARE))
 

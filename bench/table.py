@@ -11,10 +11,9 @@ from torch import Tensor
 
 from gradwire.bench.collectives import Collective, Counts
 from gradwire.bench.dtypes import ELEMENT_TYPES, OPERATIONS, ElementType
-from gradwire.bench.measure import Issue, Timer, Timing
+from gradwire.bench.measure import Timer, Timing
 from gradwire.bench.verify import Inputs, count_wrong
-from gradwire.bench.way import Way
-from gradwire.compressors.base import Work
+from gradwire.bench.way import Issue, Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class ExactCheck:
         buffers = Buffers(counts, case.element, way.rank, self._device)
         output, source = buffers.views(counts, in_place)
         source.copy_(inputs.of(way.rank, 0, counts.source).to(self._device))
-        collective.run(way, output, source, case.operation, max(case.root, 0)).wait()
+        collective.prepare(way, output, source, case.operation, max(case.root, 0))().wait()
         expected = collective.expected(inputs, counts, way.rank, max(case.root, 0))
         return 0 if expected is None else count_wrong(output, expected, inputs)
 
@@ -161,7 +160,7 @@ class Table:
         together = self._options.agg_iters
         buffers = [Buffers(counts[-1], case.element, self._way.rank, self._device) for _ in range(together)]
         for each in counts:
-            self._timer.warm_up(self._issue(case, each, buffers, in_place=False), self._options.warmup_iters)
+            self._timer.warm_up(self._issues(case, each, buffers, in_place=False), self._options.warmup_iters)
         for each in counts:
             yield self._row(case, each, buffers)
 
@@ -174,7 +173,7 @@ class Table:
         return Row(nbytes, counts.shown, case.element.name, case.operation, case.root, halves[0], halves[1])
 
     def _half(self, case: Case, counts: Counts, buffers: list[Buffers], nbytes: int, in_place: bool) -> Half:
-        timing = self._timer.time(self._issue(case, counts, buffers, in_place))
+        timing = self._timer.time(self._issues(case, counts, buffers, in_place))
         algbw = nbytes / timing.seconds / 1e9 if timing.seconds else 0.0
         return Half(timing, algbw, algbw * self._collective.bus_factor(self._ranks),
                     self._wrong(case, counts, in_place) if self._options.check else None)
@@ -186,12 +185,7 @@ class Table:
         dist.all_reduce(total, group=self._control)
         return int(total.item())
 
-    def _issue(self, case: Case, counts: Counts, buffers: list[Buffers], in_place: bool) -> Issue:
-        pairs = [buffer.views(counts, in_place) for buffer in buffers]
-        run, way, operation, root = self._collective.run, self._way, case.operation, max(case.root, 0)
-
-        def issue(number: int) -> Work:
-            output, source = pairs[number]
-            return run(way, output, source, operation, root)
-
-        return issue
+    def _issues(self, case: Case, counts: Counts, buffers: list[Buffers], in_place: bool) -> list[Issue]:
+        """One for each pair of buffers."""
+        return [self._collective.prepare(self._way, *buffer.views(counts, in_place), case.operation, max(case.root, 0))
+                for buffer in buffers]

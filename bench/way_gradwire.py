@@ -4,6 +4,7 @@ What the communicator does not do (it sums and averages) goes through gradwire's
 of torch.distributed, and the block says so.
 """
 
+from functools import partial
 from typing import cast
 
 import torch
@@ -11,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.bench.dtypes import ELEMENT_TYPES, MULSUM_FACTOR, NO_ARITHMETIC
+from gradwire.bench.way import Issue
 from gradwire.bench.way_torch import TorchWay
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compat import Store
 from gradwire.comms.config import Config
 from gradwire.comms.plan import ALL_REDUCE
 from gradwire.comms.report import Report
-from gradwire.compressors.base import Compressor, Layout, Slice, Work
+from gradwire.compressors.base import Compressor, Layout, Slice
 
 _SCALES = ("sum", "avg", "mulsum")
 _MATRIX_COLUMNS = 1024
@@ -100,41 +102,43 @@ class GradwireWay:
             return "a compressor applies to all_reduce with sum or avg"
         return self._group.refusal(collective, element, operation)
 
-    def all_reduce(self, tensor: Tensor, operation: str) -> Work:
+    def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
         """See `Way.all_reduce`."""
         if operation not in _SCALES:
             return self._pass("all_reduce").all_reduce(tensor, operation)
         scale = {"sum": 1.0, "avg": 1.0 / self._size, "mulsum": MULSUM_FACTOR}[operation]
-        future = self._communicator.all_reduce(tensor, scale=scale, layout=self._layout(tensor))
-        if self._compressor is not None:
-            return _Ending(future, self._compressor)
-        return cast(Work, future)  # wait() returns the tensor besides
+        layout = self._layout(tensor)
+        issue = partial(self._communicator.all_reduce, tensor, scale=scale, layout=layout)
+        if self._compressor is None:
+            return cast(Issue, issue)  # the future's wait() returns the tensor besides
+        compressor = self._compressor
+        return lambda: _Ending(issue(), compressor)
 
-    def reduce(self, tensor: Tensor, root: int, operation: str) -> Work:
+    def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
         """See `Way.reduce`."""
         return self._pass("reduce").reduce(tensor, root, operation)
 
-    def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Work:
+    def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
         """See `Way.reduce_scatter`."""
         return self._pass("reduce_scatter").reduce_scatter(output, source, operation)
 
-    def all_gather(self, output: Tensor, source: Tensor) -> Work:
+    def all_gather(self, output: Tensor, source: Tensor) -> Issue:
         """See `Way.all_gather`."""
         return self._pass("all_gather").all_gather(output, source)
 
-    def broadcast(self, tensor: Tensor, root: int) -> Work:
+    def broadcast(self, tensor: Tensor, root: int) -> Issue:
         """See `Way.broadcast`."""
         return self._pass("broadcast").broadcast(tensor, root)
 
-    def all_to_all(self, output: Tensor, source: Tensor) -> Work:
+    def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
         """See `Way.all_to_all`."""
         return self._pass("alltoall").all_to_all(output, source)
 
-    def send_receive(self, output: Tensor, source: Tensor) -> Work:
+    def send_receive(self, output: Tensor, source: Tensor) -> Issue:
         """See `Way.send_receive`."""
         return self._pass("sendrecv").send_receive(output, source)
 
-    def barrier(self) -> Work:
+    def barrier(self) -> Issue:
         """See `Way.barrier`."""
         return self._pass("barrier").barrier()
 

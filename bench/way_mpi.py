@@ -1,11 +1,13 @@
 """MPI's own collectives through mpi4py, as a peer: what a user of MPI gets."""
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from gradwire.bench.dtypes import ELEMENT_TYPES
+from gradwire.bench.way import Issue, copy_after
 from gradwire.comms.mpi_launch import load_mpi
 from gradwire.comms.transport.threads import Done
 from gradwire.compressors.base import Work
@@ -39,54 +41,45 @@ class MpiWay:
             return f"MPI does not reduce {element}"
         return None if operation in _OPERATIONS else f"MPI has no {operation}"
 
-    def all_reduce(self, tensor: Tensor, operation: str) -> Work:
+    def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
         """See `Way.all_reduce`."""
-        self._world.Allreduce(self._mpi.IN_PLACE, self._typed(tensor), self._operation(operation))
-        return _DONE
+        return _blocking(self._world.Allreduce, self._mpi.IN_PLACE, self._typed(tensor), self._operation(operation))
 
-    def reduce(self, tensor: Tensor, root: int, operation: str) -> Work:
+    def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
         """See `Way.reduce`."""
-        if self.rank == root:
-            self._world.Reduce(self._mpi.IN_PLACE, self._typed(tensor), self._operation(operation), root)
-        else:
-            self._world.Reduce(self._typed(tensor), None, self._operation(operation), root)
-        return _DONE
+        sent, received = (self._mpi.IN_PLACE, self._typed(tensor)) if self.rank == root else (self._typed(tensor), None)
+        return _blocking(self._world.Reduce, sent, received, self._operation(operation), root)
 
-    def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Work:
+    def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
         """See `Way.reduce_scatter`. In place, MPI wants the part at the start of the buffer, so a copy is made."""
         inside = source.data_ptr() <= output.data_ptr() < source.data_ptr() + max(1, source.nbytes)
         target = torch.empty_like(output) if inside else output
-        self._world.Reduce_scatter_block(self._typed(source), self._typed(target), self._operation(operation))
-        if inside:
-            output.copy_(target)
-        return _DONE
+        reduce_scatter = _blocking(self._world.Reduce_scatter_block, self._typed(source), self._typed(target),
+                                   self._operation(operation))
+        return copy_after(reduce_scatter, output, target) if inside else reduce_scatter
 
-    def all_gather(self, output: Tensor, source: Tensor) -> Work:
+    def all_gather(self, output: Tensor, source: Tensor) -> Issue:
         """See `Way.all_gather`."""
         inside = output.data_ptr() <= source.data_ptr() < output.data_ptr() + max(1, output.nbytes)
-        self._world.Allgather(self._mpi.IN_PLACE if inside else self._raw(source), self._raw(output))
-        return _DONE
+        return _blocking(self._world.Allgather, self._mpi.IN_PLACE if inside else self._raw(source), self._raw(output))
 
-    def broadcast(self, tensor: Tensor, root: int) -> Work:
+    def broadcast(self, tensor: Tensor, root: int) -> Issue:
         """See `Way.broadcast`."""
-        self._world.Bcast(self._raw(tensor), root)
-        return _DONE
+        return _blocking(self._world.Bcast, self._raw(tensor), root)
 
-    def all_to_all(self, output: Tensor, source: Tensor) -> Work:
+    def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
         """See `Way.all_to_all`."""
-        self._world.Alltoall(self._raw(source), self._raw(output))
-        return _DONE
+        return _blocking(self._world.Alltoall, self._raw(source), self._raw(output))
 
-    def send_receive(self, output: Tensor, source: Tensor) -> Work:
+    def send_receive(self, output: Tensor, source: Tensor) -> Issue:
         """See `Way.send_receive`."""
         after, before = (self.rank + 1) % self._size, (self.rank - 1) % self._size
-        self._world.Sendrecv(self._raw(source), after, recvbuf=self._raw(output), source=before)
-        return _DONE
+        # Positions: buffer, destination, tag, buffer, source.
+        return _blocking(self._world.Sendrecv, self._raw(source), after, 0, self._raw(output), before)
 
-    def barrier(self) -> Work:
+    def barrier(self) -> Issue:
         """See `Way.barrier`."""
-        self._world.Barrier()
-        return _DONE
+        return _blocking(self._world.Barrier)
 
     def close(self) -> None:
         """MPI ends with the process."""
@@ -99,6 +92,15 @@ class MpiWay:
 
     def _raw(self, tensor: Tensor) -> _Buffer:
         return [_memory(tensor), self._mpi.BYTE]
+
+
+def _blocking(call: Callable[..., None], *arguments: object) -> Issue:
+    """A call of MPI that returns when this rank's part is done."""
+    def issue() -> Work:
+        call(*arguments)
+        return _DONE
+
+    return issue
 
 
 def _memory(tensor: Tensor) -> object:

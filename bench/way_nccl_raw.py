@@ -7,12 +7,14 @@ Source: NCCL documentation, NCCL API (nccl.h): functions, ncclDataType_t, ncclRe
 """
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from gradwire.bench.dtypes import ELEMENT_TYPES
+from gradwire.bench.way import Issue
 from gradwire.comms.compat import Store
 from gradwire.comms.transport.threads import Done
 from gradwire.compressors.base import Work
@@ -95,47 +97,44 @@ class NcclRawWay:
             return f"this binding of NCCL does not reduce {element}"
         return None if operation in _OPERATIONS else f"this binding of NCCL has no {operation}"
 
-    def all_reduce(self, tensor: Tensor, operation: str) -> Work:
+    def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
         """See `Way.all_reduce`."""
         return self._call("ncclAllReduce", _pointer(tensor), _pointer(tensor), _count(tensor), *_reduction(tensor, operation))
 
-    def reduce(self, tensor: Tensor, root: int, operation: str) -> Work:
+    def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
         """See `Way.reduce`."""
         return self._call("ncclReduce", _pointer(tensor), _pointer(tensor), _count(tensor), *_reduction(tensor, operation),
                           ctypes.c_int(root))
 
-    def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Work:
+    def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
         """See `Way.reduce_scatter`."""
         return self._call("ncclReduceScatter", _pointer(source), _pointer(output), _count(output),
                           *_reduction(source, operation))
 
-    def all_gather(self, output: Tensor, source: Tensor) -> Work:
+    def all_gather(self, output: Tensor, source: Tensor) -> Issue:
         """See `Way.all_gather`."""
         return self._call("ncclAllGather", _pointer(source), _pointer(output), ctypes.c_size_t(source.nbytes),
                           ctypes.c_int(_BYTES))
 
-    def broadcast(self, tensor: Tensor, root: int) -> Work:
+    def broadcast(self, tensor: Tensor, root: int) -> Issue:
         """See `Way.broadcast`."""
         return self._call("ncclBroadcast", _pointer(tensor), _pointer(tensor), ctypes.c_size_t(tensor.nbytes),
                           ctypes.c_int(_BYTES), ctypes.c_int(root))
 
-    def all_to_all(self, output: Tensor, source: Tensor) -> Work:
+    def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
         """See `Way.all_to_all`: sends and receives in one group of calls."""
         part = source.nbytes // self._size
-        self._group("ncclGroupStart")
-        for peer in range(self._size):
-            self._exchange("ncclSend", source.data_ptr() + peer * part, part, peer)
-            self._exchange("ncclRecv", output.data_ptr() + peer * part, part, peer)
-        return self._group("ncclGroupEnd")
+        return self._together([call for peer in range(self._size) for call in (
+            self._exchange("ncclSend", source.data_ptr() + peer * part, part, peer),
+            self._exchange("ncclRecv", output.data_ptr() + peer * part, part, peer))])
 
-    def send_receive(self, output: Tensor, source: Tensor) -> Work:
+    def send_receive(self, output: Tensor, source: Tensor) -> Issue:
         """See `Way.send_receive`."""
-        self._group("ncclGroupStart")
-        self._exchange("ncclSend", source.data_ptr(), source.nbytes, (self.rank + 1) % self._size)
-        self._exchange("ncclRecv", output.data_ptr(), output.nbytes, (self.rank - 1) % self._size)
-        return self._group("ncclGroupEnd")
+        return self._together([
+            self._exchange("ncclSend", source.data_ptr(), source.nbytes, (self.rank + 1) % self._size),
+            self._exchange("ncclRecv", output.data_ptr(), output.nbytes, (self.rank - 1) % self._size)])
 
-    def barrier(self) -> Work:
+    def barrier(self) -> Issue:
         """Not reached: `refusal` names it."""
         raise NotImplementedError("NCCL has no barrier")
 
@@ -144,17 +143,29 @@ class NcclRawWay:
         torch.cuda.synchronize()
         _check(self._library, self._library.ncclCommDestroy(self._communicator))
 
-    def _call(self, name: str, *arguments: object) -> Work:
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        _check(self._library, getattr(self._library, name)(*arguments, self._communicator, stream))
-        return _DONE
+    def _call(self, name: str, *arguments: object) -> Issue:
+        function: Callable[..., int] = getattr(self._library, name)
 
-    def _exchange(self, name: str, address: int, nbytes: int, peer: int) -> None:
-        self._call(name, ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(_BYTES), ctypes.c_int(peer))
+        def issue() -> Work:
+            # Asked each time: the capture of a CUDA graph has a stream of its own.
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            _check(self._library, function(*arguments, self._communicator, stream))
+            return _DONE
 
-    def _group(self, name: str) -> Work:
-        _check(self._library, getattr(self._library, name)())
-        return _DONE
+        return issue
+
+    def _exchange(self, name: str, address: int, nbytes: int, peer: int) -> Issue:
+        return self._call(name, ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(_BYTES), ctypes.c_int(peer))
+
+    def _together(self, calls: list[Issue]) -> Issue:
+        def issue() -> Work:
+            _check(self._library, self._library.ncclGroupStart())
+            for call in calls:
+                call()
+            _check(self._library, self._library.ncclGroupEnd())
+            return _DONE
+
+        return issue
 
 
 def _check(library: ctypes.CDLL, result: int) -> None:

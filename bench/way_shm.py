@@ -1,13 +1,15 @@
 """gradwire's shared-memory collectives alone: no plan, no lanes. All ranks on one node."""
 
 from datetime import timedelta
+from functools import partial
 
 from torch import Tensor
 
 from gradwire.bench.dtypes import ELEMENT_TYPES, MULSUM_FACTOR, NO_ARITHMETIC
+from gradwire.bench.way import Issue, copy_after
 from gradwire.comms.compat import Store
 from gradwire.comms.transport.shm import ShmGroup
-from gradwire.compressors.base import Work, even_bounds
+from gradwire.compressors.base import even_bounds
 
 _SCALED = ("avg", "mulsum")
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
@@ -19,7 +21,6 @@ class ShmWay:
     def __init__(self, group: ShmGroup) -> None:
         self.rank = group.rank
         self._group = group
-        self._bounds: dict[int, tuple[int, ...]] = {}
 
     @classmethod
     def connect(cls, store: Store, rank: int, size: int, timeout: timedelta) -> "ShmWay":
@@ -47,45 +48,40 @@ class ShmWay:
             return "shared memory's reduce_scatter only sums"
         return None
 
-    def all_reduce(self, tensor: Tensor, operation: str) -> Work:
+    def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
         """See `Way.all_reduce`."""
-        scale, native = self._translate(operation)
-        return self._group.all_reduce(tensor, scale, native)
+        return partial(self._group.all_reduce, tensor, *self._translate(operation))
 
-    def reduce(self, tensor: Tensor, root: int, operation: str) -> Work:
+    def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
         """See `Way.reduce`."""
-        scale, native = self._translate(operation)
-        return self._group.reduce(tensor, root, scale, native)
+        return partial(self._group.reduce, tensor, root, *self._translate(operation))
 
-    def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Work:
+    def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
         """See `Way.reduce_scatter`. The group works in place on `source`; out of place the own part is copied."""
-        bounds = self._bounds.get(source.numel()) or even_bounds(source.numel(), self._group.size)
-        self._bounds[source.numel()] = bounds
-        work = self._group.reduce_scatter(source, bounds, self._translate(operation)[0])
+        bounds = even_bounds(source.numel(), self._group.size)
+        reduce_scatter = partial(self._group.reduce_scatter, source, bounds, self._translate(operation)[0])
         part = source[bounds[self.rank]:bounds[self.rank + 1]]
-        if part.data_ptr() != output.data_ptr():
-            output.copy_(part)
-        return work
+        return reduce_scatter if part.data_ptr() == output.data_ptr() else copy_after(reduce_scatter, output, part)
 
-    def all_gather(self, output: Tensor, source: Tensor) -> Work:
+    def all_gather(self, output: Tensor, source: Tensor) -> Issue:
         """See `Way.all_gather`."""
-        return self._group.all_gather(output, source)
+        return partial(self._group.all_gather, output, source)
 
-    def broadcast(self, tensor: Tensor, root: int) -> Work:
+    def broadcast(self, tensor: Tensor, root: int) -> Issue:
         """See `Way.broadcast`."""
-        return self._group.broadcast(tensor, root)
+        return partial(self._group.broadcast, tensor, root)
 
-    def all_to_all(self, output: Tensor, source: Tensor) -> Work:
+    def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
         """See `Way.all_to_all`."""
-        return self._group.all_to_all(output, source)
+        return partial(self._group.all_to_all, output, source)
 
-    def send_receive(self, output: Tensor, source: Tensor) -> Work:
+    def send_receive(self, output: Tensor, source: Tensor) -> Issue:
         """Not reached: `refusal` names it."""
         raise NotImplementedError("shared memory has no send and receive")
 
-    def barrier(self) -> Work:
+    def barrier(self) -> Issue:
         """See `Way.barrier`."""
-        return self._group.barrier()
+        return self._group.barrier
 
     def close(self) -> None:
         """See `Way.close`."""

@@ -1,12 +1,15 @@
 """gloo and NCCL as a user of torch.distributed gets them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.bench.dtypes import ELEMENT_TYPES, NO_ARITHMETIC
+from gradwire.bench.way import Issue, copy_first
+from gradwire.comms.transport.threads import Done
 from gradwire.compressors.base import Work
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "max": dist.ReduceOp.MAX,
@@ -45,55 +48,46 @@ class TorchWay:
             return f"torch.distributed's {self._backend} averages floating types alone"
         return None
 
-    def all_reduce(self, tensor: Tensor, operation: str) -> Work:
+    def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
         """See `Way.all_reduce`."""
-        return _issued(dist.all_reduce(tensor, _OPERATIONS[operation], self._group, async_op=True))
+        return _issue(dist.all_reduce, tensor, _OPERATIONS[operation], self._group)
 
-    def reduce(self, tensor: Tensor, root: int, operation: str) -> Work:
+    def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
         """See `Way.reduce`."""
-        return _issued(dist.reduce(tensor, root, _OPERATIONS[operation], self._group, async_op=True))
+        return _issue(dist.reduce, tensor, root, _OPERATIONS[operation], self._group)
 
-    def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Work:
+    def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
         """See `Way.reduce_scatter`."""
-        call = _named("reduce_scatter_single", "reduce_scatter_tensor")
-        return _issued(call(output, source, _OPERATIONS[operation], self._group, async_op=True))
+        return _issue(_named("reduce_scatter_single", "reduce_scatter_tensor"), output, source, _OPERATIONS[operation],
+                      self._group)
 
-    def all_gather(self, output: Tensor, source: Tensor) -> Work:
+    def all_gather(self, output: Tensor, source: Tensor) -> Issue:
         """See `Way.all_gather`."""
-        return _issued(_named("all_gather_single", "all_gather_into_tensor")(output, source, self._group, async_op=True))
+        return _issue(_named("all_gather_single", "all_gather_into_tensor"), output, source, self._group)
 
-    def broadcast(self, tensor: Tensor, root: int) -> Work:
+    def broadcast(self, tensor: Tensor, root: int) -> Issue:
         """See `Way.broadcast`."""
-        return _issued(dist.broadcast(tensor, root, self._group, async_op=True))
+        return _issue(dist.broadcast, tensor, root, self._group)
 
-    def all_to_all(self, output: Tensor, source: Tensor) -> Work:
+    def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
         """See `Way.all_to_all`."""
-        return _issued(dist.all_to_all_single(output, source, group=self._group, async_op=True))
+        return _issue(dist.all_to_all_single, output, source, None, None, self._group)
 
-    def send_receive(self, output: Tensor, source: Tensor) -> Work:
+    def send_receive(self, output: Tensor, source: Tensor) -> Issue:
         """See `Way.send_receive`."""
         if self._size == 1:
-            output.copy_(source)
-            return _DONE
+            return copy_first(output, source, Done)
         after, before = (self.rank + 1) % self._size, (self.rank - 1) % self._size
         calls = [dist.P2POp(dist.isend, source, after, self._group), dist.P2POp(dist.irecv, output, before, self._group)]
-        return _All([_issued(work) for work in dist.batch_isend_irecv(calls)])
+        return lambda: _All(cast(list[Work], dist.batch_isend_irecv(calls)))
 
-    def barrier(self) -> Work:
+    def barrier(self) -> Issue:
         """See `Way.barrier`."""
-        return _issued(dist.barrier(self._group, async_op=True))
+        return _issue(dist.barrier, self._group)
 
     def close(self) -> None:
         """See `Way.close`."""
         dist.destroy_process_group(self._group)
-
-
-class _Done:
-    def wait(self) -> None:
-        """Nothing is under way."""
-
-
-_DONE = _Done()
 
 
 class _All:
@@ -106,9 +100,9 @@ class _All:
             work.wait()
 
 
-def _issued(work: object) -> Work:
-    """Torch returns None where this rank takes no part; that cannot happen in a group of all ranks."""
-    return cast(Work, work)
+def _issue(call: Callable[..., object], *arguments: object) -> Issue:
+    """A call of torch.distributed that gives a Work: None only where this rank takes no part, but all ranks do."""
+    return cast(Issue, partial(call, *arguments, async_op=True))
 
 
 def _named(new: str, old: str) -> Callable[..., object]:

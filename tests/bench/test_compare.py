@@ -9,7 +9,11 @@ from rich.progress import Progress
 from gradwire.bench import compare, hook_speed
 from gradwire.bench.compare_hooks import PLAIN, entrants, select
 from gradwire.bench.compare_models import MODELS, build
+from gradwire.bench.compare_options import parse
+from gradwire.bench.compare_report import Measured, report
+from gradwire.bench.compare_results import Collector
 from gradwire.bench.namespaces import available
+from gradwire.bench.replay_scale import Scale
 
 needs_cluster = pytest.mark.skipif(available() is not None, reason=f"no emulated cluster: {available()}")
 
@@ -38,24 +42,32 @@ def test_every_plan_and_compressor_takes_part() -> None:
 
 @pytest.mark.parametrize("words", [
     ["--nodes", "0"], ["--rounds", "0"], ["--megabytes", "-1"], ["--nic", "fast"], ["--replay", "resnet51"],
-    ["--factor", "0"], ["--batch", "8"], ["--plot", "x.pdf"], ["--only", "nothing"], ["--ranks-per-node", "0"],
-    ["--uneven", "3,x"]])
+    ["--factor", "0"], ["--batch", "8"], ["--factor", "8"], ["--slow-motion", "8"], ["--plot", "x.pdf"], ["--only", "nothing"],
+    ["--ranks-per-node", "0"], ["--uneven", "3,x"], ["--interface", "eth99"], ["--model", "rnn"], ["--what"]])
 def test_a_bad_flag_is_an_error_that_names_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main(words) == 2
     assert words[0] in capsys.readouterr().err
 
 
-def test_a_replay_divides_the_link_by_the_square_of_the_factor() -> None:
-    options = compare.build_parser().parse_args(["--replay", "swin_t", "--factor", "10"])
-    compare.check(options)
-    assert compare.link_bits_per_second(options) == 25_000_000_000 // 100
-    assert "factor 10" in compare.describe(options, [8, 8], 11_300_000)
+def test_ranks_of_a_launcher_complain_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "launcher_variables", lambda: {"RANK": "1", "WORLD_SIZE": "2"})
+    assert compare.main(["--rounds", "0"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_a_replay_states_what_is_smaller_and_slower(capsys: pytest.CaptureFixture[str]) -> None:
+    options = parse(["--replay", "swin_t"])
+    assert (options.nodes, options.ranks_per_node, options.nic) == (4, 8, "25gbit")
+    report(options, [], Measured([], "somewhere", [8, 8], 7_000_000, Scale(16, 12)))
+    said = " ".join(capsys.readouterr().out.split())
+    for words in ("gradients and links 1/16, 12 times slower", "7.00 MB of gradients (really 113)", "RTX 3090"):
+        assert words in said
 
 
 def test_figures_come_out_of_the_ranks_lines() -> None:
     with Progress(disable=True) as progress:
-        collector = compare.Collector(progress)
-        for record in ({"gradient_nbytes": 8, "ranks": 4}, {"turn": 1, "turns": 9, "name": "x"},
+        collector = Collector(progress)
+        for record in ({"gradient_nbytes": 8}, {"turn": 1, "turns": 9, "name": "x"},
                        {"name": PLAIN, "seconds": [2.0, 4.0, 3.0], "nic_nbytes": [30, 10, 20], "error": 0.0},
                        {"name": "ours", "seconds": [1.0, 1.5, 2.0], "nic_nbytes": [5, 5, 6], "error": 0.1},
                        {"name": "broken", "reason": "it says so"}):
@@ -64,6 +76,7 @@ def test_figures_come_out_of_the_ranks_lines() -> None:
     plain, ours, broken = collector.results(counted=True)
     assert (plain.seconds, plain.speed_up, plain.nic_nbytes) == (3.0, 1.0, 20)
     assert (ours.speed_up, ours.error) == (2.0, 0.1)
+    assert collector.gradient_nbytes == 8
     assert broken.reason == "it says so" and broken.seconds is None
     assert collector.other == ["a warning"]
 

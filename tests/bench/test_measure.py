@@ -1,6 +1,7 @@
 """Timing: what is run how often, and the figures over iterations and ranks."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -24,29 +25,31 @@ def control() -> Iterator[dist.ProcessGroup]:
 
 def calls_of(control: dist.ProcessGroup, *words: str) -> tuple[list[int], Timer]:
     """The buffers that operations were issued on in one timing, and the timer."""
+    options = parse(["all_reduce", *words])
     calls: list[int] = []
 
     def issue(number: int) -> Done:
         calls.append(number)
         return Done()
 
-    timer = Timer(parse(["all_reduce", *words]), torch.device("cpu"), control)
-    timer.warm_up(issue, 2)
+    timer = Timer(options, torch.device("cpu"), control)
+    issues = [partial(issue, number) for number in range(options.agg_iters)]
+    timer.warm_up(issues, 2)
     calls.clear()
-    timer.time(issue)
+    timer.time(issues)
     return calls, timer
 
 
 @pytest.mark.parametrize(("words", "calls"), [
-    (["-n", "7"], [0] * 7), (["-n", "3", "-m", "2"], [0, 1] * 3), (["-n", "4", "-z", "1"], [0] * 4),
-    (["-n", "4", "-z", "3"], [0] * 4), (["-n", "5", "-I", "1"], [0] * 5), (["-n", "2", "-C", "1"], [0] * 2)])
-def test_iterations_times_operations(control: dist.ProcessGroup, words: list[str], calls: list[int]) -> None:
+    (["-n", "7"], [0] * 8), (["-n", "3", "-m", "2"], [0, 1] * 4), (["-n", "4", "-z", "1"], [0] * 5),
+    (["-n", "4", "-z", "3"], [0] * 4), (["-n", "5", "-I", "1"], [0] * 5), (["-n", "2", "-C", "1"], [0] * 3)])
+def test_iterations_times_operations_and_one_that_aligns_the_ranks(control: dist.ProcessGroup, words: list[str], calls: list[int]) -> None:
     assert calls_of(control, *words)[0] == calls
 
 
 def test_skipped_iterations_are_left_out(control: dist.ProcessGroup) -> None:
     timer = Timer(parse(["all_reduce", "-n", "6", "-I", "1", "-K", "2"]), torch.device("cpu"), control)
-    timing = timer.time(lambda _: Done())
+    timing = timer.time([Done])
     assert timing.iterations is not None
     assert timing.iterations.skipped == 2 and len(timing.iterations.seconds) == 4
 

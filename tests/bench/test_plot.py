@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 
 from gradwire.bench import plot
+from gradwire.bench.plot_bars import draw_compare
+from gradwire.bench.plot_style import Record, load_pyplot
 
 pytest.importorskip("matplotlib")
 
 
-def bench_record(collective: str = "all_reduce") -> plot.Record:
+def bench_record(collective: str = "all_reduce") -> Record:
     half = {"time": 12.5, "alg_bw": 1.0, "bus_bw": 1.5, "nwrong": 0}
     rows = [{"size": size, "block": block, "experiment_name": collective, "out_of_place": half, "in_place": half}
             for block in range(2) for size in (0, 1024, 4096)]
@@ -21,15 +23,16 @@ def bench_record(collective: str = "all_reduce") -> plot.Record:
                        {"facts": facts | {"backend": "gradwire", "algorithm": "flat", "compressor": "none"}}]}
 
 
-def compare_record() -> plot.Record:
-    return {"kind": "compare", "title": "a model on a cluster", "machine": "a processor, 2026-01-02", "results": [
+def compare_record() -> Record:
+    return {"kind": "compare", "title": "a model on a cluster", "machine": "a processor, 2026-01-02",
+            "args": ["--megabytes", "2", "--json", "secret/x.json", "--only", "gradwire hier"], "results": [
         {"name": "plain DDP (gloo)", "seconds": 2.0, "nic_nbytes": 3e6, "error": 0.0, "speed_up": 1.0, "reason": None},
         {"name": "gradwire auto", "seconds": 1.0, "nic_nbytes": None, "error": None, "speed_up": 2.0, "reason": None},
         {"name": "a peer", "seconds": None, "nic_nbytes": None, "error": None, "speed_up": None, "reason": "no"}]}
 
 
-def test_bench_files_become_two_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plot.load_pyplot().rcParams["svg.fonttype"] = "none"  # text stays text, so that it can be looked for
+def test_bench_files_become_two_pictures(tmp_path: Path) -> None:
+    load_pyplot().rcParams["svg.fonttype"] = "none"  # text stays text, so that it can be looked for
     file = tmp_path / "run.json"
     file.write_text(json.dumps(bench_record()))
     drawn = plot.draw([file], tmp_path / "run.svg")
@@ -41,12 +44,24 @@ def test_bench_files_become_two_pictures(tmp_path: Path, monkeypatch: pytest.Mon
         assert "secret" not in text
 
 
-def test_compare_files_become_bars(tmp_path: Path) -> None:
-    plot.load_pyplot().rcParams["svg.fonttype"] = "none"
-    plot.draw_compare(compare_record(), tmp_path / "bars.svg")
-    text = (tmp_path / "bars.svg").read_text()
-    for word in ("gradwire auto", "2.00x", "seconds per training step", "do not run here: a peer", "2026-01-02"):
+def test_several_files_are_told_apart(tmp_path: Path) -> None:
+    load_pyplot().rcParams["svg.fonttype"] = "none"
+    files = [tmp_path / "before.json", tmp_path / "after.json"]
+    for number, file in enumerate(files):
+        file.write_text(json.dumps(bench_record() | {"machine": f"machine {number}"}))
+    text = plot.draw(files, tmp_path / "both.svg")[0].read_text()
+    for word in ("gloo, before", "gloo, after", "before: machine 0", "after: machine 1"):
         assert word in text
+
+
+def test_compare_files_become_bars(tmp_path: Path) -> None:
+    load_pyplot().rcParams["svg.fonttype"] = "none"
+    draw_compare(compare_record(), tmp_path / "bars.svg")
+    text = (tmp_path / "bars.svg").read_text()
+    for word in ("gradwire auto", "2.00x", "seconds per training step", "does not run here: a peer (no)", "2026-01-02",
+                 'gradwire compare --megabytes 2 --only "gradwire hier"', "3 MB"):
+        assert word in text
+    assert "secret" not in text
 
 
 def test_png_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ def test_the_backward_pass_is_spread_over_the_matrices() -> None:
 
 def test_gradients_arrive_last_layer_first_and_in_time() -> None:
     case = ReplayCase("three", (("a", (8, 8)), ("b", (8, 8)), ("c", (8, 8))), 0.15, "made up")
-    model = ReplayModel(case, 2, rank=0)
+    model = ReplayModel(case, 2, 2, rank=0)
     order: list[tuple[int, float]] = []
     for number, parameter in enumerate(model.weights):
         parameter.register_post_accumulate_grad_hook(

@@ -1,0 +1,72 @@
+"""What all pictures have in common: matplotlib without a screen, colours, bare frames, a caption below."""
+
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Record = dict[str, Any]
+"""What `bench -J`, `compare --json` or `hook_speed --json` wrote."""
+
+OURS, PEERS, BASELINE = "#0b6e4f", "#8d99ae", "#c1440e"
+"""gradwire, the others, and what speed-ups are measured against."""
+
+_FILE_FLAGS = ("-J", "--output_file", "--csv", "--json", "--plot")
+_CAPTION_WIDTH = 130
+_DOTS_PER_INCH = 130
+
+
+def load_pyplot() -> Any:
+    """Imports matplotlib without a screen.
+
+    Raises:
+        RuntimeError: It is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise RuntimeError("matplotlib is needed to draw: install it with `pip install gradwire[plot]`") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+    return matplotlib.pyplot
+
+
+def strip(axes: "Axes") -> None:
+    """Takes away the lines at the top and on the right, which mean nothing."""
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def save(figure: "Figure", output: Path, notes: list[str]) -> None:
+    """Writes the picture with small print below it, and forgets it.
+
+    Args:
+        figure: With everything else in it.
+        output: .png or .svg.
+        notes: Paragraphs of the caption: machine, date, what the colours mean.
+    """
+    text = "\n".join(textwrap.fill(note, _CAPTION_WIDTH) for note in notes)
+    figure.text(0.01, -0.02, text, fontsize=8, color="#555555", va="top")
+    # No date in the file: the same figures give the same bytes.
+    metadata = {"Date": None} if output.suffix == ".svg" else None
+    figure.savefig(output, dpi=_DOTS_PER_INCH, bbox_inches="tight", metadata=metadata)
+    load_pyplot().close(figure)
+
+
+def shown_command(words: list[str]) -> str:
+    """A command line for the caption, without the names of the files that it wrote.
+
+    Args:
+        words: As the user wrote them.
+    """
+    kept: list[str] = []
+    names = iter(words)
+    for word in names:
+        if word in _FILE_FLAGS:
+            next(names, None)
+        else:
+            kept.append(f'"{word}"' if " " in word else word)
+    return " ".join(kept)
