@@ -4,13 +4,16 @@ Compositions are written as a careful user would: preallocated outputs, few pass
 faster than torch. Every case works on a few sets of buffers in turn, so that inputs come from memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.compressors import native
+from gradwire.compressors.cuda_pack import PackTable
 from gradwire.compressors.kernels import kernels_for
 from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.quantize import QuantizeCodec
@@ -21,6 +24,10 @@ SETS = 3
 WORKERS = 4
 RANK = 4
 DENSITY = 0.001
+TENSORS = 256
+"""What a bucket is packed from: 100 KiB each."""
+SCALE = 0.125
+"""The mean of eight ranks."""
 Step = Callable[[int], object]
 """One run on the buffers of set i."""
 
@@ -112,22 +119,27 @@ def onebit_decode_case(numel: int, device: torch.device) -> Case:
 def quantize_case(bits: int, numel: int, device: torch.device) -> Case:
     """Block-wise min-max codes of a gradient."""
     x, codec = _randn(numel, device), QuantizeCodec(bits)
-    payload = torch.empty(codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
-    scaled, codes = torch.empty(numel // 512, 512, device=device), torch.empty(numel, dtype=torch.uint8, device=device)
-    kernels, levels = kernels_for(payload), 2**bits - 1
+    payloads = [torch.empty(codec.wire_nbytes(numel), dtype=torch.uint8, device=device) for _ in range(2)]
+    kernels, levels, split = kernels_for(x[0]), 2**bits - 1, numel // 512 * 8
+    meta, codes_out = payloads[1][:split].view(torch.float32).view(-1, 2), payloads[1][split:]
+    scaled = torch.empty(numel // 512, 512, device=device)
+    codes = codes_out if bits == 8 else torch.empty(numel, dtype=torch.uint8, device=device)
+    pairs = torch.empty(numel // 2, dtype=torch.int16, device=device)
 
-    def composed(i: int) -> object:
+    def composed(i: int) -> None:
         blocks = x[i].view(-1, 512)
         low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)  # nine times as fast as aminmax
         unit = (high - low).div_(levels)
-        inverse = 1 / unit
+        inverse = torch.where(unit > 0, 1 / unit, 0.0)
         torch.addcmul(0.5 - low * inverse, blocks, inverse, out=scaled)
         codes.copy_(scaled.view(-1))
-        pairs = codes.view(torch.int16)
-        return ((pairs | pairs >> 4).to(torch.uint8) if bits == 4 else codes), unit, low
+        meta[:, :1], meta[:, 1:] = unit, low
+        if bits == 4:
+            torch.bitwise_right_shift(codes.view(torch.int16), 4, out=pairs)
+            codes_out.copy_(pairs.bitwise_or_(codes.view(torch.int16)))
 
     return Case(f"int{bits}_encode", (4 + bits / 8) * numel,
-                lambda i: kernels.quantize_encode(bits, x[i], None, None, payload, None), composed, [payload])
+                lambda i: kernels.quantize_encode(bits, x[i], None, None, payloads[0], None), composed, payloads)
 
 
 def dgc_case(numel: int, device: torch.device) -> Case:
@@ -189,6 +201,34 @@ def powersgd_case(numel: int, device: torch.device) -> Case:
     return Case("powersgd_step", 28.0 * side * side, ours, composed, e)
 
 
+def pack_case(back: bool, numel: int, device: torch.device) -> Case:
+    """256 tensors into one bucket, scaled, or back."""
+    tensors = [[torch.randn(numel // TENSORS, device=device) for _ in range(TENSORS)] for _ in range(SETS)]
+    buckets, offsets = _randn(numel, device), range(0, numel, numel // TENSORS)
+    views = [list(bucket.view(TENSORS, -1)) for bucket in buckets]
+    steps = _pack_steps(back, tensors, offsets, buckets)
+
+    def composed(i: int) -> None:
+        sources, targets = (views[i], tensors[i]) if back else (tensors[i], views[i])
+        for source, target in zip(sources, targets, strict=True):
+            torch.mul(source, SCALE, out=target)
+
+    outputs = [tensor for each in tensors for tensor in each] if back else buckets
+    return Case("unpack" if back else "pack", 8.0 * numel, lambda i: steps[i](), composed, outputs)
+
+
+def _pack_steps(
+    back: bool, tensors: list[list[Tensor]], offsets: Sequence[int], buckets: list[Tensor]
+) -> list[Callable[[], None]]:
+    """One run for each set of buffers: the native kernel, or CUDA's with its table of tensors made beforehand."""
+    if buckets[0].is_cuda:
+        tables = [PackTable(each, offsets, SCALE) for each in tensors]
+        return [partial(table.unpack if back else table.pack, bucket)
+                for table, bucket in zip(tables, buckets, strict=True)]
+    move = native.unpack if back else native.pack
+    return [partial(move, each, offsets, SCALE, bucket) for each, bucket in zip(tensors, buckets, strict=True)]
+
+
 def all_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Case]]:
     """Returns what makes each case, by name; buffers are made only when it is called.
 
@@ -204,4 +244,6 @@ def all_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Case]]
         "int4_encode": lambda: quantize_case(4, numel, device),
         "dgc_step": lambda: dgc_case(numel, device),
         "powersgd_step": lambda: powersgd_case(numel, device),
+        "pack": lambda: pack_case(False, numel, device),
+        "unpack": lambda: pack_case(True, numel, device),
     }

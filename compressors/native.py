@@ -172,3 +172,35 @@ def orthogonalize_many(matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
     """See reference.orthogonalize_many."""
     for matrix, key in zip(matrices, keys, strict=True):
         orthogonalize(matrix, key)
+
+
+_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""Format of csrc/cpu/pack.cpp."""
+
+
+def _move(tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, bucket: Tensor, into_bucket: bool) -> None:
+    """Moves tensors into or out of `bucket`.
+
+    Raises:
+        ValueError: A tensor is not contiguous, not on the CPU, of a dtype without a kernel, or reaches outside.
+    """
+    pieces = []
+    for tensor, offset in zip((*tensors, bucket), (*offsets, 0), strict=True):
+        if not tensor.is_cpu or not tensor.is_contiguous() or tensor.dtype not in _FORMATS:
+            raise ValueError(f"`tensors` and `bucket` hold {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; "
+                             f"wanted contiguous {', '.join(map(str, _FORMATS))} on the CPU")
+        if offset < 0 or offset + tensor.numel() > bucket.numel():
+            raise ValueError(f"`offsets` place {tensor.numel()} elements at {offset}; `bucket` has {bucket.numel()}")
+        pieces.append((tensor.data_ptr(), offset, tensor.numel(), _FORMATS[tensor.dtype]))
+    address, _, _, bucket_format = pieces.pop()
+    _native.move(pieces, scale, address, bucket_format, into_bucket)
+
+
+def pack(tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, bucket: Tensor) -> None:
+    """See reference.pack."""
+    _move(tensors, offsets, scale, bucket, into_bucket=True)
+
+
+def unpack(tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, bucket: Tensor) -> None:
+    """See reference.unpack."""
+    _move(tensors, offsets, scale, bucket, into_bucket=False)

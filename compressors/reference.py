@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradwire.compressors.hashing import hash_uniforms
 from gradwire.compressors.reference_dgc import dgc_step, scatter_add
+from gradwire.compressors.reference_pack import pack, unpack
 from gradwire.compressors.reference_powersgd import (
     orthogonalize,
     orthogonalize_many,
@@ -20,8 +21,8 @@ from gradwire.compressors.reference_powersgd import (
 
 __all__ = [
     "ONEBIT_BLOCK", "QUANTIZE_BLOCK", "cast_decode_reduce", "cast_encode", "dgc_step", "onebit_decode_reduce",
-    "onebit_encode", "onebit_serve", "orthogonalize", "orthogonalize_many", "powersgd_back_project",
-    "powersgd_project", "powersgd_restore", "quantize_decode_reduce", "quantize_encode", "scatter_add",
+    "onebit_encode", "onebit_serve", "orthogonalize", "orthogonalize_many", "pack", "powersgd_back_project",
+    "powersgd_project", "powersgd_restore", "quantize_decode_reduce", "quantize_encode", "scatter_add", "unpack",
 ]
 
 ONEBIT_BLOCK = 1024

@@ -8,6 +8,7 @@ void bind_cast(nb::module_& m);
 void bind_dgc(nb::module_& m);
 void bind_isa(nb::module_& m);
 void bind_onebit(nb::module_& m);
+void bind_pack(nb::module_& m);
 void bind_powersgd(nb::module_& m);
 void bind_quantize(nb::module_& m);
 
@@ -20,6 +21,7 @@ NB_MODULE(_native, m) {
   bind_dgc(m);
   bind_isa(m);
   bind_onebit(m);
+  bind_pack(m);
   bind_powersgd(m);
   bind_quantize(m);
 }

@@ -40,12 +40,28 @@ struct Rule {
   bool nesterov;
 };
 
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "sixteen marks are stored as one little-endian word");
+
 inline uint32_t magnitude_key(float x) { return bits_of_float(x) & 0x7fffffffu; }
+
+// What the selection is ordered by: the magnitude, and of equals the lower index is the larger rank.
+inline uint64_t rank_of(float x, size_t index) {
+  return uint64_t{magnitude_key(x)} << 32 | ~static_cast<uint32_t>(index);
+}
+
+inline int32_t index_of(uint64_t rank) { return static_cast<int32_t>(~static_cast<uint32_t>(rank)); }
 
 #define GRADWIRE_LOOPS "dgc_loops.h"
 #include "foreach_isa.h"
 
-constexpr size_t kSampleLines = 1024;  // 16384 elements: reading and ordering them costs a twentieth of the pass at 25 MiB
+constexpr size_t kSampleLines = 1024;  // 16384 elements: reading and ordering them costs a twentieth of 25 MiB's pass
+
+uint32_t nth_largest(std::vector<uint32_t>& keys, size_t n) {
+  const auto place = keys.begin() + static_cast<ptrdiff_t>(n);
+  if (n < keys.size() / 64) std::partial_sort(keys.begin(), place + 1, keys.end(), std::greater<>());  // a small heap
+  else std::nth_element(keys.begin(), place, keys.end(), std::greater<>());
+  return *place;
+}
 
 // A magnitude that a few more than k elements should reach: four standard deviations of the sample's count above k.
 uint32_t sampled_threshold(const State& state, const Rule& rule, size_t k) {
@@ -55,9 +71,7 @@ uint32_t sampled_threshold(const State& state, const Rule& rule, size_t k) {
   GRADWIRE_DISPATCH(sample, state, rule, lines, keys.data());
   const double expected = static_cast<double>(k) * static_cast<double>(keys.size()) / static_cast<double>(state.numel);
   const size_t rank = static_cast<size_t>(expected + 4 * std::sqrt(expected) + 8);
-  if (rank >= keys.size()) return 0;
-  std::nth_element(keys.begin(), keys.begin() + static_cast<ptrdiff_t>(rank), keys.end(), std::greater<>());
-  return keys[rank];
+  return rank < keys.size() ? nth_largest(keys, rank) : 0;
 }
 
 // The k-th largest magnitude of all, and how many of the elements equal to it belong to the k largest.
@@ -96,13 +110,31 @@ void select_all(const float* values, size_t numel, size_t k, int32_t* indices) {
 }
 
 // The k largest of the candidates, in the order of their indices; all of the k largest are among the candidates.
-void select_among(const float* values, const std::vector<uint32_t>& found, size_t count, size_t k, int32_t* indices) {
-  std::vector<uint64_t> ranks(count);  // magnitude first, then the lower index
-  for (size_t i = 0; i < count; ++i) ranks[i] = uint64_t{magnitude_key(values[found[i]])} << 32 | (~found[i]);
-  std::vector<uint64_t> sorted = ranks;
-  std::nth_element(sorted.begin(), sorted.begin() + static_cast<ptrdiff_t>(k - 1), sorted.end(), std::greater<>());
-  for (size_t i = 0, out = 0; i < count; ++i)
-    if (ranks[i] >= sorted[k - 1]) indices[out++] = static_cast<int32_t>(found[i]);
+// Candidates below the cut are overwritten by those that follow, without a branch that nothing could predict.
+void select_among(std::vector<uint64_t>& found, size_t count, size_t k, int32_t* indices) {
+  std::vector<uint64_t> sorted(found.begin(), found.begin() + static_cast<ptrdiff_t>(count));
+  const auto place = sorted.begin() + static_cast<ptrdiff_t>(k - 1);
+  std::nth_element(sorted.begin(), place, sorted.end(), std::greater<>());
+  const uint64_t cut = *place;
+  for (size_t i = 0, kept = 0; i < count; ++i) {
+    const uint64_t rank = found[i];
+    found[kept] = rank;
+    kept += rank >= cut;
+  }
+  for (size_t i = 0; i < k; ++i) indices[i] = index_of(found[i]);
+}
+
+// Moves the selected totals out of the state. They lie far apart: each is asked for well before it is needed.
+void take(const State& state, const int32_t* indices, size_t k, float* values) {
+  constexpr size_t kAhead = 32;
+  for (size_t i = 0; i < k; ++i) {
+    if (i + kAhead < k) {
+      __builtin_prefetch(state.total_out + indices[i + kAhead], 1);
+      __builtin_prefetch(state.velocity_out + indices[i + kAhead], 1);
+    }
+    values[i] = state.total_out[indices[i]];
+    state.total_out[indices[i]] = state.velocity_out[indices[i]] = 0.0f;
+  }
 }
 
 float* floats(uintptr_t at) { return reinterpret_cast<float*>(at); }
@@ -115,15 +147,12 @@ void dgc_step(uintptr_t gradient, uintptr_t velocity, uintptr_t total, uintptr_t
   const State state{floats(gradient), floats(velocity), floats(total), floats(velocity_out), floats(total_out), numel};
   const Rule rule{momentum, scale, nesterov};
   const uint32_t key = sampled_threshold(state, rule, k);
-  std::vector<uint32_t> found(std::min(numel, 2 * k + 8192));
+  std::vector<uint64_t> found(std::min(numel, 2 * k + 8192));
   const size_t count = GRADWIRE_DISPATCH(advance, state, rule, key, found.data(), found.size());
   int32_t* indices = reinterpret_cast<int32_t*>(indices_out);
-  if (count >= k && count <= found.size()) select_among(state.total_out, found, count, k, indices);
+  if (count >= k && count <= found.size()) select_among(found, count, k, indices);
   else select_all(state.total_out, numel, k, indices);
-  for (size_t i = 0; i < k; ++i) {
-    floats(values_out)[i] = state.total_out[indices[i]];
-    state.total_out[indices[i]] = state.velocity_out[indices[i]] = 0.0f;
-  }
+  take(state, indices, k, floats(values_out));
 }
 
 void scatter_add(uintptr_t indices, uintptr_t values, size_t count, uintptr_t target, size_t numel) {

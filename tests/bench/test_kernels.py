@@ -6,11 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradwire.bench.kernel_cases import onebit_decode_case, onebit_encode_case, pack_bits, unpack_bits
+from gradwire.bench.kernel_cases import (
+    onebit_decode_case,
+    onebit_encode_case,
+    pack_bits,
+    pack_case,
+    quantize_case,
+    unpack_bits,
+)
 from gradwire.bench.kernels import main
 
 NAMES = {"fp16_encode", "onebit_encode", "onebit_decode_reduce", "int8_encode", "int4_encode", "dgc_step",
-         "powersgd_step"}
+         "pack", "powersgd_step", "unpack"}
 
 
 def test_the_json_has_a_row_for_every_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,3 +80,28 @@ def test_the_composition_sends_what_the_kernel_does() -> None:
     case.outputs[0].copy_(start[0])
     case.composed(0)
     torch.testing.assert_close(ours, case.outputs[0])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_composition_quantizes_as_the_kernel_does(bits: int) -> None:
+    """The same payload; it multiplies out the rounding differently, so that one code in a thousand may be the next."""
+    case = quantize_case(bits, 8192, torch.device("cpu"))
+    case.ours(0)
+    case.composed(0)
+    ours, composed = case.outputs
+    meta = 8192 // 512 * 8
+    torch.testing.assert_close(ours[:meta].view(torch.float32), composed[:meta].view(torch.float32))
+    assert (ours[meta:] != composed[meta:]).float().mean() < 0.001
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_the_composition_packs_what_the_kernel_does(back: bool) -> None:
+    case, outputs = pack_case(back, 8192, torch.device("cpu")), []
+    for step in (case.ours, case.composed):
+        for tensor in case.outputs:
+            tensor.zero_()
+        step(0)
+        outputs.append([tensor.clone() for tensor in case.outputs])
+    assert any(tensor.any() for tensor in outputs[0])
+    for ours, composed in zip(*outputs, strict=True):
+        assert torch.equal(ours, composed)

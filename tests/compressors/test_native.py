@@ -206,6 +206,53 @@ def test_factors_do_not_depend_on_the_instruction_set(native_kernels: ModuleType
         assert torch.equal(ours, plain)
 
 
+@pytest.mark.parametrize("bucket_dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_pack_and_unpack_are_the_reference(
+    native_kernels: ModuleType, make_input: Maker, bucket_dtype: torch.dtype
+) -> None:
+    """Any dtypes and places in one bucket; what lies between the tensors stays as it was."""
+    numels = (1, 0, 7, 16, 31, 1025, 300_001)  # the last makes the bucket larger than what is kept in a cache
+    offsets, tensors, start = [], [], 3
+    for number, numel in enumerate(numels):
+        dtype = (torch.float32, torch.float16, torch.bfloat16)[number % 3]
+        tensors.append(make_input(numel).to(dtype) if numel else torch.empty(0, 2, dtype=dtype))
+        offsets.append(start)
+        start += numel + number % 2
+    copies = [tensor.clone() for tensor in tensors]
+    buckets = [torch.full((start + 5,), 9.0, dtype=bucket_dtype) for _ in range(2)]
+    for kernels, bucket in zip((native_kernels, reference), buckets, strict=True):
+        kernels.pack(tensors, offsets, 0.3, bucket)
+    assert_same(buckets[0], buckets[1])
+    native_kernels.unpack(tensors, offsets, 3.0, buckets[0])
+    reference.unpack(copies, offsets, 3.0, buckets[0])
+    for ours, wanted in zip(tensors, copies, strict=True):
+        assert_same(ours, wanted)
+
+
+def test_unpack_undoes_pack(native_kernels: ModuleType, make_input: Maker) -> None:
+    tensors = [make_input(numel) for numel in (5, 4097, 64)]
+    before, bucket = [tensor.clone() for tensor in tensors], torch.empty(5000)
+    native_kernels.pack(tensors, (1, 6, 4200), 1.0, bucket)
+    for tensor in tensors:
+        tensor.fill_(7.0)
+    native_kernels.unpack(tensors, (1, 6, 4200), 1.0, bucket)
+    for tensor, wanted in zip(tensors, before, strict=True):
+        assert_same(tensor, wanted)
+
+
+def test_pack_refuses_what_does_not_fit() -> None:
+    x, bucket = torch.ones(8), torch.zeros(8)
+    with pytest.raises(ValueError, match="`offsets`"):
+        native.pack([x], [1], 1.0, bucket)
+    with pytest.raises(ValueError, match="`offsets`"):
+        native.unpack([x], [-1], 1.0, bucket)
+    with pytest.raises(ValueError, match="contiguous"):
+        native.pack([torch.ones(8)[::2]], [0], 1.0, bucket)
+    with pytest.raises(ValueError, match="float64"):
+        native.pack([x.double()], [0], 1.0, bucket)
+    assert not bucket.any()
+
+
 def test_a_wrong_tensor_is_refused() -> None:
     x = torch.randn(64)
     with pytest.raises(ValueError, match="`payload`"):
