@@ -8,7 +8,7 @@ from gradwire.bench.convergence_reach import seconds_after, target
 from gradwire.bench.convergence_record import Record, Speed
 from gradwire.bench.convergence_speed import LINKS
 from gradwire.bench.convergence_tasks import TASKS, Facts
-from gradwire.bench.plot import BASELINE, PEERS, load_pyplot
+from gradwire.bench.plot_style import BASELINE, PEERS, load_pyplot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
