@@ -54,6 +54,13 @@ SECTIONS = (
             "16 MB at 200 Mbit. The lower bound is 2(N-1)/N of the bucket on every node's card, the limit of the link the "
             "time that takes; speed-up is over plain DDP. \"Rate unknown\" is gradwire without being told how fast the "
             "links are.", ("gradwire.bench.hook_speed",)),
+    Section("overhead", "The hook where it has nothing to gain",
+            "One rank: the same transformer with plain DDP and with the hook, in turns.",
+            _compare("--nodes", "1", "--ranks-per-node", "1", "--megabytes", "16", "--rounds", "60", "--only",
+                     "gradwire flat")),
+    Section("one-node", "The hook on one node of two ranks", "Shared memory in place of gloo.",
+            _compare("--nodes", "1", "--ranks-per-node", "2", "--megabytes", "16", "--rounds", "60", "--only",
+                     "gradwire flat")),
     Section("sweep", "All-reduce inside a node, 2 ranks",
             "gradwire as the hook calls it, its shared memory alone, and gloo.",
             ("gradwire", "bench", "all_reduce", "-b", "8", "-e", "64M", "-f", "8", "-g", "2", "--backend",

@@ -9,16 +9,15 @@ a cell is the median over the rounds of a round's median, with the best round in
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from gradwire.bench import shm_peers_ranks
+from gradwire.bench.machine import machine_line
 
 SIZES_NBYTES = tuple(4096 * 4**step for step in range(8))
 """4 KB to 64 MB, each four times the one before."""
@@ -93,7 +92,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
                         help="also measure this MPI; NAME is mpich, openmpi or impi")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES_NBYTES), metavar="NBYTES")
-    parser.add_argument("--rounds", type=int, default=3, help="how often every peer has its turn")
+    parser.add_argument("--rounds", type=int, default=3, help="how often every peer has its turn (default 3)")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="longest turn of one peer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round's figures to FILE")
     return parser.parse_args(arguments)
@@ -116,11 +115,10 @@ def peers_of(options: argparse.Namespace) -> list[Peer]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures, prints a table per number of ranks, and the figures as JSON."""
+    """Measures and prints a table for each number of ranks."""
     options = parse(arguments)
     peers = peers_of(options)
-    head = f"{platform.node()}, {platform.machine()}, {datetime.now(UTC):%Y-%m-%d}: shm_peers {' '.join(sys.argv[1:])}"
-    print(f"# {head}")
+    print(f"# {machine_line()}; {options.rounds} rounds in turns: microseconds, median of the rounds (best round)")
     everything: dict[str, dict[str, list[Result]]] = {}
     for ranks in options.ranks:
         rounds: dict[str, list[Result]] = {peer.name: [] for peer in peers}
@@ -131,9 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(table(ranks, rounds, options.sizes), end="\n\n", flush=True)
         everything[str(ranks)] = rounds
     if options.json is not None:
-        options.json.write_text(json.dumps({"what": head, "seconds": everything}, indent=1))
-    else:
-        print(json.dumps({"what": head, "seconds": everything}))
+        options.json.write_text(json.dumps({"kind": "shm_peers", "machine": machine_line(), "seconds": everything}, indent=1))
     return 0
 
 

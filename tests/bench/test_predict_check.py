@@ -1,8 +1,11 @@
 """What is predicted for a cluster is what its network cards carry, and about the time that it takes."""
 
 import json
+import os
 import statistics
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +16,9 @@ pytestmark = pytest.mark.netns
 ATTEMPTS = 3
 STEADY = 1.1
 """A measurement counts where the medians of its even and of its odd rounds differ by less than this factor."""
+
+FOREIGN_SHARE = 0.15
+"""And where other programs took less than this share of one core."""
 
 EXACT = ["flat", "hierarchical"]
 
@@ -38,26 +44,43 @@ def test_the_cards_carry_what_was_predicted() -> None:
     assert predicted < many - few < 1.12 * predicted
 
 
+def processor_seconds() -> tuple[float, float]:
+    """What all programs of this machine have computed so far, and what this one and its ended ranks have."""
+    user, nice = map(int, Path("/proc/stat").read_text().split()[1:3])
+    own = os.times()
+    return (user + nice) / os.sysconf("SC_CLK_TCK"), own.user + own.children_user
+
+
 def steady(case: Case) -> bool:
-    """Whether every other round takes as long as the rounds between: else something else ran here meanwhile."""
+    """Whether every other round takes as long as the rounds between."""
     rounds = case["rounds_seconds"]
     assert isinstance(rounds, list)
     one, other = float(statistics.median(rounds[::2])), float(statistics.median(rounds[1::2]))
     return max(one, other) < STEADY * min(one, other)
 
 
-@pytest.mark.parametrize("nodes", [[2] * 2, [2] * 4, [4] * 4], ids=["2x2", "4x2", "4x4"])
+def undisturbed(nodes: list[int], names: list[str]) -> dict[str, float]:
+    """Predicted over measured seconds of each case; none where another program had much of a core meanwhile."""
+    began, (machine, own) = time.monotonic(), processor_seconds()
+    _, cases = timed(nodes, 8 << 20, 6, names)
+    now_machine, now_own = processor_seconds()
+    foreign = (now_machine - machine) - (now_own - own)
+    if foreign > FOREIGN_SHARE * (time.monotonic() - began):
+        return {}
+    return {str(case["name"]): float(str(case["ratio"])) for case in cases if steady(case)}
+
+
+@pytest.mark.parametrize("nodes", [[2] * 2, [2] * 4], ids=["2x2", "4x2"])
 def test_exact_plans_take_within_20_percent_of_what_was_predicted(nodes: list[int]) -> None:
-    """How far compressors are from that, docs/cost_model.md says."""
+    """How far compressors are from that, and larger clusters, docs/cost_model.md says."""
     left, missed = list(EXACT), dict[str, list[float]]()
     for _ in range(ATTEMPTS):  # what was missed, or disturbed, is probed, predicted and measured anew
-        _, cases = timed(nodes, 8 << 20, 6, left)
-        ratios = {str(case["name"]): float(str(case["ratio"])) for case in cases if steady(case)}
+        ratios = undisturbed(nodes, left)
         left = [name for name in left if not 0.8 < ratios.get(name, 0.0) < 1.2]
         for name in left:
             missed.setdefault(name, []).extend(ratios[name] for _ in range(name in ratios))
         if not left:
             return
-    wrong = {name: missed[name] for name in left if missed[name]}
-    assert not wrong, f"predicted over measured seconds, in each attempt that was not disturbed: {wrong}"
-    pytest.skip(f"something else kept this machine busy: {', '.join(left)} never took the same time twice")
+    wrong = {name: missed[name] for name in left if len(missed[name]) == ATTEMPTS}
+    assert not wrong, f"predicted over measured seconds, in each attempt: {wrong}"
+    pytest.skip(f"other programs kept this machine busy, so {', '.join(left)} could not be measured")
