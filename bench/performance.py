@@ -68,7 +68,7 @@ SECTIONS = (
     Section("compare", "Every way of averaging gradients",
             "A transformer on 2 nodes of 2 ranks behind 200 Mbit. The error is that of one averaged gradient against the "
             "exact mean; compressors with feedback make up for it in later steps, and those with a momentum of their own "
-            "(onebit, dgc) deliver another quantity than the mean.", _compare("--megabytes", "16")),
+            "(onebit, dgc) deliver another quantity than the mean.", _compare("--megabytes", "16", "--plot", "docs/speedup.png")),
     Section("swin-2x8", "Replay: Swin-T on 2x8 GPUs behind 25 Gbit", "Real shapes and order, computation as timed waits.",
             _compare("--replay", "swin_t", "--nodes", "2")),
     Section("swin-4x8", "Replay: Swin-T on 4x8 GPUs behind 25 Gbit", "The same on twice the nodes.",
