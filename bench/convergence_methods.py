@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -12,15 +10,12 @@ from torch.optim import Optimizer
 
 import gradwire
 from gradwire.bench.convergence_tasks import Task
-from gradwire.comms.compat import PrefixStore, store_of
-from gradwire.comms.transport import gloo
 from gradwire.compressors.registry import Option, options_of
 
 PLAIN, TORCH_FP16, ONEBIT_ADAM = "plain DDP", "torch fp16 hook", "OneBitAdam"
 FREEZE_SHARE = 1 / 3
 """Of all steps that OneBitAdam takes dense. 15 to 20 percent do in runs of 100,000 steps (Tang et al., 1-bit Adam, ICML
 2021, section 5); a run of a few hundred still changes its gradients' size then, which a frozen variance cannot follow."""
-GROUP_TIMEOUT = timedelta(minutes=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +101,6 @@ def make_trainee(task: Task, method: Method, *, steps: int, seed: int = 0, node:
 def _onebit_adam(task: Task, model: nn.Module, freeze_step: int) -> Trainee:
     """OneBitAdam with the hyper-parameters of the task's own optimizer; it communicates by itself, without DDP."""
     settings = task.optimizer(model.parameters()).defaults
-    world = dist.group.WORLD
-    assert world is not None
-    group = gloo.connect(PrefixStore("onebit_adam", store_of(world)), world.rank(), world.size(), GROUP_TIMEOUT)
-    optimizer = gradwire.OneBitAdam(model.parameters(), group, freeze_step=freeze_step, lr=settings["lr"],
-                                    betas=settings["betas"], eps=settings["eps"],
-                                    weight_decay=settings["weight_decay"])
+    optimizer = gradwire.OneBitAdam(model.parameters(), freeze_step=freeze_step, lr=settings["lr"], betas=settings["betas"],
+                                    eps=settings["eps"], weight_decay=settings["weight_decay"])
     return Trainee(model, optimizer, freeze_step)

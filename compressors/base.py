@@ -29,8 +29,8 @@ class Work(Protocol):
         """
 
 
-class Group(Protocol):
-    """A fixed set of ranks and the collectives they can run, each issued in the same order on every one of them.
+class Peers(Protocol):
+    """A fixed set of ranks and the collectives of a two-stage exchange, each issued in the same order on all of them.
 
     Every tensor is contiguous, on the group's device, and of the same numel and dtype on all ranks. It must stay
     alive and unread until the returned Work has been waited for.
@@ -52,6 +52,10 @@ class Group(Protocol):
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
         """Fills `output` (numel = size * source.numel()) with every rank's `source`, in rank order."""
+
+
+class Group(Peers, Protocol):
+    """What a transport offers: the collectives of plans as well."""
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
         """Sums in place, so that `tensor[bounds[r]:bounds[r + 1]]` holds the sum on rank r.

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Codec, Group, Work
+from gradwire.compressors.base import Codec, Peers, Work
 
 PART_ALIGN = 64
 """Parts start at multiples of this many elements, so that every payload is a whole number of 8-byte words."""
@@ -113,7 +113,7 @@ def _cut(tensor: Tensor | None, start: int, stop: int) -> Tensor | None:
 
 
 def two_stage(
-    source: Tensor, target: Tensor, group: Group, codec: Codec, back: Codec, residuals: Residuals
+    source: Tensor, target: Tensor, group: Peers, codec: Codec, back: Codec, residuals: Residuals
 ) -> Iterator[Work]:
     """Writes an approximation of the sum over the group of source + worker residual (+ server residual) to `target`.
 

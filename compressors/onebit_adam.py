@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.compressors.base import Group
+from gradwire.compressors.base import Peers
 from gradwire.compressors.onebit_optimizer import FlatGroup, OneBitOptimizer
 
 
@@ -14,7 +15,7 @@ class OneBitAdam(OneBitOptimizer):
 
     Args:
         parameters: As for any torch optimizer; float32.
-        group: The ranks that train together.
+        group: The ranks that train together: a process group of torch; None is the default one.
         freeze_step: Steps of the first, dense stage; 15 to 20 percent of all steps is usual.
         lr: Learning rate.
         betas: Decay of the first and second moment.
@@ -25,7 +26,7 @@ class OneBitAdam(OneBitOptimizer):
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], group: Group, *, freeze_step: int, lr: float = 1e-3,
+        self, parameters: Iterable[Tensor], group: Peers | dist.ProcessGroup | None = None, *, freeze_step: int, lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}

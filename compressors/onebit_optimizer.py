@@ -2,7 +2,8 @@
 
 Until `freeze_step` the gradients are averaged exactly and both moments follow them. From then on the second moment
 stays as it is, each rank adds its own gradient to the common momentum, and only the momentum travels, one bit an
-element with residuals on both stages. The optimizer does the communication: train without DDP, or in `no_sync()`.
+element with residuals on both stages. The optimizer does the communication: train without DDP (start from the same weights
+on all ranks), or in `no_sync()`.
 Source: Tang et al., 1-bit Adam, ICML 2021, algorithm 1.
 """
 
@@ -11,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwire.compressors.base import Group
+from gradwire.compressors.base import Peers
 from gradwire.compressors.exchange import Parts, Residuals, two_stage
 from gradwire.compressors.onebit import OneBitCodec
+from gradwire.compressors.peers import peers_of
 
 Loss = TypeVar("Loss")
 SAVED = ("momentum", "variance", "worker", "server", "live")
@@ -44,20 +47,20 @@ class OneBitOptimizer(Optimizer):
 
     Args:
         parameters: As for any torch optimizer; float32.
-        group: The ranks that train together; all of them call `step` alike.
+        group: The ranks that train together; all of them call `step` alike. None is torch's default process group.
         defaults: Hyper-parameters of the groups: lr, betas, eps, weight_decay and the subclass's own.
         freeze_step: Steps of the first stage; 15 to 20 percent of all steps is usual.
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], group: Group, defaults: dict[str, Any], freeze_step: int
+        self, parameters: Iterable[Tensor], group: Peers | dist.ProcessGroup | None, defaults: dict[str, Any], freeze_step: int
     ) -> None:
         if freeze_step < 1:
             raise ValueError(f"`freeze_step` is {freeze_step}; wanted 1 or more, so that the variance is not zero")
         if not defaults["lr"] >= 0.0 or not all(0.0 <= beta < 1.0 for beta in defaults["betas"]):
             raise ValueError(f"`lr` is {defaults['lr']}, `betas` are {defaults['betas']}; wanted lr >= 0, 0 <= beta < 1")
         super().__init__(parameters, defaults)
-        self.group = group
+        self.group = peers_of(group)
         self.freeze_step = freeze_step
         self.steps = 0
         """Steps taken; skipped ones do not count."""
