@@ -27,7 +27,7 @@ from gradwire.bench.emulate import ranks_of_nodes
 from gradwire.bench.ranks import Start, find_start, meet, speaks
 from gradwire.bench.rate import parse_rate
 from gradwire.bench.replay import load_case
-from gradwire.bench.replay_scale import Scale, fit_scale
+from gradwire.bench.replay_scale import Scale, fit_scale, plain_step_seconds
 from gradwire.bench.signals import clean_end
 from gradwire.comms.config import launcher_variables
 
@@ -52,20 +52,24 @@ def run_emulated(options: argparse.Namespace) -> Measured:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
     """
     nodes = ranks_of_nodes(options)
-    rate, scale = parse_rate(options.nic, "--nic"), Scale()
+    rate, scale, expected = parse_rate(options.nic, "--nic"), Scale(), None
+    stream = rate if options.stream is None else min(rate, parse_rate(options.stream, "--stream"))
     if options.replay:
         case = load_case(options.replay, options.batch)
-        scale = fit_scale(case, sum(nodes), rate, options.factor, options.slow_motion)
+        scale = fit_scale(case, sum(nodes), stream, options.factor, options.slow_motion)
+        if options.order == "contiguous":
+            expected = scale.slow_motion * plain_step_seconds(case, sum(nodes), stream)
     link = scale.link(rate)
     with progress_bar() as progress, Cluster([1] * len(nodes), f"{link}bit") as cluster:
         collector = Collector(progress)
-        setting = setting_of(options, scale, bytes_per_second=link / 8)
+        setting = setting_of(options, scale, bytes_per_second=link / 8,
+                             stream_bytes_per_second=scale.link(stream) / 8 if options.stream else None)
         outcome = run_forked(cluster, "gradwire.bench.compare_ranks", [json.dumps(asdict(setting))], nodes=nodes,
                              order=options.order, on_line=collector.line)
     if outcome.exit_status:
         raise RuntimeError("a rank failed; the last lines were:\n" + "\n".join(collector.other[-_LAST_LINES:]))
     return Measured(collector.results(counted=True), describe_emulated(options, nodes, scale), nodes,
-                    collector.gradient_nbytes, scale)
+                    collector.gradient_nbytes, scale, expected)
 
 
 def run_given(options: argparse.Namespace, start: Start) -> Measured | None:
@@ -91,10 +95,10 @@ def run_given(options: argparse.Namespace, start: Start) -> Measured | None:
 
 
 def setting_of(options: argparse.Namespace, scale: Scale, *, bytes_per_second: float | None = None,
-               with_mpi: bool = False) -> Setting:
+               stream_bytes_per_second: float | None = None, with_mpi: bool = False) -> Setting:
     """What the ranks are told."""
     return Setting(options.model, options.megabytes * 1e6, options.replay, scale.factor, scale.slow_motion, options.batch,
-                   options.rounds, bytes_per_second, options.only, with_mpi)
+                   options.rounds, bytes_per_second, stream_bytes_per_second, options.only, with_mpi)
 
 
 def main(argv: list[str]) -> int:

@@ -152,8 +152,9 @@ def main(argv: list[str]) -> int:
     variables = launcher_variables()
     node = int(variables["RANK"])
     entry: Callable[[Place, list[str]], int] = importlib.import_module(module).rank_main
-    # Torch's own lazy imports would otherwise be repeated by every rank.
-    importlib.import_module("torch.nn.parallel")
+    # Torch's own lazy imports would otherwise be repeated by every rank; the first DDP model wants the second, 800 modules.
+    for lazy in ("torch.nn.parallel", "torch._dynamo"):
+        importlib.import_module(lazy)
     places = [Place(seat.rank, sum(nodes), node, nodes, variables["MASTER_ADDR"], int(variables["MASTER_PORT"]) + 1000,
                     INTERFACE) for seat in seat_ranks(nodes, order) if seat.node == node]
     return fork_ranks(places, entry, arguments)

@@ -16,11 +16,15 @@ from gradwire.bench.compare_models import BATCHES, Loss, build
 from gradwire.bench.compare_rounds import Contender, take_turns
 from gradwire.bench.replay import ReplayModel, load_case
 from gradwire.bench.replay_scale import Scale
+from gradwire.bench.streams import limit_streams
 
 WARMUP_ROUNDS = 1
 
 PROBE_STEPS = 3
 """Before the rounds: DDP rebuilds its buckets after the first, torch's PowerSGD starts in the third."""
+
+REPLAY_PROBE_STEPS = 2
+"""A step of a replay lasts seconds: these make all connections and buckets, and no warm-up round follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,7 @@ class Setting:
         batch: Samples per GPU and step of a built-in replay; None for its default.
         rounds: Timed rounds.
         bytes_per_second: Of the links; None where they have no limit.
+        stream_bytes_per_second: Of one connection between nodes; None where it has no limit of its own.
         only: Words to select the contenders; None for all.
         with_mpi: The ranks come from mpirun.
     """
@@ -48,6 +53,7 @@ class Setting:
     batch: int | None
     rounds: int
     bytes_per_second: float | None
+    stream_bytes_per_second: float | None
     only: str | None
     with_mpi: bool = False
 
@@ -94,7 +100,9 @@ def compare(setting: Setting, interface: str | None, line: Callable[[str], None]
             continue
         running.append(contender)
         judges.append(judge)
-    take_turns(running, rounds=setting.rounds, warmup=WARMUP_ROUNDS, interface=interface,
+    if setting.stream_bytes_per_second is not None:
+        limit_streams(setting.stream_bytes_per_second)
+    take_turns(running, rounds=setting.rounds, warmup=0 if setting.replay else WARMUP_ROUNDS, interface=interface,
                progress=lambda name, turn, turns: say({"turn": turn, "turns": turns, "name": name}))
     for contender, judge in zip(running, judges, strict=True):
         say({"name": contender.name, "seconds": contender.seconds, "nic_nbytes": contender.nic_nbytes,
@@ -164,7 +172,7 @@ def _enter(entrant: Entrant, setting: Setting, model: nn.Module, loss: Loss, jud
     reason = ""
     try:
         entrant.attach(own, setting.bytes_per_second)
-        for number in range(PROBE_STEPS):
+        for number in range(REPLAY_PROBE_STEPS if setting.replay else PROBE_STEPS):
             step(number)
     except Exception as error:  # noqa: BLE001 - a peer that cannot run here is a line of the table, whatever its reason
         text = str(error).replace("Got the following error when running the callback: ", "")

@@ -27,6 +27,7 @@ class Measured:
         nodes: Ranks of each node.
         gradient_nbytes: Of one step on one rank.
         scale: Of a replay.
+        expected_seconds: Of a replayed step of plain DDP, by its waits and its link alone; None where that is unknown.
     """
 
     results: list[Result]
@@ -34,6 +35,7 @@ class Measured:
     nodes: list[int]
     gradient_nbytes: int
     scale: Scale
+    expected_seconds: float | None = None
 
 
 def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> None:
@@ -51,8 +53,11 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
     Console(width=_WIDTH).print(f"{title}; {machine_line()}", table(measured.results), sep="\n", highlight=False)
     if case is not None:
         print(f"step time: {case.source}")
+    if measured.expected_seconds is not None:
+        print(f"plain DDP by its waits and its link alone: {measured.expected_seconds:.3f} s per step")
     record = {"kind": "compare", "title": title, "machine": machine_line(), "args": argv, "rounds": options.rounds,
               "nodes": measured.nodes, "source": case.source if case else None,
+              "scale": asdict(measured.scale), "expected_plain_seconds": measured.expected_seconds,
               "results": [asdict(one) for one in measured.results]}
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=2) + "\n")
@@ -81,7 +86,8 @@ def describe_emulated(options: argparse.Namespace, nodes: list[int], scale: Scal
     order = " round-robin" if options.order == "round-robin" else ""
     link = scale.link(parse_rate(options.nic, "--nic"))
     scaled = f", replayed on links of {link / 1e6:.3g} Mbit" if options.replay else ""
-    return f"{shape(nodes)} ranks{order} behind {options.nic}{scaled}"
+    stream = f" ({options.stream} a connection)" if options.stream else ""
+    return f"{shape(nodes)} ranks{order} behind {options.nic}{stream}{scaled}"
 
 
 def shape(nodes: list[int]) -> str:

@@ -69,16 +69,16 @@ SECTIONS = (
             "A transformer on 2 nodes of 2 ranks behind 200 Mbit. The error is that of one averaged gradient against the "
             "exact mean; compressors with feedback make up for it in later steps, and those with a momentum of their own "
             "(onebit, dgc) deliver another quantity than the mean.", _compare("--megabytes", "16", "--plot", "docs/speedup.png")),
-    Section("swin-2x8", "Replay: Swin-T on 2x8 GPUs behind 25 Gbit", "Real shapes and order, computation as timed waits.",
-            _compare("--replay", "swin_t", "--nodes", "2")),
+    Section("swin-2x8", "Replay: Swin-T on 2x8 GPUs behind 25 Gbit", "Real shapes and order, computation as timed waits. A "
+            "connection reaches 5 Gbit, see docs/bench.md.", _compare("--replay", "swin_t", "--nodes", "2", "--stream", "5gbit")),
     Section("swin-4x8", "Replay: Swin-T on 4x8 GPUs behind 25 Gbit", "The same on twice the nodes.",
-            _compare("--replay", "swin_t")),
+            _compare("--replay", "swin_t", "--stream", "5gbit")),
     Section("resnet50", "Replay: ResNet-50 on 4x8 GPUs behind 25 Gbit", "64 images a GPU and step.",
             _compare("--replay", "resnet50")),
     Section("bert", "Replay: BERT-base on 4x8 GPUs behind 25 Gbit", "32 sentences a GPU and step.",
-            _compare("--replay", "bert_base")),
-    Section("vgg16", "Replay: VGG16 on 4x8 GPUs behind 25 Gbit", "32 images a GPU and step.",
-            _compare("--replay", "vgg16")),
+            _compare("--replay", "bert_base", "--only", "hier,onebit")),
+    Section("vgg16", "Replay: VGG16 on 2x8 GPUs behind 25 Gbit", "32 images a GPU and step.",
+            _compare("--replay", "vgg16", "--nodes", "2")),
     Section("peers", "Shared memory against MPI's",
             "All-reduce on one node against gloo and the MPI libraries that are given with --mpi-venv.",
             ("gradwire.bench.shm_peers",)),

@@ -43,7 +43,8 @@ def test_every_plan_and_compressor_takes_part() -> None:
 @pytest.mark.parametrize("words", [
     ["--nodes", "0"], ["--rounds", "0"], ["--megabytes", "-1"], ["--nic", "fast"], ["--replay", "resnet51"],
     ["--factor", "0"], ["--batch", "8"], ["--factor", "8"], ["--slow-motion", "8"], ["--plot", "x.pdf"], ["--only", "nothing"],
-    ["--ranks-per-node", "0"], ["--uneven", "3,x"], ["--interface", "eth99"], ["--model", "rnn"], ["--what"]])
+    ["--ranks-per-node", "0"], ["--uneven", "3,x"], ["--interface", "eth99"], ["--model", "rnn"], ["--what"],
+    ["--stream", "slow"]])
 def test_a_bad_flag_is_an_error_that_names_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main(words) == 2
     assert words[0] in capsys.readouterr().err
@@ -58,9 +59,10 @@ def test_ranks_of_a_launcher_complain_once(capsys: pytest.CaptureFixture[str], m
 def test_a_replay_states_what_is_smaller_and_slower(capsys: pytest.CaptureFixture[str]) -> None:
     options = parse(["--replay", "swin_t"])
     assert (options.nodes, options.ranks_per_node, options.nic) == (4, 8, "25gbit")
-    report(options, [], Measured([], "somewhere", [8, 8], 7_000_000, Scale(16, 12)))
+    report(options, [], Measured([], "somewhere", [8, 8], 7_000_000, Scale(16, 12), 2.5))
     said = " ".join(capsys.readouterr().out.split())
-    for words in ("gradients and links 1/16, 12 times slower", "7.00 MB of gradients (really 113)", "RTX 3090"):
+    for words in ("gradients and links 1/16, 12 times slower", "7.00 MB of gradients (really 113)", "RTX 3090",
+                  "plain DDP by its waits and its link alone: 2.500 s"):
         assert words in said
 
 
