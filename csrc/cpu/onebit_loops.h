@@ -19,11 +19,12 @@ inline float encode_full(const float* gradient, const float* residual, float* le
   }
   const float scale = sum_lanes(add(add(sum[0], sum[2]), add(sum[1], sum[3]))) / static_cast<float>(count);
   if (!left) return scale;
-  const Vec plus = fill(scale), minus = fill(-scale);
-  for (size_t at = 0; at < kBlock; at += 16) {
-    uint16_t signs;
+  const Vec magnitude = fill(scale);
+  for (size_t at = 0; at < kBlock; at += 32) {
+    uint32_t signs;
     std::memcpy(&signs, bits + at / 8, sizeof signs);
-    put(left + at, sub(load(p + at), signed_by(plus, minus, signs)), past_cache);
+    put(left + at, sub(load(p + at), signed_by(magnitude, signs, 0)), past_cache);
+    put(left + at + 16, sub(load(p + at + 16), signed_by(magnitude, signs, 16)), past_cache);
   }
   return scale;
 }
@@ -65,10 +66,10 @@ inline void reduce64(const uint8_t* bits, size_t stride, const float* scales, si
   Vec sum[4];
   for (int j = 0; j < 4; ++j) sum[j] = addend ? load(addend + 16 * j) : fill(0.0f);
   for (size_t w = 0; w < workers; ++w) {
-    uint16_t signs[4];
+    uint32_t signs[2];
     std::memcpy(signs, bits + w * stride, sizeof signs);
-    const Vec plus = fill(scales[w]), minus = fill(-scales[w]);
-    for (int j = 0; j < 4; ++j) sum[j] = add(sum[j], signed_by(plus, minus, signs[j]));
+    const Vec scale = fill(scales[w]);
+    for (int j = 0; j < 4; ++j) sum[j] = add(sum[j], signed_by(scale, signs[j / 2], j % 2 * 16));
   }
   for (int j = 0; j < 4; ++j) put(target + 16 * j, sum[j], past_cache);
 }
@@ -82,11 +83,21 @@ inline void reduce_rest(const uint8_t* bits, size_t stride, const float* scales,
   }
 }
 
+// The payloads are many slow streams beside a fast one of sums, and the processor fetches each line of them too late
+// by itself: it is asked for a page of each at once, two pages before the loop gets there.
+inline void fetch_ahead(const uint8_t* bits, size_t stride, size_t workers, size_t block) {
+  constexpr size_t kPage = 4096;
+  if (block % (kPage * 8 / kBlock) != 0) return;
+  for (size_t w = 0; w < workers; ++w)
+    for (size_t line = 0; line < kPage; line += 64) __builtin_prefetch(bits + w * stride + 2 * kPage + line);
+}
+
 inline void reduce_block(const uint8_t* payloads, size_t stride, size_t workers, size_t numel, size_t block,
                          const float* addend, float* target, float* scales, bool past_cache) {
   const size_t start = block * kBlock, count = numel - start < kBlock ? numel - start : kBlock;
   for (size_t w = 0; w < workers; ++w) std::memcpy(&scales[w], payloads + w * stride + 4 * block, sizeof(float));
   const uint8_t* bits = payloads + scales_nbytes(numel) + start / 8;
+  fetch_ahead(bits, stride, workers, block);
   size_t i = 0;
   for (; i + 64 <= count; i += 64)
     reduce64(bits + i / 8, stride, scales, workers, addend ? addend + i : nullptr, target + i, past_cache);

@@ -1,44 +1,30 @@
 // The loops of quantize.cpp for one instruction set; included by foreach_isa.h, no include guard.
 
+#include "codes.h"
+
 struct Range {
   float low, unit;
   bool finite;
 };
 
-// The smallest element and the step of a block in which every lane is set.
+// The smallest element and the step of a block in which every lane is set. Two running pairs halve the chain; of
+// special numbers only a NaN can hide from the two ends. The loop stays a loop: fully unrolled, each load would step by
+// a whole block, and the processor would no longer recognise the stream it should fetch ahead.
 inline Range range_of(const float* p, float levels) {
-  Vec low = load(p), high = low;
-  uint32_t special = 0;
-  for (size_t at = 0; at < kBlock; at += 16) {
-    const Vec x = load(p + at);
-    low = minimum(x, low), high = maximum(x, high);
-    special |= at_least(x, 0x7f800000u);
+  Vec low[2] = {load(p), load(p + 16)}, high[2] = {low[0], low[1]};
+  uint32_t nan = 0;
+#pragma GCC unroll 1
+  for (size_t at = 0; at < kBlock; at += 32) {
+    const Vec x = load(p + at), y = load(p + at + 16);
+    low[0] = minimum(x, low[0]), high[0] = maximum(x, high[0]);
+    low[1] = minimum(y, low[1]), high[1] = maximum(y, high[1]);
+    nan |= unordered(x, y);
   }
-  alignas(64) float lows[16], highs[16];
-  store(lows, low), store(highs, high);
-  for (int i = 1; i < 16; ++i) {
-    if (lows[i] < lows[0]) lows[0] = lows[i];
-    if (highs[i] > highs[0]) highs[0] = highs[i];
-  }
-  const float spread = highs[0] - lows[0];
-  const bool fits = bits_of_float(spread) < 0x7f800000u;
-  const float unit = fits ? spread / levels : highs[0] / levels - lows[0] / levels;
-  return {lows[0] + 0.0f, unit < kSmallestNormal ? 0.0f : unit, special == 0};
-}
-
-template <int kBits>
-inline void pack_codes(const int32_t* codes, uint8_t* out) {
-  if (kBits == 8) {
-    for (size_t i = 0; i < kBlock; ++i) out[i] = static_cast<uint8_t>(codes[i]);
-    return;
-  }
-  uint8_t bytes[kBlock];
-  for (size_t i = 0; i < kBlock; ++i) bytes[i] = static_cast<uint8_t>(codes[i]);
-  for (size_t i = 0; i < kBlock / 2; ++i) {  // the even element in the low half of the byte
-    uint16_t pair;
-    std::memcpy(&pair, bytes + 2 * i, sizeof pair);
-    out[i] = static_cast<uint8_t>(pair | pair >> 4);
-  }
+  const float bottom = least(minimum(low[0], low[1])), top = greatest(maximum(high[0], high[1]));
+  const float spread = top - bottom;
+  const float unit = std::isfinite(spread) ? spread / levels : top / levels - bottom / levels;
+  const bool finite = nan == 0 && std::isfinite(bottom) && std::isfinite(top);
+  return {bottom + 0.0f, unit < kSmallestNormal ? 0.0f : unit, finite};
 }
 
 inline void fill_offsets(float* offsets, bool random, uint32_t key, uint32_t first) {
@@ -49,28 +35,33 @@ inline void fill_offsets(float* offsets, bool random, uint32_t key, uint32_t fir
   for (size_t i = 0; i < kBlock; ++i) offsets[i] = uniform_of_hash(hash32(key, first + static_cast<uint32_t>(i)));
 }
 
+// A block with inf or NaN: NaN for both numbers and for what is left.
+template <int kBits>
+inline void encode_special(float* left, uint8_t* out, float* meta) {
+  meta[0] = meta[1] = float_of_bits(0x7fc00000u);
+  std::memset(out, 0, kBlock * kBits / 8);
+  for (size_t i = 0; left && i < kBlock; ++i) left[i] = meta[0];
+}
+
 // code = floor((p - low) / unit + offset): offset 1/2 rounds to nearest, a uniform one rounds without bias.
 template <int kBits>
-inline void encode_full(const float* p, const float* offsets, float* left, uint8_t* out, float* meta) {
-  constexpr float kLevels = (1 << kBits) - 1;
-  const Range range = range_of(p, kLevels);
-  const float low = range.low, unit = range.unit, inverse = unit > 0.0f ? 1.0f / unit : 0.0f;
-  int32_t codes[kBlock];
-  if (!range.finite) {
-    std::memset(codes, 0, sizeof codes);
-    meta[0] = meta[1] = float_of_bits(0x7fc00000u);
-    if (left)
-      for (size_t i = 0; i < kBlock; ++i) left[i] = meta[0];
-  } else {
-    meta[0] = unit, meta[1] = low;
-    for (size_t i = 0; i < kBlock; ++i) {
-      const float t = (p[i] - low) * inverse + offsets[i];
-      codes[i] = static_cast<int32_t>(t < kLevels ? t : kLevels);
+inline void encode_full(const float* p, Range range, const float* offsets, float* left, bool past_cache, uint8_t* out,
+                        float* meta) {
+  if (!range.finite) return encode_special<kBits>(left, out, meta);
+  meta[0] = range.unit, meta[1] = range.low;
+  const Vec low = fill(range.low), unit = fill(range.unit), inverse = fill(range.unit > 0.0f ? 1.0f / range.unit : 0.0f);
+  const Vec most = fill((1 << kBits) - 1);
+#pragma GCC unroll 1
+  for (size_t start = 0; start < kBlock; start += 64) {
+    Vec t[4];
+    for (size_t j = 0; j < 4; ++j) {
+      const size_t at = start + 16 * j;
+      const Vec x = load(p + at);
+      t[j] = minimum(add(mul(sub(x, low), inverse), load(offsets + at)), most);
+      if (left) put(left + at, sub(x, add(low, mul(truncate(t[j]), unit))), past_cache);
     }
-    if (left)
-      for (size_t i = 0; i < kBlock; ++i) left[i] = p[i] - (low + static_cast<float>(codes[i]) * unit);
+    codes64<kBits>(t, out + start * kBits / 8);
   }
-  pack_codes<kBits>(codes, out);
 }
 
 // p = gradient + residual; a short block is filled up with its first element, which changes neither end of its range.
@@ -82,31 +73,38 @@ inline void gather_block(const float* gradient, const float* residual, float* p,
   for (; i < kBlock; ++i) p[i] = p[0];
 }
 
+// A last block with fewer elements.
+template <int kBits>
+inline void encode_tail(const float* p, Range range, const float* offsets, float* left, uint8_t* place, float* meta,
+                        size_t count) {
+  float rest[kBlock];
+  uint8_t out[kBlock];
+  encode_full<kBits>(p, range, offsets, left ? rest : nullptr, false, out, meta);
+  if (kBits == 4 && count % 2) out[count / 2] &= 0x0f;
+  std::memcpy(place, out, (count * kBits + 7) / 8);
+  if (left) std::memcpy(left, rest, count * sizeof(float));
+}
+
 template <int kBits>
 inline void encode(const float* gradient, const float* residual, float* left, uint8_t* payload, size_t numel,
                    bool random, uint32_t key) {
-  alignas(64) float p[kBlock], rest[kBlock], offsets[kBlock];
-  uint8_t out[kBlock];
-  float meta[2];
-  uint8_t* codes = payload + meta_nbytes(numel);
+  alignas(64) float room[kBlock], offsets[kBlock];
   const bool past_cache = streams(left, gradient, residual, numel);
   fill_offsets(offsets, false, 0, 0);
   for (size_t start = 0, block = 0; start < numel; start += kBlock, ++block) {
     const size_t count = numel - start < kBlock ? numel - start : kBlock;
-    const bool whole = count == kBlock;
     if (random) fill_offsets(offsets, true, key, static_cast<uint32_t>(start));
-    const bool direct = whole && !residual;
-    if (!direct) gather_block(gradient + start, residual ? residual + start : nullptr, p, count);
-    uint8_t* place = codes + start * kBits / 8;
-    encode_full<kBits>(direct ? gradient + start : p, offsets, left ? rest : nullptr, whole ? place : out, meta);
+    const bool direct = count == kBlock && !residual;
+    if (!direct) gather_block(gradient + start, residual ? residual + start : nullptr, room, count);
+    const float* p = direct ? gradient + start : room;
+    const Range range = range_of(p, (1 << kBits) - 1);
+    uint8_t* place = payload + meta_nbytes(numel) + start * kBits / 8;
+    float meta[2];
+    if (count == kBlock)
+      encode_full<kBits>(p, range, offsets, left ? left + start : nullptr, past_cache, place, meta);
+    else
+      encode_tail<kBits>(p, range, offsets, left ? left + start : nullptr, place, meta, count);
     std::memcpy(payload + 8 * block, meta, sizeof meta);
-    if (whole) {
-      for (size_t at = 0; left && at < kBlock; at += 16) put(left + start + at, load(rest + at), past_cache);
-      continue;
-    }
-    if (kBits == 4 && count % 2) out[count / 2] &= 0x0f;
-    std::memcpy(place, out, (count * kBits + 7) / 8);
-    if (left) std::memcpy(left + start, rest, count * sizeof(float));
   }
   if (past_cache) fence();
 }

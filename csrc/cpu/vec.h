@@ -20,7 +20,14 @@ inline uint16_t at_least(Vec x, uint32_t key) {
   const __m512i bits = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
   return _mm512_cmp_epu32_mask(bits, _mm512_set1_epi32(static_cast<int>(key)), _MM_CMPINT_NLT);
 }
-inline Vec signed_by(Vec plus, Vec minus, uint16_t bits) { return _mm512_mask_blend_ps(bits, minus, plus); }
+inline uint16_t unordered(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q); }
+inline Vec signed_by(Vec x, uint32_t bits, int first) {  // no mask registers: moves into them are the scarce resource
+  const __m512i lanes = _mm512_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16);
+  const __m512i shifts = _mm512_sub_epi32(lanes, _mm512_set1_epi32(first));
+  const __m512i set = _mm512_sllv_epi32(_mm512_set1_epi32(static_cast<int>(bits)), shifts);
+  const __m512i top = _mm512_set1_epi32(INT32_MIN);
+  return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(x), set, top, 0xd2));  // x ^ (~set & top)
+}
 inline void to_half(uint16_t* at, Vec x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -69,13 +76,18 @@ inline uint16_t at_least(Vec x, uint32_t key) {  // magnitudes have no sign bit:
   return pair_bits(_mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_castps_si256(magnitude8(x.a)), below)),
                    _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_castps_si256(magnitude8(x.b)), below)));
 }
-inline __m256 choose8(__m256 plus, __m256 minus, int bits) {
-  const __m256i lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-  const __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(bits), lanes), lanes);
-  return _mm256_blendv_ps(minus, plus, _mm256_castsi256_ps(set));
+inline uint16_t unordered(Vec x, Vec y) {
+  return pair_bits(_mm256_cmp_ps(x.a, y.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, y.b, _CMP_UNORD_Q));
 }
-inline Vec signed_by(Vec plus, Vec minus, uint16_t bits) {
-  return {choose8(plus.a, minus.a, bits), choose8(plus.b, minus.b, bits >> 8)};
+inline __m256 signed8(__m256 x, uint32_t bits, int first) {
+  const __m256i lanes = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
+  const __m256i shifts = _mm256_sub_epi32(lanes, _mm256_set1_epi32(first));
+  const __m256i set = _mm256_sllv_epi32(_mm256_set1_epi32(static_cast<int>(bits)), shifts);
+  const __m256i flip = _mm256_andnot_si256(set, _mm256_set1_epi32(INT32_MIN));
+  return _mm256_xor_ps(x, _mm256_castsi256_ps(flip));
+}
+inline Vec signed_by(Vec x, uint32_t bits, int first) {
+  return {signed8(x.a, bits, first), signed8(x.b, bits, first + 8)};
 }
 inline void to_half(uint16_t* at, Vec x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
@@ -141,8 +153,13 @@ inline uint16_t at_least(const Vec& x, uint32_t key) {
   for (int i = 0; i < 16; ++i) bits |= static_cast<uint32_t>((lane[i] & 0x7fffffffu) >= key) << i;
   return static_cast<uint16_t>(bits);
 }
-inline Vec signed_by(const Vec& plus, const Vec& minus, uint16_t bits) {
-  Vec result; GRADWIRE_LANES(bits >> i & 1 ? plus.lane[i] : minus.lane[i]); return result;
+inline uint16_t unordered(const Vec& a, const Vec& b) {
+  uint32_t bits = 0;
+  for (int i = 0; i < 16; ++i) bits |= static_cast<uint32_t>(a.lane[i] != a.lane[i] || b.lane[i] != b.lane[i]) << i;
+  return static_cast<uint16_t>(bits);
+}
+inline Vec signed_by(const Vec& x, uint32_t bits, int first) {
+  Vec result; GRADWIRE_LANES(bits >> (first + i) & 1 ? x.lane[i] : -x.lane[i]); return result;
 }
 inline void to_half(uint16_t* at, const Vec& x) {
   for (int i = 0; i < 16; ++i) at[i] = half_from_float(x.lane[i]);

@@ -1,0 +1,88 @@
+// Floats to packed codes, for one instruction set; included inside a namespace by quantize_loops.h, no include guard.
+//
+// codes64 packs 64 floats (0 <= x < 2^kBits, truncated): a byte each, or with 4 bits the even one in the low half.
+#if GRADWIRE_ISA == 512
+
+inline Vec truncate(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
+inline float least(Vec x) { return _mm512_reduce_min_ps(x); }
+inline float greatest(Vec x) { return _mm512_reduce_max_ps(x); }
+template <int kBits>
+inline void codes64(const Vec* x, uint8_t* out) {
+  const __m512i low = _mm512_packus_epi32(_mm512_cvttps_epi32(x[0]), _mm512_cvttps_epi32(x[1]));
+  const __m512i high = _mm512_packus_epi32(_mm512_cvttps_epi32(x[2]), _mm512_cvttps_epi32(x[3]));
+  // The packs work within quarters of the register: put the fours of elements in order again.
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high));
+  if (kBits == 8) {
+    _mm512_storeu_si512(out, bytes);
+  } else {  // even + 16 * odd
+    const __m512i pairs = _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(0x1001));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi16_epi8(pairs));
+  }
+}
+
+#elif GRADWIRE_ISA == 2
+
+inline Vec truncate(Vec x) {
+  constexpr int kToZero = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.a, kToZero), _mm256_round_ps(x.b, kToZero)};
+}
+inline float least(Vec x) {
+  const __m256 eight = _mm256_min_ps(x.a, x.b);
+  __m128 four = _mm_min_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_min_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_min_ss(four, _mm_movehdup_ps(four)));
+}
+inline float greatest(Vec x) {
+  const __m256 eight = _mm256_max_ps(x.a, x.b);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+inline __m256i bytes32(Vec x, Vec y) {
+  const __m256i low = _mm256_packus_epi32(_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b));
+  const __m256i high = _mm256_packus_epi32(_mm256_cvttps_epi32(y.a), _mm256_cvttps_epi32(y.b));
+  // The packs work within halves of the register: put the fours of elements in order again.
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
+}
+template <int kBits>
+inline void codes64(const Vec* x, uint8_t* out) {
+  const __m256i low = bytes32(x[0], x[1]), high = bytes32(x[2], x[3]);
+  __m256i* at = reinterpret_cast<__m256i*>(out);
+  if (kBits == 8) {
+    _mm256_storeu_si256(at, low), _mm256_storeu_si256(at + 1, high);
+  } else {  // even + 16 * odd
+    const __m256i weights = _mm256_set1_epi16(0x1001);
+    const __m256i pairs = _mm256_packus_epi16(_mm256_maddubs_epi16(low, weights), _mm256_maddubs_epi16(high, weights));
+    _mm256_storeu_si256(at, _mm256_permute4x64_epi64(pairs, 0xd8));
+  }
+}
+
+#else
+
+inline Vec truncate(const Vec& x) {
+  Vec result;
+  for (int i = 0; i < 16; ++i) result.lane[i] = static_cast<float>(static_cast<int32_t>(x.lane[i]));
+  return result;
+}
+inline float least(const Vec& x) {
+  float result = x.lane[0];
+  for (float lane : x.lane) result = lane < result ? lane : result;
+  return result;
+}
+inline float greatest(const Vec& x) {
+  float result = x.lane[0];
+  for (float lane : x.lane) result = lane > result ? lane : result;
+  return result;
+}
+template <int kBits>
+inline void codes64(const Vec* x, uint8_t* out) {
+  uint8_t bytes[64];
+  for (int i = 0; i < 64; ++i) bytes[i] = static_cast<uint8_t>(static_cast<int32_t>(x[i / 16].lane[i % 16]));
+  if (kBits == 8) std::memcpy(out, bytes, sizeof bytes);
+  else
+    for (int i = 0; i < 32; ++i) out[i] = static_cast<uint8_t>(bytes[2 * i] | bytes[2 * i + 1] << 4);
+}
+
+#endif
