@@ -127,7 +127,7 @@ def main(argv: list[str]) -> int:
     finally:
         torch.set_num_threads(threads)
     mebibytes = options.numel * 4 / 2**20
-    Console().print(_table(results, f"{mebibytes:g} MiB of float32 on {options.device}, one thread"))
+    Console(width=110).print(_table(results, f"{mebibytes:g} MiB of float32 on {options.device}, one thread"))
     if options.json:
         options.json.write_text(json.dumps({"results": [asdict(row) for row in results]}, indent=2) + "\n")
     return 0

@@ -116,8 +116,9 @@ class Routes:
         if self._compressor is None or layout is None or nodes == 1:
             plan = plan_all_reduce(self.cluster, flat.nbytes, name=self.plan_name, chunks=self.chunks, library=self.library)
             return with_reason(plan, self._why) if self._why else plan
-        return plan_all_reduce(self.cluster, flat.nbytes, name="hierarchical", chunks=self.chunks,
-                               price=CodecPrice(self._compressor.name, wire_ratio(self._compressor, layout, nodes)))
+        price = CodecPrice(self._compressor.name, wire_ratio(self._compressor, layout, nodes))
+        plan = plan_all_reduce(self.cluster, flat.nbytes, name="hierarchical", chunks=self.chunks, price=price)
+        return with_reason(plan, f"{price.name} was asked for, and works on what crosses between nodes.")
 
     def _partition(self, layout: Layout | None) -> Partition:
         compressor = self._compressor
