@@ -120,7 +120,8 @@ class Communicator:
     def report(self, steps: int = 0) -> Report:
         """What has travelled so far, and by which plans."""
         plans = dict.fromkeys(plan.describe(self.cluster.level_names) for plan in self.routes.plans())
-        return Report(self.cluster.describe(), tuple(plans), self._ledger.rows(), self._buckets, steps, self._nics)
+        return Report(self.cluster.describe(), tuple(plans), self._ledger.rows(), self._buckets, steps,
+                      (self.routes.describe_links(), *self._nics))
 
     def abort(self, reason: str) -> None:
         """Wakes the ranks of this node that wait for this one, and tells them why. Any thread."""

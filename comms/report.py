@@ -41,7 +41,8 @@ class Report:
         rows: One for each phase and level.
         buckets: All-reduces run.
         steps: Backward passes seen; 0 where there is no hook.
-        nics: The NIC that each local rank should drive, and what speaks against it; empty where none is known.
+        links: The rates that the plans are predicted with; the NIC that each local rank should drive, where it is known,
+            and what speaks against it.
     """
 
     cluster: str
@@ -49,10 +50,10 @@ class Report:
     rows: tuple[Row, ...]
     buckets: int
     steps: int = 0
-    nics: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        head = [f"{self.cluster}; {self.buckets} all-reduces in {self.steps} steps", *self.nics, *self.plans,
+        head = [f"{self.cluster}; {self.buckets} all-reduces in {self.steps} steps", *self.links, *self.plans,
                 f"{'phase':>5}  {'collective':<15} {'level':<13} {'calls':>8} {'logical MB':>12} {'sent MB':>12} {'seconds':>10}"]
         body = [f"{row.phase:>5}  {row.op:<15} {row.level:<13} {row.calls:>8} {row.logical_nbytes / 1e6:>12.3f} "
                 f"{row.wire_nbytes / 1e6:>12.3f} {row.seconds:>10.3f}" for row in self.rows]

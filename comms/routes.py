@@ -58,6 +58,7 @@ class Routes:
         self._rank = rank
         self._may_choose = config.plan == "auto"
         self._why = ""
+        self._measured = False
         self._compressor = compressor
         self._known: dict[object, Route] = {}
 
@@ -105,7 +106,15 @@ class Routes:
     def measured(self, levels: Sequence[Level]) -> None:
         """Plans with these links from now on."""
         self.cluster = replace(self.cluster, levels=tuple(levels))
+        self._measured = True
         self._known.clear()
+
+    def describe_links(self) -> str:
+        """The rates that plans are predicted with, in one line."""
+        rates = ", ".join(f"{level.link.bytes_per_second / 1e9:.3g} GB/s {level.name}"
+                          for number, level in enumerate(self.cluster.levels) if self.cluster.widest(number) > 1)
+        origin = "as measured" if self._measured else "as told or presumed (`probe=True` measures them)"
+        return f"links {origin}: {rates or 'none'}"
 
     def plans(self) -> list[Plan]:
         """The plans in use."""
