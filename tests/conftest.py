@@ -1,8 +1,20 @@
-"""Marks of the whole suite: what a machine cannot run is skipped with the reason, or fails where it is required."""
+"""Marks of the whole suite, and the inputs that every kernel is tried on.
+
+What a machine cannot run is skipped with the reason, or fails where it is required. torch is imported where it is needed:
+most of the suite's folders do without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 
 from gradwire.bench.namespaces import available
+
+if TYPE_CHECKING:
+    import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -11,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def no_gpu() -> str | None:
     """The reason why GPU tests cannot run here."""
-    import torch  # here: most of the suite's folders do without it
+    import torch
 
     return None if torch.cuda.is_available() else f"no CUDA device (torch {torch.__version__})"
 
@@ -24,3 +36,29 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if "netns" in item.config.getoption("--require"):
         pytest.fail(f"`--require=netns` was given, but {reason}", pytrace=False)
     pytest.skip(reason)
+
+
+@pytest.fixture(params=["random", "constant", "zero", "denormal", "huge", "inf", "nan"])
+def make_input(request: pytest.FixtureRequest) -> Callable[[int], torch.Tensor]:
+    """A function of numel that returns an input of one kind, as a view that is not aligned."""
+    import torch
+
+    def special(numel: int, where: int, value: float, generator: torch.Generator) -> torch.Tensor:
+        x = torch.randn(numel, generator=generator)
+        x[where] = value
+        return x
+
+    def make(numel: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(numel)
+        kinds: dict[str, Callable[[], torch.Tensor]] = {
+            "random": lambda: torch.randn(numel, generator=generator),
+            "constant": lambda: torch.full((numel,), -0.3),
+            "zero": lambda: torch.zeros(numel),
+            "denormal": lambda: torch.randn(numel, generator=generator) * 1e-41,
+            "huge": lambda: torch.randn(numel, generator=generator) * 1e38,
+            "inf": lambda: special(numel, numel // 2, float("inf"), generator),
+            "nan": lambda: special(numel, numel // 3, float("nan"), generator),
+        }
+        return torch.cat([torch.zeros(1), kinds[request.param]()])[1:]
+
+    return make

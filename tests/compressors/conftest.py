@@ -1,11 +1,10 @@
 """Inputs and layouts that the laws are checked on, and the two sets of kernels."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
 from gradwire import _native
 from gradwire.compressors import native
@@ -44,32 +43,6 @@ def layout() -> Layout:
         start += numel
     slices.append(Slice("cut.weight", (30, 30), 450, start, 450))
     return Layout(tuple(slices))
-
-
-def _special(numel: int, where: int, value: float, generator: torch.Generator) -> Tensor:
-    x = torch.randn(numel, generator=generator)
-    x[where] = value
-    return x
-
-
-@pytest.fixture(params=["random", "constant", "zero", "denormal", "huge", "inf", "nan"])
-def make_input(request: pytest.FixtureRequest) -> Callable[[int], Tensor]:
-    """A function of numel that returns an input of one kind, as a view that is not aligned."""
-
-    def make(numel: int) -> Tensor:
-        generator = torch.Generator().manual_seed(numel)
-        kinds: dict[str, Callable[[], Tensor]] = {
-            "random": lambda: torch.randn(numel, generator=generator),
-            "constant": lambda: torch.full((numel,), -0.3),
-            "zero": lambda: torch.zeros(numel),
-            "denormal": lambda: torch.randn(numel, generator=generator) * 1e-41,
-            "huge": lambda: torch.randn(numel, generator=generator) * 1e38,
-            "inf": lambda: _special(numel, numel // 2, float("inf"), generator),
-            "nan": lambda: _special(numel, numel // 3, float("nan"), generator),
-        }
-        return torch.cat([torch.zeros(1), kinds[request.param]()])[1:]
-
-    return make
 
 
 @pytest.fixture(params=NUMELS)

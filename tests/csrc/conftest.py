@@ -3,13 +3,12 @@
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from gradwire.compressors import cuda_launch
 from gradwire.compressors.cuda_source import FOLDER, KERNELS, kernel_source
@@ -75,32 +74,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         patch.setattr(cuda_launch, "blocks_for", lambda device, threads, most=0: min(-(-threads // 256), 2))
         patch.setattr(cuda_launch, "stream_of", lambda device: 0)
         yield torch.device("cpu")
-
-
-def _special(numel: int, where: int, value: float, generator: torch.Generator) -> Tensor:
-    x = torch.randn(numel, generator=generator)
-    x[where] = value
-    return x
-
-
-@pytest.fixture(params=["random", "constant", "zero", "denormal", "huge", "inf", "nan"])
-def make_input(request: pytest.FixtureRequest) -> Callable[[int], Tensor]:
-    """A function of numel that returns an input of one kind, as a view that is not aligned."""
-
-    def make(numel: int) -> Tensor:
-        generator = torch.Generator().manual_seed(numel)
-        kinds: dict[str, Callable[[], Tensor]] = {
-            "random": lambda: torch.randn(numel, generator=generator),
-            "constant": lambda: torch.full((numel,), -0.3),
-            "zero": lambda: torch.zeros(numel),
-            "denormal": lambda: torch.randn(numel, generator=generator) * 1e-41,
-            "huge": lambda: torch.randn(numel, generator=generator) * 1e38,
-            "inf": lambda: _special(numel, numel // 2, float("inf"), generator),
-            "nan": lambda: _special(numel, numel // 3, float("nan"), generator),
-        }
-        return torch.cat([torch.zeros(1), kinds[request.param]()])[1:]
-
-    return make
 
 
 @pytest.fixture(params=NUMELS)
