@@ -6,6 +6,7 @@ So a saved state names the transfers of its last step, and the first step after 
 It launches them when backward ends: one step without overlap is the price.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,8 @@ from torch import Tensor
 from gradwire.comms.fusion import Launch
 from gradwire.comms.futures import FutureTensor, Open, after_all, open_future, outcome, unwrap
 from gradwire.compressors.base import Layout, Slice
+
+log = logging.getLogger("gradwire")
 
 COLUMNS = 4
 """Of a row: number of the transfer, of the parameter (by sorted name), first element in it, elements."""
@@ -81,7 +84,11 @@ class Resume:
     def end_step(self) -> None:
         """Launches everything; all ranks, at the same point of the sequence of buckets."""
         present = [bucket.layout for bucket in self._buckets]
-        transfers = from_rows(self._rows, present) or present
+        transfers = from_rows(self._rows, present)
+        if transfers is None:
+            log.warning("the loaded state is of a step with other parameters than this one: training goes on with what it "
+                        "holds of these, but not bit for bit")
+            transfers = present
         buffers = [self._gather(layout) for layout in transfers]
         futures = [self._launch(buffer, layout) for buffer, layout in zip(buffers, transfers, strict=True)]
         after_all(futures, partial(self._finish, transfers, buffers, futures))

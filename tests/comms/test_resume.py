@@ -125,6 +125,19 @@ def test_gradients_travel_in_the_saved_transfers_and_come_back_to_their_buckets(
     assert torch.equal(futures[1].wait(), -torch.arange(100.0, 110.0)) and futures[1].value() is b
 
 
+def test_a_step_with_other_parameters_travels_as_it_comes_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    def launch(flat: Tensor, layout: Layout | None) -> FutureTensor:
+        done: FutureTensor = torch.futures.Future()
+        done.set_result(flat.neg_())
+        return done
+
+    resume = Resume(launch, to_rows([layout(("a", 0, 10), ("b", 0, 10))]))
+    future = resume.add(torch.arange(10.0), layout(("a", 0, 10)))
+    resume.end_step()
+    assert torch.equal(future.wait(), -torch.arange(10.0))
+    assert "not bit for bit" in caplog.text
+
+
 def test_an_error_reaches_every_bucket() -> None:
     def launch(flat: Tensor, layout: Layout | None) -> FutureTensor:
         done: FutureTensor = torch.futures.Future()
