@@ -22,7 +22,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.consensus import Consensus
 from gradwire.comms.planner import plan_all_reduce
 from gradwire.comms.price import CodecPrice
-from gradwire.comms.probe import probe
+from gradwire.comms.probe import line_up, probe
 from gradwire.comms.store import PollingStore
 from gradwire.compressors import registry
 from gradwire.compressors.base import Layout
@@ -85,10 +85,10 @@ class Check:
     def _time(self, communicator: Communicator, layout: Layout | None) -> list[float]:
         """Each all-reduce's time on the slowest rank; the ranks begin together."""
         gradient = torch.randn(self.layout.numel, generator=torch.Generator().manual_seed(self.rank))
-        times = []
+        flat, times = torch.empty_like(gradient), []
         for _ in range(self.rounds + 1):
-            flat = gradient.clone()
-            dist.barrier()
+            flat.copy_(gradient)
+            line_up(communicator)
             began = time.perf_counter()
             communicator.all_reduce(flat, layout=layout).wait()
             times.append(time.perf_counter() - began)

@@ -64,7 +64,7 @@ def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float
     return compressor.wire_nbytes(layout, group_size) / exact if exact else 1.0
 
 
-def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 5,
+def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 9,
                    together: Callable[[], None] = lambda: None) -> CodecPrice:
     """The price with encoding and decoding timed here: the median of a few rounds, so that what else runs here counts.
 
@@ -75,8 +75,9 @@ def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 5,
         layout: What is encoded; some 4 MB in several parameters are enough.
         group_size: As for `codec_price`.
         rounds: All-reduces timed, after one that is not.
-        together: Called before each: returns when all ranks of this machine have come, so that they share its cores as
-            they do in training.
+        together: Called before each size's rounds: returns when all ranks of this machine have come, so that they share
+            its cores as they do in training. Between rounds nobody waits: ranks that leave a barrier one after another
+            would encode one after another.
     """
     if name == EXACT.name:
         return EXACT
@@ -91,9 +92,9 @@ def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, rounds: int
     """The median seconds of an all-reduce in which nothing travels."""
     gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
     times = []
+    together()
     for _ in range(rounds + 1):
         shard = gradient.clone()
-        together()
         began = time.perf_counter()
         for work in compressor.all_reduce(shard, layout, group):
             work.wait()

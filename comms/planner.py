@@ -29,7 +29,7 @@ FLAT_ALGORITHMS = {"flat": RING, TREE: TREE, HALVING_DOUBLING: HALVING_DOUBLING}
 PLAN_NAMES = (*FLAT_ALGORITHMS, "hierarchical", "leader")
 
 PROCESSOR = -1
-"""What encoding and decoding occupy, in place of a level's link."""
+"""What encoding and decoding occupy, and phases through shared memory, in place of a level's link."""
 
 
 def plan_all_reduce(cluster: Cluster, nbytes: int, *, name: str = "auto", chunks: int = 0,
@@ -90,12 +90,17 @@ def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price:
             part = nbytes / count
             codec = sum(price.seconds(part * share) for share in encoded)
             alone = codec + sum(cost.seconds(part) for cost in costs)
-            pieces = [(phase.level, cost.seconds(part) if gap is None else cost.byte_share * cost.byte_seconds(part))
+            pieces = [(_taken(cluster, phase), cost.seconds(part) if gap is None else cost.byte_share * cost.byte_seconds(part))
                       for phase, cost in zip(phases, costs, strict=True)]
             level, busy = busiest_resource([*pieces, (PROCESSOR, codec + (gap or 0.0))])
             latency = sum(cost.alpha_seconds for phase, cost in zip(phases, costs, strict=True) if phase.level == level)
             limit = "latency" if 2 * latency > busy else "processor" if level == PROCESSOR else cluster.levels[level].name
             yield Plan(name, phases, count, nbytes, alone + (count - 1) * busy, traffic, "", limit, count * busy)
+
+
+def _taken(cluster: Cluster, phase: Phase) -> int:
+    """What a phase occupies: the links of its level, or the processor where that is what moves the bytes."""
+    return PROCESSOR if cluster.levels[phase.level].link.on_processor else phase.level
 
 
 def make_phases(cluster: Cluster, name: str, compressor: str | None = None) -> tuple[Phase, ...]:

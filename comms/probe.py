@@ -25,8 +25,11 @@ SMALL_NBYTES = 16 << 10
 LARGE_NBYTES = 4 << 20
 """Large enough that latency is a small part on 10 Gbit/s, small enough to take a third of a second on 200 Mbit/s."""
 
-ROUNDS = {SMALL_NBYTES: 15, LARGE_NBYTES: 5}
-WARM_UP_ROUNDS = {SMALL_NBYTES: 4, LARGE_NBYTES: 1}
+INSIDE_NBYTES = 16 << 20
+"""In place of it inside a node: more than the caches of its ranks hold, as a model's gradients are."""
+
+ROUNDS = {SMALL_NBYTES: 15, LARGE_NBYTES: 5, INSIDE_NBYTES: 5}
+WARM_UP_ROUNDS = {SMALL_NBYTES: 4, LARGE_NBYTES: 1, INSIDE_NBYTES: 1}
 """What is short is disturbed more easily; the first rounds make connections and threads, and do not count."""
 
 MANY, FEW = 8, 4
@@ -59,8 +62,10 @@ def probe(communicator: Communicator, consensus: Consensus) -> tuple[Level, ...]
             if communicator.cluster.widest(number) > 1:
                 cluster = replace(communicator.cluster, levels=tuple(levels))
                 phases = probe_phases(cluster, number)
-                small, large = (ruler.seconds(phases, nbytes) for nbytes in (SMALL_NBYTES, LARGE_NBYTES))
-                levels[number] = replace(levels[number], link=fitted(cluster, number, small, large))
+                small, large = (ruler.seconds(phases, nbytes) for nbytes in (SMALL_NBYTES, large_nbytes(number)))
+                link = replace(fitted(cluster, number, small, large),
+                               on_processor=number == 0 and communicator.device.type == "cpu")
+                levels[number] = replace(levels[number], link=link)
         _known[place] = _with_shares(ruler, communicator.cluster, levels)
     communicator.routes.measured(_known[place])
     return _known[place]
@@ -92,6 +97,11 @@ def _parts(phases: tuple[Phase, ...]) -> dict[int, int]:
     return {phase.level: phase.parts for phase in phases if phase.op == REDUCE_SCATTER}
 
 
+def large_nbytes(level: int) -> int:
+    """Bytes that tell a level's bandwidth."""
+    return INSIDE_NBYTES if level == 0 else LARGE_NBYTES
+
+
 def probe_phases(cluster: Cluster, level: int, *, exchange: bool = False) -> tuple[Phase, ...]:
     """An all_reduce at one level, below the reduce_scatters and above the all_gathers of those inside.
 
@@ -117,20 +127,32 @@ def fitted(cluster: Cluster, level: int, small_seconds: float, large_seconds: fl
         cluster: With the links of the inner levels as measured.
         level: Which.
         small_seconds: Of `probe_phases` with SMALL_NBYTES.
-        large_seconds: With LARGE_NBYTES.
+        large_seconds: With `large_nbytes(level)`.
     """
     old = cluster.levels[level].link
     phases = probe_phases(cluster, level)
     model = CostModel(cluster, _parts(phases))
     costs = {phase: model.phase(phase) for phase in phases}
     small, large = (max(seconds - sum(cost.seconds(nbytes) for phase, cost in costs.items() if phase.level != level), 1e-9)
-                    for seconds, nbytes in ((small_seconds, SMALL_NBYTES), (large_seconds, LARGE_NBYTES)))
+                    for seconds, nbytes in ((small_seconds, SMALL_NBYTES), (large_seconds, large_nbytes(level))))
     own = next(cost for phase, cost in costs.items() if phase.level == level)
     sent = own.seconds_per_byte * old.bytes_per_second  # bytes over the slowest link for each byte of bucket
-    per_byte = max((large - small) / (LARGE_NBYTES - SMALL_NBYTES), 1e-13)
+    per_byte = max((large - small) / (large_nbytes(level) - SMALL_NBYTES), 1e-13)
     messages = own.alpha_seconds / old.alpha_seconds if old.alpha_seconds else 1.0
     return replace(old, alpha_seconds=max(small - per_byte * SMALL_NBYTES, 0.0) / max(messages, 1.0),
                    bytes_per_second=sent / per_byte)
+
+
+def line_up(communicator: Communicator) -> None:
+    """Returns when all ranks have come, within a fraction of a millisecond: they leave a store's wait 50 ms apart.
+
+    Args:
+        communicator: Whose own connections carry the word.
+    """
+    level = max((number for number in range(communicator.cluster.depth) if communicator.cluster.widest(number) > 1), default=0)
+    barrier = torch.zeros(BARRIER_NUMEL * communicator.size, device=communicator.device)
+    plan = Plan("barrier", probe_phases(communicator.cluster, level), 1, barrier.nbytes, 0.0, {}, "Before a measurement.")
+    communicator.run(barrier, plan).wait()
 
 
 class _Ruler:
@@ -156,10 +178,10 @@ class _Ruler:
         numel = nbytes // 4 * (chunks if nbytes == SMALL_NBYTES else 1)
         plan = Plan("probe", phases, chunks, 4 * numel, 0.0, {}, "A measurement.")
         device = self._communicator.device
-        flat, barrier = (torch.zeros(each, device=device) for each in (numel, BARRIER_NUMEL * self._communicator.size))
+        flat = torch.zeros(numel, device=device)
         times = []
         for _ in range(WARM_UP_ROUNDS[nbytes] + ROUNDS[nbytes]):
-            self._communicator.run(barrier, replace(plan, chunks=1)).wait()  # ranks leave a store's wait 50 ms apart
+            line_up(self._communicator)
             began = time.perf_counter()
             self._communicator.run(flat, plan).wait()
             if device.type == "cuda":

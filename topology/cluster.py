@@ -31,6 +31,7 @@ class Link:
             of its two rounds waits for the last message.
         exchange_gap_share: Part of such an exchange that keeps the link; other chunks fill the rest.
         exchange_alpha_seconds: For each message of such an exchange; None: as for any other.
+        on_processor: Whether the processor itself moves the bytes (shared memory), which cannot encode meanwhile.
     """
 
     alpha_seconds: float
@@ -43,6 +44,7 @@ class Link:
     exchange_share: float = 1.0
     exchange_gap_share: float = 1.0
     exchange_alpha_seconds: float | None = None
+    on_processor: bool = False
 
     def __post_init__(self) -> None:
         for name in ("alpha_seconds", "gap_seconds", "exchange_alpha_seconds"):

@@ -41,7 +41,8 @@ class TorchTransport:
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Work:
         """See `Group.all_to_all`."""
-        return self._pending(all_to_all_single(self._group, output.view(-1), source.view(-1), [], []))
+        parts = [source.numel() // self.size] * self.size
+        return self._exchange(output.view(-1), source.view(-1), parts, parts)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
         """See `Group.all_gather`."""
@@ -56,9 +57,9 @@ class TorchTransport:
         sizes = [stop - start for start, stop in pairwise(bounds)]
         own = sizes[self.rank]
         received = tensor.new_empty(own * self.size)
-        work = all_to_all_single(self._group, received, tensor, [own] * self.size, sizes)
+        work = self._exchange(received, tensor, [own] * self.size, sizes)
         target = tensor[bounds[self.rank]:bounds[self.rank + 1]]
-        return _Summing(self._pending(work), received.view(self.size, own), target)
+        return _Summing(work, received.view(self.size, own), target)
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
         """See `Group.all_gather_slices`: one all_gather for equal slices, else a broadcast for each that is not empty."""
@@ -85,6 +86,10 @@ class TorchTransport:
         options = dist.BroadcastOptions()
         options.rootRank = root
         return self._pending(self._group.broadcast([tensor], options))
+
+    def _exchange(self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]) -> Work:
+        """An all_to_all of unequal parts: `source_splits[p]` elements to rank p, `output_splits[p]` from it."""
+        return self._pending(all_to_all_single(self._group, output, source, output_splits, source_splits))
 
     def _pending(self, work: TorchWork) -> "_Waiting":
         return _Waiting(work, self._alarm)
