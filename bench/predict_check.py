@@ -6,6 +6,7 @@ gradwire.bench.predict_check`. Rank 0 prints one JSON line a case.
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -41,15 +42,17 @@ class Check:
     Args:
         nbytes: Size of the gradient.
         rounds: All-reduces timed of each case, after one that is not.
+        seconds: What is over sooner is repeated until it has taken this long: of something short, a disturbance of a few
+            milliseconds is a large part.
     """
 
-    def __init__(self, nbytes: int, rounds: int) -> None:
+    def __init__(self, nbytes: int, rounds: int, seconds: float) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         group = dist.group.WORLD
         assert group is not None
         self.store = store_of(group)
         self.layout = square_layout(nbytes, side=SIDE)
-        self.rounds = rounds
+        self.rounds, self.seconds = rounds, seconds
         self.consensus = Consensus(PollingStore(self.store, TIMEOUT), self.rank, self.size, "check", TIMEOUT)
         probing = self.communicator("probe", Config.from_env(timeout=TIMEOUT), "none")
         self.levels = probe(probing, self.consensus)
@@ -68,7 +71,8 @@ class Check:
         predicted = plan_all_reduce(communicator.cluster, 4 * self.layout.numel, name=plan,
                                     price=self.price(compressor, len(communicator.cluster.nodes)))
         communicator.routes.choose(plan, predicted.chunks, "Under test.")
-        measured = self._time(communicator, None if compressor == "none" else self.layout)
+        rounds = max(self.rounds, math.ceil(self.seconds / predicted.seconds))
+        measured = self._time(communicator, None if compressor == "none" else self.layout, rounds)
         communicator.close()
         middle = statistics.median(measured)
         return {"predicted_seconds": predicted.seconds, "chunks": predicted.chunks,
@@ -82,11 +86,11 @@ class Check:
         ratio = 1.0 if compressor == "none" else wire_ratio(final(compressor), self.layout, nodes)
         return replace(own, ratio=ratio, seconds_per_byte=per_byte, call_seconds=call)
 
-    def _time(self, communicator: Communicator, layout: Layout | None) -> list[float]:
+    def _time(self, communicator: Communicator, layout: Layout | None, rounds: int) -> list[float]:
         """Each all-reduce's time on the slowest rank; the ranks begin together."""
         gradient = torch.randn(self.layout.numel, generator=torch.Generator().manual_seed(self.rank))
         flat, times = torch.empty_like(gradient), []
-        for _ in range(self.rounds + 1):
+        for _ in range(rounds + 1):
             flat.copy_(gradient)
             line_up(communicator)
             began = time.perf_counter()
@@ -112,11 +116,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="gradwire.bench.predict_check", description=__doc__)
     parser.add_argument("--gradient-mb", type=float, default=8.388608)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.4, help="repeat what is short for this long (default 0.4)")
     parser.add_argument("--cases", default=",".join(CASES), help="plans, and plans with a compressor: flat,hierarchical+int8")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    check = Check(round(options.gradient_mb * 1e6), options.rounds)
+    check = Check(round(options.gradient_mb * 1e6), options.rounds, options.seconds)
     if check.rank == 0:
         print(json.dumps({level.name: asdict(level.link) for level in check.levels}))
     for name in options.cases.split(","):

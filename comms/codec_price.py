@@ -66,7 +66,7 @@ def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float
 
 def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 9,
                    together: Callable[[], None] = lambda: None) -> CodecPrice:
-    """The price with encoding and decoding timed here: the median of a few rounds, so that what else runs here counts.
+    """The price with encoding and decoding timed here: the mean of a few rounds, so that what else runs here counts.
 
     Two sizes, the whole gradient and its first parameter, tell what each call costs from what each byte does.
 
@@ -89,7 +89,7 @@ def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 9,
 
 
 def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, rounds: int, together: Callable[[], None]) -> float:
-    """The median seconds of an all-reduce in which nothing travels."""
+    """The mean seconds of an all-reduce in which nothing travels: where ranks share cores, single ones wait or do not."""
     gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
     times = []
     together()
@@ -100,7 +100,7 @@ def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, rounds: int
             work.wait()
         times.append(time.perf_counter() - began)
         compressor.end_step(True)
-    return statistics.median(times[1:])
+    return statistics.fmean(times[1:])
 
 
 def layout_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:

@@ -5,11 +5,13 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from gradwire.bench.cluster import Cluster
+from gradwire.bench.predict_check import CASES
 
 pytestmark = pytest.mark.netns
 
@@ -20,15 +22,13 @@ STEADY = 1.1
 FOREIGN_SHARE = 0.15
 """And where other programs took less than this share of one core."""
 
-EXACT = ["flat", "hierarchical"]
-
 Case = dict[str, object]
 
 
-def timed(nodes: list[int], nbytes: int, rounds: int, names: list[str]) -> tuple[int, list[Case]]:
+def timed(nodes: list[int], nbytes: int, rounds: int, seconds: float, names: Sequence[str]) -> tuple[int, list[Case]]:
     """What the busiest network card sent, and what was predicted and measured of each case."""
     command = [sys.executable, "-m", "gradwire.bench.predict_check", "--gradient-mb", str(nbytes / 1e6), "--rounds", str(rounds),
-               "--cases", ",".join(names)]
+               "--seconds", str(seconds), "--cases", ",".join(names)]
     with Cluster(nodes, nic="200mbit") as cluster:
         result = cluster.run(command, timeout_seconds=200)
     result.check()
@@ -37,8 +37,9 @@ def timed(nodes: list[int], nbytes: int, rounds: int, names: list[str]) -> tuple
 
 
 def test_the_cards_carry_what_was_predicted() -> None:
-    few, _ = timed([2, 2], 2_000_000, 1, EXACT)
-    many, cases = timed([2, 2], 2_000_000, 1 + 4, EXACT)
+    exact = ["flat", "hierarchical"]
+    few, _ = timed([2, 2], 2_000_000, 1, 0.0, exact)
+    many, cases = timed([2, 2], 2_000_000, 1 + 4, 0.0, exact)
     predicted = 4 * sum(float(str(case["nic_nbytes"])) for case in cases)
     # Headers, acknowledgements and the ranks' words to each other: 4 to 6 % at this size.
     assert predicted < many - few < 1.12 * predicted
@@ -59,10 +60,10 @@ def steady(case: Case) -> bool:
     return max(one, other) < STEADY * min(one, other)
 
 
-def undisturbed(nodes: list[int], names: list[str]) -> dict[str, float]:
+def undisturbed(nodes: list[int], names: Sequence[str]) -> dict[str, float]:
     """Predicted over measured seconds of each case; none where another program had much of a core meanwhile."""
     began, (machine, own) = time.monotonic(), processor_seconds()
-    _, cases = timed(nodes, 8 << 20, 6, names)
+    _, cases = timed(nodes, 8 << 20, 4, 0.4, names)
     now_machine, now_own = processor_seconds()
     foreign = (now_machine - machine) - (now_own - own)
     if foreign > FOREIGN_SHARE * (time.monotonic() - began):
@@ -70,10 +71,9 @@ def undisturbed(nodes: list[int], names: list[str]) -> dict[str, float]:
     return {str(case["name"]): float(str(case["ratio"])) for case in cases if steady(case)}
 
 
-@pytest.mark.parametrize("nodes", [[2] * 2, [2] * 4], ids=["2x2", "4x2"])
-def test_exact_plans_take_within_20_percent_of_what_was_predicted(nodes: list[int]) -> None:
-    """How far compressors are from that, and larger clusters, docs/cost_model.md says."""
-    left, missed = list(EXACT), dict[str, list[float]]()
+@pytest.mark.parametrize("nodes", [[2] * 2, [2] * 4, [4] * 4], ids=["2x2", "4x2", "4x4"])
+def test_plans_and_compressors_take_within_20_percent_of_what_was_predicted(nodes: list[int]) -> None:
+    left, missed = list(CASES), dict[str, list[float]]()
     for _ in range(ATTEMPTS):  # what was missed, or disturbed, is probed, predicted and measured anew
         ratios = undisturbed(nodes, left)
         left = [name for name in left if not 0.8 < ratios.get(name, 0.0) < 1.2]

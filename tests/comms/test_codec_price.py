@@ -55,7 +55,7 @@ def test_rounds_are_counted_as_they_are_run(name: str, rounds: int) -> None:
     assert price.exchanged == (name != "powersgd")
 
 
-def test_all_ranks_of_a_machine_are_called_together_before_every_round() -> None:
+def test_all_ranks_of_a_machine_are_called_together_before_each_size() -> None:
     calls: list[None] = []
     measured_price("int8", LAYOUT, 2, rounds=3, together=lambda: calls.append(None))
-    assert len(calls) == 2 * (1 + 3)
+    assert len(calls) == 2
