@@ -41,12 +41,12 @@ def registration(host: Host) -> Finding:
 
 
 def _ways(attempt: Registration) -> str:
-    """`peer memory EFAULT (Bad address), dma-buf ok`."""
+    """`peer memory EFAULT (Bad address), dma-buf ok`; a way that was not tried has its reason in the note."""
     words = []
     for name, code in (("peer memory", attempt.peermem_errno), ("dma-buf", attempt.dmabuf_errno)):
         if code is not None:
             words.append(f"{name} {f'{errno.errorcode.get(code, code)} ({os.strerror(code)})' if code else 'ok'}")
-    return ", ".join(words)
+    return ", ".join([*words, attempt.note] if attempt.note else words)
 
 
 def perftest(host: Host) -> Finding:
