@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
 
 def show(visits: list[Visit]) -> int:
     """Prints each kind of machine once, the ranks of each node, and what is wrong; 1 where something is."""
-    console = Console(file=sys.stdout)
+    console = Console(file=sys.stdout, emoji=False)
     hosts = list(dict.fromkeys(visit.host for visit in visits))
     machines = [json_form.read(next(visit.machine for visit in visits if visit.host == host)) for host in hosts]
     console.print(f"{len(visits)} ranks on {len(hosts)} {'node' if len(hosts) == 1 else 'nodes'}")

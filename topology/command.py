@@ -54,7 +54,8 @@ def main(argv: list[str]) -> int:
         if words.matrix:
             print(draw.matrix(machine))
         if not (words.json or words.matrix or words.svg or words.nccl_xml):
-            Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH).print(draw.tree(machine))
+            width = None if sys.stdout.isatty() else PIPE_WIDTH
+            Console(highlight=False, emoji=False, width=width).print(draw.tree(machine))  # 0000:cd:00.0 is no disc
     except (TopologyError, OSError) as error:
         print(f"gradwire topo: {error}", file=sys.stderr)
         return 2

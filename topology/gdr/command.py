@@ -22,6 +22,9 @@ _EPILOG = """exit code: 0 pass, 1 warning, 2 failure or bad usage, 3 not known (
 Nothing is changed on the machine; remedies are printed. As root more can be seen (ACS)."""
 
 
+_PIPE_WIDTH = 160
+
+
 def parser() -> argparse.ArgumentParser:
     """The options of `gradwire gdr-check`."""
     parse = argparse.ArgumentParser(
@@ -118,8 +121,8 @@ def _report(host: Host, options: argparse.Namespace, *, speaks: bool) -> int:
     if options.json:
         print(json.dumps(report_json(host, report, status), indent=1))
     else:
-        console = Console()
-        print_report(host, report, console if console.is_terminal else Console(width=160), options.all_pairs)
+        width = None if sys.stdout.isatty() else _PIPE_WIDTH
+        print_report(host, report, Console(emoji=False, width=width), options.all_pairs)  # 0000:cd:00.0 is no disc
     if options.capture is not None:
         try:
             count = write_capture(options.capture, host)

@@ -107,8 +107,8 @@ def gpu_dmabuf(host: Host) -> Finding:
         return informed("not needed: peer memory is loaded")
     if False in answers or (version is not None and version < 11070):
         return failed("a GPU or its driver cannot export dma-buf", "driver for CUDA 11.7 or later, open kernel module")
-    why = host.facts.cuda_error or "was not asked"
-    return unknown(f"libcuda: {why}", "run where libcuda.so.1 is installed and starts")
+    why = f"libcuda: {host.facts.cuda_error}" if host.facts.cuda_error else "libcuda was not asked"
+    return unknown(why, "run where libcuda.so.1 is installed and starts")
 
 
 def bar1(host: Host) -> Finding:
