@@ -29,7 +29,16 @@ MAX_MATRIX_COLUMNS = 256
 
 
 def headline(machine: Machine) -> str:
-    """Returns one line about the whole machine.
+    """Returns one line about the whole machine, its name first.
+
+    Args:
+        machine: The machine.
+    """
+    return f"{machine.hostname or 'unnamed machine'} · {summary(machine)}"
+
+
+def summary(machine: Machine) -> str:
+    """Returns what a machine has, and where that was read.
 
     Args:
         machine: The machine.
@@ -45,8 +54,7 @@ def headline(machine: Machine) -> str:
     if any(switch.key == "hidden" for switch in machine.nvswitches):
         parts = ["NVSwitch" if part.endswith("NVSwitch") else part for part in parts]
     kind = {True: "virtual machine", False: "bare metal", None: ""}[machine.virtual]
-    name = machine.hostname or "unnamed machine"
-    return " · ".join([name, *filter(None, [kind]), *parts, f"from {', '.join(machine.sources) or 'nothing'}"])
+    return " · ".join([*filter(None, [kind]), *parts, f"from {', '.join(machine.sources) or 'nothing'}"])
 
 
 def tree(machine: Machine) -> Tree:

@@ -17,6 +17,7 @@ from gradwire.topology.gdr.nccl import parse_version
 from gradwire.topology.gdr.render import print_report, report_json
 from gradwire.topology.gdr.runner import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, exit_code, run_checks
 from gradwire.topology.gdr.sources import Inputs, SourceError, opened_host, read_text
+from gradwire.topology.pipe import reader_may_leave
 
 _EPILOG = """exit code: 0 pass, 1 warning, 2 failure or bad usage, 3 not known (or nothing to check).
 Nothing is changed on the machine; remedies are printed. As root more can be seen (ACS)."""
@@ -83,8 +84,6 @@ def main(argv: Sequence[str], job: Job | None = None) -> int:
     except SourceError as error:
         print(f"gradwire gdr-check: {error}", file=sys.stderr)
         return EXIT_FAIL
-    except BrokenPipeError:  # `| head`
-        return EXIT_UNKNOWN
 
 
 def _check(options: argparse.Namespace, job: Job | None) -> int:
@@ -118,11 +117,12 @@ def _report(host: Host, options: argparse.Namespace, *, speaks: bool) -> int:
     status = exit_code(host, report, asked_for_proof=options.prove)
     if not speaks:
         return status
-    if options.json:
-        print(json.dumps(report_json(host, report, status), indent=1))
-    else:
-        width = None if sys.stdout.isatty() else _PIPE_WIDTH
-        print_report(host, report, Console(emoji=False, width=width), options.all_pairs)  # 0000:cd:00.0 is no disc
+    with reader_may_leave():
+        if options.json:
+            print(json.dumps(report_json(host, report, status), indent=1))
+        else:
+            width = None if sys.stdout.isatty() else _PIPE_WIDTH
+            print_report(host, report, Console(emoji=False, width=width), options.all_pairs)  # 0000:cd:00.0 is no disc
     if options.capture is not None:
         try:
             count = write_capture(options.capture, host)
@@ -144,11 +144,10 @@ def _compare(paths: list[Path], as_json: bool) -> int:
             raise SourceError(f"`--compare` {path}: want the output of `gradwire gdr-check --json`")
         results.append({"name": path.stem, **result})
     found = differences(results)
-    if as_json:
-        print(json.dumps({"hosts": [result["name"] for result in results], "differences": found}, indent=1))
-    else:
-        agreed = f"{len(results)} hosts agree" if len(results) > 1 else "one host only: nothing to compare it with"
-        print("\n".join(found) or agreed)
+    agreed = f"{len(results)} hosts agree" if len(results) > 1 else "one host only: nothing to compare it with"
+    shown = json.dumps({"hosts": [result["name"] for result in results], "differences": found}, indent=1)
+    with reader_may_leave():
+        print(shown if as_json else "\n".join(found) or agreed)
     if len(results) < 2:
         return EXIT_UNKNOWN
     return EXIT_FAIL if found else EXIT_PASS

@@ -41,7 +41,8 @@ def print_report(host: Host, report: Report, console: Console, all_pairs: bool =
         all_pairs: Show every pair, not only each GPU's nearest NICs.
     """
     if report.nothing:
-        console.print(f"[bold]nothing to check[/]: {_plain(report.nothing)}")
+        but = " here but what was given" if report.results else ""
+        console.print(f"[bold]nothing to check{but}[/]: {_plain(report.nothing)}")
     if report.results:
         console.print(_check_table(report))
     if host.log is not None and host.log.network_channels:
