@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from gradwire.topology.gdr import command, prove, sources
 from gradwire.topology.gdr.environment import child_environment
 from gradwire.topology.gdr.example import ExampleMachine
-from gradwire.topology.gdr.job import Job, T
+from gradwire.topology.gdr.job import Job, T, Told, prove_together
+from gradwire.topology.gdr.nccl_log import parse_nccl_log
 from gradwire.topology.gdr.prove import prove_with_nccl
 
 CHILD = '''
@@ -100,6 +102,14 @@ def test_every_end_of_the_child_is_an_answer(monkeypatch: pytest.MonkeyPatch, wo
     assert error in prove_with_nccl(one_host=True, rank=0).error
 
 
+def test_where_one_host_has_nothing_to_try_none_does(child: Act, tmp_path: Path) -> None:
+    seen = child()
+    host = ExampleMachine(tmp_path / "tree").host()
+    prove_together(host, Job(0, ("gpu01",), lambda own: [own, (("gpu02",), "0 NVIDIA GPUs")]))
+    assert host.proof_error == "no all-reduce: gpu02 has 0 NVIDIA GPUs"
+    assert not seen.exists(), "nobody waits for gpu02"
+
+
 def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: list[str], *words: str) -> int:
     """Runs `gdr-check --prove` as rank 0 of a job in which other hosts found the same and left these logs."""
     machine = ExampleMachine(tmp_path / "tree")
@@ -114,11 +124,6 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: list[str], 
 
 def stranger(own: T, index: int, log: str) -> T:
     """The same answer from another host."""
-    from dataclasses import replace
-
-    from gradwire.topology.gdr.job import Told
-    from gradwire.topology.gdr.nccl_log import parse_nccl_log
-
     if isinstance(own, Told):
         return replace(own, host=(f"gpu0{index + 1}",), log=parse_nccl_log(log.splitlines()))
     return own
