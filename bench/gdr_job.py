@@ -6,13 +6,14 @@ torchrun --nnodes 2 --nproc-per-node 8 ... -m gradwire gdr-check [--prove]
 from datetime import timedelta
 from typing import TypeVar
 
-from gradwire.comms.config import world_size
+from gradwire.comms.config import local_rank, world_size
 from gradwire.topology.gdr import command
 from gradwire.topology.gdr.job import Job
 
 T = TypeVar("T")
+
 JOB_OPTIONS = frozenset({"--json", "--prove", "--all-pairs"})
-"""With any other option a description is looked at, not the job."""
+"""With any other option not the job is looked at, but a description: by the first rank of each host."""
 _TIMEOUT = timedelta(minutes=10)  # a probe with two all-reduces may take six
 
 
@@ -22,8 +23,10 @@ def main(argv: list[str]) -> int:
     Args:
         argv: Words after `gdr-check`.
     """
-    if world_size() == 1 or not JOB_OPTIONS.issuperset(argv):
+    if world_size() == 1:
         return command.main(argv)
+    if not JOB_OPTIONS.issuperset(argv):
+        return 0 if local_rank() else command.main(argv)
     import torch.distributed as dist  # here, because `gradwire gdr-check` on one machine needs no torch
 
     from gradwire.comms.placement import host_identity

@@ -82,4 +82,3 @@ def _placement(rank: int, visit: Visit, hosts: list[tuple[str, ...]], machines: 
     nic = nic_for_local_rank(machines[node], visit.local_rank)
     port = nic.ports[0].name if nic is not None and nic.ports else None
     return RankPlacement(rank=rank, node=node, gpu=visit.local_rank % gpus if gpus else None, nic=port)
-

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradwire.bench import gdr_job
 from gradwire.bench.cluster import Cluster
 from gradwire.topology.gdr import command
 from gradwire.topology.gdr.compare import differences
@@ -50,6 +51,14 @@ def test_a_host_without_hardware_is_the_odd_one_out(capsys: pytest.CaptureFixtur
 def test_only_rank_0_prints_and_all_end_alike(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--example"], meeting({"nothing": "0 NVIDIA GPUs", "checks": []}, rank=1)) == 2
     assert capsys.readouterr().out == ""
+
+
+def test_a_description_is_shown_once_a_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, shown in (("0", True), ("1", False)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert gdr_job.main(["--example"]) == 0
+        assert bool(capsys.readouterr().out) is shown
 
 
 DRIVER = """

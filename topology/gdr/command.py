@@ -21,8 +21,6 @@ from gradwire.topology.pipe import reader_may_leave
 
 _EPILOG = """exit code: 0 pass, 1 warning, 2 failure or bad usage, 3 not known (or nothing to check).
 Nothing is changed on the machine; remedies are printed. As root more can be seen (ACS)."""
-
-
 _PIPE_WIDTH = 160
 
 

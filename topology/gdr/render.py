@@ -72,7 +72,7 @@ def _check_table(report: Report) -> Table:
 
 
 def _channel_table(log: NcclLog) -> Table:
-    table = Table(title="NCCL's network channels with GDRDMA", title_justify="left")
+    table = Table(title="channels with GDRDMA", title_justify="left")
     for column in ("ranks", *DIRECTIONS):
         table.add_column(column, overflow="fold")
     for row in channel_rows(log):
