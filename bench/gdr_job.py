@@ -3,15 +3,17 @@
 torchrun --nnodes 2 --nproc-per-node 8 ... -m gradwire gdr-check [--prove]
 """
 
-from collections.abc import Mapping
 from datetime import timedelta
+from typing import TypeVar
 
-from gradwire.comms.config import world_size
+from gradwire.comms.config import local_rank, world_size
 from gradwire.topology.gdr import command
-from gradwire.topology.gdr.command import Peers
+from gradwire.topology.gdr.job import Job
+
+T = TypeVar("T")
 
 JOB_OPTIONS = frozenset({"--json", "--prove", "--all-pairs"})
-"""With any other option a description is looked at, not the job."""
+"""With any other option not the job is looked at, but a description: by the first rank of each host."""
 _TIMEOUT = timedelta(minutes=10)  # a probe with two all-reduces may take six
 
 
@@ -21,23 +23,21 @@ def main(argv: list[str]) -> int:
     Args:
         argv: Words after `gdr-check`.
     """
-    if world_size() == 1 or not JOB_OPTIONS.issuperset(argv):
+    if world_size() == 1:
         return command.main(argv)
+    if not JOB_OPTIONS.issuperset(argv):
+        return 0 if local_rank() else command.main(argv)
     import torch.distributed as dist  # here, because `gradwire gdr-check` on one machine needs no torch
 
     from gradwire.comms.placement import host_identity
 
-    def gather(own: Mapping[str, object]) -> Peers:
-        """Everybody's result, one for each host."""
-        dist.init_process_group("gloo", timeout=_TIMEOUT)
-        try:
-            rank = dist.get_rank()
-            told: list[tuple[tuple[str, ...], Mapping[str, object]]] = [((), {})] * dist.get_world_size()
-            dist.all_gather_object(told, (host_identity(), own))
-        finally:
-            dist.destroy_process_group()
-        hosts = dict(reversed(told))  # the lowest rank of a host speaks for it
-        ordered = dict.fromkeys(host for host, _ in told)
-        return Peers(rank, tuple({"name": host[0], **hosts[host]} for host in ordered))
+    def gather(own: T) -> list[T]:
+        told = [own] * dist.get_world_size()
+        dist.all_gather_object(told, own)
+        return told
 
-    return command.main(argv, gather)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    try:
+        return command.main(argv, Job(dist.get_rank(), host_identity(), gather))
+    finally:
+        dist.destroy_process_group()

@@ -13,7 +13,7 @@ from gradwire.topology import command, json_form
 from gradwire.topology.assign import nic_for_local_rank
 from gradwire.topology.compare import RankPlacement, compare
 from gradwire.topology.detect import detect
-from gradwire.topology.draw import headline, tree
+from gradwire.topology.draw import summary, tree
 from gradwire.topology.graph import Machine
 from gradwire.topology.labels import nic_name
 
@@ -52,18 +52,22 @@ def main(argv: list[str]) -> int:
 
 def show(visits: list[Visit]) -> int:
     """Prints each kind of machine once, the ranks of each node, and what is wrong; 1 where something is."""
-    console = Console(file=sys.stdout)
+    console = Console(file=sys.stdout, emoji=False)
     hosts = list(dict.fromkeys(visit.host for visit in visits))
     machines = [json_form.read(next(visit.machine for visit in visits if visit.host == host)) for host in hosts]
     console.print(f"{len(visits)} ranks on {len(hosts)} {'node' if len(hosts) == 1 else 'nodes'}")
     for number, host in enumerate(hosts):
         ranks = [rank for rank, visit in enumerate(visits) if visit.host == host]
-        console.print(f"node {number} {host[0]}: ranks {', '.join(map(str, ranks))}; {headline(machines[number])}",
+        console.print(f"node {number} {host[0]}: ranks {', '.join(map(str, ranks))}; {summary(machines[number])}",
                       highlight=False)
         nics = [nic_for_local_rank(machines[number], visits[rank].local_rank) for rank in ranks]
         console.print(f"  NIC by rank: {', '.join(nic_name(nic) if nic else '?' for nic in nics)}", highlight=False)
-    for text in dict.fromkeys(_without_name(machine) for machine in machines):
-        console.print(tree(json_form.read(text)))
+    kinds: dict[str, list[str]] = {}
+    for number, machine in enumerate(machines):
+        kinds.setdefault(json_form.write(replace(machine, hostname=None)), []).append(str(number))
+    for kind, numbers in kinds.items():
+        name = f"node{'' if len(numbers) == 1 else 's'} {', '.join(numbers)}"
+        console.print(tree(replace(json_form.read(kind), hostname=name)))
     findings = compare(machines, [_placement(rank, visit, hosts, machines) for rank, visit in enumerate(visits)])
     for finding in findings:
         console.print(f"- {finding}", highlight=False)
@@ -78,7 +82,3 @@ def _placement(rank: int, visit: Visit, hosts: list[tuple[str, ...]], machines: 
     nic = nic_for_local_rank(machines[node], visit.local_rank)
     port = nic.ports[0].name if nic is not None and nic.ports else None
     return RankPlacement(rank=rank, node=node, gpu=visit.local_rank % gpus if gpus else None, nic=port)
-
-
-def _without_name(machine: Machine) -> str:
-    return json_form.write(replace(machine, hostname=None))

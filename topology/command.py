@@ -11,6 +11,7 @@ from gradwire.topology.detect import LIVE, detect
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.files import read_file
 from gradwire.topology.graph import Machine
+from gradwire.topology.pipe import reader_may_leave
 from gradwire.topology.svg import svg
 
 PIPE_WIDTH = 400
@@ -49,16 +50,23 @@ def main(argv: list[str]) -> int:
     try:
         machine = read_file(words.description) if words.description is not None else detect(words.root)
         _written(machine, words.svg, words.nccl_xml)
-        if words.json:
-            print(json_form.write(machine))
-        if words.matrix:
-            print(draw.matrix(machine))
-        if not (words.json or words.matrix or words.svg or words.nccl_xml):
-            Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH).print(draw.tree(machine))
+        with reader_may_leave():
+            _printed(machine, words)
     except (TopologyError, OSError) as error:
         print(f"gradwire topo: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _printed(machine: Machine, words: argparse.Namespace) -> None:
+    """Prints what was asked for, the tree where nothing was."""
+    if words.json:
+        print(json_form.write(machine))
+    if words.matrix:
+        print(draw.matrix(machine))
+    if not (words.json or words.matrix or words.svg or words.nccl_xml):
+        width = None if sys.stdout.isatty() else PIPE_WIDTH
+        Console(highlight=False, emoji=False, width=width).print(draw.tree(machine))  # 0000:cd:00.0 is no disc
 
 
 def _written(machine: Machine, picture: Path | None, nccl_xml: Path | None) -> None:

@@ -4,6 +4,8 @@ Unlike nvidia-smi's, the matrix has every network card, those without verbs (Sli
 and `gradwire.topology.smi` reads it back.
 """
 
+import re
+
 from rich.markup import escape
 from rich.tree import Tree
 
@@ -27,7 +29,16 @@ MAX_MATRIX_COLUMNS = 256
 
 
 def headline(machine: Machine) -> str:
-    """Returns one line about the whole machine.
+    """Returns one line about the whole machine, its name first.
+
+    Args:
+        machine: The machine.
+    """
+    return f"{machine.hostname or 'unnamed machine'} · {summary(machine)}"
+
+
+def summary(machine: Machine) -> str:
+    """Returns what a machine has, and where that was read.
 
     Args:
         machine: The machine.
@@ -43,8 +54,7 @@ def headline(machine: Machine) -> str:
     if any(switch.key == "hidden" for switch in machine.nvswitches):
         parts = ["NVSwitch" if part.endswith("NVSwitch") else part for part in parts]
     kind = {True: "virtual machine", False: "bare metal", None: ""}[machine.virtual]
-    name = machine.hostname or "unnamed machine"
-    return " · ".join([name, *filter(None, [kind]), *parts, f"from {', '.join(machine.sources) or 'nothing'}"])
+    return " · ".join([*filter(None, [kind]), *parts, f"from {', '.join(machine.sources) or 'nothing'}"])
 
 
 def tree(machine: Machine) -> Tree:
@@ -100,7 +110,7 @@ def _cpu(cpu: Cpu) -> str:
 
 def _switch(switch: PciSwitch) -> str:
     rate = "" if switch.virtual else pcie_text(switch.pcie)
-    return f"[magenta]{escape(switch_name(switch))}[/] [dim]{escape(rate)}[/]"
+    return f"[magenta]{escape(switch_name(switch))}[/]" + (f" [dim]{escape(rate)}[/]" if rate else "")
 
 
 def _gpu(gpu: Gpu, labels: Labels) -> str:
@@ -113,7 +123,7 @@ def _gpu(gpu: Gpu, labels: Labels) -> str:
     if path is not None:
         names = ", ".join(nic_name(nic) for nic in nics[:4]) + (" ..." if len(nics) > 4 else "")
         about.append(f"nearest NIC {path.name}: {names}")
-    return f"[green]{labels.gpu(gpu)}[/] {escape(' · '.join(filter(None, about)))}"
+    return f"[green]{labels.gpu(gpu)}[/] {escape(' · '.join(filter(None, about)))}".rstrip()
 
 
 def _nic(nic: Nic, labels: Labels) -> str:
@@ -132,10 +142,11 @@ def matrix(machine: Machine) -> str:
         TopologyError: There are too many devices for a table.
     """
     labels = Labels(machine)
-    devices: list[Gpu | Nic] = [*machine.gpus, *machine.nics]
+    gpus, nics = sorted(machine.gpus, key=lambda gpu: _natural(labels.gpu(gpu))), sorted(machine.nics, key=_nic_order)
+    devices: list[Gpu | Nic] = [*gpus, *nics]
     if len(devices) > MAX_MATRIX_COLUMNS:
         raise TopologyError(f"{len(devices)} devices do not fit a matrix of at most {MAX_MATRIX_COLUMNS} columns")
-    names = [labels.gpu(gpu) for gpu in machine.gpus] + [f"NIC{i}" for i in range(len(machine.nics))]
+    names = [labels.gpu(gpu) for gpu in gpus] + [f"NIC{i}" for i in range(len(nics))]
     rows = [["", *names, "CPU Affinity", "NUMA Affinity"]]
     for name, device in zip(names, devices, strict=True):
         cells = [_cell(labels, device, other) for other in devices]
@@ -143,10 +154,20 @@ def matrix(machine: Machine) -> str:
     legend = ["", "Legend:", "", "  X    = self", "  NV#  = NVL over # links, as NVL below"]
     legend += [f"  {kind.name:<4} = {kind.value}" for kind in PathType if kind is not PathType.LOC]
     legend += [f"  {UNKNOWN:<4} = unknown"]
-    if machine.nics:
+    if nics:
         legend += ["", "NIC Legend:", ""]
-        legend += [f"  NIC{i}: {nic_name(nic)}  {_nic_legend(nic)}" for i, nic in enumerate(machine.nics)]
+        legend += [f"  NIC{i}: {nic_name(nic)}  {_nic_legend(nic)}" for i, nic in enumerate(nics)]
     return "\n".join([*("\t".join(row).rstrip() for row in rows), *legend])
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Returns what sorts mlx5_2 before mlx5_10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d{1,9})", name)]
+
+
+def _nic_order(nic: Nic) -> list[tuple[int, str]]:
+    """Returns what puts cards in the order of their ports' names, as nvidia-smi does; bus ids are hexadecimal."""
+    return _natural(nic_name(nic)) if nic.ports else [(-1, nic_name(nic))]
 
 
 def _cell(labels: Labels, a: Gpu | Nic, b: Gpu | Nic) -> str:

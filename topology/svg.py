@@ -6,7 +6,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from gradwire.topology.assign import nics_of_gpus
 from gradwire.topology.bandwidth import socket_bytes_per_second
-from gradwire.topology.draw import headline
+from gradwire.topology.draw import summary
 from gradwire.topology.graph import Gpu, Machine, Nic
 from gradwire.topology.labels import Labels, gigabytes
 from gradwire.topology.svg_layout import LEAF_HEIGHT, MARGIN, SOCKET_GAP, TOP, Box, Edge, Layout, layout
@@ -75,7 +75,7 @@ def _fit(text: str, width: float, size: float) -> str:
 
 
 def _title(machine: Machine, width: float) -> str:
-    name, _, rest = headline(machine).partition(" · ")
+    name, rest = machine.hostname or "unnamed machine", summary(machine)
     return "\n".join([
         _text(MARGIN, 36, _fit(name, width - 2 * MARGIN, 22), 22, bold=True, at="start"),
         _text(MARGIN, 58, _fit(rest, width - 2 * MARGIN, 13), 13, PALE_INK, at="start"),

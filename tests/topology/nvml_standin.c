@@ -1,5 +1,6 @@
-/* libnvidia-ml with the signatures, structures and return codes of nvml.h (CUDA 13): two GPUs, shaped by constants.
+/* libnvidia-ml with the signatures, structures and return codes of nvml.h (CUDA 13): GPUs shaped by constants.
 
+   GPUS 2         how many, at most two
    SM 90          compute capability times ten
    LINKS 18       NVLinks of a GPU, all of them up
    SWITCH 1       they lead to a switch; 0: to the other GPU
@@ -32,7 +33,7 @@ typedef struct { unsigned version; unsigned char clusterUuid[16]; int status; un
 typedef struct { unsigned environment, ccFeature, devToolsMode; } confidential;
 
 static int gpus[2];
-static const char *const BUS[2] = {"00000000:3B:00.0", "00010000:4C:00.0"};
+static const char *const BUS[2] = {GPUS == 1 ? "00000000:03:00.0" : "00000000:3B:00.0", "00010000:4C:00.0"};
 static int number(void *gpu) { return (int)((int *)gpu - gpus); }
 
 static int fill(pci_info *info, const char *bus) {
@@ -46,10 +47,10 @@ const char *nvmlErrorString(int code) { return code == 18 ? "Driver/library vers
 int nvmlInitWithFlags(unsigned flags) { return flags ? INVALID_ARGUMENT : INIT; }
 int nvmlShutdown(void) { return SUCCESS; }
 int nvmlSystemGetDriverVersion(char *text, unsigned length) { snprintf(text, length, "580.65.06"); return SUCCESS; }
-int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return SUCCESS; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = GPUS; return SUCCESS; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **gpu) {
   *gpu = &gpus[index];
-  return index > 1 ? INVALID_ARGUMENT : LOST && index ? GPU_IS_LOST : SUCCESS;
+  return index >= GPUS ? INVALID_ARGUMENT : LOST && index ? GPU_IS_LOST : SUCCESS;
 }
 int nvmlDeviceGetPciInfo_v3(void *gpu, pci_info *info) { return fill(info, BUS[number(gpu)]); }
 int nvmlDeviceGetName(void *gpu, char *name, unsigned length) { snprintf(name, length, "NVIDIA H100 80GB HBM3"); return SUCCESS; }

@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
@@ -8,7 +11,7 @@ import pytest
 from gradwire.topology import draw, json_form
 from gradwire.topology.command import main
 from gradwire.topology.files import read_file
-from gradwire.topology.graph import Machine
+from gradwire.topology.graph import Gpu, Machine, Nic, Port
 from gradwire.topology.presets import dgx_a100
 
 if TYPE_CHECKING:
@@ -39,6 +42,37 @@ def test_matrix_and_json_and_files(described: str, tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out == ""
     ElementTree.fromstring(picture.read_text())
     assert len(read_file(file).gpus) == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [(["topo"], 0), (["topo", "--json"], 0), (["gdr-check", "--example"], 0), (["gdr-check", "--root", "."], 2)],
+)
+def test_a_reader_that_leaves_early_is_no_error(words: list[str], status: int, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "gradwire", *words], stdout=writer, stderr=subprocess.PIPE, check=False, cwd=tmp_path
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (status, b"")
+
+
+def test_a_bus_id_is_no_emoji(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`:cd:` and `:ab:` are pictures in rich's markup."""
+    gpus = tuple(Gpu(key=bus, bus=bus) for bus in ("0000:cd:00.0", "0000:ab:00.0"))
+    (tmp_path / "a.json").write_text(json_form.write(Machine(gpus=gpus)))
+    assert main(["--from", str(tmp_path / "a.json")]) == 0
+    shown = capsys.readouterr().out
+    assert all(gpu.key in shown for gpu in gpus)
+
+
+def test_the_matrix_counts_gpus_and_cards_as_nvidia_smi_does() -> None:
+    gpus = tuple(Gpu(key=f"g{index}", index=index) for index in (10, 2, 0))
+    nics = tuple(Nic(key=name, ports=(Port(name=name),)) for name in ("mlx5_10", "mlx5_2", "mlx5_0"))
+    rows = draw.matrix(Machine(gpus=gpus, nics=nics)).splitlines()
+    assert rows[0].split("\t")[1:7] == ["GPU0", "GPU2", "GPU10", "NIC0", "NIC1", "NIC2"]
+    assert [row.split()[1] for row in rows if row.startswith("  NIC")] == ["mlx5_0", "mlx5_2", "mlx5_10"]
 
 
 def test_this_machine_and_a_captured_one(systree: "SysTree", capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ COMPILER = shutil.which("cc") or shutil.which("gcc")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler to build the stand-in with")
 
 SOURCE = Path(__file__).with_name("nvml_standin.c")
-HEALTHY = {"SM": 90, "LINKS": 18, "SWITCH": 1, "HIDDEN": 0, "NO_P2P": 0, "ASLEEP": 0, "LOST": 0, "MIG": 3, "INIT": 0}
+HEALTHY = {"GPUS": 2, "SM": 90, "LINKS": 18, "SWITCH": 1, "HIDDEN": 0, "NO_P2P": 0, "ASLEEP": 0, "LOST": 0, "MIG": 3, "INIT": 0}
 SCRIPT = """
 import dataclasses, json
 from gradwire.topology import nvml

@@ -1,38 +1,36 @@
 """Collects, on the live host, what no file says; every question has a time limit and a stated failure."""
 
-import json
 import os
 import platform
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
+from gradwire.topology.gdr.ask import ask_libraries
+from gradwire.topology.gdr.child import run_child
 from gradwire.topology.gdr.facts import Facts, facts_from_json
 
-_NATIVE_SECONDS = 60.0  # cuInit on eight GPUs without persistence mode takes up to half of this
 _COMMAND_SECONDS = 5.0
 _LOG_PATTERN = re.compile(r"peer_mem|peermem|DMAR|AMD-Vi|iommu", re.IGNORECASE)
-_LOG_NBYTES = 1 << 20
 _WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
-def collect(hardware: bool, switches: bool, prove: bool) -> Facts:
+def collect(root: Path, hardware: bool, switches: bool, prove: bool) -> Facts:
     """Asks the libraries and the system.
 
     Args:
+        root: `/`.
         hardware: There are GPUs and NICs; without them no library is asked, which keeps the answer fast.
         switches: There are NVSwitches, so the fabric manager matters.
         prove: Also register GPU memory.
     """
-    answers: dict[str, object] = {"kernel": platform.release(), "shm_nbytes": _shm_nbytes()}
+    answers: dict[str, object] = {"kernel": platform.release(), "shm_nbytes": _shm_nbytes(root / "dev/shm")}
     if hardware:
         answers |= {"nccl_version": _wheel_version()}
-        answers |= {name: value for name, value in _native(prove).items() if value is not None}
-        answers |= {"device_files": _try_device_files(Path("/dev/infiniband")), "kernel_log": _kernel_log()}
+        answers |= {name: value for name, value in ask_libraries(prove).items() if value is not None}
+        answers |= {"device_files": _try_device_files(root), "kernel_log": _kernel_log(root / "dev/kmsg")}
         answers |= {"user_conf": _user_conf(), "ofed_version": _first_line(("ofed_info", "-s"))}
     if switches:
         state = _first_line(("systemctl", "is-active", "nvidia-fabricmanager"))
@@ -42,38 +40,17 @@ def collect(hardware: bool, switches: bool, prove: bool) -> Facts:
     return facts_from_json(answers)
 
 
-def _native(prove: bool) -> dict[str, object]:
-    """The answers of gradwire.topology.gdr.native, run as a child process.
-
-    -P keeps the current folder off the child's module path: a prolog runs as root wherever it was started.
-    """
-    command = [sys.executable, "-P", "-m", "gradwire.topology.gdr.native", *(["--prove"] if prove else [])]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=_NATIVE_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {"probe_error": f"driver libraries did not answer: {type(error).__name__}"}
-    try:
-        answers = json.loads(done.stdout[-_LOG_NBYTES:])
-    except ValueError:
-        return {"probe_error": f"driver libraries crashed the probe: exit code {done.returncode}"}
-    return answers if isinstance(answers, dict) else {}
-
-
 def _first_line(command: Sequence[str]) -> str | None:
     """First line a command prints; None when it is not installed, hangs or prints nothing."""
     if shutil.which(command[0]) is None:
         return None
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=_COMMAND_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    lines = done.stdout.decode("utf-8", "replace").splitlines()
+    lines = run_child(command, _COMMAND_SECONDS).output.decode("utf-8", "replace").splitlines()
     return lines[0].strip() if lines else None
 
 
-def _shm_nbytes() -> int | None:
+def _shm_nbytes(path: Path) -> int | None:
     try:
-        stat = os.statvfs("/dev/shm")
+        stat = os.statvfs(path)
     except OSError:
         return None
     return stat.f_frsize * stat.f_blocks
@@ -89,9 +66,10 @@ def _wheel_version() -> str | None:
     return None
 
 
-def _try_device_files(folder: Path) -> dict[str, int]:
+def _try_device_files(root: Path) -> dict[str, int]:
     """Opens every uverbs file for reading and writing, as a program would; 0 or the errno."""
     outcomes: dict[str, int] = {}
+    folder = root / "dev/infiniband"
     try:
         names = sorted(entry.name for entry in folder.iterdir() if entry.name.startswith("uverbs"))
     except OSError:
@@ -99,13 +77,13 @@ def _try_device_files(folder: Path) -> dict[str, int]:
     for name in names[:256]:
         try:
             os.close(os.open(folder / name, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
-            outcomes[str(folder / name)] = 0
+            outcomes[f"/dev/infiniband/{name}"] = 0
         except OSError as error:
-            outcomes[str(folder / name)] = error.errno or -1
+            outcomes[f"/dev/infiniband/{name}"] = error.errno or -1
     return outcomes
 
 
-def _kernel_log(path: Path = Path("/dev/kmsg")) -> list[str] | None:
+def _kernel_log(path: Path) -> list[str] | None:
     """Lines of the kernel log about peer memory and the IOMMU; None without the right to read it."""
     lines: list[str] = []
     try:

@@ -3,24 +3,25 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from gradwire.topology.gdr.capture import write_capture
 from gradwire.topology.gdr.compare import differences
-from gradwire.topology.gdr.environment import launched
 from gradwire.topology.gdr.host import Host
+from gradwire.topology.gdr.job import Job, meet, prove_together
 from gradwire.topology.gdr.nccl import parse_version
-from gradwire.topology.gdr.prove import prove_with_nccl
 from gradwire.topology.gdr.render import print_report, report_json
-from gradwire.topology.gdr.runner import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, exit_code, nothing_to_check, run_checks
+from gradwire.topology.gdr.runner import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, exit_code, run_checks
 from gradwire.topology.gdr.sources import Inputs, SourceError, opened_host, read_text
+from gradwire.topology.pipe import reader_may_leave
 
 _EPILOG = """exit code: 0 pass, 1 warning, 2 failure or bad usage, 3 not known (or nothing to check).
 Nothing is changed on the machine; remedies are printed. As root more can be seen (ACS)."""
+_PIPE_WIDTH = 160
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,25 +62,12 @@ def parser() -> argparse.ArgumentParser:
     return parse
 
 
-@dataclass(frozen=True, slots=True)
-class Peers:
-    """What the hosts of a job found, and which rank this is."""
-
-    rank: int
-    results: tuple[Mapping[str, object], ...]
-    """The `--json` of each host, with its name."""
-
-
-Gather = Callable[[Mapping[str, object]], Peers]
-"""Hands a rank's result to all the others, and returns everybody's."""
-
-
-def main(argv: Sequence[str], gather: Gather | None = None) -> int:
+def main(argv: Sequence[str], job: Job | None = None) -> int:
     """Runs the checks.
 
     Args:
         argv: Words after `gdr-check`.
-        gather: In a job, how the ranks meet; then only rank 0 prints.
+        job: The job that this process is a rank of; then only rank 0 prints.
 
     Returns:
         0 pass, 1 warning, 2 failure or bad usage, 3 not known.
@@ -90,15 +78,13 @@ def main(argv: Sequence[str], gather: Gather | None = None) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     try:
-        return _compare(options.compare, options.json) if options.compare else _check(options, gather)
+        return _compare(options.compare, options.json) if options.compare else _check(options, job)
     except SourceError as error:
         print(f"gradwire gdr-check: {error}", file=sys.stderr)
         return EXIT_FAIL
-    except BrokenPipeError:  # `| head`
-        return EXIT_UNKNOWN
 
 
-def _check(options: argparse.Namespace, gather: Gather | None) -> int:
+def _check(options: argparse.Namespace, job: Job | None) -> int:
     inputs = Inputs(
         root=options.root,
         archive=options.archive,
@@ -117,21 +103,11 @@ def _check(options: argparse.Namespace, gather: Gather | None) -> int:
     with opened_host(inputs) as host:
         if options.nccl_version:
             host.facts = replace(host.facts, nccl_version=options.nccl_version)
-        launch = launched()
-        several = launch is not None and launch.world_size > 1 and not nothing_to_check(host)
-        if options.prove and launch is not None and several and host.log is None:
-            host.log, host.bandwidths = prove_with_nccl(launch, host.bandwidths)
-        rank = 0 if gather is None else _meet(host, gather)
-        return _report(host, options, speaks=rank == 0)
-
-
-def _meet(host: Host, gather: Gather) -> int:
-    """Gives the host the results of its peers, in place, unless none has anything to check; returns the rank."""
-    report = run_checks(host)
-    peers = gather(report_json(host, report, exit_code(host, report)))
-    if any(not result.get("nothing") for result in peers.results):
-        host.peers = peers.results
-    return peers.rank
+        if job is not None and options.prove and host.log is None:
+            prove_together(host, job)
+        if job is not None:
+            meet(host, job)
+        return _report(host, options, speaks=job is None or job.rank == 0)
 
 
 def _report(host: Host, options: argparse.Namespace, *, speaks: bool) -> int:
@@ -139,11 +115,12 @@ def _report(host: Host, options: argparse.Namespace, *, speaks: bool) -> int:
     status = exit_code(host, report, asked_for_proof=options.prove)
     if not speaks:
         return status
-    if options.json:
-        print(json.dumps(report_json(host, report, status), indent=1))
-    else:
-        console = Console()
-        print_report(host, report, console if console.is_terminal else Console(width=160), options.all_pairs)
+    with reader_may_leave():
+        if options.json:
+            print(json.dumps(report_json(host, report, status), indent=1))
+        else:
+            width = None if sys.stdout.isatty() else _PIPE_WIDTH
+            print_report(host, report, Console(emoji=False, width=width), options.all_pairs)  # 0000:cd:00.0 is no disc
     if options.capture is not None:
         try:
             count = write_capture(options.capture, host)
@@ -165,11 +142,10 @@ def _compare(paths: list[Path], as_json: bool) -> int:
             raise SourceError(f"`--compare` {path}: want the output of `gradwire gdr-check --json`")
         results.append({"name": path.stem, **result})
     found = differences(results)
-    if as_json:
-        print(json.dumps({"hosts": [result["name"] for result in results], "differences": found}, indent=1))
-    else:
-        agreed = f"{len(results)} hosts agree" if len(results) > 1 else "one host only: nothing to compare it with"
-        print("\n".join(found) or agreed)
+    agreed = f"{len(results)} hosts agree" if len(results) > 1 else "one host only: nothing to compare it with"
+    shown = json.dumps({"hosts": [result["name"] for result in results], "differences": found}, indent=1)
+    with reader_may_leave():
+        print(shown if as_json else "\n".join(found) or agreed)
     if len(results) < 2:
         return EXIT_UNKNOWN
     return EXIT_FAIL if found else EXIT_PASS

@@ -66,28 +66,3 @@ def merge(environment: Mapping[str, str], files: Mapping[str, Mapping[str, str]]
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """The whole environment for a child process, with some variables set."""
     return {**os.environ, **extra}
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """This process's place under torchrun."""
-
-    rank: int
-    world_size: int
-    local_world_size: int
-
-    @property
-    def one_host(self) -> bool:
-        """All ranks share this host."""
-        return self.local_world_size == self.world_size
-
-
-def launched() -> Launch | None:
-    """What torchrun says; None outside.
-
-    Source: torch documentation, torchrun, section Environment Variables.
-    """
-    words = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
-    if "MASTER_ADDR" not in os.environ or not all(re.fullmatch(r"[0-9]{1,9}", word) for word in words):
-        return None
-    return Launch(*(int(word) for word in words))

@@ -54,7 +54,7 @@ class Facts:
     cuda_error: str | None = None
     gpus: tuple[GpuFacts, ...] | None = None
     verbs_error: str | None = None
-    """Why libibverbs could not be loaded."""
+    """Why libibverbs did not answer."""
     verbs_devices: tuple[str, ...] | None = None
     """What ibv_get_device_list returned."""
     verbs_dmabuf: bool | None = None
@@ -72,6 +72,8 @@ class Facts:
     fabric_manager_active: bool | None = None
     fabric_manager_version: str | None = None
     nccl_version: str | None = None
+    nccl_error: str | None = None
+    """How asking libnccl ended, where it ended badly."""
     nccl_plugin: bool | None = None
     """libnccl-net.so can be found by the loader."""
     ofed_version: str | None = None

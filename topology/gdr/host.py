@@ -47,6 +47,8 @@ class Host:
     environment: Mapping[str, str] | None = None
     """Filtered variables; None is unknown, {} is none set."""
     log: NcclLog | None = None
+    proof_error: str = ""
+    """Why an all-reduce that was asked for left no log or no rate."""
     nvlinks: Mapping[int, int] | None = None
     """GPU index -> active NVLinks, from `nvidia-smi nvlink --status`."""
     peers: tuple[Mapping[str, object], ...] = ()

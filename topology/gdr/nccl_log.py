@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -22,6 +22,7 @@ _CHANNEL = re.compile(
 _PATH_LINE = re.compile(r"(GPU|NET)/\S+ ?:")
 _PATH_ENTRY = re.compile(r"(GPU|NET)/(\S+) \(\d+/[\d.]+/([A-Z0-9]{2,4})\)")
 _OVERRIDE = re.compile(r"(NCCL_NET_GDR_(?:LEVEL|READ|C2C)) set by environment to (\S{1,20})")
+_PATHS = ("PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
 _IB_DEVICES = re.compile(r"NET/IB : Using .*")
 
 
@@ -83,6 +84,36 @@ def read_nccl_log(path: Path) -> NcclLog:
     return log
 
 
+def merged_logs(logs: Sequence[NcclLog]) -> NcclLog | None:
+    """One log of the logs that ranks wrote each for itself; None of none."""
+    if not logs:
+        return None
+    whole = NcclLog()
+    for log in logs:
+        whole.lines += log.lines
+        whole.version = whole.version or log.version
+        whole.networks |= log.networks
+        whole.no_device |= log.no_device
+        whole.hcas |= {name: able and whole.hcas.get(name, True) for name, able in log.hcas.items()}
+        whole.gdr_channels += log.gdr_channels
+        whole.staged_channels += log.staged_channels
+        whole.reasons += log.reasons
+        whole.nearest = _nearer(whole.nearest, log.nearest)
+        whole.overrides |= log.overrides
+        if log.relaxed_ordering is not None:
+            whole.relaxed_ordering = log.relaxed_ordering and whole.relaxed_ordering is not False
+        whole.acs_hint |= log.acs_hint
+        whole.truncated |= log.truncated
+    return whole
+
+
+def _nearer(one: str | None, other: str | None) -> str | None:
+    """The nearer of two path types; None is unknown."""
+    if one is None or other is None:
+        return one or other
+    return one if within(one, other) else other
+
+
 def _bounded(file: BinaryIO) -> Iterable[str]:
     left = _MAX_NBYTES
     while left > 0 and (line := file.readline(_MAX_LINE * 16)):
@@ -123,8 +154,5 @@ def _read_path_table(log: NcclLog, line: str) -> None:
         return
     wanted = "GPU" if head[1] == "NET" else "NET"
     for kind, _, path in _PATH_ENTRY.findall(line):
-        nearer = log.nearest is None or (
-            path in ("LOC", "PIX", "PXB", "P2C", "PXN", "PHB") and within(path, log.nearest)
-        )
-        if kind == wanted and path in ("PIX", "PXB", "P2C", "PXN", "PHB", "SYS") and nearer:
-            log.nearest = path
+        if kind == wanted and path in _PATHS:
+            log.nearest = _nearer(log.nearest, path)

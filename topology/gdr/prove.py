@@ -1,61 +1,69 @@
 """Runs a small NCCL all-reduce in a child process and reads the log it leaves; torch stays out of topology."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gradwire.topology.gdr.environment import Launch, child_environment
+from gradwire.topology.gdr.child import run_child
+from gradwire.topology.gdr.environment import child_environment
 from gradwire.topology.gdr.nccl_log import NcclLog, read_nccl_log
+
+CHILD = (sys.executable, "-P", "-m", "gradwire.bench.gdr_prove")
+"""Takes `--label NAME` and prints {"gigabits_per_second": ...} or {"error": ...} as its last line."""
 
 _SECONDS = 180.0
 _LOGGING = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,ENV"}
 _NICS_ONLY = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+_RUNS: tuple[tuple[str, dict[str, str]], ...] = (("default", {}), ("LOC", {"NCCL_NET_GDR_LEVEL": "LOC"}))
 
 
-def prove_with_nccl(launch: Launch, bandwidths: Mapping[str, float]) -> tuple[NcclLog | None, dict[str, float]]:
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What one rank saw of the all-reduces."""
+
+    log: NcclLog | None = None
+    """Of the first run; None when it left none."""
+    gigabits_per_second: Mapping[str, float] = field(default_factory=dict)
+    """Bus bandwidth as configured (`default`) and with GPUDirect RDMA off (`LOC`)."""
+    error: str = ""
+    """Why something is missing."""
+
+
+def prove_with_nccl(*, one_host: bool, rank: int) -> Proof:
     """All-reduces twice among the ranks of torchrun: as configured, and with GPUDirect RDMA off.
 
-    Ranks that share one host are kept from talking through NVLink or shared memory, so that they use the NICs.
-
     Args:
-        launch: This rank's place under torchrun.
-        bandwidths: Measurements so far.
-
-    Returns:
-        The log of the first run (None when it left none) and the measurements with `default` and `LOC`.
+        one_host: All ranks share a host; they are kept from NVLink and shared memory then, so that they use the NICs.
+        rank: Named in messages.
     """
-    measured = dict(bandwidths)
-    fixed = _LOGGING | (_NICS_ONLY if launch.one_host else {})
-    log = None
+    fixed = _LOGGING | (_NICS_ONLY if one_host else {})
+    rates: dict[str, float] = {}
+    log, error = None, ""
     with TemporaryDirectory(prefix="gradwire-gdr-") as folder:
-        for label, level in (("default", {}), ("LOC", {"NCCL_NET_GDR_LEVEL": "LOC"})):
+        for label, level in _RUNS:
             path = Path(folder) / f"{label}.log"
-            answer = _run(label, child_environment({**fixed, **level, "NCCL_DEBUG_FILE": str(path)}))
-            rate = answer.get("gigabits_per_second")
-            if isinstance(rate, float):
-                measured[label] = rate
-            else:
-                print(f"gradwire gdr-check: all-reduce ({label}): {answer.get('error')}", file=sys.stderr)
+            rate, error = _run(label, child_environment({**fixed, **level, "NCCL_DEBUG_FILE": str(path)}))
             if label == "default" and path.is_file():
                 log = read_nccl_log(path)
-            if "error" in answer:
-                break  # the other ranks stopped as well: a second run would only wait for them
-    return log, measured
+            if rate is None:  # the other ranks stopped as well: a second run would only wait for them
+                error = f"all-reduce ({label}): {error}"
+                print(f"gradwire gdr-check: rank {rank}: {error}", file=sys.stderr)
+                break
+            rates[label] = rate
+    return Proof(log, rates, error)
 
 
-def _run(label: str, environment: dict[str, str]) -> dict[str, object]:
-    command = [sys.executable, "-P", "-m", "gradwire.bench.gdr_prove", "--label", label]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, timeout=_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {"error": f"{type(error).__name__} after at most {_SECONDS:g} s"}
-    lines = done.stdout.decode("utf-8", "replace").strip().splitlines()
+def _run(label: str, environment: Mapping[str, str]) -> tuple[float | None, str]:
+    """The rate of one all-reduce, or why there is none."""
+    ended = run_child([*CHILD, "--label", label], _SECONDS, environment)
+    lines = ended.output.decode("utf-8", "replace").strip().splitlines()
     try:
         answer = json.loads(lines[-1])
     except (IndexError, ValueError):
-        last = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        return {"error": f"exit code {done.returncode}: {last[-1][:300] if last else 'no output'}"}
-    return answer if isinstance(answer, dict) else {"error": "the child printed no result"}
+        return None, ended.last_words
+    if not isinstance(answer, dict) or not isinstance(answer.get("gigabits_per_second"), float):
+        return None, str(answer.get("error", "the child printed no rate") if isinstance(answer, dict) else answer)[:300]
+    return answer["gigabits_per_second"], ""

@@ -4,8 +4,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gradwire.topology.gdr.channels import DIRECTIONS, channel_json, channel_rows
 from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.model import Outcome, Pair, Verdict
+from gradwire.topology.gdr.nccl_log import NcclLog
 from gradwire.topology.gdr.runner import Report, usable_gpus
 
 _STYLES = {
@@ -39,9 +41,12 @@ def print_report(host: Host, report: Report, console: Console, all_pairs: bool =
         all_pairs: Show every pair, not only each GPU's nearest NICs.
     """
     if report.nothing:
-        console.print(f"[bold]nothing to check[/]: {_plain(report.nothing)}")
+        but = " here but what was given" if report.results else ""
+        console.print(f"[bold]nothing to check{but}[/]: {_plain(report.nothing)}")
     if report.results:
         console.print(_check_table(report))
+    if host.log is not None and host.log.network_channels:
+        console.print(_channel_table(host.log))
     if report.pairs:
         console.print(_pair_table(host, report, list(report.pairs) if all_pairs else list(host.best_pairs)))
         for verdict, answer in report.verdicts.items():
@@ -63,6 +68,15 @@ def _check_table(report: Report) -> Table:
         finding = result.finding
         words = _plain(finding.text), _plain(finding.remedy)
         table.add_row(result.check.name, result.check.title, _coloured(finding.outcome), *words)
+    return table
+
+
+def _channel_table(log: NcclLog) -> Table:
+    table = Table(title="channels with GDRDMA", title_justify="left")
+    for column in ("ranks", *DIRECTIONS):
+        table.add_column(column, overflow="fold")
+    for row in channel_rows(log):
+        table.add_row(*row)
     return table
 
 
@@ -120,6 +134,7 @@ def report_json(host: Host, report: Report, status: int) -> dict[str, object]:
             }
             for result in report.results
         ],
+        "channels": None if host.log is None else channel_json(host.log),
         "pairs": [_pair_json(host, report, pair) for pair in report.pairs],
     }
 

@@ -126,6 +126,8 @@ def usable_gpus(host: Host, report: Report) -> tuple[int, int, int]:
     good, unsure = set(), set()
     for (gpu, _), answers in report.pairs.items():
         outcomes = {answers[Verdict.POSSIBLE].outcome, answers[Verdict.CONFIGURED].outcome}
+        if answers[Verdict.IN_USE].outcome is Outcome.FAIL:  # tried, and it did not work
+            continue
         if outcomes <= {Outcome.PASS, Outcome.WARN}:
             good.add(gpu)
         elif Outcome.FAIL not in outcomes and Outcome.SKIPPED not in outcomes:

@@ -17,6 +17,8 @@ from gradwire.topology.gdr.nccl_log import NcclLog, read_nccl_log
 from gradwire.topology.gdr.texts import parse_nvlink_status, parse_perftest
 from gradwire.topology.pci import PciTree, read_tree
 
+LIVE_ROOT = Path("/")
+"""Where this machine itself is looked at."""
 _TEXT_NBYTES = 64 << 20
 
 
@@ -95,9 +97,9 @@ def _bare_host(inputs: Inputs) -> Iterator[Host]:
 
 
 def _live_host(inputs: Inputs) -> Host:
-    host = Host(Files(Path("/")), read_tree(Path("/")), environment=read_environment())
+    host = Host(Files(LIVE_ROOT), read_tree(LIVE_ROOT), environment=read_environment())
     switches = any(function.vendor == NVIDIA for function in host.tree.of_class(0x06))
-    host.facts = collect(bool(host.gpus) and bool(host.capable or host.rdma_devices), switches, inputs.prove)
+    host.facts = collect(LIVE_ROOT, bool(host.gpus and (host.capable or host.rdma_devices)), switches, inputs.prove)
     # What was derived without the facts is derived again: distances know of chip-to-chip links.
     return Host(host.files, host.tree, host.facts, host.environment)
 

@@ -12,27 +12,22 @@ from gradwire.topology.gdr.native_nvml import nvml_answers
 
 
 def test_without_hardware_no_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "_native", lambda prove: pytest.fail("a library was asked"))
-    facts = collect.collect(hardware=False, switches=False, prove=False)
+    monkeypatch.setattr(collect, "ask_libraries", lambda prove: pytest.fail("a library was asked"))
+    facts = collect.collect(Path("/"), hardware=False, switches=False, prove=False)
     assert facts.kernel and facts.gpus is None
 
 
 def test_with_hardware_every_question_ends() -> None:
-    facts = collect.collect(hardware=True, switches=True, prove=True)
+    facts = collect.collect(Path("/"), hardware=True, switches=True, prove=True)
     assert facts.kernel and (facts.registrations or facts.probe_error)
 
 
-@pytest.mark.parametrize(("executable", "word"), [("/bin/false", "crashed"), ("/nowhere", "did not answer")])
-def test_a_probe_that_dies_is_an_answer(monkeypatch: pytest.MonkeyPatch, executable: str, word: str) -> None:
-    monkeypatch.setattr("sys.executable", executable)
-    assert word in str(collect._native(prove=False)["probe_error"])
-
-
 def test_device_files_are_tried(tmp_path: Path) -> None:
-    (tmp_path / "uverbs0").write_bytes(b"")
-    (tmp_path / "uverbs1").mkdir()
-    (tmp_path / "rdma_cm").write_bytes(b"")
-    assert collect._try_device_files(tmp_path) == {str(tmp_path / "uverbs0"): 0, str(tmp_path / "uverbs1"): 21}
+    folder = tmp_path / "dev/infiniband"
+    (folder / "uverbs1").mkdir(parents=True)
+    (folder / "uverbs0").write_bytes(b"")
+    (folder / "rdma_cm").write_bytes(b"")
+    assert collect._try_device_files(tmp_path) == {"/dev/infiniband/uverbs0": 0, "/dev/infiniband/uverbs1": 21}
     assert collect._try_device_files(tmp_path / "none") == {}
 
 

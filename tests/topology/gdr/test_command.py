@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gradwire.topology.gdr.command import main
-from gradwire.topology.gdr.example import ExampleMachine
+from gradwire.topology.gdr.example import GPU, ExampleMachine
 from gradwire.topology.gdr.stages import CHECKS
 
 
@@ -146,6 +147,15 @@ def test_broken_trees_are_partly_answered(tree: Path, name: str, kind: str, caps
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     assert "--nccl-log" in capsys.readouterr().out
+
+
+def test_a_bus_id_is_no_emoji(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ExampleMachine(tmp_path)
+    gpu = replace(machine.functions.pop(GPU), bus_id="0000:cd:00.0")
+    machine.functions[gpu.bus_id] = gpu
+    machine.write_tree()
+    main(["--root", str(tmp_path)])
+    assert "│ 0000:cd:00.0 │" in capsys.readouterr().out
 
 
 def test_control_characters_of_a_foreign_capture_do_not_reach_the_terminal(

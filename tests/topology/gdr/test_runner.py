@@ -59,6 +59,12 @@ def test_verdicts_are_not_mixed(machine: ExampleMachine) -> None:
     assert report.verdicts[Verdict.IN_USE].because.startswith("U3")
 
 
+def test_a_gpu_whose_registration_failed_will_not_use_gdr(machine: ExampleMachine) -> None:
+    machine.facts["registrations"] = [{"gpu": GPU, "device": "mlx5_0", "peermem_errno": 14, "dmabuf_errno": 95}]
+    host = machine.host()
+    assert usable_gpus(host, run_checks(host)) == (0, 0, 1)
+
+
 def test_not_root_is_unknown_and_never_pass(machine: ExampleMachine) -> None:
     machine.write("proc/self/status", "Uid:\t1000\t1000\t0\t0\nCapEff:\t0\nCpus_allowed_list:\t0-63\n")
     for bus_id, function in machine.functions.items():

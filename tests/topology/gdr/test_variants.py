@@ -49,6 +49,13 @@ def all_of(*changes: Change) -> Change:
 
 virtual = file("proc/cpuinfo", "flags : hypervisor")
 efa = function(NIC, vendor=0x1D0F, device=0xEFA1, driver="efa")
+
+
+def nvswitch(machine: ExampleMachine) -> None:
+    switch = replace(machine.functions[NIC], bus_id="0000:05:00.0", class_code=0x068000, vendor=0x10DE, rdma_devices=())
+    machine.functions[switch.bus_id] = replace(switch, net_devices=(), driver=None)
+
+
 topology = '<system version="1"><cpu numaid="0"><pci busid="{}"/></cpu></system>'
 
 
@@ -58,16 +65,23 @@ topology = '<system version="1"><cpu numaid="0"><pci busid="{}"/></cpu></system>
         ("E0", file("proc/self/status", "Uid:\t0\t0\t0\t0\nCapEff:\t0\n"), "warn", "hidden"),
         ("E1", file("sys/bus/pci/devices/junk", ""), "warn", "1 entries"),
         ("G1", facts(nvml_error="Driver/library version mismatch"), "fail", "mismatch"),
+        ("G1", facts(nvml_error="crashed (SIGSEGV)"), "fail", "NVML crashed (SIGSEGV)"),
+        ("G1", facts(nvml_error="no answer within 60 s"), "fail", "NVML no answer within 60 s"),
+        ("G1", facts(nvml_error="nvidia-ml-py is not installed"), "pass", "570"),
         ("G2", all_of(facts(gpus=None), function(GPU, device=0x2330)), "pass", "H100"),
+        ("G2", all_of(facts(gpus=None, cuda_error="crashed (SIGSEGV)"), function(GPU, device=1)), "unknown", "SIGSEGV"),
         ("G2", gpu(gdr_supported=None, name="NVIDIA GeForce RTX 4090"), "fail", "GeForce"),
         ("G3", file("proc/driver/nvidia/version", PROPRIETARY), "info", "peer memory serves"),
         ("G3", all_of(file("proc/driver/nvidia/version", PROPRIETARY), without("sys/module")), "info", "peer memory"),
         ("G4", gpu(dmabuf_supported=False), "info", "not needed"),
+        ("G4", all_of(facts(gpus=None, cuda_error="cuInit: error 999"), without(*PEERMEM)), "unknown", "error 999"),
         ("G6", virtual, "info", "virtual"),
         ("G7", gpu(nvlinks_active=0, name="NVIDIA H100 PCIe"), "info", "without an NVLink bridge"),
         ("G7", gpu(nvlinks_active=0), "warn", "has 0 of 18"),
         ("G8", gpu(fabric_state=3, fabric_status=0), "pass", "ready"),
         ("G8", gpu(fabric_state=3, fabric_status=999), "fail", "not ready"),
+        ("G8", all_of(nvswitch, facts(cuda_error="cuInit: CUDA_ERROR_SYSTEM_NOT_READY (802)")), "fail", "does not start"),
+        ("G8", all_of(nvswitch, facts(cuda_error="cuInit: CUDA_ERROR_NO_DEVICE (100)")), "unknown", "not known"),
         ("G9", gpu(confidential=True), "warn", "confidential"),
         ("R1", function(NIC, vendor=1, class_code=0x020000, rdma_devices=()), "pass", "mlx5_0"),
         ("R2", facts(device_files={"/dev/infiniband/uverbs0": 13}), "fail", "EACCES"),
@@ -96,6 +110,7 @@ topology = '<system version="1"><cpu numaid="0"><pci busid="{}"/></cpu></system>
         ),
         ("M3", file("boot/config-6.8.0", "# CONFIG_PCI_P2PDMA is not set"), "info", "P2PDMA"),
         ("M4", facts(nccl_version=None), "pass", "every release"),
+        ("M4", all_of(without("sys/kernel/mm"), facts(nccl_version=None, nccl_error="crashed (SIGSEGV)")), "unknown", "SIGSEGV"),
         ("M4", all_of(facts(nccl_version="2.26.2"), gpu(c2c=True)), "warn", "C2C"),
         ("M4", all_of(without("sys/kernel/mm"), facts(nccl_version="2.20.5")), "pass", "uses dma-buf"),
         ("M4", all_of(without("sys/kernel/mm"), facts(nccl_version="2.11.4")), "fail", "2.11.4"),
@@ -149,6 +164,12 @@ topology = '<system version="1"><cpu numaid="0"><pci busid="{}"/></cpu></system>
             facts(registrations=[{"gpu": GPU, "device": "mlx5_0", "peermem_errno": 14, "dmabuf_errno": 0}]),
             "pass",
             "peer memory EFAULT (Bad address), dma-buf ok",
+        ),
+        (
+            "U1",
+            facts(registrations=[{"gpu": GPU, "device": "mlx5_0", "peermem_errno": 14, "note": "no dma-buf: error 801"}]),
+            "fail",
+            "peer memory EFAULT (Bad address), no dma-buf: error 801",
         ),
     ],
 )

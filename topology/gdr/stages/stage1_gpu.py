@@ -34,8 +34,11 @@ def driver_loaded(host: Host) -> Finding:
     Source: NVML API reference, nvmlInit_v2 (NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_LIB_RM_VERSION_MISMATCH).
     """
     lines = host.files.find("proc/driver/nvidia/version", r"NVRM version:.*")
-    if host.facts.nvml_error and "mismatch" in host.facts.nvml_error.lower():
-        return failed(f"driver and library differ: {host.facts.nvml_error}", "reboot, or reload the nvidia modules")
+    nvml = host.facts.nvml_error or ""
+    if "mismatch" in nvml.lower():
+        return failed(f"driver and library differ: {nvml}", "reboot, or reload the nvidia modules")
+    if nvml.startswith(("crashed", "no answer")):
+        return failed(f"NVML {nvml}: the driver is broken", "nvidia-smi; dmesg | grep -iE 'NVRM|Xid'; reboot")
     if lines:
         version = re.search(r"\d{3}\.\d+(\.\d+)?", lines[0])
         return passed(f"driver {version[0] if version else 'of unknown version'}")
@@ -64,7 +67,8 @@ def gpu_can_register(host: Host) -> Finding:
             return Outcome.FAIL, f"{name} has no GPUDirect RDMA"
         if _PROFESSIONAL.search(name):
             return Outcome.PASS, f"{name} has GPUDirect RDMA"
-        return Outcome.UNKNOWN, f"GPU {function.device or 0:04x} was not asked: no libcuda, no NVML"
+        why = host.facts.cuda_error or "no libcuda, no NVML"
+        return Outcome.UNKNOWN, f"GPU {function.device or 0:04x} was not asked: {why}"
 
     return host.judge_pairs(
         judge, "use a data-centre or professional GPU; where unknown, run with the driver's libraries"
@@ -103,7 +107,8 @@ def gpu_dmabuf(host: Host) -> Finding:
         return informed("not needed: peer memory is loaded")
     if False in answers or (version is not None and version < 11070):
         return failed("a GPU or its driver cannot export dma-buf", "driver for CUDA 11.7 or later, open kernel module")
-    return unknown("libcuda was not asked", "run where libcuda.so.1 is installed")
+    why = f"libcuda: {host.facts.cuda_error}" if host.facts.cuda_error else "libcuda was not asked"
+    return unknown(why, "run where libcuda.so.1 is installed and starts")
 
 
 def bar1(host: Host) -> Finding:
@@ -188,6 +193,8 @@ def fabric_manager(host: Host) -> Finding:
     states = [(f.fabric_state, f.fabric_status) for f in map(host.gpu_facts, (gpu.bus_id for gpu in host.gpus))]
     known = [state for state in states if state[0] not in (None, 0)]
     remedy = "systemctl enable --now nvidia-fabricmanager, of the driver's own version"
+    if switches and "(802)" in (host.facts.cuda_error or ""):
+        return failed(f"CUDA does not start: {host.facts.cuda_error}", remedy)
     if any(state[0] != 3 or state[1] not in (None, 0) for state in known):
         return failed(f"GPU fabric not ready: states {sorted({str(s[0]) for s in known})}", remedy)
     if host.facts.fabric_manager_active is False and switches and not host.place.virtual and not host.place.container:

@@ -89,7 +89,8 @@ def nccl_and_mechanism(host: Host) -> Finding:
     if version is None:
         if peermem in PEERMEM_PATHS[:2]:
             return passed(f"version not known, but every release looks at /{peermem}")
-        return unknown("NCCL version not known", "give --nccl-version or --nccl-log")
+        why = f": libnccl {host.facts.nccl_error}" if host.facts.nccl_error else ""
+        return unknown(f"NCCL version not known{why}", "give --nccl-version or --nccl-log")
     shown = f"NCCL {'.'.join(map(str, version))}"
     if version[:2] == (2, 26) and any(host.gpu_facts(gpu.bus_id).c2c for gpu in host.gpus):
         return warned(f"{shown} leaves GDR over C2C off", "NCCL_NET_GDR_C2C=1, or NCCL 2.27")

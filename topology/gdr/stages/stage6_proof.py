@@ -12,6 +12,7 @@ from gradwire.topology.gdr.nccl_log import NcclLog
 
 _HOST_SHARE = 0.8  # of the host-memory rate; redirected traffic loses about half (nccl-tests issue 112)
 _NOISE_SHARE = 0.95
+_ERRNO_NAMES = {**errno.errorcode, errno.EOPNOTSUPP: "EOPNOTSUPP"}  # ENOTSUP is the same number; verbs and kernel say this
 
 
 def registration(host: Host) -> Finding:
@@ -41,12 +42,12 @@ def registration(host: Host) -> Finding:
 
 
 def _ways(attempt: Registration) -> str:
-    """`peer memory EFAULT (Bad address), dma-buf ok`."""
+    """`peer memory EFAULT (Bad address), dma-buf ok`; a way that was not tried has its reason in the note."""
     words = []
     for name, code in (("peer memory", attempt.peermem_errno), ("dma-buf", attempt.dmabuf_errno)):
         if code is not None:
-            words.append(f"{name} {f'{errno.errorcode.get(code, code)} ({os.strerror(code)})' if code else 'ok'}")
-    return ", ".join(words)
+            words.append(f"{name} {f'{_ERRNO_NAMES.get(code, code)} ({os.strerror(code)})' if code else 'ok'}")
+    return ", ".join([*words, attempt.note] if attempt.note else words)
 
 
 def perftest(host: Host) -> Finding:
@@ -74,7 +75,7 @@ def nccl_log(host: Host) -> Finding:
     """
     log = host.log
     if log is None:
-        return unknown("no log given", "--nccl-log FILE")
+        return unknown(host.proof_error or "no log given", "--nccl-log FILE")
     remedy = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH; then the first failed check above"
     if log.networks == {"Socket"} or log.no_device:
         found = "No device found; " if log.no_device else ""
@@ -89,10 +90,8 @@ def nccl_log(host: Host) -> Finding:
             f"rank {rank} {way} {log.gdr_channels[rank, way]}/{log.gdr_channels[rank, way] + count}"
             for (rank, way), count in sorted(log.staged_channels.items())
         ]
-        return warned(
-            f"{log.gdr_channels.total()} of {log.network_channels} channels use GDRDMA: {', '.join(lacking[:6])}",
-            remedy,
-        )
+        found = f"{log.gdr_channels.total()} of {log.network_channels} channels use GDRDMA: {', '.join(lacking[:6])}"
+        return warned("; ".join([found, *log.reasons]), remedy)
     ranks = {rank for rank, _ in log.gdr_channels}
     return passed(f"all {log.network_channels} network channels of {len(ranks)} ranks use GDRDMA")
 
@@ -121,7 +120,7 @@ def with_and_without(host: Host) -> Finding:
     """
     staged, default = host.bandwidths.get("LOC"), host.bandwidths.get("default")
     if not staged or default is None:
-        return unknown("not measured", "torchrun ... gradwire gdr-check --prove with ranks on two hosts")
+        return unknown(host.proof_error or "not measured", "torchrun ... -m gradwire gdr-check --prove on two hosts")
     shown = f"{default:.1f} Gb/s as configured, {staged:.1f} through the host"
     return (
         warned(shown, "try NCCL_NET_GDR_READ=0, or a lower NCCL_NET_GDR_LEVEL")
