@@ -83,13 +83,14 @@ inline void reduce_rest(const uint8_t* bits, size_t stride, const float* scales,
   }
 }
 
-// The payloads are many slow streams beside a fast one of sums, and the processor fetches each line of them too late
-// by itself: it is asked for a page of each at once, two pages before the loop gets there.
-inline void fetch_ahead(const uint8_t* bits, size_t stride, size_t workers, size_t block) {
-  constexpr size_t kPage = 4096;
-  if (block % (kPage * 8 / kBlock) != 0) return;
+// Asks for the payloads four blocks ahead, and for one line of the page that the sums will then be written to. Writing
+// 25 MiB past the caches takes 0.81 ms with that line and 1.22 without; the sums of four payloads take 0.89 with both,
+// 0.93 with the line alone and 1.54 with the payloads alone.
+inline void fetch_ahead(const uint8_t* bits, size_t stride, size_t workers, const float* target) {
+  constexpr size_t kAhead = 4 * kBlock;
   for (size_t w = 0; w < workers; ++w)
-    for (size_t line = 0; line < kPage; line += 64) __builtin_prefetch(bits + w * stride + 2 * kPage + line);
+    for (size_t line = 0; line < kBlock / 8; line += 64) __builtin_prefetch(bits + w * stride + kAhead / 8 + line);
+  __builtin_prefetch(target + kAhead);
 }
 
 inline void reduce_block(const uint8_t* payloads, size_t stride, size_t workers, size_t numel, size_t block,
@@ -97,7 +98,7 @@ inline void reduce_block(const uint8_t* payloads, size_t stride, size_t workers,
   const size_t start = block * kBlock, count = numel - start < kBlock ? numel - start : kBlock;
   for (size_t w = 0; w < workers; ++w) std::memcpy(&scales[w], payloads + w * stride + 4 * block, sizeof(float));
   const uint8_t* bits = payloads + scales_nbytes(numel) + start / 8;
-  fetch_ahead(bits, stride, workers, block);
+  fetch_ahead(bits, stride, workers, target);
   size_t i = 0;
   for (; i + 64 <= count; i += 64)
     reduce64(bits + i / 8, stride, scales, workers, addend ? addend + i : nullptr, target + i, past_cache);
