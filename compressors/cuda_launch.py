@@ -160,3 +160,23 @@ def check_rows(device: torch.device, name: str, rows: Tensor, nbytes: int) -> No
     if not long_enough or rows.stride(1) != 1 or rows.device != device:
         raise ValueError(f"`{name}` is {tuple(rows.shape)} {rows.dtype} on {rows.device}; wanted rows of at least "
                          f"{nbytes} contiguous bytes on {device}")
+
+
+def check_pieces(device: torch.device, payloads: Tensor, numel: int, width: int, nbytes: int) -> None:
+    """Refuses payloads that are fewer or shorter than the pieces of a tensor need.
+
+    Args:
+        device: Where they must lie.
+        payloads: 2-D uint8, one row a piece.
+        numel: Elements of the tensor.
+        width: Of a piece.
+        nbytes: Of a payload of `width` elements.
+
+    Raises:
+        ValueError: As said, or there is no such width.
+    """
+    if not 1 <= width:
+        raise ValueError(f"`width` is {width}; wanted the elements of a piece, 1 or more")
+    check_rows(device, "payloads", payloads, nbytes)
+    if len(payloads) * width < numel:
+        raise ValueError(f"`payloads` has {len(payloads)} rows; wanted one for each {width} of {numel} elements")
