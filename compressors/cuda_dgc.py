@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors import cuda_launch
-from gradwire.compressors.cuda_launch import check_tensors
+from gradwire.compressors.cuda_launch import address, check_tensors
 from gradwire.compressors.reference_dgc import DgcRule, DgcState
 
 _TILE = 4096
@@ -51,7 +51,10 @@ def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, 
     counts = marks + tiles * _TILE // 8
     lines, rank = _sample_rank(numel, k)
     blocks = cuda_launch.blocks_for(device, 32 * tiles, cuda_launch.RESIDENT_CTAS)  # each CTA has counts of its own
-    numbers = np.float32(rule.momentum), np.float32(rule.scale), np.int32(rule.nesterov)
+    on_device = rule.scale if isinstance(rule.scale, Tensor) else None
+    check_tensors(device, 1, torch.float32, scale=on_device)
+    numbers = (np.float32(rule.momentum), np.float32(1.0 if isinstance(rule.scale, Tensor) else rule.scale),
+               address(on_device), np.int32(rule.nesterov))
     inputs = gradient.data_ptr(), state.velocity.data_ptr(), state.total.data_ptr()
     velocity, total = state.velocity_out.data_ptr(), state.total_out.data_ptr()
     cuda_launch.launch("dgc_step", "dgc_sample", device, 1, (*inputs, numel, *numbers, lines, rank, k, selection), 1024)

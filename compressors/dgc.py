@@ -113,12 +113,15 @@ class DGC(Stateful):
         return DgcState(velocity.read(layout, device), total.read(layout, device), velocity.stage(layout, device),
                         total.stage(layout, device))
 
-    def _rule(self, gradient: Tensor, group_size: int) -> DgcRule:
+    def _rules(self, shard: Tensor, layout: Layout, group_size: int) -> list[DgcRule]:
+        """How each parameter's gradient enters; the factors of the clipping stay on the device."""
         if not self.clip_norm:
-            return DgcRule(self.momentum, self.nesterov)
+            return [DgcRule(self.momentum, self.nesterov)] * len(layout.slices)
         limit = self.clip_norm * group_size**-0.5
-        norm = float(torch.linalg.vector_norm(gradient))
-        return DgcRule(self.momentum, self.nesterov, limit / norm if limit < norm < math.inf else 1.0)
+        norms = torch.stack(torch._foreach_norm([shard[item.start : item.stop] for item in layout.slices])).double()
+        clipped = torch.full_like(norms, limit) / norms
+        scales = torch.where((norms > limit) & (norms < math.inf), clipped, 1.0).float()
+        return [DgcRule(self.momentum, self.nesterov, scale) for scale in scales]
 
     def _select(self, shard: Tensor, layout: Layout, group_size: int) -> tuple[Tensor, Tensor]:
         """Updates the staged state; returns the selected places within the shard (int32) and their totals."""
@@ -127,10 +130,9 @@ class DGC(Stateful):
         indices = torch.empty(sum(counts), dtype=torch.int32, device=shard.device)
         values = torch.empty(sum(counts), device=shard.device)
         first = 0
-        for item, count in zip(layout.slices, counts, strict=True):
+        for item, count, rule in zip(layout.slices, counts, self._rules(shard, layout, group_size), strict=True):
             run, chosen = slice(item.start, item.stop), slice(first, first + count)
             part = DgcState(state.velocity[run], state.total[run], state.velocity_out[run], state.total_out[run])
-            rule = self._rule(shard[run], group_size)
             kernels_for(shard).dgc_step(shard[run], part, rule, indices[chosen], values[chosen])
             indices[chosen] += item.start
             first += count
@@ -147,9 +149,8 @@ class DGC(Stateful):
     def _everything(self, shard: Tensor, layout: Layout, group_size: int) -> None:
         """Momentum as usual, and nothing held back: the shard becomes what the whole total would send."""
         state = self._state(layout, shard.device)
-        for item in layout.slices:
+        for item, rule in zip(layout.slices, self._rules(shard, layout, group_size), strict=True):
             run = slice(item.start, item.stop)
-            rule = self._rule(shard[run], group_size)
             g, u = shard[run] * rule.scale, state.velocity[run]
             new = rule.momentum * (u + g) if rule.nesterov else rule.momentum * u + g
             state.velocity_out[run] = new

@@ -164,7 +164,7 @@ def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, 
     _check(k, torch.int32, indices=indices)
     _check(k, torch.float32, values=values)
     _native.dgc_step(gradient.data_ptr(), state.velocity.data_ptr(), state.total.data_ptr(),
-                     state.velocity_out.data_ptr(), state.total_out.data_ptr(), numel, rule.momentum, rule.scale,
+                     state.velocity_out.data_ptr(), state.total_out.data_ptr(), numel, rule.momentum, float(rule.scale),
                      rule.nesterov, k, indices.data_ptr(), values.data_ptr())
 
 

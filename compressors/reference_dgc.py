@@ -14,8 +14,8 @@ class DgcRule:
     """Factor of the momentum correction; 0 accumulates plain gradients."""
     nesterov: bool = False
     """u = m (u + g), v = v + u + g instead of u = m u + g, v = v + u."""
-    scale: float = 1.0
-    """Multiplies the gradient first: local clipping."""
+    scale: float | Tensor = 1.0
+    """Multiplies the gradient first: local clipping. A float32 scalar on the gradient's device spares the host the wait."""
 
 
 @dataclass(frozen=True, slots=True)

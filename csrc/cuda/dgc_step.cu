@@ -18,7 +18,7 @@ constexpr int kShares = static_cast<int>(kWarp) / kGroups;
 
 // Arguments.
 struct Rule {
-  float momentum, scale;
+  float momentum, scale;  // the scale is read from the device where it was found there: the host has not waited for it
   bool nesterov;
 };
 
@@ -41,9 +41,10 @@ __device__ inline Advanced advance(float gradient, float velocity, float total, 
 // Finds the `rank`-th largest magnitude of the sample; with rank 0 every element will be marked. One CTA.
 extern "C" __global__ void __launch_bounds__(kSampleThreads)
     dgc_sample(const float* gradient, const float* velocity, const float* total, int64_t numel, float momentum,
-               float scale, int32_t nesterov, int64_t lines, int64_t rank, int64_t k, Selection* selection) {
+               float scale, const float* factor, int32_t nesterov, int64_t lines, int64_t rank, int64_t k,
+               Selection* selection) {
   __shared__ uint32_t counts[kBins], sums[kMostWarps], found[2];
-  const Rule rule = {momentum, scale, nesterov != 0};
+  const Rule rule = {momentum, factor ? *factor : scale, nesterov != 0};
   for (unsigned bin = threadIdx.x; bin < kBins; bin += kSampleThreads) selection->counts[bin] = 0;
   uint32_t keys[kSamples];
   const int64_t stride = lines ? numel / kLine / lines * kLine : 0;
@@ -74,9 +75,9 @@ extern "C" __global__ void __launch_bounds__(kSampleThreads)
 // One pass over everything: new velocity and total, and a mark where the total's magnitude reaches the threshold.
 extern "C" __global__ void __launch_bounds__(kThreads)
     dgc_advance(const float* gradient, const float* velocity, const float* total, float* velocity_out,
-                float* total_out, int64_t numel, float momentum, float scale, int32_t nesterov, uint4* marks,
-                Selection* selection) {
-  const Rule rule = {momentum, scale, nesterov != 0};
+                float* total_out, int64_t numel, float momentum, float scale, const float* factor, int32_t nesterov,
+                uint4* marks, Selection* selection) {
+  const Rule rule = {momentum, factor ? *factor : scale, nesterov != 0};
   const uint32_t threshold = selection->threshold;
   const int lane = static_cast<int>(lane_index());
   for (int64_t share = warp_index(); share < kShares * tile_count(numel); share += warp_count()) {

@@ -85,6 +85,15 @@ def test_dgc_state_may_be_replaced_in_place(device: torch.device) -> None:
         assert_same(ours, twin)
 
 
+def test_dgc_reads_its_scale_from_the_device(device: torch.device) -> None:
+    numel, k = 5000, 50
+    inputs, scale = [other(numel), other(numel) * 2, other(numel).flip(0).clone()], torch.tensor([0.0, 0.37])
+    wanted = run_dgc(reference.dgc_step, torch.device("cpu"), inputs, DgcRule(0.9, True, scale[1]), k)
+    rule = DgcRule(0.9, True, scale.to(device)[1])
+    for ours, twin in zip(run_dgc(cuda.dgc_step, device, inputs, rule, k), wanted, strict=True):
+        assert_same(ours, twin)
+
+
 def test_dgc_refuses_what_it_cannot_select(device: torch.device) -> None:
     x = torch.zeros(4, device=device)
     state = DgcState(x, x, x.clone(), x.clone())
