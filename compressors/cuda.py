@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors import cuda_launch
-from gradwire.compressors.cuda_dgc import dgc_step, scatter_add
+from gradwire.compressors.cuda_dgc import dgc_step, dgc_step_many, scatter_add
 from gradwire.compressors.cuda_launch import address, check_pieces, check_rows, check_tensors
 from gradwire.compressors.cuda_powersgd import (
     orthogonalize_many,
@@ -19,7 +19,7 @@ from gradwire.compressors.cuda_powersgd import (
 from gradwire.compressors.reference import ONEBIT_BLOCK, QUANTIZE_BLOCK, onebit_nbytes, quantize_nbytes
 
 __all__ = [
-    "cast_decode_reduce", "cast_encode", "cast_serve", "dgc_step", "onebit_decode_pieces", "onebit_decode_reduce",
+    "cast_decode_reduce", "cast_encode", "cast_serve", "dgc_step", "dgc_step_many", "onebit_decode_pieces", "onebit_decode_reduce",
     "onebit_encode", "onebit_encode_pieces", "onebit_nbytes", "onebit_serve", "orthogonalize_many",
     "powersgd_back_project", "powersgd_project", "powersgd_restore", "quantize_decode_pieces",
     "quantize_decode_reduce", "quantize_encode", "quantize_encode_pieces", "quantize_nbytes", "quantize_serve",

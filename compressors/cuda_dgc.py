@@ -1,6 +1,7 @@
 """Deep gradient compression on CUDA: the launches of csrc/cuda/dgc_step.cu and dgc_select.cu."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from gradwire.compressors import cuda_launch
 from gradwire.compressors.cuda_launch import address, check_tensors
-from gradwire.compressors.reference_dgc import DgcRule, DgcState
+from gradwire.compressors.reference_dgc import DgcRule, DgcRun, DgcState
 
 _TILE = 4096
 """kTile of csrc/cuda/marks.cuh: elements of one warp's work in the selection."""
@@ -34,38 +35,71 @@ def _sample_rank(numel: int, k: int) -> tuple[int, int]:
     return lines, 0 if rank >= lines * _LINE else rank + 1
 
 
-def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
-    """See reference.dgc_step; seven launches, none of which waits for the host."""
-    device, numel, k = gradient.device, gradient.numel(), indices.numel()
-    check_tensors(device, numel, torch.float32, gradient=gradient, velocity=state.velocity, total=state.total,
-                  velocity_out=state.velocity_out, total_out=state.total_out)
-    check_tensors(device, k, torch.int32, indices=indices)
-    check_tensors(device, k, torch.float32, values=values)
-    if not 1 <= k <= numel:
-        raise ValueError(f"`indices` has {k} elements; wanted between 1 and the gradient's {numel}")
+def _table(runs: Sequence[DgcRun], budget: int) -> tuple[list[int], int, int]:
+    """Returns struct Parameter of csrc/cuda/marks.cuh for each run, and the tiles and CTAs of all of them.
+
+    Args:
+        runs: The parameters.
+        budget: CTAs that the selection may start; each parameter has a share of them, and one at least.
+    """
+    words: list[int] = []
+    counts = [-(-run.numel // _TILE) for run in runs]
+    chosen = tile = block = 0
+    for run, tiles in zip(runs, counts, strict=True):
+        blocks = max(1, budget * tiles // sum(counts))
+        words += [run.start, run.numel, chosen, run.count, *_sample_rank(run.numel, run.count), tile, block, blocks]
+        chosen, tile, block = chosen + run.count, tile + tiles, block + blocks
+    return words, tile, block
+
+
+def _check_runs(runs: Sequence[DgcRun], numel: int) -> None:
+    for run in runs:
+        if not 1 <= run.count <= run.numel:
+            raise ValueError(f"`indices` has {run.count} elements for a parameter; wanted between 1 and its {run.numel}")
+        if run.start < 0 or run.start + run.numel > numel:
+            raise ValueError(f"`runs` hold {run}; `gradient` has {numel} elements")
     if numel > _MOST_NUMEL:
         raise ValueError(f"`gradient` has {numel} elements; wanted at most {_MOST_NUMEL}, which an int32 index reaches")
-    tiles = -(-numel // _TILE)
-    selection = cuda_launch.scratch(device, _SELECTION_NBYTES + tiles * (_TILE // 8 + 8)).data_ptr()
-    marks = selection + _SELECTION_NBYTES
+
+
+def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
+    """See reference.dgc_step."""
+    run = DgcRun(0, gradient.numel(), indices.numel())
+    dgc_step_many(gradient, state, rule, None, [run], indices, values)
+
+
+def dgc_step_many(
+    gradient: Tensor, state: DgcState, rule: DgcRule, scales: Tensor | None, runs: Sequence[DgcRun], indices: Tensor,
+    values: Tensor,
+) -> None:
+    """See reference.dgc_step_many; seven launches however many there are, none of which waits for the host."""
+    if not runs:
+        return
+    device, numel, chosen = gradient.device, gradient.numel(), sum(run.count for run in runs)
+    check_tensors(device, numel, torch.float32, gradient=gradient, velocity=state.velocity, total=state.total,
+                  velocity_out=state.velocity_out, total_out=state.total_out)
+    check_tensors(device, chosen, torch.int32, indices=indices)
+    check_tensors(device, chosen, torch.float32, values=values)
+    check_tensors(device, len(runs), torch.float32, scales=scales)
+    _check_runs(runs, numel)
+    budget = cuda_launch.blocks_for(device, 32 * -(-numel // _TILE), cuda_launch.RESIDENT_CTAS)  # each has its own counts
+    words, tiles, blocks = _table(runs, budget)
+    table, count = cuda_launch.upload(words, device).data_ptr(), len(runs)
+    selections = cuda_launch.scratch(device, count * _SELECTION_NBYTES + tiles * (_TILE // 8 + 8)).data_ptr()
+    marks = selections + count * _SELECTION_NBYTES
     counts = marks + tiles * _TILE // 8
-    lines, rank = _sample_rank(numel, k)
-    blocks = cuda_launch.blocks_for(device, 32 * tiles, cuda_launch.RESIDENT_CTAS)  # each CTA has counts of its own
-    on_device = rule.scale if isinstance(rule.scale, Tensor) else None
-    check_tensors(device, 1, torch.float32, scale=on_device)
-    numbers = (np.float32(rule.momentum), np.float32(1.0 if isinstance(rule.scale, Tensor) else rule.scale),
-               address(on_device), np.int32(rule.nesterov))
+    numbers = np.float32(rule.momentum), np.float32(rule.scale), address(scales), np.int32(rule.nesterov)
     inputs = gradient.data_ptr(), state.velocity.data_ptr(), state.total.data_ptr()
     velocity, total = state.velocity_out.data_ptr(), state.total_out.data_ptr()
-    cuda_launch.launch("dgc_step", "dgc_sample", device, 1, (*inputs, numel, *numbers, lines, rank, k, selection), 1024)
+    cuda_launch.launch("dgc_step", "dgc_sample", device, count, (table, *inputs, *numbers, selections), 1024)
     cuda_launch.launch("dgc_step", "dgc_advance", device, cuda_launch.blocks_for(device, 32 * _SHARES * tiles),
-                       (*inputs, velocity, total, numel, *numbers, marks, selection))
+                       (table, count, tiles, *inputs, velocity, total, *numbers, marks, selections))
     for shift in (20, 10, 0):
         cuda_launch.launch("dgc_select", "dgc_radix", device, blocks,
-                           (total, marks, numel, k, np.int32(shift), selection))
-    cuda_launch.launch("dgc_select", "dgc_count", device, blocks, (total, marks, numel, k, counts, selection))
+                           (table, count, total, marks, np.int32(shift), selections))
+    cuda_launch.launch("dgc_select", "dgc_count", device, blocks, (table, count, total, marks, counts, selections))
     cuda_launch.launch("dgc_select", "dgc_write", device, blocks,
-                       (velocity, total, marks, numel, k, counts, selection, indices.data_ptr(), values.data_ptr()))
+                       (table, count, velocity, total, marks, counts, selections, indices.data_ptr(), values.data_ptr()))
 
 
 def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors import reference
-from gradwire.compressors.reference_dgc import DgcRule, DgcState
+from gradwire.compressors.reference_dgc import DgcRule, DgcRun, DgcState
 
 logger = logging.getLogger("gradwire")
 
@@ -72,6 +72,12 @@ class Kernels(Protocol):
 
     def dgc_step(self, gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
         """See reference.dgc_step."""
+
+    def dgc_step_many(
+        self, gradient: Tensor, state: DgcState, rule: DgcRule, scales: Tensor | None, runs: Sequence[DgcRun],
+        indices: Tensor, values: Tensor,
+    ) -> None:
+        """See reference.dgc_step_many."""
 
     def scatter_add(self, indices: Tensor, values: Tensor, target: Tensor) -> None:
         """See reference.scatter_add."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.compressors.pieces import decode_each, encode_each
-from gradwire.compressors.reference_dgc import DgcRule, DgcState
+from gradwire.compressors.reference_dgc import DgcRule, DgcRun, DgcState, step_each
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -164,8 +164,16 @@ def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, 
     _check(k, torch.int32, indices=indices)
     _check(k, torch.float32, values=values)
     _native.dgc_step(gradient.data_ptr(), state.velocity.data_ptr(), state.total.data_ptr(),
-                     state.velocity_out.data_ptr(), state.total_out.data_ptr(), numel, rule.momentum, float(rule.scale),
+                     state.velocity_out.data_ptr(), state.total_out.data_ptr(), numel, rule.momentum, rule.scale,
                      rule.nesterov, k, indices.data_ptr(), values.data_ptr())
+
+
+def dgc_step_many(
+    gradient: Tensor, state: DgcState, rule: DgcRule, scales: Tensor | None, runs: Sequence[DgcRun], indices: Tensor,
+    values: Tensor,
+) -> None:
+    """See reference.dgc_step_many."""
+    step_each(dgc_step, gradient, state, rule, scales, runs, indices, values)
 
 
 def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire.compressors.hashing import hash_uniforms
 from gradwire.compressors.pieces import decode_each, encode_each
-from gradwire.compressors.reference_dgc import dgc_step, scatter_add
+from gradwire.compressors.reference_dgc import dgc_step, dgc_step_many, scatter_add
 from gradwire.compressors.reference_pack import pack, unpack
 from gradwire.compressors.reference_powersgd import (
     orthogonalize,
@@ -24,7 +24,7 @@ from gradwire.compressors.reference_powersgd import (
 
 __all__ = [
     "ONEBIT_BLOCK", "QUANTIZE_BLOCK", "cast_decode_reduce", "cast_encode", "cast_serve", "dgc_step",
-    "onebit_decode_pieces", "onebit_decode_reduce", "onebit_encode", "onebit_encode_pieces", "onebit_nbytes",
+    "dgc_step_many", "onebit_decode_pieces", "onebit_decode_reduce", "onebit_encode", "onebit_encode_pieces", "onebit_nbytes",
     "onebit_serve", "orthogonalize", "orthogonalize_many", "pack", "powersgd_back_project", "powersgd_project",
     "powersgd_restore", "quantize_decode_pieces", "quantize_decode_reduce", "quantize_encode",
     "quantize_encode_pieces", "quantize_nbytes", "quantize_serve", "scatter_add", "unpack",
