@@ -170,8 +170,8 @@ def quantize_decode_pieces(bits: int, payloads: Tensor, target: Tensor, width: i
     device, numel = target.device, target.numel()
     check_tensors(device, numel, torch.float32, target=target)
     check_pieces(device, payloads, numel, width, quantize_nbytes(width, bits))
-    runs = _blocks_of_pieces(numel, width, _RUN)
-    cuda_launch.launch("quantize", f"quantize_decode_pieces_{bits}", device, cuda_launch.blocks_for(device, runs),
+    runs = _blocks_of_pieces(numel, width, 32 * _RUN)
+    cuda_launch.launch("quantize", f"quantize_decode_pieces_{bits}", device, cuda_launch.blocks_for(device, 32 * runs),
                        (payloads.data_ptr(), payloads.stride(0), target.data_ptr(), numel, width, runs))
 
 

@@ -151,12 +151,12 @@ def check_tensors(device: torch.device, numel: int, dtype: torch.dtype, **tensor
 
 
 def check_rows(device: torch.device, name: str, rows: Tensor, nbytes: int) -> None:
-    """Refuses a table of payloads whose rows are shorter than `nbytes`, not contiguous or elsewhere.
+    """Refuses a table of payloads that has no row, or whose rows are shorter than `nbytes`, not contiguous or elsewhere.
 
     Raises:
         ValueError: As said.
     """
-    long_enough = rows.dim() == 2 and rows.shape[1] * rows.element_size() >= nbytes
+    long_enough = rows.dim() == 2 and len(rows) and rows.shape[1] * rows.element_size() >= nbytes
     if not long_enough or rows.stride(1) != 1 or rows.device != device:
         raise ValueError(f"`{name}` is {tuple(rows.shape)} {rows.dtype} on {rows.device}; wanted rows of at least "
                          f"{nbytes} contiguous bytes on {device}")

@@ -9,6 +9,7 @@ namespace gradwire {
 
 // Configuration.
 constexpr int kThreads = 256;
+constexpr int kAhead = 2;  // workers whose payloads are on their way before the first is added
 
 // Arguments.
 struct Encode {
@@ -41,17 +42,23 @@ __device__ inline Run sum_run(const Reduction<uint16_t>& a, int64_t i) {
   if (!a.addend && a.workers == 1) return Memory<Format>::load(a.rows + i, count);  // 0 + x loses the sign of a zero
   Run sum = {};
   if (a.addend) sum = Memory<Float32>::load(a.addend + i, count);
-  for (int64_t w = 0; w < a.workers; ++w) {
-    const Run source = Memory<Format>::load(a.rows + w * a.stride + i, count);
+  for (int64_t first = 0; first < a.workers; first += kAhead) {
+    Run sources[kAhead];
 #pragma unroll
-    for (int j = 0; j < kRun; ++j) sum.at[j] += source.at[j];
+    for (int w = 0; w < kAhead; ++w)
+      if (first + w < a.workers) sources[w] = Memory<Format>::load(a.rows + (first + w) * a.stride + i, count);
+#pragma unroll
+    for (int w = 0; w < kAhead; ++w)
+#pragma unroll
+      for (int j = 0; j < kRun; ++j)
+        if (first + w < a.workers) sum.at[j] += sources[w].at[j];
   }
   return sum;
 }
 
 template <class Format>
 __device__ inline void cast_encode(const float* gradient, float scale, const Encode& a) {
-  for (int64_t i = kRun * thread_index(); i < a.numel; i += kRun * thread_count()) {
+  for (int64_t i = first_of_run(); i < a.numel; i += kRun * thread_count()) {
     Run p = Memory<Float32>::load(gradient + i, a.numel - i);
 #pragma unroll
     for (int j = 0; j < kRun; ++j) p.at[j] = p.at[j] * scale;
@@ -61,13 +68,13 @@ __device__ inline void cast_encode(const float* gradient, float scale, const Enc
 
 template <class Format>
 __device__ inline void cast_decode_reduce(const Reduction<uint16_t>& a) {
-  for (int64_t i = kRun * thread_index(); i < a.numel; i += kRun * thread_count())
+  for (int64_t i = first_of_run(); i < a.numel; i += kRun * thread_count())
     Memory<Float32>::store(a.target + i, sum_run<Format>(a, i), a.numel - i);
 }
 
 template <class Format>
 __device__ inline void cast_serve(const Reduction<uint16_t>& a, const Encode& answer) {
-  for (int64_t i = kRun * thread_index(); i < a.numel; i += kRun * thread_count())
+  for (int64_t i = first_of_run(); i < a.numel; i += kRun * thread_count())
     encode_run<Format>(sum_run<Format>(a, i), answer, i);
 }
 

@@ -41,14 +41,14 @@ struct Place {
   int64_t start, numel;  // the piece in the tensor
 };
 
-template <int kBlock>
+template <int64_t kBlock>
 __device__ inline int64_t blocks_in(int64_t numel) {
   return (numel + kBlock - 1) / kBlock;
 }
 
 // Where block `index` of all pieces' blocks lies. 32 bits hold the number of blocks of any tensor that fits a GPU, and
 // a division in them takes a quarter of the instructions.
-template <int kBlock>
+template <int64_t kBlock>
 __device__ inline Place place_of(const Pieces& pieces, int64_t index) {
   const uint32_t blocks = static_cast<uint32_t>(blocks_in<kBlock>(pieces.width)), at = static_cast<uint32_t>(index);
   const uint32_t piece = at / blocks;

@@ -4,8 +4,7 @@
 // 4-bit codes in a byte the even element's is the lower. Bytes an element, read + written, at 4 bits, in one pass and
 // one launch each, no synchronisation: encode 4 + 1/2 (8 + 4 + 1/2 with residual), decode_pieces 1/2 + 4, decode_reduce
 // W/2 + 4, serve W/2 + 1/2 (W/2 + 8 + 1/2 with residual).
-// Encoding and serving, a lane holds 4 elements of each 128: 16 bytes of floats, 4 bytes of 8-bit codes or 2 bytes of
-// 4-bit codes. Decoding, a thread holds 8 in a row: one word of codes a worker, 32 bytes of floats.
+// A lane holds 4 elements of each 128: 16 bytes of floats, 4 bytes of 8-bit codes or 2 bytes of 4-bit codes.
 // Source: Alistarh et al., QSGD, NeurIPS 2017, section 4 (buckets, random rounding).
 #include "common/hash_formula.h"
 #include "formats.cuh"
@@ -14,6 +13,8 @@ namespace gradwire {
 
 // Configuration.
 constexpr int kThreads = 256;
+constexpr int kAhead = 4;     // workers whose payloads are on their way before the first is added
+constexpr int kResident = 4;  // CTAs that a multiprocessor keeps then: 64 registers a thread
 constexpr int kBlock = 512;
 constexpr int kQuads = kBlock / 128;
 constexpr float kSmallestNormal = 0x1p-126f;  // below it 1 / unit is inf: such a range is as good as empty
@@ -32,17 +33,20 @@ struct Range {
   bool finite;
 };
 
-// What holds the codes of eight elements, and of four.
+// What holds the codes of four elements.
 template <int kBits>
 struct Codes {
-  using Eight = uint64_t;
   using Four = uint32_t;
 };
 template <>
 struct Codes<4> {
-  using Eight = uint32_t;
   using Four = uint16_t;
 };
+
+template <int kBits>
+__device__ inline float code_in(uint32_t codes, int place) {
+  return static_cast<float>(codes >> kBits * place & ((1u << kBits) - 1));
+}
 
 __device__ inline int64_t block_count(int64_t numel) { return blocks_in<kBlock>(numel); }
 
@@ -108,7 +112,7 @@ __device__ inline void add_decoded(float (&p)[4 * kQuads], const uint8_t* row, i
     const uint32_t codes = load_word_within<Four>(row + codes_at<kBits>(i, numel), codes_nbytes<kBits>(i, numel));
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      p[4 * t + c] += low + static_cast<float>(codes >> kBits * c & ((1u << kBits) - 1)) * unit;
+      p[4 * t + c] += low + code_in<kBits>(codes, c) * unit;
   }
 }
 
@@ -182,35 +186,56 @@ __device__ inline void quantize_serve(const Reduction<uint8_t>& a, const float* 
   }
 }
 
+// What a payload says about a run: its codes, and the range of the block it lies in.
+struct Coded {
+  uint32_t codes[2];
+  float unit, low;
+};
+
+template <int kBits>
+__device__ inline Coded load_coded(const uint8_t* row, int64_t i, int64_t numel) {
+  using Four = typename Codes<kBits>::Four;
+  const int64_t j = i + kHalf;
+  return {{load_word_within<Four>(row + codes_at<kBits>(i, numel), codes_nbytes<kBits>(i, numel)),
+           load_word_within<Four>(row + codes_at<kBits>(j, numel), codes_nbytes<kBits>(j, numel))},
+          load_float(row + 8 * (i / kBlock)), load_float(row + 8 * (i / kBlock) + 4)};
+}
+
+// target = the sum of `a.workers` payloads of one run, which never leaves its block.
 template <int kBits>
 __device__ inline void decode_run(const Reduction<uint8_t>& a, int64_t i) {
-  using Eight = typename Codes<kBits>::Eight;
-  constexpr Eight kMask = (1u << kBits) - 1;
+  static_assert(kBlock % kWarpRun == 0, "a warp's run has one range");
+  if (i >= a.numel) return;
   Run sum = {};
   if (a.addend) sum = Memory<Float32>::load(a.addend + i, a.numel - i);
-  for (int64_t w = 0; w < a.workers; ++w) {
-    const uint8_t* row = a.rows + w * a.stride;
-    const Eight codes = load_word_within<Eight>(row + codes_at<kBits>(i, a.numel), codes_nbytes<kBits>(i, a.numel));
-    const float unit = load_float(row + 8 * (i / kBlock)), low = load_float(row + 8 * (i / kBlock) + 4);
+  for (int64_t first = 0; first < a.workers; first += kAhead) {
+    Coded coded[kAhead];
 #pragma unroll
-    for (int j = 0; j < kRun; ++j)
-      sum.at[j] += low + static_cast<float>(static_cast<uint32_t>(codes >> kBits * j & kMask)) * unit;
+    for (int w = 0; w < kAhead; ++w)
+      if (first + w < a.workers) coded[w] = load_coded<kBits>(a.rows + (first + w) * a.stride, i, a.numel);
+#pragma unroll
+    for (int w = 0; w < kAhead; ++w)
+#pragma unroll
+      for (int c = 0; c < kRun; ++c)
+        if (first + w < a.workers)
+          sum.at[c] += coded[w].low + code_in<kBits>(coded[w].codes[c / kQuad], c % kQuad) * coded[w].unit;
   }
   Memory<Float32>::store(a.target + i, sum, a.numel - i);
 }
 
-// Every run of eight elements stands alone here, so the grid runs over them; a block's range is the same for two warps.
+// Every run stands alone here, so the grid runs over them; a block's range is the same for two warps.
 template <int kBits>
 __device__ inline void quantize_decode_reduce(const Reduction<uint8_t>& a) {
-  for (int64_t i = kRun * thread_index(); i < a.numel; i += kRun * thread_count()) decode_run<kBits>(a, i);
+  for (int64_t i = first_of_run(); i < a.numel; i += kRun * thread_count()) decode_run<kBits>(a, i);
 }
 
 template <int kBits>
 __device__ inline void quantize_decode_pieces(const uint8_t* payloads, int64_t stride, float* target,
                                               const Pieces& pieces, int64_t runs) {
-  for (int64_t index = thread_index(); index < runs; index += thread_count()) {
-    const Place at = place_of<kRun>(pieces, index);
-    decode_run<kBits>({payloads + at.piece * stride, 0, 1, nullptr, target + at.start, at.numel}, kRun * at.block);
+  for (int64_t index = warp_index(); index < runs; index += warp_count()) {
+    const Place at = place_of<kWarpRun>(pieces, index);
+    decode_run<kBits>({payloads + at.piece * stride, 0, 1, nullptr, target + at.start, at.numel},
+                      kWarpRun * at.block + kQuad * lane_index());
   }
 }
 
@@ -221,7 +246,7 @@ __device__ inline void quantize_decode_pieces(const uint8_t* payloads, int64_t s
                              uint32_t key) {                                                                      \
     quantize_encode<bits>(gradient, residual, {left, payloads, numel, random != 0, key}, stride, width, blocks);  \
   }                                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                                          \
+  extern "C" __global__ void __launch_bounds__(kThreads, kResident)                                               \
       quantize_decode_reduce_##bits(const uint8_t* rows, int64_t stride, int64_t workers, const float* addend,    \
                                     float* target, int64_t numel) {                                               \
     quantize_decode_reduce<bits>({rows, stride, workers, addend, target, numel});                                 \
