@@ -1,5 +1,6 @@
 """Deep gradient compression on CUDA: the launches of csrc/cuda/dgc_step.cu and dgc_select.cu."""
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -35,7 +36,8 @@ def _sample_rank(numel: int, k: int) -> tuple[int, int]:
     return lines, 0 if rank >= lines * _LINE else rank + 1
 
 
-def _table(runs: Sequence[DgcRun], budget: int) -> tuple[list[int], int, int]:
+@functools.lru_cache(maxsize=1024)
+def _table(runs: tuple[DgcRun, ...], budget: int) -> tuple[tuple[int, ...], int, int]:
     """Returns struct Parameter of csrc/cuda/marks.cuh for each run, and the tiles and CTAs of all of them.
 
     Args:
@@ -44,15 +46,23 @@ def _table(runs: Sequence[DgcRun], budget: int) -> tuple[list[int], int, int]:
     """
     words: list[int] = []
     counts = [-(-run.numel // _TILE) for run in runs]
-    chosen = tile = block = 0
+    every, chosen, tile, block = sum(counts), 0, 0, 0
     for run, tiles in zip(runs, counts, strict=True):
-        blocks = max(1, budget * tiles // sum(counts))
+        blocks = max(1, budget * tiles // every)
         words += [run.start, run.numel, chosen, run.count, *_sample_rank(run.numel, run.count), tile, block, blocks]
         chosen, tile, block = chosen + run.count, tile + tiles, block + blocks
-    return words, tile, block
+    return tuple(words), tile, block
 
 
-def _check_runs(runs: Sequence[DgcRun], numel: int) -> None:
+def _check_step(
+    gradient: Tensor, state: DgcState, scales: Tensor | None, runs: Sequence[DgcRun], indices: Tensor, values: Tensor
+) -> None:
+    device, numel, chosen = gradient.device, gradient.numel(), sum(run.count for run in runs)
+    check_tensors(device, numel, torch.float32, gradient=gradient, velocity=state.velocity, total=state.total,
+                  velocity_out=state.velocity_out, total_out=state.total_out)
+    check_tensors(device, chosen, torch.int32, indices=indices)
+    check_tensors(device, chosen, torch.float32, values=values)
+    check_tensors(device, len(runs), torch.float32, scales=scales)
     for run in runs:
         if not 1 <= run.count <= run.numel:
             raise ValueError(f"`indices` has {run.count} elements for a parameter; wanted between 1 and its {run.numel}")
@@ -75,31 +85,27 @@ def dgc_step_many(
     """See reference.dgc_step_many; seven launches however many there are, none of which waits for the host."""
     if not runs:
         return
-    device, numel, chosen = gradient.device, gradient.numel(), sum(run.count for run in runs)
-    check_tensors(device, numel, torch.float32, gradient=gradient, velocity=state.velocity, total=state.total,
-                  velocity_out=state.velocity_out, total_out=state.total_out)
-    check_tensors(device, chosen, torch.int32, indices=indices)
-    check_tensors(device, chosen, torch.float32, values=values)
-    check_tensors(device, len(runs), torch.float32, scales=scales)
-    _check_runs(runs, numel)
-    budget = cuda_launch.blocks_for(device, 32 * -(-numel // _TILE), cuda_launch.RESIDENT_CTAS)  # each has its own counts
-    words, tiles, blocks = _table(runs, budget)
-    table, count = cuda_launch.upload(words, device).data_ptr(), len(runs)
+    _check_step(gradient, state, scales, runs, indices, values)
+    device, count = gradient.device, len(runs)
+    # Each CTA of the selection has counts of its own: not more of them than fit at a time.
+    budget = cuda_launch.blocks_for(device, 32 * -(-gradient.numel() // _TILE), cuda_launch.RESIDENT_CTAS)
+    words, tiles, blocks = _table(tuple(runs), budget)
+    table = cuda_launch.upload(words, device)
     selections = cuda_launch.scratch(device, count * _SELECTION_NBYTES + tiles * (_TILE // 8 + 8)).data_ptr()
     marks = selections + count * _SELECTION_NBYTES
     counts = marks + tiles * _TILE // 8
     numbers = np.float32(rule.momentum), np.float32(rule.scale), address(scales), np.int32(rule.nesterov)
     inputs = gradient.data_ptr(), state.velocity.data_ptr(), state.total.data_ptr()
     velocity, total = state.velocity_out.data_ptr(), state.total_out.data_ptr()
-    cuda_launch.launch("dgc_step", "dgc_sample", device, count, (table, *inputs, *numbers, selections), 1024)
+    cuda_launch.launch("dgc_step", "dgc_sample", device, count, (table.data_ptr(), *inputs, *numbers, selections), 1024)
     cuda_launch.launch("dgc_step", "dgc_advance", device, cuda_launch.blocks_for(device, 32 * _SHARES * tiles),
-                       (table, count, tiles, *inputs, velocity, total, *numbers, marks, selections))
-    for shift in (20, 10, 0):
-        cuda_launch.launch("dgc_select", "dgc_radix", device, blocks,
-                           (table, count, total, marks, np.int32(shift), selections))
-    cuda_launch.launch("dgc_select", "dgc_count", device, blocks, (table, count, total, marks, counts, selections))
-    cuda_launch.launch("dgc_select", "dgc_write", device, blocks,
-                       (table, count, velocity, total, marks, counts, selections, indices.data_ptr(), values.data_ptr()))
+                       (table.data_ptr(), count, tiles, *inputs, velocity, total, *numbers, marks, selections))
+    selecting: list[tuple[str, tuple[cuda_launch.Argument, ...]]] = [
+        *(("dgc_radix", (total, marks, np.int32(shift), selections)) for shift in (20, 10, 0)),
+        ("dgc_count", (total, marks, counts, selections)),
+        ("dgc_write", (velocity, total, marks, counts, selections, indices.data_ptr(), values.data_ptr()))]
+    for kernel, arguments in selecting:
+        cuda_launch.launch("dgc_select", kernel, device, blocks, (table.data_ptr(), count, *arguments))
 
 
 def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:

@@ -108,7 +108,7 @@ def scratch(device: torch.device, nbytes: int) -> Tensor:
     return found
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def _uploaded(words: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     table = torch.tensor(words, dtype=torch.int64)
     if device.type != "cuda":
