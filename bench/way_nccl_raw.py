@@ -1,14 +1,17 @@
-"""NCCL without torch in between: its C functions through ctypes, on the library that torch has loaded.
+"""NCCL without torch in between: NVIDIA's own binding, nccl4py, on the library that torch has loaded.
 
-torch brings a libnccl of its own; binding to that very one rules out two versions in one process. What this way leaves
-out against `nccl` is torch's stream hand-over, watchdog and work objects: the difference is their price.
+nccl4py looks for a libnccl that the process has mapped before it looks anywhere else, and torch has mapped its own, so
+there are never two versions in one process. What this way leaves out against `nccl` is torch's stream hand-over, watchdog
+and work objects: the difference is their price. nccl4py resolves its tensors in every call, a few microseconds of the
+host's time; `-G` takes them out.
 
-Source: NCCL documentation, NCCL API (nccl.h): functions, ncclDataType_t, ncclRedOp_t.
+Source: NVIDIA NCCL documentation, "nccl4py": nccl.core, whose names alone are under its promise of versions.
 """
 
-import ctypes
+import importlib
 from collections.abc import Callable
-from pathlib import Path
+from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,46 +20,65 @@ from gradwire.bench.dtypes import ELEMENT_TYPES
 from gradwire.bench.way import Issue
 from gradwire.comms.compat import Store
 from gradwire.comms.transport.threads import Done
-from gradwire.compressors.base import Work
 
 _DONE = Done()
-_ID_NBYTES = 128
-"""NCCL_UNIQUE_ID_BYTES."""
-
-_TYPES = {torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.uint32: 3, torch.int64: 4, torch.uint64: 5,
-          torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
-_OPERATIONS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
-_BYTES = 1
+_TYPES = (torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.float16, torch.float32,
+          torch.float64, torch.bfloat16)
+_OPERATIONS = ("sum", "prod", "max", "min", "avg")
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 
 
-class _UniqueId(ctypes.Structure):
-    _fields_ = (("internal", ctypes.c_byte * _ID_NBYTES),)
+class RawCommunicator(Protocol):
+    """What is used of nccl.core.Communicator; every call returns as soon as its work is on `stream`."""
+
+    def allreduce(self, sendbuf: Tensor, recvbuf: Tensor, op: object, *, stream: int) -> None:
+        """As ncclAllReduce."""
+
+    def reduce(self, sendbuf: Tensor, recvbuf: Tensor, op: object, root: int, *, stream: int) -> None:
+        """As ncclReduce."""
+
+    def reduce_scatter(self, sendbuf: Tensor, recvbuf: Tensor, op: object, *, stream: int) -> None:
+        """As ncclReduceScatter."""
+
+    def allgather(self, sendbuf: Tensor, recvbuf: Tensor, *, stream: int) -> None:
+        """As ncclAllGather."""
+
+    def broadcast(self, sendbuf: Tensor, recvbuf: Tensor, root: int, *, stream: int) -> None:
+        """As ncclBroadcast."""
+
+    def send(self, sendbuf: Tensor, peer: int, *, stream: int) -> None:
+        """As ncclSend."""
+
+    def recv(self, recvbuf: Tensor, peer: int, *, stream: int) -> None:
+        """As ncclRecv."""
+
+    def destroy(self) -> None:
+        """As ncclCommDestroy, once what is on its way has arrived."""
 
 
-def _load() -> ctypes.CDLL:
-    """The libnccl that this process has mapped, or the system's.
+def _load() -> ModuleType:
+    """Returns nccl.core with a libnccl behind it.
 
     Raises:
-        RuntimeError: There is none.
+        RuntimeError: One of them is missing; the message says what to install.
     """
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "libnccl.so" in line:
-            return ctypes.CDLL(line.split(maxsplit=5)[5])
     try:
-        return ctypes.CDLL("libnccl.so.2")
-    except OSError as error:
-        raise RuntimeError(f"`--backend` is nccl-raw, but no libnccl can be loaded ({error}): install a CUDA build of "
-                           "torch") from error
+        nccl = importlib.import_module("nccl.core")
+    except ImportError as error:
+        raise RuntimeError(f"`--backend` is nccl-raw, but nccl4py cannot be imported ({error}): pip install gradwire[nccl], "
+                           "and cuda-bindings where torch did not bring it") from error
+    if nccl.get_version().libnccl is None:
+        raise RuntimeError("`--backend` is nccl-raw, but nccl4py finds no libnccl.so.2: install a CUDA build of torch")
+    return nccl
 
 
 class NcclRawWay:
     """One communicator of all ranks; everything is issued on torch's current stream."""
 
-    def __init__(self, library: ctypes.CDLL, communicator: ctypes.c_void_p, rank: int, size: int) -> None:
+    def __init__(self, nccl: ModuleType, communicator: RawCommunicator, rank: int, size: int) -> None:
         self.rank = rank
         self._size = size
-        self._library = library
+        self._nccl = nccl
         self._communicator = communicator
 
     @classmethod
@@ -64,28 +86,19 @@ class NcclRawWay:
         """Makes the communicator; all ranks together.
 
         Raises:
-            RuntimeError: There is no NCCL, or it refuses.
+            RuntimeError: nccl4py or NCCL is missing, or NCCL refuses.
         """
         torch.cuda.synchronize(device)  # makes the context, and has torch map its libnccl
-        library = _load()
-        library.ncclGetErrorString.restype = ctypes.c_char_p
-        unique = _UniqueId()
+        nccl = _load()
         if rank == 0:
-            _check(library, library.ncclGetUniqueId(ctypes.byref(unique)))
-            store.set("nccl-id", bytes(unique).hex())
-        text = store.get("nccl-id").decode()
-        ctypes.memmove(ctypes.byref(unique), bytes.fromhex(text), _ID_NBYTES)
-        communicator = ctypes.c_void_p()
-        _check(library, library.ncclCommInitRank(ctypes.byref(communicator), ctypes.c_int(size), unique,
-                                                 ctypes.c_int(rank)))
-        return cls(library, communicator, rank, size)
+            store.set("nccl-id", bytes(nccl.get_unique_id()).hex())
+        unique = nccl.UniqueId.from_bytes(bytes.fromhex(store.get("nccl-id").decode()))
+        return cls(nccl, nccl.Communicator.init(size, rank, unique), rank, size)
 
     def facts(self) -> dict[str, str]:
         """See `Way.facts`."""
-        version = ctypes.c_int()
-        _check(self._library, self._library.ncclGetVersion(ctypes.byref(version)))
-        major, rest = divmod(version.value, 10000)
-        return {"library": f"NCCL {major}.{rest // 100}.{rest % 100}"}
+        versions = self._nccl.get_version()
+        return {"library": f"NCCL {versions.libnccl.version} through nccl4py {versions.nccl4py}"}
 
     def refusal(self, collective: str, element: str, operation: str) -> str | None:
         """See `Way.refusal`."""
@@ -94,45 +107,42 @@ class NcclRawWay:
         if collective not in _REDUCTIONS:
             return None
         if ELEMENT_TYPES[element].torch not in _TYPES:
-            return f"this binding of NCCL does not reduce {element}"
-        return None if operation in _OPERATIONS else f"this binding of NCCL has no {operation}"
+            return f"NCCL does not reduce {element}"
+        return None if operation in _OPERATIONS else f"NCCL has no {operation}"
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
         """See `Way.all_reduce`."""
-        return self._call("ncclAllReduce", _pointer(tensor), _pointer(tensor), _count(tensor), *_reduction(tensor, operation))
+        op = self._operation(operation)
+        return self._on_stream(lambda stream: self._communicator.allreduce(tensor, tensor, op, stream=stream))
 
     def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
         """See `Way.reduce`."""
-        return self._call("ncclReduce", _pointer(tensor), _pointer(tensor), _count(tensor), *_reduction(tensor, operation),
-                          ctypes.c_int(root))
+        op = self._operation(operation)
+        return self._on_stream(lambda stream: self._communicator.reduce(tensor, tensor, op, root, stream=stream))
 
     def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
         """See `Way.reduce_scatter`."""
-        return self._call("ncclReduceScatter", _pointer(source), _pointer(output), _count(output),
-                          *_reduction(source, operation))
+        op = self._operation(operation)
+        return self._on_stream(lambda stream: self._communicator.reduce_scatter(source, output, op, stream=stream))
 
     def all_gather(self, output: Tensor, source: Tensor) -> Issue:
         """See `Way.all_gather`."""
-        return self._call("ncclAllGather", _pointer(source), _pointer(output), ctypes.c_size_t(source.nbytes),
-                          ctypes.c_int(_BYTES))
+        sent, received = _bytes(source), _bytes(output)
+        return self._on_stream(lambda stream: self._communicator.allgather(sent, received, stream=stream))
 
     def broadcast(self, tensor: Tensor, root: int) -> Issue:
         """See `Way.broadcast`."""
-        return self._call("ncclBroadcast", _pointer(tensor), _pointer(tensor), ctypes.c_size_t(tensor.nbytes),
-                          ctypes.c_int(_BYTES), ctypes.c_int(root))
+        data = _bytes(tensor)
+        return self._on_stream(lambda stream: self._communicator.broadcast(data, data, root, stream=stream))
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Way.all_to_all`: sends and receives in one group of calls."""
-        part = source.nbytes // self._size
-        return self._together([call for peer in range(self._size) for call in (
-            self._exchange("ncclSend", source.data_ptr() + peer * part, part, peer),
-            self._exchange("ncclRecv", output.data_ptr() + peer * part, part, peer))])
+        """See `Way.all_to_all`: sends and receives in one group of calls, as nccl-tests does it."""
+        sent, received = _bytes(source).chunk(self._size), _bytes(output).chunk(self._size)
+        return self._exchange([(peer, sent[peer], peer, received[peer]) for peer in range(self._size)])
 
     def send_receive(self, output: Tensor, source: Tensor) -> Issue:
         """See `Way.send_receive`."""
-        return self._together([
-            self._exchange("ncclSend", source.data_ptr(), source.nbytes, (self.rank + 1) % self._size),
-            self._exchange("ncclRecv", output.data_ptr(), output.nbytes, (self.rank - 1) % self._size)])
+        return self._exchange([((self.rank + 1) % self._size, _bytes(source), (self.rank - 1) % self._size, _bytes(output))])
 
     def barrier(self) -> Issue:
         """Not reached: `refusal` names it."""
@@ -141,46 +151,29 @@ class NcclRawWay:
     def close(self) -> None:
         """See `Way.close`."""
         torch.cuda.synchronize()
-        _check(self._library, self._library.ncclCommDestroy(self._communicator))
+        self._communicator.destroy()
 
-    def _call(self, name: str, *arguments: object) -> Issue:
-        function: Callable[..., int] = getattr(self._library, name)
+    def _operation(self, operation: str) -> object:
+        return getattr(self._nccl, operation.upper())
 
-        def issue() -> Work:
-            # Asked each time: the capture of a CUDA graph has a stream of its own.
-            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            _check(self._library, function(*arguments, self._communicator, stream))
+    def _on_stream(self, call: Callable[[int], None]) -> Issue:
+        def issue() -> Done:
+            call(torch.cuda.current_stream().cuda_stream)  # asked each time: a graph's capture has a stream of its own
             return _DONE
 
         return issue
 
-    def _exchange(self, name: str, address: int, nbytes: int, peer: int) -> Issue:
-        return self._call(name, ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(_BYTES), ctypes.c_int(peer))
+    def _exchange(self, pairs: list[tuple[int, Tensor, int, Tensor]]) -> Issue:
+        """One send and one receive for each (to, sent, from, received)."""
+        def call(stream: int) -> None:
+            with self._nccl.group():
+                for receiver, sent, sender, received in pairs:
+                    self._communicator.send(sent, receiver, stream=stream)
+                    self._communicator.recv(received, sender, stream=stream)
 
-    def _together(self, calls: list[Issue]) -> Issue:
-        def issue() -> Work:
-            _check(self._library, self._library.ncclGroupStart())
-            for call in calls:
-                call()
-            _check(self._library, self._library.ncclGroupEnd())
-            return _DONE
-
-        return issue
+        return self._on_stream(call)
 
 
-def _check(library: ctypes.CDLL, result: int) -> None:
-    if result:
-        raise RuntimeError(f"NCCL: {library.ncclGetErrorString(ctypes.c_int(result)).decode()} (status {result}); set "
-                           "NCCL_DEBUG=WARN to see why")
-
-
-def _pointer(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
-
-
-def _count(tensor: Tensor) -> ctypes.c_size_t:
-    return ctypes.c_size_t(tensor.numel())
-
-
-def _reduction(tensor: Tensor, operation: str) -> tuple[ctypes.c_int, ctypes.c_int]:
-    return ctypes.c_int(_TYPES[tensor.dtype]), ctypes.c_int(_OPERATIONS[operation])
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory as uint8: what only moves may be of any type."""
+    return tensor.view(torch.uint8)

@@ -2,18 +2,22 @@
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from gradwire.comms.cost import sent_nbytes
 from gradwire.comms.groups import Groups
 from gradwire.comms.lanes import Lane
 from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from gradwire.comms.transport.torch_group import Works
+from gradwire.comms.transport.torch_group import Works, scale_in_place
 from gradwire.compressors.base import Compressor, Group, Layout, Work
+
+ALWAYS_GIVES = ("cpu",)
+"""Devices that hand out more memory than they have: what runs out there ends the process, and nobody is left to ask."""
 
 
 def run_compressed(compressor: Compressor, shards: Sequence[Tensor], layouts: Sequence[Layout],
-                   groups: Sequence[Group], flush: bool) -> Iterator[Work]:
+                   groups: Sequence[Group], flush: bool, scale: float = 1.0) -> Iterator[Work]:
     """All-reduces shards through a compressor, all in step; yields the works of each round of collectives.
 
     Args:
@@ -22,8 +26,9 @@ def run_compressed(compressor: Compressor, shards: Sequence[Tensor], layouts: Se
         layouts: Which parameter lies where in each shard.
         groups: Over which ranks each is summed.
         flush: Add what the compressor holds back and send it all dense.
+        scale: Factor on every rank's contribution.
     """
-    wide = [shard.float() for shard in shards]
+    wide = [_contribution(shard, scale) for shard in shards]
     running = [_flushed(compressor, *each) if flush else compressor.all_reduce(*each)
                for each in zip(wide, layouts, groups, strict=True)]
     while pending := [work for work in (next(each, None) for each in running) if work is not None]:
@@ -31,6 +36,19 @@ def run_compressed(compressor: Compressor, shards: Sequence[Tensor], layouts: Se
     for shard, result in zip(shards, wide, strict=True):
         if result.data_ptr() != shard.data_ptr():
             shard.copy_(result)
+
+
+def _contribution(shard: Tensor, scale: float) -> Tensor:
+    """Returns scale * shard in float32: the shard itself, or a copy that leaves it intact until the end.
+
+    A compressor takes memory as it goes. Where that may fail, a gradient that is scaled first is not scaled in place.
+    """
+    if shard.dtype != torch.float32:
+        return shard.float().mul_(scale)
+    if scale == 1.0 or shard.device.type in ALWAYS_GIVES:
+        scale_in_place(shard, scale)
+        return shard
+    return shard * scale
 
 
 def _flushed(compressor: Compressor, shard: Tensor, layout: Layout, group: Group) -> Iterator[Work]:

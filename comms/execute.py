@@ -18,7 +18,6 @@ from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, Phase, Plan
 from gradwire.comms.rank_order import rank_order_ladder
 from gradwire.comms.report import Ledger
 from gradwire.comms.schedule import Transfer
-from gradwire.comms.transport.shm import ShmGroup
 from gradwire.comms.transport.torch_group import Works
 from gradwire.compressors.base import Compressor, Layout, Work
 
@@ -88,7 +87,7 @@ class Executor:
             mine = chunk.transfers[index]
             began = time.perf_counter()
             compressed = bool(phase.compressor and self._compressor)
-            if scale != 1.0 and (compressed or not self._scales(mine)):
+            if scale != 1.0 and not _covered(chunk, mine):
                 chunk.flat[chunk.start:chunk.stop].mul_(scale)
                 scale = 1.0
             run = self._shrink if compressed else self._up_and_down if self._in_rank_order(phase) else self._at_once
@@ -127,23 +126,22 @@ class Executor:
         shards = [chunk.flat[transfer.start:transfer.stop] for transfer in transfers]
         layouts = [chunk.layout.cut(transfer.start, transfer.stop) for transfer in transfers]
         groups = [LaneGroup(self._groups, self._rank, transfer.members, switch) for transfer in transfers]
-        rounds = run_compressed(self._compressor, shards, layouts, groups, chunk.flush)
+        rounds = run_compressed(self._compressor, shards, layouts, groups, chunk.flush, scale)
         for step, pending in enumerate(rounds, start=1):
             yield Hop((index, step), pending)
             switch.lane = (index, step)
         return _Last([], sum(group.sent_nbytes for group in groups))
-
-    def _scales(self, transfers: list[Transfer]) -> bool:
-        """Whether this phase scales as it sums: shared memory does, where one transfer covers the whole chunk."""
-        return len(transfers) == 1 and self._groups.is_synchronous(transfers[0].members)
 
     def _issue(self, flat: Tensor, transfer: Transfer, lane: Lane, scale: float) -> Work:
         group = self._groups.get(lane, transfer.members)
         view = flat[transfer.start:transfer.stop]
         if transfer.op == ALL_GATHER:
             return group.all_gather_slices(view, transfer.bounds)
-        if isinstance(group, ShmGroup):
-            if transfer.op == ALL_REDUCE:
-                return group.all_reduce(view, scale)
-            return group.reduce_scatter(view, transfer.bounds, scale)
-        return group.all_reduce(view) if transfer.op == ALL_REDUCE else group.reduce_scatter(view, transfer.bounds)
+        if transfer.op == ALL_REDUCE:
+            return group.all_reduce(view, scale)
+        return group.reduce_scatter(view, transfer.bounds, scale)
+
+
+def _covered(chunk: Chunk, transfers: list[Transfer]) -> bool:
+    """Whether one transfer sends all of the chunk: it then scales, in the same pass or once it has its memory."""
+    return len(transfers) == 1 and (transfers[0].start, transfers[0].stop) == (chunk.start, chunk.stop)

@@ -21,13 +21,13 @@ from gradwire.comms.transport.torch_group import Alarm
 from gradwire.compressors.base import Group, Work
 
 
-class Scaling(Protocol):
-    """What shared memory can do in the same pass as the sum."""
+class Transport(Group, Protocol):
+    """A group whose sums scale each rank's contribution: in the same pass, or once the memory they need is theirs."""
 
-    def all_reduce(self, tensor: Tensor, scale: float) -> Work:
+    def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
         """Sum of `scale * tensor` over the ranks, in place."""
 
-    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float) -> Work:
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Work:
         """The same, each rank its slice."""
 
 
@@ -59,9 +59,9 @@ class Groups:
         self._timeout = timeout
         self._alarm = alarm
         self._interface = interface
-        self._groups: dict[tuple[Lane, tuple[int, ...]], Group] = {}
+        self._groups: dict[tuple[Lane, tuple[int, ...]], Transport] = {}
 
-    def get(self, lane: Lane, members: tuple[int, ...]) -> Group:
+    def get(self, lane: Lane, members: tuple[int, ...]) -> Transport:
         """The group of `members` (global ranks, this one among them) in one lane.
 
         On CUDA all lanes share it: everything is issued in one order anyway, and a communicator of NCCL takes memory.
@@ -89,7 +89,7 @@ class Groups:
                 group.close()
         self._groups.clear()
 
-    def _make(self, name: str, members: tuple[int, ...]) -> Group:
+    def _make(self, name: str, members: tuple[int, ...]) -> Transport:
         index, size = members.index(self._rank), len(members)
         if self.is_synchronous(members):
             return ShmGroup.create(self._store, index, size, key=f"shm/{name}", timeout=self._timeout)

@@ -38,11 +38,21 @@ class SideStreams:
 
         Returns:
             A future of `flat` on its device: who waits for it makes a stream wait, not the host.
+
+        Raises:
+            torch.OutOfMemoryError: A phase has found no memory. The current stream then waits for what was issued before:
+                whoever catches the error may use the gradients at once.
         """
+        computing = torch.cuda.current_stream(self._device)
         for stream in self._streams:
-            stream.wait_stream(torch.cuda.current_stream(self._device))
+            stream.wait_stream(computing)
             flat.record_stream(stream)
-        take_turns(walks, self._turn)
+        try:
+            take_turns(walks, self._turn)
+        except BaseException:
+            for stream in self._streams:
+                computing.wait_stream(stream)
+            raise
         last, *others = self._streams
         for stream in others:
             last.wait_stream(stream)

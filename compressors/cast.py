@@ -43,6 +43,21 @@ class CastCodec:
         if flat.numel():
             kernels_for(flat).cast_decode_reduce(payloads.view(self.dtype), addend, flat)
 
+    def encode_pieces(
+        self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
+    ) -> None:
+        """See `PieceCodec.encode_pieces`: the payloads lie one behind the other as the payload of all would."""
+        self.encode_residual(flat, residual, left, payloads.view(-1)[: self.wire_nbytes(flat.numel())])
+
+    def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
+        """See `PieceCodec.decode_pieces`."""
+        self.decode(payloads.view(-1)[: self.wire_nbytes(flat.numel())], flat)
+
+    def serve(self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int) -> None:
+        """See `PieceCodec.serve`."""
+        if numel:
+            kernels_for(payloads).cast_serve(payloads.view(self.dtype), residual, left, answer.view(self.dtype))
+
 
 class Cast(TwoStage):
     """The compressors "fp16" and "bf16".

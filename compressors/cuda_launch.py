@@ -108,7 +108,7 @@ def scratch(device: torch.device, nbytes: int) -> Tensor:
     return found
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def _uploaded(words: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     table = torch.tensor(words, dtype=torch.int64)
     if device.type != "cuda":
@@ -151,12 +151,32 @@ def check_tensors(device: torch.device, numel: int, dtype: torch.dtype, **tensor
 
 
 def check_rows(device: torch.device, name: str, rows: Tensor, nbytes: int) -> None:
-    """Refuses a table of payloads whose rows are shorter than `nbytes`, not contiguous or elsewhere.
+    """Refuses a table of payloads that has no row, or whose rows are shorter than `nbytes`, not contiguous or elsewhere.
 
     Raises:
         ValueError: As said.
     """
-    long_enough = rows.dim() == 2 and rows.shape[1] * rows.element_size() >= nbytes
+    long_enough = rows.dim() == 2 and len(rows) and rows.shape[1] * rows.element_size() >= nbytes
     if not long_enough or rows.stride(1) != 1 or rows.device != device:
         raise ValueError(f"`{name}` is {tuple(rows.shape)} {rows.dtype} on {rows.device}; wanted rows of at least "
                          f"{nbytes} contiguous bytes on {device}")
+
+
+def check_pieces(device: torch.device, payloads: Tensor, numel: int, width: int, nbytes: int) -> None:
+    """Refuses payloads that are fewer or shorter than the pieces of a tensor need.
+
+    Args:
+        device: Where they must lie.
+        payloads: 2-D uint8, one row a piece.
+        numel: Elements of the tensor.
+        width: Of a piece.
+        nbytes: Of a payload of `width` elements.
+
+    Raises:
+        ValueError: As said, or there is no such width.
+    """
+    if not 1 <= width:
+        raise ValueError(f"`width` is {width}; wanted the elements of a piece, 1 or more")
+    check_rows(device, "payloads", payloads, nbytes)
+    if len(payloads) * width < numel:
+        raise ValueError(f"`payloads` has {len(payloads)} rows; wanted one for each {width} of {numel} elements")

@@ -8,9 +8,11 @@ FOLDER = Path(__file__).resolve().parents[1] / "csrc"
 """In a checkout beside this folder, in an installed package beside it as well."""
 
 KERNELS: dict[str, tuple[str, ...]] = {
-    "cast": ("cast_encode_f16", "cast_encode_bf16", "cast_decode_reduce_f16", "cast_decode_reduce_bf16"),
-    "onebit": ("onebit_encode", "onebit_decode_reduce", "onebit_serve"),
-    "quantize": ("quantize_encode_8", "quantize_encode_4", "quantize_decode_reduce_8", "quantize_decode_reduce_4"),
+    "cast": tuple(f"cast_{stage}_{format}" for stage in ("encode", "decode_reduce", "serve")
+                  for format in ("f16", "bf16")),
+    "onebit": ("onebit_encode", "onebit_decode_pieces", "onebit_decode_reduce", "onebit_serve"),
+    "quantize": tuple(f"quantize_{stage}_{bits}" for stage in ("encode", "decode_pieces", "decode_reduce", "serve")
+                      for bits in (8, 4)),
     "dgc_step": ("dgc_sample", "dgc_advance"),
     "dgc_select": ("dgc_radix", "dgc_count", "dgc_write", "dgc_scatter_add"),
     "powersgd": ("powersgd_orthogonalize", "powersgd_restore"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from gradwire.compressors.base import Group, Layout, Slice, Work, check_gradient, even_bounds
 from gradwire.compressors.cast import CAST_DTYPES
 from gradwire.compressors.kernels import kernels_for
-from gradwire.compressors.reference_dgc import DgcRule, DgcState
+from gradwire.compressors.reference_dgc import DgcRule, DgcRun, DgcState
 from gradwire.compressors.stateful import Stateful
 from gradwire.compressors.two_stage import SHARD_ALIGN
 
@@ -113,27 +113,23 @@ class DGC(Stateful):
         return DgcState(velocity.read(layout, device), total.read(layout, device), velocity.stage(layout, device),
                         total.stage(layout, device))
 
-    def _rule(self, gradient: Tensor, group_size: int) -> DgcRule:
+    def _scales(self, shard: Tensor, layout: Layout, group_size: int) -> Tensor | None:
+        """The factors that clip each parameter's gradient, float32; found on the device, so that the host need not wait."""
         if not self.clip_norm:
-            return DgcRule(self.momentum, self.nesterov)
+            return None
         limit = self.clip_norm * group_size**-0.5
-        norm = float(torch.linalg.vector_norm(gradient))
-        return DgcRule(self.momentum, self.nesterov, limit / norm if limit < norm < math.inf else 1.0)
+        norms = torch.stack(torch._foreach_norm([shard[item.start : item.stop] for item in layout.slices])).double()
+        clipped = torch.full_like(norms, limit) / norms
+        return torch.where((norms > limit) & (norms < math.inf), clipped, 1.0).float()
 
     def _select(self, shard: Tensor, layout: Layout, group_size: int) -> tuple[Tensor, Tensor]:
         """Updates the staged state; returns the selected places within the shard (int32) and their totals."""
         state = self._state(layout, shard.device)
-        counts = [self._count(item) for item in layout.slices]
-        indices = torch.empty(sum(counts), dtype=torch.int32, device=shard.device)
-        values = torch.empty(sum(counts), device=shard.device)
-        first = 0
-        for item, count in zip(layout.slices, counts, strict=True):
-            run, chosen = slice(item.start, item.stop), slice(first, first + count)
-            part = DgcState(state.velocity[run], state.total[run], state.velocity_out[run], state.total_out[run])
-            rule = self._rule(shard[run], group_size)
-            kernels_for(shard).dgc_step(shard[run], part, rule, indices[chosen], values[chosen])
-            indices[chosen] += item.start
-            first += count
+        runs = [DgcRun(item.start, item.numel, self._count(item)) for item in layout.slices]
+        indices = torch.empty(sum(run.count for run in runs), dtype=torch.int32, device=shard.device)
+        values = torch.empty(indices.numel(), device=shard.device)
+        kernels_for(shard).dgc_step_many(shard, state, DgcRule(self.momentum, self.nesterov),
+                                         self._scales(shard, layout, group_size), runs, indices, values)
         return indices, values
 
     def _rounded(self, layout: Layout, indices: Tensor, values: Tensor) -> Tensor:
@@ -147,13 +143,13 @@ class DGC(Stateful):
     def _everything(self, shard: Tensor, layout: Layout, group_size: int) -> None:
         """Momentum as usual, and nothing held back: the shard becomes what the whole total would send."""
         state = self._state(layout, shard.device)
-        for item in layout.slices:
+        scales = self._scales(shard, layout, group_size)
+        for number, item in enumerate(layout.slices):
             run = slice(item.start, item.stop)
-            rule = self._rule(shard[run], group_size)
-            g, u = shard[run] * rule.scale, state.velocity[run]
-            new = rule.momentum * (u + g) if rule.nesterov else rule.momentum * u + g
+            g, u = shard[run] if scales is None else shard[run] * scales[number], state.velocity[run]
+            new = self.momentum * (u + g) if self.nesterov else self.momentum * u + g
             state.velocity_out[run] = new
-            shard[run] = state.total[run] + new + (g if rule.nesterov else 0.0)
+            shard[run] = state.total[run] + new + (g if self.nesterov else 0.0)
         state.total_out.zero_()
 
 

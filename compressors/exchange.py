@@ -9,12 +9,14 @@ Source: Tang et al., 1-bit Adam, ICML 2021, section 4.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Codec, Peers, Work
+from gradwire.compressors.pieces import decode_each, encode_each
 
 PART_ALIGN = 64
 """Parts start at multiples of this many elements, so that every payload is a whole number of 8-byte words."""
@@ -32,8 +34,16 @@ class FusedCodec(Codec, Protocol):
 
 
 @runtime_checkable
-class ServingCodec(FusedCodec, Protocol):
-    """A codec that decodes, sums and encodes again in one pass."""
+class PieceCodec(FusedCodec, Protocol):
+    """A codec that does each stage of the exchange at once: one launch on CUDA, however many owners there are."""
+
+    def encode_pieces(
+        self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
+    ) -> None:
+        """Encodes each run of `width` elements of flat + residual into its row of `payloads`; as encode_residual."""
+
+    def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
+        """Decodes each row of `payloads` into its run of `width` elements of `flat`."""
 
     def serve(self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int) -> None:
         """Encodes the sum of all payloads plus `residual` into `answer`, and what is left out into `left`."""
@@ -50,6 +60,28 @@ def encode(codec: Codec, flat: Tensor, residual: Tensor | None, left: Tensor | N
         decoded = torch.empty_like(p)
         codec.decode(payload, decoded)
         torch.sub(p, decoded, out=left)
+
+
+def encode_pieces(
+    codec: Codec, flat: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
+) -> None:
+    """Encodes each run of `width` elements of flat + residual into its row of `payloads`."""
+    if not flat.numel():
+        return
+    if isinstance(codec, PieceCodec):
+        codec.encode_pieces(flat, residual, left, payloads, width)
+    else:
+        encode_each(partial(encode, codec), codec.wire_nbytes, flat, residual, left, payloads, width)
+
+
+def decode_pieces(codec: Codec, payloads: Tensor, flat: Tensor, width: int) -> None:
+    """Decodes each row of `payloads` into its run of `width` elements of `flat`."""
+    if not flat.numel():
+        return
+    if isinstance(codec, PieceCodec):
+        codec.decode_pieces(payloads, flat, width)
+    else:
+        decode_each(codec.decode, codec.wire_nbytes, payloads, flat, width)
 
 
 def decode_sum(codec: Codec, payloads: Tensor, flat: Tensor) -> None:
@@ -69,7 +101,7 @@ def serve(
     numel: int,
 ) -> None:
     """The owner's stage: sums the decoded payloads, and encodes the sum plus its residual with `back`."""
-    if back is codec and isinstance(codec, ServingCodec):
+    if back is codec and isinstance(codec, PieceCodec):
         codec.serve(payloads, residual, left, answer, numel)
         return
     total = torch.empty(numel, device=payloads.device)
@@ -88,6 +120,11 @@ class Parts:
     def width(self) -> int:
         """Elements of a full part; the last ones may be shorter or empty."""
         return -(-self.numel // (self.size * PART_ALIGN)) * PART_ALIGN
+
+    @property
+    def full(self) -> int:
+        """Parts of the full width."""
+        return self.numel // self.width if self.numel else 0
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """First element of the rank's part, and one past its last."""
@@ -108,8 +145,15 @@ class Residuals:
     """(own part) Receives the new value."""
 
 
-def _cut(tensor: Tensor | None, start: int, stop: int) -> Tensor | None:
-    return None if tensor is None else tensor[start:stop]
+def _blank(codec: Codec, rows: int, nbytes: int, full: int, device: torch.device) -> Tensor:
+    """Returns (rows, nbytes) uint8 for payloads, the first `full` of which fill their rows.
+
+    What nobody may write is zero, so that no old memory travels: behind a shorter payload, and all over with a user's
+    codec, which may leave bytes as they are.
+    """
+    payloads = torch.empty(rows, nbytes, dtype=torch.uint8, device=device)
+    payloads[full if isinstance(codec, PieceCodec) else 0 :].zero_()
+    return payloads
 
 
 def two_stage(
@@ -129,25 +173,20 @@ def two_stage(
         Two works: all-to-all, all-gather.
     """
     parts = Parts(source.numel(), group.size)
-    payloads = torch.zeros(group.size, codec.wire_nbytes(parts.width), dtype=torch.uint8, device=source.device)
-    for rank in range(group.size):
-        start, stop = parts.bounds(rank)
-        encode(codec, source[start:stop], _cut(residuals.worker, start, stop),
-               _cut(residuals.worker_left, start, stop), payloads[rank, : codec.wire_nbytes(stop - start)])
+    payloads = _blank(codec, group.size, codec.wire_nbytes(parts.width), parts.full, source.device)
+    encode_pieces(codec, source, residuals.worker, residuals.worker_left, payloads, parts.width)
     received = torch.empty_like(payloads)
     yield group.all_to_all(received, payloads)
 
     start, stop = parts.bounds(group.rank)
-    answer = torch.zeros(back.wire_nbytes(parts.width), dtype=torch.uint8, device=source.device)
+    answer = _blank(back, 1, back.wire_nbytes(parts.width), int(stop - start == parts.width), source.device)[0]
     received = received[:, : codec.wire_nbytes(stop - start)]
     serve(codec, back, received, residuals.server, residuals.server_left, answer[: back.wire_nbytes(stop - start)],
           stop - start)
     answers = torch.empty(group.size, answer.numel(), dtype=torch.uint8, device=source.device)
     yield group.all_gather(answers, answer)
 
-    for rank in range(group.size):
-        start, stop = parts.bounds(rank)
-        back.decode(answers[rank, : back.wire_nbytes(stop - start)], target[start:stop])
+    decode_pieces(back, answers, target, parts.width)
 
 
 def two_stage_nbytes(numel: int, group_size: int, codec: Codec, back: Codec) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors import reference
-from gradwire.compressors.reference_dgc import DgcRule, DgcState
+from gradwire.compressors.reference_dgc import DgcRule, DgcRun, DgcState
 
 logger = logging.getLogger("gradwire")
 
@@ -24,8 +24,19 @@ class Kernels(Protocol):
     def cast_decode_reduce(self, sources: Tensor, addend: Tensor | None, target: Tensor) -> None:
         """See reference.cast_decode_reduce."""
 
+    def cast_serve(self, sources: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor) -> None:
+        """See reference.cast_serve."""
+
     def onebit_encode(self, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
         """See reference.onebit_encode."""
+
+    def onebit_encode_pieces(
+        self, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
+    ) -> None:
+        """See reference.onebit_encode_pieces."""
+
+    def onebit_decode_pieces(self, payloads: Tensor, target: Tensor, width: int) -> None:
+        """See reference.onebit_decode_pieces."""
 
     def onebit_decode_reduce(self, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
         """See reference.onebit_decode_reduce."""
@@ -41,11 +52,32 @@ class Kernels(Protocol):
     ) -> None:
         """See reference.quantize_encode."""
 
+    def quantize_encode_pieces(
+        self, bits: int, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int,
+        key: int | None,
+    ) -> None:
+        """See reference.quantize_encode_pieces."""
+
+    def quantize_decode_pieces(self, bits: int, payloads: Tensor, target: Tensor, width: int) -> None:
+        """See reference.quantize_decode_pieces."""
+
     def quantize_decode_reduce(self, bits: int, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
         """See reference.quantize_decode_reduce."""
 
+    def quantize_serve(
+        self, bits: int, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int,
+        key: int | None,
+    ) -> None:
+        """See reference.quantize_serve."""
+
     def dgc_step(self, gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
         """See reference.dgc_step."""
+
+    def dgc_step_many(
+        self, gradient: Tensor, state: DgcState, rule: DgcRule, scales: Tensor | None, runs: Sequence[DgcRun],
+        indices: Tensor, values: Tensor,
+    ) -> None:
+        """See reference.dgc_step_many."""
 
     def scatter_add(self, indices: Tensor, values: Tensor, target: Tensor) -> None:
         """See reference.scatter_add."""

@@ -1,12 +1,14 @@
 """The compiled kernels behind tensors: each function is the twin of the one in compressors/reference.py."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradwire import _native
-from gradwire.compressors.reference_dgc import DgcRule, DgcState
+from gradwire.compressors.pieces import decode_each, encode_each
+from gradwire.compressors.reference_dgc import DgcRule, DgcRun, DgcState, step_each
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -60,6 +62,13 @@ def cast_decode_reduce(sources: Tensor, addend: Tensor | None, target: Tensor) -
                                _address(addend), target.data_ptr(), target.numel())
 
 
+def cast_serve(sources: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor) -> None:
+    """See reference.cast_serve."""
+    total = torch.empty(answer.numel())
+    cast_decode_reduce(sources, None, total)
+    cast_encode(total, 1.0, residual, left, answer)
+
+
 def onebit_encode(gradient: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
     """See reference.onebit_encode."""
     _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, left=left)
@@ -68,12 +77,24 @@ def onebit_encode(gradient: Tensor, residual: Tensor | None, left: Tensor | None
                           gradient.numel())
 
 
+def onebit_encode_pieces(
+    gradient: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
+) -> None:
+    """See reference.onebit_encode_pieces."""
+    encode_each(onebit_encode, onebit_nbytes, gradient, residual, left, payloads, width)
+
+
 def onebit_decode_reduce(payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
     """See reference.onebit_decode_reduce."""
     _check(target.numel(), torch.float32, addend=addend, target=target)
     _check_rows("payloads", payloads, onebit_nbytes(target.numel()))
     _native.onebit_decode_reduce(payloads.data_ptr(), payloads.stride(0), len(payloads), _address(addend),
                                  target.data_ptr(), target.numel())
+
+
+def onebit_decode_pieces(payloads: Tensor, target: Tensor, width: int) -> None:
+    """See reference.onebit_decode_pieces."""
+    decode_each(lambda row, piece: onebit_decode_reduce(row[None], None, piece), onebit_nbytes, payloads, target, width)
 
 
 def onebit_serve(
@@ -102,12 +123,37 @@ def quantize_encode(
                             gradient.numel(), key is not None, key or 0)
 
 
+def quantize_encode_pieces(
+    bits: int, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int,
+    key: int | None,
+) -> None:
+    """See reference.quantize_encode_pieces."""
+    encode_each(partial(quantize_encode, bits, key=key), partial(quantize_nbytes, bits=bits), gradient, residual, left,
+                payloads, width)
+
+
 def quantize_decode_reduce(bits: int, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
     """See reference.quantize_decode_reduce."""
     _check(target.numel(), torch.float32, addend=addend, target=target)
     _check_rows("payloads", payloads, quantize_nbytes(target.numel(), bits))
     _native.quantize_decode_reduce(bits, payloads.data_ptr(), payloads.stride(0), len(payloads), _address(addend),
                                    target.data_ptr(), target.numel())
+
+
+def quantize_decode_pieces(bits: int, payloads: Tensor, target: Tensor, width: int) -> None:
+    """See reference.quantize_decode_pieces."""
+    decode_each(lambda row, piece: quantize_decode_reduce(bits, row[None], None, piece),
+                partial(quantize_nbytes, bits=bits), payloads, target, width)
+
+
+def quantize_serve(
+    bits: int, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int,
+    key: int | None,
+) -> None:
+    """See reference.quantize_serve."""
+    total = torch.empty(numel)
+    quantize_decode_reduce(bits, payloads, None, total)
+    quantize_encode(bits, total, residual, left, answer, key)
 
 
 def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
@@ -120,6 +166,14 @@ def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, 
     _native.dgc_step(gradient.data_ptr(), state.velocity.data_ptr(), state.total.data_ptr(),
                      state.velocity_out.data_ptr(), state.total_out.data_ptr(), numel, rule.momentum, rule.scale,
                      rule.nesterov, k, indices.data_ptr(), values.data_ptr())
+
+
+def dgc_step_many(
+    gradient: Tensor, state: DgcState, rule: DgcRule, scales: Tensor | None, runs: Sequence[DgcRun], indices: Tensor,
+    values: Tensor,
+) -> None:
+    """See reference.dgc_step_many."""
+    step_each(dgc_step, gradient, state, rule, scales, runs, indices, values)
 
 
 def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:

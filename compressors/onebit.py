@@ -6,7 +6,7 @@ from gradwire.compressors.base import Codec
 from gradwire.compressors.cast import CastCodec
 from gradwire.compressors.kernels import kernels_for
 from gradwire.compressors.quantize import QuantizeCodec
-from gradwire.compressors.reference import ONEBIT_BLOCK
+from gradwire.compressors.reference import onebit_nbytes
 from gradwire.compressors.two_stage import TwoStage
 
 
@@ -20,7 +20,7 @@ class OneBitCodec:
 
     def wire_nbytes(self, numel: int) -> int:
         """See `Codec.wire_nbytes`."""
-        return -(-numel // ONEBIT_BLOCK) * 4 + -(-numel // 8)
+        return onebit_nbytes(numel)
 
     def encode(self, flat: Tensor, payload: Tensor) -> None:
         """See `Codec.encode`."""
@@ -35,13 +35,23 @@ class OneBitCodec:
         if flat.numel():
             kernels_for(flat).onebit_encode(flat, residual, left, payload)
 
+    def encode_pieces(
+        self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
+    ) -> None:
+        """See `PieceCodec.encode_pieces`."""
+        kernels_for(flat).onebit_encode_pieces(flat, residual, left, payloads, width)
+
+    def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
+        """See `PieceCodec.decode_pieces`."""
+        kernels_for(flat).onebit_decode_pieces(payloads, flat, width)
+
     def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
         """See `FusedCodec.decode_reduce`."""
         if flat.numel():
             kernels_for(flat).onebit_decode_reduce(payloads, addend, flat)
 
     def serve(self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int) -> None:
-        """See `ServingCodec.serve`."""
+        """See `PieceCodec.serve`."""
         if numel:
             kernels_for(payloads).onebit_serve(payloads, residual, left, answer, numel)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from gradwire.compressors.base import Codec, Layout
 from gradwire.compressors.hashing import mix_key, name_key
 from gradwire.compressors.kernels import kernels_for
-from gradwire.compressors.reference import QUANTIZE_BLOCK
+from gradwire.compressors.reference import quantize_nbytes
 from gradwire.compressors.two_stage import TwoStage
 
 
@@ -25,7 +25,7 @@ class QuantizeCodec:
 
     def wire_nbytes(self, numel: int) -> int:
         """See `Codec.wire_nbytes`."""
-        return -(-numel // QUANTIZE_BLOCK) * 8 + -(-numel * self.bits // 8)
+        return quantize_nbytes(numel, self.bits)
 
     def encode(self, flat: Tensor, payload: Tensor) -> None:
         """See `Codec.encode`."""
@@ -44,6 +44,21 @@ class QuantizeCodec:
         """See `FusedCodec.decode_reduce`."""
         if flat.numel():
             kernels_for(flat).quantize_decode_reduce(self.bits, payloads, addend, flat)
+
+    def encode_pieces(
+        self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
+    ) -> None:
+        """See `PieceCodec.encode_pieces`."""
+        kernels_for(flat).quantize_encode_pieces(self.bits, flat, residual, left, payloads, width, self.key)
+
+    def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
+        """See `PieceCodec.decode_pieces`."""
+        kernels_for(flat).quantize_decode_pieces(self.bits, payloads, flat, width)
+
+    def serve(self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int) -> None:
+        """See `PieceCodec.serve`."""
+        if numel:
+            kernels_for(payloads).quantize_serve(self.bits, payloads, residual, left, answer, numel, self.key)
 
 
 class Quantize(TwoStage):

@@ -5,11 +5,14 @@ Each function has a twin of the same name and signature in compressors/native.py
 `residual`. `payloads` is 2-D uint8, one row a worker.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from gradwire.compressors.hashing import hash_uniforms
-from gradwire.compressors.reference_dgc import dgc_step, scatter_add
+from gradwire.compressors.pieces import decode_each, encode_each
+from gradwire.compressors.reference_dgc import dgc_step, dgc_step_many, scatter_add
 from gradwire.compressors.reference_pack import pack, unpack
 from gradwire.compressors.reference_powersgd import (
     orthogonalize,
@@ -20,9 +23,11 @@ from gradwire.compressors.reference_powersgd import (
 )
 
 __all__ = [
-    "ONEBIT_BLOCK", "QUANTIZE_BLOCK", "cast_decode_reduce", "cast_encode", "dgc_step", "onebit_decode_reduce",
-    "onebit_encode", "onebit_serve", "orthogonalize", "orthogonalize_many", "pack", "powersgd_back_project",
-    "powersgd_project", "powersgd_restore", "quantize_decode_reduce", "quantize_encode", "scatter_add", "unpack",
+    "ONEBIT_BLOCK", "QUANTIZE_BLOCK", "cast_decode_reduce", "cast_encode", "cast_serve", "dgc_step",
+    "dgc_step_many", "onebit_decode_pieces", "onebit_decode_reduce", "onebit_encode", "onebit_encode_pieces", "onebit_nbytes",
+    "onebit_serve", "orthogonalize", "orthogonalize_many", "pack", "powersgd_back_project", "powersgd_project",
+    "powersgd_restore", "quantize_decode_pieces", "quantize_decode_reduce", "quantize_encode",
+    "quantize_encode_pieces", "quantize_nbytes", "quantize_serve", "scatter_add", "unpack",
 ]
 
 ONEBIT_BLOCK = 1024
@@ -62,6 +67,25 @@ def cast_decode_reduce(sources: Tensor, addend: Tensor | None, target: Tensor) -
     for row in rows[1:]:
         total = total + row
     target.copy_(total)
+
+
+def cast_serve(sources: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor) -> None:
+    """The owner's stage: sums `sources` as cast_decode_reduce does, and encodes the sum plus `residual` again.
+
+    Args:
+        sources: 2-D float16 or bfloat16, one row a worker, at least as wide as `answer`.
+        residual: The owner's own residual, or None.
+        left: Receives what `answer` leaves out, or None.
+        answer: Of the dtype of `sources`.
+    """
+    total = torch.empty(answer.numel(), device=answer.device)
+    cast_decode_reduce(sources, None, total)
+    cast_encode(total, 1.0, residual, left, answer)
+
+
+def onebit_nbytes(numel: int) -> int:
+    """Bytes of a 1-bit payload: a float32 scale for each block, and a bit for each element."""
+    return -(-numel // ONEBIT_BLOCK) * 4 + -(-numel // 8)
 
 
 def _onebit_scales(p: Tensor) -> Tensor:
@@ -108,6 +132,13 @@ def onebit_encode(gradient: Tensor, residual: Tensor | None, left: Tensor | None
         torch.sub(p, torch.where(signs, spread, -spread), out=left)
 
 
+def onebit_encode_pieces(
+    gradient: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
+) -> None:
+    """Encodes each run of `width` elements into its row of `payloads`; see pieces.encode_each."""
+    encode_each(onebit_encode, onebit_nbytes, gradient, residual, left, payloads, width)
+
+
 def _onebit_decode(payload: Tensor, numel: int) -> Tensor:
     blocks = -(-numel // ONEBIT_BLOCK)
     scales = payload[: 4 * blocks].clone().view(torch.float32)
@@ -123,6 +154,11 @@ def onebit_decode_reduce(payloads: Tensor, addend: Tensor | None, target: Tensor
     for payload in payloads:
         total += _onebit_decode(payload, target.numel())
     target.copy_(total)
+
+
+def onebit_decode_pieces(payloads: Tensor, target: Tensor, width: int) -> None:
+    """Decodes each row of `payloads` into its run of `width` elements; see pieces.decode_each."""
+    decode_each(lambda row, piece: onebit_decode_reduce(row[None], None, piece), onebit_nbytes, payloads, target, width)
 
 
 def onebit_serve(
@@ -147,6 +183,11 @@ def onebit_serve(
 QUANTIZE_BLOCK = 512
 """Elements that share a range. Source: Alistarh et al., QSGD, NeurIPS 2017, section 5 (buckets of 512 for 4 bits)."""
 _SMALLEST_NORMAL = 2.0**-126
+
+
+def quantize_nbytes(numel: int, bits: int) -> int:
+    """Bytes of a payload of `bits` an element: (unit, low) in float32 for each block, and the codes."""
+    return -(-numel // QUANTIZE_BLOCK) * 8 + -(-numel * bits // 8)
 
 
 def quantize_encode(
@@ -188,6 +229,18 @@ def quantize_encode(
     payload.copy_(torch.cat([torch.stack([unit, low], 1).view(-1).view(torch.uint8), flat]))
 
 
+def quantize_encode_pieces(
+    bits: int, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int,
+    key: int | None,
+) -> None:
+    """Encodes each run of `width` elements into its row of `payloads`; see pieces.encode_each.
+
+    An element's random number depends on its index in the run.
+    """
+    encode_each(partial(quantize_encode, bits, key=key), partial(quantize_nbytes, bits=bits), gradient, residual, left,
+                payloads, width)
+
+
 def _quantize_decode(bits: int, payload: Tensor, numel: int) -> Tensor:
     blocks = -(-numel // QUANTIZE_BLOCK)
     unit, low = payload[: 8 * blocks].clone().view(torch.float32).view(blocks, 2).unbind(1)
@@ -203,3 +256,19 @@ def quantize_decode_reduce(bits: int, payloads: Tensor, addend: Tensor | None, t
     for payload in payloads:
         total += _quantize_decode(bits, payload, target.numel())
     target.copy_(total)
+
+
+def quantize_decode_pieces(bits: int, payloads: Tensor, target: Tensor, width: int) -> None:
+    """Decodes each row of `payloads` into its run of `width` elements; see pieces.decode_each."""
+    decode_each(lambda row, piece: quantize_decode_reduce(bits, row[None], None, piece),
+                partial(quantize_nbytes, bits=bits), payloads, target, width)
+
+
+def quantize_serve(
+    bits: int, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int,
+    key: int | None,
+) -> None:
+    """The owner's stage, as onebit_serve: sums the decoded `payloads` and encodes the sum plus `residual` again."""
+    total = torch.empty(numel, device=payloads.device)
+    quantize_decode_reduce(bits, payloads, None, total)
+    quantize_encode(bits, total, residual, left, answer, key)

@@ -1,6 +1,7 @@
 """DGC's kernels in a few lines of torch; see compressors/reference.py."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +33,18 @@ class DgcState:
     """Receives the new v, zero where selected."""
 
 
+@dataclass(frozen=True, slots=True)
+class DgcRun:
+    """Where a parameter lies in a shard, and how many of its elements are selected."""
+
+    start: int
+    """Its first element."""
+    numel: int
+    """Its elements, at least 1."""
+    count: int
+    """1 <= count <= numel."""
+
+
 def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
     """Updates momentum and total, and moves the k largest totals out of them.
 
@@ -61,6 +74,43 @@ def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, 
     velocity[places] = 0.0
     state.velocity_out.copy_(velocity)
     state.total_out.copy_(total)
+
+
+Step = Callable[[Tensor, DgcState, DgcRule, Tensor, Tensor], None]
+"""`dgc_step` of one set of kernels."""
+
+
+def step_each(
+    step: Step, gradient: Tensor, state: DgcState, rule: DgcRule, scales: Tensor | None, runs: Sequence[DgcRun],
+    indices: Tensor, values: Tensor,
+) -> None:
+    """Runs `step` on one parameter after the other; see dgc_step_many."""
+    first = 0
+    for number, run in enumerate(runs):
+        part, chosen = slice(run.start, run.start + run.numel), slice(first, first + run.count)
+        own = DgcState(state.velocity[part], state.total[part], state.velocity_out[part], state.total_out[part])
+        step(gradient[part], own, rule if scales is None else replace(rule, scale=float(scales[number])), indices[chosen],
+             values[chosen])
+        indices[chosen] += run.start
+        first += run.count
+
+
+def dgc_step_many(
+    gradient: Tensor, state: DgcState, rule: DgcRule, scales: Tensor | None, runs: Sequence[DgcRun], indices: Tensor,
+    values: Tensor,
+) -> None:
+    """dgc_step on every parameter of a shard, each with its own k.
+
+    Args:
+        gradient: 1-D float32, the shard.
+        state: Of the shard; read and written.
+        rule: How the gradients enter.
+        scales: (runs) float32 on the gradient's device, each parameter's factor in place of the rule's; or None.
+        runs: The parameters, in the order of their places.
+        indices: (sum of the counts) int32, receives places in the shard, one parameter's after the other's.
+        values: (sum of the counts) float32, receives the totals there.
+    """
+    step_each(dgc_step, gradient, state, rule, scales, runs, indices, values)
 
 
 def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:

@@ -7,6 +7,7 @@ most of the suite's folders do without it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -36,6 +37,34 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if "netns" in item.config.getoption("--require"):
         pytest.fail(f"`--require=netns` was given, but {reason}", pytrace=False)
     pytest.skip(reason)
+
+
+@pytest.fixture
+def full_memory() -> Callable[[int], AbstractContextManager[object]]:
+    """A function that returns an allocator which fails after so many tensors.
+
+    Every operation that returns a tensor of its own takes memory.
+    """
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class FullMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is not annotated
+        def __init__(self, allowed: int) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.allowed = allowed
+
+        def __torch_dispatch__(
+            self, func: torch._ops.OpOverload, types: object, args: tuple[object, ...] = (),
+            kwargs: dict[str, object] | None = None,
+        ) -> object:
+            returns = func._schema.returns
+            if returns and all(one.alias_info is None for one in returns):
+                if not self.allowed:
+                    raise torch.OutOfMemoryError("no memory left")
+                self.allowed -= 1
+            return func(*args, **(kwargs or {}))
+
+    return FullMemory
 
 
 @pytest.fixture(params=["random", "constant", "zero", "denormal", "huge", "inf", "nan"])

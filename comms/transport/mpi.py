@@ -22,6 +22,7 @@ from gradwire.comms.compat import Store
 from gradwire.comms.errors import PeerError
 from gradwire.comms.mpi_launch import load_mpi
 from gradwire.comms.transport.threads import Done
+from gradwire.comms.transport.torch_group import SlicesToSum, scale_in_place
 from gradwire.compressors.base import Work, even_bounds
 
 if TYPE_CHECKING:
@@ -91,15 +92,15 @@ class MpiGroup:
         self._second = second
         self._seconds = timeout.total_seconds()
 
-    def all_reduce(self, tensor: Tensor) -> Work:
+    def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
         """See `Group.all_reduce`: an exchange of slices, then a sum and an all-gather in `wait`."""
         flat = tensor.view(-1)
         bounds = even_bounds(flat.numel(), self.size)
-        return _Then(self._scatter(flat, bounds), lambda: self._gather(self._second, flat, bounds))
+        return _Then(self._scatter(flat, bounds, scale), lambda: self._gather(self._second, flat, bounds))
 
-    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Work:
         """See `Group.reduce_scatter`."""
-        return self._scatter(tensor, bounds)
+        return self._scatter(tensor, bounds, scale)
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
         """See `Group.all_gather_slices`."""
@@ -127,11 +128,13 @@ class MpiGroup:
         self._second.Free()
         self._first.Free()
 
-    def _scatter(self, flat: Tensor, bounds: Sequence[int]) -> Work:
+    def _scatter(self, flat: Tensor, bounds: Sequence[int], scale: float) -> Work:
         """Every rank sends each slice to its owner, which sums them in rank order."""
         width = flat.element_size()
         own = bounds[self.rank + 1] - bounds[self.rank]
         received = flat.new_empty((self.size, own))
+        rows = SlicesToSum(received)
+        scale_in_place(flat, scale)  # after all memory is taken
         counts = [(stop - start) * width for start, stop in pairwise(bounds)]
         sent, buffer = _bytes(flat), _bytes(received)
         request = self._first.Ialltoallv(
@@ -139,7 +142,12 @@ class MpiGroup:
             [buffer, ([own * width] * self.size, [rank * own * width for rank in range(self.size)]), self._mpi.BYTE])
         arrived = _Request(request, (sent, buffer), "reduce_scatter", self._seconds)
         target = flat[bounds[self.rank]:bounds[self.rank + 1]]
-        return _Then(arrived, lambda: _sum(received, target))
+
+        def add() -> Work:
+            rows.sum(target)
+            return Done()
+
+        return _Then(arrived, add)
 
     def _gather(self, communicator: "MPI.Comm", flat: Tensor, bounds: Sequence[int]) -> "_Request":
         width = flat.element_size()
@@ -185,16 +193,6 @@ class _Then:
         """Waits for both."""
         self._work.wait()
         self._then().wait()
-
-
-def _sum(received: Tensor, target: Tensor) -> Work:
-    """Sums the rows in order into `target`, in place; narrow floating types in float32, rounded once."""
-    narrow = received.is_floating_point() and received.element_size() < 4
-    total = received[0].float() if narrow else received[0].clone()
-    for contribution in received[1:]:
-        total += contribution
-    target.copy_(total)
-    return Done()
 
 
 def _bytes(tensor: Tensor) -> "numpy.typing.NDArray[numpy.uint8]":

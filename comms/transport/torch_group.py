@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -35,8 +36,9 @@ class TorchTransport:
         self._group = group
         self._alarm = alarm
 
-    def all_reduce(self, tensor: Tensor) -> Work:
+    def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
         """See `Group.all_reduce`. Gloo runs a ring: each element is summed on one rank and copied to the others."""
+        scale_in_place(tensor, scale)
         return self._pending(self._group.allreduce([tensor], dist.AllreduceOptions()))
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Work:
@@ -48,7 +50,7 @@ class TorchTransport:
         """See `Group.all_gather`."""
         return self._pending(all_gather_single(self._group, output.view(-1), source.view(-1)))
 
-    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Work:
         """See `Group.reduce_scatter`. Every rank sends each slice to its owner, which sums in rank order.
 
         One message for each peer and (size - 1)/size of the tensor sent: the lower bound. Gloo's own reduce_scatter
@@ -57,9 +59,10 @@ class TorchTransport:
         sizes = [stop - start for start, stop in pairwise(bounds)]
         own = sizes[self.rank]
         received = tensor.new_empty(own * self.size)
+        rows = SlicesToSum(received.view(self.size, own))
+        scale_in_place(tensor, scale)  # not before all memory is taken: where there is none, the gradient stays as it is
         work = self._exchange(received, tensor, [own] * self.size, sizes)
-        target = tensor[bounds[self.rank]:bounds[self.rank + 1]]
-        return _Summing(work, received.view(self.size, own), target)
+        return _Summing(work, rows, tensor[bounds[self.rank]:bounds[self.rank + 1]])
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
         """See `Group.all_gather_slices`: one all_gather for equal slices, else a broadcast for each that is not empty."""
@@ -131,18 +134,41 @@ class _Waiting:
                 return
 
 
-class _Summing:
-    """Waits for the slices of all ranks and sums them in rank order, narrow types in float32 and rounded once."""
+class SlicesToSum:
+    """What all ranks send of one slice, and the memory for its sum.
 
-    def __init__(self, work: Work, received: Tensor, target: Tensor) -> None:
-        self._work = work
+    Args:
+        received: (ranks, elements of the slice), not filled yet.
+    """
+
+    def __init__(self, received: Tensor) -> None:
+        narrow = received.is_floating_point() and received.element_size() < 4
         self._received = received
+        self._wide = torch.empty_like(received[0], dtype=torch.float32) if narrow else None
+
+    def sum(self, target: Tensor) -> None:
+        """Sums in rank order into `target`, narrow types in float32 and rounded once; `received` is overwritten."""
+        first, *others = self._received
+        total = first if self._wide is None else self._wide.copy_(first)
+        for contribution in others:
+            total += contribution
+        target.copy_(total)
+
+
+def scale_in_place(tensor: Tensor, scale: float) -> None:
+    """Multiplies `tensor` by `scale`, unless that is 1: integers have no other."""
+    if scale != 1.0:
+        tensor.mul_(scale)
+
+
+class _Summing:
+    """Waits for the slices of all ranks and sums them."""
+
+    def __init__(self, work: Work, rows: SlicesToSum, target: Tensor) -> None:
+        self._work = work
+        self._rows = rows
         self._target = target
 
     def wait(self) -> None:
         self._work.wait()
-        narrow = self._received.is_floating_point() and self._received.element_size() < 4
-        total = self._received[0].float() if narrow else self._received[0].clone()
-        for contribution in self._received[1:]:
-            total += contribution
-        self._target.copy_(total)
+        self._rows.sum(self._target)

@@ -1,72 +1,98 @@
 // Scale, add the residual, cast to float16 or bfloat16 and keep what the cast left out, in one pass; and back.
 //
-// Bytes an element, read + written: encode 4 + 2 (8 + 6 with residual), decode_reduce 2 W + 4. The twin of
-// csrc/cpu/cast.cpp, bit for bit. One launch each; no synchronisation.
+// Bytes an element, read + written: encode 4 + 2 (8 + 6 with residual), decode_reduce 2 W + 4, serve 2 W + 2 (2 W + 4 +
+// 6 with residual). The twin of csrc/cpu/cast.cpp, bit for bit. One launch each; no synchronisation. Payloads of several
+// pieces lie one behind the other as the payload of all would, so no kernel knows of pieces.
 #include "formats.cuh"
 
 namespace gradwire {
 
 // Configuration.
 constexpr int kThreads = 256;
+constexpr int kAhead = 2;  // workers whose payloads are on their way before the first is added
 
 // Arguments.
 struct Encode {
-  const float *gradient, *residual;  // residual may be null
-  float* left;                       // may be null, or the residual's own memory
+  const float* residual;  // may be null
+  float* left;            // may be null, or the residual's own memory
   uint16_t* target;
   int64_t numel;
-  float scale;
 };
 
 // Kernels.
+// target = p + residual, and what the cast leaves out.
 template <class Format>
-__device__ inline void cast_encode(const Encode& a) {
-  for (int64_t i = kRun * thread_index(); i < a.numel; i += kRun * thread_count()) {
-    const int64_t count = a.numel - i;
-    Run p = Memory<Float32>::load(a.gradient + i, count);
+__device__ inline void encode_run(Run p, const Encode& a, int64_t i) {
+  const int64_t count = a.numel - i;
+  if (a.residual) {
+    const Run residual = Memory<Float32>::load(a.residual + i, count);
 #pragma unroll
-    for (int j = 0; j < kRun; ++j) p.at[j] = p.at[j] * a.scale;
-    if (a.residual) {
-      const Run residual = Memory<Float32>::load(a.residual + i, count);
+    for (int j = 0; j < kRun; ++j) p.at[j] += residual.at[j];
+  }
+  Run left = Memory<Format>::store(a.target + i, p, count);
+  if (!a.left) return;
 #pragma unroll
-      for (int j = 0; j < kRun; ++j) p.at[j] += residual.at[j];
-    }
-    Run left = Memory<Format>::store(a.target + i, p, count);
-    if (!a.left) continue;
+  for (int j = 0; j < kRun; ++j) left.at[j] = p.at[j] - left.at[j];
+  Memory<Float32>::store(a.left + i, left, count);
+}
+
+template <class Format>
+__device__ inline Run sum_run(const Reduction<uint16_t>& a, int64_t i) {
+  const int64_t count = a.numel - i;
+  if (!a.addend && a.workers == 1) return Memory<Format>::load(a.rows + i, count);  // 0 + x loses the sign of a zero
+  Run sum = {};
+  if (a.addend) sum = Memory<Float32>::load(a.addend + i, count);
+  for (int64_t first = 0; first < a.workers; first += kAhead) {
+    Run sources[kAhead];
 #pragma unroll
-    for (int j = 0; j < kRun; ++j) left.at[j] = p.at[j] - left.at[j];
-    Memory<Float32>::store(a.left + i, left, count);
+    for (int w = 0; w < kAhead; ++w)
+      if (first + w < a.workers) sources[w] = Memory<Format>::load(a.rows + (first + w) * a.stride + i, count);
+#pragma unroll
+    for (int w = 0; w < kAhead; ++w)
+#pragma unroll
+      for (int j = 0; j < kRun; ++j)
+        if (first + w < a.workers) sum.at[j] += sources[w].at[j];
+  }
+  return sum;
+}
+
+template <class Format>
+__device__ inline void cast_encode(const float* gradient, float scale, const Encode& a) {
+  for (int64_t i = first_of_run(); i < a.numel; i += kRun * thread_count()) {
+    Run p = Memory<Float32>::load(gradient + i, a.numel - i);
+#pragma unroll
+    for (int j = 0; j < kRun; ++j) p.at[j] = p.at[j] * scale;
+    encode_run<Format>(p, a, i);
   }
 }
 
 template <class Format>
 __device__ inline void cast_decode_reduce(const Reduction<uint16_t>& a) {
-  for (int64_t i = kRun * thread_index(); i < a.numel; i += kRun * thread_count()) {
-    const int64_t count = a.numel - i;
-    Run sum = Memory<Float32>::load(a.addend ? a.addend + i : a.target + i, a.addend ? count : 0);
-    if (!a.addend && a.workers == 1) {  // 0 + x would lose the sign of a zero
-      Memory<Float32>::store(a.target + i, Memory<Format>::load(a.rows + i, count), count);
-      continue;
-    }
-    for (int64_t w = 0; w < a.workers; ++w) {
-      const Run source = Memory<Format>::load(a.rows + w * a.stride + i, count);
-#pragma unroll
-      for (int j = 0; j < kRun; ++j) sum.at[j] += source.at[j];
-    }
-    Memory<Float32>::store(a.target + i, sum, count);
-  }
+  for (int64_t i = first_of_run(); i < a.numel; i += kRun * thread_count())
+    Memory<Float32>::store(a.target + i, sum_run<Format>(a, i), a.numel - i);
+}
+
+template <class Format>
+__device__ inline void cast_serve(const Reduction<uint16_t>& a, const Encode& answer) {
+  for (int64_t i = first_of_run(); i < a.numel; i += kRun * thread_count())
+    encode_run<Format>(sum_run<Format>(a, i), answer, i);
 }
 
 #define GRADWIRE_CAST(name, Format)                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads)                                                          \
       cast_encode_##name(const float* gradient, float scale, const float* residual, float* left,                  \
                          uint16_t* target, int64_t numel) {                                                       \
-    cast_encode<Format>({gradient, residual, left, target, numel, scale});                                        \
+    cast_encode<Format>(gradient, scale, {residual, left, target, numel});                                        \
   }                                                                                                               \
   extern "C" __global__ void __launch_bounds__(kThreads)                                                          \
       cast_decode_reduce_##name(const uint16_t* sources, int64_t stride, int64_t workers, const float* addend,    \
                                 float* target, int64_t numel) {                                                   \
     cast_decode_reduce<Format>({sources, stride, workers, addend, target, numel});                                \
+  }                                                                                                               \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                          \
+      cast_serve_##name(const uint16_t* sources, int64_t stride, int64_t workers, const float* residual,          \
+                        float* left, uint16_t* answer, int64_t numel) {                                           \
+    cast_serve<Format>({sources, stride, workers, nullptr, nullptr, numel}, {residual, left, answer, numel});     \
   }
 
 GRADWIRE_CAST(f16, Float16)

@@ -17,7 +17,7 @@ __device__ inline int64_t thread_count() { return static_cast<int64_t>(gridDim.x
 __device__ inline int64_t warp_index() { return thread_index() / kWarp; }
 __device__ inline int64_t warp_count() { return thread_count() / kWarp; }
 
-// What decoding and summing gets: the payloads of all workers, and where their sum goes.
+// What decoding and summing gets: the payloads of all workers for a tensor, and where their sum goes.
 template <class T>
 struct Reduction {
   const T* rows;  // `workers` of them, `stride` elements of T apart
@@ -26,6 +26,35 @@ struct Reduction {
   float* target;
   int64_t numel;
 };
+
+__device__ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// A tensor in pieces of `width` elements, of which the last may be shorter. Each piece has a payload of its own and its
+// blocks begin at its own first element, so that one launch does what one for each piece would.
+struct Pieces {
+  int64_t numel, width;
+};
+
+// A block of a piece.
+struct Place {
+  int64_t piece, block;  // whose payload; which of its blocks
+  int64_t start, numel;  // the piece in the tensor
+};
+
+template <int64_t kBlock>
+__device__ inline int64_t blocks_in(int64_t numel) {
+  return (numel + kBlock - 1) / kBlock;
+}
+
+// Where block `index` of all pieces' blocks lies. 32 bits hold the number of blocks of any tensor that fits a GPU, and
+// a division in them takes a quarter of the instructions.
+template <int64_t kBlock>
+__device__ inline Place place_of(const Pieces& pieces, int64_t index) {
+  const uint32_t blocks = static_cast<uint32_t>(blocks_in<kBlock>(pieces.width)), at = static_cast<uint32_t>(index);
+  const uint32_t piece = at / blocks;
+  const int64_t start = piece * pieces.width;
+  return {piece, at - piece * blocks, start, least(pieces.width, pieces.numel - start)};
+}
 
 template <class T>
 __device__ inline bool aligned(const void* at) {

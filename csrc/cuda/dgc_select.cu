@@ -3,7 +3,8 @@
 // Works on the elements that dgc_step.cu marked, a few more than k; if fewer than k were marked, on all of them. Three
 // launches of dgc_radix find the k-th largest key, dgc_count what each tile contributes, dgc_write puts the chosen ones
 // in the order of their indices: places come from sums of counts, never from the order in which CTAs arrive, so the
-// payload is the same bits every time. Integer atomics alone are used, whose order does not matter.
+// payload is the same bits every time. Integer atomics alone are used, whose order does not matter. All parameters of a
+// bucket share the launches, each with CTAs of its own.
 // Bytes an element, read: 1/8 in each of the five launches, and 32 for each marked one. Nothing waits for the host.
 // The twin of the second half of csrc/cpu/dgc.cpp.
 #include "marks.cuh"
@@ -23,13 +24,18 @@ __device__ inline bool misled(const Selection* selection, int64_t k) { return se
 
 // Kernels.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    dgc_radix(const float* total, const uint4* marks, int64_t numel, int64_t k, int32_t shift, Selection* selection) {
+    dgc_radix(const Parameter* table, int64_t parameters, const float* total, const uint4* marks, int32_t shift,
+              Selection* selections) {
   __shared__ uint32_t counts[kBins], sums[kMostWarps], ticket;
+  const Part part = part_of_block(table, parameters);
+  const int64_t numel = part.parameter.numel;
+  Selection* selection = selections + part.index;
+  total += part.parameter.start, marks += part.parameter.tile * kWarp;
   const uint32_t prefix = selection->prefix, wanted = selection->wanted, bins = bins_of(shift);
-  const bool everything = misled(selection, k);
+  const bool everything = misled(selection, part.parameter.k);
   for (unsigned bin = threadIdx.x; bin < bins; bin += kThreads) counts[bin] = 0;
   __syncthreads();
-  for (int64_t tile = warp_index(); tile < tile_count(numel); tile += warp_count()) {
+  for (int64_t tile = part.warp; tile < tile_count(numel); tile += part.warps) {
     const Marks found = load_marks(marks, tile, everything);
     for (unsigned busy = found.busy; busy; busy &= busy - 1) {
       const Quad quad = load_quad(found, total, tile, __ffs(static_cast<int>(busy)) - 1, numel, everything);
@@ -42,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   for (unsigned bin = threadIdx.x; bin < bins; bin += kThreads)
     if (counts[bin]) atomicAdd(&selection->counts[bin], counts[bin]);
-  if (!last_block(&selection->tickets, &ticket)) return;
+  if (!last_block(&selection->tickets, part.parameter.blocks, &ticket)) return;
   pick_bin(selection->counts, shift, prefix, wanted, sums, &selection->prefix, &selection->wanted);
   __syncthreads();
   for (unsigned bin = threadIdx.x; bin < kBins; bin += kThreads) selection->counts[bin] = 0;
@@ -65,12 +71,16 @@ __device__ inline void sum_tiles(volatile TileCounts* tiles, int64_t count, uint
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    dgc_count(const float* total, const uint4* marks, int64_t numel, int64_t k, TileCounts* tiles,
-              Selection* selection) {
+    dgc_count(const Parameter* table, int64_t parameters, const float* total, const uint4* marks, TileCounts* tiles,
+              Selection* selections) {
   __shared__ uint32_t sums[kMostWarps], ticket;
+  const Part part = part_of_block(table, parameters);
+  const int64_t numel = part.parameter.numel;
+  Selection* selection = selections + part.index;
+  total += part.parameter.start, marks += part.parameter.tile * kWarp, tiles += part.parameter.tile;
   const uint32_t cut = selection->prefix;
-  const bool everything = misled(selection, k);
-  for (int64_t tile = warp_index(); tile < tile_count(numel); tile += warp_count()) {
+  const bool everything = misled(selection, part.parameter.k);
+  for (int64_t tile = part.warp; tile < tile_count(numel); tile += part.warps) {
     const Marks found = load_marks(marks, tile, everything);
     uint32_t greater = 0, equal = 0;
     for (unsigned busy = found.busy; busy; busy &= busy - 1) {
@@ -83,16 +93,21 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     if (lane_index() == 0) tiles[tile].greater = greater, tiles[tile].equal = equal;
   }
-  if (last_block(&selection->tickets, &ticket)) sum_tiles(tiles, tile_count(numel), sums);
+  if (last_block(&selection->tickets, part.parameter.blocks, &ticket)) sum_tiles(tiles, tile_count(numel), sums);
 }
 
 // Writes the chosen ones and takes them out of velocity and total.
 extern "C" __global__ void __launch_bounds__(kThreads, 4)  // without the 4, ptxas aims for more CTAs and spills
-    dgc_write(float* velocity, float* total, const uint4* marks, int64_t numel, int64_t k, const TileCounts* tiles,
-              const Selection* selection, int32_t* indices, float* values) {
+    dgc_write(const Parameter* table, int64_t parameters, float* velocity, float* total, const uint4* marks,
+              const TileCounts* tiles, const Selection* selections, int32_t* indices, float* values) {
+  const Part part = part_of_block(table, parameters);
+  const int64_t numel = part.parameter.numel, start = part.parameter.start;
+  const Selection* selection = selections + part.index;
+  total += start, velocity += start, marks += part.parameter.tile * kWarp, tiles += part.parameter.tile;
+  indices += part.parameter.chosen, values += part.parameter.chosen;
   const uint32_t cut = selection->prefix, equals = selection->wanted;
-  const bool everything = misled(selection, k);
-  for (int64_t tile = warp_index(); tile < tile_count(numel); tile += warp_count()) {
+  const bool everything = misled(selection, part.parameter.k);
+  for (int64_t tile = part.warp; tile < tile_count(numel); tile += part.warps) {
     const Marks found = load_marks(marks, tile, everything);
     uint32_t greater_before = tiles[tile].greater, equal_before = tiles[tile].equal;
     for (unsigned busy = found.busy; busy; busy &= busy - 1) {
@@ -109,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)  // without the 4, ptx
       for (int c = 0; c < 4; ++c) {
         if (greater[c] || (equal[c] && level < equals)) {
           const uint32_t place = above + (level < equals ? level : equals);
-          indices[place] = static_cast<int32_t>(quad.at + c);
+          indices[place] = static_cast<int32_t>(start + quad.at + c);
           values[place] = total[quad.at + c];
           total[quad.at + c] = velocity[quad.at + c] = 0.0f;
         }

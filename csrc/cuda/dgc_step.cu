@@ -1,7 +1,8 @@
 // Deep gradient compression, the pass over memory: a threshold from a sample, then momentum correction and marks.
 //
-// Bytes an element, read + written: 12 + 8 (gradient, velocity, total; velocity, total), 1/8 for the marks. Launches:
-// sample (one CTA), advance. The selection itself is in dgc_select.cu; nothing here waits for the host.
+// Bytes an element, read + written: 12 + 8 (gradient, velocity, total; velocity, total), 1/8 for the marks. Two launches
+// for all parameters of a bucket: sample (a CTA a parameter), advance. The selection itself is in dgc_select.cu; nothing
+// here waits for the host.
 // The twin of the first half of csrc/cpu/dgc.cpp.
 // Source: Lin et al., Deep Gradient Compression, ICLR 2018, algorithm 4 and sections 3.1 to 3.3.
 #include "marks.cuh"
@@ -18,7 +19,7 @@ constexpr int kShares = static_cast<int>(kWarp) / kGroups;
 
 // Arguments.
 struct Rule {
-  float momentum, scale;
+  float momentum, scale;  // the scale is read from the device where it was found there: the host has not waited for it
   bool nesterov;
 };
 
@@ -38,19 +39,22 @@ __device__ inline Advanced advance(float gradient, float velocity, float total, 
 }
 
 // Kernels.
-// Finds the `rank`-th largest magnitude of the sample; with rank 0 every element will be marked. One CTA.
+// Finds the `rank`-th largest magnitude of the sample; with rank 0 every element will be marked. A CTA a parameter.
 extern "C" __global__ void __launch_bounds__(kSampleThreads)
-    dgc_sample(const float* gradient, const float* velocity, const float* total, int64_t numel, float momentum,
-               float scale, int32_t nesterov, int64_t lines, int64_t rank, int64_t k, Selection* selection) {
+    dgc_sample(const Parameter* table, const float* gradient, const float* velocity, const float* total, float momentum,
+               float scale, const float* scales, int32_t nesterov, Selection* selections) {
   __shared__ uint32_t counts[kBins], sums[kMostWarps], found[2];
-  const Rule rule = {momentum, scale, nesterov != 0};
+  const Rule rule = {momentum, scales ? scales[blockIdx.x] : scale, nesterov != 0};
+  const Parameter parameter = table[blockIdx.x];
+  const int64_t lines = parameter.lines, rank = parameter.rank;
+  Selection* selection = selections + blockIdx.x;
   for (unsigned bin = threadIdx.x; bin < kBins; bin += kSampleThreads) selection->counts[bin] = 0;
   uint32_t keys[kSamples];
-  const int64_t stride = lines ? numel / kLine / lines * kLine : 0;
+  const int64_t stride = lines ? parameter.numel / kLine / lines * kLine : 0;
 #pragma unroll
   for (int i = 0; i < kSamples; ++i) {
     const int64_t sample = i * kSampleThreads + threadIdx.x, line = sample / kLine;
-    const int64_t at = line * stride + sample % kLine;
+    const int64_t at = parameter.start + line * stride + sample % kLine;
     keys[i] = rank && line < lines ? magnitude_key(advance(gradient[at], velocity[at], total[at], rule).total) : 0;
   }
   if (threadIdx.x == 0) found[0] = 0, found[1] = static_cast<uint32_t>(rank);
@@ -68,25 +72,27 @@ extern "C" __global__ void __launch_bounds__(kSampleThreads)
   if (threadIdx.x) return;
   selection->threshold = rank ? found[0] : 0;
   selection->candidates = selection->prefix = selection->tickets = 0;
-  selection->wanted = static_cast<uint32_t>(k);
+  selection->wanted = static_cast<uint32_t>(parameter.k);
 }
 
 // One pass over everything: new velocity and total, and a mark where the total's magnitude reaches the threshold.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    dgc_advance(const float* gradient, const float* velocity, const float* total, float* velocity_out,
-                float* total_out, int64_t numel, float momentum, float scale, int32_t nesterov, uint4* marks,
-                Selection* selection) {
-  const Rule rule = {momentum, scale, nesterov != 0};
-  const uint32_t threshold = selection->threshold;
+extern "C" __global__ void __launch_bounds__(kThreads, 3)  // without the 3, ptxas aims for more CTAs and spills
+    dgc_advance(const Parameter* table, int64_t parameters, int64_t tiles, const float* gradient, const float* velocity,
+                const float* total, float* velocity_out, float* total_out, float momentum, float scale,
+                const float* scales, int32_t nesterov, uint4* marks, Selection* selections) {
   const int lane = static_cast<int>(lane_index());
-  for (int64_t share = warp_index(); share < kShares * tile_count(numel); share += warp_count()) {
-    const int64_t tile = share / kShares;
+  for (int64_t share = warp_index(); share < kShares * tiles; share += warp_count()) {
+    const int64_t tile = share / kShares, index = find(table, parameters, &Parameter::tile, tile);
+    const Rule rule = {momentum, scales ? scales[index] : scale, nesterov != 0};
+    const uint32_t threshold = selections[index].threshold;
+    const int64_t start = table[index].start + (tile - table[index].tile) * kTile;
+    const int64_t stop = table[index].start + table[index].numel;
     const int first = static_cast<int>(share % kShares) * kGroups;
     uint4 mine = make_uint4(0, 0, 0, 0);
     uint32_t marked = 0;
 #pragma unroll 4
     for (int group = first; group < first + kGroups; ++group) {
-      const int64_t at = tile * kTile + group * kGroup + 4 * lane, count = numel - at;
+      const int64_t at = start + group * kGroup + 4 * lane, count = stop - at;
       const float4 g = load4(gradient + at, count), u = load4(velocity + at, count), v = load4(total + at, count);
       const Advanced next[4] = {advance(g.x, u.x, v.x, rule), advance(g.y, u.y, v.y, rule),
                                 advance(g.z, u.z, v.z, rule), advance(g.w, u.w, v.w, rule)};
@@ -102,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       if (lane == group) mine = make_uint4(words[0], words[1], words[2], words[3]);
     }
     if (lane / kGroups * kGroups == first) marks[tile * kWarp + lane] = mine;
-    if (lane == 0 && marked) atomicAdd(&selection->candidates, marked);
+    if (lane == 0 && marked) atomicAdd(&selections[index].candidates, marked);
   }
 }
 

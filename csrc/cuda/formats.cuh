@@ -38,59 +38,78 @@ struct BFloat16 {
   __device__ static float widen(uint16_t bfloat) { return float_from_bfloat(bfloat); }
 };
 
-constexpr int kRun = 8;  // elements a thread handles at once: 16 bytes of float16, twice 16 bytes of float32
+// A thread handles eight elements at once, a warp 256: lane l holds 4 l + (0..3) of the first 128 and of the second. So a
+// warp's access is 512 bytes in a row of float32, 256 of 16 bits; eight in a row would touch every sector twice.
+constexpr int kRun = 8;
+constexpr int64_t kQuad = 4;
+constexpr int64_t kHalf = kQuad * kWarp;  // from a thread's first four elements to its other four
+constexpr int64_t kWarpRun = 2 * kHalf;
 
 struct Run {
   float at[kRun];
 };
 
-// Loads a run of which `count` elements exist; the others read as zero.
+// The first element of this thread's first run, where all threads of the grid walk through a tensor together.
+__device__ inline int64_t first_of_run() { return kWarpRun * warp_index() + kQuad * lane_index(); }
+
+// Loads a run, of which `count` elements exist from `at` on; the others read as zero.
 template <class Format>
 struct Memory {
   __device__ static Run load(const uint16_t* at, int64_t count) {
     Run run;
-    if (count >= kRun && aligned<uint4>(at)) {
-      const uint4 words = *reinterpret_cast<const uint4*>(at);
-      const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-      for (int i = 0; i < kRun; ++i) run.at[i] = Format::widen(static_cast<uint16_t>(pairs[i / 2] >> 16 * (i % 2)));
-      return run;
-    }
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) run.at[i] = i < count ? Format::widen(at[i]) : 0.0f;
+    load_quad(at, count, run.at);
+    load_quad(at + kHalf, count - kHalf, run.at + kQuad);
     return run;
   }
 
   // Stores a run and returns it as it reads back.
   __device__ static Run store(uint16_t* at, const Run& run, int64_t count) {
     Run stored;
-    uint32_t pairs[4] = {};
+    store_quad(at, run.at, count, stored.at);
+    store_quad(at + kHalf, run.at + kQuad, count - kHalf, stored.at + kQuad);
+    return stored;
+  }
+
+ private:
+  __device__ static void load_quad(const uint16_t* at, int64_t count, float* to) {
+    if (count >= kQuad && aligned<uint2>(at)) {
+      const uint2 words = *reinterpret_cast<const uint2*>(at);
+      const uint32_t pairs[2] = {words.x, words.y};
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) {
-      const uint16_t narrow = Format::narrow(run.at[i]);
-      stored.at[i] = Format::widen(narrow);
+      for (int i = 0; i < kQuad; ++i) to[i] = Format::widen(static_cast<uint16_t>(pairs[i / 2] >> 16 * (i % 2)));
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) to[i] = i < count ? Format::widen(at[i]) : 0.0f;
+  }
+
+  __device__ static void store_quad(uint16_t* at, const float* from, int64_t count, float* stored) {
+    uint32_t pairs[2] = {};
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      const uint16_t narrow = Format::narrow(from[i]);
+      stored[i] = Format::widen(narrow);
       pairs[i / 2] |= static_cast<uint32_t>(narrow) << 16 * (i % 2);
     }
-    if (count >= kRun && aligned<uint4>(at)) {
-      *reinterpret_cast<uint4*>(at) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-      return stored;
+    if (count >= kQuad && aligned<uint2>(at)) {
+      *reinterpret_cast<uint2*>(at) = make_uint2(pairs[0], pairs[1]);
+      return;
     }
 #pragma unroll
-    for (int i = 0; i < kRun; ++i)
+    for (int i = 0; i < kQuad; ++i)
       if (i < count) at[i] = static_cast<uint16_t>(pairs[i / 2] >> 16 * (i % 2));
-    return stored;
   }
 };
 
 template <>
 struct Memory<Float32> {
   __device__ static Run load(const float* at, int64_t count) {
-    const float4 a = load4(at, count), b = load4(at + 4, count - 4);
+    const float4 a = load4(at, count), b = load4(at + kHalf, count - kHalf);
     return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
   }
   __device__ static Run store(float* at, const Run& run, int64_t count) {
     store4(at, make_float4(run.at[0], run.at[1], run.at[2], run.at[3]), count);
-    store4(at + 4, make_float4(run.at[4], run.at[5], run.at[6], run.at[7]), count - 4);
+    store4(at + kHalf, make_float4(run.at[4], run.at[5], run.at[6], run.at[7]), count - kHalf);
     return run;
   }
 };

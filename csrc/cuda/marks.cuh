@@ -12,6 +12,39 @@ constexpr int64_t kTile = kWarp * kGroup;
 
 __device__ inline int64_t tile_count(int64_t numel) { return (numel + kTile - 1) / kTile; }
 
+// A run of one parameter in the shard. The table of them lives on the device and is uploaded once for a layout; a
+// parameter's k largest are its own affair, its tiles, CTAs and places follow those of the parameters before it.
+struct Parameter {
+  int64_t start, numel;   // of the run in the shard
+  int64_t chosen, k;      // its first place in indices and values, and how many it has
+  int64_t lines, rank;    // of its sample; see dgc_sample
+  int64_t tile;           // its first one
+  int64_t block, blocks;  // its first CTA, and how many work on its selection
+};
+
+// The last parameter whose `first` is at most `place`; none is empty.
+__device__ inline int64_t find(const Parameter* table, int64_t count, int64_t Parameter::* first, int64_t place) {
+  int64_t low = 0, high = count;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    if (table[middle].*first <= place) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
+// A CTA's part in the selection of one parameter: tiles `warp`, `warp + warps`, ... of it.
+struct Part {
+  Parameter parameter;
+  int64_t index, warp, warps;
+};
+
+__device__ inline Part part_of_block(const Parameter* table, int64_t count) {
+  const int64_t index = find(table, count, &Parameter::block, blockIdx.x), warps = blockDim.x / kWarp;
+  const Parameter parameter = table[index];
+  return {parameter, index, (blockIdx.x - parameter.block) * warps + threadIdx.x / kWarp, parameter.blocks * warps};
+}
+
 struct Marks {
   uint4 words;    // of group `lane`
   unsigned busy;  // groups that have any mark

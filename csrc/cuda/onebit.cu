@@ -2,7 +2,8 @@
 //
 // Payload as in csrc/cpu/onebit.cpp, bit for bit: ceil(n / 1024) float32 scales, then the signs, the lowest bit first.
 // Bytes an element, read + written, in one pass and one launch each, no synchronisation:
-//   encode         8 + 4 + 1/8      gradient and residual in, left and payload out
+//   encode         8 + 4 + 1/8      gradient and residual in, left and payload out; a payload for each piece
+//   decode_pieces  1/8 + 4          a payload for each piece in, all of them out
 //   decode_reduce  W/8 + 4          W payloads in, their sum out
 //   serve          W/8 + 8 + 1/8    W payloads and the residual in, left and the answer out
 //
@@ -17,6 +18,7 @@ namespace gradwire {
 
 // Configuration.
 constexpr int kThreads = 256;
+constexpr int kResident = 3;  // CTAs that a multiprocessor keeps while encoding: 80 registers a thread
 constexpr int kBlock = 1024;
 constexpr int kWords = kBlock / 32;
 static_assert(kWords == kWarp, "lane j stores word j of a block's signs");
@@ -28,8 +30,7 @@ struct Encoded {
   int64_t numel;
 };
 
-__device__ inline int64_t block_count(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
-__device__ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+__device__ inline int64_t block_count(int64_t numel) { return blocks_in<kBlock>(numel); }
 
 // Kernels.
 // p[j] is element 32 j + lane of the block; elements past the end are zero.
@@ -58,53 +59,91 @@ __device__ inline void encode_block(const float (&p)[kWords], const Encoded& out
     if (32 * j + lane < count) left[32 * j] = p[j] - (p[j] >= 0.0f ? scale : -scale);
 }
 
-// A lane's word of a block's signs.
-__device__ inline uint32_t load_signs(const uint8_t* row, int64_t numel, int64_t block) {
-  const int64_t nbytes = (least(kBlock, numel - block * kBlock) + 7) / 8, at = 4 * lane_index();
-  return load_word_within<uint32_t>(row + 4 * block_count(numel) + block * (kBlock / 8) + at, nbytes - at);
-}
+// A block of a payload: its scale, and this lane's word of its signs.
+struct Signs {
+  uint32_t word;
+  float scale;
+};
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-    onebit_encode(const float* gradient, const float* residual, float* left, uint8_t* payload, int64_t numel) {
+// Where they lie in the first payload of several, whose rows are `stride` bytes apart.
+struct SignReader {
+  const uint8_t *scale, *word;
+  int64_t stride;
+  int nbytes;  // that this lane's word has
+
+  __device__ SignReader(const uint8_t* rows, int64_t stride, int64_t numel, int64_t block)
+      : scale(rows + 4 * block),
+        word(rows + 4 * block_count(numel) + block * (kBlock / 8) + 4 * lane_index()),
+        stride(stride),
+        nbytes(static_cast<int>((least(kBlock, numel - block * kBlock) + 7) / 8 - 4 * lane_index())) {}
+
+  // Loads from a payload and goes on to the next.
+  __device__ Signs next() {
+    const Signs signs = {load_word_within<uint32_t>(word, nbytes), load_float(scale)};
+    scale += stride, word += stride;
+    return signs;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, kResident)
+    onebit_encode(const float* gradient, const float* residual, float* left, uint8_t* payloads, int64_t stride,
+                  int64_t numel, int64_t width, int64_t blocks) {
   const int lane = static_cast<int>(lane_index());
-  for (int64_t block = warp_index(); block < block_count(numel); block += warp_count()) {
-    const int64_t first = block * kBlock + lane;
+  for (int64_t index = warp_index(); index < blocks; index += warp_count()) {
+    const Place at = place_of<kBlock>({numel, width}, index);
+    const int64_t first = at.start + at.block * kBlock + lane;
+    const int count = static_cast<int>(least(kBlock, at.numel - at.block * kBlock)) - lane;  // for this lane
     float p[kWords];
 #pragma unroll
-    for (int j = 0; j < kWords; ++j) p[j] = first + 32 * j < numel ? gradient[first + 32 * j] : 0.0f;
+    for (int j = 0; j < kWords; ++j) p[j] = 32 * j < count ? gradient[first + 32 * j] : 0.0f;
     if (residual) {
 #pragma unroll
-      for (int j = 0; j < kWords; ++j) p[j] += first + 32 * j < numel ? residual[first + 32 * j] : 0.0f;
+      for (int j = 0; j < kWords; ++j) p[j] += 32 * j < count ? residual[first + 32 * j] : 0.0f;
     }
-    encode_block(p, {left, payload, numel}, block);
+    encode_block(p, {left ? left + at.start : nullptr, payloads + at.piece * stride, at.numel}, at.block);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+// target = the sum of `a.workers` payloads of one block.
+__device__ inline void decode_block(const Reduction<uint8_t>& a, int64_t block) {
+  const unsigned lane = lane_index();
+  const int64_t first = block * kBlock + 4 * lane;
+  float4 sum[8];
+#pragma unroll
+  for (int t = 0; t < 8; ++t)
+    sum[t] = a.addend ? load4(a.addend + first + 128 * t, a.numel - first - 128 * t) : make_float4(0, 0, 0, 0);
+  SignReader reader(a.rows, a.stride, a.numel, block);
+  Signs next = reader.next();
+  for (int64_t w = 0; w < a.workers; ++w) {
+    const Signs signs = next;
+    if (w + 1 < a.workers) next = reader.next();
+    const float plus = signs.scale, minus = -plus;
+#pragma unroll
+    for (int t = 0; t < 8; ++t) {  // elements 128 t + 4 lane + (0..3) are four bits of word 4 t + lane / 8
+      const uint32_t bits = __shfl_sync(kAllLanes, signs.word, static_cast<int>(4 * t + lane / 8)) >> 4 * (lane % 8);
+      sum[t].x += bits & 1 ? plus : minus;
+      sum[t].y += bits & 2 ? plus : minus;
+      sum[t].z += bits & 4 ? plus : minus;
+      sum[t].w += bits & 8 ? plus : minus;
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < 8; ++t) store4(a.target + first + 128 * t, sum[t], a.numel - first - 128 * t);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     onebit_decode_reduce(const uint8_t* rows, int64_t stride, int64_t workers, const float* addend, float* target,
                          int64_t numel) {
-  const unsigned lane = lane_index();
-  for (int64_t block = warp_index(); block < block_count(numel); block += warp_count()) {
-    const int64_t first = block * kBlock + 4 * lane;
-    float4 sum[8];
-#pragma unroll
-    for (int t = 0; t < 8; ++t)
-      sum[t] = addend ? load4(addend + first + 128 * t, numel - first - 128 * t) : make_float4(0, 0, 0, 0);
-    for (int64_t w = 0; w < workers; ++w) {
-      const uint8_t* row = rows + w * stride;
-      const uint32_t mine = load_signs(row, numel, block);
-      const float plus = load_float(row + 4 * block), minus = -plus;
-#pragma unroll
-      for (int t = 0; t < 8; ++t) {  // elements 128 t + 4 lane + (0..3) are four bits of word 4 t + lane / 8
-        const uint32_t bits = __shfl_sync(kAllLanes, mine, static_cast<int>(4 * t + lane / 8)) >> 4 * (lane % 8);
-        sum[t].x += bits & 1 ? plus : minus;
-        sum[t].y += bits & 2 ? plus : minus;
-        sum[t].z += bits & 4 ? plus : minus;
-        sum[t].w += bits & 8 ? plus : minus;
-      }
-    }
-#pragma unroll
-    for (int t = 0; t < 8; ++t) store4(target + first + 128 * t, sum[t], numel - first - 128 * t);
+  for (int64_t block = warp_index(); block < block_count(numel); block += warp_count())
+    decode_block({rows, stride, workers, addend, target, numel}, block);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    onebit_decode_pieces(const uint8_t* payloads, int64_t stride, float* target, int64_t numel, int64_t width,
+                         int64_t blocks) {
+  for (int64_t index = warp_index(); index < blocks; index += warp_count()) {
+    const Place at = place_of<kBlock>({numel, width}, index);
+    decode_block({payloads + at.piece * stride, 0, 1, nullptr, target + at.start, at.numel}, at.block);
   }
 }
 
@@ -114,19 +153,25 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int lane = static_cast<int>(lane_index());
   for (int64_t block = warp_index(); block < block_count(numel); block += warp_count()) {
     const int64_t first = block * kBlock + lane;
+    const int count = static_cast<int>(least(kBlock, numel - block * kBlock)) - lane;  // for this lane
     float p[kWords] = {};
+    SignReader reader(rows, stride, numel, block);
+    Signs next = reader.next();
     for (int64_t w = 0; w < workers; ++w) {
-      const uint8_t* row = rows + w * stride;
-      const uint32_t mine = load_signs(row, numel, block);
-      const float plus = load_float(row + 4 * block), minus = -plus;
+      const Signs signs = next;
+      if (w + 1 < workers) next = reader.next();
+      const float plus = signs.scale, minus = -plus;
 #pragma unroll
-      for (int j = 0; j < kWords; ++j) p[j] += __shfl_sync(kAllLanes, mine, j) >> lane & 1 ? plus : minus;
+      for (int j = 0; j < kWords; ++j) p[j] += __shfl_sync(kAllLanes, signs.word, j) >> lane & 1 ? plus : minus;
     }
+    if (residual) {
 #pragma unroll
-    for (int j = 0; j < kWords; ++j) {
-      const bool inside = first + 32 * j < numel;
-      if (residual && inside) p[j] += residual[first + 32 * j];
-      if (!inside) p[j] = 0.0f;
+      for (int j = 0; j < kWords; ++j) p[j] += 32 * j < count ? residual[first + 32 * j] : 0.0f;
+    }
+    if (count < kBlock - lane) {  // the last block may be cut short
+#pragma unroll
+      for (int j = 0; j < kWords; ++j)
+        if (32 * j >= count) p[j] = 0.0f;
     }
     encode_block(p, {left, answer, numel}, block);
   }

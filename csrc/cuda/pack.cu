@@ -10,6 +10,7 @@ namespace gradwire {
 
 // Configuration.
 constexpr int kThreads = 256;
+constexpr int kResident = 6;  // CTAs of a multiprocessor; without it ptxas aims for more and spills
 constexpr int64_t kChunk = 8192;
 
 // Arguments.
@@ -38,7 +39,8 @@ __device__ inline const Descriptor* find(const Descriptor* table, int64_t tensor
 template <class From, class To>
 __device__ inline void copy_chunk(const typename From::Stored* from, typename To::Stored* to, float scale,
                                   int64_t numel) {
-  for (int64_t i = kRun * threadIdx.x; i < numel; i += kRun * kThreads) {
+  const int64_t first = kWarpRun * (threadIdx.x / kWarp) + kQuad * lane_index();
+  for (int64_t i = first; i < numel; i += kRun * kThreads) {
     Run run = Memory<From>::load(from + i, numel - i);
 #pragma unroll
     for (int j = 0; j < kRun; ++j) run.at[j] *= scale;
@@ -60,11 +62,11 @@ __device__ inline void pack(const Descriptor* table, int64_t tensors, int64_t ch
 }
 
 #define GRADWIRE_PACK(name, Tensor, Bucket)                                                                       \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                                          \
+  extern "C" __global__ void __launch_bounds__(kThreads, kResident)                                                \
       pack_##name(const Descriptor* table, int64_t tensors, int64_t chunks, Bucket::Stored* bucket) {             \
     pack<Tensor, Bucket, true>(table, tensors, chunks, bucket);                                                   \
   }                                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                                          \
+  extern "C" __global__ void __launch_bounds__(kThreads, kResident)                                                \
       unpack_##name(const Descriptor* table, int64_t tensors, int64_t chunks, Bucket::Stored* bucket) {           \
     pack<Tensor, Bucket, false>(table, tensors, chunks, bucket);                                                  \
   }

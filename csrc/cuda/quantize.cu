@@ -2,9 +2,9 @@
 //
 // Payload as in csrc/cpu/quantize.cpp, bit for bit: ceil(n / 512) pairs of float32 (unit, low), then the codes; of two
 // 4-bit codes in a byte the even element's is the lower. Bytes an element, read + written, at 4 bits, in one pass and
-// one launch each, no synchronisation: encode 4 + 1/2 (8 + 4 + 1/2 with residual), decode_reduce W/2 + 4.
-// Encoding, a lane holds 4 elements of each 128: 16 bytes of floats, 4 bytes of 8-bit codes or 2 bytes of 4-bit codes.
-// Decoding, a thread holds 8 in a row: one word of codes a worker, 32 bytes of floats.
+// one launch each, no synchronisation: encode 4 + 1/2 (8 + 4 + 1/2 with residual), decode_pieces 1/2 + 4, decode_reduce
+// W/2 + 4, serve W/2 + 1/2 (W/2 + 8 + 1/2 with residual).
+// A lane holds 4 elements of each 128: 16 bytes of floats, 4 bytes of 8-bit codes or 2 bytes of 4-bit codes.
 // Source: Alistarh et al., QSGD, NeurIPS 2017, section 4 (buckets, random rounding).
 #include "common/hash_formula.h"
 #include "formats.cuh"
@@ -13,14 +13,15 @@ namespace gradwire {
 
 // Configuration.
 constexpr int kThreads = 256;
+constexpr int kAhead = 4;     // workers whose payloads are on their way before the first is added
+constexpr int kResident = 4;  // CTAs that a multiprocessor keeps then: 64 registers a thread
 constexpr int kBlock = 512;
 constexpr int kQuads = kBlock / 128;
 constexpr float kSmallestNormal = 0x1p-126f;  // below it 1 / unit is inf: such a range is as good as empty
 
 // Arguments.
-struct Encode {
-  const float *gradient, *residual;  // residual may be null
-  float* left;                       // may be null, or the residual's own memory
+struct Encoded {
+  float* left;  // may be null
   uint8_t* payload;
   int64_t numel;
   bool random;
@@ -32,17 +33,22 @@ struct Range {
   bool finite;
 };
 
-// What holds the codes of a run.
+// What holds the codes of four elements.
 template <int kBits>
-struct EightCodes {
-  using Word = uint64_t;
+struct Codes {
+  using Four = uint32_t;
 };
 template <>
-struct EightCodes<4> {
-  using Word = uint32_t;
+struct Codes<4> {
+  using Four = uint16_t;
 };
 
-__device__ inline int64_t block_count(int64_t numel) { return (numel + kBlock - 1) / kBlock; }
+template <int kBits>
+__device__ inline float code_in(uint32_t codes, int place) {
+  return static_cast<float>(codes >> kBits * place & ((1u << kBits) - 1));
+}
+
+__device__ inline int64_t block_count(int64_t numel) { return blocks_in<kBlock>(numel); }
 
 // Where the code of an element lies that begins a byte, and how many bytes the payload has from there on.
 template <int kBits>
@@ -74,22 +80,50 @@ __device__ inline Range range_of(const float (&p)[4 * kQuads], float levels) {
   return {low, unit < kSmallestNormal ? 0.0f : unit, __ballot_sync(kAllLanes, special) == 0};
 }
 
-// p = gradient + residual; elements past the end repeat the block's first, which changes neither end of its range.
-__device__ inline void gather_block(const Encode& a, int64_t start, float (&p)[4 * kQuads]) {
-  const float filler = a.gradient[start] + (a.residual ? a.residual[start] : 0.0f);
+// p = what lies in memory for the block that begins at element `start`.
+__device__ inline void load_block(float (&p)[4 * kQuads], const float* from, int64_t start, int64_t numel) {
 #pragma unroll
   for (int t = 0; t < kQuads; ++t) {
-    const int64_t i = start + 128 * t + 4 * lane_index(), count = a.numel - i;
-    float4 x = load4(a.gradient + i, count);
-    if (a.residual) {
-      const float4 e = load4(a.residual + i, count);
-      x = make_float4(x.x + e.x, x.y + e.y, x.z + e.z, x.w + e.w);
-    }
-    p[4 * t] = count > 0 ? x.x : filler;
-    p[4 * t + 1] = count > 1 ? x.y : filler;
-    p[4 * t + 2] = count > 2 ? x.z : filler;
-    p[4 * t + 3] = count > 3 ? x.w : filler;
+    const int64_t i = start + 128 * t + 4 * lane_index();
+    const float4 x = load4(from + i, numel - i);
+    p[4 * t] = x.x, p[4 * t + 1] = x.y, p[4 * t + 2] = x.z, p[4 * t + 3] = x.w;
   }
+}
+
+// p += the same; nothing where the pointer is null.
+__device__ inline void add_block(float (&p)[4 * kQuads], const float* from, int64_t start, int64_t numel) {
+  if (!from) return;
+#pragma unroll
+  for (int t = 0; t < kQuads; ++t) {
+    const int64_t i = start + 128 * t + 4 * lane_index();
+    const float4 x = load4(from + i, numel - i);
+    p[4 * t] += x.x, p[4 * t + 1] += x.y, p[4 * t + 2] += x.z, p[4 * t + 3] += x.w;
+  }
+}
+
+// p += what a payload says about the block.
+template <int kBits>
+__device__ inline void add_decoded(float (&p)[4 * kQuads], const uint8_t* row, int64_t block, int64_t numel) {
+  using Four = typename Codes<kBits>::Four;
+  const float unit = load_float(row + 8 * block), low = load_float(row + 8 * block + 4);
+#pragma unroll
+  for (int t = 0; t < kQuads; ++t) {
+    const int64_t i = block * kBlock + 128 * t + 4 * lane_index();
+    const uint32_t codes = load_word_within<Four>(row + codes_at<kBits>(i, numel), codes_nbytes<kBits>(i, numel));
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      p[4 * t + c] += low + code_in<kBits>(codes, c) * unit;
+  }
+}
+
+// Elements past the end repeat the block's first, which changes neither end of its range.
+__device__ inline void fill_block(float (&p)[4 * kQuads], int64_t start, int64_t numel) {
+  const float filler = __shfl_sync(kAllLanes, p[0], 0);
+#pragma unroll
+  for (int t = 0; t < kQuads; ++t)
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      if (start + 128 * t + 4 * lane_index() + c >= numel) p[4 * t + c] = filler;
 }
 
 // code = floor((p - low) / unit + offset): offset 1/2 rounds to nearest, a uniform one rounds without bias.
@@ -100,66 +134,133 @@ __device__ inline uint32_t code_of(float p, const Range& range, float inverse, f
 }
 
 template <int kBits>
-__device__ inline void quantize_encode(const Encode& a) {
+__device__ inline void encode_block(const float (&p)[4 * kQuads], const Encoded& out, int64_t block) {
+  using Four = typename Codes<kBits>::Four;
   constexpr float kLevels = (1 << kBits) - 1;
-  for (int64_t block = warp_index(); block < block_count(a.numel); block += warp_count()) {
-    float p[4 * kQuads];
-    gather_block(a, block * kBlock, p);
-    const Range range = range_of(p, kLevels);
-    const float inverse = range.unit > 0.0f ? 1.0f / range.unit : 0.0f, nan = float_of_bits(0x7fc00000u);
-    const float unit = range.finite ? range.unit : nan, low = range.finite ? range.low : nan;
-    if (lane_index() < 2) store_float(a.payload + 8 * block + 4 * lane_index(), lane_index() ? low : unit);
+  const Range range = range_of(p, kLevels);
+  const float inverse = range.unit > 0.0f ? 1.0f / range.unit : 0.0f, nan = float_of_bits(0x7fc00000u);
+  const float unit = range.finite ? range.unit : nan, low = range.finite ? range.low : nan;
+  if (lane_index() < 2) store_float(out.payload + 8 * block + 4 * lane_index(), lane_index() ? low : unit);
 #pragma unroll
-    for (int t = 0; t < kQuads; ++t) {
-      const int64_t i = block * kBlock + 128 * t + 4 * lane_index(), count = a.numel - i;
-      uint32_t codes = 0;
-      float left[4];
+  for (int t = 0; t < kQuads; ++t) {
+    const int64_t i = block * kBlock + 128 * t + 4 * lane_index(), count = out.numel - i;
+    uint32_t codes = 0;
+    float left[4];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const float offset = a.random ? uniform_of_hash(hash32(a.key, static_cast<uint32_t>(i + c))) : 0.5f;
-        const uint32_t code = code_of(p[4 * t + c], range, inverse, offset, kLevels);
-        left[c] = p[4 * t + c] - (low + static_cast<float>(code) * unit);
-        if (c < count) codes |= code << kBits * c;
-      }
-      uint8_t* at = a.payload + codes_at<kBits>(i, a.numel);
-      if (kBits == 8) store_word_within<uint32_t>(at, codes, codes_nbytes<kBits>(i, a.numel));
-      else store_word_within<uint16_t>(at, static_cast<uint16_t>(codes), codes_nbytes<kBits>(i, a.numel));
-      if (a.left) store4(a.left + i, make_float4(left[0], left[1], left[2], left[3]), count);
+    for (int c = 0; c < 4; ++c) {
+      const float offset = out.random ? uniform_of_hash(hash32(out.key, static_cast<uint32_t>(i + c))) : 0.5f;
+      const uint32_t code = code_of(p[4 * t + c], range, inverse, offset, kLevels);
+      left[c] = p[4 * t + c] - (low + static_cast<float>(code) * unit);
+      if (c < count) codes |= code << kBits * c;
     }
+    store_word_within<Four>(out.payload + codes_at<kBits>(i, out.numel), static_cast<Four>(codes),
+                            codes_nbytes<kBits>(i, out.numel));
+    if (out.left) store4(out.left + i, make_float4(left[0], left[1], left[2], left[3]), count);
   }
 }
 
-// Every run of eight elements stands alone here, so the grid runs over them; a block's range is the same for two warps.
+// `out` is the first piece's.
+template <int kBits>
+__device__ inline void quantize_encode(const float* gradient, const float* residual, const Encoded& out, int64_t stride,
+                                       int64_t width, int64_t blocks) {
+  for (int64_t index = warp_index(); index < blocks; index += warp_count()) {
+    const Place at = place_of<kBlock>({out.numel, width}, index);
+    const int64_t start = at.start + at.block * kBlock, stop = at.start + at.numel;
+    float p[4 * kQuads];
+    load_block(p, gradient, start, stop);
+    add_block(p, residual, start, stop);
+    fill_block(p, start, stop);
+    encode_block<kBits>(p, {out.left ? out.left + at.start : nullptr, out.payload + at.piece * stride, at.numel,
+                            out.random, out.key}, at.block);
+  }
+}
+
+template <int kBits>
+__device__ inline void quantize_serve(const Reduction<uint8_t>& a, const float* residual, const Encoded& answer) {
+  for (int64_t block = warp_index(); block < block_count(a.numel); block += warp_count()) {
+    float p[4 * kQuads] = {};
+    for (int64_t w = 0; w < a.workers; ++w) add_decoded<kBits>(p, a.rows + w * a.stride, block, a.numel);
+    add_block(p, residual, block * kBlock, a.numel);
+    fill_block(p, block * kBlock, a.numel);
+    encode_block<kBits>(p, answer, block);
+  }
+}
+
+// What a payload says about a run: its codes, and the range of the block it lies in.
+struct Coded {
+  uint32_t codes[2];
+  float unit, low;
+};
+
+template <int kBits>
+__device__ inline Coded load_coded(const uint8_t* row, int64_t i, int64_t numel) {
+  using Four = typename Codes<kBits>::Four;
+  const int64_t j = i + kHalf;
+  return {{load_word_within<Four>(row + codes_at<kBits>(i, numel), codes_nbytes<kBits>(i, numel)),
+           load_word_within<Four>(row + codes_at<kBits>(j, numel), codes_nbytes<kBits>(j, numel))},
+          load_float(row + 8 * (i / kBlock)), load_float(row + 8 * (i / kBlock) + 4)};
+}
+
+// target = the sum of `a.workers` payloads of one run, which never leaves its block.
+template <int kBits>
+__device__ inline void decode_run(const Reduction<uint8_t>& a, int64_t i) {
+  static_assert(kBlock % kWarpRun == 0, "a warp's run has one range");
+  if (i >= a.numel) return;
+  Run sum = {};
+  if (a.addend) sum = Memory<Float32>::load(a.addend + i, a.numel - i);
+  for (int64_t first = 0; first < a.workers; first += kAhead) {
+    Coded coded[kAhead];
+#pragma unroll
+    for (int w = 0; w < kAhead; ++w)
+      if (first + w < a.workers) coded[w] = load_coded<kBits>(a.rows + (first + w) * a.stride, i, a.numel);
+#pragma unroll
+    for (int w = 0; w < kAhead; ++w)
+#pragma unroll
+      for (int c = 0; c < kRun; ++c)
+        if (first + w < a.workers)
+          sum.at[c] += coded[w].low + code_in<kBits>(coded[w].codes[c / kQuad], c % kQuad) * coded[w].unit;
+  }
+  Memory<Float32>::store(a.target + i, sum, a.numel - i);
+}
+
+// Every run stands alone here, so the grid runs over them; a block's range is the same for two warps.
 template <int kBits>
 __device__ inline void quantize_decode_reduce(const Reduction<uint8_t>& a) {
-  using Codes = typename EightCodes<kBits>::Word;
-  constexpr Codes kMask = (1u << kBits) - 1;
-  for (int64_t i = kRun * thread_index(); i < a.numel; i += kRun * thread_count()) {
-    const int64_t count = a.numel - i;
-    Run sum = Memory<Float32>::load(a.addend ? a.addend + i : a.target + i, a.addend ? count : 0);
-    for (int64_t w = 0; w < a.workers; ++w) {
-      const uint8_t* row = a.rows + w * a.stride;
-      const Codes codes =
-          load_word_within<Codes>(row + codes_at<kBits>(i, a.numel), codes_nbytes<kBits>(i, a.numel));
-      const float unit = load_float(row + 8 * (i / kBlock)), low = load_float(row + 8 * (i / kBlock) + 4);
-#pragma unroll
-      for (int j = 0; j < kRun; ++j)
-        sum.at[j] += low + static_cast<float>(static_cast<uint32_t>(codes >> kBits * j & kMask)) * unit;
-    }
-    Memory<Float32>::store(a.target + i, sum, count);
+  for (int64_t i = first_of_run(); i < a.numel; i += kRun * thread_count()) decode_run<kBits>(a, i);
+}
+
+template <int kBits>
+__device__ inline void quantize_decode_pieces(const uint8_t* payloads, int64_t stride, float* target,
+                                              const Pieces& pieces, int64_t runs) {
+  for (int64_t index = warp_index(); index < runs; index += warp_count()) {
+    const Place at = place_of<kWarpRun>(pieces, index);
+    decode_run<kBits>({payloads + at.piece * stride, 0, 1, nullptr, target + at.start, at.numel},
+                      kWarpRun * at.block + kQuad * lane_index());
   }
 }
 
 #define GRADWIRE_QUANTIZE(bits)                                                                                   \
   extern "C" __global__ void __launch_bounds__(kThreads)                                                          \
-      quantize_encode_##bits(const float* gradient, const float* residual, float* left, uint8_t* payload,         \
-                             int64_t numel, int32_t random, uint32_t key) {                                       \
-    quantize_encode<bits>({gradient, residual, left, payload, numel, random != 0, key});                          \
+      quantize_encode_##bits(const float* gradient, const float* residual, float* left, uint8_t* payloads,        \
+                             int64_t stride, int64_t numel, int64_t width, int64_t blocks, int32_t random,        \
+                             uint32_t key) {                                                                      \
+    quantize_encode<bits>(gradient, residual, {left, payloads, numel, random != 0, key}, stride, width, blocks);  \
   }                                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                                          \
+  extern "C" __global__ void __launch_bounds__(kThreads, kResident)                                               \
       quantize_decode_reduce_##bits(const uint8_t* rows, int64_t stride, int64_t workers, const float* addend,    \
                                     float* target, int64_t numel) {                                               \
     quantize_decode_reduce<bits>({rows, stride, workers, addend, target, numel});                                 \
+  }                                                                                                               \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                          \
+      quantize_decode_pieces_##bits(const uint8_t* payloads, int64_t stride, float* target, int64_t numel,        \
+                                    int64_t width, int64_t runs) {                                                \
+    quantize_decode_pieces<bits>(payloads, stride, target, {numel, width}, runs);                                 \
+  }                                                                                                               \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                          \
+      quantize_serve_##bits(const uint8_t* rows, int64_t stride, int64_t workers, const float* residual,          \
+                            float* left, uint8_t* answer, int64_t numel, int32_t random, uint32_t key) {          \
+    quantize_serve<bits>({rows, stride, workers, nullptr, nullptr, numel}, residual,                              \
+                         {left, answer, numel, random != 0, key});                                                \
   }
 
 GRADWIRE_QUANTIZE(8)

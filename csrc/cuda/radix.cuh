@@ -13,7 +13,7 @@ struct Selection {
   uint32_t candidates;  // how many were
   uint32_t prefix;      // the digits found so far; after the last pass the k-th largest key
   uint32_t wanted;      // how many with this prefix are still to be taken; at last how many equal to the k-th largest
-  uint32_t tickets;     // CTAs that are done with the current pass
+  uint32_t tickets;     // CTAs that are done with the current pass over this parameter
   uint32_t padding[3];
   uint32_t counts[kBins];
 };
@@ -61,13 +61,13 @@ __device__ inline void pick_bin(const volatile uint32_t* counts, int shift, uint
   }
 }
 
-// True in every thread of the CTA that finishes last; what the other CTAs wrote before is then visible to it.
-__device__ inline bool last_block(uint32_t* tickets, uint32_t* shared) {
+// True in every thread of the CTA that finishes last of `blocks`; what the others wrote before is then visible to it.
+__device__ inline bool last_block(uint32_t* tickets, int64_t blocks, uint32_t* shared) {
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) *shared = atomicAdd(tickets, 1u);
   __syncthreads();
-  const bool last = *shared == gridDim.x - 1;
+  const bool last = *shared == blocks - 1;
   if (last) __threadfence();
   return last;
 }

@@ -1,11 +1,37 @@
-"""Law: buckets that find no memory to travel together keep their gradients."""
+"""Law: buckets that find no memory to travel, joined, divided or compressed, keep their gradients."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
 from torch import Tensor
 
+from gradwire.comms import compressed
+from gradwire.comms.compat import HashStore
+from gradwire.comms.compressed import run_compressed
+from gradwire.comms.execute import Chunk, Executor
 from gradwire.comms.fusion import Fusion, FusionPlan
-from gradwire.compressors.base import Layout
+from gradwire.comms.groups import Groups
+from gradwire.comms.lanes import Hop
+from gradwire.comms.plan import ALL_REDUCE, REDUCE_SCATTER, Phase, Plan
+from gradwire.comms.report import Ledger
+from gradwire.comms.schedule import Transfer
+from gradwire.comms.store import PollingStore
+from gradwire.comms.transport.echo import EchoGroup
+from gradwire.compressors.base import Compressor, Layout, Slice
+from gradwire.compressors.registry import Option
+from gradwire.compressors.routed import make_routed
+
+Memory = Callable[[int], AbstractContextManager[object]]
+SIZE = 3
+LAYOUT = Layout((Slice("a.weight", (60, 50), 0, 0, 3000), Slice("a.bias", (37,), 0, 3000, 37),
+                 Slice("b.weight", (50, 40), 0, 3037, 2000)))
+COMPRESSORS: dict[str, dict[str, Option]] = {
+    "fp16": {}, "int4": {}, "onebit": {"warmup_steps": 0}, "dgc": {"warmup_steps": 0, "density": 0.05},
+    "powersgd": {"warmup_steps": 0, "factor_dtype": "bfloat16"},
+}
 
 
 def nowhere(flat: Tensor, layout: Layout | None) -> torch.futures.Future[Tensor]:
@@ -14,6 +40,10 @@ def nowhere(flat: Tensor, layout: Layout | None) -> torch.futures.Future[Tensor]
 
 def no_memory(*sizes: object, **options: object) -> Tensor:
     raise torch.OutOfMemoryError("no memory left")
+
+
+def randn(numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(numel))
 
 
 def test_joined_buckets_survive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +56,76 @@ def test_joined_buckets_survive(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         fusion.end_step()
     assert all(torch.equal(flat, copy) for flat, copy in zip(flats, before, strict=True))
+
+
+@pytest.fixture
+def executor() -> Iterator[Executor]:
+    """One rank that talks to itself through gloo."""
+    second = timedelta(seconds=20)
+    groups = Groups(PollingStore(HashStore(), second), 0, torch.device("cpu"), lambda members: False, "gloo", second,
+                    lambda: None)
+    yield Executor(groups, 0, lambda phase: True, None, Ledger(("inter_node",)))
+    groups.close()
+
+
+@pytest.mark.parametrize("op", [ALL_REDUCE, REDUCE_SCATTER])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bucket_is_divided_once_it_has_its_buffers(
+    executor: Executor, op: str, dtype: torch.dtype, full_memory: Memory
+) -> None:
+    numel, gradient = 100, randn(100).to(dtype)
+    plan = Plan("flat", (Phase(op, 0),), 1, 400, 0.0, {}, "")
+    transfer = Transfer(op, 0, (0,), 0, numel, () if op == ALL_REDUCE else (0, numel))
+
+    def walk(flat: Tensor) -> Iterator[Hop]:
+        return executor.walk(Chunk(flat, 0, numel, [[transfer]], 1 / 3), plan)
+
+    for hop in walk(gradient.clone()):  # connects
+        hop.work.wait()
+    flat, allowed, rounds = gradient.clone(), 0, None
+    while rounds is None:
+        try:
+            with full_memory(allowed):
+                hop = next(rounds := walk(flat))
+        except torch.OutOfMemoryError:
+            assert torch.equal(flat, gradient), f"changed before allocation {allowed + 1}"
+            rounds, allowed = None, allowed + 1
+    assert allowed > 0 or op == ALL_REDUCE
+    for last in (hop, *rounds):
+        last.work.wait()
+    assert torch.equal(flat, gradient * (1 / 3))
+
+
+def average(compressor: Compressor, flat: Tensor, flush: bool) -> None:
+    for work in run_compressed(compressor, [flat], [LAYOUT], [EchoGroup(SIZE)], flush, 1 / SIZE):
+        work.wait()
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("flush", [False, True])
+def test_a_compressed_bucket_survives_to_the_end(
+    name: str, flush: bool, full_memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever memory ends, also after some collectives: all routes of a bucket or none."""
+    gradient = randn(LAYOUT.numel)
+
+    def run(flat: Tensor, memory: AbstractContextManager[object]) -> bool:
+        compressor = make_routed(name, COMPRESSORS[name])
+        average(compressor, gradient.clone(), False)
+        compressor.end_step(True)  # so that there are residuals
+        try:
+            with memory:
+                average(compressor, flat, flush)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    wanted = gradient.clone()
+    assert run(wanted, nullcontext())
+    monkeypatch.setattr(compressed, "ALWAYS_GIVES", ())
+    flat, allowed = gradient.clone(), 0
+    while not run(flat, full_memory(allowed)):
+        assert torch.equal(flat, gradient), f"changed before allocation {allowed + 1}"
+        allowed += 1
+    assert allowed > 1
+    assert torch.equal(flat, wanted)

@@ -1,13 +1,15 @@
 """The order in which the chunks of a bucket are issued on CUDA: the same on all ranks, phases side by side."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from gradwire.comms.futures import FutureTensor, after_all
 from gradwire.comms.lanes import Hop
-from gradwire.comms.streams import take_turns
+from gradwire.comms.streams import STREAMS, SideStreams, take_turns
 from gradwire.comms.transport.torch_group import Works
 
 
@@ -34,6 +36,30 @@ def test_every_phase_of_every_chunk_is_issued_once_and_in_order(walks: int, phas
     assert sorted(issued) == [(number, phase) for number in range(walks) for phase in range(phases)]
     for number in range(walks):
         assert [phase for each, phase in issued if each == number] == list(range(phases))
+
+
+def test_after_an_error_the_current_stream_waits_for_what_was_issued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams that only write down who waits for whom."""
+    computing, waits, sides = Mock(), [], []
+
+    def stream(_: torch.device) -> Mock:
+        side = Mock()
+        side.wait_stream = lambda other: waits.append(("side", other))
+        sides.append(side)
+        return side
+
+    def walk() -> Iterator[Hop]:
+        waits.append(("issue", None))
+        raise torch.OutOfMemoryError("no memory left")
+        yield
+
+    computing.wait_stream = lambda other: waits.append(("computing", other))
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: computing)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    with pytest.raises(torch.OutOfMemoryError):
+        SideStreams(torch.device("cuda", 0)).run(Mock(), [walk()])
+    assert waits == [*[("side", computing)] * STREAMS, ("issue", None), *(("computing", side) for side in sides)]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])

@@ -1,5 +1,7 @@
 """DGC against an independent model of the paper's algorithm in float64."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -100,3 +102,18 @@ def test_a_nan_is_always_among_the_largest() -> None:
 
     for shard in run_ranks(2, body):
         assert shard.isnan().nonzero().tolist() == [[11]]
+
+
+@pytest.mark.parametrize("norm", [0.5, 1.0, 3.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("clip", [0.7, 1.0])
+def test_the_factor_of_the_clipping_is_the_hosts(norm: float, clip: float) -> None:
+    """Bit for bit what dividing two numbers of the host gives; a norm that is no number clips nothing."""
+    numel, size = sum(item.numel for item in LAYOUT.slices), 3
+    shard = torch.randn(numel, generator=torch.Generator().manual_seed(0)) * norm
+    scales = DGC(clip_norm=clip)._scales(shard, LAYOUT, size)
+    assert scales is not None
+    for item, scale in zip(LAYOUT.slices, scales, strict=True):
+        found = float(torch.linalg.vector_norm(shard[item.start : item.stop]))
+        limit = clip * size**-0.5
+        wanted = limit / found if limit < found < math.inf else 1.0
+        assert torch.equal(scale, torch.tensor(wanted, dtype=torch.float32))

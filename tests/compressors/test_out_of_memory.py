@@ -1,11 +1,11 @@
 """Law: a compressor that finds no memory before its first collective has not touched the gradient or its state."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.comms.transport.echo import EchoGroup
 from gradwire.compressors.base import Compressor, Layout, Work
@@ -18,30 +18,13 @@ COMPRESSORS: dict[str, Mapping[str, Option]] = {
 }
 
 
-class FullMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is not annotated
-    """An allocator that fails after so many tensors: every operation that returns one of its own takes memory."""
-
-    def __init__(self, allowed: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.allowed = allowed
-
-    def __torch_dispatch__(
-        self, func: torch._ops.OpOverload, types: object, args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        returns = func._schema.returns
-        if returns and all(one.alias_info is None for one in returns):
-            if not self.allowed:
-                raise torch.OutOfMemoryError("no memory left")
-            self.allowed -= 1
-        return func(*args, **(kwargs or {}))
-
-
-def first_round(compressor: Compressor, shard: Tensor, layout: Layout, allowed: int) -> Iterator[Work] | None:
+def first_round(
+    compressor: Compressor, shard: Tensor, layout: Layout, memory: AbstractContextManager[object]
+) -> Iterator[Work] | None:
     """What is left to do after the first collective; None where memory was short before it."""
     rounds = iter(compressor.all_reduce(shard, layout, EchoGroup(SIZE)))
     try:
-        with FullMemory(allowed):
+        with memory:
             next(rounds)
     except torch.OutOfMemoryError:
         return None
@@ -49,7 +32,9 @@ def first_round(compressor: Compressor, shard: Tensor, layout: Layout, allowed: 
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_the_gradient_survives(name: str, layout: Layout) -> None:
+def test_the_gradient_survives(
+    name: str, layout: Layout, full_memory: Callable[[int], AbstractContextManager[object]]
+) -> None:
     compressor, twin = (make(name, COMPRESSORS[name]) for _ in range(2))
     numels = {piece.name: torch.Size(piece.shape).numel() for piece in layout.slices}
     gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
@@ -59,7 +44,7 @@ def test_the_gradient_survives(name: str, layout: Layout) -> None:
             work.wait()
         each.end_step(True)
     shard, allowed = gradient.clone(), 0
-    while (rounds := first_round(compressor, shard, layout, allowed)) is None:
+    while (rounds := first_round(compressor, shard, layout, full_memory(allowed))) is None:
         assert torch.equal(shard, gradient), f"changed before allocation {allowed + 1}"
         compressor.end_step(False)
         allowed += 1

@@ -1,14 +1,15 @@
 """Law: DGC's, PowerSGD's and the packing kernels equal their torch twins, on a GPU and with their source on the CPU."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from gradwire.compressors import cuda, reference, reference_pack
+from gradwire.compressors import cuda, cuda_launch, reference, reference_pack
 from gradwire.compressors.cuda_pack import PackTable
-from gradwire.compressors.reference_dgc import DgcRule, DgcState
+from gradwire.compressors.reference_dgc import DgcRule, DgcRun, DgcState
 
 Maker = Callable[[int], Tensor]
 
@@ -85,12 +86,48 @@ def test_dgc_state_may_be_replaced_in_place(device: torch.device) -> None:
         assert_same(ours, twin)
 
 
+SHAPES: dict[str, tuple[int, ...]] = {"one": (5000,), "small": (1, 3, 33, 7), "mixed": (9001, 5, 4096, 20_000, 4097, 1)}
+"""Elements of a shard's parameters: below a line, of whole tiles, above the sample."""
+
+
+@pytest.mark.parametrize("numels", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("density", [0.002, 0.4])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_dgc_of_many_parameters_is_the_reference(
+    device: torch.device, numels: tuple[int, ...], density: float, clipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each parameter selects for itself, with a factor read from the device, and all share seven launches."""
+    numel, launched, start = sum(numels), [], cuda_launch.launch
+    runs = [DgcRun(sum(numels[:index]), part, max(1, int(density * part))) for index, part in enumerate(numels)]
+    chosen, rule = sum(run.count for run in runs), DgcRule(0.9, nesterov=clipped)
+    factors = torch.linspace(0.3, 1.0, len(runs)) if clipped else None
+
+    def count(*arguments: Any, **named: Any) -> None:
+        launched.append(arguments[1])
+        start(*arguments, **named)
+
+    monkeypatch.setattr(cuda_launch, "launch", count)
+    results: list[list[Tensor]] = []
+    for there, step in ((device, cuda.dgc_step_many), (torch.device("cpu"), reference.dgc_step_many)):
+        x, velocity, total = (each.to(there) for each in (other(numel), other(numel) * 2, other(numel).flip(0)))
+        state = DgcState(velocity, total, torch.empty_like(velocity), torch.empty_like(total))
+        indices, values = torch.empty(chosen, dtype=torch.int32, device=there), torch.empty(chosen, device=there)
+        step(x, state, rule, None if factors is None else factors.to(there), runs, indices, values)
+        results.append([indices, values, state.velocity_out, state.total_out])
+    assert len(launched) == 7, launched
+    for ours, twin in zip(*results, strict=True):
+        assert_same(ours, twin)
+
+
 def test_dgc_refuses_what_it_cannot_select(device: torch.device) -> None:
     x = torch.zeros(4, device=device)
     state = DgcState(x, x, x.clone(), x.clone())
     with pytest.raises(ValueError, match="`indices`"):
         cuda.dgc_step(x, state, DgcRule(0.0), torch.empty(5, dtype=torch.int32, device=device),
                       torch.empty(5, device=device))
+    with pytest.raises(ValueError, match="`runs`"):
+        cuda.dgc_step_many(x, state, DgcRule(0.0), None, [DgcRun(3, 2, 1)],
+                           torch.empty(1, dtype=torch.int32, device=device), torch.empty(1, device=device))
 
 
 def test_scatter_add_is_the_reference_and_marks_a_bad_index(device: torch.device) -> None:
