@@ -1,11 +1,12 @@
 """The unit that each element of a gradient is measured in before only its sign travels.
 
-One bit cannot say how large an element is, and the elements of a layer differ by orders of magnitude: a weight behind a
-pixel that is mostly black moves a thousandth as much as its neighbour. With one magnitude for a block, the small ones get
-noise of many times their size and the large ones wait in the residual. The dense start shows every rank the same averages,
-so that all of them know each element's usual magnitude, and it costs no byte.
-Source: Li et al., 1-bit LAMB, 2021, section 4 (scaled to one magnitude before the compression and back afterwards, there
-layer by layer); Tang et al., 1-bit Adam, ICML 2021, section 3 (what the dense start learned about each element is frozen).
+One bit cannot say how large an element is, and the elements of a layer differ by orders of magnitude: the weight behind a
+pixel that is mostly black moves far less than its neighbour. With one magnitude for a block, the small ones get noise of
+many times their size and the large ones wait in the residual. The dense start shows every rank the same averages, so that
+all of them know each element's usual magnitude, and it costs no byte.
+Source: the scaling of layers to one magnitude before the compression and back afterwards in Li et al., 1-bit LAMB, HiPC
+2022 (arXiv 2104.06069), here element by element; what the dense start has shown is frozen as the variance is in Tang et al.,
+1-bit Adam, ICML 2021, section 3.
 """
 
 import math
@@ -19,7 +20,7 @@ from gradwire.compressors.residual import ElementStore
 
 FLOOR = 0.125
 """Of the mean of a parameter's run, added to every element's unit: an element that the dense start hardly moved can still
-catch up. 0.02 to 0.5 end alike on the CNN of docs/convergence.md, elements that differ by the square root only do not."""
+catch up. Measured: 0.02 to 0.5 end alike on the CNN of docs/convergence.md; a floor of 1 after a short start does not."""
 
 
 class ElementScale(ElementStore):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -46,10 +47,13 @@ def _register() -> RemovableHandle:
 def _look(optimizer: Optimizer, _args: object, _named: object) -> None:
     for model, (main, rules) in list(_unseen.items()):
         takers = _takers(model, main, rules)
-        if any(id(parameter) in takers for entry in optimizer.param_groups for parameter in entry["params"]):
-            for taker in dict.fromkeys(takers.values()):
-                check_groups(taker, optimizer, [entry for entry in optimizer.param_groups if any(
-                    takers.get(id(parameter)) is taker for parameter in entry["params"])])
+        groups: dict[Taker, list[dict[str, Any]]] = {}
+        for entry in optimizer.param_groups:
+            for taker in dict.fromkeys(takers[id(each)] for each in entry["params"] if id(each) in takers):
+                groups.setdefault(taker, []).append(entry)
+        for taker, entries in groups.items():
+            check_groups(taker, optimizer, entries)
+        if groups:
             del _unseen[model]
 
 
