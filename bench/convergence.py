@@ -1,6 +1,6 @@
 """Does training under a compressor reach plain DDP's quality, and how soon?
 
-    python -m gradwire.bench.convergence quality --json runs.json       # every task, method and seed; half an hour
+    python -m gradwire.bench.convergence quality --json runs.json       # every task, method and seed; an hour
     python -m gradwire.bench.convergence speed --json runs.json         # seconds per step on emulated links; needs root
     python -m gradwire.bench.convergence show --json runs.json --page docs/convergence.md --draw docs/convergence
 

@@ -73,7 +73,7 @@ def make_trainee(task: Task, method: Method, *, steps: int, seed: int = 0, node:
         seed: Of the weights.
         node: Name of this rank's node; None asks the machine.
         nic_bytes_per_second: Of the links; None leaves it to gradwire's default.
-        warm: Compress from the first step on, as for timing.
+        warm: Compress from the second step on, as for timing.
     """
     model = task.model(seed)
     if method.name == ONEBIT_ADAM:
@@ -90,7 +90,7 @@ def make_trainee(task: Task, method: Method, *, steps: int, seed: int = 0, node:
     if method.compressor == "none":
         options = {}
     elif warm and "warmup_steps" in options:
-        options["warmup_steps"] = 0
+        options["warmup_steps"] = 1
     gradwire.check_optimizer(method.compressor, optimizer, options)
     state = gradwire.HookState(wrapped, compressor=method.compressor, compressor_options=options, hostname=node,
                                nic_bytes_per_second=nic_bytes_per_second)

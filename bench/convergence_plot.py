@@ -66,7 +66,7 @@ def _draw_link(axes: "Axes", record: Record, facts: Facts, speed: Speed) -> None
         if not runs:
             continue
         points = [point for point in zip(*(run.curve for run in runs), strict=True)
-                  if point[0][0] >= SHOWN_FROM * facts.steps]
+                  if point[0][0] >= SHOWN_FROM * runs[0].curve[-1][0]]
         times = [seconds_after(point[0][0], runs[0], speed) for point in points]
         values = [[quality for _, quality in point] for point in points]
         colour = COLOURS.get(method.name) or next(ours)

@@ -79,7 +79,7 @@ class SmallCnn(nn.Sequential):
 class FashionTask:
     """Test accuracy of the CNN under SGD with momentum 0.9; 32 images a rank and step."""
 
-    epochs: int = 1
+    epochs: int = 4
     batch: int = 32
     facts: Facts = field(init=False)
 

@@ -65,7 +65,7 @@ class HookState:
         """Takes parameter names from `model`, and its process group where it is a DDP model; connects the ranks."""
         self.names.bind(model)
         if self.config.compressor is not None:
-            check_at_first_step(model, self.config.compressor, self.config.compressor_options)
+            check_at_first_step(model, self.config.compressor, self.config.compressor_options, self.config.rules)
         self._group = getattr(model, "process_group", None) or self._group
         parameter = next(model.parameters(), None)
         if parameter is None:

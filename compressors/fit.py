@@ -2,7 +2,9 @@
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch.optim import SGD, Optimizer
 
@@ -14,6 +16,22 @@ ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "lamb", "adafactor", "adam
 """Parts of the class names of optimizers that divide by a running second moment of the gradient."""
 WITH_MOMENTUM = ("onebit", "dgc")
 """Compressors that fold the momentum in before they compress."""
+
+
+@dataclass(frozen=True, eq=False)
+class Taker:
+    """A compressor with what was asked of it, and the parameters it was asked for."""
+
+    name: str
+    """As in `compressor=`."""
+    options: Mapping[str, Option]
+    """Other than the defaults."""
+    pattern: str | None = None
+    """Of the rule that named it; None for the main compressor."""
+
+    def __str__(self) -> str:
+        rule = "" if self.pattern is None else f" of the rule with pattern {self.pattern!r}"
+        return f"compressor {self.name!r}{rule}"
 
 
 def check_optimizer(
@@ -35,26 +53,40 @@ def check_optimizer(
     Source: Tang et al., 1-bit Adam, ICML 2021, section 3 (why Adam's second moment must not see signs); Lin et al.,
         DGC, ICLR 2018, section 3.2 (momentum correction).
     """
-    chosen = {**options_of(compressor_name), **(options or {})}
+    check_groups(Taker(compressor_name, options or {}), optimizer, optimizer.param_groups)
+
+
+def check_groups(taker: Taker, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Does what `check_optimizer` does, for a compressor that takes the parameters of some groups only.
+
+    Args:
+        taker: The compressor.
+        optimizer: Steps on the compressed gradients.
+        groups: Of its `param_groups`, those that hold parameters of the compressor.
+
+    Raises:
+        ValueError: The pair is known to fail; the message says what to use instead, and names the rule.
+    """
+    chosen = {**options_of(taker.name), **taker.options}
     kind = type(optimizer).__name__
-    if compressor_name not in WITH_MOMENTUM or kind in ("OneBitAdam", "OneBitLamb"):
+    if taker.name not in WITH_MOMENTUM or kind in ("OneBitAdam", "OneBitLamb"):
         return
     if any(part in kind.lower() for part in ADAPTIVE):
-        raise ValueError(f"`optimizer` is {kind} with compressor {compressor_name!r}, which is known not to converge: "
-                         "its second moment would see the compressed gradient. Use gradwire.OneBitAdam or "
-                         "gradwire.OneBitLamb, SGD, or one of fp16, bf16, int8, int4, powersgd")
-    outside = max((float(group.get("momentum", 0.0)) for group in optimizer.param_groups), default=0.0)
+        raise ValueError(f"`optimizer` is {kind} with {taker}, which is known not to converge: its second moment would see "
+                         "the compressed gradient. Use gradwire.OneBitAdam or gradwire.OneBitLamb, SGD, or one of fp16, "
+                         "bf16, int8, int4, powersgd")
+    outside = max((float(group.get("momentum", 0.0)) for group in groups), default=0.0)
     if outside and chosen.get("momentum"):
-        raise ValueError(f"`optimizer` is {kind} with momentum {outside} and compressor {compressor_name!r} has "
-                         f"`momentum` {chosen['momentum']}: it would be applied twice. Call "
-                         "take_momentum(optimizer) and pass what it returns as `compressor_options`")
+        remedy = ("Call take_momentum(optimizer) and pass what it returns as `compressor_options`" if taker.pattern is None
+                  else "Give its parameters a group of their own with momentum 0")
+        raise ValueError(f"`optimizer` is {kind} with momentum {outside} and {taker} has `momentum` {chosen['momentum']}: it "
+                         f"would be applied twice. {remedy}")
     if outside:
-        warnings.warn(f"compressor {compressor_name!r} with `momentum` 0 under {kind} with momentum {outside}: momentum "
-                      "applied after the compression amplifies what was left out and costs accuracy; "
-                      "take_momentum(optimizer) moves it before", stacklevel=2)
+        warnings.warn(f"{taker} with `momentum` 0 under {kind} with momentum {outside}: momentum applied after the "
+                      "compression amplifies what was left out and costs accuracy; take_momentum(optimizer) moves it before",
+                      stacklevel=3)
     elif not isinstance(optimizer, SGD):
-        warnings.warn(f"compressor {compressor_name!r} under {kind} is untested: watch the loss against a dense run",
-                      stacklevel=2)
+        warnings.warn(f"{taker} under {kind} is untested: watch the loss against a dense run", stacklevel=3)
 
 
 def take_momentum(optimizer: Optimizer) -> dict[str, Option]:

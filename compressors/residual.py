@@ -20,6 +20,8 @@ class _Shard:
     value: Tensor
     spare: Tensor | None = None
     staged: bool = False
+    settled: bool = False
+    """Whether `ElementStore.settle` has been here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,16 @@ class ElementStore:
             elif shard.value.device != device:
                 shard.value, shard.spare = shard.value.to(device), None
             return shard.value
+
+    def settle(self, layout: Layout, device: torch.device, default: float) -> Tensor:
+        """Returns what `read` does, after a lasting `default` has taken the place of every zero."""
+        value = self.read(layout, device)
+        with self._lock:
+            shard = self._shards[layout]
+            if not shard.settled:
+                value.masked_fill_(value == 0.0, default)
+                shard.settled = True
+        return value
 
     def stage(self, layout: Layout, device: torch.device) -> Tensor:
         """Returns an uninitialised 1-D buffer for the values that take effect at `commit`."""

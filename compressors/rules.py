@@ -1,5 +1,6 @@
 """Which parameters are compressed, and how: the first rule that matches a parameter decides."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -24,12 +25,13 @@ class Rule:
 
     def matches(self, item: Slice) -> bool:
         """Whether the rule applies to the parameter that `item` is a part of."""
-        numel = 1
-        for length in item.shape:
-            numel *= length
-        return (fnmatchcase(item.name, self.pattern)
-                and (self.max_dim is None or len(item.shape) <= self.max_dim)
-                and (self.max_numel is None or numel <= self.max_numel))
+        return self.takes(item.name, item.shape)
+
+    def takes(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether the rule applies to a parameter of that name and shape."""
+        return (fnmatchcase(name, self.pattern)
+                and (self.max_dim is None or len(shape) <= self.max_dim)
+                and (self.max_numel is None or math.prod(shape) <= self.max_numel))
 
 
 DEFAULT_RULES = (Rule(max_dim=1), Rule(max_numel=1023))
@@ -37,6 +39,11 @@ DEFAULT_RULES = (Rule(max_dim=1), Rule(max_numel=1023))
 
 Source: both the authors' DGC code and PowerSGD (NeurIPS 2019, section 3) leave parameters of one dimension dense.
 """
+
+
+def first_match(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> Rule | None:
+    """Returns the rule that decides about a parameter, or None where the main compressor takes it."""
+    return next((rule for rule in rules if rule.takes(name, shape)), None)
 
 
 def rules_from(items: Sequence[Rule | Mapping[str, object]]) -> tuple[Rule, ...]:

@@ -60,11 +60,26 @@ class TwoStage(Stateful):
             return
         codec = self.codec_for(layout, group.rank)
         back = codec if self.back is self.codec else self.back
+        units = self.units_of(layout, shard.device)
+        source = source if units is None else source / units
         yield from two_stage(source, shard, group, codec, back, self._residuals(layout, group, shard.device))
+        if units is not None:
+            shard.mul_(units)
 
     def codec_for(self, layout: Layout, rank: int) -> Codec:
         """Returns the codec for this step's payload of this shard: codecs with random numbers override this."""
         return self.codec
+
+    def units_of(self, layout: Layout, device: torch.device) -> Tensor | None:
+        """Returns what each element is divided by before it is encoded; residuals are kept in these units too.
+
+        None divides by nothing: compressors that know the elements' sizes override this. All ranks of a group must have
+        the same bits.
+        """
+        return None
+
+    def observe(self, total: Tensor, layout: Layout) -> None:
+        """Is shown the sum of every dense step of the start, the same on all ranks; to be overridden."""
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
         """Adds what this rank has left out so far to `shard`, in place; it is forgotten when the step commits."""
@@ -72,7 +87,8 @@ class TwoStage(Stateful):
             return
         self._fold_server(layout, shard.device)
         if self.fields["residual"].holds(layout):
-            shard.add_(self.fields["residual"].read(layout, shard.device))
+            left_out, units = self.fields["residual"].read(layout, shard.device), self.units_of(layout, shard.device)
+            shard.add_(left_out if units is None else left_out * units)
             self.fields["residual"].stage(layout, shard.device).zero_()
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
@@ -94,6 +110,8 @@ class TwoStage(Stateful):
         self.flush(shard, layout)
         if group.size > 1:
             yield group.all_reduce(shard)
+            if self.step < self.warmup_steps:
+                self.observe(shard, layout)
 
     def _residuals(self, layout: Layout, group: Group, device: torch.device) -> Residuals:
         if not self.residual:

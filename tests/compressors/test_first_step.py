@@ -11,6 +11,7 @@ from gradwire.compressors import first_step
 from gradwire.compressors.first_step import check_at_first_step
 from gradwire.compressors.fit import take_momentum
 from gradwire.compressors.registry import Option, names
+from gradwire.compressors.rules import Rule
 
 ADAPTIVE = ["Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Adafactor"]
 
@@ -85,3 +86,59 @@ def test_nothing_is_left_behind() -> None:
     del model, forgotten
     gc.collect()
     assert len(first_step._unseen) == before
+
+
+class TwoLayers(nn.Module):
+    """An embedding and a head, both large enough for a compressor, with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.head(self.embedding(torch.arange(64))).sum().backward()
+
+
+@pytest.mark.parametrize("main", ["none", "int8", "powersgd"])
+@pytest.mark.parametrize("named", ["onebit", "dgc"])
+def test_compressors_that_rules_name_are_looked_at_too(main: str, named: str) -> None:
+    model = TwoLayers()
+    before = model.head.weight.detach().clone()
+    check_at_first_step(model, main, {}, [{"pattern": "*.bias"}, Rule(pattern="embedding.*", compressor=named)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    wanted = rf"`optimizer` is AdamW with compressor '{named}' of the rule with pattern 'embedding\.\*'.*OneBitAdam"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=wanted):
+            optimizer.step()
+    assert torch.equal(model.head.weight, before)
+
+
+@pytest.mark.parametrize("rules", [
+    [Rule(pattern="nobody", compressor="dgc")],
+    [Rule(pattern="embedding.*"), Rule(pattern="*", max_numel=2048, compressor="int8"), Rule(compressor="dgc")],
+])
+def test_rules_that_decide_about_no_parameter_are_not(rules: list[Rule]) -> None:
+    model = TwoLayers()
+    check_at_first_step(model, "fp16", {}, [*rules, Rule(pattern="late", compressor="onebit")])
+    take_steps(torch.optim.Adam(model.parameters()))
+
+
+def test_momentum_is_looked_for_where_the_rule_applies() -> None:
+    """The rule's parameters may have a group without momentum beside others with one, and not the other way round."""
+    for inside, outside in ((0.0, 0.9), (0.9, 0.0)):
+        model = TwoLayers()
+        check_at_first_step(model, "int8", {}, [Rule(pattern="embedding.*", compressor="dgc")])
+        optimizer = torch.optim.SGD([{"params": model.embedding.parameters(), "momentum": inside},
+                                     {"params": model.head.parameters(), "momentum": outside}], lr=0.1)
+        if not inside:
+            take_steps(optimizer)
+            continue
+        with pytest.raises(ValueError, match=r"'dgc' of the rule with pattern 'embedding\.\*'.*twice.*a group of their own"):
+            optimizer.step()
+
+
+def test_dense_neighbours_have_the_main_compressors_momentum() -> None:
+    model = TwoLayers()
+    check_at_first_step(model, "onebit", {}, [])
+    optimizer = torch.optim.SGD([model.head.weight, model.embedding.weight], lr=0.1)
+    optimizer.add_param_group({"params": [model.head.bias], "momentum": 0.9})
+    with pytest.raises(ValueError, match=r"compressor 'onebit' has `momentum` 0\.9.*take_momentum"):
+        optimizer.step()

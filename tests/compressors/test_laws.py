@@ -23,6 +23,7 @@ CASES: dict[str, tuple[str, dict[str, Option]]] = {
     "int8-random": ("int8", {"stochastic": True}),
     "int4": ("int4", {}),
     "onebit": ("onebit", {"momentum": 0.0, "warmup_steps": 2}),
+    "onebit-long-start": ("onebit", {"momentum": 0.0, "warmup_steps": 4}),
     "onebit-return8": ("onebit", {"momentum": 0.0, "warmup_steps": 0, "return_bits": 8}),
     "onebit-return16": ("onebit", {"momentum": 0.0, "warmup_steps": 0, "return_bits": 16}),
     "dgc": ("dgc", {"momentum": 0.0, "density": 0.01, "warmup_steps": 4}),

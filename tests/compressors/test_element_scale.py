@@ -1,0 +1,116 @@
+"""Laws: units follow what the dense start showed, are never zero, and stay with their elements."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.comms.transport.threads import ThreadGroup, run_ranks
+from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.element_scale import FLOOR, ElementScale
+from gradwire.compressors.onebit import OneBit
+
+CPU = torch.device("cpu")
+NUMEL, WARMUP = 4000, 20
+SIZES = torch.exp(torch.randn(NUMEL, generator=torch.Generator().manual_seed(7)) * 2.0)
+"""Elements between a thousandth and a thousand times as large as each other."""
+
+
+def layout_of(*runs: tuple[str, int, int]) -> Layout:
+    slices, at = [], 0
+    for name, start, numel in runs:
+        slices.append(Slice(name, (1000,), start, at, numel))
+        at += numel
+    return Layout(tuple(slices))
+
+
+def frozen(layout: Layout, totals: Sequence[Tensor]) -> ElementScale:
+    scale = ElementScale()
+    for total in totals:
+        scale.observe(layout, total)
+        scale.commit()
+    scale.freeze()
+    return scale
+
+
+def bits(values: Tensor) -> Tensor:
+    return values.view(torch.int32)
+
+
+def test_units_follow_the_mean_magnitude() -> None:
+    layout = layout_of(("a", 0, 100), ("b", 0, 300))
+    totals = [torch.randn(400, generator=torch.Generator().manual_seed(step)) * SIZES[:400] for step in range(50)]
+    units = frozen(layout, totals).units(layout, CPU)
+    means = torch.stack(totals).abs().mean(0)
+    for run in (slice(0, 100), slice(100, 400)):
+        ratio = units[run] / (means[run] + FLOOR * means[run].mean())
+        assert float(ratio.max() / ratio.min()) < 2.0  # the floor enters as a power of two
+        order = means[run].argsort()
+        assert torch.equal(units[run][order], units[run].sort().values)
+
+
+@pytest.mark.parametrize("factor", [2.0**-60, 0.5, 2.0**40])
+def test_a_common_factor_changes_no_bit(factor: float) -> None:
+    layout, total = layout_of(("a", 0, 100), ("b", 0, 300)), torch.randn(400) * SIZES[:400]
+    ours, wanted = (frozen(layout, [each]).units(layout, CPU) for each in (total * factor, total))
+    assert torch.equal(bits(ours), bits(wanted))
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-44, 1.0, 1e37])
+def test_units_are_never_zero_and_always_finite(factor: float) -> None:
+    layout = layout_of(("a", 0, 100), ("dead", 0, 50), ("b", 0, 250))
+    total = torch.randn(400, generator=torch.Generator().manual_seed(1)) * factor
+    total[100:150] = 0.0
+    total[200] = 0.0
+    units = frozen(layout, [total]).units(layout, CPU)
+    assert bool((units > 0.0).all()) and bool(units.isfinite().all())
+    assert torch.equal(units[100:150], torch.ones(50))
+
+
+def test_units_stay_with_their_elements() -> None:
+    """In a new layout everything is found again, and what the dense start did not show counts as 1, for good."""
+    old, new = layout_of(("a", 0, 100), ("b", 0, 300)), layout_of(("b", 200, 100), ("late", 0, 50), ("a", 0, 100))
+    scale = frozen(old, [torch.randn(400, generator=torch.Generator().manual_seed(2))])
+    before = scale.units(old, CPU).clone()
+    wanted = torch.cat([before[300:], torch.ones(50), before[:100]])
+    assert torch.equal(scale.units(new, CPU), wanted)
+    held = {(piece.name, piece.start): piece.value for piece in scale.pieces()}
+    assert torch.equal(held["late", 0], torch.ones(50))
+    scale.adopt(new, torch.zeros(250))
+    assert torch.equal(scale.units(new, CPU), wanted)
+
+
+def test_another_loss_scale_changes_no_unit() -> None:
+    layout = layout_of(("a", 0, 100))
+    scale = frozen(layout, [torch.randn(100)])
+    before = scale.units(layout, CPU).clone()
+    scale.rescale(0.5)
+    assert torch.equal(scale.units(layout, CPU), before)
+
+
+def first_compressed(warmup_steps: int) -> Tensor:
+    """What two ranks receive in the first step after the dense ones."""
+    layout = Layout((Slice("a", (NUMEL,), 0, 0, NUMEL),))
+    groups = ThreadGroup.create(2)
+
+    def body(rank: int) -> Tensor:
+        compressor = OneBit(momentum=0.0, warmup_steps=warmup_steps)
+        for step in range(warmup_steps + 1):
+            shard = torch.randn(NUMEL, generator=torch.Generator().manual_seed(2 * step + rank)) * SIZES
+            for work in compressor.all_reduce(shard, layout, groups[rank]):
+                work.wait()
+            compressor.end_step(True)
+        return shard
+
+    ours, theirs = run_ranks(2, body)
+    assert torch.equal(bits(ours), bits(theirs))
+    return ours
+
+
+def test_small_elements_are_not_drowned_by_their_block() -> None:
+    """With units every element arrives at about its own size, where one magnitude for all drowns the small ones."""
+    median = {steps: float((first_compressed(steps).abs() / SIZES).median()) for steps in (0, WARMUP)}
+    largest = {steps: float((first_compressed(steps).abs() / SIZES).max()) for steps in (0, WARMUP)}
+    assert 0.5 < median[WARMUP] < 4.0 < median[0]
+    assert largest[WARMUP] < 0.2 * largest[0]
