@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from gradwire.comms.codec_price import final, measured_price, square_layout, wire_ratio
+from gradwire.comms.codec_price import final, measured_price, settling, square_layout, wire_ratio
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compat import store_of
 from gradwire.comms.config import Config
@@ -59,9 +59,8 @@ class Check:
         probing.close()
 
     def communicator(self, name: str, config: Config, compressor: str) -> Communicator:
-        """A communicator of its own, with a compressor whose warm-up is over."""
-        options = {"warmup_steps": 0} if compressor != "none" else {}
-        used = None if compressor == "none" else registry.make(compressor, options)
+        """A communicator of its own, with a compressor whose warm-up is over after the round that is not timed."""
+        used = None if compressor == "none" else settling(compressor)
         return Communicator(self.store, self.rank, self.size, torch.device("cpu"), config, name=name, compressor=used)
 
     def run(self, plan: str, compressor: str) -> dict[str, object]:

@@ -25,10 +25,11 @@ GPU_BYTES_PER_SECOND = {80: 1.4e12, 86: 0.42e12, 89: 0.6e12, 90: 2.3e12, 100: 5.
 """Compute capability -> 0.7 of the card's memory bandwidth (A100 80 GB 2.04, A10 0.6, L40 0.86, H100 SXM 3.35, B200 8
 TB/s). Source: NVIDIA's data sheets; 0.7 is what memory-bound kernels reach."""
 
-TOUCHED_NBYTES = {"none": 0.0, "fp16": 14.0, "bf16": 14.0, "int8": 19.0, "int4": 18.0, "onebit": 25.0, "dgc": 28.0,
+TOUCHED_NBYTES = {"none": 0.0, "fp16": 14.0, "bf16": 14.0, "int8": 19.0, "int4": 18.0, "onebit": 49.0, "dgc": 28.0,
                   "powersgd": 32.0}
 """Bytes that encoding and decoding read and write for each element of a shard, residual and momentum included: encode
-(gradient in, residual in and out, payload out), decode and sum a slice, decode the result. One pass each."""
+(gradient in, residual in and out, payload out), decode and sum a slice, decode the result. One pass each; onebit has two more,
+for its units."""
 
 UNKNOWN_TOUCHED_NBYTES = 32.0
 """For a compressor that a user has registered."""
@@ -58,6 +59,11 @@ def final(name: str) -> Compressor:
     return registry.make(name, {"warmup_steps": 0} if "warmup_steps" in registry.options_of(name) else {})
 
 
+def settling(name: str) -> Compressor:
+    """One whose first step is its last dense one: what follows is as in the middle of a training."""
+    return registry.make(name, {"warmup_steps": 1} if "warmup_steps" in registry.options_of(name) else {})
+
+
 def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float:
     """Bytes that a rank sends over those of a ring all-reduce of the same elements in float32; 1 where none travel."""
     exact = 2 * (group_size - 1) / group_size * ELEMENT_NBYTES * layout.numel
@@ -82,16 +88,18 @@ def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 9,
     if name == EXACT.name:
         return EXACT
     group, first = EchoGroup(group_size), Layout(layout.slices[:1])
-    whole, part = (_timed(final(name), each, group, rounds, together) for each in (layout, first))
+    (whole, hops), (part, _) = (_timed(settling(name), each, group, rounds, together) for each in (layout, first))
     per_element = (whole - part) / (layout.numel - first.numel) if len(layout.slices) > 1 else whole / layout.numel
     return CodecPrice(name, wire_ratio(final(name), layout, group_size), max(per_element, 0.0) / ELEMENT_NBYTES,
-                      max(part - per_element * first.numel, 0.0), group.rounds // (2 * (rounds + 1)), group.exchanged)
+                      max(part - per_element * first.numel, 0.0), hops, group.exchanged)
 
 
-def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, rounds: int, together: Callable[[], None]) -> float:
-    """The mean seconds of an all-reduce in which nothing travels: where ranks share cores, single ones wait or do not."""
+def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, rounds: int,
+           together: Callable[[], None]) -> tuple[float, int]:
+    """The mean seconds of an all-reduce in which nothing travels (where ranks share cores, single ones wait or do not), and
+    how often it would have waited for everybody."""
     gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
-    times = []
+    times, waits = [], [0]
     together()
     for _ in range(rounds + 1):
         shard = gradient.clone()
@@ -99,8 +107,9 @@ def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, rounds: int
         for work in compressor.all_reduce(shard, layout, group):
             work.wait()
         times.append(time.perf_counter() - began)
+        waits.append(group.rounds)
         compressor.end_step(True)
-    return statistics.fmean(times[1:])
+    return statistics.fmean(times[1:]), waits[-1] - waits[-2]
 
 
 def layout_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
