@@ -96,8 +96,10 @@ def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 9,
 
 def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, rounds: int,
            together: Callable[[], None]) -> tuple[float, int]:
-    """The mean seconds of an all-reduce in which nothing travels (where ranks share cores, single ones wait or do not), and
-    how often it would have waited for everybody."""
+    """The mean seconds of an all-reduce in which nothing travels, and how often it would have waited for everybody.
+
+    The mean, because where ranks share cores a single round has either had to wait for one or has not.
+    """
     gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
     times, waits = [], [0]
     together()
