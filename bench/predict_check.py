@@ -80,10 +80,8 @@ class Check:
 
     def price(self, compressor: str, nodes: int) -> CodecPrice:
         """What a compressor costs with all ranks encoding at once: the slowest rank's, hence one plan on all of them."""
-        own = measured_price(compressor, square_layout(SAMPLE_NBYTES, side=SIDE), nodes, together=dist.barrier)
-        per_byte, call = self.slowest([own.seconds_per_byte, own.call_seconds])
-        ratio = 1.0 if compressor == "none" else wire_ratio(final(compressor), self.layout, nodes)
-        return replace(own, ratio=ratio, seconds_per_byte=per_byte, call_seconds=call)
+        own = measured_price(compressor, square_layout(SAMPLE_NBYTES, side=SIDE), nodes, slowest=self.slowest)
+        return own if compressor == "none" else replace(own, ratio=wire_ratio(final(compressor), self.layout, nodes))
 
     def _time(self, communicator: Communicator, layout: Layout | None, rounds: int) -> list[float]:
         """Each all-reduce's time on the slowest rank; the ranks begin together."""

@@ -70,8 +70,8 @@ def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float
     return compressor.wire_nbytes(layout, group_size) / exact if exact else 1.0
 
 
-def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 9,
-                   together: Callable[[], None] = lambda: None) -> CodecPrice:
+def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 25,
+                   slowest: Callable[[list[float]], list[float]] = list) -> CodecPrice:
     """The price with encoding and decoding timed here: the mean of a few rounds, so that what else runs here counts.
 
     Two sizes, the whole gradient and its first parameter, tell what each call costs from what each byte does.
@@ -80,30 +80,29 @@ def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 9,
         name: As in `compressor=`.
         layout: What is encoded; some 4 MB in several parameters are enough.
         group_size: As for `codec_price`.
-        rounds: All-reduces timed, after one that is not.
-        together: Called before each size's rounds: returns when all ranks of this machine have come, so that they share
-            its cores as they do in training. Between rounds nobody waits: ranks that leave a barrier one after another
-            would encode one after another.
+        rounds: All-reduces timed, after a dense one and the first compressed one, which takes its memory.
+        slowest: Given the seconds of the rounds, returns those of whichever rank was slowest in each; where all ranks of a
+            machine measure together, as they share its cores in training. Between rounds nobody waits: ranks that leave
+            a barrier one after another would encode one after another.
     """
     if name == EXACT.name:
         return EXACT
     group, first = EchoGroup(group_size), Layout(layout.slices[:1])
-    (whole, hops), (part, _) = (_timed(settling(name), each, group, rounds, together) for each in (layout, first))
+    (whole, hops), (part, _) = (_timed(settling(name), each, group, rounds, slowest) for each in (layout, first))
     per_element = (whole - part) / (layout.numel - first.numel) if len(layout.slices) > 1 else whole / layout.numel
     return CodecPrice(name, wire_ratio(final(name), layout, group_size), max(per_element, 0.0) / ELEMENT_NBYTES,
                       max(part - per_element * first.numel, 0.0), hops, group.exchanged)
 
 
 def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, rounds: int,
-           together: Callable[[], None]) -> tuple[float, int]:
+           slowest: Callable[[list[float]], list[float]]) -> tuple[float, int]:
     """The mean seconds of an all-reduce in which nothing travels, and how often it would have waited for everybody.
 
     The mean, because where ranks share cores a single round has either had to wait for one or has not.
     """
     gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
     times, waits = [], [0]
-    together()
-    for _ in range(rounds + 1):
+    for _ in range(rounds + 2):
         shard = gradient.clone()
         began = time.perf_counter()
         for work in compressor.all_reduce(shard, layout, group):
@@ -111,7 +110,7 @@ def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, rounds: int
         times.append(time.perf_counter() - began)
         waits.append(group.rounds)
         compressor.end_step(True)
-    return statistics.fmean(times[1:]), waits[-1] - waits[-2]
+    return statistics.fmean(slowest(times[2:])), waits[-1] - waits[-2]
 
 
 def layout_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:

@@ -61,7 +61,8 @@ class TwoStage(Stateful):
         codec = self.codec_for(layout, group.rank)
         back = codec if self.back is self.codec else self.back
         units = self.units_of(layout, shard.device)
-        source = source if units is None else source / units
+        if units is not None:
+            source = torch.div(source, units, out=shard)
         yield from two_stage(source, shard, group, codec, back, self._residuals(layout, group, shard.device))
         if units is not None:
             shard.mul_(units)

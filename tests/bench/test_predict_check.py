@@ -15,8 +15,11 @@ from gradwire.bench.predict_check import CASES
 
 pytestmark = pytest.mark.netns
 
-ATTEMPTS = 3
-STEADY = 1.1
+ATTEMPTS = 2
+TIME_SLICE_SECONDS = 0.005
+"""What several ranks on a core do to each other: one that has to wait for its turn waits for about this long."""
+
+STEADY = 1.25
 """A measurement counts where the medians of its even and of its odd rounds differ by less than this factor."""
 
 FOREIGN_SHARE = 0.15
@@ -60,27 +63,33 @@ def steady(case: Case) -> bool:
     return max(one, other) < STEADY * min(one, other)
 
 
-def undisturbed(nodes: list[int], names: Sequence[str]) -> dict[str, float]:
-    """Predicted over measured seconds of each case; none where another program had much of a core meanwhile."""
+def undisturbed(nodes: list[int], names: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Predicted and measured seconds of each case; none where another program had much of a core meanwhile."""
     began, (machine, own) = time.monotonic(), processor_seconds()
-    _, cases = timed(nodes, 8 << 20, 4, 0.4, names)
+    _, cases = timed(nodes, 8 << 20, 3, 0.3, names)
     now_machine, now_own = processor_seconds()
     foreign = (now_machine - machine) - (now_own - own)
     if foreign > FOREIGN_SHARE * (time.monotonic() - began):
         return {}
-    return {str(case["name"]): float(str(case["ratio"])) for case in cases if steady(case)}
+    return {str(case["name"]): (float(str(case["predicted_seconds"])), float(str(case["measured_seconds"])))
+            for case in cases if steady(case)}
+
+
+def near(predicted: float, measured: float) -> bool:
+    """Within 20 %, or within the time slice that a rank may have to wait on a core that it shares."""
+    return abs(predicted - measured) < max(0.2 * measured, TIME_SLICE_SECONDS)
 
 
 @pytest.mark.parametrize("nodes", [[2] * 2, [2] * 4, [4] * 4], ids=["2x2", "4x2", "4x4"])
 def test_plans_and_compressors_take_within_20_percent_of_what_was_predicted(nodes: list[int]) -> None:
-    left, missed = list(CASES), dict[str, list[float]]()
+    left, missed = list(CASES), dict[str, list[tuple[float, float]]]()
     for _ in range(ATTEMPTS):  # what was missed, or disturbed, is probed, predicted and measured anew
-        ratios = undisturbed(nodes, left)
-        left = [name for name in left if not 0.8 < ratios.get(name, 0.0) < 1.2]
+        seconds = undisturbed(nodes, left)
+        left = [name for name in left if name not in seconds or not near(*seconds[name])]
         for name in left:
-            missed.setdefault(name, []).extend(ratios[name] for _ in range(name in ratios))
+            missed.setdefault(name, []).extend(seconds[name] for _ in range(name in seconds))
         if not left:
             return
     wrong = {name: missed[name] for name in left if len(missed[name]) == ATTEMPTS}
-    assert not wrong, f"predicted over measured seconds, in each attempt: {wrong}"
+    assert not wrong, f"predicted and measured seconds, in each attempt: {wrong}"
     pytest.skip(f"other programs kept this machine busy, so {', '.join(left)} could not be measured")

@@ -55,7 +55,6 @@ def test_rounds_are_counted_as_they_are_run(name: str, rounds: int) -> None:
     assert price.exchanged == (name != "powersgd")
 
 
-def test_all_ranks_of_a_machine_are_called_together_before_each_size() -> None:
-    calls: list[None] = []
-    measured_price("int8", LAYOUT, 2, rounds=3, together=lambda: calls.append(None))
-    assert len(calls) == 2
+def test_of_every_round_the_slowest_rank_counts() -> None:
+    price = measured_price("int8", LAYOUT, 2, rounds=3, slowest=lambda own: [100.0 + seconds for seconds in own])
+    assert price.call_seconds > 99  # of both sizes, so none of it is the bytes'
