@@ -80,7 +80,8 @@ class Check:
 
     def price(self, compressor: str, nodes: int) -> CodecPrice:
         """What a compressor costs with all ranks encoding at once: the slowest rank's, hence one plan on all of them."""
-        own = measured_price(compressor, square_layout(SAMPLE_NBYTES, side=SIDE), nodes, slowest=self.slowest)
+        own = measured_price(compressor, square_layout(SAMPLE_NBYTES, side=SIDE), nodes,
+                             slowest=lambda seconds: self.slowest([seconds])[0])
         return own if compressor == "none" else replace(own, ratio=wire_ratio(final(compressor), self.layout, nodes))
 
     def _time(self, communicator: Communicator, layout: Layout | None, rounds: int) -> list[float]:

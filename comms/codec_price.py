@@ -71,7 +71,7 @@ def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float
 
 
 def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 25,
-                   slowest: Callable[[list[float]], list[float]] = list) -> CodecPrice:
+                   slowest: Callable[[float], float] = float) -> CodecPrice:
     """The price with encoding and decoding timed here: the mean of a few rounds, so that what else runs here counts.
 
     Two sizes, the whole gradient and its first parameter, tell what each call costs from what each byte does.
@@ -81,9 +81,9 @@ def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 25,
         layout: What is encoded; some 4 MB in several parameters are enough.
         group_size: As for `codec_price`.
         rounds: All-reduces timed, after a dense one and the first compressed one, which takes its memory.
-        slowest: Given the seconds of the rounds, returns those of whichever rank was slowest in each; where all ranks of a
-            machine measure together, as they share its cores in training. Between rounds nobody waits: ranks that leave
-            a barrier one after another would encode one after another.
+        slowest: Given this rank's mean, returns the slowest rank's, where all ranks of a machine measure together, as they
+            share its cores in training. Between rounds nobody waits: ranks that leave a barrier one after another would
+            encode one after another.
     """
     if name == EXACT.name:
         return EXACT
@@ -95,7 +95,7 @@ def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 25,
 
 
 def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, rounds: int,
-           slowest: Callable[[list[float]], list[float]]) -> tuple[float, int]:
+           slowest: Callable[[float], float]) -> tuple[float, int]:
     """The mean seconds of an all-reduce in which nothing travels, and how often it would have waited for everybody.
 
     The mean, because where ranks share cores a single round has either had to wait for one or has not.
@@ -110,7 +110,7 @@ def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, rounds: int
         times.append(time.perf_counter() - began)
         waits.append(group.rounds)
         compressor.end_step(True)
-    return statistics.fmean(slowest(times[2:])), waits[-1] - waits[-2]
+    return slowest(statistics.fmean(times[2:])), waits[-1] - waits[-2]
 
 
 def layout_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:

@@ -16,8 +16,9 @@ from gradwire.bench.predict_check import CASES
 pytestmark = pytest.mark.netns
 
 ATTEMPTS = 2
-TIME_SLICE_SECONDS = 0.005
-"""What several ranks on a core do to each other: one that has to wait for its turn waits for about this long."""
+LATE_SECONDS = 0.008
+"""What several ranks on a core do to each other: a phase inside the node that takes 1.3 ms takes up to 6.3 for a rank that gets
+its core late (2x2 on two cores), and there is one before the exchange and one after it."""
 
 STEADY = 1.25
 """A measurement counts where the medians of its even and of its odd rounds differ by less than this factor."""
@@ -76,8 +77,8 @@ def undisturbed(nodes: list[int], names: Sequence[str]) -> dict[str, tuple[float
 
 
 def near(predicted: float, measured: float) -> bool:
-    """Within 20 %, or within the time slice that a rank may have to wait on a core that it shares."""
-    return abs(predicted - measured) < max(0.2 * measured, TIME_SLICE_SECONDS)
+    """Within 20 %, or within what ranks that share a core may make each other wait."""
+    return abs(predicted - measured) < max(0.2 * measured, LATE_SECONDS)
 
 
 @pytest.mark.parametrize("nodes", [[2] * 2, [2] * 4, [4] * 4], ids=["2x2", "4x2", "4x4"])
