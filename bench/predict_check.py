@@ -41,7 +41,7 @@ class Check:
 
     Args:
         nbytes: Size of the gradient.
-        rounds: All-reduces timed of each case, after one that is not.
+        rounds: All-reduces timed of each case, after two that are not: the first is dense, the second connects and takes memory.
         seconds: What is over sooner is repeated until it has taken this long: of something short, a disturbance of a few
             milliseconds is a large part.
     """
@@ -59,7 +59,7 @@ class Check:
         probing.close()
 
     def communicator(self, name: str, config: Config, compressor: str) -> Communicator:
-        """A communicator of its own, with a compressor whose warm-up is over after the round that is not timed."""
+        """A communicator of its own, with a compressor whose warm-up is over after the first round."""
         used = None if compressor == "none" else settling(compressor)
         return Communicator(self.store, self.rank, self.size, torch.device("cpu"), config, name=name, compressor=used)
 
@@ -88,7 +88,7 @@ class Check:
         """Each all-reduce's time on the slowest rank; the ranks begin together."""
         gradient = torch.randn(self.layout.numel, generator=torch.Generator().manual_seed(self.rank))
         flat, times = torch.empty_like(gradient), []
-        for _ in range(rounds + 1):
+        for _ in range(rounds + 2):
             flat.copy_(gradient)
             line_up(communicator)
             began = time.perf_counter()
@@ -96,7 +96,7 @@ class Check:
             times.append(time.perf_counter() - began)
             if communicator.compressor:
                 communicator.compressor.end_step(True)
-        return self.slowest(times[1:])
+        return self.slowest(times[2:])
 
     def slowest(self, own: list[float]) -> list[float]:
         """Place by place the largest of all ranks' numbers."""
