@@ -3,7 +3,7 @@
 Gloo tells a sender that its receiver is ready through the connection that carries the receiver's own data. Of two ranks
 that exchange something the later one finds the other ready and begins to send at once, and its own readiness waits behind
 all of that: one direction after the other, in twice the time. So what is large goes to higher ranks through one group
-and to lower ranks through another. Two ranks of a node each, 200 Mbit/s, 2 MiB each way: 172 ms in one group, 88 ms in
+and to lower ranks through another. Two nodes of one rank, 200 Mbit/s, 2 MiB each way: 172 ms in one group, 88 ms in
 two; the wire alone takes 84 (2-core EPYC VM, 2026-11-21).
 """
 
@@ -17,8 +17,8 @@ from gradwire.comms.transport.torch_group import Alarm, TorchTransport, Works
 from gradwire.compressors.base import Work
 
 LARGE_NBYTES = 256 << 10
-"""Messages from here on go through two groups: below, the second collective costs what the overlap returns (2 and 4
-nodes, 200 Mbit/s: equal at 128 KiB, ahead at 512 KiB)."""
+"""Messages from here on go through two groups. At 200 Mbit/s two groups were ahead at 128 KiB between two nodes and behind
+between four, where the second collective costs more; at 512 KiB they were ahead between both."""
 
 
 class GlooTransport(TorchTransport):

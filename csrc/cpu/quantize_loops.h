@@ -7,11 +7,12 @@ struct Range {
   bool finite;
 };
 
-constexpr size_t kAhead = 2048;  // 8 KiB; 4 and 16 KiB are within a twentieth of it
+constexpr size_t kAhead = 2048;  // 8 KiB; with 4 and 16 KiB it took about as long
 
 // The smallest element and the step of a block in which every lane is set; a block's worth from `later` on is asked for
-// meanwhile, with which 25 MiB to 4 bits take 1.04 ms instead of 1.58. Two running pairs halve the chain; of special
-// numbers only a NaN can hide from the two ends. The loop stays a loop: fully unrolled, the same takes 1.22 ms.
+// meanwhile, with which 25 MiB to 4 bits took two thirds of the time (AVX-512, one run beside other programs). Two running
+// pairs halve the chain; of special numbers only a NaN can hide from the two ends. The loop stays a loop: fully unrolled,
+// it was slower by a sixth in the same run.
 inline Range range_of(const float* p, const float* later, float levels) {
   Vec low[2] = {load(p), load(p + 16)}, high[2] = {low[0], low[1]};
   uint32_t nan = 0;
