@@ -2,8 +2,8 @@
 
 nccl4py looks for a libnccl that the process has mapped before it looks anywhere else, and torch has mapped its own, so
 there are never two versions in one process. What this way leaves out against `nccl` is torch's stream hand-over, watchdog
-and work objects: the difference is their price. nccl4py resolves its tensors in every call, a few microseconds of the
-host's time; `-G` takes them out.
+and work objects: the difference is their price. nccl4py resolves its tensors in every call, which takes time of
+the host; `-G` takes that out.
 
 Source: NVIDIA NCCL documentation, "nccl4py": nccl.core, whose names alone are under its promise of versions.
 """
