@@ -6,6 +6,7 @@
 """
 
 import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -68,7 +69,7 @@ def run_forked(cluster: Cluster, module: str, arguments: Sequence[str], *, nodes
 
     Args:
         cluster: Made with one rank for each node: `Cluster([1] * len(nodes), nic)`.
-        module: Full name of a module with `rank_main(place, arguments) -> int`.
+        module: Full name, or path, of a module with `rank_main(place, arguments) -> int`.
         arguments: Passed to every rank.
         nodes: Ranks of each node.
         order: How the ranks are dealt over the nodes.
@@ -141,6 +142,19 @@ def _fork(place: P, entry: Callable[[P, list[str]], int], arguments: list[str]) 
         os._exit(status)
 
 
+def _entry(module: str) -> Callable[[Place, list[str]], int]:
+    """Returns `rank_main` of a module that is given by its name or by its file."""
+    if not module.endswith(".py"):
+        entry: Callable[[Place, list[str]], int] = importlib.import_module(module).rank_main
+        return entry
+    spec = importlib.util.spec_from_file_location(Path(module).stem, module)
+    assert spec is not None and spec.loader is not None  # the loader goes by the suffix
+    loaded = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    entry = loaded.rank_main
+    return entry
+
+
 def main(argv: list[str]) -> int:
     """Forks this node's ranks.
 
@@ -151,7 +165,7 @@ def main(argv: list[str]) -> int:
     nodes = tuple(int(word) for word in shape.split(","))
     variables = launcher_variables()
     node = int(variables["RANK"])
-    entry: Callable[[Place, list[str]], int] = importlib.import_module(module).rank_main
+    entry = _entry(module)
     # Torch's own lazy imports would otherwise be repeated by every rank; the first DDP model wants the second, 800 modules.
     for lazy in ("torch.nn.parallel", "torch._dynamo"):
         importlib.import_module(lazy)

@@ -1,6 +1,7 @@
 """One rank on the emulated cluster: prints what its node's NIC sends in a compressed step of one 2,048-square layer."""
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -9,10 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire
+from gradwire.bench.compare_fork import Place
 from gradwire.compressors.registry import names, options_of
-
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
 
 
 def step(model: nn.Module) -> None:
@@ -24,18 +23,23 @@ def sent() -> int:
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
-for name in names():
-    model = nn.parallel.DistributedDataParallel(nn.Linear(2048, 2048), gradient_as_bucket_view=True)
-    warm = {"warmup_steps": 0} if "warmup_steps" in options_of(name) else {}
-    state = gradwire.HookState(model, compressor=name, compressor_options=warm)
-    model.register_comm_hook(state, gradwire.comm_hook)
-    step(model)
-    step(model)  # DDP has rebuilt its buckets, all groups are connected
-    dist.barrier()
-    before = sent()
-    step(model)
-    after = sent()
-    dist.barrier()
-    nbytes = sum(parameter.numel() for parameter in model.parameters()) * 4
-    print(json.dumps({"compressor": name, "nbytes": nbytes, "sent": after - before}), flush=True)
-dist.destroy_process_group()
+def rank_main(place: Place, arguments: list[str]) -> int:
+    torch.set_num_threads(1)
+    place.connect()
+    for name in names():
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2048, 2048), gradient_as_bucket_view=True)
+        warm = {"warmup_steps": 0} if "warmup_steps" in options_of(name) else {}
+        state = gradwire.HookState(model, compressor=name, compressor_options=warm)
+        model.register_comm_hook(state, gradwire.comm_hook)
+        step(model)
+        step(model)  # DDP has rebuilt its buckets, all groups are connected
+        dist.barrier()
+        before = sent()
+        step(model)
+        after = sent()
+        dist.barrier()
+        nbytes = sum(parameter.numel() for parameter in model.parameters()) * 4
+        line = json.dumps({"compressor": name, "nbytes": nbytes, "sent": after - before}) + "\n"
+        os.write(1, line.encode())  # in one piece: ranks share the pipe
+    dist.destroy_process_group()
+    return 0

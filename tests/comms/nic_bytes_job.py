@@ -1,6 +1,7 @@
 """One rank on the emulated cluster: a 16 MB model takes steps through the hook; prints what its node's NIC sent in one."""
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -9,16 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire
-
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-model = nn.parallel.DistributedDataParallel(nn.Linear(2000, 1999, bias=True), gradient_as_bucket_view=True)
-state = gradwire.HookState(model)
-model.register_comm_hook(state, gradwire.comm_hook)
-
-
-def step() -> None:
-    model(torch.ones(1, 2000)).sum().backward()
+from gradwire.bench.compare_fork import Place
 
 
 def sent() -> int:
@@ -26,13 +18,25 @@ def sent() -> int:
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
-step()
-step()  # DDP has rebuilt its buckets, all groups are connected
-dist.barrier()
-before = sent()
-step()
-after = sent()
-dist.barrier()
-nbytes = sum(parameter.numel() for parameter in model.parameters()) * 4
-print(json.dumps({"nbytes": nbytes, "sent": after - before, "cluster": state.report().cluster}), flush=True)
-dist.destroy_process_group()
+def rank_main(place: Place, arguments: list[str]) -> int:
+    torch.set_num_threads(1)
+    place.connect()
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2000, 1999, bias=True), gradient_as_bucket_view=True)
+    state = gradwire.HookState(model)
+    model.register_comm_hook(state, gradwire.comm_hook)
+
+    def step() -> None:
+        model(torch.ones(1, 2000)).sum().backward()
+
+    step()
+    step()  # DDP has rebuilt its buckets, all groups are connected
+    dist.barrier()
+    before = sent()
+    step()
+    after = sent()
+    dist.barrier()
+    nbytes = sum(parameter.numel() for parameter in model.parameters()) * 4
+    line = json.dumps({"nbytes": nbytes, "sent": after - before, "cluster": state.report().cluster}) + "\n"
+    os.write(1, line.encode())  # in one piece: ranks share the pipe
+    dist.destroy_process_group()
+    return 0

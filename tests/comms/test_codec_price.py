@@ -37,7 +37,7 @@ def test_powersgd_depends_on_the_shapes() -> None:
 
 @pytest.mark.parametrize("name", registry.names())
 def test_encoding_is_measured_or_computed_and_costs_nothing_only_where_nothing_is_encoded(name: str) -> None:
-    computed, measured = codec_price(name, LAYOUT, 2, 2e10), measured_price(name, LAYOUT, 2, rounds=1)
+    computed, measured = codec_price(name, LAYOUT, 2, 2e10), measured_price(name, LAYOUT, 2, seconds=0.0)
     assert (computed.seconds(4 << 20) > 0) == (measured.seconds(4 << 20) > 0) == (name != "none")
     assert measured.ratio == computed.ratio
 
@@ -50,11 +50,11 @@ def test_an_unknown_gradient_has_the_size_that_was_given(nbytes: int) -> None:
 @pytest.mark.parametrize(("name", "rounds"), [("int8", 2), ("fp16", 2), ("powersgd", 4), ("dgc", 1)])
 def test_rounds_are_counted_as_they_are_run(name: str, rounds: int) -> None:
     # Powersgd's two factors are two rings; dgc gathers once.
-    price = measured_price(name, LAYOUT, 2, rounds=1)
+    price = measured_price(name, LAYOUT, 2, seconds=0.0)
     assert price.rounds == rounds
     assert price.exchanged == (name != "powersgd")
 
 
 def test_the_slowest_rank_counts() -> None:
-    price = measured_price("int8", LAYOUT, 2, rounds=3, slowest=lambda own: own + 100.0)
+    price = measured_price("int8", LAYOUT, 2, seconds=0.0, slowest=lambda own: own + 100.0)
     assert price.call_seconds > 99  # of both sizes, so none of it is the bytes'

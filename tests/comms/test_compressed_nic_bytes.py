@@ -4,12 +4,12 @@ The shares hold headers, acknowledgements and the dense bias; the kernel counts 
 """
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from gradwire.bench.cluster import Cluster
+from gradwire.bench.compare_fork import run_forked
 
 SCRIPT = Path(__file__).parent / "compressed_nic_bytes_job.py"
 SHARES = {"none": 1.05, "fp16": 0.53, "bf16": 0.53, "int8": 0.27, "int4": 0.14, "onebit": 0.035, "dgc": 0.01,
@@ -19,8 +19,8 @@ SHARES = {"none": 1.05, "fp16": 0.53, "bf16": 0.53, "int8": 0.27, "int4": 0.14, 
 
 @pytest.mark.netns
 def test_the_busiest_nic_sends_the_compressors_share() -> None:
-    with Cluster(nodes=[2, 2]) as cluster:
-        result = cluster.run([sys.executable, str(SCRIPT)], timeout_seconds=240)
+    with Cluster([1, 1]) as cluster:
+        result = run_forked(cluster, str(SCRIPT), [], nodes=[2, 2], timeout_seconds=240)
     result.check()
     told = [json.loads(line) for text in result.output for line in text.splitlines() if line.startswith("{")]
     busiest = {name: max(each["sent"] / each["nbytes"] for each in told if each["compressor"] == name) for name in SHARES}

@@ -1,13 +1,13 @@
 """Law: through the hook, a step sends at most 1.05 times the lower bound over the busiest NIC, on any placement."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
 from gradwire.bench.cluster import Cluster
+from gradwire.bench.compare_fork import run_forked
 
 SCRIPT = Path(__file__).parent / "nic_bytes_job.py"
 
@@ -18,8 +18,8 @@ SCRIPT = Path(__file__).parent / "nic_bytes_job.py"
     ([2, 2, 2, 2], "contiguous"), ([4, 4, 4, 4], "contiguous"),
 ], ids=["2x2", "2x2 round-robin", "3+1", "2x4", "4x2", "4x4"])
 def test_the_busiest_nic_sends_the_lower_bound(nodes: list[int], order: Literal["contiguous", "round-robin"]) -> None:
-    with Cluster(nodes=nodes) as cluster:
-        result = cluster.run([sys.executable, str(SCRIPT)], order=order, timeout_seconds=240)
+    with Cluster([1] * len(nodes)) as cluster:
+        result = run_forked(cluster, str(SCRIPT), [], nodes=nodes, order=order, timeout_seconds=240)
     result.check()
     told = [json.loads(line) for text in result.output for line in text.splitlines() if line.startswith("{")]
     assert len(told) == sum(nodes)

@@ -30,6 +30,7 @@ def run_child(body: Callable[[], None]) -> int:
     if pid == 0:
         code = 1
         signal.alarm(90)  # a hung child is a failure, not a hung test run
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
         torch.set_num_threads(1)  # the parent's OpenMP threads do not exist here
         try:
             body()
