@@ -70,47 +70,58 @@ def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float
     return compressor.wire_nbytes(layout, group_size) / exact if exact else 1.0
 
 
-def measured_price(name: str, layout: Layout, group_size: int, rounds: int = 25,
+def measured_price(name: str, layout: Layout, group_size: int, seconds: float = 0.3,
                    slowest: Callable[[float], float] = float) -> CodecPrice:
-    """The price with encoding and decoding timed here: the mean of a few rounds, so that what else runs here counts.
+    """The price with encoding and decoding timed here: the mean of as many rounds as a while takes.
 
     Two sizes, the whole gradient and its first parameter, tell what each call costs from what each byte does.
 
     Args:
         name: As in `compressor=`.
-        layout: What is encoded; some 4 MB in several parameters are enough.
+        layout: What is encoded, in several parameters: more than the caches hold, as a model's gradients are.
         group_size: As for `codec_price`.
-        rounds: All-reduces timed, after a dense one and the first compressed one, which takes its memory.
+        seconds: How long each size is encoded again and again, after a dense round and the first compressed one, which
+            takes its memory.
         slowest: Given this rank's mean, returns the slowest rank's, where all ranks of a machine measure together, as they
-            share its cores in training. Between rounds nobody waits: ranks that leave a barrier one after another would
-            encode one after another.
+            share its cores in training. They begin together, and between rounds nobody waits: ranks that leave a barrier
+            one after another would encode one after another.
     """
     if name == EXACT.name:
         return EXACT
     group, first = EchoGroup(group_size), Layout(layout.slices[:1])
-    (whole, hops), (part, _) = (_timed(settling(name), each, group, rounds, slowest) for each in (layout, first))
+    (whole, hops), (part, _) = (_timed(settling(name), each, group, seconds, slowest) for each in (layout, first))
     per_element = (whole - part) / (layout.numel - first.numel) if len(layout.slices) > 1 else whole / layout.numel
     return CodecPrice(name, wire_ratio(final(name), layout, group_size), max(per_element, 0.0) / ELEMENT_NBYTES,
                       max(part - per_element * first.numel, 0.0), hops, group.exchanged)
 
 
-def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, rounds: int,
+def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, seconds: float,
            slowest: Callable[[float], float]) -> tuple[float, int]:
     """The mean seconds of an all-reduce in which nothing travels, and how often it would have waited for everybody.
 
-    The mean, because where ranks share cores a single round has either had to wait for one or has not.
+    The mean, because where ranks share cores a single round has either had to wait for one or has not. A time and not a
+    number of rounds, so that no rank ends early and leaves its core to the others.
     """
     gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
-    times, waits = [], [0]
-    for _ in range(rounds + 2):
+
+    def once() -> float:
         shard = gradient.clone()
         began = time.perf_counter()
         for work in compressor.all_reduce(shard, layout, group):
             work.wait()
-        times.append(time.perf_counter() - began)
-        waits.append(group.rounds)
+        took = time.perf_counter() - began
         compressor.end_step(True)
-    return slowest(statistics.fmean(times[2:])), waits[-1] - waits[-2]
+        return took
+
+    once()
+    before = group.rounds
+    once()
+    hops = group.rounds - before
+    slowest(0.0)
+    deadline, times = time.perf_counter() + seconds, [once()]
+    while time.perf_counter() < deadline:
+        times.append(once())
+    return slowest(statistics.fmean(times)), hops
 
 
 def layout_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
