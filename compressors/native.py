@@ -151,9 +151,11 @@ def quantize_serve(
     key: int | None,
 ) -> None:
     """See reference.quantize_serve."""
-    total = torch.empty(numel)
-    quantize_decode_reduce(bits, payloads, None, total)
-    quantize_encode(bits, total, residual, left, answer, key)
+    _check(numel, torch.float32, residual=residual, left=left)
+    _check(quantize_nbytes(numel, bits), torch.uint8, answer=answer)
+    _check_rows("payloads", payloads, quantize_nbytes(numel, bits))
+    _native.quantize_serve(bits, payloads.data_ptr(), payloads.stride(0), len(payloads), _address(residual), _address(left),
+                           answer.data_ptr(), numel, key is not None, key or 0)
 
 
 def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:

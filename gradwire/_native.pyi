@@ -40,6 +40,10 @@ def quantize_encode(
 def quantize_decode_reduce(
     bits: int, payloads: int, stride: int, workers: int, addend: int, target: int, numel: int
 ) -> None: ...
+def quantize_serve(
+    bits: int, payloads: int, stride: int, workers: int, residual: int, left: int, answer: int, numel: int, random: bool,
+    key: int,
+) -> None: ...
 def dgc_step(
     gradient: int, velocity: int, total: int, velocity_out: int, total_out: int, numel: int, momentum: float,
     scale: float, nesterov: bool, k: int, indices_out: int, values_out: int,

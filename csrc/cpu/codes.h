@@ -1,6 +1,8 @@
-// Floats to packed codes, for one instruction set; included inside a namespace by quantize_loops.h, no include guard.
+// Floats to packed codes and back, for one instruction set; included inside a namespace by quantize_loops.h, no include
+// guard.
 //
 // codes64 packs 64 floats (0 <= x < 2^kBits, truncated): a byte each, or with 4 bits the even one in the low half.
+// values64 unpacks them again.
 #if GRADWIRE_ISA == 512
 
 inline Vec truncate(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC); }
@@ -20,6 +22,7 @@ inline void codes64(const Vec* x, uint8_t* out) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi16_epi8(pairs));
   }
 }
+inline Vec value16(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)); }
 
 #elif GRADWIRE_ISA == 2
 
@@ -58,6 +61,10 @@ inline void codes64(const Vec* x, uint8_t* out) {
     _mm256_storeu_si256(at, _mm256_permute4x64_epi64(pairs, 0xd8));
   }
 }
+inline Vec value16(__m128i bytes) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
+          _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpackhi_epi64(bytes, bytes)))};
+}
 
 #else
 
@@ -85,4 +92,26 @@ inline void codes64(const Vec* x, uint8_t* out) {
     for (int i = 0; i < 32; ++i) out[i] = static_cast<uint8_t>(bytes[2 * i] | bytes[2 * i + 1] << 4);
 }
 
+template <int kBits>
+inline void values64(const uint8_t* codes, Vec* x) {
+  for (int i = 0; i < 64; ++i)
+    x[i / 16].lane[i % 16] = static_cast<float>(kBits == 8 ? codes[i] : codes[i / 2] >> 4 * (i % 2) & 0xf);
+}
+
+#endif
+
+#if GRADWIRE_ISA != 0
+template <int kBits>
+inline void values64(const uint8_t* codes, Vec* x) {
+  if (kBits == 8) {
+    for (int i = 0; i < 4; ++i) x[i] = value16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes) + i));
+  } else {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)), ones = _mm256_set1_epi8(0x0f);
+    const __m256i even = _mm256_and_si256(pairs, ones), odd = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), ones);
+    // The unpacks work within halves of the register: elements 0 to 15 and 32 to 47, 16 to 31 and 48 to 63.
+    const __m256i low = _mm256_unpacklo_epi8(even, odd), high = _mm256_unpackhi_epi8(even, odd);
+    x[0] = value16(_mm256_castsi256_si128(low)), x[1] = value16(_mm256_castsi256_si128(high));
+    x[2] = value16(_mm256_extracti128_si256(low, 1)), x[3] = value16(_mm256_extracti128_si256(high, 1));
+  }
+}
 #endif

@@ -57,6 +57,7 @@ inline int32_t index_of(uint64_t rank) { return static_cast<int32_t>(~static_cas
 #include "foreach_isa.h"
 
 constexpr size_t kSampleLines = 1024;  // 16384 elements: reading and ordering them costs a twentieth of 25 MiB's pass
+constexpr size_t kFewestLines = 32;    // of a small parameter, where a thirty-second of all would tell too little
 
 uint32_t nth_largest(std::vector<uint32_t>& keys, size_t n) {
   const auto place = keys.begin() + static_cast<ptrdiff_t>(n);
@@ -67,7 +68,7 @@ uint32_t nth_largest(std::vector<uint32_t>& keys, size_t n) {
 
 // A magnitude that a few more than k elements should reach: four standard deviations of the sample's count above k.
 uint32_t sampled_threshold(const State& state, const Rule& rule, size_t k) {
-  const size_t lines = std::min(kSampleLines, state.numel / 16);
+  const size_t all = state.numel / 16, lines = std::min({kSampleLines, all, std::max(kFewestLines, all / 32)});
   if (lines == 0) return 0;
   std::vector<uint32_t> keys(16 * lines);
   GRADWIRE_DISPATCH(sample, state, rule, lines, keys.data());

@@ -89,81 +89,102 @@ inline void encode_tail(const float* p, Range range, const float* offsets, float
   if (left) std::memcpy(left, rest, count * sizeof(float));
 }
 
+// Where the codes of an element's block begin: behind the pairs of all blocks.
+template <int kBits>
+inline size_t codes_at(size_t numel, size_t start) { return meta_nbytes(numel) + start * kBits / 8; }
+
+// Encodes gradient + residual of the block at `start`, of which `count` elements exist; every pointer is to the block but
+// the payload's. `later` is asked for meanwhile.
+template <int kBits>
+inline void encode_block(const float* gradient, const float* residual, float* left, const float* later,
+                         const float* offsets, bool past_cache, uint8_t* payload, size_t numel, size_t start,
+                         size_t count) {
+  alignas(64) float room[kBlock];
+  const bool direct = count == kBlock && !residual;
+  if (!direct) gather_block(gradient, residual, room, count);
+  const float* p = direct ? gradient : room;
+  const Range range = range_of(p, later, (1 << kBits) - 1);
+  uint8_t* place = payload + codes_at<kBits>(numel, start);
+  float meta[2];
+  if (count == kBlock) encode_full<kBits>(p, range, offsets, left, past_cache, place, meta);
+  else encode_tail<kBits>(p, range, offsets, left, place, meta, count);
+  std::memcpy(payload + 8 * (start / kBlock), meta, sizeof meta);
+}
+
 template <int kBits>
 inline void encode(const float* gradient, const float* residual, float* left, uint8_t* payload, size_t numel,
                    bool random, uint32_t key) {
-  alignas(64) float room[kBlock], offsets[kBlock];
+  alignas(64) float offsets[kBlock];
   const bool past_cache = streams(left, gradient, residual, numel);
   fill_offsets(offsets, false, 0, 0);
-  for (size_t start = 0, block = 0; start < numel; start += kBlock, ++block) {
-    const size_t count = numel - start < kBlock ? numel - start : kBlock;
+  for (size_t start = 0; start < numel; start += kBlock) {
     if (random) fill_offsets(offsets, true, key, static_cast<uint32_t>(start));
-    const bool direct = count == kBlock && !residual;
-    if (!direct) gather_block(gradient + start, residual ? residual + start : nullptr, room, count);
-    const float* p = direct ? gradient + start : room;
-    const Range range = range_of(p, gradient + start + kAhead, (1 << kBits) - 1);
-    uint8_t* place = payload + meta_nbytes(numel) + start * kBits / 8;
-    float meta[2];
-    if (count == kBlock)
-      encode_full<kBits>(p, range, offsets, left ? left + start : nullptr, past_cache, place, meta);
-    else
-      encode_tail<kBits>(p, range, offsets, left ? left + start : nullptr, place, meta, count);
-    std::memcpy(payload + 8 * block, meta, sizeof meta);
+    encode_block<kBits>(gradient + start, residual ? residual + start : nullptr, left ? left + start : nullptr,
+                        gradient + start + kAhead, offsets, past_cache, payload, numel, start,
+                        std::min(kBlock, numel - start));
   }
   if (past_cache) fence();
 }
 
-// sum += low + code * unit, over one block.
+// target = addend + worker 0 + worker 1 + ... over 64 elements from `at` of a block on: a worker's is low + code * unit.
 template <int kBits>
-inline void decode_add(const uint8_t* __restrict codes, float unit, float low, float* __restrict sum) {
-  uint8_t wide[kBlock];
-  if (kBits == 8) {
-    std::memcpy(wide, codes, kBlock);
-  } else {
-    for (size_t i = 0; i < kBlock / 2; ++i) {
-      const uint16_t pair = static_cast<uint16_t>((codes[i] | codes[i] << 4) & 0x0f0f);
-      std::memcpy(wide + 2 * i, &pair, sizeof pair);
-    }
-  }
-  for (size_t i = 0; i < kBlock; ++i) {
-    const int32_t code = wide[i];
-    sum[i] += low + static_cast<float>(code) * unit;
-  }
-}
-
-// target = addend + worker 0 + worker 1 + ..., over one block of which `count` elements exist.
-template <int kBits>
-inline void reduce_block(const uint8_t* payloads, size_t stride, size_t workers, size_t numel, size_t block,
-                         const float* addend, float* target, size_t count, bool past_cache) {
-  alignas(64) float sum[kBlock];
-  for (size_t at = 0; at < kBlock; at += 16) store(sum + at, fill(0.0f));
-  if (addend && count < kBlock) std::memcpy(sum, addend, count * sizeof(float));
-  if (addend && count == kBlock)
-    for (size_t at = 0; at < kBlock; at += 16) store(sum + at, load(addend + at));
-  uint8_t copy[kBlock];
-  for (size_t w = 0; w < workers; ++w) {
+inline void reduce64(const Payloads& payloads, size_t start, const uint8_t* codes, size_t codes_stride,
+                     const float* addend, float* target, bool past_cache) {
+  Vec sum[4];
+  for (int j = 0; j < 4; ++j) sum[j] = addend ? load(addend + 16 * j) : fill(0.0f);
+  for (size_t w = 0; w < payloads.workers; ++w) {
     float meta[2];
-    std::memcpy(meta, payloads + w * stride + 8 * block, sizeof meta);
-    const uint8_t* codes = payloads + w * stride + meta_nbytes(numel) + block * kBlock * kBits / 8;
-    if (count < kBlock) {
-      std::memset(copy, 0, sizeof copy);
-      codes = static_cast<const uint8_t*>(std::memcpy(copy, codes, (count * kBits + 7) / 8));
-    }
-    decode_add<kBits>(codes, meta[0], meta[1], sum);
+    std::memcpy(meta, payloads.first + w * payloads.stride + 8 * (start / kBlock), sizeof meta);
+    const Vec unit = fill(meta[0]), low = fill(meta[1]);
+    Vec x[4];
+    values64<kBits>(codes + w * codes_stride, x);
+    for (int j = 0; j < 4; ++j) sum[j] = add(sum[j], add(low, mul(x[j], unit)));
   }
-  if (count < kBlock) std::memcpy(target, sum, count * sizeof(float));
-  else
-    for (size_t at = 0; at < kBlock; at += 16) put(target + at, load(sum + at), past_cache);
+  for (int j = 0; j < 4; ++j) put(target + 16 * j, sum[j], past_cache);
+}
+
+// The block at `start`, of which `count` elements exist; `addend` and `target` point to it.
+template <int kBits>
+inline void reduce_block(const Payloads& payloads, size_t start, const float* addend, float* target, size_t count,
+                         bool past_cache) {
+  const uint8_t* codes = payloads.first + codes_at<kBits>(payloads.numel, start);
+  size_t at = 0;
+  for (; at + 64 <= count; at += 64)
+    reduce64<kBits>(payloads, start, codes + at * kBits / 8, payloads.stride, addend ? addend + at : nullptr,
+                    target + at, past_cache);
+  if (at == count) return;
+  const size_t rest = count - at;
+  float before[64] = {}, after[64];
+  if (addend) std::memcpy(before, addend + at, rest * sizeof(float));
+  std::vector<uint8_t> copies(64 * payloads.workers);
+  for (size_t w = 0; w < payloads.workers; ++w)
+    std::memcpy(copies.data() + 64 * w, codes + w * payloads.stride + at * kBits / 8, (rest * kBits + 7) / 8);
+  reduce64<kBits>(payloads, start, copies.data(), 64, before, after, false);
+  std::memcpy(target + at, after, rest * sizeof(float));
 }
 
 template <int kBits>
-inline void decode_reduce(const uint8_t* payloads, size_t stride, size_t workers, const float* addend, float* target,
-                          size_t numel) {
-  const bool past_cache = streams(target, addend, nullptr, numel);
-  for (size_t start = 0, block = 0; start < numel; start += kBlock, ++block) {
-    const size_t count = numel - start < kBlock ? numel - start : kBlock;
-    reduce_block<kBits>(payloads, stride, workers, numel, block, addend ? addend + start : nullptr, target + start,
-                        count, past_cache);
+inline void decode_reduce(const Payloads& payloads, const float* addend, float* target) {
+  const bool past_cache = streams(target, addend, nullptr, payloads.numel);
+  for (size_t start = 0; start < payloads.numel; start += kBlock)
+    reduce_block<kBits>(payloads, start, addend ? addend + start : nullptr, target + start,
+                        std::min(kBlock, payloads.numel - start), past_cache);
+  if (past_cache) fence();
+}
+
+// The owner's stage: the sum of the payloads plus residual, encoded, block by block.
+template <int kBits>
+inline void serve(const Payloads& payloads, const float* residual, float* left, uint8_t* answer, bool random,
+                  uint32_t key) {
+  alignas(64) float sum[kBlock], offsets[kBlock];
+  const bool past_cache = streams(left, residual, nullptr, payloads.numel);
+  fill_offsets(offsets, false, 0, 0);
+  for (size_t start = 0; start < payloads.numel; start += kBlock) {
+    const size_t count = std::min(kBlock, payloads.numel - start);
+    if (random) fill_offsets(offsets, true, key, static_cast<uint32_t>(start));
+    reduce_block<kBits>(payloads, start, nullptr, sum, count, false);
+    encode_block<kBits>(sum, residual ? residual + start : nullptr, left ? left + start : nullptr, sum, offsets,
+                        past_cache, answer, payloads.numel, start, count);
   }
   if (past_cache) fence();
 }

@@ -71,6 +71,12 @@ def test_quantize_is_the_reference(
     for kernels, target in zip((native_kernels, reference), targets, strict=True):
         kernels.quantize_decode_reduce(bits, torch.stack(payloads), residual, target)
     assert_same(targets[0], targets[1])
+    table, answers = torch.stack([payloads[1]] * 3), [torch.empty_like(payload) for payload in payloads]
+    for kernels, answer, left in zip((native_kernels, reference), answers, lefts, strict=True):
+        kernels.quantize_serve(bits, table, residual, left, answer, numel, key)
+    assert torch.equal(answers[0][split:], answers[1][split:])
+    assert_same(answers[0][:split].view(torch.float32), answers[1][:split].view(torch.float32))
+    assert_same(lefts[0], lefts[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
