@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol, TypeVar
 
 import torch.distributed as dist
@@ -28,6 +29,11 @@ from gradwire.comms.config import launcher_variables
 
 START_TIMEOUT = timedelta(minutes=5)
 """For 32 ranks to find each other on 2 busy cores."""
+
+
+LAZY = ("torch.nn.parallel", "torch._dynamo")
+"""What torch imports late, and every rank would import for itself; the first DDP model wants the second, 800 modules. A module
+that trains nothing has a `LAZY` of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +148,15 @@ def _fork(place: P, entry: Callable[[P, list[str]], int], arguments: list[str]) 
         os._exit(status)
 
 
-def _entry(module: str) -> Callable[[Place, list[str]], int]:
-    """Returns `rank_main` of a module that is given by its name or by its file."""
+def _load(module: str) -> ModuleType:
+    """Imports a module that is given by its name or by its file."""
     if not module.endswith(".py"):
-        entry: Callable[[Place, list[str]], int] = importlib.import_module(module).rank_main
-        return entry
+        return importlib.import_module(module)
     spec = importlib.util.spec_from_file_location(Path(module).stem, module)
     assert spec is not None and spec.loader is not None  # the loader goes by the suffix
     loaded = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
-    entry = loaded.rank_main
-    return entry
+    return loaded
 
 
 def main(argv: list[str]) -> int:
@@ -165,13 +169,12 @@ def main(argv: list[str]) -> int:
     nodes = tuple(int(word) for word in shape.split(","))
     variables = launcher_variables()
     node = int(variables["RANK"])
-    entry = _entry(module)
-    # Torch's own lazy imports would otherwise be repeated by every rank; the first DDP model wants the second, 800 modules.
-    for lazy in ("torch.nn.parallel", "torch._dynamo"):
+    loaded = _load(module)
+    for lazy in getattr(loaded, "LAZY", LAZY):
         importlib.import_module(lazy)
     places = [Place(seat.rank, sum(nodes), node, nodes, variables["MASTER_ADDR"], int(variables["MASTER_PORT"]) + 1000,
                     INTERFACE) for seat in seat_ranks(nodes, order) if seat.node == node]
-    return fork_ranks(places, entry, arguments)
+    return fork_ranks(places, loaded.rank_main, arguments)
 
 
 if __name__ == "__main__":

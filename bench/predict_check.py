@@ -10,6 +10,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.bench.compare_fork import Place
-from gradwire.comms.codec_price import final, measured_price, settling, square_layout, wire_ratio
+from gradwire.comms.codec_price import alone, final, measured_price, settling, square_layout, wire_ratio
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compat import store_of
 from gradwire.comms.config import Config
@@ -29,13 +30,19 @@ from gradwire.comms.probe import line_up, probe
 from gradwire.comms.store import PollingStore
 from gradwire.compressors import registry
 from gradwire.compressors.base import Layout
+from gradwire.topology.cluster import Cluster
 
 TIMEOUT = timedelta(seconds=120)
+LAZY = ()
+"""See compare_fork: nothing is trained."""
 
 CASES = ("flat", "hierarchical", *(f"hierarchical+{name}" for name in registry.names() if name != "none"))
 
 SAMPLE_NBYTES, SIDE = 16 << 20, 256
 """Gradient that the codecs are timed on (more than the caches hold, as a model's is), and the sides of its matrices."""
+
+PRICE_SECONDS = 0.4
+"""For each of a codec's two sizes: the turns of ranks that share a core are milliseconds."""
 
 ON_THEIR_WAY_SECONDS = 0.1
 """For acknowledgements, before a card's bytes are read."""
@@ -56,7 +63,7 @@ class Check:
         group = dist.group.WORLD
         assert group is not None
         self.store = store_of(group)
-        self.rounds, self.seconds = rounds, seconds
+        self.rounds, self.seconds, self.shares = rounds, seconds, list[float]()
         self.consensus = Consensus(PollingStore(self.store, TIMEOUT), self.rank, self.size, "check", TIMEOUT)
         probing = self.communicator("probe", Config.from_env(timeout=TIMEOUT), "none")
         self.levels = probe(probing, self.consensus)
@@ -78,22 +85,36 @@ class Check:
         layout, compressor = square_layout(nbytes, side=SIDE), compressor or "none"
         communicator = self.communicator(f"{name} {nbytes}", Config.from_env(plan=plan, timeout=TIMEOUT), compressor)
         communicator.routes.measured(self.levels)
-        predicted = plan_all_reduce(communicator.cluster, 4 * layout.numel, name=plan,
-                                    price=self.price(compressor, layout, len(communicator.cluster.nodes)))
+        price = self.price(compressor, layout, communicator.cluster.nodes)
+        predicted = plan_all_reduce(communicator.cluster, 4 * layout.numel, name=plan, price=price)
+        inside = plan_all_reduce(without_links(communicator.cluster), 4 * layout.numel, name=plan, chunks=predicted.chunks,
+                                 price=price)
         communicator.routes.choose(plan, predicted.chunks, "Under test.")
         measured, sent = self._time(communicator, layout, max(self.rounds, math.ceil(self.seconds / predicted.seconds)))
         communicator.close()
         middle = statistics.median(measured)
         return {"name": name, "gradient_nbytes": 4 * layout.numel, "predicted_seconds": predicted.seconds,
-                "chunks": predicted.chunks, "measured_seconds": middle, "ratio": predicted.seconds / middle,
+                "predicted_inside_seconds": inside.seconds, "chunks": predicted.chunks, "measured_seconds": middle, "ratio": predicted.seconds / middle,
                 "rounds_seconds": measured, "predicted_nic_nbytes": predicted.bytes_by_level["inter_node"],
                 "nic_nbytes": sent}
 
-    def price(self, compressor: str, layout: Layout, nodes: int) -> CodecPrice:
-        """What a compressor costs with all ranks encoding at once: the slowest rank's, hence one plan on all of them."""
-        own = measured_price(compressor, square_layout(SAMPLE_NBYTES, side=SIDE), nodes,
-                             slowest=lambda seconds: self.slowest([seconds])[0])
-        return own if compressor == "none" else replace(own, ratio=wire_ratio(final(compressor), layout, nodes))
+    def price(self, compressor: str, layout: Layout, nodes: Sequence[Sequence[int]]) -> CodecPrice:
+        """What a compressor costs with all ranks encoding at once, one price and hence one plan on all of them.
+
+        The slowest node's processor counts, with the share of a core that ranks usually have: in a short while the
+        scheduler gives one of them more and another less.
+        """
+        def agree(processor_seconds: float, share: float) -> float:
+            numbers = torch.zeros(2, self.size, dtype=torch.float64)
+            numbers[:, self.rank] = torch.tensor([processor_seconds, share])
+            dist.all_reduce(numbers)
+            if processor_seconds:
+                self.shares.append(float(numbers[1].mean()))
+            of_node = max(float(numbers[0, list(ranks)].mean()) for ranks in nodes)
+            return alone(of_node, statistics.median(self.shares or [1.0]))
+
+        price = measured_price(compressor, square_layout(SAMPLE_NBYTES, side=SIDE), len(nodes), PRICE_SECONDS, agree)
+        return price if compressor == "none" else replace(price, ratio=wire_ratio(final(compressor), layout, len(nodes)))
 
     def _time(self, communicator: Communicator, layout: Layout, rounds: int) -> tuple[list[float], float]:
         """Each all-reduce's time on the slowest rank, and the bytes of one on the busiest card; the ranks begin together."""
@@ -131,6 +152,13 @@ class Check:
         numbers = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         return numbers.tolist()
+
+
+def without_links(cluster: Cluster) -> Cluster:
+    """The cluster with links between nodes that take no time: what is left is what its processors do."""
+    level = cluster.levels[-1]
+    link = replace(level.link, alpha_seconds=0.0, exchange_alpha_seconds=0.0, bytes_per_second=1e18)
+    return replace(cluster, levels=(*cluster.levels[:-1], replace(level, link=link)))
 
 
 def _check(options: argparse.Namespace) -> int:

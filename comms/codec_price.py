@@ -31,6 +31,9 @@ TOUCHED_NBYTES = {"none": 0.0, "fp16": 14.0, "bf16": 14.0, "int8": 19.0, "int4":
 (gradient in, residual in and out, payload out), decode and sum a slice, decode the result. One pass each; onebit has two more,
 for its units."""
 
+EDGE = 0.25
+"""Part of a measurement at its beginning and at its end in which not all ranks may be computing yet, or still."""
+
 UNKNOWN_TOUCHED_NBYTES = 32.0
 """For a compressor that a user has registered."""
 
@@ -70,8 +73,16 @@ def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float
     return compressor.wire_nbytes(layout, group_size) / exact if exact else 1.0
 
 
-def measured_price(name: str, layout: Layout, group_size: int, seconds: float = 0.3,
-                   slowest: Callable[[float], float] = float) -> CodecPrice:
+def alone(processor_seconds: float, share: float) -> float:
+    """Seconds that pass while a process computes for `processor_seconds`, having `share` of a core.
+
+    The share is below 1 where more ranks than cores compute, above 1 where a rank has several threads.
+    """
+    return processor_seconds / share
+
+
+def measured_price(name: str, layout: Layout, group_size: int, seconds: float = 0.1,
+                   agree: Callable[[float, float], float] = alone) -> CodecPrice:
     """The price with encoding and decoding timed here: the mean of as many rounds as a while takes.
 
     Two sizes, the whole gradient and its first parameter, tell what each call costs from what each byte does.
@@ -82,34 +93,34 @@ def measured_price(name: str, layout: Layout, group_size: int, seconds: float = 
         group_size: As for `codec_price`.
         seconds: How long each size is encoded again and again, after a dense round and the first compressed one, which
             takes its memory.
-        slowest: Given this rank's mean, returns the slowest rank's, where all ranks of a machine measure together, as they
-            share its cores in training. They begin together, and between rounds nobody waits: ranks that leave a barrier
-            one after another would encode one after another.
+        agree: As `alone`, but waits for the other ranks' numbers and makes one of them, where all ranks of a machine measure
+            together, as they share its cores in training. They begin together; between rounds nobody waits.
     """
     if name == EXACT.name:
         return EXACT
     group, first = EchoGroup(group_size), Layout(layout.slices[:1])
-    (whole, hops), (part, _) = (_timed(settling(name), each, group, seconds, slowest) for each in (layout, first))
+    (whole, hops), (part, _) = (_timed(settling(name), each, group, seconds, agree) for each in (layout, first))
     per_element = (whole - part) / (layout.numel - first.numel) if len(layout.slices) > 1 else whole / layout.numel
     return CodecPrice(name, wire_ratio(final(name), layout, group_size), max(per_element, 0.0) / ELEMENT_NBYTES,
                       max(part - per_element * first.numel, 0.0), hops, group.exchanged)
 
 
 def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, seconds: float,
-           slowest: Callable[[float], float]) -> tuple[float, int]:
+           agree: Callable[[float, float], float]) -> tuple[float, int]:
     """The mean seconds of an all-reduce in which nothing travels, and how often it would have waited for everybody.
 
-    The mean, because where ranks share cores a single round has either had to wait for one or has not. A time and not a
-    number of rounds, so that no rank ends early and leaves its core to the others.
+    What the processor needs for a round and what share of it there is are measured apart: where ranks share cores, a
+    round's own time is that of the scheduler's turns, some short and some long. A time and not a number of rounds, so that
+    no rank ends early and leaves its core to the others.
     """
     gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
 
     def once() -> float:
         shard = gradient.clone()
-        began = time.perf_counter()
+        began = time.process_time()
         for work in compressor.all_reduce(shard, layout, group):
             work.wait()
-        took = time.perf_counter() - began
+        took = time.process_time() - began
         compressor.end_step(True)
         return took
 
@@ -117,11 +128,15 @@ def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, seconds: fl
     before = group.rounds
     once()
     hops = group.rounds - before
-    slowest(0.0)
-    deadline, times = time.perf_counter() + seconds, [once()]
-    while time.perf_counter() < deadline:
-        times.append(once())
-    return slowest(statistics.fmean(times)), hops
+    agree(0.0, 1.0)
+    began, marks, rounds = time.perf_counter(), [(time.perf_counter(), time.process_time())], [once()]
+    while (now := time.perf_counter()) < began + seconds:
+        marks.append((now, time.process_time()))
+        rounds.append(once())
+    marks.append((time.perf_counter(), time.process_time()))
+    inside = [mark for mark in marks if EDGE * seconds <= mark[0] - began <= (1 - EDGE) * seconds]
+    first, last = (inside[0], inside[-1]) if len(inside) > 1 else (marks[0], marks[-1])
+    return agree(statistics.fmean(rounds), (last[1] - first[1]) / (last[0] - first[0])), hops
 
 
 def layout_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:

@@ -11,8 +11,8 @@ from gradwire.comms.stepwatch import Observed
 from gradwire.compressors import registry
 from gradwire.topology.cluster import Cluster
 
-SAMPLE_NBYTES = 4 << 20
-"""Gradient that the codecs are timed on."""
+SAMPLE_NBYTES = 16 << 20
+"""Gradient that the codecs are timed on: more than the caches of a rank hold, as a model's gradients are."""
 
 
 @dataclass(frozen=True, slots=True)

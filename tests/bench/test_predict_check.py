@@ -20,9 +20,10 @@ MEGABYTES = {"flat": 8, "hierarchical": 8, "hierarchical+fp16": 8, "hierarchical
 """Gradients of what takes long; the others have DDP's bucket, so that what ranks on a core do to each other is a small part."""
 
 ATTEMPTS = 2
-LATE_SECONDS = 0.008
-"""What several ranks on a core do to each other: a phase inside the node that takes 1.3 ms takes up to 6.3 for a rank that gets
-its core late (2x2 on two cores), and there is one before the exchange and one after it."""
+OF_THE_PROCESSOR = 0.5
+"""Of the time that a prediction gives to encoding and to shared memory, what may come on top where ranks share cores, as all do
+on two: a phase that takes 1.3 ms takes up to 6.3 for a rank that gets its core late, and one rank more on a core of two takes
+half as long again. Whose turn comes when is nothing that a model of the links knows."""
 
 STEADY = 1.25
 """A measurement counts where the medians of its even and of its odd rounds differ by less than this factor."""
@@ -40,6 +41,7 @@ class Case:
 
     name: str
     predicted_seconds: float
+    predicted_inside_seconds: float
     measured_seconds: float
     rounds_seconds: list[float]
     predicted_nic_nbytes: float
@@ -51,10 +53,10 @@ class Case:
         one, other = (statistics.median(self.rounds_seconds[first::2]) for first in (0, 1))
         return max(one, other) < STEADY * min(one, other)
 
-    @property
-    def near(self) -> bool:
-        """Within 20 %, or within what ranks that share a core may make each other wait."""
-        return abs(self.predicted_seconds - self.measured_seconds) < max(0.2 * self.measured_seconds, LATE_SECONDS)
+    def near(self, ranks: int) -> bool:
+        """Within 20 %, and within what ranks that share a core may make each other wait."""
+        turns = OF_THE_PROCESSOR * self.predicted_inside_seconds if ranks > len(os.sched_getaffinity(0)) else 0.0
+        return abs(self.predicted_seconds - self.measured_seconds) < 0.2 * self.measured_seconds + turns
 
 
 def run_cases(nodes: list[int], names: Sequence[str]) -> list[Case]:
@@ -92,7 +94,7 @@ def test_plans_and_compressors_send_what_was_predicted_and_take_within_20_percen
     left, missed = list(CASES), dict[str, list[Case]]()
     for _ in range(ATTEMPTS):  # what was missed, or disturbed, is probed, predicted and measured anew
         seen = {case.name: case for case in undisturbed(nodes, left)}
-        left = [name for name in left if name not in seen or not seen[name].near]
+        left = [name for name in left if name not in seen or not seen[name].near(sum(nodes))]
         for name in left:
             missed.setdefault(name, []).extend(seen[name] for _ in range(name in seen))
         if not left:

@@ -5,6 +5,7 @@ Ranks are forked by a server that has imported torch once and has no threads of 
 """
 
 import importlib.util
+import json
 import multiprocessing
 import pickle
 import runpy
@@ -13,10 +14,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import pytest
@@ -60,14 +63,8 @@ def _server() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-@pytest.fixture
-def processes(_server: multiprocessing.context.ForkServerContext) -> Iterator[Processes]:
-    """Starts ranks as processes, with torchrun's variables set and a free port for the store.
-
-    `processes(size, target, *arguments, nodes=["one", "one", "two"], environment={}, seconds=90, lost=())`: `target` is a
-    top-level function of a test module; `nodes` names the logical node of each rank; ranks in `lost` may die without an
-    answer (None in the results). Whatever is still there after `seconds`, or when the test ends, is killed.
-    """
+@contextmanager
+def _starter(server: multiprocessing.context.ForkServerContext) -> Iterator[Processes]:
     started: list[multiprocessing.process.BaseProcess] = []
 
     def run(size: int, target: Callable[..., object], *arguments: object, nodes: Sequence[str] | None = None,
@@ -77,10 +74,10 @@ def processes(_server: multiprocessing.context.ForkServerContext) -> Iterator[Pr
                   "OMP_NUM_THREADS": "1"} | (environment or {})
         answers = []
         for rank in range(size):
-            ours, theirs = _server.Pipe(duplex=False)
+            ours, theirs = server.Pipe(duplex=False)
             own = {"RANK": str(rank)} | ({"GRADWIRE_HOSTNAME": nodes[rank]} if nodes else {})
             task = Task(target.__code__.co_filename, target.__name__, rank, arguments, common | own, theirs)
-            process = _server.Process(target=runpy.run_path, args=(__file__, {"TASK": task}, RANK), name=f"rank {rank}")
+            process = server.Process(target=runpy.run_path, args=(__file__, {"TASK": task}, RANK), name=f"rank {rank}")
             process.start()
             theirs.close()
             started.append(process)
@@ -92,6 +89,46 @@ def processes(_server: multiprocessing.context.ForkServerContext) -> Iterator[Pr
         if process.is_alive():
             process.kill()
         process.join()
+
+
+@pytest.fixture
+def processes(_server: multiprocessing.context.ForkServerContext) -> Iterator[Processes]:
+    """Starts ranks as processes, with torchrun's variables set and a free port for the store.
+
+    `processes(size, target, *arguments, nodes=["one", "one", "two"], environment={}, seconds=90, lost=())`: `target` is a
+    top-level function of a test module; `nodes` names the logical node of each rank; ranks in `lost` may die without an
+    answer (None in the results). Whatever is still there after `seconds`, or when the test ends, is killed.
+    """
+    with _starter(_server) as run:
+        yield run
+
+
+class RunJob(Protocol):
+    """See `run_job`."""
+
+    def __call__(self, script: Path, folder: Path, nodes: str) -> list[dict[str, Any]]:
+        """Runs a script as every rank of a job, and returns what each rank wrote."""
+
+
+@pytest.fixture(scope="module")
+def run_job(_server: multiprocessing.context.ForkServerContext) -> Iterator[RunJob]:
+    """Runs a script as every rank: `run_job(script, folder, "aab")`.
+
+    NODES gives each rank's node as a letter. The rank leaves its results in `folder/RANK.json`, which the script's first
+    argument names.
+    """
+    with _starter(_server) as run:
+        def run_job(script: Path, folder: Path, nodes: str) -> list[dict[str, Any]]:
+            run(len(nodes), run_script, str(script), str(folder), environment={"NODES": nodes}, seconds=300)
+            return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(nodes))]
+
+        yield run_job
+
+
+def run_script(rank: int, script: str, folder: str) -> None:
+    """A rank of `run_job`."""
+    with patch.dict("os.environ", {"LOCAL_RANK": str(rank)}), patch.object(sys, "argv", [script, folder]):
+        runpy.run_path(script, run_name="__main__")
 
 
 def _collect(answers: list[Connection], ranks: list[multiprocessing.process.BaseProcess], deadline: float,

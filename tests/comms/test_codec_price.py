@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradwire.comms.codec_price import codec_price, final, layout_of, measured_price, square_layout, wire_ratio
+from gradwire.comms.codec_price import alone, codec_price, final, layout_of, measured_price, square_layout, wire_ratio
 from gradwire.compressors import registry
 
 LAYOUT = square_layout(4 << 20, side=256)
@@ -55,6 +55,10 @@ def test_rounds_are_counted_as_they_are_run(name: str, rounds: int) -> None:
     assert price.exchanged == (name != "powersgd")
 
 
-def test_the_slowest_rank_counts() -> None:
-    price = measured_price("int8", LAYOUT, 2, seconds=0.0, slowest=lambda own: own + 100.0)
+def test_what_the_ranks_agree_on_counts() -> None:
+    price = measured_price("int8", LAYOUT, 2, seconds=0.0, agree=lambda own, share: own / share + 100.0)
     assert price.call_seconds > 99  # of both sizes, so none of it is the bytes'
+
+
+def test_half_of_a_core_takes_twice_as_long() -> None:
+    assert alone(0.2, 0.5) == 2 * alone(0.2, 1.0)

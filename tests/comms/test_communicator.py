@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradwire.comms import failure
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compat import HashStore
 from gradwire.comms.config import Config
@@ -126,7 +127,9 @@ def test_a_rank_that_never_comes_is_named() -> None:
         Communicator(HashStore(), 0, 2, CPU, config, name="test")
 
 
-def test_a_rank_that_gives_up_fails_the_others_with_a_message() -> None:
+def test_a_rank_that_gives_up_fails_the_others_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "PATIENCE", timedelta(seconds=2))  # nobody is busy here
+
     def body(communicator: Communicator) -> str:
         if communicator.rank == 2:
             communicator.close()

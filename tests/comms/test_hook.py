@@ -1,15 +1,10 @@
 """The hook inside real DDP jobs, four processes on two logical nodes: equal to plain DDP, equal on all ranks."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
 NODES = "aabb"
 TRAINING = {
     "default": 1e-6, "many_small_buckets": 1e-6, "static_graph": 1e-6, "gradient_as_bucket_view": 1e-6,
@@ -21,33 +16,12 @@ TRAINING = {
 """Scenario -> largest difference to plain DDP: another order of the same float32 sums."""
 
 Results = list[dict[str, dict[str, object]]]
-
-
-def launch(script: Path, arguments: list[str], nodes: str, timeout_seconds: float = 240.0) -> list[str]:
-    """Runs a script as one job, a process a rank, and returns what each printed; the job must succeed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(len(nodes)):
-        environment = os.environ | {"NODES": nodes, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1",
-                                    "WORLD_SIZE": str(len(nodes)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks.append(subprocess.Popen([sys.executable, str(script), *arguments], env=environment, text=True,
-                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
-    try:
-        outputs = [process.communicate(timeout=timeout_seconds)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert all(process.returncode == 0 for process in ranks), "\n".join(outputs)
-    return outputs
+RunJob = Callable[[Path, Path, str], Results]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = tmp_path_factory.mktemp("hook")
-    launch(HERE / "hook_scenarios.py", [str(folder)], NODES)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(NODES))]
+def results(tmp_path_factory: pytest.TempPathFactory, run_job: RunJob) -> Results:
+    return run_job(Path(__file__).with_name("hook_scenarios.py"), tmp_path_factory.mktemp("hook"), NODES)
 
 
 @pytest.mark.parametrize("scenario", TRAINING)

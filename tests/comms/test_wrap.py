@@ -1,10 +1,7 @@
 """Fusion in real DDP jobs: no plan, no change of plan and no tuning changes a bit of a trained model."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from gradwire.comms.wrap import wrap
 
 NODES = "aabc"
 Results = list[dict[str, object]]
+RunJob = Callable[[Path, Path, str], Results]
 
 
 @pytest.fixture(scope="module")
@@ -22,24 +20,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> Results:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    script = Path(__file__).with_name("fusion_scenarios.py")
-    ranks = []
-    for rank in range(len(NODES)):
-        job = {"NODES": NODES, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(NODES)), "OMP_NUM_THREADS": "1",
-               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks.append(subprocess.Popen([sys.executable, str(script), str(folder)], stdout=subprocess.PIPE,
-                                      env=os.environ | job, stderr=subprocess.STDOUT, text=True))
-    try:
-        outputs = [process.communicate(timeout=300)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert all(process.returncode == 0 for process in ranks), "\n".join(outputs)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(NODES))]
+def results(folder: Path, run_job: RunJob) -> Results:
+    return run_job(Path(__file__).with_name("fusion_scenarios.py"), folder, NODES)
 
 
 @pytest.mark.parametrize("name", ["small", "all", "changing", "unused", "joined", "calculated", "tuned"])
