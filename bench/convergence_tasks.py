@@ -142,7 +142,7 @@ class TextTask:
     validation_batches: int = 6
     facts: Facts = field(default=Facts(
         name="text", title="byte-level transformer of 0.5 M parameters on the standard library's source, AdamW",
-        quality="bits per byte on held-out text", higher_is_better=False, tolerance=0.06, steps=300, optimizer="adamw"))
+        quality="bits per byte on held-out text", higher_is_better=False, tolerance=0.06, steps=800, optimizer="adamw"))
 
     def load(self) -> None:
         """See `Task.load`."""

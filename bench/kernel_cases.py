@@ -142,6 +142,33 @@ def quantize_case(bits: int, numel: int, device: torch.device) -> Case:
                 lambda i: kernels.quantize_encode(bits, x[i], None, None, payloads[0], None), composed, payloads)
 
 
+def quantize_decode_case(bits: int, numel: int, device: torch.device) -> Case:
+    """The sum of four workers' block-wise codes."""
+    codec, target, x = QuantizeCodec(bits), _randn(numel, device), torch.randn(numel, device=device)
+    payloads = torch.empty(WORKERS, codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
+    for payload in payloads:
+        codec.encode(x, payload)
+    kernels, split = kernels_for(payloads), numel // 512 * 8
+    meta, codes = payloads[:, :split].contiguous().view(torch.float32).view(WORKERS, -1, 2), payloads[:, split:]
+    pairs, high = (torch.empty(numel // 2, dtype=torch.int16, device=device) for _ in range(2))
+
+    def unpacked(worker: int) -> Tensor:
+        if bits == 8:
+            return codes[worker]
+        pairs.copy_(codes[worker])
+        torch.bitwise_left_shift(pairs, 4, out=high)
+        return pairs.bitwise_or_(high).bitwise_and_(0x0F0F).view(torch.uint8)
+
+    def composed(i: int) -> None:
+        total = target[i].view(-1, 512)
+        total.copy_(meta[:, :, 1].sum(0)[:, None].expand_as(total))
+        for worker in range(WORKERS):
+            total.addcmul_(unpacked(worker).view(-1, 512), meta[worker, :, :1])
+
+    return Case(f"int{bits}_decode_reduce", (4 + WORKERS * bits / 8) * numel,
+                lambda i: kernels.quantize_decode_reduce(bits, payloads, None, target[i]), composed, target)
+
+
 def dgc_case(numel: int, device: torch.device) -> Case:
     """Momentum correction, selection of a thousandth, and masking; the state in place."""
     g, u, v = (_randn(numel, device) for _ in range(3))
@@ -242,6 +269,8 @@ def all_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Case]]
         "onebit_decode_reduce": lambda: onebit_decode_case(numel, device),
         "int8_encode": lambda: quantize_case(8, numel, device),
         "int4_encode": lambda: quantize_case(4, numel, device),
+        "int8_decode_reduce": lambda: quantize_decode_case(8, numel, device),
+        "int4_decode_reduce": lambda: quantize_decode_case(4, numel, device),
         "dgc_step": lambda: dgc_case(numel, device),
         "powersgd_step": lambda: powersgd_case(numel, device),
         "pack": lambda: pack_case(False, numel, device),
