@@ -126,6 +126,8 @@ inline void encode(const float* gradient, const float* residual, float* left, ui
   if (past_cache) fence();
 }
 
+constexpr size_t kAheadNbytes = 1024;
+
 // target = addend + worker 0 + worker 1 + ... over 64 elements from `at` of a block on: a worker's is low + code * unit.
 template <int kBits>
 inline void reduce64(const Payloads& payloads, size_t start, const uint8_t* codes, size_t codes_stride,
@@ -136,8 +138,10 @@ inline void reduce64(const Payloads& payloads, size_t start, const uint8_t* code
     float meta[2];
     std::memcpy(meta, payloads.first + w * payloads.stride + 8 * (start / kBlock), sizeof meta);
     const Vec unit = fill(meta[0]), low = fill(meta[1]);
+    const uint8_t* from = codes + w * codes_stride;
+    __builtin_prefetch(from + kAheadNbytes);
     Vec x[4];
-    values64<kBits>(codes + w * codes_stride, x);
+    values64<kBits>(from, x);
     for (int j = 0; j < 4; ++j) sum[j] = add(sum[j], add(low, mul(x[j], unit)));
   }
   for (int j = 0; j < 4; ++j) put(target + 16 * j, sum[j], past_cache);
