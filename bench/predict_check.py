@@ -94,9 +94,9 @@ class Check:
         communicator.close()
         middle = statistics.median(measured)
         return {"name": name, "gradient_nbytes": 4 * layout.numel, "predicted_seconds": predicted.seconds,
-                "predicted_inside_seconds": inside.seconds, "chunks": predicted.chunks, "measured_seconds": middle, "ratio": predicted.seconds / middle,
-                "rounds_seconds": measured, "predicted_nic_nbytes": predicted.bytes_by_level["inter_node"],
-                "nic_nbytes": sent}
+                "predicted_inside_seconds": inside.seconds, "chunks": predicted.chunks, "measured_seconds": middle,
+                "ratio": predicted.seconds / middle, "rounds_seconds": measured,
+                "predicted_nic_nbytes": predicted.bytes_by_level["inter_node"], "nic_nbytes": sent}
 
     def price(self, compressor: str, layout: Layout, nodes: Sequence[Sequence[int]]) -> CodecPrice:
         """What a compressor costs with all ranks encoding at once, one price and hence one plan on all of them.
