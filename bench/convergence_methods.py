@@ -13,9 +13,8 @@ from gradwire.bench.convergence_tasks import Task
 from gradwire.compressors.registry import Option, options_of
 
 PLAIN, TORCH_FP16, ONEBIT_ADAM = "plain DDP", "torch fp16 hook", "OneBitAdam"
-FREEZE_SHARE = 1 / 3
-"""Of all steps that OneBitAdam takes dense. 15 to 20 percent do in runs of 100,000 steps (Tang et al., 1-bit Adam, ICML
-2021, section 5); a run of a few hundred still changes its gradients' size then, which a frozen variance cannot follow."""
+FREEZE_SHARE = 0.2
+"""Of all steps that OneBitAdam takes dense. Source: Tang et al., 1-bit Adam, ICML 2021, section 5 (15 to 20 percent)."""
 
 
 @dataclass(frozen=True, slots=True)

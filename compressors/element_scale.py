@@ -53,8 +53,7 @@ class ElementScale(ElementStore):
             for run in runs:
                 own = _power_of_two(sums[run])
                 if mean and own:
-                    sums[run].div_(mean).add_(FLOOR * own / mean).clamp_(SMALLEST, LARGEST)
-                    sums[run].view(torch.int32).bitwise_and_(EXPONENT)
+                    power_of_two_(sums[run].div_(mean).add_(FLOOR * own / mean))
                 else:
                     sums[run].fill_(1.0)
 
@@ -72,6 +71,12 @@ class ElementScale(ElementStore):
             yield shard.value, [slice(item.start, item.stop) for item in layout.slices]
         for piece in self._pieces:
             yield piece.value, [slice(None)]
+
+
+def power_of_two_(units: Tensor) -> Tensor:
+    """Rounds positive float32 numbers down to powers of two within the limits of a unit, in place, and returns them."""
+    units.clamp_(SMALLEST, LARGEST).view(torch.int32).bitwise_and_(EXPONENT)
+    return units
 
 
 def _power_of_two(magnitudes: Tensor) -> float:

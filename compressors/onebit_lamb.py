@@ -34,7 +34,7 @@ class OneBitLamb(OneBitOptimizer):
     """1-bit LAMB: LAMB until `freeze_step`, then frozen variance and coefficients corrected by a fresh variance.
 
     The fresh variance follows the gradient that the change of the common momentum reveals, so that it is the same on
-    all ranks and costs no byte. Block scales take the place of the paper's scaling of layers to one magnitude.
+    all ranks and costs no byte. Units of the elements take the place of the paper's scaling of layers to one magnitude.
 
     Args:
         parameters: As for any torch optimizer; float32.

@@ -17,13 +17,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwire.compressors.base import Peers
+from gradwire.compressors.element_scale import power_of_two_
 from gradwire.compressors.exchange import Parts, Residuals, two_stage
 from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.peers import peers_of
 
 Loss = TypeVar("Loss")
-SAVED = ("momentum", "variance", "worker", "server", "live")
+SAVED = ("momentum", "variance", "slow", "worker", "server", "live")
 """The tensors of a flat group that a checkpoint holds."""
+
+MEMORY_SHARE, LONGEST_MEMORY = 0.25, 1000
+"""The variance that is frozen remembers at least this share of the first stage, and no more steps than Adam's default does
+(1 / (1 - 0.999)). A gradient that comes once in two hundred steps, as a rare token's does, has left a short memory by the time
+of the freeze, and its next step would be hundreds of learning rates long. Measured: with betas[1] = 0.95 the transformer of
+docs/convergence.md came to nothing soon after the freeze; with this memory it ends where Adam ends, to a few hundredths of a
+bit. At betas[1] = 0.999 nothing differs from the paper."""
 
 
 @dataclass(slots=True)
@@ -34,12 +42,22 @@ class FlatGroup:
     """First moment, the same on all ranks."""
     variance: Tensor
     """Second moment, the same on all ranks; frozen in the second stage."""
+    slow: Tensor
+    """The same with a longer memory; empty in the second stage, and where `betas` remember as long."""
     worker: Tensor
     """What this rank's payloads left out, of the live elements; empty in the first stage."""
     server: Tensor
     """What this rank's answers left out; empty in the first stage."""
     live: Tensor
     """int64 places of the elements that ever had a gradient: one bit cannot say zero, so the others do not travel."""
+    units: Tensor
+    """Of the live elements, what their momentum is measured in while it travels: as their step sizes, so that the noise of one
+    bit is alike for all of them. Residuals are kept in units too."""
+
+
+def units_of(flat: FlatGroup) -> Tensor:
+    """Returns the roots of the live elements' variances, rounded down to powers of two, which lose nothing on the way."""
+    return power_of_two_(flat.variance[flat.live].sqrt_())
 
 
 class OneBitOptimizer(Optimizer):
@@ -84,7 +102,7 @@ class OneBitOptimizer(Optimizer):
                 frozen = self.frozen
                 for entry, flat, (momentum, after) in zip(self.param_groups, self.flats, moved, strict=True):
                     last, flat.momentum = flat.momentum, momentum
-                    flat.variance, flat.worker, flat.server = after
+                    flat.variance, flat.slow, flat.worker, flat.server = after
                     self.apply(entry, flat, last, frozen)
                 self.steps += 1
                 if self.steps == self.freeze_step:
@@ -107,8 +125,13 @@ class OneBitOptimizer(Optimizer):
         """
         raise NotImplementedError
 
-    def _move(self, entry: dict[str, Any], flat: FlatGroup) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Returns the new momentum, and (variance, worker, server) to store if all of it is finite."""
+    def _slow_decay(self, beta2: float) -> float:
+        """The decay of the variance that is frozen: `beta2`, or a slower one."""
+        memory = min(MEMORY_SHARE * self.freeze_step, LONGEST_MEMORY)
+        return max(beta2, 1.0 - 1.0 / max(memory, 1.0))
+
+    def _move(self, entry: dict[str, Any], flat: FlatGroup) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Returns the new momentum, and (variance, slow, worker, server) to store if all of it is finite."""
         beta1, beta2 = entry["betas"]
         gradient = torch.cat([torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1)
                               for p in entry["params"]])
@@ -117,22 +140,29 @@ class OneBitOptimizer(Optimizer):
                 self.group.all_reduce(gradient).wait()
                 gradient /= self.group.size
             variance = torch.addcmul(flat.variance * beta2, gradient, gradient, value=1.0 - beta2)
-            return flat.momentum.lerp(gradient, 1.0 - beta1), (variance, flat.worker, flat.server)
-        local = flat.momentum.lerp(gradient, 1.0 - beta1)[flat.live]
+            slow, decay = flat.slow, self._slow_decay(beta2)
+            if decay > beta2:
+                old = slow if slow.numel() else torch.zeros_like(variance)
+                slow = torch.addcmul(old * decay, gradient, gradient, value=1.0 - decay)
+            return flat.momentum.lerp(gradient, 1.0 - beta1), (variance, slow, flat.worker, flat.server)
+        local = flat.momentum.lerp(gradient, 1.0 - beta1)[flat.live].div_(flat.units)
         total, residuals = torch.empty_like(local), Residuals(flat.worker, torch.empty_like(flat.worker), flat.server,
                                                               torch.empty_like(flat.server))
         codec = OneBitCodec()
         for work in two_stage(local, total, self.group, codec, codec, residuals):
             work.wait()
         momentum = torch.zeros_like(flat.momentum)
-        momentum[flat.live] = total / self.group.size
+        momentum[flat.live] = total.mul_(flat.units).div_(self.group.size)
         assert residuals.worker_left is not None
         assert residuals.server_left is not None
-        return momentum, (flat.variance, residuals.worker_left, residuals.server_left)
+        return momentum, (flat.variance, flat.slow, residuals.worker_left, residuals.server_left)
 
     def _freeze(self) -> None:
         for flat in self.flats:
+            if flat.slow.numel():  # never a longer step than Adam's own at this moment
+                flat.variance, flat.slow = torch.maximum(flat.variance, flat.slow), flat.slow.new_empty(0)
             flat.live = flat.variance.nonzero().view(-1)
+            flat.units = units_of(flat)
             start, stop = Parts(flat.live.numel(), self.group.size).bounds(self.group.rank)
             flat.worker = torch.zeros(flat.live.numel(), device=flat.variance.device)
             flat.server = torch.zeros(stop - start, device=flat.variance.device)
@@ -144,7 +174,7 @@ class OneBitOptimizer(Optimizer):
         like = parameters[0]
         zeros = torch.zeros(sum(parameter.numel() for parameter in parameters), device=like.device)
         none = torch.empty(0, device=like.device)
-        return FlatGroup(zeros, zeros.clone(), none, none.clone(), none.long())
+        return FlatGroup(zeros, zeros.clone(), none, none.clone(), none.clone(), none.long(), none.clone())
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's state dict with an entry "onebit": steps, rank, size and the flat groups' tensors."""
@@ -162,12 +192,18 @@ class OneBitOptimizer(Optimizer):
         if own is None or len(own["groups"]) != len(self.flats):
             raise ValueError("`state_dict` has no entry `onebit` with as many groups as this optimizer has")
         for number, (saved, flat) in enumerate(zip(own["groups"], self.flats, strict=True)):
+            if lacking := [name for name in SAVED if name not in saved]:
+                raise ValueError(f"`state_dict['onebit']['groups'][{number}]` has no {lacking[0]!r}: another version saved it; "
+                                 "train on from the weights, with a first stage anew")
             if saved["momentum"].numel() != flat.momentum.numel():
                 raise ValueError(f"`state_dict['onebit']['groups'][{number}]` has {saved['momentum'].numel()} elements, "
                                  f"the model {flat.momentum.numel()}: the state is another model's")
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "onebit"})
         self.steps = int(own["steps"])
-        self.flats = [FlatGroup(**{name: saved[name].clone() for name in SAVED}) for saved in own["groups"]]
+        none = self.flats[0].units.new_empty(0)
+        self.flats = [FlatGroup(**{name: saved[name].clone() for name in SAVED}, units=none) for saved in own["groups"]]
+        for flat in self.flats:
+            flat.units = units_of(flat)
         if self.frozen and (own["rank"], own["size"]) != (self.group.rank, self.group.size):
             for flat in self.flats:
                 self._fold(flat, own["rank"], own["size"])

@@ -82,6 +82,32 @@ def test_the_first_stage_is_adam() -> None:
     torch.testing.assert_close(flat_of(weights), w)
 
 
+def test_a_gradient_that_comes_seldom_is_not_forgotten_before_the_freeze() -> None:
+    """With a memory of twenty steps the variance of a rare gradient would be gone, and its next step without measure."""
+    weight, lr, freeze_step = torch.nn.Parameter(torch.zeros(8)), 0.01, 200
+    optimizer = OneBitAdam([weight], ThreadGroup.create(1)[0], freeze_step=freeze_step, lr=lr, betas=(0.9, 0.95))
+    for step in range(freeze_step + 50):
+        weight.grad = torch.ones(8)
+        weight.grad[5] = float(step in (20, freeze_step + 10))
+        before = weight.detach().clone()
+        optimizer.step()
+        if step >= freeze_step:
+            assert float((weight.detach() - before).abs().max()) < 10 * lr
+    assert optimizer.flats[0].slow.numel() == 0
+
+
+def test_a_long_memory_is_frozen_as_it_is() -> None:
+    """Adam's default is what the paper freezes."""
+    weights = parameters()
+    optimizer = OneBitAdam(weights, ThreadGroup.create(1)[0], freeze_step=20, lr=0.01)
+    variance = torch.zeros(300)
+    for step in range(20):
+        train(optimizer, weights, 0, range(step, step + 1))
+        gradient = torch.cat([torch.as_tensor(w.grad).view(-1) for w in weights])
+        variance = torch.addcmul(variance * 0.999, gradient, gradient, value=1.0 - 0.999)
+    assert optimizer.frozen and torch.equal(optimizer.flats[0].variance, variance)
+
+
 @pytest.mark.parametrize("bad_step", [3, 12])
 def test_a_bad_gradient_changes_nothing(maker: Maker, bad_step: int) -> None:
     results = run(maker, 2, bad_step + 1, 8, bad_step)
@@ -124,3 +150,6 @@ def test_bad_arguments_are_refused(maker: Maker) -> None:
         other.load_state_dict(state)
     with pytest.raises(ValueError, match="`state_dict"):
         other.load_state_dict({key: value for key, value in state.items() if key != "onebit"})
+    del state["onebit"]["groups"][0]["slow"]
+    with pytest.raises(ValueError, match="has no 'slow'"):
+        maker(parameters(), group, 5).load_state_dict(state)
