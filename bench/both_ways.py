@@ -94,8 +94,7 @@ def rank_main(place: Place, arguments: list[str]) -> int:
     take_turns(entrants, rounds=ROUNDS, warmup=1, interface=None)
     if place.rank == 0:
         print(json.dumps({one.name: statistics.median(one.seconds) for one in entrants}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    place.leave()
     return 0
 
 

@@ -5,6 +5,7 @@
 `MODULE.rank_main(Place, ARGUMENTS) -> int`.
 """
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -66,6 +67,16 @@ class Place:
         """
         store = TCPStore(self.address, self.port, self.world_size, self.rank == 0, timeout)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+
+    def leave(self) -> None:
+        """Takes the default process group down, once all ranks have come; let go of every model before.
+
+        A DDP model that outlives its gloo group can wait for gloo's threads for ever (torch 2.13).
+        """
+        gc.collect()
+        # Rank 0 serves the store: nobody may still need it when it leaves.
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def run_forked(cluster: Cluster, module: str, arguments: Sequence[str], *, nodes: Sequence[int],

@@ -67,8 +67,7 @@ def rank_main(place: Place, arguments: list[str]) -> int:
     """
     place.connect()
     compare(Setting(**json.loads(arguments[0])), place.interface, lambda text: print(text, flush=True))
-    dist.barrier()
-    dist.destroy_process_group()
+    place.leave()
     return 0
 
 

@@ -68,8 +68,7 @@ def train(task: Task, method: Method, seed: int) -> Run:
             run = train_as_rank(task, method, seed, place)
             if place.rank == 0:
                 file.write_text(json.dumps(asdict(run)))
-            dist.barrier()
-            dist.destroy_process_group()
+            place.leave()
             return 0
 
         status = fork_ranks(places, rank_main, [])

@@ -3,7 +3,6 @@
 import json
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from gradwire.bench.cluster import Cluster
@@ -67,8 +66,16 @@ def rank_main(place: Place, arguments: list[str]) -> int:
         arguments: Task, bytes per second of the links (0: no limit), methods.
     """
     torch.set_num_threads(1)
-    name, bytes_per_second, *words = arguments
     place.connect()
+    measured = _measured(place, *arguments)
+    if place.rank == 0:
+        print(json.dumps(measured), flush=True)
+    place.leave()
+    return 0
+
+
+def _measured(place: Place, name: str, bytes_per_second: str, *words: str) -> list[dict[str, object]]:
+    """The medians of all methods; their models are gone when it returns."""
     task = TASKS[name]()
     contenders = []
     for method in METHODS[task.facts.optimizer]:
@@ -77,12 +84,7 @@ def rank_main(place: Place, arguments: list[str]) -> int:
                                    nic_bytes_per_second=float(bytes_per_second) or None)
             contenders.append(_contender(task, method.name, trainee, place.rank))
     take_turns(contenders, rounds=ROUNDS, warmup=WARMUP_ROUNDS, interface=place.interface)
-    if place.rank == 0:
-        print(json.dumps([{"method": one.name, "seconds": one.median_seconds, "nic_nbytes": one.median_nic_nbytes}
-                          for one in contenders]), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
+    return [{"method": one.name, "seconds": one.median_seconds, "nic_nbytes": one.median_nic_nbytes} for one in contenders]
 
 
 def _contender(task: Task, name: str, trainee: Trainee, rank: int) -> Contender:

@@ -170,14 +170,18 @@ def rank_main(place: Place, arguments: list[str]) -> int:
     torch.set_num_threads(1)
     numel, rounds, bytes_per_second = int(arguments[0]), int(arguments[1]), float(arguments[2])
     place.connect()
-    entrants = contenders(place, numel, bytes_per_second, arguments[3:])
-    take_turns(entrants, rounds=rounds, warmup=2, interface=place.interface)
+    measured = _measured(place, numel, rounds, bytes_per_second, arguments[3:])
     if place.rank == 0:
-        print(json.dumps([{"name": one.name, "seconds": one.seconds, "nic_nbytes": one.nic_nbytes}
-                          for one in entrants]), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+        print(json.dumps(measured), flush=True)
+    place.leave()
     return 0
+
+
+def _measured(place: Place, numel: int, rounds: int, bytes_per_second: float, names: list[str]) -> list[dict[str, object]]:
+    """Every round of all contenders; their models are gone when it returns."""
+    entrants = contenders(place, numel, bytes_per_second, names)
+    take_turns(entrants, rounds=rounds, warmup=2, interface=place.interface)
+    return [{"name": one.name, "seconds": one.seconds, "nic_nbytes": one.nic_nbytes} for one in entrants]
 
 
 def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[str] = ()) -> list[Result]:

@@ -46,7 +46,7 @@ def test_runs_that_lose_nothing_end_alike_and_the_others_near_them() -> None:
 def test_the_optimizer_that_communicates_by_itself_takes_part() -> None:
     run = train_on_ranks("adamw", "OneBitAdam")["OneBitAdam"]
     curve = run["curve"]
-    assert run["dense_steps"] == 7
+    assert run["dense_steps"] == 4  # a fifth of twenty
     assert curve[-1][1] < curve[0][1]  # type: ignore[index]
 
 

@@ -27,19 +27,23 @@ def rank_main(place: Place, arguments: list[str]) -> int:
     torch.set_num_threads(1)
     place.connect()
     for name in names():
-        model = nn.parallel.DistributedDataParallel(nn.Linear(2048, 2048), gradient_as_bucket_view=True)
-        warm = {"warmup_steps": 0} if "warmup_steps" in options_of(name) else {}
-        state = gradwire.HookState(model, compressor=name, compressor_options=warm)
-        model.register_comm_hook(state, gradwire.comm_hook)
-        step(model)
-        step(model)  # DDP has rebuilt its buckets, all groups are connected
-        dist.barrier()
-        before = sent()
-        step(model)
-        after = sent()
-        dist.barrier()
-        nbytes = sum(parameter.numel() for parameter in model.parameters()) * 4
-        line = json.dumps({"compressor": name, "nbytes": nbytes, "sent": after - before}) + "\n"
+        line = json.dumps(measured(name)) + "\n"
         os.write(1, line.encode())  # in one piece: ranks share the pipe
-    dist.destroy_process_group()
+    place.leave()
     return 0
+
+
+def measured(name: str) -> dict[str, object]:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2048, 2048), gradient_as_bucket_view=True)
+    warm = {"warmup_steps": 0} if "warmup_steps" in options_of(name) else {}
+    state = gradwire.HookState(model, compressor=name, compressor_options=warm)
+    model.register_comm_hook(state, gradwire.comm_hook)
+    step(model)
+    step(model)  # DDP has rebuilt its buckets, all groups are connected
+    dist.barrier()
+    before = sent()
+    step(model)
+    after = sent()
+    dist.barrier()
+    nbytes = sum(parameter.numel() for parameter in model.parameters()) * 4
+    return {"compressor": name, "nbytes": nbytes, "sent": after - before}

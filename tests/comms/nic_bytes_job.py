@@ -21,6 +21,13 @@ def sent() -> int:
 def rank_main(place: Place, arguments: list[str]) -> int:
     torch.set_num_threads(1)
     place.connect()
+    line = json.dumps(measured()) + "\n"
+    os.write(1, line.encode())  # in one piece: ranks share the pipe
+    place.leave()
+    return 0
+
+
+def measured() -> dict[str, object]:
     model = nn.parallel.DistributedDataParallel(nn.Linear(2000, 1999, bias=True), gradient_as_bucket_view=True)
     state = gradwire.HookState(model)
     model.register_comm_hook(state, gradwire.comm_hook)
@@ -36,7 +43,4 @@ def rank_main(place: Place, arguments: list[str]) -> int:
     after = sent()
     dist.barrier()
     nbytes = sum(parameter.numel() for parameter in model.parameters()) * 4
-    line = json.dumps({"nbytes": nbytes, "sent": after - before, "cluster": state.report().cluster}) + "\n"
-    os.write(1, line.encode())  # in one piece: ranks share the pipe
-    dist.destroy_process_group()
-    return 0
+    return {"nbytes": nbytes, "sent": after - before, "cluster": state.report().cluster}
