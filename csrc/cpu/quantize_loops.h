@@ -7,7 +7,7 @@ struct Range {
   bool finite;
 };
 
-constexpr size_t kAhead = 2048;  // 8 KiB; with 4 and 16 KiB it took about as long
+constexpr size_t kAhead = 2048;  // elements; of gradients half and twice as many took about as long
 
 // The smallest element and the step of a block in which every lane is set; a block's worth from `later` on is asked for
 // meanwhile, with which 25 MiB to 4 bits took two thirds of the time (AVX-512, one run beside other programs). Two running
@@ -126,8 +126,6 @@ inline void encode(const float* gradient, const float* residual, float* left, ui
   if (past_cache) fence();
 }
 
-constexpr size_t kAheadNbytes = 1024;
-
 // target = addend + worker 0 + worker 1 + ... over 64 elements from `at` of a block on: a worker's is low + code * unit.
 template <int kBits>
 inline void reduce64(const Payloads& payloads, size_t start, const uint8_t* codes, size_t codes_stride,
@@ -139,7 +137,7 @@ inline void reduce64(const Payloads& payloads, size_t start, const uint8_t* code
     std::memcpy(meta, payloads.first + w * payloads.stride + 8 * (start / kBlock), sizeof meta);
     const Vec unit = fill(meta[0]), low = fill(meta[1]);
     const uint8_t* from = codes + w * codes_stride;
-    __builtin_prefetch(from + kAheadNbytes);
+    __builtin_prefetch(from + kAhead * kBits / 8);
     Vec x[4];
     values64<kBits>(from, x);
     for (int j = 0; j < 4; ++j) sum[j] = add(sum[j], add(low, mul(x[j], unit)));
