@@ -4,7 +4,8 @@ Until `freeze_step` the gradients are averaged exactly and both moments follow t
 stays as it is, each rank adds its own gradient to the common momentum, and only the momentum travels, one bit an
 element with residuals on both stages. The optimizer does the communication: train without DDP (start from the same weights
 on all ranks), or in `no_sync()`.
-Source: Tang et al., 1-bit Adam, ICML 2021, algorithm 1.
+Source: Tang et al., 1-bit Adam, ICML 2021, algorithm 1. Ours are the memory of the frozen variance (`MEMORY_SHARE`) and the
+units that the momentum is measured in while it travels (`FlatGroup.units`).
 """
 
 from collections.abc import Callable, Iterable
@@ -31,7 +32,7 @@ MEMORY_SHARE, LONGEST_MEMORY = 0.25, 1000
 (1 / (1 - 0.999)). A gradient that comes once in two hundred steps, as a rare token's does, has left a short memory by the time
 of the freeze, and its next step would be hundreds of learning rates long. Measured: with betas[1] = 0.95 the transformer of
 docs/convergence.md came to nothing soon after the freeze; with this memory it ends where Adam ends, to a few hundredths of a
-bit. At betas[1] = 0.999 nothing differs from the paper."""
+bit. With betas[1] = 0.999 the variance is the paper's."""
 
 
 @dataclass(slots=True)
