@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import _get_default_store
 
 from gradwire.comms.config import Config
 
@@ -217,7 +218,12 @@ def dies(rank: int) -> tuple[str, str]:
     try:
         work.wait()
     except RuntimeError as error:
-        return str(error), str(work.exception())
+        told = str(error), str(work.exception())
+        store = _get_default_store()
+        store.set(f"told/{rank}", "")
+        if rank == 0:  # serves the store: the others may still be asking who is missing
+            store.wait(["told/1", "told/2"], timedelta(seconds=30))
+        return told
     return "", ""
 
 
