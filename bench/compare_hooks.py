@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.bench.ways import without_warmup
+from gradwire.comms.codec_price import short_start
 from gradwire.comms.compat import GradBucket
 from gradwire.comms.mpi_launch import load_mpi
 from gradwire.compressors.registry import names
@@ -95,7 +95,7 @@ def select(found: list[Entrant], wanted: str | None) -> list[Entrant]:
 def _gradwire(plan: str, compressor: str | None, transport: str = "auto") -> Attach:
     def attach(model: DistributedDataParallel, rate: float | None) -> None:
         state = gradwire.HookState(model, plan=plan, compressor=compressor, transport=transport,
-                                   compressor_options=without_warmup(compressor) if compressor else {},
+                                   compressor_options=short_start(compressor) if compressor else {},
                                    nic_bytes_per_second=rate)
         model.register_comm_hook(state, gradwire.comm_hook)
 

@@ -34,7 +34,7 @@ from gradwire.bench.machine import machine_line
 from gradwire.bench.rate import format_rate, parse_rate
 from gradwire.bench.signals import clean_end
 from gradwire.bench.ways import check_compressor
-from gradwire.compressors.registry import Option, options_of
+from gradwire.comms.codec_price import short_start
 
 CASES = {
     "2x2": ((2, 2), "contiguous"),
@@ -142,9 +142,8 @@ def contenders(place: Place, numel: int, bytes_per_second: float, compressors: l
 
 
 def _hook(model: DistributedDataParallel, rate: float | None, compressor: str | None = None) -> None:
-    short = compressor is not None and "warmup_steps" in options_of(compressor)
-    options: dict[str, Option] = {"warmup_steps": 1} if short else {}
-    state = gradwire.HookState(model, nic_bytes_per_second=rate, compressor=compressor, compressor_options=options)
+    state = gradwire.HookState(model, nic_bytes_per_second=rate, compressor=compressor,
+                               compressor_options=short_start(compressor) if compressor else {})
     model.register_comm_hook(state, gradwire.comm_hook)
 
 

@@ -108,12 +108,12 @@ class Check:
             numbers = torch.zeros(2, self.size, dtype=torch.float64)
             numbers[:, self.rank] = torch.tensor([processor_seconds, share])
             dist.all_reduce(numbers)
-            if processor_seconds:
-                self.shares.append(float(numbers[1].mean()))
+            self.shares.append(float(numbers[1].mean()))
             of_node = max(float(numbers[0, list(ranks)].mean()) for ranks in nodes)
-            return alone(of_node, statistics.median(self.shares or [1.0]))
+            return alone(of_node, statistics.median(self.shares))
 
-        price = measured_price(compressor, square_layout(SAMPLE_NBYTES, side=SIDE), len(nodes), PRICE_SECONDS, agree)
+        price = measured_price(compressor, square_layout(SAMPLE_NBYTES, side=SIDE), len(nodes), PRICE_SECONDS,
+                               dist.barrier, agree)
         return price if compressor == "none" else replace(price, ratio=wire_ratio(final(compressor), layout, len(nodes)))
 
     def _time(self, communicator: Communicator, layout: Layout, rounds: int) -> tuple[list[float], float]:

@@ -18,7 +18,7 @@ from gradwire.comms.compat import PrefixStore
 from gradwire.comms.config import Config
 from gradwire.comms.register import register
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.registry import Option, names, options_of
+from gradwire.compressors.registry import names
 
 _CUDA_ALONE = ("nccl", "nccl-raw")
 
@@ -87,14 +87,6 @@ def make_compressor(name: str) -> Compressor | None:
     compressor = settling(name)
     compressor.end_step(True)  # an empty step: its dense start is over
     return compressor
-
-
-def without_warmup(name: str) -> dict[str, Option]:
-    """Options that have a compressor compress from the first step on: dense steps would be timed under its name.
-
-    Without a dense start `onebit` has no units, and is faster by the two passes over a shard that they cost.
-    """
-    return {"warmup_steps": 0} if "warmup_steps" in options_of(name) else {}
 
 
 def check_device(options: argparse.Namespace) -> str:

@@ -62,9 +62,14 @@ def final(name: str) -> Compressor:
     return registry.make(name, {"warmup_steps": 0} if "warmup_steps" in registry.options_of(name) else {})
 
 
+def short_start(name: str) -> dict[str, registry.Option]:
+    """Options with which a compressor's first step is its last dense one: what follows is as in the middle of a training."""
+    return {"warmup_steps": 1} if "warmup_steps" in registry.options_of(name) else {}
+
+
 def settling(name: str) -> Compressor:
-    """One whose first step is its last dense one: what follows is as in the middle of a training."""
-    return registry.make(name, {"warmup_steps": 1} if "warmup_steps" in registry.options_of(name) else {})
+    """A compressor by name, with its defaults but `short_start`."""
+    return registry.make(name, short_start(name))
 
 
 def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float:
@@ -82,6 +87,7 @@ def alone(processor_seconds: float, share: float) -> float:
 
 
 def measured_price(name: str, layout: Layout, group_size: int, seconds: float = 0.1,
+                   together: Callable[[], object] = lambda: None,
                    agree: Callable[[float, float], float] = alone) -> CodecPrice:
     """The price with encoding and decoding timed here: the mean of as many rounds as a while takes.
 
@@ -93,25 +99,31 @@ def measured_price(name: str, layout: Layout, group_size: int, seconds: float = 
         group_size: As for `codec_price`.
         seconds: How long each size is encoded again and again, after a dense round and the first compressed one, which
             takes its memory.
-        agree: As `alone`, but waits for the other ranks' numbers and makes one of them, where all ranks of a machine measure
-            together, as they share its cores in training. They begin together; between rounds nobody waits.
+        together: Returns when all ranks of this machine have come, where they measure together, as they share its cores in
+            training. Called before the rounds of a size; between them nobody waits.
+        agree: As `alone`, but makes one number of all ranks', so that all of them plan alike.
     """
     if name == EXACT.name:
         return EXACT
     group, first = EchoGroup(group_size), Layout(layout.slices[:1])
-    (whole, hops), (part, _) = (_timed(settling(name), each, group, seconds, agree) for each in (layout, first))
+    (whole, hops, whole_share), (part, _, part_share) = (
+        _timed(settling(name), each, group, seconds, together) for each in (layout, first))
+    whole, part = agree(whole, whole_share), agree(part, part_share)
     per_element = (whole - part) / (layout.numel - first.numel) if len(layout.slices) > 1 else whole / layout.numel
     return CodecPrice(name, wire_ratio(final(name), layout, group_size), max(per_element, 0.0) / ELEMENT_NBYTES,
                       max(part - per_element * first.numel, 0.0), hops, group.exchanged)
 
 
 def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, seconds: float,
-           agree: Callable[[float, float], float]) -> tuple[float, int]:
-    """The mean seconds of an all-reduce in which nothing travels, and how often it would have waited for everybody.
+           together: Callable[[], object]) -> tuple[float, int, float]:
+    """What an all-reduce takes in which nothing travels.
 
     What the processor needs for a round and what share of it there is are measured apart: where ranks share cores, a
     round's own time is that of the scheduler's turns, some short and some long. A time and not a number of rounds, so that
     no rank ends early and leaves its core to the others.
+
+    Returns:
+        Processor seconds of a round (the mean), how often it would have waited for everybody, and this rank's share of a core.
     """
     gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
 
@@ -128,7 +140,7 @@ def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, seconds: fl
     before = group.rounds
     once()
     hops = group.rounds - before
-    agree(0.0, 1.0)
+    together()
     began, marks, rounds = time.perf_counter(), [(time.perf_counter(), time.process_time())], [once()]
     while (now := time.perf_counter()) < began + seconds:
         marks.append((now, time.process_time()))
@@ -136,7 +148,7 @@ def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, seconds: fl
     marks.append((time.perf_counter(), time.process_time()))
     inside = [mark for mark in marks if EDGE * seconds <= mark[0] - began <= (1 - EDGE) * seconds]
     first, last = (inside[0], inside[-1]) if len(inside) > 1 else (marks[0], marks[-1])
-    return agree(statistics.fmean(rounds), (last[1] - first[1]) / (last[0] - first[0])), hops
+    return statistics.fmean(rounds), hops, (last[1] - first[1]) / (last[0] - first[0])
 
 
 def layout_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:

@@ -126,7 +126,7 @@ inline void encode(const float* gradient, const float* residual, float* left, ui
   if (past_cache) fence();
 }
 
-// target = addend + worker 0 + worker 1 + ... over 64 elements from `at` of a block on: a worker's is low + code * unit.
+// target = addend + worker 0 + worker 1 + ... over 64 elements of the block at `start`: a worker's is low + code * unit.
 template <int kBits>
 inline void reduce64(const Payloads& payloads, size_t start, const uint8_t* codes, size_t codes_stride,
                      const float* addend, float* target, bool past_cache) {
