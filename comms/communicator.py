@@ -10,21 +10,21 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from gradwire.comms.compat import PrefixStore, Store
+from gradwire.comms.bootstrap.compat import PrefixStore, Store
+from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
+from gradwire.comms.bootstrap.nics import describe_nics, interface_of
+from gradwire.comms.bootstrap.placement import Presence, cluster_of, exchange
+from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.config import Config
 from gradwire.comms.execute import Chunk, Executor
-from gradwire.comms.failure import CollectiveError, FailureBoard
 from gradwire.comms.futures import FutureTensor, Open, open_future, unwrap
-from gradwire.comms.groups import Groups
 from gradwire.comms.lanes import Hop, Job, Lanes
 from gradwire.comms.migration import Homes, migrate
-from gradwire.comms.nics import describe_nics, interface_of
-from gradwire.comms.placement import Presence, cluster_of, exchange
-from gradwire.comms.plan import ALL_REDUCE, Phase, Plan
+from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan
+from gradwire.comms.plan.routes import Route, Routes
 from gradwire.comms.report import Ledger, Report
-from gradwire.comms.routes import Route, Routes
-from gradwire.comms.store import PollingStore
 from gradwire.comms.streams import SideStreams
+from gradwire.comms.transport.groups import Groups
 from gradwire.compressors.base import Compressor, Layout
 from gradwire.topology.cluster import Cluster
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gradwire.comms.cost import sent_nbytes
-from gradwire.comms.groups import Groups
 from gradwire.comms.lanes import Lane
-from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from gradwire.comms.plan.cost import sent_nbytes
+from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from gradwire.comms.transport.groups import Groups
 from gradwire.comms.transport.torch_group import Works, scale_in_place
 from gradwire.compressors.base import Compressor, Group, Layout, Work
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradwire.comms.compressed import LaneGroup, Switch, run_compressed
-from gradwire.comms.groups import Groups
 from gradwire.comms.lanes import Hop, Lane
-from gradwire.comms.plan import ALL_GATHER, ALL_REDUCE, Phase, Plan
-from gradwire.comms.rank_order import rank_order_ladder
+from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, Phase, Plan
+from gradwire.comms.plan.rank_order import rank_order_ladder
+from gradwire.comms.plan.schedule import Transfer
 from gradwire.comms.report import Ledger
-from gradwire.comms.schedule import Transfer
+from gradwire.comms.transport.groups import Groups
 from gradwire.comms.transport.torch_group import Works
 from gradwire.compressors.base import Compressor, Layout, Work
 

@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.comms.compat import GradBucket
+from gradwire.comms.bootstrap.compat import GradBucket
 from gradwire.comms.compression import Compression, LossScaler
 from gradwire.comms.config import Config
 from gradwire.comms.fusion import FusionPlan
-from gradwire.comms.job_advice import JobAdvice, advise_job
 from gradwire.comms.names import ParameterNames
+from gradwire.comms.plan.job_advice import JobAdvice, advise_job
 from gradwire.comms.reducer import Reducer
 from gradwire.comms.report import Report
 from gradwire.compressors.base import StateDict, StateValue
-from gradwire.compressors.first_step import check_at_first_step
+from gradwire.compressors.optim.first_step import check_at_first_step
 
 log = logging.getLogger("gradwire")
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from gradwire.comms.compat import GradBucket
+from gradwire.comms.bootstrap.compat import GradBucket
 from gradwire.compressors.base import Layout, Slice
 
 

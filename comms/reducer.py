@@ -9,21 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.advise import BUCKET_NBYTES
+from gradwire.comms.autotune.consensus import Consensus
+from gradwire.comms.autotune.probe import probe
+from gradwire.comms.autotune.profile import fingerprint
+from gradwire.comms.autotune.stepwatch import StepWatch
+from gradwire.comms.autotune.tuning import Tuning
+from gradwire.comms.bootstrap.compat import GradBucket, Store, queue_end_of_backward, store_of
+from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.compat import GradBucket, Store, queue_end_of_backward, store_of
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
-from gradwire.comms.consensus import Consensus
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.futures import FutureTensor
 from gradwire.comms.names import ParameterNames
-from gradwire.comms.probe import probe
+from gradwire.comms.plan.advise import BUCKET_NBYTES
 from gradwire.comms.resume import Resume
-from gradwire.comms.stepwatch import StepWatch
-from gradwire.comms.store import PollingStore
-from gradwire.comms.tune_profile import fingerprint
-from gradwire.comms.tuning import Tuning
 from gradwire.compressors.base import Layout
 
 FUSION_TIMEOUT = timedelta(seconds=30)

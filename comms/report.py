@@ -3,9 +3,9 @@
 import threading
 from dataclasses import dataclass, field
 
-from gradwire.comms.cost import sent_nbytes
-from gradwire.comms.plan import Phase
-from gradwire.comms.schedule import Transfer
+from gradwire.comms.plan.cost import sent_nbytes
+from gradwire.comms.plan.plan import Phase
+from gradwire.comms.plan.schedule import Transfer
 
 
 @dataclass(slots=True)

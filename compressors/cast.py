@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Group, Layout, Work, check_gradient
-from gradwire.compressors.kernels import kernels_for
+from gradwire.compressors.kernels.dispatch import kernels_for
 from gradwire.compressors.two_stage import TwoStage
 
 CAST_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

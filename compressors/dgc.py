@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gradwire.compressors.base import Group, Layout, Slice, Work, check_gradient, even_bounds
 from gradwire.compressors.cast import CAST_DTYPES
-from gradwire.compressors.kernels import kernels_for
-from gradwire.compressors.reference_dgc import DgcRule, DgcRun, DgcState
+from gradwire.compressors.kernels.dispatch import kernels_for
+from gradwire.compressors.kernels.reference.dgc import DgcRule, DgcRun, DgcState
 from gradwire.compressors.stateful import Stateful
 from gradwire.compressors.two_stage import SHARD_ALIGN
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Codec, Peers, Work
-from gradwire.compressors.pieces import decode_each, encode_each
+from gradwire.compressors.kernels.pieces import decode_each, encode_each
 
 PART_ALIGN = 64
 """Parts start at multiples of this many elements, so that every payload is a whole number of 8-byte words."""

@@ -6,9 +6,9 @@ from torch import Tensor
 from gradwire.compressors.base import Codec, Layout
 from gradwire.compressors.cast import CastCodec
 from gradwire.compressors.element_scale import ElementScale
-from gradwire.compressors.kernels import kernels_for
+from gradwire.compressors.kernels.dispatch import kernels_for
+from gradwire.compressors.kernels.reference.codecs import onebit_nbytes
 from gradwire.compressors.quantize import QuantizeCodec
-from gradwire.compressors.reference import onebit_nbytes
 from gradwire.compressors.two_stage import TwoStage
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from gradwire.compressors.base import Group, Layout, Slice, StateDict, StateValue, Work, check_gradient
 from gradwire.compressors.cast import CAST_DTYPES, CastCodec
 from gradwire.compressors.exchange import Parts, Residuals, two_stage, two_stage_nbytes
-from gradwire.compressors.hashing import hash_uniforms, mix_key, name_key
-from gradwire.compressors.kernels import kernels_for
+from gradwire.compressors.kernels.dispatch import kernels_for
+from gradwire.compressors.kernels.hashing import hash_uniforms, mix_key, name_key
 from gradwire.compressors.matrices import MatrixSlice, as_matrix, cut_between
 from gradwire.compressors.stateful import Stateful
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradwire.compressors.base import Codec, Layout
-from gradwire.compressors.hashing import mix_key, name_key
-from gradwire.compressors.kernels import kernels_for
-from gradwire.compressors.reference import quantize_nbytes
+from gradwire.compressors.kernels.dispatch import kernels_for
+from gradwire.compressors.kernels.hashing import mix_key, name_key
+from gradwire.compressors.kernels.reference.codecs import quantize_nbytes
 from gradwire.compressors.two_stage import TwoStage
 
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from gradwire.comms.config import Config
     from gradwire.comms.hook import HookState, comm_hook
     from gradwire.comms.wrap import wrap
-    from gradwire.compressors.fit import check_optimizer, take_momentum
-    from gradwire.compressors.onebit_adam import OneBitAdam
-    from gradwire.compressors.onebit_lamb import OneBitLamb
+    from gradwire.compressors.optim.fit import check_optimizer, take_momentum
+    from gradwire.compressors.optim.onebit_adam import OneBitAdam
+    from gradwire.compressors.optim.onebit_lamb import OneBitLamb
     from gradwire.compressors.rules import Rule
 
 __version__ = "0.1.0"
@@ -33,12 +33,12 @@ __all__ = ["Config", "HookState", "OneBitAdam", "OneBitLamb", "Rule", "check_opt
 _HOMES = {
     "Config": "gradwire.comms.config",
     "HookState": "gradwire.comms.hook",
-    "OneBitAdam": "gradwire.compressors.onebit_adam",
-    "OneBitLamb": "gradwire.compressors.onebit_lamb",
+    "OneBitAdam": "gradwire.compressors.optim.onebit_adam",
+    "OneBitLamb": "gradwire.compressors.optim.onebit_lamb",
     "Rule": "gradwire.compressors.rules",
-    "check_optimizer": "gradwire.compressors.fit",
+    "check_optimizer": "gradwire.compressors.optim.fit",
     "comm_hook": "gradwire.comms.hook",
-    "take_momentum": "gradwire.compressors.fit",
+    "take_momentum": "gradwire.compressors.optim.fit",
     "wrap": "gradwire.comms.wrap",
 }
 
@@ -51,7 +51,7 @@ def __getattr__(name: str) -> object:
 
 
 def _register() -> None:
-    importlib.import_module("gradwire.comms.register").register()
+    importlib.import_module("gradwire.comms.backend.register").register()
 
 
 if hasattr(sys.modules.get("torch"), "distributed"):  # not so while torch itself is being imported

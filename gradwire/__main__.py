@@ -4,13 +4,13 @@ import importlib
 import sys
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "bench": ("gradwire.bench.command", "nccl-tests for plans and compressors; `bench kernels` times the kernels"),
-    "compare": ("gradwire.bench.compare", "every way of averaging gradients, side by side, on an emulated cluster"),
-    "emulate": ("gradwire.bench.emulate", "run a command on a cluster of network namespaces on this machine"),
-    "gdr-check": ("gradwire.bench.gdr_job", "is GPUDirect RDMA possible, configured, in use?"),
-    "plot": ("gradwire.bench.plot", "draw what bench, compare and hook_speed wrote as JSON"),
-    "predict": ("gradwire.bench.predict", "which plan, how long, and whether to compress at all"),
-    "topo": ("gradwire.bench.topo_job", "what does this machine look like: tree, matrix, picture"),
+    "bench": ("gradwire.bench.nccl_tests.command", "nccl-tests for plans and compressors; `bench kernels` times the kernels"),
+    "compare": ("gradwire.bench.compare.command", "every way of averaging gradients, side by side, on an emulated cluster"),
+    "emulate": ("gradwire.bench.emulation.command", "run a command on a cluster of network namespaces on this machine"),
+    "gdr-check": ("gradwire.cli.gdr_check", "is GPUDirect RDMA possible, configured, in use?"),
+    "plot": ("gradwire.bench.plot.command", "draw what bench, compare and hook_speed wrote as JSON"),
+    "predict": ("gradwire.cli.predict", "which plan, how long, and whether to compress at all"),
+    "topo": ("gradwire.cli.topo", "what does this machine look like: tree, matrix, picture"),
 }
 """Name -> (module with `main(argv: list[str]) -> int`, one line of help)."""
 

@@ -1,6 +1,6 @@
 """Types of the compiled module `gradwire._native` (csrc/cpu).
 
-Tensors are passed as addresses (`tensor.data_ptr()`, 0 for None): the callers in compressors/native.py check device,
+Tensors are passed as addresses (`tensor.data_ptr()`, 0 for None): the callers in compressors/kernels/native.py check device,
 dtype, contiguity and length first. Every function releases the GIL.
 """
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gradwire.bench.namespaces import available
+from gradwire.bench.emulation.namespaces import available
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ ALLOWED = {
 }
 """Folder -> the folders of ours that it may import."""
 
-NATIVE_DOORS = {"compressors/native.py"}
+NATIVE_DOORS = {"compressors/kernels/native.py"}
 """Modules of `compressors` that may import the compiled part; kernels.py chooses between it and the others."""
 
 MOST_LINES = 300

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from gradwire.comms.compat import PrefixStore, Store, TorchGroup, all_to_all_single, make_gloo
+from gradwire.comms.bootstrap.compat import PrefixStore, Store, TorchGroup, all_to_all_single, make_gloo
 from gradwire.comms.transport.torch_group import Alarm, TorchTransport, Works
 from gradwire.compressors.base import Work
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradwire.comms.compat import Store
+from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.mpi_launch import load_mpi
 from gradwire.comms.errors import PeerError
-from gradwire.comms.mpi_launch import load_mpi
 from gradwire.comms.transport.threads import Done
 from gradwire.comms.transport.torch_group import SlicesToSum, scale_in_place
 from gradwire.compressors.base import Work, even_bounds

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from gradwire.comms.compat import Store, make_nccl
+from gradwire.comms.bootstrap.compat import Store, make_nccl
 from gradwire.comms.transport.torch_group import TorchTransport
 
 

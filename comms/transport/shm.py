@@ -14,7 +14,7 @@ from gradwire.comms.transport.segment import open_group
 from gradwire.comms.transport.threads import Done
 
 BLOCK_NBYTES = 512 << 10
-"""Staging per rank and slot. Source: bench/shm_peers.py on a 2-core EPYC VM: larger blocks leave the second-level
+"""Staging per rank and slot. Source: bench/studies/shm_peers.py on a 2-core EPYC VM: larger blocks leave the second-level
 cache, smaller ones pay for more barriers."""
 
 _SMALLEST_BLOCK_NBYTES = 4096
@@ -22,7 +22,7 @@ _DTYPES = {dtype: code for code, dtype in enumerate((
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8,
     torch.int16))}
 _FLOATING = 4
-"""Codes below are floating-point types; csrc/cpu/shm_kernels.h has the same order."""
+"""Codes below are floating-point types; csrc/cpu/shm/kernels.h has the same order."""
 _BYTES_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _OPS = {"sum": 0, "max": 1, "min": 2}
 _DONE = Done()

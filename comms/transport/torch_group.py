@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.compat import TorchGroup, TorchWork, all_gather_single, all_to_all_single
+from gradwire.comms.bootstrap.compat import TorchGroup, TorchWork, all_gather_single, all_to_all_single
 from gradwire.comms.errors import PeerError
 from gradwire.compressors.base import Work
 

@@ -1,7 +1,7 @@
 // Scale, add the residual, cast to float16 or bfloat16 and keep what the cast left out, in one pass; and back.
 //
 // Bytes an element, read + written: encode 4 + 2 (8 + 6 with residual), decode_reduce 2 W + 4, serve 2 W + 2 (2 W + 4 +
-// 6 with residual). The twin of csrc/cpu/cast.cpp, bit for bit. One launch each; no synchronisation. Payloads of several
+// 6 with residual). The twin of csrc/cpu/kernels/cast.cpp, bit for bit. One launch each; no synchronisation. Payloads of several
 // pieces lie one behind the other as the payload of all would, so no kernel knows of pieces.
 #include "formats.cuh"
 

@@ -6,7 +6,7 @@
 // payload is the same bits every time. Integer atomics alone are used, whose order does not matter. All parameters of a
 // bucket share the launches, each with CTAs of its own.
 // Bytes an element, read: 1/8 in each of the five launches, and 32 for each marked one. Nothing waits for the host.
-// The twin of the second half of csrc/cpu/dgc.cpp.
+// The twin of the second half of csrc/cpu/kernels/dgc.cpp.
 #include "marks.cuh"
 
 namespace gradwire {

@@ -3,7 +3,7 @@
 // Bytes an element, read + written: 12 + 8 (gradient, velocity, total; velocity, total), 1/8 for the marks. Two launches
 // for all parameters of a bucket: sample (a CTA a parameter), advance. The selection itself is in dgc_select.cu; nothing
 // here waits for the host.
-// The twin of the first half of csrc/cpu/dgc.cpp.
+// The twin of the first half of csrc/cpu/kernels/dgc.cpp.
 // Source: Lin et al., Deep Gradient Compression, ICLR 2018, algorithm 4 and sections 3.1 to 3.3.
 #include "marks.cuh"
 

@@ -22,7 +22,7 @@ struct Descriptor {
   float scale;
   uint32_t padding;
 };
-static_assert(sizeof(Descriptor) == 40, "compressors/cuda_pack.py writes five 64-bit words a tensor");
+static_assert(sizeof(Descriptor) == 40, "compressors/kernels/cuda/pack.py writes five 64-bit words a tensor");
 
 // Kernels.
 // The last descriptor that starts at this chunk or before it; none is empty.

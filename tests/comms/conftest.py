@@ -25,7 +25,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gradwire.comms.compat import HashStore
+from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.transport.shm import ShmGroup
 from gradwire.comms.transport.threads import run_ranks
 
@@ -59,7 +59,7 @@ def _server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # torch._dynamo is what the first DDP model or optimizer imports: seconds, in every rank, if it is not there already.
     context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "pytest",
-                                    "gradwire.comms.process_group", "gradwire.comms.hook"])
+                                    "gradwire.comms.backend.process_group", "gradwire.comms.hook"])
     return context
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.comms import failure
+from gradwire.comms.bootstrap import failure
+from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.compat import HashStore
 from gradwire.comms.config import Config
 from gradwire.comms.transport.threads import run_ranks
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.cluster import Cluster
-from gradwire.bench.compare_fork import run_forked
+from gradwire.bench.emulation.cluster import Cluster
+from gradwire.bench.emulation.fork import run_forked
 
-SCRIPT = Path(__file__).parent / "compressed_nic_bytes_job.py"
+SCRIPT = Path(__file__).parent / "jobs" / "compressed_nic_bytes_job.py"
 SHARES = {"none": 1.05, "fp16": 0.53, "bf16": 0.53, "int8": 0.27, "int4": 0.14, "onebit": 0.035, "dgc": 0.01,
           "powersgd": 0.01}
 """Most of the gradient's bytes that a node sends; powersgd at rank 4, dgc at a thousandth."""

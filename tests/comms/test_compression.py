@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.compat import HashStore
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
 from gradwire.comms.transport.threads import run_ranks

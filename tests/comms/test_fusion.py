@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.compat import HashStore
 from gradwire.comms.config import Config
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.futures import FutureTensor

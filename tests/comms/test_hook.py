@@ -21,7 +21,7 @@ RunJob = Callable[[Path, Path, str], Results]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, run_job: RunJob) -> Results:
-    return run_job(Path(__file__).with_name("hook_scenarios.py"), tmp_path_factory.mktemp("hook"), NODES)
+    return run_job(Path(__file__).parent / "jobs" / "hook_scenarios.py", tmp_path_factory.mktemp("hook"), NODES)
 
 
 @pytest.mark.parametrize("scenario", TRAINING)

@@ -6,10 +6,10 @@ from typing import Literal
 
 import pytest
 
-from gradwire.bench.cluster import Cluster
-from gradwire.bench.compare_fork import run_forked
+from gradwire.bench.emulation.cluster import Cluster
+from gradwire.bench.emulation.fork import run_forked
 
-SCRIPT = Path(__file__).parent / "nic_bytes_job.py"
+SCRIPT = Path(__file__).parent / "jobs" / "nic_bytes_job.py"
 
 
 @pytest.mark.netns

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from gradwire.comms import compressed
-from gradwire.comms.compat import HashStore
+from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.compressed import run_compressed
 from gradwire.comms.execute import Chunk, Executor
 from gradwire.comms.fusion import Fusion, FusionPlan
-from gradwire.comms.groups import Groups
 from gradwire.comms.lanes import Hop
-from gradwire.comms.plan import ALL_REDUCE, REDUCE_SCATTER, Phase, Plan
+from gradwire.comms.plan.plan import ALL_REDUCE, REDUCE_SCATTER, Phase, Plan
+from gradwire.comms.plan.schedule import Transfer
 from gradwire.comms.report import Ledger
-from gradwire.comms.schedule import Transfer
-from gradwire.comms.store import PollingStore
 from gradwire.comms.transport.echo import EchoGroup
+from gradwire.comms.transport.groups import Groups
 from gradwire.compressors.base import Compressor, Layout, Slice
 from gradwire.compressors.registry import Option
 from gradwire.compressors.routed import make_routed

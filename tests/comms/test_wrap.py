@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path, run_job: RunJob) -> Results:
-    return run_job(Path(__file__).with_name("fusion_scenarios.py"), folder, NODES)
+    return run_job(Path(__file__).parent / "jobs" / "fusion_scenarios.py", folder, NODES)
 
 
 @pytest.mark.parametrize("name", ["small", "all", "changing", "unused", "joined", "calculated", "tuned"])

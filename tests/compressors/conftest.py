@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gradwire import _native
-from gradwire.compressors import native
 from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.kernels import native
 
 NUMELS = (1, 2, 7, 15, 17, 63, 64, 65, 511, 512, 513, 1023, 1024, 1025, 2500, 4097)
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire.compressors import cuda_launch
-from gradwire.compressors.cuda_source import FOLDER, KERNELS, kernel_source
+from gradwire.compressors.kernels.cuda import launch as cuda_launch
+from gradwire.compressors.kernels.cuda.source import FOLDER, KERNELS, kernel_source
 
 NUMELS = (1, 7, 33, 129, 513, 1023, 1024, 1025, 4097, 9001)
 

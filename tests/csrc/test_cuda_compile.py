@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.compressors.cuda_load import OPTIONS, cached_cubin, compile_cubin
-from gradwire.compressors.cuda_require import CudaKernelsError
-from gradwire.compressors.cuda_source import FOLDER, KERNELS, kernel_source
+from gradwire.compressors.kernels.cuda.load import OPTIONS, cached_cubin, compile_cubin
+from gradwire.compressors.kernels.cuda.require import CudaKernelsError
+from gradwire.compressors.kernels.cuda.source import FOLDER, KERNELS, kernel_source
 
 ARCHITECTURES = (80, 90, 100)
 """A100, H100 and H200, B200."""

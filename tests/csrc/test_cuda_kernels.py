@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.compressors import cuda, reference
-from gradwire.compressors.kernels import Kernels
+from gradwire.compressors.kernels.cuda import kernels as cuda
+from gradwire.compressors.kernels.dispatch import Kernels
+from gradwire.compressors.kernels.reference import codecs as reference
 
 Maker = Callable[[int], Tensor]
 

@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.transport.echo import EchoGroup
-from gradwire.compressors import cuda, cuda_launch, kernels, reference
 from gradwire.compressors.cast import CastCodec
 from gradwire.compressors.exchange import PieceCodec, Residuals, two_stage
+from gradwire.compressors.kernels import dispatch as kernels
+from gradwire.compressors.kernels.cuda import kernels as cuda
+from gradwire.compressors.kernels.cuda import launch as cuda_launch
+from gradwire.compressors.kernels.reference import codecs as reference
 from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.quantize import QuantizeCodec
 

@@ -7,10 +7,11 @@ import sys
 import pytest
 import torch
 
-from gradwire.compressors import cuda_launch, kernels
-from gradwire.compressors.cuda_launch import blocks_for
-from gradwire.compressors.cuda_load import load_kernel
-from gradwire.compressors.cuda_require import CudaKernelsError, Found, check, require_cupy
+from gradwire.compressors.kernels import dispatch as kernels
+from gradwire.compressors.kernels.cuda import launch as cuda_launch
+from gradwire.compressors.kernels.cuda.launch import blocks_for
+from gradwire.compressors.kernels.cuda.load import load_kernel
+from gradwire.compressors.kernels.cuda.require import CudaKernelsError, Found, check, require_cupy
 
 GOOD = Found("13.0", 1, 13000, "", 13000, (9, 0), "H200")
 
@@ -56,10 +57,10 @@ def test_an_unknown_kernel_is_refused() -> None:
 def test_the_cpu_path_never_imports_cupy() -> None:
     script = """
 import sys, torch
-from gradwire.compressors.kernels import kernels_for
+from gradwire.compressors.kernels.dispatch import kernels_for
 x, payload = torch.randn(64), torch.empty(12, dtype=torch.uint8)
 kernels_for(x).onebit_encode(x, None, None, payload)
-found = [name for name in sys.modules if name.split(".")[0] == "cupy" or name.startswith("gradwire.compressors.cuda")]
+found = [name for name in sys.modules if name.split(".")[0] == "cupy" or name.startswith("gradwire.compressors.kernels.cuda.kernels")]
 assert not found, found
 """
     subprocess.run([sys.executable, "-c", script], check=True)
@@ -67,7 +68,8 @@ assert not found, found
 
 def test_a_cuda_tensor_asks_for_the_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The door, without a device: what it would choose, and that nothing is chosen silently where that fails."""
-    from gradwire.compressors import cuda, cuda_require
+    from gradwire.compressors.kernels.cuda import kernels as cuda
+    from gradwire.compressors.kernels.cuda import require as cuda_require
 
     asked: list[int] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)

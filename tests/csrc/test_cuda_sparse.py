@@ -7,9 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.compressors import cuda, cuda_launch, reference, reference_pack
-from gradwire.compressors.cuda_pack import PackTable
-from gradwire.compressors.reference_dgc import DgcRule, DgcRun, DgcState
+from gradwire.compressors.kernels.cuda import kernels as cuda
+from gradwire.compressors.kernels.cuda import launch as cuda_launch
+from gradwire.compressors.kernels.cuda.pack import PackTable
+from gradwire.compressors.kernels.reference import codecs as reference
+from gradwire.compressors.kernels.reference import pack as reference_pack
+from gradwire.compressors.kernels.reference.dgc import DgcRule, DgcRun, DgcState
 
 Maker = Callable[[int], Tensor]
 

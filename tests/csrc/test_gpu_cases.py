@@ -5,8 +5,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gradwire.bench.gpu_cases import fp16_decode_case, int4_decode_case, orthogonalize_case, pack_case, unpack_case
-from gradwire.bench.kernel_cases import Case
+from gradwire.bench.kernels.cases import Case
+from gradwire.bench.kernels.gpu_cases import (
+    fp16_decode_case,
+    int4_decode_case,
+    orthogonalize_case,
+    pack_case,
+    unpack_case,
+)
 
 NUMEL = 16_384
 

@@ -2,7 +2,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.topology.affinity import cores_of_mask, mask_of_cores, members, ranges
 from gradwire.topology.bandwidth import (
     nic_bytes_per_second,
     nvlink_bytes_per_second,
@@ -12,6 +11,7 @@ from gradwire.topology.bandwidth import (
 )
 from gradwire.topology.graph import Cpu, Gpu, Nic, PcieLink, Port
 from gradwire.topology.pci_ids import PciRole, normal_bus_id, role_of_class, role_of_function
+from gradwire.topology.readers.affinity import cores_of_mask, mask_of_cores, members, ranges
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from gradwire.topology.graph import Link, Machine, Nic, Port
 from gradwire.topology.levels import levels_of, measure_host_memory
 from gradwire.topology.paths import Distances, PathType
 from gradwire.topology.presets import cpu_only, dgx_a100, dgx_h100, pcie_box
-from gradwire.topology.smi import read as read_smi
+from gradwire.topology.readers.smi import read as read_smi
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The network channels of an NCCL log by rank and direction, for people and for machines."""
 
-from gradwire.topology.gdr.nccl_log import NcclLog
+from gradwire.topology.gdr.inputs.nccl_log import NcclLog
 
 DIRECTIONS = ("send", "receive")
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gradwire.topology.gdr.capture import write_capture
 from gradwire.topology.gdr.compare import differences
 from gradwire.topology.gdr.host import Host
+from gradwire.topology.gdr.inputs.capture import write_capture
 from gradwire.topology.gdr.job import Job, meet, prove_together
 from gradwire.topology.gdr.nccl import parse_version
 from gradwire.topology.gdr.render import print_report, report_json
 from gradwire.topology.gdr.runner import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, exit_code, run_checks
 from gradwire.topology.gdr.sources import Inputs, SourceError, opened_host, read_text
-from gradwire.topology.pipe import reader_may_leave
+from gradwire.topology.show.pipe import reader_may_leave
 
 _EPILOG = """exit code: 0 pass, 1 warning, 2 failure or bad usage, 3 not known (or nothing to check).
 Nothing is changed on the machine; remedies are printed. As root more can be seen (ACS)."""

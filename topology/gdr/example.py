@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gradwire.topology.gdr.facts import facts_from_json
-from gradwire.topology.gdr.files import Files
 from gradwire.topology.gdr.host import Host
-from gradwire.topology.gdr.nccl_log import parse_nccl_log
-from gradwire.topology.gdr.pci_files import tree_files
-from gradwire.topology.pci import PciFunction, PciTree, read_tree
-from gradwire.topology.pci_config import ConfigSpace
+from gradwire.topology.gdr.inputs.facts import facts_from_json
+from gradwire.topology.gdr.inputs.files import Files
+from gradwire.topology.gdr.inputs.nccl_log import parse_nccl_log
+from gradwire.topology.gdr.inputs.pci_files import tree_files
+from gradwire.topology.readers.pci import PciFunction, PciTree, read_tree
+from gradwire.topology.readers.pci_config import ConfigSpace
 
 ROOT_PORT, SWITCH, GPU_PORT, NIC_PORT = "0000:00:01.0", "0000:01:00.0", "0000:02:00.0", "0000:02:01.0"
 GPU, NIC = "0000:03:00.0", "0000:04:00.0"

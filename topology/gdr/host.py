@@ -4,17 +4,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from gradwire.topology.gdr.environment import Setting, merge, parse_nccl_conf
-from gradwire.topology.gdr.facts import Facts, GpuFacts
-from gradwire.topology.gdr.files import Files
+from gradwire.topology.gdr.inputs.environment import Setting, merge, parse_nccl_conf
+from gradwire.topology.gdr.inputs.facts import Facts, GpuFacts
+from gradwire.topology.gdr.inputs.files import Files
+from gradwire.topology.gdr.inputs.nccl_log import NcclLog
+from gradwire.topology.gdr.inputs.topology_file import STANDARD_PATH, TAGS, file_path_type, read_places
+from gradwire.topology.gdr.inputs.topology_file import Place as TopologyPlace
 from gradwire.topology.gdr.model import Finding, Outcome, Pair, worst
 from gradwire.topology.gdr.nccl import LEVELS, Version, default_level, parse_level, parse_version
-from gradwire.topology.gdr.nccl_log import NcclLog
 from gradwire.topology.gdr.place import Place, find_place
 from gradwire.topology.gdr.rdma import RdmaDevice, rdma_capable, read_rdma_devices
-from gradwire.topology.gdr.topology_file import STANDARD_PATH, TAGS, file_path_type, read_places
-from gradwire.topology.gdr.topology_file import Place as TopologyPlace
-from gradwire.topology.pci import PciFunction, PciTree, path_type
+from gradwire.topology.readers.pci import PciFunction, PciTree, path_type
 
 NVIDIA = 0x10DE
 

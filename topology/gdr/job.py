@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from gradwire.topology.gdr.host import Host
-from gradwire.topology.gdr.nccl_log import NcclLog, merged_logs
+from gradwire.topology.gdr.inputs.nccl_log import NcclLog, merged_logs
 from gradwire.topology.gdr.prove import prove_with_nccl
 from gradwire.topology.gdr.render import report_json
 from gradwire.topology.gdr.runner import exit_code, nothing_to_check, run_checks

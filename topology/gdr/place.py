@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gradwire.topology.gdr.files import Files
+from gradwire.topology.gdr.inputs.files import Files
 
 CAP_IPC_LOCK = 14
 CAP_SYS_ADMIN = 21

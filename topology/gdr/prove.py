@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gradwire.topology.gdr.child import run_child
-from gradwire.topology.gdr.environment import child_environment
-from gradwire.topology.gdr.nccl_log import NcclLog, read_nccl_log
+from gradwire.topology.gdr.inputs.child import run_child
+from gradwire.topology.gdr.inputs.environment import child_environment
+from gradwire.topology.gdr.inputs.nccl_log import NcclLog, read_nccl_log
 
-CHILD = (sys.executable, "-P", "-m", "gradwire.bench.gdr_prove")
+CHILD = (sys.executable, "-P", "-m", "gradwire.cli.gdr_prove")
 """Takes `--label NAME` and prints {"gigabits_per_second": ...} or {"error": ...} as its last line."""
 
 _SECONDS = 180.0

@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass
 
-from gradwire.topology.gdr.files import Files
-from gradwire.topology.pci import PciFunction, PciTree
+from gradwire.topology.gdr.inputs.files import Files
+from gradwire.topology.readers.pci import PciFunction, PciTree
 
 MELLANOX, BROADCOM, INTEL, AMAZON, CRAY, HPE, CHELSIO, PENSANDO = (
     0x15B3,

@@ -6,8 +6,8 @@ from rich.table import Table
 
 from gradwire.topology.gdr.channels import DIRECTIONS, channel_json, channel_rows
 from gradwire.topology.gdr.host import Host
+from gradwire.topology.gdr.inputs.nccl_log import NcclLog
 from gradwire.topology.gdr.model import Outcome, Pair, Verdict
-from gradwire.topology.gdr.nccl_log import NcclLog
 from gradwire.topology.gdr.runner import Report, usable_gpus
 
 _STYLES = {

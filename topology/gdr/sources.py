@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gradwire.topology.gdr.capture import CaptureError, opened_capture
-from gradwire.topology.gdr.collect import collect
-from gradwire.topology.gdr.environment import parse_environment, read_environment
 from gradwire.topology.gdr.example import ExampleMachine
-from gradwire.topology.gdr.files import Files
 from gradwire.topology.gdr.host import NVIDIA, Host
-from gradwire.topology.gdr.lspci import parse_lspci
-from gradwire.topology.gdr.nccl_log import NcclLog, read_nccl_log
-from gradwire.topology.gdr.texts import parse_nvlink_status, parse_perftest
-from gradwire.topology.pci import PciTree, read_tree
+from gradwire.topology.gdr.inputs.capture import CaptureError, opened_capture
+from gradwire.topology.gdr.inputs.collect import collect
+from gradwire.topology.gdr.inputs.environment import parse_environment, read_environment
+from gradwire.topology.gdr.inputs.files import Files
+from gradwire.topology.gdr.inputs.lspci import parse_lspci
+from gradwire.topology.gdr.inputs.nccl_log import NcclLog, read_nccl_log
+from gradwire.topology.gdr.inputs.texts import parse_nvlink_status, parse_perftest
+from gradwire.topology.readers.pci import PciTree, read_tree
 
 LIVE_ROOT = Path("/")
 """Where this machine itself is looked at."""

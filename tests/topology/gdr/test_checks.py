@@ -9,7 +9,7 @@ import pytest
 from gradwire.topology.gdr.example import GPU, GPU_PORT, NIC, NIC_PORT, ExampleMachine
 from gradwire.topology.gdr.model import Outcome
 from gradwire.topology.gdr.stages import CHECKS
-from gradwire.topology.pci_config import ConfigSpace
+from gradwire.topology.readers.pci_config import ConfigSpace
 
 Change = Callable[[ExampleMachine], object]
 

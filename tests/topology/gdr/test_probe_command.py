@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.topology.gdr import ask, command, sources
+from gradwire.topology.gdr import command, sources
 from gradwire.topology.gdr.example import ExampleMachine
+from gradwire.topology.gdr.inputs import ask
 
 Check = Callable[..., tuple[int, str]]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from gradwire.topology.gdr import command, prove, sources
-from gradwire.topology.gdr.environment import child_environment
 from gradwire.topology.gdr.example import ExampleMachine
+from gradwire.topology.gdr.inputs.environment import child_environment
+from gradwire.topology.gdr.inputs.nccl_log import parse_nccl_log
 from gradwire.topology.gdr.job import Job, T, Told, prove_together
-from gradwire.topology.gdr.nccl_log import parse_nccl_log
 from gradwire.topology.gdr.prove import prove_with_nccl
 
 CHILD = '''

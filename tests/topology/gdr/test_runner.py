@@ -9,7 +9,7 @@ import pytest
 from gradwire.topology.gdr.example import GPU, GPU_PORT, NIC, NIC_PORT, ExampleMachine
 from gradwire.topology.gdr.model import Check, Finding, Outcome, Verdict
 from gradwire.topology.gdr.runner import Report, exit_code, nothing_to_check, run_checks, usable_gpus
-from gradwire.topology.pci_config import ConfigSpace
+from gradwire.topology.readers.pci_config import ConfigSpace
 
 Machine = ExampleMachine
 

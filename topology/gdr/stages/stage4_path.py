@@ -6,7 +6,7 @@ from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.model import Check, Finding, Outcome, Verdict, informed, passed, unknown, warned
 from gradwire.topology.gdr.nccl import within
 from gradwire.topology.gdr.stages.stage4_registers import CHECKS as REGISTER_CHECKS
-from gradwire.topology.pci import PciFunction
+from gradwire.topology.readers.pci import PciFunction
 
 
 def distance(host: Host) -> Finding:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.model import Check, Finding, informed, passed, unknown, warned
 from gradwire.topology.gdr.rdma import pcie_gigabits
-from gradwire.topology.pci import PciFunction
-from gradwire.topology.pci_config import ConfigSpace
+from gradwire.topology.readers.pci import PciFunction
+from gradwire.topology.readers.pci_config import ConfigSpace
 
 _READ_REQUEST_NBYTES = 4096  # what NVIDIA's and Oracle's tuning scripts set on ConnectX cards
 

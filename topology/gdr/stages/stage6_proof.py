@@ -4,11 +4,11 @@ import errno
 import os
 
 from gradwire.topology.gdr.compare import differences
-from gradwire.topology.gdr.facts import Registration
 from gradwire.topology.gdr.host import Host
+from gradwire.topology.gdr.inputs.facts import Registration
+from gradwire.topology.gdr.inputs.nccl_log import NcclLog
 from gradwire.topology.gdr.model import Check, Finding, Outcome, Verdict, failed, passed, unknown, warned
 from gradwire.topology.gdr.nccl import within
-from gradwire.topology.gdr.nccl_log import NcclLog
 
 _HOST_SHARE = 0.8  # of the host-memory rate; redirected traffic loses about half (nccl-tests issue 112)
 _NOISE_SHARE = 0.95

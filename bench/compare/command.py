@@ -1,0 +1,127 @@
+"""`gradwire compare`: every way of averaging gradients, side by side, on one emulated cluster in one run.
+
+All contenders live in one process group and take turns step by step, so that whatever else the machine does slows all
+of them alike. Under torchrun, mpirun or srun the ranks that are given take part instead, on the network that is there.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from gradwire.bench.compare.options import parse
+from gradwire.bench.compare.ranks import Setting, compare
+from gradwire.bench.compare.replay import load_case
+from gradwire.bench.compare.replay_scale import Scale, fit_scale, plain_step_seconds
+from gradwire.bench.compare.report import Measured, describe_emulated, report, shape
+from gradwire.bench.compare.results import Collector
+from gradwire.bench.emulation.cluster import Cluster
+from gradwire.bench.emulation.command import ranks_of_nodes
+from gradwire.bench.emulation.fork import BAD_FLAG, run_forked
+from gradwire.bench.emulation.rate import parse_rate
+from gradwire.bench.emulation.signals import clean_end
+from gradwire.bench.nccl_tests.ranks import Start, find_start, meet, speaks
+from gradwire.comms.config import launcher_variables
+
+START_TIMEOUT = timedelta(minutes=5)
+
+_LAST_LINES = 30
+
+
+@contextmanager
+def progress_bar(disable: bool = False) -> Iterator[Progress]:
+    """On stderr, so that stdout holds the table alone."""
+    with Progress(TextColumn("{task.description:<32}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+                  TimeElapsedColumn(), console=Console(stderr=True), transient=True, disable=disable) as progress:
+        yield progress
+
+
+def run_emulated(options: argparse.Namespace) -> Measured:
+    """Emulates the cluster, forks the ranks, collects.
+
+    Raises:
+        ValueError: A flag that does not fit.
+        RuntimeError: This machine cannot emulate a cluster, or a rank failed.
+    """
+    nodes = ranks_of_nodes(options)
+    rate, scale, expected = parse_rate(options.nic, "--nic"), Scale(), None
+    stream = rate if options.stream is None else min(rate, parse_rate(options.stream, "--stream"))
+    if options.replay:
+        case = load_case(options.replay, options.batch)
+        scale = fit_scale(case, sum(nodes), stream, options.factor, options.slow_motion)
+        if options.order == "contiguous":
+            expected = scale.slow_motion * plain_step_seconds(case, sum(nodes), stream)
+    link = scale.link(rate)
+    with progress_bar() as progress, Cluster([1] * len(nodes), f"{link}bit") as cluster:
+        collector = Collector(progress)
+        setting = setting_of(options, scale, bytes_per_second=link / 8,
+                             stream_bytes_per_second=scale.link(stream) / 8 if options.stream else None)
+        outcome = run_forked(cluster, "gradwire.bench.compare.ranks", [json.dumps(asdict(setting))], nodes=nodes,
+                             order=options.order, on_line=collector.line)
+    if outcome.exit_status:
+        raise RuntimeError("a rank failed; the last lines were:\n" + "\n".join(collector.other[-_LAST_LINES:]))
+    return Measured(collector.results(counted=True), describe_emulated(options, nodes, scale), nodes,
+                    collector.gradient_nbytes, scale, expected)
+
+
+def run_given(options: argparse.Namespace, start: Start) -> Measured | None:
+    """Takes part as one of a launcher's ranks; only rank 0 gets the figures.
+
+    The network is what it is, so a replay is as large and as fast as the real one unless the flags say otherwise.
+    """
+    world = meet(start, START_TIMEOUT)
+    scale = Scale(options.factor or 1, options.slow_motion or 1)
+    try:
+        with progress_bar(disable=world.rank != 0) as progress:
+            collector = Collector(progress)
+            compare(setting_of(options, scale, with_mpi=start.by == "mpirun"), options.interface,
+                    lambda text: collector.line(world.rank, text))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    if world.rank != 0:
+        return None
+    nodes = list(Counter(seat.hostname for seat in world.seats).values())
+    return Measured(collector.results(counted=options.interface is not None), f"{shape(nodes)} ranks started by {start.by}",
+                    nodes, collector.gradient_nbytes, scale)
+
+
+def setting_of(options: argparse.Namespace, scale: Scale, *, bytes_per_second: float | None = None,
+               stream_bytes_per_second: float | None = None, with_mpi: bool = False) -> Setting:
+    """What the ranks are told."""
+    return Setting(options.model, options.megabytes * 1e6, options.replay, scale.factor, scale.slow_motion, options.batch,
+                   options.rounds, bytes_per_second, stream_bytes_per_second, options.only, with_mpi)
+
+
+def main(argv: list[str]) -> int:
+    """Compares and prints the table; returns the exit status: 2 for a bad flag, 1 for a failure.
+
+    Args:
+        argv: Options.
+    """
+    variables = launcher_variables()
+    try:
+        options = parse(argv)
+        with clean_end():
+            start = find_start(variables)
+            measured = run_emulated(options) if start is None else run_given(options, start)
+        if measured is not None:
+            report(options, argv, measured)
+    except (ValueError, RuntimeError) as error:
+        bad_flag = isinstance(error, ValueError)
+        if speaks(variables) or not bad_flag:  # a bad flag is the same on all ranks
+            print(f"gradwire compare: {error}", file=sys.stderr)
+        return BAD_FLAG if bad_flag else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,127 @@
+"""Ways of averaging a DDP model's gradients: torch's own, gradwire's plans and compressors, MPI's all_reduce."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.comms.bootstrap.compat import GradBucket
+from gradwire.comms.bootstrap.mpi_launch import load_mpi
+from gradwire.comms.plan.codec_price import short_start
+from gradwire.compressors.registry import names
+
+PLAIN = "plain DDP (gloo)"
+
+PROBE_TIMEOUT = timedelta(seconds=60)
+"""For hooks that issue collectives from callbacks: they may wait for each other for ever."""
+
+Attach = Callable[[DistributedDataParallel, float | None], None]
+"""(model, bytes per second of the links) -> registers the hook."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """One way.
+
+    Attributes:
+        name: As the table shows it.
+        attach: Registers its hook on a model of its own.
+        ours: Whether it is gradwire's.
+        one_bucket: DDP must hand over all gradients at once: torch's PowerSGD and quantization hooks issue collectives
+            from callbacks, whose order between two buckets differs from rank to rank, and gloo then mixes them up.
+    """
+
+    name: str
+    attach: Attach
+    ours: bool = False
+    one_bucket: bool = False
+
+
+def entrants(with_mpi: bool) -> list[Entrant]:
+    """All ways, plain DDP first.
+
+    Args:
+        with_mpi: The ranks come from mpirun, so that MPI's all_reduce can take part.
+    """
+    found = [
+        Entrant(PLAIN, lambda model, rate: None),
+        Entrant("torch fp16 hook", lambda model, rate: model.register_comm_hook(None, default_hooks.fp16_compress_hook)),
+        Entrant("torch PowerSGD rank 1", lambda model, rate: _power_sgd(model, 1), one_bucket=True),
+        Entrant("torch PowerSGD rank 4", lambda model, rate: _power_sgd(model, 4), one_bucket=True),
+        Entrant("torch quantization per tensor", lambda model, rate: _quantization(model, per_channel=False),
+                one_bucket=True),
+        Entrant("torch quantization per channel", lambda model, rate: _quantization(model, per_channel=True),
+                one_bucket=True),
+    ]
+    if with_mpi:
+        found.append(Entrant("MPI all_reduce", lambda model, rate: model.register_comm_hook(None, _mpi_all_reduce)))
+        found.append(Entrant("gradwire auto over MPI", _gradwire("auto", None, "mpi"), ours=True))
+    found += [Entrant(f"gradwire {plan}", _gradwire(plan, None), ours=True)
+              for plan in ("flat", "hierarchical", "leader", "auto")]
+    found += [Entrant(f"gradwire {name}", _gradwire("auto", name), ours=True) for name in compressor_names()]
+    return found
+
+
+def compressor_names() -> tuple[str, ...]:
+    """What is registered, but for `none`."""
+    return tuple(name for name in names() if name != "none")
+
+
+def select(found: list[Entrant], wanted: str | None) -> list[Entrant]:
+    """Those whose name contains one of the words, plain DDP always.
+
+    Args:
+        found: All.
+        wanted: Words with commas between them; None for all.
+
+    Raises:
+        ValueError: A word is in no name.
+    """
+    if wanted is None:
+        return found
+    words = [word.strip().lower() for word in wanted.split(",")]
+    for word in words:
+        if not any(word in entrant.name.lower() for entrant in found):
+            raise ValueError(f"`--only` has {word!r}, which is in no name; there are {', '.join(one.name for one in found)}")
+    return [one for one in found if one.name == PLAIN or any(word in one.name.lower() for word in words)]
+
+
+def _gradwire(plan: str, compressor: str | None, transport: str = "auto") -> Attach:
+    def attach(model: DistributedDataParallel, rate: float | None) -> None:
+        state = gradwire.HookState(model, plan=plan, compressor=compressor, transport=transport,
+                                   compressor_options=short_start(compressor) if compressor else {},
+                                   nic_bytes_per_second=rate)
+        model.register_comm_hook(state, gradwire.comm_hook)
+
+    return attach
+
+
+def _power_sgd(model: DistributedDataParallel, rank: int) -> None:
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+def _quantization(model: DistributedDataParallel, per_channel: bool) -> None:
+    group = dist.new_group(backend="gloo", timeout=PROBE_TIMEOUT)
+    hook = quantization_hooks.quantization_perchannel_hook if per_channel else (
+        quantization_hooks.quantization_pertensor_hook)
+    model.register_comm_hook(group, hook)
+
+
+def _mpi_all_reduce(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """A bucket averaged by MPI's own all_reduce, as a user of mpi4py would write the hook.
+
+    DDP compares the annotations themselves: none of them may be a string.
+    """
+    mpi = load_mpi()
+    flat = bucket.buffer()
+    mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, [flat.view(torch.uint8).numpy(), mpi.FLOAT], mpi.SUM)
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(flat.div_(mpi.COMM_WORLD.Get_size()))
+    return done

@@ -1,0 +1,92 @@
+"""The command line of `gradwire compare`."""
+
+import argparse
+from pathlib import Path
+
+from gradwire.bench.compare.contenders import entrants, select
+from gradwire.bench.compare.models import MODELS
+from gradwire.bench.compare.replay import load_case
+from gradwire.bench.emulation.rate import parse_rate
+from gradwire.bench.nccl_tests.options import Parser
+
+REPLAY_WAYS = "gradwire hier,gradwire fp16,gradwire powersgd,gradwire onebit"
+"""What a replay compares with plain DDP unless --only says otherwise: every step of every way is slow there."""
+
+_AT_LEAST_ONE = ("rounds", "factor", "slow_motion", "batch", "nodes", "ranks_per_node")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Reads the command line, fills in defaults that depend on each other, and checks what argparse cannot.
+
+    Raises:
+        ValueError: A value does not fit; the message names the flag.
+    """
+    options = build_parser().parse_args(argv)
+    for name in _AT_LEAST_ONE:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"`--{name.replace('_', '-')}` is {value}; wanted at least 1")
+    if options.megabytes <= 0:
+        raise ValueError(f"`--megabytes` is {options.megabytes}; wanted more than 0")
+    if options.plot is not None and options.plot.suffix not in (".png", ".svg"):
+        raise ValueError(f"`--plot` is {options.plot}; wanted a name that ends in .png or .svg")
+    if options.interface is not None and not Path("/sys/class/net", options.interface).exists():
+        raise ValueError(f"`--interface` is {options.interface}, which this host does not have; `ip link` lists those it has")
+    for name in ("batch", "factor", "slow_motion"):
+        if getattr(options, name) is not None and options.replay is None:
+            raise ValueError(f"`--{name.replace('_', '-')}` is for --replay; leave it out")
+    _fill_in(options)
+    parse_rate(options.nic, "--nic")
+    if options.stream is not None:
+        parse_rate(options.stream, "--stream")
+    select(entrants(with_mpi=True), options.only)
+    return options
+
+
+def _fill_in(options: argparse.Namespace) -> None:
+    replay: bool = options.replay is not None
+    if replay:
+        load_case(options.replay, options.batch)
+        options.only = options.only or REPLAY_WAYS
+    if options.uneven is None:
+        options.nodes = options.nodes or (4 if replay else 2)
+        options.ranks_per_node = options.ranks_per_node or (8 if replay else 2)
+    options.nic = options.nic or ("25gbit" if replay else "200mbit")
+    options.rounds = options.rounds or (2 if replay else 7)
+
+
+def build_parser() -> Parser:
+    """Returns the parser of the command line."""
+    parser = Parser(prog="gradwire compare", description="Every way of averaging gradients, side by side, on an emulated "
+                    "cluster. Under torchrun, mpirun or srun the ranks that were started take part instead.")
+    parser.add_argument("--model", choices=MODELS, default="transformer")
+    parser.add_argument("--megabytes", type=float, default=16.0, help="size of the gradients in 10^6 bytes (default 16)")
+    parser.add_argument("--rounds", type=int, help="timed steps of each way (default 7, with --replay 2)")
+    parser.add_argument("--only", metavar="WORDS", help="ways whose name contains one of these, with commas between them")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (.png or .svg)")
+    parser.add_argument("--interface", metavar="NAME", help="under a launcher: the network card whose bytes are counted")
+    _add_cluster(parser)
+    _add_replay(parser)
+    return parser
+
+
+def _add_cluster(parser: Parser) -> None:
+    cluster = parser.add_argument_group("the emulated cluster")
+    cluster.add_argument("--nodes", type=int, help="emulated nodes (default 2, with --replay 4)")
+    cluster.add_argument("--ranks-per-node", type=int, help="ranks on each (default 2, with --replay 8)")
+    cluster.add_argument("--uneven", metavar="3,1", help="ranks of each node, one by one")
+    cluster.add_argument("--order", choices=("contiguous", "round-robin"), default="contiguous")
+    cluster.add_argument("--nic", help="rate of each node's link (default 200mbit; with --replay the real one, 25gbit)")
+    cluster.add_argument("--stream", metavar="RATE", help="what one TCP connection between nodes reaches (default: all of the "
+                                                          "link; with --replay the real one, for example 5gbit)")
+
+
+def _add_replay(parser: Parser) -> None:
+    replay = parser.add_argument_group("a real network without its GPUs")
+    replay.add_argument("--replay", metavar="CASE", help="resnet50, bert_base, vgg16, swin_t, or a FILE.json: real shapes, "
+                                                         "timed waits instead of computation")
+    replay.add_argument("--batch", type=int, help="samples per GPU and step")
+    replay.add_argument("--factor", type=int, help="gradients and links 1/F of the real ones (default: what leaves 9 MB)")
+    replay.add_argument("--slow-motion", type=int, metavar="T", help="everything lasts T times as long (default: what makes "
+                                                                     "a step of plain DDP last 4 to 11 s)")

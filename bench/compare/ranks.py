@@ -1,0 +1,192 @@
+"""One rank of `gradwire compare`: makes the contenders, lets them take turns, reports in lines of JSON."""
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.bench.compare.contenders import PLAIN, Entrant, entrants, select
+from gradwire.bench.compare.models import BATCHES, Loss, build
+from gradwire.bench.compare.replay import ReplayModel, load_case
+from gradwire.bench.compare.replay_scale import Scale
+from gradwire.bench.compare.rounds import Contender, take_turns
+from gradwire.bench.emulation.connections import limit_streams
+from gradwire.bench.emulation.fork import Place
+
+WARMUP_ROUNDS = 1
+
+PROBE_STEPS = 3
+"""Before the rounds: DDP rebuilds its buckets after the first, torch's PowerSGD starts in the third."""
+
+REPLAY_PROBE_STEPS = 2
+"""A step of a replay lasts seconds: these make all connections and buckets, and no warm-up round follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all ranks are told.
+
+    Attributes:
+        model: One of `compare_models.MODELS`; unused with a replay.
+        nbytes: Wanted size of the gradients; unused with a replay.
+        replay: Name or file of a replay case; None for a model that computes.
+        factor: Of the replay: gradients and buckets are 1/factor.
+        slow_motion: Of the replay: waits last so many times as long.
+        batch: Samples per GPU and step of a built-in replay; None for its default.
+        rounds: Timed rounds.
+        bytes_per_second: Of the links; None where they have no limit.
+        stream_bytes_per_second: Of one connection between nodes; None where it has no limit of its own.
+        only: Words to select the contenders; None for all.
+        with_mpi: The ranks come from mpirun.
+    """
+
+    model: str
+    nbytes: float
+    replay: str | None
+    factor: int
+    slow_motion: int
+    batch: int | None
+    rounds: int
+    bytes_per_second: float | None
+    stream_bytes_per_second: float | None
+    only: str | None
+    with_mpi: bool = False
+
+
+def rank_main(place: Place, arguments: list[str]) -> int:
+    """A rank forked on an emulated node.
+
+    Args:
+        place: Where.
+        arguments: A `Setting` as JSON.
+    """
+    place.connect()
+    compare(Setting(**json.loads(arguments[0])), place.interface, lambda text: print(text, flush=True))
+    place.leave()
+    return 0
+
+
+def compare(setting: Setting, interface: str | None, line: Callable[[str], None]) -> None:
+    """Runs everything in the default process group.
+
+    Args:
+        setting: The same on all ranks.
+        interface: The network card whose bytes are counted; None where there is none to count.
+        line: Called on rank 0 with a record as a line of JSON: sizes, turns taken, ways that do not run, figures.
+    """
+    def say(record: dict[str, object]) -> None:
+        if dist.get_rank() == 0:
+            line(json.dumps(record))
+
+    torch.set_num_threads(1)
+    model, loss = _model(setting)
+    references = None if setting.replay else _references(model, loss)
+    gradient_nbytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    say({"gradient_nbytes": gradient_nbytes})
+    running: list[Contender] = []
+    judges: list[_Judge] = []
+    for entrant in select(entrants(setting.with_mpi), setting.only):
+        judge = _Judge(references)
+        say({"turn": 0, "turns": None, "name": f"trying {entrant.name}"})
+        contender = _enter(entrant, setting, model, loss, judge)
+        if isinstance(contender, str):
+            say({"name": entrant.name, "reason": contender})
+            continue
+        running.append(contender)
+        judges.append(judge)
+    if setting.stream_bytes_per_second is not None:
+        limit_streams(setting.stream_bytes_per_second)
+    take_turns(running, rounds=setting.rounds, warmup=0 if setting.replay else WARMUP_ROUNDS, interface=interface,
+               progress=lambda name, turn, turns: say({"turn": turn, "turns": turns, "name": name}))
+    for contender, judge in zip(running, judges, strict=True):
+        say({"name": contender.name, "seconds": contender.seconds, "nic_nbytes": contender.nic_nbytes,
+              "error": judge.error()})
+
+
+def _model(setting: Setting) -> tuple[nn.Module, Loss]:
+    if setting.replay is None:
+        return build(setting.model, setting.nbytes, dist.get_rank())
+    case = load_case(setting.replay, setting.batch)
+    return ReplayModel(case, setting.factor, setting.slow_motion, dist.get_rank()), lambda module, _: module(_start())
+
+
+def _start() -> Tensor:
+    return torch.zeros((), requires_grad=True)
+
+
+class _Judge:
+    """Compares a contender's gradients with the exact mean; the error is the same on all ranks but for rounding.
+
+    Args:
+        references: Of each batch, the mean gradient in float64; None where gradients mean nothing.
+    """
+
+    def __init__(self, references: list[Tensor] | None) -> None:
+        self._references = references
+        self._errors: list[float] = []
+
+    def look(self, model: nn.Module, number: int) -> None:
+        """Books the relative error of the gradients after step `number`."""
+        if self._references is not None and number >= WARMUP_ROUNDS:
+            wanted = self._references[number % BATCHES]
+            self._errors.append(float((_gradients(model) - wanted).norm() / wanted.norm()))
+
+    def error(self) -> float | None:
+        """Mean over the timed rounds; None where nothing was compared."""
+        return sum(self._errors) / len(self._errors) if self._errors else None
+
+
+def _gradients(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.grad.double().flatten() for parameter in model.parameters()
+                      if parameter.grad is not None])
+
+
+def _references(model: nn.Module, loss: Loss) -> list[Tensor]:
+    found = []
+    for number in range(BATCHES):
+        model.zero_grad()
+        loss(model, number).backward()  # type: ignore[no-untyped-call]  # torch leaves it without annotations
+        gradients = _gradients(model)
+        dist.all_reduce(gradients)
+        found.append(gradients / dist.get_world_size())
+    model.zero_grad()
+    return found
+
+
+def _enter(entrant: Entrant, setting: Setting, model: nn.Module, loss: Loss, judge: _Judge) -> Contender | str:
+    """A contender with a model of its own, after steps that show whether it runs here; why not, if not on all ranks."""
+    # The copies are alike already, and a broadcast to dozens of ranks over a slow link takes longer than a round.
+    own = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=_bucket_megabytes(entrant, setting, model),
+                                  init_sync=False)
+
+    def step(number: int) -> None:
+        own.zero_grad()
+        loss(own, number).backward()  # type: ignore[no-untyped-call]  # torch leaves it without annotations
+
+    reason = ""
+    try:
+        entrant.attach(own, setting.bytes_per_second)
+        for number in range(REPLAY_PROBE_STEPS if setting.replay else PROBE_STEPS):
+            step(number)
+    except Exception as error:  # noqa: BLE001 - a peer that cannot run here is a line of the table, whatever its reason
+        text = str(error).replace("Got the following error when running the callback: ", "")
+        reason = text.splitlines()[0] if text else type(error).__name__
+    failed = torch.tensor([float(bool(reason))])
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    if not failed.item():
+        return Contender(entrant.name, step, lambda number: judge.look(own.module, number))
+    if entrant.name == PLAIN:
+        raise RuntimeError(f"plain DDP does not run: {reason}")
+    return reason or "it failed on another rank"
+
+
+def _bucket_megabytes(entrant: Entrant, setting: Setting, model: nn.Module) -> float | None:
+    """For DDP's `bucket_cap_mb`; None leaves it alone."""
+    if entrant.one_bucket:
+        return 2 * sum(parameter.nbytes for parameter in model.parameters()) / 2**20 + 1
+    return Scale(setting.factor, setting.slow_motion).bucket_megabytes if setting.replay else None

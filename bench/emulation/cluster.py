@@ -1,0 +1,228 @@
+"""A cluster on one machine: nodes are namespaces, joined by a bridge, each behind a link of a given rate."""
+
+import contextlib
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from gradwire.bench.emulation.launch import Outcome, RankLine, Ranks
+from gradwire.bench.emulation.namespaces import Holder, available
+from gradwire.bench.emulation.rate import parse_rate
+from gradwire.bench.emulation.seats import Order, Seat, seat_ranks, torchrun_environment
+
+INTERFACE = "eth0"
+FIRST_PORT = 29500
+"""torchrun's default for MASTER_PORT."""
+
+MOST_NODES = 200
+
+_NODE_SETUP = """
+mount -t tmpfs -o mode=1777,size=50% tmpfs /dev/shm
+mount --bind {folder}/hosts /etc/hosts
+mkdir {folder}/{name}
+mount -t sysfs sysfs {folder}/{name}
+[ ! -d /sys/fs/cgroup ] || mount --rbind /sys/fs/cgroup {folder}/{name}/fs/cgroup
+mount --move {folder}/{name} /sys
+"""
+# A sysfs shows the network interfaces of the namespace that mounted it, hence one for each node; the cgroup tree is
+# carried over, because programs read their memory and CPU limits there.
+
+_WITH_ONE_THREAD = 'exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$@"'
+# torchrun's rule: one thread a rank unless the user says otherwise.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NicBytes:
+    """What the network card of one node carried while a command ran, in bytes with Ethernet headers."""
+
+    node: int
+    hostname: str
+    tx: int
+    rx: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult(Outcome):
+    """How a command on the cluster ended, and what it put on the links."""
+
+    nic_bytes: tuple[NicBytes, ...]
+    """By node."""
+
+    @property
+    def busiest_nic_bytes(self) -> int:
+        """The largest number of bytes that a node sent or received, one direction."""
+        return max(max(nic.tx, nic.rx) for nic in self.nic_bytes)
+
+
+class Cluster:
+    """Emulated nodes, up from the start of a `with` block (or of the object) to its end.
+
+    The nodes have hostnames node0, node1, ..., their own /dev/shm, processes and network; files are the machine's.
+    There is no way out to the machine's own network. All ranks share the machine's processors. The kernel ends the
+    nodes with the thread that made them, so that nothing outlives a killed program: make a cluster in a thread that
+    stays.
+    """
+
+    def __init__(self, nodes: Sequence[int], nic: str | None = None, mtu: int = 1500) -> None:
+        """Brings the nodes up.
+
+        Args:
+            nodes: Ranks of each node, for example [2, 2] or [3, 1].
+            nic: Rate of each node's link, both ways, for example `200mbit`; None leaves the links unlimited.
+            mtu: Largest packet on the links, in bytes; 576 to 65535.
+
+        Raises:
+            ValueError: if a parameter is out of range.
+            RuntimeError: if this machine cannot emulate a cluster (see `available`), or refuses while it is set up.
+        """
+        seat_ranks(nodes)
+        self.nodes = tuple(nodes)
+        self.nic_bits_per_second = None if nic is None else parse_rate(nic, "nic")
+        self.mtu = mtu
+        if len(nodes) > MOST_NODES:
+            raise ValueError(f"`nodes`: found {len(nodes)} nodes, wanted at most {MOST_NODES} on one machine")
+        if not 576 <= mtu <= 65535:
+            raise ValueError(f"`mtu`: found {mtu}, wanted 576 to 65535 bytes")
+        if (reason := available()) is not None:
+            raise RuntimeError(f"cannot emulate a cluster here: {reason}")
+        self._runs = 0
+        self._stack = contextlib.ExitStack()
+        try:
+            self._bring_up()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def hostnames(self) -> tuple[str, ...]:
+        """The nodes' hostnames."""
+        return tuple(f"node{node}" for node in range(len(self.nodes)))
+
+    def address(self, node: int) -> str:
+        """Returns a node's IPv4 address.
+
+        Args:
+            node: Its number, from 0.
+        """
+        return f"10.77.0.{node + 1}"
+
+    def _bring_up(self) -> None:
+        with tempfile.TemporaryDirectory(prefix="gradwire-emulate-") as folder:
+            # The nodes keep the file itself; its name may go as soon as all have mounted it.
+            names = [f"{self.address(node)} {name}" for node, name in enumerate(self.hostnames)]
+            # torch looks its peers up by the address of a two-family socket, and warns of one without a name.
+            names += [f"::ffff:{name}" for name in names]
+            own = Path("/etc/hosts").read_text() if Path("/etc/hosts").exists() else ""
+            Path(folder, "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, own]))
+            bridge = self._hold("bridge", "")
+            bridge.run(f"ip link add bridge0 mtu {self.mtu} type bridge\nip link set bridge0 up")
+            self._holders = [self._hold(name, _NODE_SETUP.format(folder=folder, name=name)) for name in self.hostnames]
+            for node, holder in enumerate(self._holders):
+                self._join(bridge, holder, node)
+
+    def _hold(self, name: str, setup: str) -> Holder:
+        holder = Holder(name, setup)
+        self._stack.callback(holder.close)
+        return holder
+
+    def _join(self, bridge: Holder, holder: Holder, node: int) -> None:
+        """Lays the cable from a node to the bridge; its node's end is born inside the node, its other end outside."""
+        bridge.run(
+            f"ip link add port{node} mtu {self.mtu} type veth"
+            f" peer name {INTERFACE} mtu {self.mtu} netns /proc/{holder.pid}/ns/net\n"
+            f"ip link set port{node} master bridge0 up\n" + self._limit(f"port{node}")
+        )
+        holder.run(
+            f"ip address add {self.address(node)}/16 dev {INTERFACE}\n"
+            f"ip link set {INTERFACE} up\n" + self._limit(INTERFACE)
+        )
+
+    def _limit(self, interface: str) -> str:
+        """The line that limits what an interface sends; the other direction is limited at the cable's other end."""
+        if self.nic_bits_per_second is None:
+            return ""
+        bytes_per_second = self.nic_bits_per_second // 8
+        # 1 ms of traffic, at least one segmentation-offload packet (64 KiB) and two packets of the MTU: with less, tc
+        # documents that the rate is missed. The queue holds 200 ms, so that TCP fills the link without losing packets.
+        burst = max(65536, 2 * self.mtu, bytes_per_second // 1000)
+        limit = max(4 * burst, bytes_per_second // 5)
+        return f"tc qdisc add dev {interface} root tbf rate {self.nic_bits_per_second}bit burst {burst} limit {limit}"
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        order: Order = "contiguous",
+        timeout_seconds: float | None = None,
+        grace_seconds: float = 30.0,
+        environment: Mapping[str, str] | None = None,
+        raw: bool = False,
+        on_line: RankLine | None = None,
+    ) -> RunResult:
+        """Runs a command as every rank, with the environment variables of torchrun.
+
+        Args:
+            command: Program and arguments, in the current folder.
+            order: How the ranks are dealt over the nodes.
+            timeout_seconds: Longest time for the whole; None for no limit.
+            grace_seconds: How long the other ranks may go on after one has failed.
+            environment: Variables to set besides torchrun's; they win.
+            raw: Let the ranks write to this process's stdout and stderr themselves.
+            on_line: Called with (rank, line) for every line printed, unless `raw`.
+
+        Returns:
+            Statuses, output and bytes; a rank that failed is no exception, see `RunResult.check`.
+        """
+        seats = seat_ranks(self.nodes, order)
+        argvs = [self._command_line(seat, seats, command, environment or {}) for seat in seats]
+        self._runs += 1
+        before = [holder.nic_bytes(INTERFACE) for holder in self._holders]
+        with Ranks(argvs, raw=raw, on_line=on_line) as ranks:
+            outcome = ranks.wait(timeout_seconds, grace_seconds)
+        after = [holder.nic_bytes(INTERFACE) for holder in self._holders]
+        return RunResult(
+            returncodes=outcome.returncodes,
+            output=outcome.output,
+            seconds=outcome.seconds,
+            first_failure=outcome.first_failure,
+            timed_out=outcome.timed_out,
+            nic_bytes=tuple(
+                NicBytes(node=node, hostname=name, tx=now[0] - then[0], rx=now[1] - then[1])
+                for node, (name, then, now) in enumerate(zip(self.hostnames, before, after, strict=True))
+            ),
+        )
+
+    def _command_line(
+        self, seat: Seat, seats: Sequence[Seat], command: Sequence[str], environment: Mapping[str, str]
+    ) -> list[str]:
+        variables = torchrun_environment(
+            seat,
+            seats,
+            master_address=self.address(seats[0].node),
+            # The last command's port may still be in TIME_WAIT, or held by a process it left behind.
+            master_port=FIRST_PORT + self._runs % 1000,
+            run_id=f"emulate-{self._runs}",
+        )
+        # Each library picks its interface on its own; lo would be their second guess.
+        variables |= dict.fromkeys(["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"], INTERFACE)
+        variables |= environment
+        words = [*self._holders[seat.node].enter(), "env", "--default-signal=TERM", f"--chdir={Path.cwd()}"]
+        words += [f"{name}={value}" for name, value in variables.items()]
+        return [*words, "sh", "-c", _WITH_ONE_THREAD, "sh", *command]
+
+    def close(self) -> None:
+        """Takes the nodes down with everything that still runs on them; harmless when done twice."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        """Returns itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Takes the nodes down."""
+        self.close()

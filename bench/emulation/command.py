@@ -1,0 +1,163 @@
+"""`gradwire emulate`: a command as the ranks of a job, on a cluster of network namespaces on this machine."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+from rich.table import Table
+
+from gradwire.bench.emulation.cluster import Cluster, RunResult
+from gradwire.bench.emulation.namespaces import available
+from gradwire.bench.emulation.rate import format_rate, parse_rate
+from gradwire.bench.emulation.seats import Order
+from gradwire.bench.emulation.signals import clean_end
+
+GRACE_HELP = "how long the others may go on after a rank failed, so that they can say what they saw (default 30)"
+_EXAMPLE = "example: gradwire emulate --nodes 2 --ranks-per-node 4 --nic 200mbit -- python train.py"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of everything before the `--`."""
+    parser = argparse.ArgumentParser(
+        prog="gradwire emulate",
+        usage="%(prog)s --nodes N --ranks-per-node R [options] -- COMMAND...",
+        description="Runs COMMAND as the ranks of a job on emulated nodes, with torchrun's environment variables. Each "
+        "node has its own hostname, /dev/shm, processes and network; all are gone when the command ends. Needs root.",
+        epilog=_EXAMPLE,
+    )
+    parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes")
+    parser.add_argument("--ranks-per-node", type=int, default=1, metavar="R", help="ranks on each node (default 1)")
+    parser.add_argument("--uneven", metavar="3,1", help="ranks of each node, one by one, instead of --ranks-per-node")
+    parser.add_argument(
+        "--nic", metavar="RATE", help="rate of each node's link, both ways: 200mbit (default: no limit)"
+    )
+    parser.add_argument("--order", choices=get_args(Order), default="contiguous", help="how ranks are dealt over nodes")
+    parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="largest packet (default 1500)")
+    parser.add_argument("--prefix", action="store_true", help="start every line of output with its [rank N]")
+    parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help=GRACE_HELP)
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="longest time for the command (default: none)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write statuses and bytes there")
+    return parser
+
+
+def ranks_of_nodes(options: argparse.Namespace) -> list[int]:
+    """Reads the shape of the cluster from the options: the number of ranks on each node.
+
+    Raises:
+        ValueError: if the options do not say, or contradict each other.
+    """
+    if options.uneven is not None:
+        words = options.uneven.split(",")
+        if not all(word.strip().isdigit() and int(word) > 0 for word in words):
+            raise ValueError(f"`--uneven`: found {options.uneven!r}, wanted the ranks of each node, for example 3,1")
+        if options.nodes not in (None, len(words)):
+            raise ValueError(
+                f"`--uneven`: found {options.uneven!r}, which is {len(words)} nodes, but `--nodes` is {options.nodes}; "
+                "leave one of them out"
+            )
+        return [int(word) for word in words]
+    if options.nodes is None:
+        raise ValueError("`--nodes` is missing: give the number of nodes, for example --nodes 2")
+    for name, value in (("--nodes", options.nodes), ("--ranks-per-node", options.ranks_per_node)):
+        if value < 1:
+            raise ValueError(f"`{name}`: found {value}, wanted at least 1")
+    return [options.ranks_per_node] * int(options.nodes)
+
+
+def nic_table(cluster: Cluster, result: RunResult) -> Table:
+    """Returns the table of what each node's link carried.
+
+    Args:
+        cluster: The cluster that ran.
+        result: What its `run` returned.
+    """
+    rate = "no limit" if cluster.nic_bits_per_second is None else format_rate(cluster.nic_bits_per_second)
+    table = Table(title=f"bytes on the links ({rate}, {result.seconds:.1f} s)", min_width=48)
+    for heading in ("node", "ranks", "sent", "received"):
+        table.add_column(heading, justify="left" if heading == "node" else "right")
+    for nic in result.nic_bytes:
+        table.add_row(nic.hostname, str(cluster.nodes[nic.node]), f"{nic.tx:,}", f"{nic.rx:,}")
+    return table
+
+
+def write_json(file: Path, cluster: Cluster, result: RunResult, command: list[str], order: str) -> None:
+    """Writes what the table says, and the statuses, for programs to read.
+
+    Args:
+        file: Where to; replaced if it exists.
+        cluster: The cluster that ran.
+        result: What its `run` returned.
+        command: What was run.
+        order: How the ranks were dealt.
+    """
+    record = {
+        "command": command,
+        "nodes": list(cluster.nodes),
+        "order": order,
+        "nic_bits_per_second": cluster.nic_bits_per_second,
+        "mtu": cluster.mtu,
+        "seconds": result.seconds,
+        "returncodes": list(result.returncodes),
+        "exit_status": result.exit_status,
+        "nic_bytes": [dataclasses.asdict(nic) for nic in result.nic_bytes],
+    }
+    file.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _print_prefixed(rank: int, line: str) -> None:
+    sys.stdout.write(f"[rank {rank}] {line}\n")
+    sys.stdout.flush()
+
+
+def _run(options: argparse.Namespace, command: list[str]) -> int:
+    if not command:
+        raise ValueError(f"`COMMAND`: found nothing after `--`; {_EXAMPLE}")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise ValueError(f"`--json`: the folder of {options.json} does not exist; make it first")
+    nodes = ranks_of_nodes(options)
+    if options.nic is not None:
+        parse_rate(options.nic, "--nic")
+    if options.grace < 0:
+        raise ValueError(f"`--grace`: found {options.grace}, wanted 0 seconds or more")
+    if (reason := available()) is not None:
+        raise ValueError(f"cannot emulate a cluster here: {reason}")
+    with Cluster(nodes, options.nic, options.mtu) as cluster:
+        result = cluster.run(
+            command,
+            order=options.order,
+            timeout_seconds=options.timeout,
+            grace_seconds=options.grace,
+            raw=not options.prefix,
+            on_line=_print_prefixed if options.prefix else None,
+        )
+        Console(stderr=True).print(nic_table(cluster, result))
+        if options.json is not None:
+            write_json(options.json, cluster, result, command, options.order)
+    return result.exit_status
+
+
+def main(argv: list[str]) -> int:
+    """Runs a command on an emulated cluster and returns its exit status.
+
+    Args:
+        argv: Options, `--`, the command.
+
+    Returns:
+        The status of the rank that failed first, 128 + signal for one that a signal ended; 124 after `--timeout`; 2
+        for parameters that make no sense and for a machine that cannot emulate; 130 after Ctrl-C.
+    """
+    split = argv.index("--") if "--" in argv else len(argv)
+    options = build_parser().parse_args(argv[:split])
+    try:
+        with clean_end():
+            return _run(options, argv[split + 1 :])
+    except ValueError as error:
+        print(f"gradwire emulate: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(f"gradwire emulate: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,1 @@
+"""`gradwire bench kernels`: the compressors' kernels against memory and against torch."""

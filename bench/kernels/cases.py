@@ -1,0 +1,278 @@
+"""What `gradwire bench kernels` times: each kernel, the bytes it cannot avoid, and the best torch composition.
+
+Compositions are written as a careful user would: preallocated outputs, few passes, NumPy's packbits where it is
+faster than torch. Every case works on a few sets of buffers in turn, so that inputs come from memory.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.compressors.kernels import native
+from gradwire.compressors.kernels.cuda.pack import PackTable
+from gradwire.compressors.kernels.dispatch import kernels_for
+from gradwire.compressors.kernels.reference.dgc import DgcRule, DgcState
+from gradwire.compressors.onebit import OneBitCodec
+from gradwire.compressors.quantize import QuantizeCodec
+
+SETS = 3
+"""Sets of buffers: with 25 MiB in each tensor, more than any cache holds."""
+WORKERS = 4
+RANK = 4
+DENSITY = 0.001
+TENSORS = 256
+"""What a bucket is packed from: 100 KiB each."""
+SCALE = 0.125
+"""The mean of eight ranks."""
+Step = Callable[[int], object]
+"""One run on the buffers of set i."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table."""
+
+    name: str
+    nbytes: float
+    """Bytes that must be read and written at least."""
+    ours: Step
+    composed: Step
+    outputs: list[Tensor]
+    """What both write, one tensor a set, so that a test can compare them."""
+
+
+def _randn(numel: int, device: torch.device) -> list[Tensor]:
+    return [torch.randn(numel, device=device) for _ in range(SETS)]
+
+
+def cast_case(numel: int, device: torch.device) -> Case:
+    """Scale and cast to float16."""
+    x, half, scaled = _randn(numel, device), torch.empty(numel, dtype=torch.float16, device=device), _randn(numel, device)
+    kernels = kernels_for(x[0])
+
+    def composed(i: int) -> None:
+        torch.mul(x[i], 0.125, out=scaled[i])
+        half.copy_(scaled[i])
+
+    return Case("fp16_encode", 6.0 * numel, lambda i: kernels.cast_encode(x[i], 0.125, None, None, half), composed,
+                [half])
+
+
+def onebit_encode_case(numel: int, device: torch.device) -> Case:
+    """Signs and block scales of gradient + residual, and the new residual in place of the old."""
+    g, e, p, signs = (_randn(numel, device) for _ in range(4))
+    payload = torch.empty(OneBitCodec().wire_nbytes(numel), dtype=torch.uint8, device=device)
+    kernels = kernels_for(payload)
+
+    def composed(i: int) -> object:
+        torch.add(g[i], e[i], out=p[i])
+        blocks = p[i].view(-1, 1024)
+        scales = torch.abs(p[i], out=signs[i]).view(-1, 1024).mean(1)  # faster than vector_norm along rows
+        torch.copysign(scales[:, None], blocks, out=signs[i].view(-1, 1024))
+        torch.sub(p[i], signs[i], out=e[i])
+        return pack_bits(p[i] >= 0), scales
+
+    return Case("onebit_encode", 12.125 * numel, lambda i: kernels.onebit_encode(g[i], e[i], e[i], payload), composed,
+                e)
+
+
+def pack_bits(mask: Tensor) -> object:
+    """Packs a bool tensor, the lowest bit first: NumPy on the CPU, a weighted sum elsewhere."""
+    if mask.is_cpu:
+        return np.packbits(mask.numpy(), bitorder="little")
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
+    return (mask.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor) -> Tensor:
+    """The inverse of `pack_bits`, as uint8."""
+    if packed.is_cpu:
+        return torch.from_numpy(np.unpackbits(packed.numpy(), bitorder="little"))
+    return (packed[:, None] >> torch.arange(8, device=packed.device) & 1).view(-1)
+
+
+def onebit_decode_case(numel: int, device: torch.device) -> Case:
+    """The sum of four workers' payloads."""
+    codec, target, x = OneBitCodec(), _randn(numel, device), torch.randn(numel, device=device)
+    payloads = torch.empty(WORKERS, codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
+    for payload in payloads:
+        codec.encode(x, payload)
+    split = codec.wire_nbytes(numel) - numel // 8
+    scales = payloads[:, :split].contiguous().view(torch.float32)
+    kernels = kernels_for(payloads)
+
+    def composed(i: int) -> None:
+        total = target[i].view(-1, 1024)
+        total.copy_(-scales.sum(0)[:, None].expand_as(total))
+        for worker in range(WORKERS):
+            bits = unpack_bits(payloads[worker, split:]).view(-1, 1024)
+            total.addcmul_(bits, 2 * scales[worker][:, None])
+
+    return Case("onebit_decode_reduce", (4 + WORKERS / 8) * numel,
+                lambda i: kernels.onebit_decode_reduce(payloads, None, target[i]), composed, target)
+
+
+def quantize_case(bits: int, numel: int, device: torch.device) -> Case:
+    """Block-wise min-max codes of a gradient."""
+    x, codec = _randn(numel, device), QuantizeCodec(bits)
+    payloads = [torch.empty(codec.wire_nbytes(numel), dtype=torch.uint8, device=device) for _ in range(2)]
+    kernels, levels, split = kernels_for(x[0]), 2**bits - 1, numel // 512 * 8
+    meta, codes_out = payloads[1][:split].view(torch.float32).view(-1, 2), payloads[1][split:]
+    scaled = torch.empty(numel // 512, 512, device=device)
+    codes = codes_out if bits == 8 else torch.empty(numel, dtype=torch.uint8, device=device)
+    pairs = torch.empty(numel // 2, dtype=torch.int16, device=device)
+
+    def composed(i: int) -> None:
+        blocks = x[i].view(-1, 512)
+        low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)  # nine times as fast as aminmax
+        unit = (high - low).div_(levels)
+        inverse = torch.where(unit > 0, 1 / unit, 0.0)
+        torch.addcmul(0.5 - low * inverse, blocks, inverse, out=scaled)
+        codes.copy_(scaled.view(-1))
+        meta[:, :1], meta[:, 1:] = unit, low
+        if bits == 4:
+            torch.bitwise_right_shift(codes.view(torch.int16), 4, out=pairs)
+            codes_out.copy_(pairs.bitwise_or_(codes.view(torch.int16)))
+
+    return Case(f"int{bits}_encode", (4 + bits / 8) * numel,
+                lambda i: kernels.quantize_encode(bits, x[i], None, None, payloads[0], None), composed, payloads)
+
+
+def quantize_decode_case(bits: int, numel: int, device: torch.device) -> Case:
+    """The sum of four workers' block-wise codes."""
+    codec, target, x = QuantizeCodec(bits), _randn(numel, device), torch.randn(numel, device=device)
+    payloads = torch.empty(WORKERS, codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
+    for payload in payloads:
+        codec.encode(x, payload)
+    kernels, split = kernels_for(payloads), numel // 512 * 8
+    meta, codes = payloads[:, :split].contiguous().view(torch.float32).view(WORKERS, -1, 2), payloads[:, split:]
+    pairs, high = (torch.empty(numel // 2, dtype=torch.int16, device=device) for _ in range(2))
+
+    def unpacked(worker: int) -> Tensor:
+        if bits == 8:
+            return codes[worker]
+        pairs.copy_(codes[worker])
+        torch.bitwise_left_shift(pairs, 4, out=high)
+        return pairs.bitwise_or_(high).bitwise_and_(0x0F0F).view(torch.uint8)
+
+    def composed(i: int) -> None:
+        total = target[i].view(-1, 512)
+        total.copy_(meta[:, :, 1].sum(0)[:, None].expand_as(total))
+        for worker in range(WORKERS):
+            total.addcmul_(unpacked(worker).view(-1, 512), meta[worker, :, :1])
+
+    return Case(f"int{bits}_decode_reduce", (4 + WORKERS * bits / 8) * numel,
+                lambda i: kernels.quantize_decode_reduce(bits, payloads, None, target[i]), composed, target)
+
+
+def dgc_case(numel: int, device: torch.device) -> Case:
+    """Momentum correction, selection of a thousandth, and masking; the state in place."""
+    g, u, v = (_randn(numel, device) for _ in range(3))
+    magnitude = torch.empty(numel, device=device)
+    k = int(DENSITY * numel)
+    indices = torch.empty(k, dtype=torch.int32, device=device)
+    values = torch.empty(k, device=device)
+    kernels, rule = kernels_for(indices), DgcRule(0.9)
+
+    def ours(i: int) -> None:
+        kernels.dgc_step(g[i], DgcState(u[i], v[i], u[i], v[i]), rule, indices, values)
+
+    def composed(i: int) -> object:
+        torch.add(g[i], u[i], alpha=0.9, out=u[i])
+        v[i].add_(u[i])
+        torch.abs(v[i], out=magnitude)
+        sampled = magnitude[::97]
+        threshold = torch.topk(sampled, max(1, int(DENSITY * sampled.numel()))).values[-1]
+        chosen = (magnitude >= threshold).nonzero().view(-1)
+        if chosen.numel() > k:
+            chosen = chosen[torch.topk(magnitude[chosen], k).indices]
+        sent = v[i][chosen]
+        u[i][chosen] = 0.0
+        v[i][chosen] = 0.0
+        return sent
+
+    return Case("dgc_step", (20 + 8 * DENSITY) * numel, ours, composed, v)
+
+
+def powersgd_case(numel: int, device: torch.device) -> Case:
+    """One square matrix, rank 4, against the local work of torch's powerSGD_hook with its own layout of factors."""
+    side = int(numel**0.5)
+    g, e, copy = (_randn(side * side, device) for _ in range(3))
+    q_rows, p_rows, q_sum = (torch.randn(RANK, side, device=device) for _ in range(3))
+    q, p = torch.randn(side, RANK, device=device), torch.randn(side, RANK, device=device)
+    kernels = kernels_for(q)
+
+    def ours(i: int) -> None:
+        matrix, residual = g[i].view(side, side), e[i].view(side, side)
+        kernels.powersgd_project(matrix, residual, q_rows, p_rows)
+        kernels.orthogonalize_many([p_rows], [0])
+        kernels.powersgd_back_project(matrix, p_rows, q_rows)
+        q_sum.copy_(q_rows)
+        kernels.powersgd_restore(matrix, residual, p_rows, q_rows, q_sum)
+
+    def composed(i: int) -> None:
+        matrix = g[i].view(side, side)
+        g[i].add_(e[i])
+        copy[i].copy_(g[i])
+        torch.linalg.qr(q, out=(q, torch.empty(0, device=device)))
+        torch.matmul(matrix, q, out=p)
+        torch.linalg.qr(p, out=(p, torch.empty(0, device=device)))
+        torch.matmul(matrix.t(), p, out=q)
+        torch.matmul(p, q.t(), out=matrix)
+        torch.sub(copy[i], g[i], out=e[i])
+
+    return Case("powersgd_step", 28.0 * side * side, ours, composed, e)
+
+
+def pack_case(back: bool, numel: int, device: torch.device) -> Case:
+    """256 tensors into one bucket, scaled, or back."""
+    tensors = [[torch.randn(numel // TENSORS, device=device) for _ in range(TENSORS)] for _ in range(SETS)]
+    buckets, offsets = _randn(numel, device), range(0, numel, numel // TENSORS)
+    views = [list(bucket.view(TENSORS, -1)) for bucket in buckets]
+    steps = _pack_steps(back, tensors, offsets, buckets)
+
+    def composed(i: int) -> None:
+        sources, targets = (views[i], tensors[i]) if back else (tensors[i], views[i])
+        for source, target in zip(sources, targets, strict=True):
+            torch.mul(source, SCALE, out=target)
+
+    outputs = [tensor for each in tensors for tensor in each] if back else buckets
+    return Case("unpack" if back else "pack", 8.0 * numel, lambda i: steps[i](), composed, outputs)
+
+
+def _pack_steps(
+    back: bool, tensors: list[list[Tensor]], offsets: Sequence[int], buckets: list[Tensor]
+) -> list[Callable[[], None]]:
+    """One run for each set of buffers: the native kernel, or CUDA's with its table of tensors made beforehand."""
+    if buckets[0].is_cuda:
+        tables = [PackTable(each, offsets, SCALE) for each in tensors]
+        return [partial(table.unpack if back else table.pack, bucket)
+                for table, bucket in zip(tables, buckets, strict=True)]
+    move = native.unpack if back else native.pack
+    return [partial(move, each, offsets, SCALE, bucket) for each, bucket in zip(tensors, buckets, strict=True)]
+
+
+def all_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Case]]:
+    """Returns what makes each case, by name; buffers are made only when it is called.
+
+    Args:
+        numel: Elements of the gradient, a multiple of 1024.
+        device: Where to run.
+    """
+    return {
+        "fp16_encode": lambda: cast_case(numel, device),
+        "onebit_encode": lambda: onebit_encode_case(numel, device),
+        "onebit_decode_reduce": lambda: onebit_decode_case(numel, device),
+        "int8_encode": lambda: quantize_case(8, numel, device),
+        "int4_encode": lambda: quantize_case(4, numel, device),
+        "int8_decode_reduce": lambda: quantize_decode_case(8, numel, device),
+        "int4_decode_reduce": lambda: quantize_decode_case(4, numel, device),
+        "dgc_step": lambda: dgc_case(numel, device),
+        "powersgd_step": lambda: powersgd_case(numel, device),
+        "pack": lambda: pack_case(False, numel, device),
+        "unpack": lambda: pack_case(True, numel, device),
+    }

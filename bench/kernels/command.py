@@ -1,0 +1,133 @@
+"""`gradwire bench kernels`: how fast the compressors' kernels are, against memory and against torch.
+
+`of_floor` is the share of the measured copy bandwidth that a kernel reaches on the bytes it cannot avoid; it may
+exceed 1 where a kernel reads more than it writes. `speedup` is over the best torch composition, timed in turns with
+the kernel in the same run. Both use the fastest of the repeats: what disturbs a run only ever makes it slower.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from gradwire.bench.kernels.cases import SETS, Case, Step, all_cases
+
+_HEAD_START_CYCLES = 2_000_000
+"""About a millisecond: the device waits while the host starts the kernels, so that their launches are not timed."""
+DEFAULT_NUMEL = 25 * 1024 * 1024 // 4
+"""25 MiB of float32: the size of DDP's bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One row of the table."""
+
+    kernel: str
+    nbytes: int
+    """Bytes the kernel must read and write at least."""
+    seconds: float
+    composed_seconds: float
+    bytes_per_second: float
+    of_floor: float
+    speedup: float
+
+
+def _seconds(step: Step, turn: int, device: torch.device) -> float:
+    if device.type == "cuda":
+        start, stop = (torch.Event(device, enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+        start.record()
+        step(turn % SETS)
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3
+    begin = time.perf_counter()
+    step(turn % SETS)
+    return time.perf_counter() - begin
+
+
+def measure(case: Case, buffers: list[tuple[Tensor, Tensor]], repeats: int) -> Result:
+    """Times one case, its composition and a copy in turns.
+
+    Args:
+        case: What to time.
+        buffers: Pairs of tensors of the gradient's size, for the copy.
+        repeats: Runs of each; the fastest counts.
+    """
+    device = buffers[0][0].device
+
+    def copy(i: int) -> None:
+        buffers[i][0].copy_(buffers[i][1])
+
+    steps: list[Step] = [case.ours, case.composed, copy]
+    best = [float("inf")] * len(steps)
+    for turn in range(repeats + 2):
+        for number, step in enumerate(steps):
+            seconds = _seconds(step, turn, device)
+            if turn >= 2:  # the first two turns touch new pages and fill caches
+                best[number] = min(best[number], seconds)
+    copy_rate = 2 * buffers[0][0].nbytes / best[2]
+    rate = case.nbytes / best[0]
+    return Result(case.name, round(case.nbytes), best[0], best[1], rate, rate / copy_rate, best[1] / best[0])
+
+
+def _table(results: list[Result], copy_note: str) -> Table:
+    table = Table(title=copy_note, title_justify="left")
+    for heading in ("kernel", "bytes", "ms", "GB/s", "of_floor", "torch ms", "speedup"):
+        table.add_column(heading, justify="left" if heading == "kernel" else "right")
+    for row in results:
+        table.add_row(row.kernel, f"{row.nbytes:,}", f"{row.seconds * 1e3:.2f}", f"{row.bytes_per_second / 1e9:.1f}",
+                      f"{row.of_floor:.2f}", f"{row.composed_seconds * 1e3:.2f}", f"{row.speedup:.1f}x")
+    return table
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gradwire bench kernels", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+    parser.add_argument("--numel", type=int, default=DEFAULT_NUMEL, help="elements, a multiple of 1024")
+    parser.add_argument("--repeats", type=int, default=15, help="runs of each kernel; the fastest counts")
+    parser.add_argument("--kernel", action="append", metavar="NAME", help="only this kernel; may be repeated")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Runs `gradwire bench kernels` and returns its exit status.
+
+    Args:
+        argv: Words after `kernels`.
+    """
+    options = _parser().parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("gradwire bench kernels: `--device cuda`, but torch sees no CUDA device", file=sys.stderr)
+        return 2
+    if options.numel < 1024 or options.numel % 1024 or options.repeats < 1:
+        print(f"gradwire bench kernels: `--numel {options.numel} --repeats {options.repeats}`; wanted a multiple of "
+              "1024 and at least one repeat", file=sys.stderr)
+        return 2
+    device = torch.device(options.device)
+    cases = all_cases(options.numel, device)
+    unknown = [name for name in options.kernel or () if name not in cases]
+    if unknown:
+        print(f"gradwire bench kernels: no kernel `{unknown[0]}`; there are {', '.join(cases)}", file=sys.stderr)
+        return 2
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the native kernels use one thread; so does what they are compared with
+    try:
+        buffers = [(torch.zeros(options.numel, device=device), torch.ones(options.numel, device=device))
+                   for _ in range(SETS)]
+        results = [measure(cases[name](), buffers, options.repeats) for name in options.kernel or cases]
+    finally:
+        torch.set_num_threads(threads)
+    mebibytes = options.numel * 4 / 2**20
+    Console(width=110).print(_table(results, f"{mebibytes:g} MiB of float32 on {options.device}, one thread"))
+    if options.json:
+        options.json.write_text(json.dumps({"results": [asdict(row) for row in results]}, indent=2) + "\n")
+    return 0

@@ -1,0 +1,1 @@
+"""`gradwire bench`: the flags, columns and checks of nccl-tests."""

@@ -1,0 +1,1 @@
+"""What runs the collectives that `gradwire bench` times: one file for each library."""

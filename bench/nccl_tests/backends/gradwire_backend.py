@@ -1,0 +1,178 @@
+"""gradwire itself: the communicator that the hook uses, with a plan and, if asked for, a compressor.
+
+What the communicator does not do (it sums and averages) goes through gradwire's process group, the backend "gradwire"
+of torch.distributed, and the block says so.
+"""
+
+from functools import partial
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.bench.nccl_tests.backends.backend import Issue
+from gradwire.bench.nccl_tests.backends.torch_backend import TorchWay
+from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, MULSUM_FACTOR, NO_ARITHMETIC
+from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.config import Config
+from gradwire.comms.plan.plan import ALL_REDUCE
+from gradwire.comms.report import Report
+from gradwire.compressors.base import Compressor, Layout, Slice
+
+_SCALES = ("sum", "avg", "mulsum")
+_MATRIX_COLUMNS = 1024
+"""Low-rank compressors see the tensor as a matrix of this width, as the weight of a linear layer would be."""
+
+
+class GradwireWay:
+    """A communicator of all ranks, and a process group for the rest.
+
+    Args:
+        store: Reaches all ranks.
+        rank: This rank.
+        size: Number of ranks.
+        device: Of the tensors.
+        config: Plan, chunks, time-out.
+        group: A process group of the backend "gradwire", for the collectives that the communicator does not have.
+        name: Unique in `store`.
+        compressor: For all_reduce; None is exact.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device, config: Config,
+                 group: dist.ProcessGroup, *, name: str, compressor: Compressor | None = None) -> None:
+        self.rank = rank
+        self._size = size
+        self._config = config
+        self._group = TorchWay(group, "gradwire")
+        self._communicator = Communicator(store, rank, size, device, config, name=name, compressor=compressor)
+        self._compressor = compressor
+        self._layouts: dict[int, Layout] = {}
+        self._passed_on: set[str] = set()
+        self._generation = 0
+
+    def facts(self) -> dict[str, str]:
+        """See `Way.facts`: the plans in use so far, and what was passed on."""
+        facts = {"algorithm": self._config.plan, "compressor": self._compressor.name if self._compressor else "none"}
+        plans = dict.fromkeys(_without_size(plan) for plan in self.report().plans)
+        for number, plan in enumerate(plans):
+            facts["plan" if len(plans) == 1 else f"plan {number + 1}"] = plan
+        if self._compressor and len(self._communicator.cluster.nodes) == 1:
+            facts["note"] = "one node: nothing is compressed, as only the phase between nodes ever is"
+        if self._passed_on:
+            facts["through the process group"] = ", ".join(sorted(self._passed_on))
+        return facts
+
+    def report(self) -> Report:
+        """What the communicator counted."""
+        return self._communicator.report()
+
+    @property
+    def compressor(self) -> Compressor:
+        """The compressor; only where one was given."""
+        assert self._compressor is not None
+        return self._compressor
+
+    def sent_nbytes(self) -> tuple[float, float]:
+        """(logical, on the wire) bytes that this rank has sent so far in the phase between nodes."""
+        chosen = [row for row in self.report().rows if row.op == ALL_REDUCE]
+        return sum(row.logical_nbytes for row in chosen), sum(row.wire_nbytes for row in chosen)
+
+    def shard_numel(self, numel: int) -> int:
+        """Elements of a tensor of `numel` that this rank encodes: its shard of the node's sum."""
+        cluster = self._communicator.cluster
+        return max(1, numel // len(cluster.ranks(cluster.unit(self.rank, 0)))) if len(cluster.nodes) > 1 else numel
+
+    def forget(self) -> None:
+        """The next all-reduce finds no residual: its parameter has a new name."""
+        self._generation += 1
+        self._layouts.clear()
+
+    def refusal(self, collective: str, element: str, operation: str) -> str | None:
+        """See `Way.refusal`."""
+        kind = ELEMENT_TYPES[element]
+        if collective == "all_reduce" and operation in _SCALES:
+            if kind.torch in NO_ARITHMETIC:
+                return f"gradwire does not reduce {element}"
+            if self._compressor and element != "float":
+                return "a compressor takes float"
+            return None if operation == "sum" or kind.floating else f"{operation} needs a floating type"
+        if self._compressor:
+            return "a compressor applies to all_reduce with sum or avg"
+        return self._group.refusal(collective, element, operation)
+
+    def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
+        """See `Way.all_reduce`."""
+        if operation not in _SCALES:
+            return self._pass("all_reduce").all_reduce(tensor, operation)
+        scale = {"sum": 1.0, "avg": 1.0 / self._size, "mulsum": MULSUM_FACTOR}[operation]
+        layout = self._layout(tensor)
+        issue = partial(self._communicator.all_reduce, tensor, scale=scale, layout=layout)
+        if self._compressor is None:
+            return cast(Issue, issue)  # the future's wait() returns the tensor besides
+        compressor = self._compressor
+        return lambda: _Ending(issue(), compressor)
+
+    def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
+        """See `Way.reduce`."""
+        return self._pass("reduce").reduce(tensor, root, operation)
+
+    def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
+        """See `Way.reduce_scatter`."""
+        return self._pass("reduce_scatter").reduce_scatter(output, source, operation)
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Issue:
+        """See `Way.all_gather`."""
+        return self._pass("all_gather").all_gather(output, source)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Issue:
+        """See `Way.broadcast`."""
+        return self._pass("broadcast").broadcast(tensor, root)
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
+        """See `Way.all_to_all`."""
+        return self._pass("alltoall").all_to_all(output, source)
+
+    def send_receive(self, output: Tensor, source: Tensor) -> Issue:
+        """See `Way.send_receive`."""
+        return self._pass("sendrecv").send_receive(output, source)
+
+    def barrier(self) -> Issue:
+        """See `Way.barrier`."""
+        return self._pass("barrier").barrier()
+
+    def close(self) -> None:
+        """See `Way.close`."""
+        self._communicator.close()
+
+    def _pass(self, collective: str) -> TorchWay:
+        self._passed_on.add(collective)
+        return self._group
+
+    def _layout(self, tensor: Tensor) -> Layout | None:
+        if self._compressor is None:
+            return None
+        numel = tensor.numel()
+        if numel not in self._layouts:
+            columns = _MATRIX_COLUMNS if numel % _MATRIX_COLUMNS == 0 else 1
+            self._layouts[numel] = Layout((Slice(f"bench{numel}.{self._generation}", (numel // columns, columns), 0, 0, numel),))
+        return self._layouts[numel]
+
+
+def _without_size(plan: str) -> str:
+    """A plan's phases and its reason; the prediction between them differs from row to row."""
+    phases, _, prediction = plan.partition(";")
+    return f"{phases}. {prediction.rpartition('. ')[2]}" if ". " in prediction else phases
+
+
+class _Ending:
+    """Ends the compressor's step with the all-reduce: every iteration is a step of training."""
+
+    def __init__(self, future: "torch.futures.Future[Tensor]", compressor: Compressor) -> None:
+        self._future = future
+        self._compressor = compressor
+
+    def wait(self) -> None:
+        self._future.wait()
+        self._compressor.end_step(finite=True)

@@ -1,0 +1,108 @@
+"""MPI's own collectives through mpi4py, as a peer: what a user of MPI gets."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from gradwire.bench.nccl_tests.backends.backend import Issue, copy_after
+from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES
+from gradwire.comms.bootstrap.mpi_launch import load_mpi
+from gradwire.comms.transport.threads import Done
+from gradwire.compressors.base import Work
+
+_DONE = Done()
+_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+_TYPES = {torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int8: "INT8_T", torch.uint8: "UINT8_T",
+          torch.int32: "INT32_T", torch.int64: "INT64_T", torch.uint32: "UINT32_T", torch.uint64: "UINT64_T"}
+_OPERATIONS = {"sum": "SUM", "prod": "PROD", "max": "MAX", "min": "MIN"}
+_Buffer = list[object]
+
+
+class MpiWay:
+    """MPI.COMM_WORLD; every call blocks until this rank's part is done."""
+
+    def __init__(self) -> None:
+        self._mpi: ModuleType = load_mpi()
+        self._world = self._mpi.COMM_WORLD
+        self.rank: int = self._world.Get_rank()
+        self._size: int = self._world.Get_size()
+
+    def facts(self) -> dict[str, str]:
+        """See `Way.facts`."""
+        return {"library": self._mpi.Get_library_version().splitlines()[0].split(",")[0].strip("\0 \t")}
+
+    def refusal(self, collective: str, element: str, operation: str) -> str | None:
+        """See `Way.refusal`."""
+        if collective not in _REDUCTIONS:
+            return None
+        if ELEMENT_TYPES[element].torch not in _TYPES:
+            return f"MPI does not reduce {element}"
+        return None if operation in _OPERATIONS else f"MPI has no {operation}"
+
+    def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
+        """See `Way.all_reduce`."""
+        return _blocking(self._world.Allreduce, self._mpi.IN_PLACE, self._typed(tensor), self._operation(operation))
+
+    def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
+        """See `Way.reduce`."""
+        sent, received = (self._mpi.IN_PLACE, self._typed(tensor)) if self.rank == root else (self._typed(tensor), None)
+        return _blocking(self._world.Reduce, sent, received, self._operation(operation), root)
+
+    def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
+        """See `Way.reduce_scatter`. In place, MPI wants the part at the start of the buffer, so a copy is made."""
+        inside = source.data_ptr() <= output.data_ptr() < source.data_ptr() + max(1, source.nbytes)
+        target = torch.empty_like(output) if inside else output
+        reduce_scatter = _blocking(self._world.Reduce_scatter_block, self._typed(source), self._typed(target),
+                                   self._operation(operation))
+        return copy_after(reduce_scatter, output, target) if inside else reduce_scatter
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Issue:
+        """See `Way.all_gather`."""
+        inside = output.data_ptr() <= source.data_ptr() < output.data_ptr() + max(1, output.nbytes)
+        return _blocking(self._world.Allgather, self._mpi.IN_PLACE if inside else self._raw(source), self._raw(output))
+
+    def broadcast(self, tensor: Tensor, root: int) -> Issue:
+        """See `Way.broadcast`."""
+        return _blocking(self._world.Bcast, self._raw(tensor), root)
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
+        """See `Way.all_to_all`."""
+        return _blocking(self._world.Alltoall, self._raw(source), self._raw(output))
+
+    def send_receive(self, output: Tensor, source: Tensor) -> Issue:
+        """See `Way.send_receive`."""
+        after, before = (self.rank + 1) % self._size, (self.rank - 1) % self._size
+        # Positions: buffer, destination, tag, buffer, source.
+        return _blocking(self._world.Sendrecv, self._raw(source), after, 0, self._raw(output), before)
+
+    def barrier(self) -> Issue:
+        """See `Way.barrier`."""
+        return _blocking(self._world.Barrier)
+
+    def close(self) -> None:
+        """MPI ends with the process."""
+
+    def _operation(self, name: str) -> object:
+        return getattr(self._mpi, _OPERATIONS[name])
+
+    def _typed(self, tensor: Tensor) -> _Buffer:
+        return [_memory(tensor), getattr(self._mpi, _TYPES[tensor.dtype])]
+
+    def _raw(self, tensor: Tensor) -> _Buffer:
+        return [_memory(tensor), self._mpi.BYTE]
+
+
+def _blocking(call: Callable[..., None], *arguments: object) -> Issue:
+    """A call of MPI that returns when this rank's part is done."""
+    def issue() -> Work:
+        call(*arguments)
+        return _DONE
+
+    return issue
+
+
+def _memory(tensor: Tensor) -> object:
+    """The tensor's bytes, shared; MPI counts elements from their number and the type's size."""
+    return tensor.view(torch.uint8).numpy()

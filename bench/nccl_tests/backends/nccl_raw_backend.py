@@ -1,0 +1,179 @@
+"""NCCL without torch in between: NVIDIA's own binding, nccl4py, on the library that torch has loaded.
+
+nccl4py looks for a libnccl that the process has mapped before it looks anywhere else, and torch has mapped its own, so
+there are never two versions in one process. What this way leaves out against `nccl` is torch's stream hand-over, watchdog
+and work objects: the difference is their price. nccl4py resolves its tensors in every call, which takes time of
+the host; `-G` takes that out.
+
+Source: NVIDIA NCCL documentation, "nccl4py": nccl.core, whose names alone are under its promise of versions.
+"""
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradwire.bench.nccl_tests.backends.backend import Issue
+from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES
+from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.transport.threads import Done
+
+_DONE = Done()
+_TYPES = (torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.float16, torch.float32,
+          torch.float64, torch.bfloat16)
+_OPERATIONS = ("sum", "prod", "max", "min", "avg")
+_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+
+
+class RawCommunicator(Protocol):
+    """What is used of nccl.core.Communicator; every call returns as soon as its work is on `stream`."""
+
+    def allreduce(self, sendbuf: Tensor, recvbuf: Tensor, op: object, *, stream: int) -> None:
+        """As ncclAllReduce."""
+
+    def reduce(self, sendbuf: Tensor, recvbuf: Tensor, op: object, root: int, *, stream: int) -> None:
+        """As ncclReduce."""
+
+    def reduce_scatter(self, sendbuf: Tensor, recvbuf: Tensor, op: object, *, stream: int) -> None:
+        """As ncclReduceScatter."""
+
+    def allgather(self, sendbuf: Tensor, recvbuf: Tensor, *, stream: int) -> None:
+        """As ncclAllGather."""
+
+    def broadcast(self, sendbuf: Tensor, recvbuf: Tensor, root: int, *, stream: int) -> None:
+        """As ncclBroadcast."""
+
+    def send(self, sendbuf: Tensor, peer: int, *, stream: int) -> None:
+        """As ncclSend."""
+
+    def recv(self, recvbuf: Tensor, peer: int, *, stream: int) -> None:
+        """As ncclRecv."""
+
+    def destroy(self) -> None:
+        """As ncclCommDestroy, once what is on its way has arrived."""
+
+
+def _load() -> ModuleType:
+    """Returns nccl.core with a libnccl behind it.
+
+    Raises:
+        RuntimeError: One of them is missing; the message says what to install.
+    """
+    try:
+        nccl = importlib.import_module("nccl.core")
+    except ImportError as error:
+        raise RuntimeError(f"`--backend` is nccl-raw, but nccl4py cannot be imported ({error}): pip install gradwire[nccl], "
+                           "and cuda-bindings where torch did not bring it") from error
+    if nccl.get_version().libnccl is None:
+        raise RuntimeError("`--backend` is nccl-raw, but nccl4py finds no libnccl.so.2: install a CUDA build of torch")
+    return nccl
+
+
+class NcclRawWay:
+    """One communicator of all ranks; everything is issued on torch's current stream."""
+
+    def __init__(self, nccl: ModuleType, communicator: RawCommunicator, rank: int, size: int) -> None:
+        self.rank = rank
+        self._size = size
+        self._nccl = nccl
+        self._communicator = communicator
+
+    @classmethod
+    def connect(cls, store: Store, rank: int, size: int, device: torch.device) -> "NcclRawWay":
+        """Makes the communicator; all ranks together.
+
+        Raises:
+            RuntimeError: nccl4py or NCCL is missing, or NCCL refuses.
+        """
+        torch.cuda.synchronize(device)  # makes the context, and has torch map its libnccl
+        nccl = _load()
+        if rank == 0:
+            store.set("nccl-id", bytes(nccl.get_unique_id()).hex())
+        unique = nccl.UniqueId.from_bytes(bytes.fromhex(store.get("nccl-id").decode()))
+        return cls(nccl, nccl.Communicator.init(size, rank, unique), rank, size)
+
+    def facts(self) -> dict[str, str]:
+        """See `Way.facts`."""
+        versions = self._nccl.get_version()
+        return {"library": f"NCCL {versions.libnccl.version} through nccl4py {versions.nccl4py}"}
+
+    def refusal(self, collective: str, element: str, operation: str) -> str | None:
+        """See `Way.refusal`."""
+        if collective == "barrier":
+            return "NCCL has no barrier"
+        if collective not in _REDUCTIONS:
+            return None
+        if ELEMENT_TYPES[element].torch not in _TYPES:
+            return f"NCCL does not reduce {element}"
+        return None if operation in _OPERATIONS else f"NCCL has no {operation}"
+
+    def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
+        """See `Way.all_reduce`."""
+        op = self._operation(operation)
+        return self._on_stream(lambda stream: self._communicator.allreduce(tensor, tensor, op, stream=stream))
+
+    def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
+        """See `Way.reduce`."""
+        op = self._operation(operation)
+        return self._on_stream(lambda stream: self._communicator.reduce(tensor, tensor, op, root, stream=stream))
+
+    def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
+        """See `Way.reduce_scatter`."""
+        op = self._operation(operation)
+        return self._on_stream(lambda stream: self._communicator.reduce_scatter(source, output, op, stream=stream))
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Issue:
+        """See `Way.all_gather`."""
+        sent, received = _bytes(source), _bytes(output)
+        return self._on_stream(lambda stream: self._communicator.allgather(sent, received, stream=stream))
+
+    def broadcast(self, tensor: Tensor, root: int) -> Issue:
+        """See `Way.broadcast`."""
+        data = _bytes(tensor)
+        return self._on_stream(lambda stream: self._communicator.broadcast(data, data, root, stream=stream))
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
+        """See `Way.all_to_all`: sends and receives in one group of calls, as nccl-tests does it."""
+        sent, received = _bytes(source).chunk(self._size), _bytes(output).chunk(self._size)
+        return self._exchange([(peer, sent[peer], peer, received[peer]) for peer in range(self._size)])
+
+    def send_receive(self, output: Tensor, source: Tensor) -> Issue:
+        """See `Way.send_receive`."""
+        return self._exchange([((self.rank + 1) % self._size, _bytes(source), (self.rank - 1) % self._size, _bytes(output))])
+
+    def barrier(self) -> Issue:
+        """Not reached: `refusal` names it."""
+        raise NotImplementedError("NCCL has no barrier")
+
+    def close(self) -> None:
+        """See `Way.close`."""
+        torch.cuda.synchronize()
+        self._communicator.destroy()
+
+    def _operation(self, operation: str) -> object:
+        return getattr(self._nccl, operation.upper())
+
+    def _on_stream(self, call: Callable[[int], None]) -> Issue:
+        def issue() -> Done:
+            call(torch.cuda.current_stream().cuda_stream)  # asked each time: a graph's capture has a stream of its own
+            return _DONE
+
+        return issue
+
+    def _exchange(self, pairs: list[tuple[int, Tensor, int, Tensor]]) -> Issue:
+        """One send and one receive for each (to, sent, from, received)."""
+        def call(stream: int) -> None:
+            with self._nccl.group():
+                for receiver, sent, sender, received in pairs:
+                    self._communicator.send(sent, receiver, stream=stream)
+                    self._communicator.recv(received, sender, stream=stream)
+
+        return self._on_stream(call)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory as uint8: what only moves may be of any type."""
+    return tensor.view(torch.uint8)

@@ -1,0 +1,165 @@
+"""From the command line to the ways that are measured: one for each backend, algorithm and compressor asked for."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from gradwire.bench.nccl_tests.backends.backend import Way
+from gradwire.bench.nccl_tests.backends.gradwire_backend import GradwireWay
+from gradwire.bench.nccl_tests.backends.shm_backend import ShmWay
+from gradwire.bench.nccl_tests.backends.torch_backend import TorchWay
+from gradwire.bench.nccl_tests.ranks import World
+from gradwire.comms.backend.register import register
+from gradwire.comms.bootstrap.compat import PrefixStore
+from gradwire.comms.config import Config
+from gradwire.comms.plan.codec_price import settling
+from gradwire.compressors.base import Compressor
+from gradwire.compressors.registry import names
+
+_CUDA_ALONE = ("nccl", "nccl-raw")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One block of output.
+
+    Attributes:
+        backend: As `--backend` names it.
+        algorithm: gradwire's plan; empty for the others.
+        compressor: gradwire's compressor or `none`; empty for the others.
+    """
+
+    backend: str
+    algorithm: str = ""
+    compressor: str = ""
+
+    def facts(self) -> dict[str, str]:
+        """What stands above its table."""
+        found = {"backend": self.backend, "algorithm": self.algorithm, "compressor": self.compressor}
+        return {key: value for key, value in found.items() if value}
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the result is an approximation."""
+        return self.compressor not in ("", "none")
+
+
+def choices(options: argparse.Namespace) -> list[Choice]:
+    """Every combination that the options ask for.
+
+    Raises:
+        ValueError: An option does not apply, or names an unknown compressor.
+    """
+    compressors = list(dict.fromkeys(options.compressor.split(",")))
+    for name in compressors:
+        check_compressor(name)
+    if "gradwire" not in options.backend and (options.algorithm != ("auto",) or compressors != ["none"]):
+        raise ValueError(f"`--algorithm` and `--compressor` are gradwire's, but `--backend` is {','.join(options.backend)}; "
+                         "wanted --backend gradwire, or neither of them")
+    if compressors != ["none"] and options.collective != "all_reduce":
+        raise ValueError(f"`--compressor` is {options.compressor} and the collective {options.collective}; wanted "
+                         "all_reduce: no other collective is compressed")
+    found = []
+    for backend in options.backend:
+        if backend == "gradwire":
+            found += [Choice(backend, algorithm, name) for algorithm in options.algorithm for name in compressors]
+        else:
+            found.append(Choice(backend))
+    return found
+
+
+def check_compressor(name: str) -> None:
+    """Raises ValueError unless `name` is `none` or a registered compressor."""
+    if name == "none":
+        return
+    if name not in names():
+        raise ValueError(f"`--compressor` is {name!r}; wanted one of {', '.join(names())}")
+
+
+def make_compressor(name: str) -> Compressor | None:
+    """A new compressor; None for `none` and for backends that have none."""
+    if name in ("", "none"):
+        return None
+    compressor = settling(name)
+    compressor.end_step(True)  # an empty step: its dense start is over
+    return compressor
+
+
+def check_device(options: argparse.Namespace) -> str:
+    """Where the tensors are: `cpu` or `cuda`. Leaves CUDA untouched, so that ranks may still be forked.
+
+    Raises:
+        ValueError: A flag needs a GPU that is not there, or another kind of tensor.
+    """
+    asked: str = options.device
+    needs_cuda = [name for name in options.backend if name in _CUDA_ALONE]
+    if asked == "auto":
+        asked = "cuda" if needs_cuda else "cpu"
+    if asked == "cpu":
+        if needs_cuda:
+            raise ValueError(f"`--backend` is {needs_cuda[0]} and `--device` is cpu; wanted --device cuda: NCCL takes CUDA "
+                             "tensors alone")
+        if options.cudagraph:
+            raise ValueError(f"`-G` is {options.cudagraph}, but the tensors are on the CPU; wanted 0, or --device cuda")
+        return asked
+    # Asks NVML; torch.cuda.is_available() would ask CUDA, after which a forked rank cannot use it.
+    if torch.cuda.device_count() == 0:
+        cause = f"`--backend` is {needs_cuda[0]}" if needs_cuda else "`--device` is cuda"
+        raise ValueError(f"{cause}, but torch finds no CUDA device here; wanted a GPU and a CUDA build of torch, or "
+                         "--backend gradwire, gloo, shm or mpi")
+    on_cpu = [name for name in options.backend if name in ("shm", "mpi")]
+    if on_cpu:
+        raise ValueError(f"`--backend` is {on_cpu[0]} and the tensors are on CUDA; wanted --device cpu for it")
+    return asked
+
+
+def device_of(options: argparse.Namespace, local_rank: int) -> torch.device:
+    """This rank's device, made the current one.
+
+    Raises:
+        ValueError: See `check_device`.
+    """
+    if check_device(options) == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def connect(chosen: list[Choice], world: World, device: torch.device, timeout: timedelta, cycle: int
+            ) -> Iterator[tuple[Choice, Way]]:
+    """Connects one way after the other; each is closed before the next one is made. All ranks together.
+
+    Raises:
+        RuntimeError: A library is missing, or a rank did not come.
+        ValueError: A backend cannot be used on this cluster.
+    """
+    for number, choice in enumerate(chosen):
+        way = _make(choice, world, device, timeout, f"bench{cycle}.{number}")
+        yield choice, way
+        way.close()
+
+
+def _make(choice: Choice, world: World, device: torch.device, timeout: timedelta, name: str) -> Way:
+    store = PrefixStore(name, world.store)
+    if choice.backend == "shm":
+        if len({seat.hostname for seat in world.seats}) > 1:
+            raise ValueError(f"`--backend` is shm, but the ranks are {world.shape()}; wanted one node")
+        return ShmWay.connect(store, world.rank, world.size, timeout)
+    if choice.backend == "mpi":
+        from gradwire.bench.nccl_tests.backends.mpi_backend import MpiWay  # mpi4py is optional
+        return MpiWay()
+    if choice.backend == "nccl-raw":
+        from gradwire.bench.nccl_tests.backends.nccl_raw_backend import NcclRawWay
+        return NcclRawWay.connect(store, world.rank, world.size, device)
+    if choice.backend != "gradwire":
+        return TorchWay(dist.new_group(backend=choice.backend, timeout=timeout), choice.backend)
+    config = Config.from_env(plan=choice.algorithm, timeout=timeout)
+    register()
+    group = dist.new_group(backend="gradwire", timeout=timeout, pg_options=replace(config, compressor=None))
+    return GradwireWay(store, world.rank, world.size, device, config, group, name=name,
+                       compressor=make_compressor(choice.compressor))

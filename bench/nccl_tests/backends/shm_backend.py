@@ -1,0 +1,93 @@
+"""gradwire's shared-memory collectives alone: no plan, no lanes. All ranks on one node."""
+
+from datetime import timedelta
+from functools import partial
+
+from torch import Tensor
+
+from gradwire.bench.nccl_tests.backends.backend import Issue, copy_after
+from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, MULSUM_FACTOR, NO_ARITHMETIC
+from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.transport.shm import ShmGroup
+from gradwire.compressors.base import even_bounds
+
+_SCALED = ("avg", "mulsum")
+_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+
+
+class ShmWay:
+    """A shared-memory group of all ranks."""
+
+    def __init__(self, group: ShmGroup) -> None:
+        self.rank = group.rank
+        self._group = group
+
+    @classmethod
+    def connect(cls, store: Store, rank: int, size: int, timeout: timedelta) -> "ShmWay":
+        """Meets the other ranks, all of them on this node."""
+        return cls(ShmGroup.create(store, rank, size, key="bench", timeout=timeout))
+
+    def facts(self) -> dict[str, str]:
+        """See `Way.facts`."""
+        return {"library": "gradwire shared memory"}
+
+    def refusal(self, collective: str, element: str, operation: str) -> str | None:
+        """See `Way.refusal`."""
+        kind = ELEMENT_TYPES[element]
+        if collective == "sendrecv":
+            return "shared memory has no send and receive"
+        if collective not in _REDUCTIONS:
+            return None
+        if kind.torch in NO_ARITHMETIC:
+            return f"shared memory does not reduce {element}"
+        if operation == "prod":
+            return "shared memory has sum, max and min, no prod"
+        if operation in _SCALED and not kind.floating:
+            return f"{operation} needs a floating type"
+        if collective == "reduce_scatter" and operation in ("max", "min"):
+            return "shared memory's reduce_scatter only sums"
+        return None
+
+    def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
+        """See `Way.all_reduce`."""
+        return partial(self._group.all_reduce, tensor, *self._translate(operation))
+
+    def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
+        """See `Way.reduce`."""
+        return partial(self._group.reduce, tensor, root, *self._translate(operation))
+
+    def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
+        """See `Way.reduce_scatter`. The group works in place on `source`; out of place the own part is copied."""
+        bounds = even_bounds(source.numel(), self._group.size)
+        reduce_scatter = partial(self._group.reduce_scatter, source, bounds, self._translate(operation)[0])
+        part = source[bounds[self.rank]:bounds[self.rank + 1]]
+        return reduce_scatter if part.data_ptr() == output.data_ptr() else copy_after(reduce_scatter, output, part)
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Issue:
+        """See `Way.all_gather`."""
+        return partial(self._group.all_gather, output, source)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Issue:
+        """See `Way.broadcast`."""
+        return partial(self._group.broadcast, tensor, root)
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
+        """See `Way.all_to_all`."""
+        return partial(self._group.all_to_all, output, source)
+
+    def send_receive(self, output: Tensor, source: Tensor) -> Issue:
+        """Not reached: `refusal` names it."""
+        raise NotImplementedError("shared memory has no send and receive")
+
+    def barrier(self) -> Issue:
+        """See `Way.barrier`."""
+        return self._group.barrier
+
+    def close(self) -> None:
+        """See `Way.close`."""
+        self._group.close()
+
+    def _translate(self, operation: str) -> tuple[float, str]:
+        if operation == "avg":
+            return 1.0 / self._group.size, "sum"
+        return (MULSUM_FACTOR, "sum") if operation == "mulsum" else (1.0, operation)

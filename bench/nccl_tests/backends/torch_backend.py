@@ -1,0 +1,110 @@
+"""gloo and NCCL as a user of torch.distributed gets them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.bench.nccl_tests.backends.backend import Issue, copy_first
+from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, NO_ARITHMETIC
+from gradwire.comms.transport.threads import Done
+from gradwire.compressors.base import Work
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "max": dist.ReduceOp.MAX,
+               "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
+_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+
+
+class TorchWay:
+    """torch.distributed's own collectives on a process group.
+
+    Args:
+        group: Of all ranks.
+        backend: `gloo` or `nccl`, or `gradwire` for gradwire's process group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
+        self.rank = dist.get_rank(group)
+        self._size = dist.get_world_size(group)
+        self._group = group
+        self._backend = backend
+
+    def facts(self) -> dict[str, str]:
+        """See `Way.facts`."""
+        return {"library": f"torch.distributed {self._backend}"}
+
+    def refusal(self, collective: str, element: str, operation: str) -> str | None:
+        """See `Way.refusal`."""
+        if operation == "mulsum":
+            return f"torch.distributed has no mulsum on {self._backend}"
+        if collective not in _REDUCTIONS:
+            return None
+        kind = ELEMENT_TYPES[element]
+        if kind.torch in NO_ARITHMETIC:
+            return f"torch.distributed's {self._backend} does not reduce {element}"
+        if operation == "avg" and not kind.floating:
+            return f"torch.distributed's {self._backend} averages floating types alone"
+        return None
+
+    def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
+        """See `Way.all_reduce`."""
+        return _issue(dist.all_reduce, tensor, _OPERATIONS[operation], self._group)
+
+    def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
+        """See `Way.reduce`."""
+        return _issue(dist.reduce, tensor, root, _OPERATIONS[operation], self._group)
+
+    def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
+        """See `Way.reduce_scatter`."""
+        return _issue(_named("reduce_scatter_single", "reduce_scatter_tensor"), output, source, _OPERATIONS[operation],
+                      self._group)
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Issue:
+        """See `Way.all_gather`."""
+        return _issue(_named("all_gather_single", "all_gather_into_tensor"), output, source, self._group)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Issue:
+        """See `Way.broadcast`."""
+        return _issue(dist.broadcast, tensor, root, self._group)
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
+        """See `Way.all_to_all`."""
+        return _issue(dist.all_to_all_single, output, source, None, None, self._group)
+
+    def send_receive(self, output: Tensor, source: Tensor) -> Issue:
+        """See `Way.send_receive`."""
+        if self._size == 1:
+            return copy_first(output, source, Done)
+        after, before = (self.rank + 1) % self._size, (self.rank - 1) % self._size
+        calls = [dist.P2POp(dist.isend, source, after, self._group), dist.P2POp(dist.irecv, output, before, self._group)]
+        return lambda: _All(cast(list[Work], dist.batch_isend_irecv(calls)))
+
+    def barrier(self) -> Issue:
+        """See `Way.barrier`."""
+        return _issue(dist.barrier, self._group)
+
+    def close(self) -> None:
+        """See `Way.close`."""
+        dist.destroy_process_group(self._group)
+
+
+class _All:
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Waits for each."""
+        for work in self._works:
+            work.wait()
+
+
+def _issue(call: Callable[..., object], *arguments: object) -> Issue:
+    """A call of torch.distributed that gives a Work: None only where this rank takes no part, but all ranks do."""
+    return cast(Issue, partial(call, *arguments, async_op=True))
+
+
+def _named(new: str, old: str) -> Callable[..., object]:
+    """Torch 2.13 deprecates the names of 2.11 and 2.12."""
+    return cast(Callable[..., object], getattr(dist, new, None) or getattr(dist, old))

@@ -1,0 +1,170 @@
+"""A collective is a record of functions: how much it moves, how to run it, what goes in and what must come out.
+
+Source: nccl-tests, doc/PERFORMANCE.md (bus bandwidth) and the GetCollByteCount functions of src/*.cu (counts).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.bench.nccl_tests.backends.backend import Issue, Way, copy_first
+from gradwire.bench.nccl_tests.verify import Inputs
+
+CHUNK_NBYTES = 16
+"""What a rank's part of all_gather, reduce_scatter and alltoall is rounded down to, as nccl-tests does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Elements of one operation.
+
+    Attributes:
+        source: Of the input.
+        output: Of the output.
+        shown: In the column `count`.
+        source_offset: Where, in units of elements for each rank, the input lies in the buffer of an in-place operation.
+        output_offset: The same for the output.
+    """
+
+    source: int
+    output: int
+    shown: int
+    source_offset: int = 0
+    output_offset: int = 0
+
+
+Prepare = Callable[[Way, Tensor, Tensor, str, int], Issue]
+"""(way, output, source, operation, root); in place, output and source share memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What the bench knows about a collective.
+
+    Attributes:
+        name: On the command line.
+        title: In the output.
+        counts: (elements asked for, ranks, bytes of an element) -> elements moved.
+        bus_factor: ranks -> busbw / algbw.
+        prepare: Gives what issues it.
+        expected: (inputs, counts, rank, root) -> what the output must hold on this rank; None: nothing to check.
+        reduces: Whether it has an operation.
+        rooted: Whether it has a root.
+    """
+
+    name: str
+    title: str
+    counts: Callable[[int, int, int], Counts]
+    bus_factor: Callable[[int], float]
+    prepare: Prepare
+    expected: Callable[[Inputs, Counts, int, int], Tensor | None]
+    reduces: bool = False
+    rooted: bool = False
+
+
+def _whole(count: int, ranks: int, nbytes: int) -> Counts:
+    return Counts(count, count, count)
+
+
+def _part(count: int, ranks: int, nbytes: int) -> int:
+    elements = max(1, CHUNK_NBYTES // nbytes)
+    return count // ranks // elements * elements
+
+
+def _gathered(count: int, ranks: int, nbytes: int) -> Counts:
+    part = _part(count, ranks, nbytes)
+    return Counts(part, part * ranks, part, source_offset=part)
+
+
+def _scattered(count: int, ranks: int, nbytes: int) -> Counts:
+    part = _part(count, ranks, nbytes)
+    return Counts(part * ranks, part, part, output_offset=part)
+
+
+def _exchanged(count: int, ranks: int, nbytes: int) -> Counts:
+    part = _part(count, ranks, nbytes)
+    return Counts(part * ranks, part * ranks, part)
+
+
+def _share(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _one(ranks: int) -> float:
+    return 1.0 if ranks > 1 else 0.0
+
+
+def _shares_memory(output: Tensor, source: Tensor) -> bool:
+    return output.numel() > 0 and output.data_ptr() == source.data_ptr()
+
+
+def _all_reduce(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+    """Torch and gradwire reduce in place; out of place means a copy first, which is part of the time."""
+    return _in_output(output, source, way.all_reduce(output, operation))
+
+
+def _broadcast(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+    issue = way.broadcast(output, root)
+    return _in_output(output, source, issue) if way.rank == root else issue
+
+
+def _reduce(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+    return _in_output(output, source, way.reduce(output, root, operation))
+
+
+def _in_output(output: Tensor, source: Tensor, issue: Issue) -> Issue:
+    return issue if _shares_memory(output, source) else copy_first(output, source, issue)
+
+
+def _all_gather(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+    return way.all_gather(output, source)
+
+
+def _reduce_scatter(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+    return way.reduce_scatter(output, source, operation)
+
+
+def _alltoall(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+    return _from_aside(output, source, way.all_to_all)
+
+
+def _sendrecv(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+    return _from_aside(output, source, way.send_receive)
+
+
+def _from_aside(output: Tensor, source: Tensor, prepare: Callable[[Tensor, Tensor], Issue]) -> Issue:
+    """In place the input is copied aside first: no library exchanges all parts inside one buffer."""
+    if not _shares_memory(output, source):
+        return prepare(output, source)
+    aside = torch.empty_like(source)
+    return copy_first(aside, source, prepare(output, aside))
+
+
+def _barrier(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+    return way.barrier()
+
+
+COLLECTIVES = {each.name: each for each in (
+    Collective("all_reduce", "all_reduce", _whole, lambda ranks: 2 * _share(ranks), _all_reduce,
+               lambda inputs, counts, rank, root: inputs.reduced(0, counts.output), reduces=True),
+    Collective("all_gather", "all_gather", _gathered, _share, _all_gather,
+               lambda inputs, counts, rank, root: inputs.joined([(each, 0) for each in range(inputs.ranks)],
+                                                                counts.source)),
+    Collective("reduce_scatter", "reduce_scatter", _scattered, _share, _reduce_scatter,
+               lambda inputs, counts, rank, root: inputs.reduced(rank * counts.output, counts.output), reduces=True),
+    Collective("broadcast", "broadcast", _whole, _one, _broadcast,
+               lambda inputs, counts, rank, root: inputs.of(root, 0, counts.output), rooted=True),
+    Collective("reduce", "reduce", _whole, _one, _reduce,
+               lambda inputs, counts, rank, root: inputs.reduced(0, counts.output) if rank == root else None,
+               reduces=True, rooted=True),
+    Collective("alltoall", "alltoall", _exchanged, _share, _alltoall,
+               lambda inputs, counts, rank, root: inputs.joined(
+                   [(each, rank * counts.shown) for each in range(inputs.ranks)], counts.shown)),
+    Collective("sendrecv", "sendrecv", _whole, _one, _sendrecv,
+               lambda inputs, counts, rank, root: inputs.of((rank - 1) % inputs.ranks, 0, counts.output)),
+    Collective("barrier", "barrier", lambda count, ranks, nbytes: Counts(0, 0, 0), _one, _barrier,
+               lambda inputs, counts, rank, root: None),
+)}
+"""By name."""

@@ -1,0 +1,225 @@
+"""`gradwire bench`: nccl-tests for plans, compressors and their peers."""
+
+import argparse
+import importlib
+import json
+import socket
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table as RichTable
+
+import gradwire
+from gradwire.bench.emulation.fork import fork_ranks
+from gradwire.bench.machine import machine_line, memory_line, processor
+from gradwire.bench.nccl_tests import report
+from gradwire.bench.nccl_tests.backends.backend import Way
+from gradwire.bench.nccl_tests.backends.select import Choice, check_device, choices, connect, device_of
+from gradwire.bench.nccl_tests.collectives import COLLECTIVES
+from gradwire.bench.nccl_tests.lossy import Loss, LossyCheck
+from gradwire.bench.nccl_tests.options import parse, sizes
+from gradwire.bench.nccl_tests.ranks import Start, World, find_start, meet, speaks
+from gradwire.bench.nccl_tests.record import Block, fresh_name, now, to_json, write_csv
+from gradwire.bench.nccl_tests.table import Case, Check, ExactCheck, Row, Table, cases
+from gradwire.comms.config import bench_environment, launcher_variables
+
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+
+ONE_RANK = ("one rank: nothing is exchanged and busbw is 0 by definition. Use -g N, or torchrun, mpirun or srun. If you did "
+            "start several, each of them is running alone: start them with `mpirun` and mpi4py, or with torchrun")
+
+
+def main(argv: list[str]) -> int:
+    """Runs the bench as one rank of a job, or starts the ranks; returns the exit status.
+
+    Args:
+        argv: Collective and flags; or `kernels` and what that takes.
+
+    Returns:
+        0; 1 if a result is wrong, the mean is below NCCL_TESTS_MIN_BW, or a rank failed; 2 for a bad flag.
+    """
+    if argv[:1] == ["kernels"]:
+        status: int = importlib.import_module("gradwire.bench.kernels.command").main(argv[1:])
+        return status
+    variables = launcher_variables()
+    try:
+        options = parse(argv)
+        chosen = choices(options)
+        wanted = bench_environment()
+        start = find_start(variables)
+        if start is not None and options.ngpus is not None:
+            raise ValueError(f"`-g` is {options.ngpus}, but {start.by} has started {start.size} ranks already; leave -g out")
+        check_device(options)
+    except (ValueError, RuntimeError) as error:
+        if speaks(variables):
+            print(f"gradwire bench: {error}", file=sys.stderr)
+        return 2
+    if start is not None:
+        return _run_rank(start, options, chosen, wanted, argv)
+    return _start_ranks(options.ngpus or 1, options, chosen, wanted, argv)
+
+
+def _start_ranks(size: int, options: argparse.Namespace, chosen: list[Choice], wanted: float | None,
+                 argv: list[str]) -> int:
+    """Forks the ranks of -g from this process, which has imported torch and started no thread of it yet."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    starts = [Start("-g", rank, size, "127.0.0.1", port) for rank in range(size)]
+    return fork_ranks(starts, lambda start, _: _run_rank(start, options, chosen, wanted, argv), [])
+
+
+def _run_rank(start: Start, options: argparse.Namespace, chosen: list[Choice], wanted: float | None,
+              argv: list[str]) -> int:
+    timeout = timedelta(seconds=options.timeout) if options.timeout else DEFAULT_TIMEOUT
+    try:
+        world = meet(start, timeout)
+        try:
+            return Bench(world, options, wanted, argv, timeout).run(chosen)
+        except ValueError as error:  # the same on all ranks: a flag that does not fit these ranks
+            if start.rank == 0:
+                print(f"gradwire bench: {error}", file=sys.stderr, flush=True)
+            return 2
+        finally:
+            dist.destroy_process_group()
+    except RuntimeError as error:
+        traceback.print_exc()
+        print(f"gradwire bench: rank {start.rank}: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+class Bench:
+    """One rank's run of all blocks; rank 0 writes.
+
+    Args:
+        world: All ranks.
+        options: Of the command line.
+        wanted: NCCL_TESTS_MIN_BW.
+        argv: As the user wrote it.
+        timeout: For every collective.
+    """
+
+    def __init__(self, world: World, options: argparse.Namespace, wanted: float | None, argv: list[str],
+                 timeout: timedelta) -> None:
+        self._world = world
+        self._options = options
+        self._wanted = wanted
+        self._argv = argv
+        self._timeout = timeout
+        self._device = device_of(options, world.local_rank)
+        self._collective = COLLECTIVES[options.collective]
+        self._cases = cases(self._collective, options, world.size)
+        self._sizes = [0] if options.collective == "barrier" else sizes(options)
+        # As many threads as torch would take are too many where the ranks share the cores.
+        local = sum(seat.hostname == world.seats[world.rank].hostname for seat in world.seats)
+        torch.set_num_threads(max(1, torch.get_num_threads() // local))
+
+    def run(self, chosen: list[Choice]) -> int:
+        """Runs every block, -N times; returns the exit status."""
+        started, blocks = now(), []
+        self._warn()
+        cycle = 0
+        while self._options.run_cycles == 0 or cycle < self._options.run_cycles:
+            for choice, way in connect(chosen, self._world, self._device, self._timeout, cycle):
+                blocks.append(self._block(choice, way))
+            cycle += 1
+        if self._world.rank == 0:
+            self._write(blocks, started)
+        failed = any(sum(row.wrong for row in block.rows) or report.too_slow(block.rows, self._wanted)
+                     for block in blocks)
+        return int(failed)
+
+    def _block(self, choice: Choice, way: Way) -> Block:
+        """One table: from its first line to its last."""
+        world, options = self._world, self._options
+        check: Check
+        lossy = LossyCheck(world.size, self._device, world.control) if choice.lossy else None
+        check = lossy or ExactCheck(world.size, self._device)
+        runnable = self._runnable(way)
+        facts = {"ranks": f"{world.shape()}, started by {world.start.by}", **choice.facts(), **way.facts()}
+        self._say(report.opening(self._collective.title, options, gradwire.__version__))
+        self._say(report.devices(world, self._device_name()))
+        self._say(report.facts(facts))
+        self._say(report.header(options))
+        table = Table(way, self._collective, options, self._device, world.control, check)
+        rows: list[Row] = []
+        for case in runnable:
+            for row in table.rows(case, self._sizes):
+                rows.append(row)
+                self._say([report.row_line(row, options)])
+        after = {key: value for key, value in way.facts().items() if facts.get(key) != value}
+        if options.memory:
+            after["memory"] = memory_line(self._device)
+        self._say(report.facts(after))
+        self._say(report.closing(self._collective.title, rows, self._wanted))
+        losses = lossy.losses if lossy else []
+        if losses and world.rank == 0:
+            Console(stderr=True, width=132).print(loss_table(choice.compressor, losses))
+        return Block(facts | after, rows, losses)
+
+    def _runnable(self, way: Way) -> list[Case]:
+        """The cases that the way can run; the others are named, and alone they are an error."""
+        refused: dict[str, None] = {}
+        found = []
+        for case in self._cases:
+            reason = way.refusal(self._collective.name, case.element.name, case.operation)
+            if reason is None:
+                found.append(case)
+            else:
+                refused[reason] = None
+        if not found:
+            raise ValueError(f"`-d` {self._options.datatype} with `-o` {self._options.op}: {next(iter(refused))}; wanted "
+                             "another type, operation or backend")
+        self._say([f"# skipped: {reason}" for reason in refused])
+        return found
+
+    def _warn(self) -> None:
+        if self._world.size == 1 and self._world.rank == 0:
+            print(f"gradwire bench: warning: {ONE_RANK}", file=sys.stderr, flush=True)
+            self._say(["# warning: one rank, busbw is 0 by definition"])
+
+    def _say(self, lines: list[str]) -> None:
+        if self._world.rank == 0:
+            for line in lines:
+                print(line, flush=True)
+
+    def _device_name(self) -> str:
+        return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else processor()
+
+    def _write(self, blocks: list[Block], started: str) -> None:
+        """The files that -J and --csv ask for."""
+        if self._options.output_file is not None:
+            record = to_json(blocks, self._options, self._world, self._device_name(), argv=self._argv, started=started,
+                             wanted=self._wanted, version=gradwire.__version__, machine=machine_line())
+            _create(fresh_name(self._options.output_file), json.dumps(record, indent=2) + "\n")
+        if self._options.csv is not None:
+            write_csv(fresh_name(self._options.csv), blocks, self._options.collective)
+
+
+def _create(path: Path, text: str) -> None:
+    with path.open("x") as file:
+        file.write(text)
+
+
+def loss_table(compressor: str, losses: list[Loss]) -> RichTable:
+    """What was lost and saved, as a table of its own."""
+    table = RichTable(title=f"{compressor}: {losses[0].bound}")
+    for heading in ("size (B)", "relative error", "cosine", "logical (B)", "wire (B)", "ratio", "encode (us)",
+                    "decode (us)"):
+        table.add_column(heading, justify="right")
+    for loss in losses:
+        coding = [f"{seconds * 1e6:.1f}" if seconds is not None else "-"
+                  for seconds in (loss.encode_seconds, loss.decode_seconds)]
+        ratio = f"{loss.logical_nbytes / loss.wire_nbytes:.2f}" if loss.wire_nbytes else "-"
+        table.add_row(str(loss.nbytes), f"{loss.relative_error:.3e}", f"{loss.cosine:.6f}", f"{loss.logical_nbytes:.0f}",
+                      f"{loss.wire_nbytes:.0f}", ratio, *coding)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

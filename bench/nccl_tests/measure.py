@@ -1,0 +1,184 @@
+"""Times one operation at one size, as nccl-tests does: one clock around all iterations, unless asked otherwise."""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from gradwire.bench.nccl_tests.backends.backend import Issue
+
+
+@dataclass(frozen=True, slots=True)
+class IterationTimes:
+    """Seconds of every iteration that was not skipped, the slowest rank's.
+
+    Attributes:
+        skipped: Iterations left out at the start.
+        seconds: In order.
+        by_rank: The same of every rank.
+    """
+
+    skipped: int
+    seconds: tuple[float, ...]
+    by_rank: tuple[tuple[float, ...], ...]
+
+    def percentile(self, percent: float) -> float:
+        """By nearest rank."""
+        ordered = sorted(self.seconds)
+        return ordered[max(0, -(-len(ordered) * percent // 100).__int__() - 1)]
+
+    @property
+    def mean(self) -> float:
+        """Arithmetic mean."""
+        return statistics.fmean(self.seconds)
+
+    @property
+    def deviation(self) -> float:
+        """Of the population."""
+        return statistics.pstdev(self.seconds)
+
+    @property
+    def variation(self) -> float:
+        """Deviation over mean, in percent."""
+        return 100 * self.deviation / self.mean if self.mean else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What one half of a row shows.
+
+    Attributes:
+        seconds: Per operation, over the ranks as -a says; processor time with -C 1.
+        iterations: With -I or -z 3.
+    """
+
+    seconds: float
+    iterations: IterationTimes | None = None
+
+
+class Timer:
+    """Times operations as the options say.
+
+    Args:
+        options: Of the command line.
+        device: Of the tensors.
+        control: Group of all ranks for barriers and figures.
+    """
+
+    def __init__(self, options: argparse.Namespace, device: torch.device, control: dist.ProcessGroup) -> None:
+        self._iterations: int = options.iters
+        self._blocking: int = options.blocking
+        self._average: int = options.average
+        self._processor_time: bool = bool(options.report_cputime)
+        self._graph_launches: int = options.cudagraph
+        self._each: bool = bool(options.per_iter_timing)
+        self._skip: int = options.per_iter_skip
+        self._cuda = device.type == "cuda"
+        self._control = control
+
+    def warm_up(self, issues: Sequence[Issue], iterations: int) -> None:
+        """Runs untimed iterations.
+
+        Args:
+            issues: What an iteration issues before it waits: one operation, or with -m several.
+            iterations: How many.
+        """
+        for _ in range(iterations):
+            _iterate(issues)
+        self._finish()
+
+    def time(self, issues: Sequence[Issue]) -> Timing:
+        """Times the iterations; all ranks together.
+
+        Args:
+            issues: As in `warm_up`.
+        """
+        self._finish()
+        dist.barrier(self._control)
+        if self._graph_launches:
+            return Timing(self._over_ranks(self._replayed(issues)))
+        if self._each or self._blocking == 3:
+            return self._one_by_one(issues)
+        # Ranks leave gloo's barrier tens of microseconds apart; one operation more brings them together.
+        _iterate(issues)
+        self._finish()
+        return Timing(self._over_ranks(self._all_together(issues)))
+
+    def _all_together(self, issues: Sequence[Issue]) -> float:
+        """Seconds per operation with one clock around everything."""
+        clock = time.process_time if self._processor_time and not self._cuda else time.perf_counter
+        began = clock()
+        if len(issues) == 1 and not self._blocking:
+            issue, = issues
+            for _ in range(self._iterations):  # nothing else in here: a collective may take less than a microsecond
+                issue().wait()
+        else:
+            for _ in range(self._iterations):
+                _iterate(issues)
+                if self._blocking:
+                    self._finish()
+                    if self._blocking == 1:
+                        dist.barrier(self._control)
+        issued = clock()
+        self._finish()
+        ended = issued if self._processor_time else clock()
+        return (ended - began) / self._iterations / len(issues)
+
+    def _one_by_one(self, issues: Sequence[Issue]) -> Timing:
+        """A clock around each iteration, which waits; barriers in between are left out."""
+        own = []
+        for _ in range(self._iterations):
+            dist.barrier(self._control)
+            began = time.perf_counter()
+            _iterate(issues)
+            self._finish()
+            own.append((time.perf_counter() - began) / len(issues))
+        everybody: list[list[float]] = [own] * dist.get_world_size(self._control)
+        dist.all_gather_object(everybody, own, group=self._control)
+        kept = [seconds[self._skip:] for seconds in everybody]
+        slowest = tuple(max(seconds) for seconds in zip(*kept, strict=True))
+        times = IterationTimes(self._skip, slowest, tuple(map(tuple, kept)))
+        return Timing(self._over_ranks(statistics.fmean(own)), times if self._each else None)
+
+    def _replayed(self, issues: Sequence[Issue]) -> float:
+        """Seconds per operation of a CUDA graph that holds all iterations."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(self._iterations):
+                _iterate(issues)
+        graph.replay()
+        self._finish()
+        dist.barrier(self._control)
+        began = time.perf_counter()
+        for _ in range(self._graph_launches):
+            graph.replay()
+        self._finish()
+        return (time.perf_counter() - began) / self._graph_launches / self._iterations / len(issues)
+
+    def _finish(self) -> None:
+        """On CUDA a Work's wait() only orders streams; the clock must not stop before the device has."""
+        if self._cuda:
+            torch.cuda.synchronize()
+
+    def _over_ranks(self, seconds: float) -> float:
+        everybody = gather(seconds, self._control)
+        choices: Sequence[Callable[[list[float]], float]] = (lambda every: every[0], statistics.fmean, min, max)
+        return choices[self._average](everybody)
+
+
+def _iterate(issues: Sequence[Issue]) -> None:
+    for work in [issue() for issue in issues]:
+        work.wait()
+
+
+def gather(value: float, group: dist.ProcessGroup) -> list[float]:
+    """One number from every rank, by rank."""
+    size = dist.get_world_size(group)
+    own = torch.tensor([value], dtype=torch.float64)
+    found = [torch.empty(1, dtype=torch.float64) for _ in range(size)]
+    dist.all_gather(found, own, group=group)
+    return [each.item() for each in found]

@@ -1,0 +1,200 @@
+"""The command line of `gradwire bench`: the flags of nccl-tests with their meanings and defaults, checked.
+
+Source: nccl-tests 2.19, README.md (Arguments) and src/common.cu.
+"""
+
+import argparse
+import re
+from pathlib import Path
+from typing import NoReturn
+
+from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, OPERATIONS
+
+COLLECTIVE_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "alltoall", "sendrecv",
+                    "barrier")
+BACKENDS = ("gradwire", "gloo", "nccl", "mpi", "shm", "nccl-raw")
+ALGORITHMS = ("auto", "flat", "hierarchical", "leader")
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError where argparse would print and exit, so that all ranks can agree on who speaks."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises what went wrong."""
+        raise ValueError(message)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size as nccl-tests writes it: `8`, `64K`, `1.5G`; the units are powers of 1024.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)([kmgKMG]?)", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"found {text!r}, wanted a number of bytes, with K, M or G for powers of 1024")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def _at_least(lowest: int, highest: int | None = None) -> "type[int]":
+    def convert(text: str) -> int:
+        wanted = f"a whole number >= {lowest}" if highest is None else f"a whole number from {lowest} to {highest}"
+        if not re.fullmatch(r"[+-]?\d+", text.strip()):
+            raise argparse.ArgumentTypeError(f"found {text!r}, wanted {wanted}")
+        value = int(text)
+        if value < lowest or (highest is not None and value > highest):
+            raise argparse.ArgumentTypeError(f"found {text!r}, wanted {wanted}")
+        return value
+
+    return convert  # type: ignore[return-value]  # argparse takes any callable
+
+
+def _factor(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1.0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"found {text!r}, wanted a number >= 1 (1: use -i)")
+    return value
+
+
+def _root(text: str) -> int | None:
+    if text == "all":
+        return None
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"found {text!r}, wanted a rank, or all")
+    return int(text)
+
+
+def _names(choices: tuple[str, ...]) -> "type[str]":
+    def convert(text: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(text.split(",")))
+        unknown = [name for name in names if name not in choices]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"found {unknown[0]!r}, wanted {', '.join(choices)}; commas for several")
+        return names
+
+    return convert  # type: ignore[return-value]  # argparse takes any callable
+
+
+def _output(suffix: str) -> "type[Path]":
+    def convert(text: str) -> Path:
+        path = Path(text)
+        if path.suffix != suffix:
+            raise argparse.ArgumentTypeError(f"found {text!r}, wanted a file name that ends in {suffix}")
+        if not path.absolute().parent.is_dir():
+            raise argparse.ArgumentTypeError(f"found {text!r}, but there is no such folder: make it first")
+        return path
+
+    return convert  # type: ignore[return-value]  # argparse takes any callable
+
+
+def build_parser() -> Parser:
+    """Returns the parser of `gradwire bench COLLECTIVE ...`."""
+    parser = Parser(prog="gradwire bench", formatter_class=argparse.RawDescriptionHelpFormatter,
+                    description="Times a collective and checks its result, as nccl-tests does.",
+                    epilog="`gradwire bench kernels` times the compressors' kernels instead.\n"
+                           "Example: gradwire bench all_reduce -b 8 -e 64M -f 2 -g 4")
+    parser.add_argument("collective", choices=COLLECTIVE_NAMES, metavar="COLLECTIVE", help=", ".join(COLLECTIVE_NAMES))
+    _add_sizes(parser)
+    _add_timing(parser)
+    _add_operation(parser)
+    _add_output(parser)
+    _add_ways(parser)
+    return parser
+
+
+def _add_sizes(parser: Parser) -> None:
+    sizes = parser.add_argument_group("sizes and ranks")
+    sizes.add_argument("-g", "--ngpus", type=_at_least(1), default=None, metavar="N",
+                       help="ranks to start on this host (default 1); not under torchrun, mpirun or srun")
+    sizes.add_argument("-b", "--minbytes", type=parse_size, default=32 * 2**20, metavar="SIZE", help="default 32M")
+    sizes.add_argument("-e", "--maxbytes", type=parse_size, default=32 * 2**20, metavar="SIZE", help="default 32M")
+    sizes.add_argument("-i", "--stepbytes", type=parse_size, default=2**20, metavar="SIZE",
+                       help="added from row to row (default 1M), unless -f is given")
+    sizes.add_argument("-f", "--stepfactor", type=_factor, default=1.0, metavar="FACTOR",
+                       help="multiplies the size from row to row (default 1: off)")
+
+
+def _add_timing(parser: Parser) -> None:
+    timing = parser.add_argument_group("timing")
+    timing.add_argument("-n", "--iters", type=_at_least(1), default=20, help="timed iterations (default 20)")
+    timing.add_argument("-w", "--warmup_iters", type=_at_least(0), default=1,
+                        help="untimed iterations of every size, before the table (default 1)")
+    timing.add_argument("-m", "--agg_iters", type=_at_least(1), default=1,
+                        help="operations issued together in each iteration (default 1)")
+    timing.add_argument("-N", "--run_cycles", type=_at_least(0), default=1, help="tables; 0 for ever (default 1)")
+    timing.add_argument("-z", "--blocking", type=_at_least(0, 3), default=0,
+                        help="1: wait and barrier after each operation; 2: wait; 3: barrier outside the time (default 0)")
+    timing.add_argument("-a", "--average", type=_at_least(0, 3), default=1,
+                        help="time of rank 0 (0), mean (1), min (2) or max (3) over the ranks (default 1)")
+    timing.add_argument("-C", "--report_cputime", type=_at_least(0, 1), default=0,
+                        help="report processor time (CPU tensors) or time to issue (CUDA) instead (default 0)")
+    timing.add_argument("-G", "--cudagraph", type=_at_least(0), default=0,
+                        help="capture the iterations in a CUDA graph and launch it so often (default 0: off)")
+    timing.add_argument("-T", "--timeout", type=_at_least(0), default=0, metavar="SECONDS",
+                        help="longest wait for a peer (default 0: 300 s)")
+    timing.add_argument("-I", "--per_iter_timing", type=_at_least(0, 1), default=0,
+                        help="also show each iteration's minimum, maximum, p99 and spread (default 0)")
+    timing.add_argument("-K", "--per_iter_skip", type=_at_least(0), default=0,
+                        help="iterations left out of that (default 0)")
+
+
+def _add_operation(parser: Parser) -> None:
+    operation = parser.add_argument_group("operation and check")
+    operation.add_argument("-o", "--op", choices=(*OPERATIONS, "all"), default="sum", help="default sum")
+    operation.add_argument("-d", "--datatype", choices=(*ELEMENT_TYPES, "all"), default="float", help="default float")
+    operation.add_argument("-r", "--root", type=_root, default=0, help="a rank, or all (default 0)")
+    operation.add_argument("-c", "--check", type=_at_least(0), default=1,
+                           help="times to check the result, bit by bit (default 1; 0: #wrong shows N/A)")
+
+
+def _add_output(parser: Parser) -> None:
+    output = parser.add_argument_group("output")
+    output.add_argument("-S", "--report_timestamps", type=_at_least(0, 1), default=0, help="adds a column (default 0)")
+    output.add_argument("-J", "--output_file", type=_output(".json"), metavar="FILE.json",
+                        help="the JSON of nccl-tests, without the environment; never overwrites")
+    output.add_argument("--csv", type=_output(".csv"), metavar="FILE.csv", help="one line a row; never overwrites")
+    output.add_argument("-M", "--memory", type=_at_least(0, 1), default=0, help="shows the memory used (default 0)")
+
+
+def _add_ways(parser: Parser) -> None:
+    ways = parser.add_argument_group("what is measured (commas for several; one block each)")
+    ways.add_argument("--backend", type=_names(BACKENDS), default=("gradwire",), help=f"{', '.join(BACKENDS)}")
+    ways.add_argument("--algorithm", type=_names(ALGORITHMS), default=("auto",),
+                      help=f"gradwire's plan: {', '.join(ALGORITHMS)} (default auto)")
+    ways.add_argument("--compressor", default="none", metavar="NAME",
+                      help="gradwire's compressor between nodes, for all_reduce (default none: exact)")
+    ways.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
+                      help="where the tensors are (default: cuda for nccl and nccl-raw, else cpu)")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Reads the command line and checks what argparse cannot.
+
+    Raises:
+        ValueError: A value does not fit; the message names the flag.
+    """
+    options = build_parser().parse_args(argv)
+    if options.minbytes > options.maxbytes:
+        raise ValueError(f"`-b` is {options.minbytes} and `-e` is {options.maxbytes}; wanted the smallest size first")
+    if options.stepfactor == 1.0 and options.stepbytes == 0:
+        raise ValueError("`-i` is 0; wanted a size to add from row to row, or a factor with -f")
+    if options.per_iter_skip >= options.iters:
+        raise ValueError(f"`-K` is {options.per_iter_skip} and `-n` is {options.iters}; wanted fewer skipped than timed")
+    return options
+
+
+def sizes(options: argparse.Namespace) -> list[int]:
+    """The sizes of the rows, in bytes."""
+    found = [options.minbytes]
+    while True:
+        last = found[-1]
+        following = int(last * options.stepfactor) if options.stepfactor > 1 else last + options.stepbytes
+        following = max(following, last + 1)
+        if following > options.maxbytes:
+            return found
+        found.append(following)

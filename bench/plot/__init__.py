@@ -1,0 +1,1 @@
+"""`gradwire plot`: pictures of what the other benches wrote."""

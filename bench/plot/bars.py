@@ -1,0 +1,84 @@
+"""Bars of seconds with the speed-up written beside them: what `compare --json` and `hook_speed --json` wrote."""
+
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradwire.bench.plot.style import BASELINE, OURS, PEERS, Record, load_pyplot, save, shown_command, strip
+
+_TITLE_WIDTH = 100
+_ROOM_FOR_TEXT = 1.75
+"""The axis is so many times as long as the longest bar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One way.
+
+    Attributes:
+        name: At its left.
+        seconds: Its length.
+        text: At its right.
+    """
+
+    name: str
+    seconds: float
+    text: str
+
+    @property
+    def colour(self) -> str:
+        """Says whose it is."""
+        return OURS if "gradwire" in self.name else BASELINE if "plain DDP" in self.name else PEERS
+
+
+def draw_compare(record: Record, output: Path) -> None:
+    """Draws seconds per step as bars, the speed-up over plain DDP written on each.
+
+    Args:
+        record: What `gradwire compare --json` writes.
+        output: .png or .svg.
+    """
+    results = record["results"]
+    ran = sorted((each for each in results if each["seconds"] is not None), key=lambda each: -each["seconds"])
+    columns = ["speed-up over plain DDP"]
+    columns += ["bytes on the busiest network card"] if any(each["nic_nbytes"] is not None for each in ran) else []
+    columns += ["relative error of the averaged gradient"] if any(each["error"] is not None for each in ran) else []
+    notes = [f"{record['machine']}; `{shown_command(['gradwire', 'compare', *record['args']])}`"]
+    missing = {each["name"]: each["reason"] for each in results if each["seconds"] is None}
+    notes += [f"does not run here: {name} ({reason})" for name, reason in missing.items()]
+    _draw([Bar(each["name"], each["seconds"], _figures(each)) for each in ran], record["title"],
+          f"seconds per training step, lower is better\nbeside the bars: seconds, {', '.join(columns)}", notes, output)
+
+
+def _figures(result: Record) -> str:
+    text = f"{result['seconds']:.3g} s   {result['speed_up']:.2f}x"
+    text += f"   {result['nic_nbytes'] / 1e6:.3g} MB" if result["nic_nbytes"] is not None else ""
+    return text + (f"   error {result['error']:.0e}" if result["error"] is not None else "")
+
+
+def draw_hook_speed(record: Record, output: Path) -> None:
+    """Draws seconds for one bucket on each cluster as bars, from `hook_speed --json`."""
+    rows = [each for each in record["results"] if each["name"] != "gloo all_reduce"][::-1]
+    bars = [Bar(f"{each['case']}: {each['name']}", each["seconds"],
+                f"{each['seconds']:.3g} s   {each['speed_up']:.2f}x   {each['limit_share']:.0%} of the limit")
+            for each in rows]
+    _draw(bars, f"one bucket of {record['megabytes']:g} MB through the DDP hook; nodes x ranks behind {record['nic']}",
+          "seconds, lower is better\nbeside the bars: seconds, speed-up over plain DDP on the same cluster, share of what "
+          "the link allows", [record["machine"]], output)
+
+
+def _draw(bars: list[Bar], title: str, axis: str, notes: list[str], output: Path) -> None:
+    pyplot = load_pyplot()
+    figure, axes = pyplot.subplots(figsize=(9, 1.5 + 0.34 * len(bars)), layout="constrained")
+    axes.barh([bar.name for bar in bars], [bar.seconds for bar in bars], color=[bar.colour for bar in bars], height=0.7)
+    for position, bar in enumerate(bars):
+        axes.text(bar.seconds, position, f"  {bar.text}", va="center", fontsize=8)
+    axes.set_xlim(0, _ROOM_FOR_TEXT * max(bar.seconds for bar in bars))
+    axes.set_xlabel(axis, fontsize=9)
+    axes.set_title(textwrap.fill(title, _TITLE_WIDTH), fontsize=10, loc="left")
+    strip(axes)
+    whose = {OURS: "gradwire", BASELINE: "plain DDP", PEERS: "others"}
+    used = [colour for colour in whose if any(bar.colour == colour for bar in bars)]
+    axes.legend([pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in used], [whose[colour] for colour in used],
+                frameon=False, fontsize=9, loc="upper right")
+    save(figure, output, notes)

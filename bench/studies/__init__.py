@@ -1,0 +1,1 @@
+"""What measures a page of docs/: run from a checkout, not in the wheel."""

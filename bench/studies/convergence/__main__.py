@@ -1,0 +1,101 @@
+"""Does training under a compressor reach plain DDP's quality, and how soon?
+
+    python -m gradwire.bench.studies.convergence.quality --json runs.json       # every task, method and seed; an hour
+    python -m gradwire.bench.studies.convergence.speed --json runs.json         # seconds per step on emulated links; needs root
+    python -m gradwire.bench.studies.convergence.show --json runs.json --page docs/convergence.md --draw docs/convergence
+
+All of it goes into one file. Runs that are in it already are not repeated, so that a stopped measurement goes on.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from gradwire.bench.emulation.signals import clean_end
+from gradwire.bench.studies.convergence.methods import METHODS
+from gradwire.bench.studies.convergence.plot import draw
+from gradwire.bench.studies.convergence.quality import method_of, train
+from gradwire.bench.studies.convergence.record import Record
+from gradwire.bench.studies.convergence.speed import LINKS, measure
+from gradwire.bench.studies.convergence.table import replace_tables, tables
+from gradwire.bench.studies.convergence.tasks import TASKS
+
+SEEDS = (0, 1, 2)
+
+
+def measure_quality(record: Record, options: argparse.Namespace) -> None:
+    """Trains what the record does not hold yet, and adds each run as it ends: every method once before any twice.
+
+    Args:
+        record: Added to, in its file too.
+        options: Of `build_parser`.
+    """
+    tasks = [TASKS[name]() for name in options.task or TASKS]
+    pairs = [(task, method_of(task, word)) for task in tasks
+             for word in options.method or [method.name for method in METHODS[task.facts.optimizer]]]
+    missing = [(seed, task, method) for seed in options.seed or SEEDS for task, method in pairs
+               if not record.has_run(task.facts.name, method.name, seed)]
+    for seed, task, method in missing[: options.limit]:
+        task.load()
+        run = train(task, method, seed)
+        record.add_run(run)
+        print(f"{task.facts.name}, {method.name}, seed {seed}: {run.final:.3f} {task.facts.quality}", flush=True)
+
+
+def measure_speed(record: Record, options: argparse.Namespace) -> None:
+    """Times a step of every method on every link that the record does not hold yet.
+
+    Args:
+        record: Added to, in its file too.
+        options: Of `build_parser`.
+    """
+    for name in options.task or TASKS:
+        for share in options.share or LINKS:
+            if record.speed_of(name, share) is None:
+                speed = measure(TASKS[name](), share, record.rate_of_half(name))
+                record.add_speed(speed)
+                print(f"{name}, {speed.nic}: " + ", ".join(f"{timed.method} {timed.seconds:.3f} s"
+                                                           for timed in speed.steps), flush=True)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.convergence",
+                                     description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("what", choices=("quality", "speed", "show"))
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="holds all results; added to")
+    parser.add_argument("--task", action="append", choices=TASKS, help="repeatable (default: all)")
+    parser.add_argument("--method", action="append", metavar="NAME", help="repeatable (default: all of the task's)")
+    parser.add_argument("--seed", action="append", type=int, help=f"repeatable (default: {SEEDS})")
+    parser.add_argument("--share", action="append", type=float, choices=LINKS,
+                        help="of the rate at which plain DDP spends half of its step on the link (default: all)")
+    parser.add_argument("--limit", type=int, metavar="N", help="stop after N training runs (default: none missing)")
+    parser.add_argument("--draw", type=Path, metavar="NAME", help="with show: pictures NAME-TASK.png")
+    parser.add_argument("--page", type=Path, metavar="FILE.md", help="with show: the tables replace those of this page")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Measures or shows; returns the exit status."""
+    options = build_parser().parse_args(argv)
+    try:
+        with clean_end():
+            record = Record(options.json)
+            if options.what == "quality":
+                measure_quality(record, options)
+            elif options.what == "speed":
+                measure_speed(record, options)
+            else:
+                print(tables(record))
+                if options.page:
+                    replace_tables(options.page, tables(record))
+                for picture in draw(record, options.draw) if options.draw else []:
+                    print(picture)
+    except (ValueError, RuntimeError) as error:
+        print(f"convergence: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

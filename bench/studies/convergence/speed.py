@@ -1,0 +1,97 @@
+"""Seconds of a training step under every method, in turns on one emulated cluster of two nodes with two ranks each."""
+
+import json
+
+import torch
+from torch import nn
+
+from gradwire.bench.compare.rounds import Contender, take_turns
+from gradwire.bench.emulation.cluster import Cluster
+from gradwire.bench.emulation.fork import Place, run_forked
+from gradwire.bench.emulation.rate import format_rate, parse_rate
+from gradwire.bench.machine import machine_line
+from gradwire.bench.studies.convergence.methods import METHODS, PLAIN, Trainee, make_trainee
+from gradwire.bench.studies.convergence.record import HALF, Speed, Timed
+from gradwire.bench.studies.convergence.tasks import TASKS, Task
+from gradwire.bench.train.main_job import readable_rate
+
+NODES = (2, 2)
+LINKS = (HALF, HALF / 4)
+"""Shares of the rate at which plain DDP spends half of its step on the link."""
+ROUNDS = 15
+WARMUP_ROUNDS = 3
+TIMEOUT_SECONDS = 300.0
+
+
+def measure(task: Task, share: float, half: tuple[str, float] | None) -> Speed:
+    """Times a step of every method.
+
+    Args:
+        task: What is trained.
+        share: One of `LINKS`.
+        half: (rate, free seconds) of the link on which plain DDP spends half of its step; None finds it first.
+
+    Raises:
+        RuntimeError: This machine cannot emulate a cluster, or a rank failed.
+    """
+    rate, free_seconds = half or _rate_of_half(task)
+    nic = format_rate(round(parse_rate(rate, "--nic") * share))
+    methods = [method.name for method in METHODS[task.facts.optimizer]]
+    steps = tuple(_run(task, nic, methods))
+    return Speed(task.facts.name, share, nic, free_seconds, machine_line(), steps)
+
+
+def _rate_of_half(task: Task) -> tuple[str, float]:
+    """A link that takes as long for plain DDP's bytes as a step does on links without a limit."""
+    plain = _run(task, None, [PLAIN])[0]
+    return readable_rate(plain.nic_nbytes, plain.seconds), plain.seconds
+
+
+def _run(task: Task, nic: str | None, methods: list[str]) -> list[Timed]:
+    bytes_per_second = 0.0 if nic is None else parse_rate(nic, "--nic") / 8
+    with Cluster([1] * len(NODES), nic) as cluster:
+        outcome = run_forked(cluster, "gradwire.bench.studies.convergence.speed",
+                             [task.facts.name, str(bytes_per_second), *methods], nodes=NODES,
+                             timeout_seconds=TIMEOUT_SECONDS)
+    outcome.check()
+    line = next(line for line in outcome.output[0].splitlines() if line.startswith("["))
+    return [Timed(**each) for each in json.loads(line)]
+
+
+def rank_main(place: Place, arguments: list[str]) -> int:
+    """One rank's part; rank 0 prints the figures as one line of JSON.
+
+    Args:
+        place: Where this rank is.
+        arguments: Task, bytes per second of the links (0: no limit), methods.
+    """
+    torch.set_num_threads(1)
+    place.connect()
+    measured = _measured(place, *arguments)
+    if place.rank == 0:
+        print(json.dumps(measured), flush=True)
+    place.leave()
+    return 0
+
+
+def _measured(place: Place, name: str, bytes_per_second: str, *words: str) -> list[dict[str, object]]:
+    """The medians of all methods; their models are gone when it returns."""
+    task = TASKS[name]()
+    contenders = []
+    for method in METHODS[task.facts.optimizer]:
+        if method.name in words:
+            trainee = make_trainee(task, method, steps=task.facts.steps, warm=True,
+                                   nic_bytes_per_second=float(bytes_per_second) or None)
+            contenders.append(_contender(task, method.name, trainee, place.rank))
+    take_turns(contenders, rounds=ROUNDS, warmup=WARMUP_ROUNDS, interface=place.interface)
+    return [{"method": one.name, "seconds": one.median_seconds, "nic_nbytes": one.median_nic_nbytes} for one in contenders]
+
+
+def _contender(task: Task, name: str, trainee: Trainee, rank: int) -> Contender:
+    def step(number: int) -> None:
+        def loss(model: nn.Module) -> torch.Tensor:
+            return task.loss(model, number, rank, seed=0)
+
+        trainee.take_step(loss)
+
+    return Contender(name, step)

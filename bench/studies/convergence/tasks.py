@@ -1,0 +1,178 @@
+"""What is trained: a small CNN on Fashion-MNIST with SGD, and the byte-level transformer of `make run` with AdamW."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD, AdamW, Optimizer
+
+from gradwire.bench.studies.convergence.data import load_images
+from gradwire.bench.train.model import ByteTransformer, loss_in_nats
+from gradwire.bench.train.text import batch_at, library_text, split_text
+
+RANKS = 4
+EVALUATION_BATCH = 250
+SEED_STRIDE = 1_000_000
+"""Between the batches of two seeds of the text task: more than any run has steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What the tables and pictures say of a task."""
+
+    name: str
+    title: str
+    quality: str
+    """What is measured at the end, with its unit."""
+    higher_is_better: bool
+    tolerance: float
+    """Distance from plain DDP's mean quality that still counts as its quality, in the unit of the quality."""
+    steps: int
+    optimizer: str
+
+
+class Task(Protocol):
+    """A training that every rank of a job can take part in."""
+
+    facts: Facts
+
+    def load(self) -> None:
+        """Reads the data, so that forked ranks share it."""
+
+    def model(self, seed: int) -> nn.Module:
+        """A new model, the same on every rank."""
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """The optimizer that belongs to the task."""
+
+    def loss(self, model: nn.Module, step: int, rank: int, seed: int) -> Tensor:
+        """The loss of this rank's batch of a step: a scalar."""
+
+    def score(self, model: nn.Module, rank: int) -> Tensor:
+        """(sum, count) over this rank's share of the held-out data, float64; the ranks' sums make the quality."""
+
+
+def share_of_peak(step: int, steps: int) -> float:
+    """The learning rate's share of its peak: a linear rise over a twentieth of the steps, then half a cosine."""
+    rise = max(1, steps // 20)
+    return min((step + 1) / rise, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+
+class SmallCnn(nn.Sequential):
+    """Two convolutions and two dense layers: 105,866 parameters."""
+
+    def __init__(self, seed: int) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            super().__init__(
+                nn.Conv2d(1, 16, 3, stride=2, padding=1), nn.ReLU(),
+                nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+                nn.Flatten(), nn.Linear(32 * 7 * 7, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+@dataclass
+class FashionTask:
+    """Test accuracy of the CNN under SGD with momentum 0.9; 32 images a rank and step."""
+
+    epochs: int = 4
+    batch: int = 32
+    facts: Facts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._steps_of_epoch = 60_000 // (self.batch * RANKS)
+        self.facts = Facts(name="fashion", title="CNN of 106 k parameters on Fashion-MNIST, SGD with momentum 0.9",
+                           quality="test accuracy, %", higher_is_better=True, tolerance=0.5,
+                           steps=self.epochs * self._steps_of_epoch, optimizer="sgd")
+
+    def load(self) -> None:
+        """See `Task.load`."""
+        _ = self._train, self._test
+
+    def model(self, seed: int) -> nn.Module:
+        """See `Task.model`."""
+        return SmallCnn(seed)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """See `Task.optimizer`."""
+        return SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-4)
+
+    def loss(self, model: nn.Module, step: int, rank: int, seed: int) -> Tensor:
+        """See `Task.loss`."""
+        epoch, number = divmod(step, self._steps_of_epoch)
+        first = (number * RANKS + rank) * self.batch
+        chosen = _shuffled(seed, epoch)[first : first + self.batch]
+        images, labels = self._train
+        return functional.cross_entropy(model(images[chosen]), labels[chosen])
+
+    def score(self, model: nn.Module, rank: int) -> Tensor:
+        """See `Task.score`: percent right."""
+        images, labels = (part[rank::RANKS] for part in self._test)
+        right = 0
+        for first in range(0, len(labels), EVALUATION_BATCH):
+            some = slice(first, first + EVALUATION_BATCH)
+            right += int((model(images[some]).argmax(1) == labels[some]).sum())
+        return torch.tensor([100.0 * right, len(labels)], dtype=torch.float64)
+
+    @cached_property
+    def _train(self) -> tuple[Tensor, Tensor]:
+        return load_images("train")
+
+    @cached_property
+    def _test(self) -> tuple[Tensor, Tensor]:
+        return load_images("t10k")
+
+
+@lru_cache(maxsize=1)
+def _shuffled(seed: int, epoch: int) -> Tensor:
+    """The training images' numbers in the order of an epoch, the same on all ranks."""
+    return torch.randperm(60_000, generator=torch.Generator().manual_seed(1000 * seed + epoch))
+
+
+@dataclass
+class TextTask:
+    """Bits per byte of the transformer under AdamW; 4 sequences of 64 bytes a rank and step."""
+
+    batch: int = 4
+    context: int = 64
+    validation_batches: int = 6
+    facts: Facts = field(default=Facts(
+        name="text", title="byte-level transformer of 0.5 M parameters on the standard library's source, AdamW",
+        quality="bits per byte on held-out text", higher_is_better=False, tolerance=0.06, steps=800, optimizer="adamw"))
+
+    def load(self) -> None:
+        """See `Task.load`."""
+        _ = self._text
+
+    def model(self, seed: int) -> nn.Module:
+        """See `Task.model`."""
+        return ByteTransformer(context=self.context, seed=seed)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """See `Task.optimizer`."""
+        return AdamW(parameters, lr=3e-3, betas=(0.9, 0.95))
+
+    def loss(self, model: nn.Module, step: int, rank: int, seed: int) -> Tensor:
+        """See `Task.loss`."""
+        inputs, targets = batch_at(self._text[0], step + SEED_STRIDE * seed, rank, batch=self.batch,
+                                   context=self.context)
+        return loss_in_nats(model, inputs, targets)
+
+    def score(self, model: nn.Module, rank: int) -> Tensor:
+        """See `Task.score`: bits."""
+        total = 0.0
+        for number in range(self.validation_batches):
+            inputs, targets = batch_at(self._text[1], number, rank, batch=8, context=self.context)
+            total += loss_in_nats(model, inputs, targets).item() / math.log(2)
+        return torch.tensor([total, self.validation_batches], dtype=torch.float64)
+
+    @cached_property
+    def _text(self) -> tuple[Tensor, Tensor]:
+        return split_text(library_text())
+
+
+TASKS: dict[str, Callable[[], Task]] = {"fashion": FashionTask, "text": TextTask}

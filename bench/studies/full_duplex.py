@@ -1,0 +1,159 @@
+"""What large messages between nodes take through one gloo group and through two, and what the order of sums costs.
+
+    python -m gradwire.bench.studies.full_duplex                   # 2x1, 2x2 and 4x2; needs root
+    python -m gradwire.bench.studies.full_duplex 4x2 --sums        # an all-reduce summed in rank order, beside gloo's ring
+
+All ways take turns in one job on an emulated cluster, so that a slow moment of the machine is everybody's.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from gradwire.bench.compare.rounds import Contender, take_turns
+from gradwire.bench.emulation.cluster import Cluster
+from gradwire.bench.emulation.fork import Place, run_forked
+from gradwire.bench.emulation.rate import parse_rate
+from gradwire.bench.emulation.signals import clean_end
+from gradwire.bench.machine import machine_line
+from gradwire.comms.bootstrap.compat import PrefixStore, Store, store_of
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.config import Config
+from gradwire.comms.transport import gloo
+
+LAZY = ()
+"""See compare_fork: nothing is trained."""
+
+TIMEOUT = timedelta(seconds=60)
+CASES = {"2x1": [1, 1], "2x2": [2, 2], "4x2": [2] * 4}
+PAYLOAD_NBYTES = 2 << 20
+"""What every rank sends to its peers in all."""
+
+SUM_NUMEL = 2_000_000
+CHUNKS = (1, 2, 4, 8)
+ROUNDS = 5
+NEVER = 1 << 40
+
+
+def exchange(place: Place, store: Store, name: str, large_nbytes: int) -> Contender:
+    """An all-to-all with the ranks of the same place on the other nodes; messages from `large_nbytes` on go both ways."""
+    count, seat = len(place.nodes), place.rank % place.nodes[0]
+    transport = gloo.connect(PrefixStore(f"{name}/{seat}", store), place.node, count, TIMEOUT,
+                             interface=place.interface)
+    piece = PAYLOAD_NBYTES // (count - 1)
+    source, output = torch.zeros(2, count * piece, dtype=torch.uint8)
+
+    def step(_: int) -> None:
+        gloo.LARGE_NBYTES = large_nbytes
+        transport.all_to_all(output, source).wait()
+
+    return Contender(name, step)
+
+
+def summed(place: Place, store: Store, plan: str, chunks: int, order: str, large_nbytes: int) -> Contender:
+    """An exact all-reduce; in rank order where buckets may be fused, else in gloo's ring."""
+    fusion = {} if order == "ring" else {"fusion_mb": 25.0}
+    name = f"{plan}, {order}, {chunks}"
+    communicator = Communicator(store, place.rank, place.world_size, torch.device("cpu"),
+                                Config.from_env(plan=plan, timeout=TIMEOUT, **fusion), name=name)
+    communicator.routes.choose(plan, chunks, "Under test.")
+    flat = torch.zeros(SUM_NUMEL)
+
+    def step(_: int) -> None:
+        gloo.LARGE_NBYTES = large_nbytes
+        communicator.all_reduce(flat).wait()
+
+    return Contender(name, step)
+
+
+def rank_main(place: Place, arguments: list[str]) -> int:
+    """One rank's part; rank 0 prints the medians in seconds, by name, as one line of JSON.
+
+    Args:
+        place: Where this rank is.
+        arguments: `exchange` or `sums`.
+    """
+    torch.set_num_threads(1)
+    place.connect(TIMEOUT)
+    group = dist.group.WORLD
+    assert group is not None
+    store, usual = store_of(group), gloo.LARGE_NBYTES
+    if arguments == ["exchange"]:
+        entrants = [exchange(place, store, "one group", NEVER), exchange(place, store, "two groups", 0)]
+    else:
+        entrants = [summed(place, store, plan, chunks, order, large)
+                    for plan in ("hierarchical", "flat") for chunks in CHUNKS
+                    for order, large in (("ring", usual), ("one group", NEVER), ("two groups", usual))]
+    take_turns(entrants, rounds=ROUNDS, warmup=1, interface=None)
+    if place.rank == 0:
+        print(json.dumps({one.name: statistics.median(one.seconds) for one in entrants}), flush=True)
+    place.leave()
+    return 0
+
+
+def measure(case: str, nic: str, what: str) -> dict[str, float]:
+    """Median seconds of every way on one emulated cluster.
+
+    Args:
+        case: A key of `CASES`.
+        nic: Rate of each node's link.
+        what: `exchange` or `sums`.
+
+    Raises:
+        RuntimeError: This machine cannot emulate a cluster, or a rank failed.
+    """
+    nodes = CASES[case]
+    with Cluster([1] * len(nodes), nic) as cluster:
+        outcome = run_forked(cluster, "gradwire.bench.studies.full_duplex", [what], nodes=nodes, timeout_seconds=300)
+    outcome.check()
+    found: dict[str, float] = json.loads(next(line for line in outcome.output[0].splitlines() if line.startswith("{")))
+    return found
+
+
+def exchanges(cases: list[str], nic: str) -> Table:
+    """Payloads from every rank to its peers, beside the time that the link alone takes."""
+    rows = Table("nodes x ranks", "the wire alone, ms", "one group", "two groups", title=machine_line())
+    for case in cases:
+        found = measure(case, nic, "exchange")
+        wire = CASES[case][0] * PAYLOAD_NBYTES / (parse_rate(nic, "--nic") / 8)
+        rows.add_row(case, *(f"{1e3 * each:.0f}" for each in (wire, found["one group"], found["two groups"])))
+    return rows
+
+
+def sums(case: str, nic: str) -> Table:
+    """An all-reduce of 8 MB by plan, order of the sum and number of chunks."""
+    found = measure(case, nic, "sums")
+    rows = Table("plan, sums", *(f"{chunks} chunks, ms" for chunks in CHUNKS), title=f"{case}; {machine_line()}")
+    for plan in ("hierarchical", "flat"):
+        for order in ("ring", "one group", "two groups"):
+            rows.add_row(f"{plan}, {order}", *(f"{1e3 * found[f'{plan}, {order}, {chunks}']:.0f}" for chunks in CHUNKS))
+    return rows
+
+
+def main(argv: list[str]) -> int:
+    """Measures and prints the tables; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.full_duplex", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
+    parser.add_argument("--sums", action="store_true", help="all-reduces in rank order, in place of exchanges")
+    parser.add_argument("--nic", default="200mbit", help="rate of each node's link (default 200mbit)")
+    options = parser.parse_args(argv)
+    unknown = [case for case in options.cases if case not in CASES]
+    if unknown:
+        print(f"both_ways: `CASE` is {unknown[0]!r}; wanted one of {', '.join(CASES)}", file=sys.stderr)
+        return 2
+    cases = options.cases or list(CASES)
+    with clean_end():
+        for found in [sums(case, options.nic) for case in cases] if options.sums else [exchanges(cases, options.nic)]:
+            Console(width=110).print(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

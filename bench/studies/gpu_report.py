@@ -1,0 +1,133 @@
+"""Everything that docs/gpu.md wants to know of a machine with a GPU, as Markdown, in under eight minutes.
+
+    python -m gradwire.bench.studies.gpu_report                    # on the terminal
+    python -m gradwire.bench.studies.gpu_report --output FILE      # and into a file
+    python -m gradwire.bench.studies.gpu_report --no-tests         # the tables alone
+
+The tests marked `gpu` run where the checkout's tests lie beside the package. A figure belongs to the machine, the versions,
+the date and the command above it.
+"""
+
+import argparse
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gradwire.bench.kernels.cases import SETS, Case
+from gradwire.bench.kernels.command import Result, measure
+from gradwire.bench.kernels.gpu_cases import gpu_cases
+from gradwire.bench.machine import machine_line
+from gradwire.bench.studies import gpu_step
+from gradwire.compressors.kernels.cuda.require import CudaKernelsError, require_cupy
+
+MEBIBYTES = (25, 256)
+TESTS = ("tests/csrc", "tests/comms/transport/test_nccl.py")
+TEST_SECONDS = 240
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def versions() -> str:
+    """What the figures were measured with."""
+    cuda = importlib.import_module("cupy.cuda")
+    driver, nvrtc = cuda.runtime.driverGetVersion(), cuda.nvrtc.getVersion()
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return (f"driver for CUDA {driver // 1000}.{driver % 1000 // 10}, torch {torch.__version__} for CUDA "
+            f"{torch.version.cuda}, CuPy {importlib.import_module('cupy').__version__}, NVRTC {nvrtc[0]}.{nvrtc[1]}, "
+            f"NCCL {nccl}")
+
+
+def launches(case: Case) -> int:
+    """How many kernels one run of the case starts, as the profiler sees it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        case.ours(0)
+        torch.cuda.synchronize()
+    events = [event.name for event in trace.events() or ()
+              if event.device_type == torch.autograd.DeviceType.CUDA]  # type: ignore[attr-defined]
+    return sum(not name.startswith(("Memcpy", "Memset")) for name in events)
+
+
+def row(result: Result, started: int) -> str:
+    """One line of a table of kernels."""
+    return (f"| {result.kernel} | {result.seconds * 1e6:.1f} | {result.bytes_per_second / 1e9:.0f} | {result.of_floor:.2f} | "
+            f"{result.speedup:.1f} | {started} |")
+
+
+def kernel_table(mebibytes: int, device: torch.device) -> Iterator[str]:
+    """The lines of the table for gradients of this size."""
+    numel = mebibytes * 2**20 // 4
+    buffers: list[tuple[Tensor, Tensor]] = [(torch.zeros(numel, device=device), torch.ones(numel, device=device))
+                                            for _ in range(SETS)]
+    yield f"## Kernels, {mebibytes} MiB of float32\n"
+    yield "| kernel | µs | GB/s | share of a copy's bandwidth | times as fast as torch's composition | launches |"
+    yield "|---|---|---|---|---|---|"
+    for make in gpu_cases(numel, device).values():
+        case = make()
+        result = measure(case, buffers, repeats=15)
+        yield row(result, launches(case))
+        del case
+        torch.cuda.empty_cache()
+
+
+def step_lines(cost: gpu_step.StepCost) -> Iterator[str]:
+    """The lines about the hook's own cost."""
+    yield "## The hook in a world of one rank, 50-layer residual network\n"
+    yield "| step without, ms | step with, ms | cost of the hook | calls that wait for the device |"
+    yield "|---|---|---|---|"
+    yield (f"| {cost.bare_seconds * 1e3:.2f} | {cost.hook_seconds * 1e3:.2f} | {cost.share:.2%} | "
+           f"{', '.join(cost.blocking) or 'none'} |")
+
+
+def tested_lines() -> Iterator[str]:
+    """How the tests marked `gpu` went; nothing where there is no checkout."""
+    found = [name for name in TESTS if (CHECKOUT / name).exists()]
+    if not found:
+        return
+    yield f"## pytest -m gpu {' '.join(found)}\n"
+    try:
+        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", *found], cwd=CHECKOUT,
+                              capture_output=True, text=True, timeout=TEST_SECONDS, check=False)
+        words = done.stdout.splitlines() or done.stderr.splitlines()  # the latter where there is no pytest
+    except subprocess.TimeoutExpired:
+        words = [f"not through after {TEST_SECONDS} s"]
+    yield from (f"    {line}" for line in words if line.startswith(("FAILED", "ERROR")) or line == words[-1])
+
+
+def report(device: torch.device, *, with_tests: bool) -> Iterator[str]:
+    """Every line, as soon as it is known."""
+    yield f"# A GPU's figures\n\n{machine_line()}; {versions()}\n\n    python -m gradwire.bench.studies.gpu_report\n"
+    for mebibytes in MEBIBYTES:
+        yield from kernel_table(mebibytes, device)
+        yield ""
+    yield from step_lines(gpu_step.measure(device))
+    yield ""
+    if with_tests:
+        yield from tested_lines()
+
+
+def main(argv: list[str]) -> int:
+    """Prints the report; returns the exit status: 2 where this machine cannot make one."""
+    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.gpu_report", description="A GPU's figures.")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the report there too")
+    parser.add_argument("--no-tests", action="store_true", help="the tables alone")
+    options = parser.parse_args(argv)
+    try:
+        require_cupy(torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    except CudaKernelsError as error:
+        print(f"gpu_report: {error}", file=sys.stderr)
+        return 2
+    lines = []
+    for line in report(torch.device("cuda", torch.cuda.current_device()), with_tests=not options.no_tests):
+        print(line, flush=True)
+        lines.append(line)
+        if options.output is not None:
+            options.output.write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,268 @@
+"""One bucket through the DDP hook, on emulated clusters: seconds and bytes on the busiest network card.
+
+    python -m gradwire.bench.studies.hook_speed                       # every cluster of `CASES`; needs root
+    python -m gradwire.bench.studies.hook_speed 2x2 3+1 --json FILE
+    python -m gradwire.bench.studies.hook_speed 2x2 --compressor fp16,onebit,dgc,powersgd
+
+On each cluster plain DDP (a flat ring over gloo), a bare gloo all_reduce and gradwire's hook take turns in one process
+group. The link's limit is 2(N-1)/N * S / B for N nodes, S bytes and B bytes per second: every node must let (N-1)/N of
+the sum in and as much out, twice (reduce-scatter, all-gather). Source: Patarasuk and Yuan, Bandwidth optimal
+all-reduce algorithms for clusters of workstations (JPDC 2009), section 3, with a node in place of a process.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.bench.compare.rounds import Contender, take_turns
+from gradwire.bench.emulation.cluster import Cluster
+from gradwire.bench.emulation.fork import Place, run_forked
+from gradwire.bench.emulation.rate import format_rate, parse_rate
+from gradwire.bench.emulation.signals import clean_end
+from gradwire.bench.machine import machine_line
+from gradwire.bench.nccl_tests.backends.select import check_compressor
+from gradwire.comms.plan.codec_price import short_start
+
+CASES = {
+    "2x2": ((2, 2), "contiguous"),
+    "2x4": ((4, 4), "contiguous"),
+    "4x2": ((2, 2, 2, 2), "contiguous"),
+    "4x4": ((4, 4, 4, 4), "contiguous"),
+    "3+1": ((3, 1), "contiguous"),
+    "2x2 round-robin": ((2, 2), "round-robin"),
+}
+"""Name -> (ranks of each node, order of the ranks)."""
+
+PLAIN, RING, GRADWIRE, UNTOLD = "plain DDP", "gloo all_reduce", "gradwire", "gradwire, rate unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one contender came to on one cluster: medians over the rounds.
+
+    Attributes:
+        case: Name of the cluster.
+        name: Of the contender.
+        seconds: Of the slowest rank.
+        nic_nbytes: Most that a node sent or received.
+        nic_share: `nic_nbytes` over the lower bound 2(N-1)/N * S.
+        limit_share: The link's limit in seconds over `seconds`.
+        speed_up: Seconds of plain DDP over `seconds`.
+    """
+
+    case: str
+    name: str
+    seconds: float
+    nic_nbytes: float
+    nic_share: float
+    limit_share: float
+    speed_up: float
+
+
+class Given(torch.autograd.Function):
+    """A function whose gradient is an argument: a backward pass computes nothing and allocates nothing."""
+
+    @staticmethod
+    def forward(context: FunctionCtx, weight: Tensor, gradient: Tensor) -> Tensor:
+        """Returns a scalar; keeps `gradient` for the way back."""
+        context.save_for_backward(gradient)
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(context: FunctionCtx, outer: Tensor) -> tuple[Tensor, None]:
+        """Returns the gradient that was given, whatever `outer` is."""
+        (gradient,) = context.saved_tensors  # type: ignore[attr-defined]
+        return gradient, None
+
+
+class OneBucket(nn.Module):
+    """A model whose gradient is given, so that a backward pass is one bucket and little else.
+
+    16 ranks on two cores pay eight times for every pass over memory, and would hide the link behind it.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        """The loss whose gradient is `gradient`, a float32 tensor of the weight's shape."""
+        loss: Tensor = Given.apply(self.weight, gradient)  # type: ignore[no-untyped-call]
+        return loss
+
+
+def matrix_shape(numel: int) -> tuple[int, int]:
+    """The matrix of so many elements that is nearest to a square: PowerSGD compresses nothing that has one dimension."""
+    rows = next(rows for rows in range(math.isqrt(numel), 0, -1) if numel % rows == 0)
+    return rows, numel // rows
+
+
+def _ddp(shape: tuple[int, ...]) -> DistributedDataParallel:
+    return DistributedDataParallel(OneBucket(shape), bucket_cap_mb=2 * math.prod(shape) * 4 // 2**20 + 1,
+                                   gradient_as_bucket_view=True)
+
+
+def _step(model: DistributedDataParallel, own: Tensor, mean: Tensor | None, name: str) -> Contender:
+    """A contender that takes a forward and backward pass; before the timed rounds it must give `mean`, if one is given."""
+    def step(number: int) -> None:
+        model.zero_grad(set_to_none=False)
+        model(own).backward()
+        if number == 0 and mean is not None and not torch.equal(model.module.weight.grad, mean):
+            raise RuntimeError(f"{name} gave a wrong gradient")
+
+    return Contender(name, step)
+
+
+def contenders(place: Place, numel: int, bytes_per_second: float, compressors: list[str]) -> list[Contender]:
+    """The ways to average one bucket; all ranks make them in the same order."""
+    # Integers whose mean is exact in float32 in whatever order they are added.
+    own = torch.arange(numel, dtype=torch.float32).remainder_(1021).mul_(place.world_size).add_(place.rank)
+    mean = own - place.rank + (place.world_size - 1) / 2
+    plain, told = _ddp((numel,)), _ddp((numel,))
+    _hook(told, bytes_per_second)
+    always = [_step(plain, own, mean, PLAIN), _step(told, own, mean, GRADWIRE)]
+    if compressors:
+        return always + [_compressed(name, matrix_shape(numel), place.rank, bytes_per_second) for name in compressors]
+    untold, flat = _ddp((numel,)), own.clone()
+    _hook(untold, None)
+    return [*always, Contender(RING, lambda _: _all_reduce(flat)), _step(untold, own, mean, UNTOLD)]
+
+
+def _hook(model: DistributedDataParallel, rate: float | None, compressor: str | None = None) -> None:
+    state = gradwire.HookState(model, nic_bytes_per_second=rate, compressor=compressor,
+                               compressor_options=short_start(compressor) if compressor else {})
+    model.register_comm_hook(state, gradwire.comm_hook)
+
+
+def _compressed(name: str, shape: tuple[int, int], rank: int, rate: float) -> Contender:
+    """A contender that compresses normally distributed gradients; its dense start is one of the rounds that do not count."""
+    model = _ddp(shape)
+    _hook(model, rate, name)
+    own = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
+    return _step(model, own, None, f"{GRADWIRE} {name}")
+
+
+def _all_reduce(flat: Tensor) -> None:
+    dist.all_reduce(flat)
+
+
+def rank_main(place: Place, arguments: list[str]) -> int:
+    """One rank's part; rank 0 prints the figures as one line of JSON.
+
+    Args:
+        place: Where this rank is.
+        arguments: Elements in the bucket, rounds, bytes per second of the links, compressors.
+    """
+    torch.set_num_threads(1)
+    numel, rounds, bytes_per_second = int(arguments[0]), int(arguments[1]), float(arguments[2])
+    place.connect()
+    measured = _measured(place, numel, rounds, bytes_per_second, arguments[3:])
+    if place.rank == 0:
+        print(json.dumps(measured), flush=True)
+    place.leave()
+    return 0
+
+
+def _measured(place: Place, numel: int, rounds: int, bytes_per_second: float, names: list[str]) -> list[dict[str, object]]:
+    """Every round of all contenders; their models are gone when it returns."""
+    entrants = contenders(place, numel, bytes_per_second, names)
+    take_turns(entrants, rounds=rounds, warmup=2, interface=place.interface)
+    return [{"name": one.name, "seconds": one.seconds, "nic_nbytes": one.nic_nbytes} for one in entrants]
+
+
+def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[str] = ()) -> list[Result]:
+    """Runs all contenders on one emulated cluster.
+
+    Args:
+        case: A key of `CASES`.
+        nic: Rate of each node's link.
+        numel: float32 elements in the bucket.
+        rounds: Timed rounds.
+        compressors: Compare these, instead of the ways without one.
+
+    Raises:
+        RuntimeError: This machine cannot emulate a cluster, or a rank failed.
+    """
+    nodes, order = CASES[case]
+    bytes_per_second = parse_rate(nic, "--nic") / 8
+    with Cluster([1] * len(nodes), nic) as cluster:
+        outcome = run_forked(cluster, "gradwire.bench.studies.hook_speed",
+                             [str(numel), str(rounds), str(bytes_per_second), *compressors], nodes=nodes, order=order,
+                             timeout_seconds=540)
+    outcome.check()
+    lower_bound = 2 * (len(nodes) - 1) / len(nodes) * numel * 4
+    line = next(line for line in outcome.output[0].splitlines() if line.startswith("["))
+    entrants = [Contender(entry["name"], print, None, entry["seconds"], entry["nic_nbytes"]) for entry in json.loads(line)]
+    plain = next(one for one in entrants if one.name == PLAIN).median_seconds
+    return [Result(case, one.name, one.median_seconds, one.median_nic_nbytes, one.median_nic_nbytes / lower_bound,
+                   lower_bound / bytes_per_second / one.median_seconds, plain / one.median_seconds)
+            for one in entrants]
+
+
+def table(results: list[Result], title: str) -> Table:
+    """The results as a table."""
+    rows = Table(title=title)
+    for heading in ("cluster", "way", "s", "MB on NIC", "x lower bound", "share of limit", "speed-up"):
+        rows.add_column(heading, justify="left" if heading in ("cluster", "way") else "right")
+    for one in results:
+        rows.add_row(one.case, one.name, f"{one.seconds:.3f}", f"{one.nic_nbytes / 1e6:.2f}", f"{one.nic_share:.3f}",
+                     f"{one.limit_share:.2f}", f"{one.speed_up:.2f}")
+    return rows
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.hook_speed",
+                                     description="One bucket through the DDP hook, on emulated clusters.")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
+    parser.add_argument("--nic", default="200mbit", help="rate of each node's link (default 200mbit)")
+    parser.add_argument("--megabytes", type=float, default=16.0, help="size of the bucket in 10^6 bytes (default 16)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
+    parser.add_argument("--compressor", metavar="NAMES", help="compare these, with commas, instead of the ways without")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Measures and prints the table; returns the exit status."""
+    options = build_parser().parse_args(argv)
+    unknown = [case for case in options.cases if case not in CASES]
+    if unknown:
+        print(f"hook_speed: `CASE` is {unknown[0]!r}; wanted one of {', '.join(CASES)}", file=sys.stderr)
+        return 2
+    compressors = options.compressor.split(",") if options.compressor else []
+    try:
+        for name in compressors:
+            check_compressor(name)
+    except ValueError as error:
+        print(f"hook_speed: {error}", file=sys.stderr)
+        return 2
+    results = []
+    with clean_end():
+        for case in options.cases or CASES:
+            results += measure(case, options.nic, round(options.megabytes * 1e6 / 4), options.rounds, compressors)
+    rate = format_rate(parse_rate(options.nic, "--nic"))
+    title = f"{options.megabytes:g} MB, links of {rate}, median of {options.rounds} rounds; {machine_line()}"
+    Console(width=110).print(table(results, title))
+    if options.json is not None:
+        record = {"kind": "hook_speed", "machine": machine_line(), "megabytes": options.megabytes, "nic": options.nic,
+                  "results": [asdict(one) for one in results]}
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,183 @@
+"""`make run`: one training under plain DDP, gradwire and gradwire with a compressor, on two nodes of two ranks.
+
+The hooks take turns step by step in one job (see gradwire.bench.train.train) instead of running one after the other: on a
+shared machine the minutes differ more than the hooks do.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from gradwire.bench.emulation.cluster import Cluster
+from gradwire.bench.emulation.launch import Outcome
+from gradwire.bench.emulation.logical import python_module, run_logical
+from gradwire.bench.emulation.namespaces import available
+from gradwire.bench.emulation.rate import format_rate
+from gradwire.bench.emulation.signals import clean_end
+from gradwire.bench.train.train import TrainingResult
+
+NODES = [2, 2]
+HOOKS = ["plain", "gradwire", "gradwire:int8"]
+"""The rows of the table; the first is what the others are compared with. Of the compressors that fit the job's AdamW,
+int8 sends the fewest bytes without costing loss, or a dense start that would be the whole of a run as short as this."""
+
+CALIBRATION_STEPS = 12
+READABLE_MBIT = (5, 8, 10, 15, 20, 25, 30, 40, 50, 60, 80, 100, 120, 150, 200, 300, 400)
+TIMEOUT_SECONDS = 900.0
+
+console = Console(highlight=False)
+
+
+def train_on(
+    cluster: Cluster | None, hooks: list[str], *, steps: int, batch: int, show: bool = True
+) -> list[TrainingResult]:
+    """Runs the training once.
+
+    Args:
+        cluster: Where; None for logical nodes on this machine.
+        hooks: What to compare.
+        steps: Optimizer steps of each hook.
+        batch: Sequences per rank and step.
+        show: Print rank 0's lines as they come.
+
+    Raises:
+        RuntimeError: if a rank fails, with what it printed.
+    """
+    with tempfile.TemporaryDirectory(prefix="gradwire-job-") as folder:
+        file = Path(folder, "results.json")
+        words = ["--steps", str(steps), "--batch", str(batch), "--json", str(file)]
+        words += [word for hook in hooks for word in ("--hook", hook)]
+
+        def print_line(rank: int, line: str) -> None:
+            if show and rank == 0:
+                console.print(f"  {line}", markup=False, soft_wrap=True)
+
+        outcome: Outcome
+        if cluster is not None:
+            command = python_module("gradwire.bench.train.train", *words, "--nic-interface", "eth0")
+            outcome = cluster.run(command, timeout_seconds=TIMEOUT_SECONDS, on_line=print_line)
+        else:
+            command = python_module("gradwire.bench.train.train", *words)
+            outcome = run_logical(NODES, command, timeout_seconds=TIMEOUT_SECONDS, on_line=print_line)
+        outcome.check()
+        return [TrainingResult(**row) for row in json.loads(file.read_text())]
+
+
+def readable_rate(nbytes: float, seconds: float) -> str:
+    """Returns the readable link rate at which so many bytes take nearest to so many seconds.
+
+    Args:
+        nbytes: On the busiest link in a step.
+        seconds: That they shall take.
+    """
+    mbit = nbytes * 8 / seconds / 1e6
+    return f"{min(READABLE_MBIT, key=lambda readable: abs(readable / mbit - 1))}mbit"
+
+
+def calibrate(batch: int) -> str:
+    """Measures plain DDP on links without a limit, and returns the rate that doubles its step.
+
+    Args:
+        batch: Sequences per rank and step.
+    """
+    console.print("calibrating: a few steps of plain DDP on links without a limit ...")
+    with Cluster(NODES) as cluster:
+        plain = train_on(cluster, ["plain"], steps=CALIBRATION_STEPS, batch=batch, show=False)[0]
+    assert plain.nic_nbytes_per_step is not None
+    rate = readable_rate(plain.nic_nbytes_per_step, plain.seconds_per_step)
+    console.print(
+        f"a step computes for {plain.seconds_per_step:.2f} s and puts {plain.nic_nbytes_per_step / 1e6:.2f} MB on a "
+        f"node's link, so the links get {rate}: communication about as long as computation, as for a Swin-T on 8 GPUs "
+        "behind 25 Gbit"
+    )
+    return rate
+
+
+def result_table(results: list[TrainingResult], title: str) -> Table:
+    """Returns the table of the comparison.
+
+    Args:
+        results: The first row is the one the others are compared with.
+        title: Where it ran.
+    """
+    table = Table(title=title, min_width=78)
+    table.add_column("hook", no_wrap=True)
+    for heading in (
+        "seconds per step",
+        "bytes on the busiest NIC per step",
+        "loss at the end",
+        "bits/byte",
+        "speed-up",
+    ):
+        table.add_column(heading, justify="right")
+    for result in results:
+        nbytes = result.nic_nbytes_per_step
+        table.add_row(
+            result.hook,
+            f"{result.seconds_per_step:.3f}",
+            "not measured" if nbytes is None else f"{nbytes:,.0f}",
+            f"{result.final_loss:.4f}",
+            f"{result.validation_bits_per_byte:.3f}",
+            f"{results[0].seconds_per_step / result.seconds_per_step:.2f}x",
+        )
+    return table
+
+
+def run(options: argparse.Namespace) -> list[TrainingResult]:
+    """Compares the hooks and prints the table.
+
+    Args:
+        options: Of `main`.
+    """
+    reason = "asked for with --logical" if options.logical else available()
+    hooks = options.hook or HOOKS
+    if reason is not None:
+        console.print(f"no emulated links ({reason}): the same ranks run as logical nodes on this machine's loopback")
+        results = train_on(None, hooks, steps=options.steps, batch=options.batch)
+        title = "2 logical nodes x 2 ranks, loopback (no slow link: nothing to gain here)"
+    else:
+        rate = options.nic or calibrate(options.batch)
+        with Cluster(NODES, rate) as cluster:
+            results = train_on(cluster, hooks, steps=options.steps, batch=options.batch)
+            assert cluster.nic_bits_per_second is not None
+            title = f"2 nodes x 2 ranks, {format_rate(cluster.nic_bits_per_second)} links"
+    first = results[0]
+    console.print(result_table(results, title))
+    console.print(
+        f"{first.steps} steps, gradients of {first.gradient_nbytes:,} bytes; loss in nats, {first.first_loss:.2f} at "
+        "the start"
+    )
+    return results
+
+
+def main(argv: list[str]) -> int:
+    """Runs the main job and returns the exit status.
+
+    Args:
+        argv: Options; none are needed.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m gradwire.bench.train.main_job", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--hook", action="append", help=f"rows of the table (default {' '.join(HOOKS)}); repeatable")
+    parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each (default 60)")
+    parser.add_argument("--batch", type=int, default=24, help="sequences per rank and step (default 24)")
+    parser.add_argument("--nic", metavar="RATE", help="rate of the links (default: measured, see above)")
+    parser.add_argument("--logical", action="store_true", help="logical nodes even where links could be emulated")
+    options = parser.parse_args(argv)
+    try:
+        with clean_end():
+            run(options)
+    except (ValueError, RuntimeError) as error:
+        console.print(f"main job: {error}", markup=False)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""What is measured while training runs, and what is changed for it."""

@@ -1,0 +1,240 @@
+"""Finds, while training runs, the cuts, plan and number of chunks with which this model's step is shortest here.
+
+Profile: when do the buckets come? Propose: the best cuts for those arrivals (`cuts.py`), the settings around them, the
+plans and chunk counts that the cost model ranks first. Try: successive halving on the measured step, the slowest rank
+counting. Confirm: the winner against the setting that it would replace, in turns; it must win by a margin or goes.
+Then listen: where the step grows for good, begin again.
+
+All of it is a program in steps: every rank runs the same one, so they try the same setting at the same step, and meet
+only where a decision is due. Nothing here changes what is computed: compression is never switched on, off or over.
+
+Source: successive halving: Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter
+optimization", AISTATS 2016.
+"""
+
+import logging
+import statistics
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+from gradwire.comms.autotune.consensus import Consensus
+from gradwire.comms.autotune.profile import Setting
+
+log = logging.getLogger("gradwire")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many steps tuning may take.
+
+    Attributes:
+        settle_steps: Steps with equal buckets before anything is measured; DDP rebuilds its buckets after the first.
+        profile_steps: Steps that arrivals are profiled for.
+        trial_steps: Steps of each setting in the first round; the first of them is not counted.
+        confirm_turns: How often winner and incumbent take turns at the end.
+        listen_steps: Steps between two looks at whether the step has grown.
+        candidates: Settings tried at most, the incumbent included.
+        margin: Share of the step that a setting must save to replace the incumbent.
+        drift: Share by which the step must have grown to begin again.
+        retunes: How often at most.
+    """
+
+    settle_steps: int = 2
+    profile_steps: int = 5
+    trial_steps: int = 4
+    confirm_turns: int = 3
+    listen_steps: int = 200
+    candidates: int = 8
+    margin: float = 0.02
+    drift: float = 0.2
+    retunes: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeen:
+    """What one rank saw of one step.
+
+    Attributes:
+        seconds: From the end of the step before to the end of this one.
+        sizes: Bytes of its buckets.
+        arrivals: When each came, in seconds from the first.
+    """
+
+    seconds: float
+    sizes: tuple[int, ...]
+    arrivals: tuple[float, ...]
+
+
+Program = Generator[Setting, StepSeen, None]
+Propose = Callable[[tuple[int, ...], list[float]], list[Setting]]
+"""(sizes of the buckets, when they come) -> settings to try, the most promising first."""
+
+
+class Tuner:
+    """One rank's tuner.
+
+    Args:
+        incumbent: The setting that training begins with.
+        propose: Called on rank 0 only.
+        consensus: All ranks' of the group.
+        known: A setting from an earlier run, tried before any search; None where there is none.
+        budget: How many steps it may take.
+        trials: Try the proposals; else the first is taken as it is, and nothing is tried or listened for.
+        record: Called with each row of the log.
+        found: Called once with the setting that won and its step's seconds.
+    """
+
+    def __init__(self, incumbent: Setting, propose: Propose, consensus: Consensus, *, known: Setting | None = None,
+                 budget: Budget | None = None, trials: bool = True, record: Callable[[Sequence[object]], None] = lambda row: None,
+                 found: Callable[[Setting, float], None] = lambda setting, seconds: None) -> None:
+        self._incumbent = incumbent
+        self._propose = propose
+        self._consensus = consensus
+        self._known = known
+        self._budget = budget or Budget()
+        self._trials = trials
+        self._record = record
+        self._found = found
+        self._step = 0
+        self.tuning = True
+        self._program = self._run()
+        self.setting = next(self._program)
+
+    def step_ended(self, seen: StepSeen) -> Setting:
+        """Takes in a step and returns the setting of the next; every rank after every step."""
+        self._step += 1
+        self.setting = self._program.send(seen)
+        return self.setting
+
+    def _run(self) -> Program:
+        for _ in range(1 + self._budget.retunes):
+            self.tuning = True
+            began = self._step
+            sizes = yield from self._settle()
+            arrivals = yield from self._profile(len(sizes))
+            candidates = self._candidates(sizes, arrivals)
+            if not self._trials:
+                self._incumbent = candidates[min(1, len(candidates) - 1)]
+                self._row("calculated", self._incumbent, 0.0, 0)
+                break
+            self._known = None
+            winner = yield from self._halve(candidates)
+            yield from self._confirm(winner)
+            self.tuning = False
+            log.info("tuning took %d steps; keeping %s", self._step - began, self._incumbent.label)
+            yield from self._listen()
+        self.tuning = False
+        while True:
+            yield self._incumbent
+
+    def _settle(self) -> Generator[Setting, StepSeen, tuple[int, ...]]:
+        sizes: tuple[int, ...] = ()
+        same = 0
+        while same < self._budget.settle_steps:
+            seen = yield self._incumbent
+            same = same + 1 if seen.sizes == sizes and sizes else 0
+            sizes = seen.sizes
+        return sizes
+
+    def _profile(self, count: int) -> Generator[Setting, StepSeen, list[float]]:
+        steps = []
+        for _ in range(self._budget.profile_steps):
+            seen = yield self._incumbent
+            steps.append(seen.arrivals)
+        usual = [statistics.median(step[index] for step in steps if len(step) == count) for index in range(count)]
+        latest = self._consensus.decide(usual, lambda ranks: [max(each) for each in zip(*_rows(ranks), strict=True)])
+        return list(_rows([latest])[0])
+
+    def _candidates(self, sizes: tuple[int, ...], arrivals: list[float]) -> list[Setting]:
+        def choose(_: object) -> object:
+            wanted = [self._incumbent, *([self._known] if self._known else []), *self._propose(sizes, arrivals)]
+            distinct: dict[tuple[object, ...], Setting] = {}
+            for setting in wanted:
+                distinct.setdefault(_what(setting), setting)
+            return [_plain(setting) for setting in distinct.values()][:self._budget.candidates]
+
+        decided = self._consensus.decide(None, choose)
+        assert isinstance(decided, list)
+        return [_setting(values) for values in decided]
+
+    def _halve(self, candidates: list[Setting]) -> Generator[Setting, StepSeen, Setting]:
+        """Tries all, drops the slower half, tries the rest twice as long, ... until one is left."""
+        steps = self._budget.trial_steps
+        while len(candidates) > 1:
+            own = []
+            for setting in candidates:
+                own.append((yield from self._try(setting, steps)))
+            slowest = self._slowest(own)
+            ranked = sorted(range(len(candidates)), key=slowest.__getitem__)
+            for index in range(len(candidates)):
+                self._row("trial", candidates[index], slowest[index], steps)
+            candidates = [candidates[index] for index in ranked[:(len(candidates) + 1) // 2]]
+            steps *= 2
+        return candidates[0]
+
+    def _confirm(self, winner: Setting) -> Generator[Setting, StepSeen, None]:
+        """Winner and incumbent in turns, so that a slow moment of the network meets both alike."""
+        ours: list[float] = []
+        theirs: list[float] = []
+        for _ in range(self._budget.confirm_turns):
+            ours.append((yield from self._try(self._incumbent, self._budget.trial_steps)))
+            theirs.append((yield from self._try(winner, self._budget.trial_steps)))
+        *each, = self._slowest(ours + theirs)
+        before, after = (statistics.median(half) for half in (each[:len(ours)], each[len(ours):]))
+        better = after < before * (1 - self._budget.margin) and _what(winner) != _what(self._incumbent)
+        self._row("incumbent", self._incumbent, before, self._budget.trial_steps)
+        self._row("kept" if better else "refused", winner, after, self._budget.trial_steps)
+        if better:
+            self._incumbent = winner
+        self._found(self._incumbent, after if better else before)
+
+    def _listen(self) -> Generator[Setting, StepSeen, None]:
+        """Returns when the step has grown for two looks in a row on the slowest rank."""
+        reference: float | None = None
+        grown = 0
+        while grown < 2:
+            times = []
+            for _ in range(self._budget.listen_steps):
+                times.append((yield self._incumbent).seconds)
+            (now,) = self._slowest([statistics.median(times)])
+            reference = now if reference is None else min(reference, now)
+            grown = grown + 1 if now > reference * (1 + self._budget.drift) else 0
+        self._row("drift", self._incumbent, now, self._budget.listen_steps)
+
+    def _try(self, setting: Setting, steps: int) -> Generator[Setting, StepSeen, float]:
+        """The median step with a setting; the first step still ends transfers of the setting before."""
+        times = []
+        for _ in range(steps):
+            times.append((yield setting).seconds)
+        return statistics.median(times[1:] or times)
+
+    def _slowest(self, own: list[float]) -> list[float]:
+        """For each measurement the slowest rank's."""
+        decided = self._consensus.decide(own, lambda ranks: [max(each) for each in zip(*_rows(ranks), strict=True)])
+        return _rows([decided])[0]
+
+    def _row(self, kind: str, setting: Setting, seconds: float, steps: int) -> None:
+        self._record((self._step, kind, setting.label, setting.plan, setting.chunks, len(setting.cuts), steps, seconds))
+
+
+def _rows(values: Sequence[object]) -> list[list[float]]:
+    """Lists of numbers as the consensus carries them."""
+    rows = []
+    for value in values:
+        assert isinstance(value, list)
+        rows.append([float(number) for number in value])
+    return rows
+
+
+def _what(setting: Setting) -> tuple[object, ...]:
+    """What a setting does, whatever it is called."""
+    return setting.cuts, setting.threshold_nbytes if not setting.sizes else 0, setting.plan, setting.chunks
+
+
+def _plain(setting: Setting) -> list[object]:
+    return [setting.label, list(setting.cuts), list(setting.sizes), setting.threshold_nbytes, setting.plan, setting.chunks]
+
+
+def _setting(values: list[object]) -> Setting:
+    label, cuts, sizes, threshold, plan, chunks = values
+    return Setting(str(label), tuple(cuts), tuple(sizes), threshold, str(plan), chunks)  # type: ignore[arg-type]

@@ -1,0 +1,96 @@
+"""A process group in Python around one of torch's own: every collective that it does not make itself is the inner one's.
+
+Torch calls a group from C++ as well: functional collectives (DTensor, torch.compile) and DDP's reducer do. Its
+trampoline takes the GIL, looks for a method in Python and, where there is none, runs C++'s own with the GIL in hand.
+That can wait for ever (seen on torch 2.13): gloo's queue has a mutex, and a thread of gloo holds it while it frees a
+work that nobody else holds any more; the work's tensors have Python objects, so freeing them takes the GIL. Torch's
+Python bindings let go of the GIL. So every method that the trampoline knows exists here, and calls the inner group's
+binding.
+"""
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.comms.backend.strided import Packing, tensors_in
+from gradwire.comms.backend.work import PackedWork
+
+
+def _handed_over(name: str) -> Callable[..., dist.Work]:
+    """A method that calls the inner group's of this name with whatever it gets: torch checks it better than we could."""
+
+    def hand_over(group: "OuterGroup", *arguments: object, **named: object) -> dist.Work:
+        work: dist.Work = getattr(group.inner, name)(*arguments, **named)
+        return work
+
+    return hand_over
+
+
+def _packed(name: str) -> Callable[..., dist.Work]:
+    """The same for a method that would take strided tensors as they lie.
+
+    It writes to its first argument, and to all arguments given by name but `input...`.
+    """
+    hand_over = _handed_over(name)
+
+    def hand_over_packed(group: "OuterGroup", *arguments: object, **named: object) -> dist.Work:
+        written, read = Packing(), Packing()
+        positional = [(read if place else written).pack(argument) for place, argument in enumerate(arguments)]
+        by_name = {key: (read if key.startswith("input") else written).pack(argument) for key, argument in named.items()}
+        work = hand_over(group, *positional, **by_name)
+        if not written.copies:
+            return work
+        outputs = tensors_in([*arguments[:1], *(named[key] for key in named if not key.startswith("input"))])
+
+        def finish() -> list[Tensor]:
+            written.copy_back()
+            return outputs
+
+        return group.issued(PackedWork(work, finish))
+
+    return hand_over_packed
+
+
+class OuterGroup(dist.ProcessGroup):
+    """Hands over every collective, under all its names in torch 2.11 to 2.15, and strided CPU tensors as copies.
+
+    Args:
+        inner: Has backends for all devices.
+    """
+
+    def __init__(self, inner: dist.ProcessGroup) -> None:
+        # The stubs know the form with a store alone, for which torch makes no trampoline.
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
+        self.inner = inner
+        self._outstanding: list[dist.Work] = []
+
+    def issued(self, work: dist.Work) -> dist.Work:
+        """The work of a collective that this group finishes itself; `barrier` waits for it."""
+        self._outstanding = [earlier for earlier in self._outstanding if not earlier.is_completed()]
+        self._outstanding.append(work)
+        return work
+
+    def barrier(self, *arguments: object, **named: object) -> dist.Work:
+        """Waits for what this rank has issued, as gloo's does, then for the other ranks."""
+        for work in self._outstanding:
+            work.wait()
+        return _handed_over("barrier")(self, *arguments, **named)
+
+    allreduce = _packed("allreduce")
+    allreduce_coalesced = _packed("allreduce_coalesced")
+    broadcast = _packed("broadcast")
+    reduce = _packed("reduce")
+    allgather = _packed("allgather")
+    allgather_coalesced = _packed("allgather_coalesced")
+    all_gather_single = _allgather_base = _packed("_allgather_base")
+    all_gather_single_coalesced = allgather_into_tensor_coalesced = _packed("allgather_into_tensor_coalesced")
+    reduce_scatter = _packed("reduce_scatter")
+    reduce_scatter_single = _reduce_scatter_base = _packed("_reduce_scatter_base")
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _packed("reduce_scatter_tensor_coalesced")
+    gather = _packed("gather")
+    scatter = _packed("scatter")
+    alltoall = _packed("alltoall")
+    all_to_all_single = alltoall_base = _packed("alltoall_base")
+    send = _handed_over("send")
+    recv = _handed_over("recv")

@@ -1,0 +1,126 @@
+"""broadcast, all_gather and reduce_scatter of a process group whose ranks all share one node: through shared memory.
+
+The group has one lane and one segment of its own, made at its first collective, so it never meets the all-reduces of
+the communicator. On several nodes these collectives go to gloo or NCCL as they are.
+"""
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from gradwire.comms.backend.work import FutureTensors
+from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.lanes import Hop, Job, Lanes
+from gradwire.comms.transport.shm import ShmGroup
+
+
+class NodeCollectives:
+    """One rank's end; every rank calls the same methods in the same order, with CPU tensors of any dtype and strides.
+
+    Args:
+        store: A store that all ranks of the group share, with a prefix of its own.
+        rank: This rank in the group.
+        size: Number of ranks, all on one node.
+        timeout: For every collective.
+        name: Names the lane's thread.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._lanes = Lanes(name)
+        self._group: ShmGroup | None = None
+
+    def broadcast(self, tensor: Tensor, root: int) -> FutureTensors:
+        """Copies `tensor` of rank `root` to all ranks, in place."""
+        def run(group: ShmGroup) -> None:
+            flat = tensor.contiguous()
+            group.broadcast(flat, root)
+            if flat is not tensor and self._rank != root:
+                tensor.copy_(flat)
+
+        return self._submit(run, [tensor])
+
+    def all_gather(self, output: Tensor, source: Tensor) -> FutureTensors:
+        """Fills `output` (numel = size * source.numel()) with every rank's `source`, in rank order."""
+        def run(group: ShmGroup) -> None:
+            gathered = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
+            group.all_gather(gathered, source.contiguous())
+            if gathered is not output:
+                output.copy_(gathered)
+
+        return self._submit(run, [output])
+
+    def all_gather_list(self, outputs: list[Tensor], source: Tensor) -> FutureTensors:
+        """Fills `outputs[r]` with rank r's `source`, all of one shape."""
+        def run(group: ShmGroup) -> None:
+            gathered = source.new_empty((self._size, *source.shape))
+            group.all_gather(gathered, source.contiguous())
+            for output, contribution in zip(outputs, gathered, strict=True):
+                output.copy_(contribution)
+
+        return self._submit(run, outputs)
+
+    def reduce_scatter(self, output: Tensor, source: Tensor, scale: float) -> FutureTensors:
+        """Fills `output` with this rank's part of the sum of `scale * source`.
+
+        Args:
+            output: Takes this rank's part.
+            source: numel = size * output.numel(); unchanged afterwards (but where `output` is a part of it).
+            scale: Factor on every rank's contribution; 1 for integers.
+        """
+        numel = output.numel()
+        bounds = [numel * rank for rank in range(self._size + 1)]
+
+        def run(group: ShmGroup) -> None:
+            flat = source.contiguous().view(-1)
+            own = flat[bounds[self._rank]:bounds[self._rank + 1]]
+            if own.data_ptr() == output.data_ptr() and output.is_contiguous():
+                group.reduce_scatter(flat, bounds, scale)
+                return
+            kept = own.clone()  # the sum is made in place, in this slice alone
+            group.reduce_scatter(flat, bounds, scale)
+            output.copy_(own.view(output.shape))
+            own.copy_(kept)
+
+        return self._submit(run, [output])
+
+    def abort(self, reason: str) -> None:
+        """Wakes the ranks that wait for this one and tells them why. Any thread."""
+        if self._group is not None:
+            self._group.abort(reason)
+
+    def close(self) -> None:
+        """Ends the lane and releases the segment."""
+        self._lanes.close()
+        if self._group is not None:
+            self._group.close()
+
+    def _connect(self) -> ShmGroup:
+        if self._group is None:
+            self._group = ShmGroup.create(self._store, self._rank, self._size, key="node", timeout=self._timeout)
+        return self._group
+
+    def _submit(self, run: Callable[[ShmGroup], None], outputs: list[Tensor]) -> FutureTensors:
+        done: torch.futures.Future[list[Tensor] | BaseException] = torch.futures.Future()
+
+        def steps() -> Iterator[Hop]:
+            with torch.inference_mode(any(output.is_inference() for output in outputs)), torch.no_grad():
+                run(self._connect())
+            done.set_result(outputs)
+            yield from ()
+
+        self._lanes.submit(Job(steps(), done.set_result))
+        return done.then(_unwrap)
+
+
+def _unwrap(done: "torch.futures.Future[list[Tensor] | BaseException]") -> list[Tensor]:
+    """Raises inside `.then`, where the message survives the way through torch."""
+    value = done.value()
+    if isinstance(value, BaseException):
+        raise value
+    return value

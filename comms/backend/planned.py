@@ -1,0 +1,108 @@
+"""The all-reduces of a process group that go the way of a plan: which ones, and how tensors become flat for it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.comms.backend.strided import overwrite
+from gradwire.comms.backend.work import FutureTensors, finished
+from gradwire.comms.bootstrap.compat import GroupOptions
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.config import Config
+from gradwire.comms.plan.planner import plan_all_reduce
+
+SUMMED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8,
+                    torch.int8))
+"""What shared memory and gloo can both add up."""
+
+
+class Sums:
+    """One rank's communicators, one for each device type.
+
+    The one for the CPU is made at once: it finds out who shares a node with whom. The one for CUDA is made at the first
+    sum of a CUDA tensor, which is on the device that the rank has chosen by then.
+
+    Args:
+        options: Store, rank, size and name of the group.
+        config: How to plan.
+    """
+
+    def __init__(self, options: GroupOptions, config: Config) -> None:
+        self._options = options
+        self._config = config
+        self._communicators: dict[str, Communicator] = {}
+        self._better: dict[tuple[str, int], bool] = {}
+        self.cluster = self._communicator(torch.device("cpu")).cluster
+
+    def scale(self, op: object, tensors: Sequence[Tensor]) -> float | None:
+        """The factor that makes a plain sum of `op`; None where the plan is not for these tensors or this `op`."""
+        first = tensors[0]
+        if first.dtype not in SUMMED or first.device.type not in ("cpu", "cuda"):
+            return None
+        for tensor in tensors:
+            if tensor.layout != torch.strided or tensor.dtype != first.dtype or tensor.device != first.device:
+                return None
+        if op == dist.ReduceOp.SUM:
+            return 1.0
+        if op == dist.ReduceOp.AVG and first.is_floating_point():
+            return 1.0 / self._options.group_size
+        return None
+
+    def pays(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the plan is anything but the ring over all ranks that the inner group runs anyway.
+
+        On a single node CPU tensors go through shared memory, not through sockets; CUDA tensors stay with NCCL.
+        The answer depends on bytes and device type alone, so it is the same on all ranks.
+        """
+        key = (tensors[0].device.type, sum(tensor.nbytes for tensor in tensors))
+        if key not in self._better:
+            self._better[key] = self._is_better(*key)
+        return self._better[key]
+
+    def all_reduce(self, tensors: list[Tensor], scale: float) -> FutureTensors:
+        """Replaces each tensor by the sum over all ranks of `scale * tensor`; several travel end to end as one.
+
+        Args:
+            tensors: Dense, one dtype and device; same shapes in the same order on all ranks.
+            scale: Factor on every rank's contribution; 1 for integers.
+        """
+        communicator = self._communicator(tensors[0].device)
+        views = [tensor.detach() for tensor in tensors]
+        if len(views) == 1 and views[0].is_contiguous() and not views[0].is_inference():
+            return finished(communicator.all_reduce(views[0].view(-1), scale=scale), lambda: tensors)
+        with torch.inference_mode(False):
+            flat = torch.cat([view.reshape(-1) for view in views])
+
+        def scatter() -> list[Tensor]:
+            for view, total in zip(views, torch.split(flat, [view.numel() for view in views]), strict=True):
+                overwrite(view, total.view(view.shape))
+            return tensors
+
+        return finished(communicator.all_reduce(flat, scale=scale), scatter)
+
+    def abort(self, reason: str) -> None:
+        """Wakes the ranks that wait for this one and tells them why."""
+        for communicator in self._communicators.values():
+            communicator.abort(reason)
+
+    def close(self) -> None:
+        """Ends all communicators."""
+        for communicator in self._communicators.values():
+            communicator.close()
+
+    def _is_better(self, device_type: str, nbytes: int) -> bool:
+        if nbytes == 0:
+            return False
+        if len(self.cluster.nodes) == 1:
+            return device_type == "cpu"
+        return plan_all_reduce(self.cluster, nbytes, name=self._config.plan, chunks=self._config.chunks).name != "flat"
+
+    def _communicator(self, device: torch.device) -> Communicator:
+        if device.type not in self._communicators:
+            options = self._options
+            self._communicators[device.type] = Communicator(options.store, options.group_rank, options.group_size, device,
+                                                            replace(self._config, compressor=None), name=device.type)
+        return self._communicators[device.type]

@@ -1,0 +1,234 @@
+"""The torch.distributed backend "gradwire": `dist.init_process_group("gradwire")`, `new_group(backend="gradwire")`.
+
+The group holds torch's own backends, gloo for CPU and NCCL for CUDA tensors, and hands everything to them but what
+gradwire does faster: sums take the way of the plan wherever it beats the flat one, and on a single node CPU
+collectives go through shared memory. Everything is exact: nothing is compressed here.
+
+A call is taken over only in the shape that torch's own functions use, `(list of tensors, options)`; every other shape
+goes to the inner group, which knows them all, as does every collective that is not here: see `outer_group`.
+"""
+
+import atexit
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+
+from gradwire.comms.backend.delegating_group import OuterGroup
+from gradwire.comms.backend.node_collectives import NodeCollectives
+from gradwire.comms.backend.planned import Sums
+from gradwire.comms.backend.work import FutureWork
+from gradwire.comms.bootstrap.compat import GroupName, GroupOptions, PrefixStore, Store, clone_of, register_backends
+from gradwire.comms.config import Config
+
+_retired: list[object] = []
+"""Backends of groups that were shut down, kept until the next group is made or the process ends.
+
+DDP's reducer may own a group longer than Python does, and destroys it while it holds the GIL. Were that the last owner
+of a gloo backend, its destructor would wait for gloo's threads, and one of them might be waiting for the GIL to let go
+of its last work: a deadlock, seen on torch 2.13 with plain gloo. Torch releases the GIL where Python is the last owner.
+"""
+atexit.register(_retired.clear)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnOptions:
+    """What torch tells the creator of a group, for a store of our own or a split; see `GroupOptions`."""
+
+    store: Store
+    group_rank: int
+    group_size: int
+    timeout: timedelta
+    group_id: str
+    global_ranks_in_group: list[int]
+
+
+def create(options: GroupOptions, config: object = None) -> "GradwireGroup":
+    """The creator that is registered with torch: called by every rank of the new group, in the same order.
+
+    Args:
+        options: Store, rank, size, time-out and name of the group.
+        config: `pg_options=` of init_process_group and new_group: a `Config`, by default what the environment gives.
+
+    Raises:
+        TypeError: `pg_options` is something else.
+        ValueError: `pg_options` asks for a compressor, or differs between the ranks.
+        RuntimeError: A rank did not come.
+    """
+    if config is None:
+        config = replace(Config.from_env(), compressor=None)
+    if not isinstance(config, Config):
+        raise TypeError(f"`pg_options` is a {type(config).__name__}; wanted a gradwire.Config or None")
+    if config.compressor is not None:
+        raise ValueError(f"`pg_options` asks for the compressor {config.compressor!r}, but the backend is exact: it cannot "
+                         "tell gradients from anything else; give the compressor to gradwire.HookState")
+    return GradwireGroup(options, config)
+
+
+class GradwireGroup(OuterGroup):
+    """A process group whose sums take the cheapest way; see the module.
+
+    Args:
+        options: Store, rank, size, time-out and name of the group.
+        config: How to plan; its time-out is replaced by the group's.
+    """
+
+    def __init__(self, options: GroupOptions, config: Config) -> None:
+        super().__init__(dist.ProcessGroup(options.store, options.group_rank, options.group_size))
+        self._store = options.store
+        options = OwnOptions(clone_of(options.store), options.group_rank, options.group_size, options.timeout,
+                               options.group_id, options.global_ranks_in_group)
+        self.config = replace(config, timeout=options.timeout)
+        _retired.clear()
+        self._backends = register_backends([self, self.inner], options)
+        self._coalescing = False
+        self._sums: Sums | None = None
+        self._node: NodeCollectives | None = None
+        if options.group_size > 1:
+            self._sums = Sums(options, self.config)
+            if len(self._sums.cluster.nodes) == 1:
+                self._node = NodeCollectives(PrefixStore("gradwire/node", options.store), options.group_rank,
+                                             options.group_size, options.timeout, f"gradwire {options.group_id}")
+
+    def getBackendName(self) -> str:
+        """The backend's name, for C++."""
+        return "gradwire"
+
+    def name(self) -> str:
+        """The backend's name."""
+        return "gradwire"
+
+    def get_group_store(self) -> Store:
+        """The store that all ranks of this group share."""
+        return self._store
+
+    def allreduce(self, *arguments: object, **named: object) -> dist.Work:
+        """Sums and averages take the way of the plan where it pays. In place."""
+        match arguments:
+            case [[Tensor() as tensor], AllreduceOptions() as options] if not named:
+                return self._sum([tensor], options.reduceOp) or super().allreduce(*arguments, **named)
+        return super().allreduce(*arguments, **named)
+
+    def allreduce_coalesced(self, *arguments: object, **named: object) -> dist.Work:
+        """As one all-reduce of all tensors end to end, where that pays. In place."""
+        match arguments:
+            case [list() as tensors, AllreduceOptions() as options] if tensors and not named:
+                return self._sum(tensors, options.reduceOp) or super().allreduce_coalesced(*arguments, **named)
+        return super().allreduce_coalesced(*arguments, **named)
+
+    def broadcast(self, *arguments: object, **named: object) -> dist.Work:
+        """Through shared memory on a single node. In place."""
+        match arguments:
+            case [[Tensor() as tensor], dist.BroadcastOptions() as options] if not named:
+                if self._node and self._is_local(tensor):
+                    return self.issued(FutureWork(self._node.broadcast(tensor.detach(), options.rootRank)))
+        return super().broadcast(*arguments, **named)
+
+    def allgather(self, *arguments: object, **named: object) -> dist.Work:
+        """Through shared memory on a single node; `arguments` are ([outputs of all ranks], [source], options)."""
+        match arguments:
+            case [[list() as outputs], [Tensor() as source], AllgatherOptions()] if not named:
+                if self._node and self._is_local(source, *outputs) and self._is_alike(source, outputs):
+                    targets = [each.detach() for each in outputs]
+                    return self.issued(FutureWork(self._node.all_gather_list(targets, source.detach())))
+        return super().allgather(*arguments, **named)
+
+    def all_gather_single(self, *arguments: object, **named: object) -> dist.Work:
+        """Through shared memory on a single node; `arguments` are (output, source, options)."""
+        match arguments:
+            case [Tensor() as output, Tensor() as source, AllgatherOptions()] if not named:
+                if self._node and self._is_local(source, output) and self._fits(output, source):
+                    return self.issued(FutureWork(self._node.all_gather(output.detach(), source.detach())))
+        return super().all_gather_single(*arguments, **named)
+
+    def reduce_scatter_single(self, *arguments: object, **named: object) -> dist.Work:
+        """Sums and averages through shared memory on a single node; `arguments` are (output, source, options)."""
+        match arguments:
+            case [Tensor() as output, Tensor() as source, ReduceScatterOptions() as options] if not named:
+                if self._node and self._sums and self._is_local(source, output) and self._fits(source, output):
+                    scale = self._sums.scale(options.reduceOp, [source])
+                    if scale is not None:
+                        future = self._node.reduce_scatter(output.detach(), source.detach(), scale)
+                        return self.issued(FutureWork(future))
+        return super().reduce_scatter_single(*arguments, **named)
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Until `_end_coalescing` everything goes to the inner group, which collects it (NCCL)."""
+        self._coalescing = True
+        self.inner._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        self._coalescing = False
+        return self.inner._end_coalescing(device)
+
+    def split_group(self, ranks: list[int], timeout: timedelta | None = None, opts: object = None,
+                    group_name: str | None = None, group_desc: str | None = None,
+                    device_types: list[torch.device] | None = None) -> "GradwireGroup | None":
+        """A group of some of this group's ranks; all of them call it, with their own set.
+
+        Args:
+            ranks: Ranks of this group.
+            timeout: For every collective of the new group; by default as in this one.
+            opts: A `Config`; by default this group's.
+            group_name: Equal on all ranks of the new group, different from every other group's.
+            group_desc: For people.
+            device_types: Ignored: a group always serves all device types.
+
+        Returns:
+            None where this rank is not among `ranks`.
+        """
+        ranks = sorted(ranks)
+        if self.rank() not in ranks:
+            return None
+        name = group_name or f"{self.group_name}:split:{'-'.join(map(str, ranks))}"
+        store = PrefixStore(f"{name}/", self.get_group_store())
+        options = OwnOptions(store, ranks.index(self.rank()), len(ranks), timeout or self.config.timeout, name, ranks)
+        child = GradwireGroup(options, opts if isinstance(opts, Config) else self.config)
+        child._set_group_name(GroupName(name))
+        child._set_group_desc(group_desc or f"{self.group_desc}:split")
+        return child
+
+    splitGroup = split_group
+
+    def abort(self) -> None:
+        """Wakes all ranks that wait in this group, and gives it up."""
+        reason = f"rank {self.rank()} has aborted the process group {self.group_name}"
+        for part in (self._sums, self._node):
+            if part:
+                part.abort(reason)
+        self.inner.abort()
+
+    def shutdown(self) -> None:
+        """Ends lanes, shared memory and connections: `dist.destroy_process_group` calls it."""
+        for part in (self._sums, self._node):
+            if part:
+                part.close()
+        self.inner.shutdown()
+        self._outstanding.clear()
+        _retired.extend(self._backends)
+
+    def _sum(self, tensors: list[Tensor], op: object) -> dist.Work | None:
+        """The sum, under way; None where it is the inner group's."""
+        if self._sums is None or self._coalescing:
+            return None
+        scale = self._sums.scale(op, tensors)
+        if scale is None or not self._sums.pays(tensors):
+            return None
+        return self.issued(FutureWork(self._sums.all_reduce(tensors, scale)))
+
+    def _is_local(self, *tensors: Tensor) -> bool:
+        return all(tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel() > 0
+                   for tensor in tensors)
+
+    def _is_alike(self, source: Tensor, outputs: list[Tensor]) -> bool:
+        return len(outputs) == self.size() and all(output.shape == source.shape and output.dtype == source.dtype
+                                                   for output in outputs)
+
+    def _fits(self, whole: Tensor, part: Tensor) -> bool:
+        return whole.dtype == part.dtype and whole.numel() == self.size() * part.numel()

@@ -1,0 +1,27 @@
+"""Makes the name "gradwire" known to torch.distributed. Runs at the end of `import torch`, so it imports nothing big."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradwire.comms.backend.process_group import GradwireGroup
+    from gradwire.comms.bootstrap.compat import GroupOptions
+
+NAME = "gradwire"
+
+
+def register() -> None:
+    """Registers the backend once; does nothing where torch was built without torch.distributed.
+
+    Called by torch itself (entry point `torch.backends`), by `import gradwire` where torch is already there, and on
+    the first use of gradwire's names.
+    """
+    import torch.distributed as dist
+
+    if dist.is_available() and NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(options: "GroupOptions", backend_options: object = None) -> "GradwireGroup":
+    from gradwire.comms.backend.process_group import create
+
+    return create(options, backend_options)

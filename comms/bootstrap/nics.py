@@ -1,0 +1,84 @@
+"""Which NIC each local rank should drive, told in a few lines, and what speaks against it.
+
+NCCL finds the nearest NIC of each GPU itself, by the rules that the topology follows, so for GPUs this is a report. Gloo
+takes one interface for all ranks of a host; with `nic_per_rank` each rank listens on its own.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from gradwire.comms.bootstrap.placement import Presence
+from gradwire.comms.config import Config
+from gradwire.topology.assign import crowded
+
+UNKNOWN = "?"
+
+Nodes = Sequence[Sequence[Presence]]
+
+
+def describe_nics(presences: Sequence[Presence], config: Config) -> tuple[str, ...]:
+    """A line with the NICs by local rank, and one for each thing to mend; none where no NIC is known.
+
+    Args:
+        presences: Of all ranks, in rank order.
+        config: Says whether gloo uses them.
+    """
+    found: dict[object, list[Presence]] = defaultdict(list)
+    for presence in presences:
+        found[presence.location, presence.host].append(presence)
+    nodes = list(found.values())
+    if all(presence.hardware.nic is None for presence in presences):
+        return ()
+    return (_by_local_rank(nodes), *_shared(nodes), *_unused_by_gloo(nodes, config))
+
+
+def interface_of(presences: Sequence[Presence], rank: int, config: Config) -> str | None:
+    """The interface that gloo is to use on this rank; None leaves the choice to gloo.
+
+    Args:
+        presences: Of all ranks, in rank order.
+        rank: This rank.
+        config: Its `nic_per_rank` asks for one.
+
+    Raises:
+        ValueError: It asks, and there are ranks without an interface. Raised on every rank.
+    """
+    if not config.nic_per_rank:
+        return None
+    without = [presence.rank for presence in presences if presence.hardware.interface is None]
+    if without:
+        raise ValueError(f"`nic_per_rank` is set, but no network interface is known for rank {without[0]} "
+                         f"({len(without)} of {len(presences)} ranks): leave it out, and name one in GLOO_SOCKET_IFNAME")
+    return presences[rank].hardware.interface
+
+
+def _by_local_rank(nodes: Nodes) -> str:
+    """`NIC by local rank: mlx5_0, mlx5_1 on all 2 nodes`; nodes that differ are told one after another."""
+    rows: Mapping[tuple[str, ...], list[int]] = defaultdict(list)
+    for number, node in enumerate(nodes):
+        rows[tuple(presence.hardware.nic or UNKNOWN for presence in node)].append(number)
+    told = []
+    for row, numbers in rows.items():
+        alike = len(row) > 1 and len(set(row)) == 1
+        names = f"{row[0]} for all {len(row)}" if alike else ", ".join(row)
+        where = f"all {len(nodes)} nodes" if len(numbers) == len(nodes) > 1 else f"node {', '.join(map(str, numbers))}"
+        told.append(f"{names} on {where}")
+    return f"NIC by local rank: {'; '.join(told)}"
+
+
+def _shared(nodes: Nodes) -> list[str]:
+    """Nodes where ranks share a NIC while one as fast stands idle."""
+    found = [crowded({presence.rank: presence.hardware.nic for presence in node}, node[0].hardware.fastest) for node in nodes]
+    remedy = "give the ranks GPUs that are near different NICs"
+    return [f"node {number}: {text}: {remedy}" for number, text in enumerate(found) if text]
+
+
+def _unused_by_gloo(nodes: Nodes, config: Config) -> list[str]:
+    """Nodes with several NICs of which gloo would use one."""
+    if config.nic_per_rank or config.transport == "mpi":
+        return []
+    several = [str(number) for number, node in enumerate(nodes)
+               if node[0].device == "cpu" and len({presence.hardware.interface for presence in node} - {None}) > 1]
+    line = (f"node {', '.join(several)}: gloo takes the same interface for all ranks: `nic_per_rank` gives each its own, "
+            "where the networks reach each other")
+    return [line] if several else []

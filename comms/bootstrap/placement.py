@@ -1,0 +1,150 @@
+"""Who shares a node with whom: every rank says through the store where it is, and reads what the others say.
+
+Never computed from `rank // local_size`: nodes may be uneven, ranks dealt out round-robin, several jobs on one host.
+Two ranks share a node when hostname, boot id and the device number of /dev/shm agree, so containers and emulated
+nodes on one kernel are told apart exactly where they cannot share memory.
+"""
+
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.hardware import Hardware, hardware
+from gradwire.comms.config import Config, local_rank
+from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link
+
+INTRA_NODE = Link(alpha_seconds=20e-6, bytes_per_second=5e9)
+"""Inside a node where the topology does not tell, until it is measured: shared memory of a small host."""
+
+INTER_NODE = Link(alpha_seconds=100e-6, bytes_per_second=1.25e9)
+"""Between nodes where the topology does not tell, until it is measured: TCP over a 10 Gbit card."""
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """What a rank says about itself.
+
+    Attributes:
+        rank: Its rank in the group.
+        size: The group's size as this rank knows it.
+        host: Hostname, boot id and device number of /dev/shm.
+        location: Names of the units above the node, outermost first.
+        device: Type of the tensors it will reduce: `cpu` or `cuda`.
+        torch_version: As `torch.__version__` says.
+        hardware: What it knows of its machine: bytes per second inside and outwards, its NIC.
+        shared: The configuration that must agree, field by field.
+    """
+
+    rank: int
+    size: int
+    host: tuple[str, ...]
+    location: tuple[str, ...]
+    device: str
+    torch_version: str
+    hardware: Hardware
+    shared: dict[str, str]
+
+    @classmethod
+    def here(cls, rank: int, size: int, config: Config, device: torch.device) -> "Presence":
+        """This process's."""
+        return cls(rank, size, host_identity(config.hostname), config.location, device.type,
+                   torch.__version__, hardware(local_rank(), device.type), config.shared())
+
+
+def host_identity(hostname: str | None = None) -> tuple[str, str, str]:
+    """Hostname (or the one given), boot id, device number of /dev/shm."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    memory = Path("/dev/shm")
+    return (hostname or socket.gethostname(), boot.read_text().strip() if boot.exists() else "",
+            str(memory.stat().st_dev) if memory.exists() else "")
+
+
+def exchange(store: Store, own: Presence, timeout: timedelta) -> list[Presence]:
+    """Publishes this rank's presence and returns everybody's, in rank order.
+
+    Raises:
+        RuntimeError: A rank did not come within the time-out; the message names those that are missing.
+        ValueError: A rank has another world size, device, or configuration; the message names the field and both
+            values. Raised on every rank.
+    """
+    store.set(_key(own.rank), json.dumps(asdict(own)))
+    found: list[Presence] = []
+    missing: list[int] = []
+    for rank in range(own.size):
+        try:
+            store.wait([_key(rank)], timeout if not missing else timedelta(milliseconds=10))
+        except (RuntimeError, dist.DistStoreError):
+            missing.append(rank)
+            continue
+        found.append(_parse(store.get(_key(rank))))
+        _check(own, found[-1])
+    if missing:
+        raise RuntimeError(f"`world_size` is {own.size} on rank {own.rank}, but rank {_list(missing)} did not join within "
+                           f"{timeout.total_seconds():g} s: start all ranks, with the same world size")
+    return found
+
+
+def cluster_of(presences: Sequence[Presence], config: Config) -> Cluster:
+    """Where each rank is, as a cluster with the links' default or configured speeds."""
+    depth = {len(presence.location) for presence in presences}
+    if len(depth) > 1:
+        raise ValueError(f"`location` has {sorted(depth)} names on different ranks; wanted the same number on all")
+    numbers: dict[tuple[object, ...], int] = {}
+    locations = []
+    for presence in presences:
+        outer = [_number(numbers, presence.location[:end + 1]) for end in range(len(presence.location))]
+        locations.append((*outer, _number(numbers, (*presence.location, presence.host))))
+    inside = _slowest([presence.hardware.intra_node for presence in presences]) or INTRA_NODE.bytes_per_second
+    outwards = (config.nic_bytes_per_second or _slowest([presence.hardware.inter_node for presence in presences])
+                or INTER_NODE.bytes_per_second)
+    nic = Link(INTER_NODE.alpha_seconds, outwards)
+    links = (Link(INTRA_NODE.alpha_seconds, inside), *[nic] * (depth.pop() + 1))
+    return Cluster(tuple(locations), tuple(map(Level, LEVEL_NAMES, links)))
+
+
+def _slowest(rates: Sequence[float | None]) -> float | None:
+    """The least of the rates; None where one is unknown, because that one may be the least."""
+    known = [rate for rate in rates if rate is not None]
+    return min(known) if len(known) == len(rates) else None
+
+
+def _number(numbers: dict[tuple[object, ...], int], name: tuple[object, ...]) -> int:
+    return numbers.setdefault(name, len(numbers))
+
+
+def _check(own: Presence, other: Presence) -> None:
+    if own.size != other.size:
+        _refuse("world_size", other, other.size, own, own.size)
+    if own.device != other.device:
+        _refuse("device", other, other.device, own, own.device)
+    for name, value in own.shared.items():
+        if other.shared.get(name) != value:
+            _refuse(name, other, other.shared.get(name), own, value)
+
+
+def _refuse(name: str, other: Presence, theirs: object, own: Presence, ours: object) -> None:
+    raise ValueError(f"`{name}` is {theirs} on rank {other.rank} and {ours} on rank {own.rank}; wanted the same on all "
+                     "ranks: start them with one configuration")
+
+
+def _parse(text: bytes) -> Presence:
+    values = json.loads(text)
+    values["host"] = tuple(values["host"])
+    values["location"] = tuple(values["location"])
+    values["hardware"] = Hardware(**values["hardware"] | {"fastest": tuple(values["hardware"]["fastest"])})
+    return Presence(**values)
+
+
+def _key(rank: int) -> str:
+    return f"presence/{rank}"
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

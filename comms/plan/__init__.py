@@ -1,0 +1,1 @@
+"""Which collectives average a bucket, on which ranks and elements, and what that costs."""

@@ -1,0 +1,243 @@
+"""Which plan, and whether to compress at all: every plan and compressor priced for one training step, and a verdict.
+
+A step is a backward pass that produces buckets at an even pace and a network that takes them one after another; the
+optimizer can begin when both are done. What communication adds to the backward pass is called exposed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from gradwire.comms.plan.plan import HALVING_DOUBLING, TREE, Plan
+from gradwire.comms.plan.planner import MINIMUM_GAIN, candidates
+from gradwire.comms.plan.price import EXACT, CodecPrice
+from gradwire.topology.cluster import Cluster
+
+BUCKET_NBYTES = 25 << 20
+"""DDP's default `bucket_cap_mb`."""
+
+PLANS = ("flat", "hierarchical", "leader")
+"""What gradwire can run."""
+
+REFERENCES = (TREE, HALVING_DOUBLING)
+"""What other libraries run; priced for comparison. `tree` is what NCCL may choose for the flat plan."""
+
+HARMLESS_FIRST = ("none", "bf16", "fp16", "int8", "int4", "powersgd", "onebit", "dgc")
+"""Compressors in the order of what they do to a gradient; an unknown one comes last."""
+
+SGD_ONLY = {"onebit": "its momentum takes the place of SGD's", "dgc": "its momentum correction takes the place of SGD's"}
+"""Compressors that presume an optimizer, and why."""
+
+WORTHWHILE = 0.05
+"""Compression is recommended where it shortens the step by more than this share; the harmless wins within it."""
+
+MOST_OF_IT = 0.75
+"""Where the backward pass is not known, and so the step is not, this share of the best compressor's saving is enough."""
+
+HIDDEN = 0.02
+"""Communication counts as hidden where it adds less than this share to the backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What one step has to move, and what else it does.
+
+    Attributes:
+        gradient_nbytes: Of all gradients.
+        backward_seconds: How long a backward pass takes without communication; 0 is unknown.
+        bucket_nbytes: Gradients that travel together.
+        optimizer: `sgd`, `adam`, ...: some compressors presume one.
+    """
+
+    gradient_nbytes: int
+    backward_seconds: float = 0.0
+    bucket_nbytes: int = BUCKET_NBYTES
+    optimizer: str = "sgd"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One plan with one compressor.
+
+    Attributes:
+        name: `hierarchical`, `hierarchical+int8`, ...
+        plan: For the whole gradient in one bucket.
+        compressor: `none` or a compressor's name.
+        seconds: Predicted time of an all-reduce of the whole gradient.
+        step_seconds: From the start of the backward pass to the last gradient.
+        exposed_seconds: What communication adds to the backward pass.
+        hidden: Communication all but disappears behind the backward pass.
+        limit: What limits it, in words.
+        caution: Why it is not recommended whatever its speed; empty where there is nothing against it.
+        available: gradwire can run it; it compresses between nodes only, so always in the hierarchical plan.
+    """
+
+    name: str
+    plan: Plan
+    compressor: str
+    seconds: float
+    step_seconds: float
+    exposed_seconds: float
+    hidden: bool
+    limit: str
+    caution: str
+    available: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """One plan and one compressor, and why."""
+
+    plan: str
+    compressor: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Everything that was priced, and the verdict."""
+
+    offers: tuple[Offer, ...]
+    recommend: Recommendation
+
+    def offer(self, name: str) -> Offer:
+        """The offer of that name."""
+        return next(offer for offer in self.offers if offer.name == name)
+
+
+def advise(cluster: Cluster, workload: Workload, prices: Sequence[CodecPrice], *, library: str = "gloo") -> Advice:
+    """Prices every plan with every compressor and recommends one.
+
+    Args:
+        cluster: Where the ranks are and what the links give.
+        workload: What a step moves.
+        prices: Of the compressors to consider; `none` is always considered.
+        library: Who runs a flat plan: `nccl` takes the faster of ring and tree, `gloo` a ring.
+    """
+    considered = (EXACT, *(price for price in prices if price.name != EXACT.name))
+    offers = [_offer(cluster, workload, name, price, library)
+              for name in (*PLANS, *REFERENCES) for price in considered
+              if name in PLANS or price.name in ("none", "fp16", "bf16")]
+    return Advice(tuple(offers), _recommend(offers, workload))
+
+
+def step_seconds(bucket_plans: Sequence[Plan], arrivals: Sequence[float]) -> float:
+    """When the last bucket is done.
+
+    Args:
+        bucket_plans: One for each bucket, in order.
+        arrivals: When the backward pass hands each of them over, in seconds.
+    """
+    free = done = 0.0
+    for plan, arrival in zip(bucket_plans, arrivals, strict=True):
+        free = max(free, arrival + plan.seconds - plan.busy_seconds) + plan.busy_seconds
+        done = max(done, free)
+    return done
+
+
+def buckets_of(workload: Workload) -> list[int]:
+    """Sizes of the buckets, in bytes: full ones, and what is left."""
+    full, rest = divmod(workload.gradient_nbytes, workload.bucket_nbytes)
+    return [workload.bucket_nbytes] * full + ([rest] if rest else [])
+
+
+def _offer(cluster: Cluster, workload: Workload, name: str, price: CodecPrice, library: str) -> Offer:
+    def cheapest(nbytes: int) -> Plan:
+        return min(_priced(cluster, nbytes, name, price, library), key=lambda plan: plan.seconds)
+
+    sizes = buckets_of(workload)
+    by_size = {nbytes: cheapest(nbytes) for nbytes in set(sizes)}
+    produced, arrivals = 0, []
+    for nbytes in sizes:
+        produced += nbytes
+        arrivals.append(workload.backward_seconds * produced / workload.gradient_nbytes)
+    step = max(step_seconds([by_size[nbytes] for nbytes in sizes], arrivals), workload.backward_seconds)
+    whole = cheapest(workload.gradient_nbytes)
+    exposed = step - workload.backward_seconds
+    return Offer(name if price.name == "none" else f"{name}+{price.name}", whole, price.name, whole.seconds, step, exposed,
+                 _is_hidden(exposed, workload, by_size[sizes[-1]] if sizes else whole), _limit(whole, cluster),
+                 _caution(price.name, workload.optimizer),
+                 name in PLANS if price.name == "none" else name == "hierarchical")
+
+
+def _priced(cluster: Cluster, nbytes: int, name: str, price: CodecPrice, library: str) -> Iterator[Plan]:
+    yield from candidates(cluster, nbytes, name, 0, price)
+    if name == "flat" and library == "nccl":
+        for plan in candidates(cluster, nbytes, TREE, 1, price):
+            yield replace(plan, name="flat")
+
+
+def _is_hidden(exposed: float, workload: Workload, last: Plan) -> bool:
+    """The last bucket comes when backward is over, so its own time is always exposed and does not count."""
+    return workload.backward_seconds > 0 and exposed <= last.seconds + HIDDEN * workload.backward_seconds
+
+
+def _limit(plan: Plan, cluster: Cluster) -> str:
+    if not plan.phases:
+        return "nothing to send"
+    names = {"latency": "latency of messages", "processor": "processor", cluster.levels[0].name: "node's links",
+             "inter_node": "network card"}
+    return names.get(plan.limit, f"{plan.limit} links")
+
+
+def _caution(compressor: str, optimizer: str) -> str:
+    if compressor in SGD_ONLY and optimizer.lower() != "sgd":
+        return f"{compressor} presumes SGD with momentum ({SGD_ONLY[compressor]}); the optimizer is {optimizer}"
+    return ""
+
+
+def _recommend(offers: Sequence[Offer], workload: Workload) -> Recommendation:
+    able = [offer for offer in offers if offer.available and not offer.caution]
+    flat = next(offer for offer in able if offer.name == "flat")
+    # As the planner chooses: by the all-reduce, so that a hidden one loads the network least.
+    exact = min((offer for offer in able if offer.compressor == "none"), key=lambda offer: offer.seconds)
+    if exact.seconds > flat.seconds * (1 - MINIMUM_GAIN):
+        exact = flat
+    best = min(able, key=lambda offer: offer.step_seconds)
+    enough = best.step_seconds * (1 + WORTHWHILE)
+    if not workload.backward_seconds:
+        enough = max(enough, exact.step_seconds - MOST_OF_IT * (exact.step_seconds - best.step_seconds))
+    close = [offer for offer in able if offer.step_seconds <= enough]
+    mildest = min(close, key=lambda offer: (_harm(offer.compressor), offer.step_seconds))
+    if mildest.compressor == "none" or mildest.step_seconds > exact.step_seconds * (1 - WORTHWHILE):
+        return Recommendation(exact.plan.name, "none", _why_exact(exact, flat, mildest, workload))
+    return Recommendation(mildest.plan.name, mildest.compressor, _why_lossy(mildest, exact, workload))
+
+
+def _harm(compressor: str) -> int:
+    return HARMLESS_FIRST.index(compressor) if compressor in HARMLESS_FIRST else len(HARMLESS_FIRST)
+
+
+def _why_exact(exact: Offer, flat: Offer, rival: Offer, workload: Workload) -> str:
+    if not exact.plan.phases:
+        return "Do not compress: there is one rank, so nothing travels."
+    text = f"Do not compress: {_spent(exact, workload)}"
+    if rival.compressor != "none":
+        saved = (exact.step_seconds - rival.step_seconds) * 1e3
+        text += f" {rival.compressor} would save {max(saved, 0.0):.3g} ms, less than {WORTHWHILE:.0%} of the step."
+    elif exact.hidden:
+        text += " A compressor has nothing left to save."
+    else:
+        text += f" No compressor is predicted to shorten that by more than {WORTHWHILE:.0%}."
+    if exact is flat:
+        tree = ": with NCCL's tree, which it takes here" if exact.plan.phases[0].algorithm == TREE else ""
+        return f"{text} The flat plan{tree}: no hierarchy is predicted to be more than {MINIMUM_GAIN:.0%} faster."
+    return f"{text} {exact.plan.name} is {flat.seconds / exact.seconds:.2f}x faster than flat ({flat.seconds * 1e3:.3g} ms)."
+
+
+def _why_lossy(chosen: Offer, exact: Offer, workload: Workload) -> str:
+    known = workload.backward_seconds > 0
+    what = "step" if known else "communication (how long backward takes was not given)"
+    among = f"within {WORTHWHILE:.0%} of the fastest" if known else f"that save {MOST_OF_IT:.0%} of what the fastest saves"
+    return (f"{chosen.compressor} shortens the {what} from {exact.step_seconds * 1e3:.3g} to "
+            f"{chosen.step_seconds * 1e3:.3g} ms, {exact.step_seconds / chosen.step_seconds:.2f}x, because the exact "
+            f"all-reduce is limited by {exact.limit}; of the compressors {among} it changes the gradient least. "
+            "It is lossy: check the accuracy of the trained model against a run without it.")
+
+
+def _spent(offer: Offer, workload: Workload) -> str:
+    if not workload.backward_seconds:
+        return f"the exact all-reduce takes {offer.seconds * 1e3:.3g} ms (how long backward takes was not given)."
+    if offer.hidden:
+        return (f"communication ({offer.seconds * 1e3:.3g} ms) hides behind backward "
+                f"({workload.backward_seconds * 1e3:.3g} ms).")
+    return f"the exact step takes {offer.step_seconds * 1e3:.3g} ms."

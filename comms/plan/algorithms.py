@@ -1,0 +1,150 @@
+"""Flat all-reduces as lists of messages: the ring, NCCL's double binary tree, recursive halving and doubling.
+
+Each function gives the messages of one all-reduce over all ranks, so that bytes are counted and not looked up. The
+simulator runs the same algorithms on data.
+
+Sources: ring: Patarasuk and Yuan, JPDC 2009. Double binary tree: Sanders, Speck and Traeff, "Two-tree algorithms for
+full bandwidth broadcast, reduction and scan", Parallel Computing 2009; the shape as NCCL builds it between nodes, a
+chain inside each node (NCCL 2.4 release notes, "Massively scale your deep learning training with NCCL 2.4").
+Recursive halving and doubling, with the fold for other counts than powers of two: Thakur, Rabenseifner and Gropp,
+IJHPCA 2005, section 4.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from gradwire.comms.plan.plan import HALVING_DOUBLING, RING, TREE
+from gradwire.comms.plan.traffic import Floats, Ints, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Who sends how much to whom.
+
+    Attributes:
+        sources: Sending rank of each message.
+        targets: Receiving rank.
+        nbytes: Bytes, for one byte of bucket.
+        critical_seconds: From the alpha of each message to the seconds of the longest chain of messages.
+    """
+
+    sources: Ints
+    targets: Ints
+    nbytes: Floats
+    critical_seconds: Callable[[Floats], float]
+
+
+def flat_messages(shape: Shape, algorithm: str) -> Messages:
+    """The messages of one all-reduce over all ranks.
+
+    Raises:
+        ValueError: `algorithm` is unknown.
+    """
+    known = {RING: _ring, TREE: _tree, HALVING_DOUBLING: _halving_doubling}
+    if algorithm not in known:
+        raise ValueError(f"`algorithm` is {algorithm!r}; wanted one of {', '.join(known)}")
+    return known[algorithm](shape)
+
+
+def _ring(shape: Shape) -> Messages:
+    ranks = np.arange(shape.size)
+    passes = 2 * (shape.size - 1) / shape.size
+    # The first piece to be done passes every edge but one, twice; the one that it may leave out is the slowest: so
+    # NCCL counts 2 (N - 1) steps between N nodes (NCCL src/graph/tuning.cc).
+    return Messages(ranks, (ranks + 1) % shape.size, np.full(shape.size, passes),
+                    lambda alphas: 2 * float(alphas.sum() - alphas.max()))
+
+
+def tree_edges(nodes: list[list[int]]) -> list[list[tuple[int, int]]]:
+    """The edges (child, parent) between ranks of the two trees; each carries half of the bucket up and down.
+
+    Args:
+        nodes: The ranks of each node: a chain whose first rank is the node's place in the tree.
+    """
+    chain = [(below, above) for ranks in nodes for above, below in pairwise(ranks)]
+    size = len(nodes)
+    mirrored = [size - 1 - place if size % 2 == 0 else (place + 1) % size for place in range(size)]
+    trees = []
+    for node_at in (range(size), mirrored):  # so that a leaf of one tree is inside the other
+        edges = [(index, binary_tree_parent(index, size)) for index in range(1, size)]
+        trees.append(chain + [(nodes[node_at[child]][0], nodes[node_at[parent]][0]) for child, parent in edges])
+    return trees
+
+
+def binary_tree_parent(index: int, size: int) -> int:
+    """The parent of `index` (1 to `size` - 1) in the in-order binary tree below 0: odd places are leaves."""
+    lowest = index & -index
+    parent = (index ^ lowest) | (lowest << 1)
+    return parent if parent < size else index ^ lowest
+
+
+def _tree(shape: Shape) -> Messages:
+    inner = shape.unit_ids[min(1, shape.depth - 1)] if shape.depth > 1 else np.zeros(shape.size, dtype=np.intp)
+    nodes: list[list[int]] = [[] for _ in range(int(inner.max()) + 1)]
+    for rank, node in enumerate(inner):
+        nodes[node].append(rank)
+    first, second = tree_edges(nodes)
+    up = np.array(first + second, dtype=np.intp).reshape(-1, 2)
+    half = np.full(2 * len(up), 0.5)
+    return Messages(np.concatenate((up[:, 0], up[:, 1])), np.concatenate((up[:, 1], up[:, 0])), half,
+                    lambda alphas: max((_deepest(tree, alphas[start:start + len(tree)])
+                                        for tree, start in ((first, 0), (second, len(first)))), default=0.0))
+
+
+def _deepest(edges: list[tuple[int, int]], alphas: Floats) -> float:
+    """Twice (up and down again) the seconds from the farthest leaf to the root."""
+    parents = {child: (parent, float(alpha)) for (child, parent), alpha in zip(edges, alphas, strict=True)}
+    distance: dict[int, float] = {}
+
+    def to_root(rank: int) -> float:
+        path = []
+        while rank in parents and rank not in distance:
+            path.append(rank)
+            rank = parents[rank][0]
+        seconds = distance.get(rank, 0.0)
+        for passed in reversed(path):
+            seconds += parents[passed][1]
+            distance[passed] = seconds
+        return seconds
+
+    return 2 * max((to_root(rank) for rank in parents), default=0.0)
+
+
+def halving_steps(size: int) -> tuple[int, list[int]]:
+    """Ranks that fold into a neighbour first (each even one of the first twice as many), and the distances of the rest.
+
+    The nearest partners come first, so that the large messages stay inside the node.
+    """
+    steps = size.bit_length() - 1
+    return size - (1 << steps), [1 << step for step in range(steps)]
+
+
+def halving_ranks(size: int) -> Ints:
+    """The ranks that take part after the fold, in order."""
+    folded, distances = halving_steps(size)
+    return np.concatenate((np.arange(folded) * 2 + 1, np.arange(2 * folded, size))) if distances else np.arange(size)
+
+
+def _halving_doubling(shape: Shape) -> Messages:
+    folded, distances = halving_steps(shape.size)
+    ranks = halving_ranks(shape.size)
+    evens = np.arange(folded) * 2
+    sources, targets, nbytes = [evens, evens + 1], [evens + 1, evens], [np.ones(folded)] * 2
+    stages = [folded, folded]
+    for step, distance in enumerate(distances):
+        partners = ranks[np.arange(len(ranks)) ^ distance]
+        sources.append(ranks)
+        targets.append(partners)
+        nbytes.append(np.full(len(ranks), 2 * 0.5 ** (step + 1)))  # halving, and the same again when doubling
+        stages.append(len(ranks))
+    twice = [1, 1] + [2] * len(distances)
+
+    def critical(alphas: Floats) -> float:
+        pieces = np.split(alphas, np.cumsum(stages)[:-1])
+        return sum(times * float(piece.max()) for times, piece in zip(twice, pieces, strict=True) if len(piece))
+
+    return Messages(np.concatenate(sources).astype(np.intp), np.concatenate(targets).astype(np.intp),
+                    np.concatenate(nbytes), critical)

@@ -1,0 +1,173 @@
+"""What compression costs and saves: bytes on the wire, and seconds of encoding and decoding.
+
+Bytes come from the compressor itself. Seconds come from the bytes that its kernels read and write, all of them limited
+by memory, or from a measurement on this machine.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gradwire.comms.plan.price import EXACT, CodecPrice
+from gradwire.comms.transport.echo import EchoGroup
+from gradwire.compressors import registry
+from gradwire.compressors.base import Compressor, Layout, Slice
+
+ELEMENT_NBYTES = 4
+"""Gradients are float32 when they are encoded."""
+
+CPU_BYTES_PER_SECOND = 20e9
+"""What one core moves through memory in such kernels, payload buffers included: EPYC (Zen 4), 8 MiB gradients, 2026."""
+
+GPU_BYTES_PER_SECOND = {80: 1.4e12, 86: 0.42e12, 89: 0.6e12, 90: 2.3e12, 100: 5.6e12}
+"""Compute capability -> 0.7 of the card's memory bandwidth (A100 80 GB 2.04, A10 0.6, L40 0.86, H100 SXM 3.35, B200 8
+TB/s). Source: NVIDIA's data sheets; 0.7 is what memory-bound kernels reach."""
+
+TOUCHED_NBYTES = {"none": 0.0, "fp16": 14.0, "bf16": 14.0, "int8": 19.0, "int4": 18.0, "onebit": 49.0, "dgc": 28.0,
+                  "powersgd": 32.0}
+"""Bytes that encoding and decoding read and write for each element of a shard, residual and momentum included: encode
+(gradient in, residual in and out, payload out), decode and sum a slice, decode the result. One pass each; onebit has two more,
+for its units."""
+
+EDGE = 0.25
+"""Part of a measurement at its beginning and at its end in which not all ranks may be computing yet, or still."""
+
+UNKNOWN_TOUCHED_NBYTES = 32.0
+"""For a compressor that a user has registered."""
+
+
+def codec_price(name: str, layout: Layout, group_size: int, memory_bytes_per_second: float) -> CodecPrice:
+    """The price of a compressor in its final state, warm-up over.
+
+    Args:
+        name: As in `compressor=`.
+        layout: Parameters of the gradient; the ratio of PowerSGD depends on their shapes.
+        group_size: Ranks that exchange each shard: the number of nodes.
+        memory_bytes_per_second: Of the processor that encodes.
+
+    Raises:
+        ValueError: No such compressor.
+    """
+    if name == EXACT.name:
+        return EXACT
+    touched = TOUCHED_NBYTES.get(name, UNKNOWN_TOUCHED_NBYTES)
+    return CodecPrice(name, wire_ratio(final(name), layout, group_size),
+                      touched / ELEMENT_NBYTES / memory_bytes_per_second)
+
+
+def final(name: str) -> Compressor:
+    """A compressor by name, with its defaults but without a warm-up."""
+    return registry.make(name, {"warmup_steps": 0} if "warmup_steps" in registry.options_of(name) else {})
+
+
+def short_start(name: str) -> dict[str, registry.Option]:
+    """Options with which a compressor's first step is its last dense one: what follows is as in the middle of a training."""
+    return {"warmup_steps": 1} if "warmup_steps" in registry.options_of(name) else {}
+
+
+def settling(name: str) -> Compressor:
+    """A compressor by name, with its defaults but `short_start`."""
+    return registry.make(name, short_start(name))
+
+
+def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float:
+    """Bytes that a rank sends over those of a ring all-reduce of the same elements in float32; 1 where none travel."""
+    exact = 2 * (group_size - 1) / group_size * ELEMENT_NBYTES * layout.numel
+    return compressor.wire_nbytes(layout, group_size) / exact if exact else 1.0
+
+
+def alone(processor_seconds: float, share: float) -> float:
+    """Seconds that pass while a process computes for `processor_seconds`, having `share` of a core.
+
+    The share is below 1 where more ranks than cores compute, above 1 where a rank has several threads.
+    """
+    return processor_seconds / share
+
+
+def measured_price(name: str, layout: Layout, group_size: int, seconds: float = 0.1,
+                   together: Callable[[], object] = lambda: None,
+                   agree: Callable[[float, float], float] = alone) -> CodecPrice:
+    """The price with encoding and decoding timed here: the mean of as many rounds as a while takes.
+
+    Two sizes, the whole gradient and its first parameter, tell what each call costs from what each byte does.
+
+    Args:
+        name: As in `compressor=`.
+        layout: What is encoded, in several parameters: more than the caches hold, as a model's gradients are.
+        group_size: As for `codec_price`.
+        seconds: How long each size is encoded again and again, after a dense round and the first compressed one, which
+            takes its memory.
+        together: Returns when all ranks of this machine have come, where they measure together, as they share its cores in
+            training. Called before the rounds of a size; between them nobody waits.
+        agree: As `alone`, but makes one number of all ranks', so that all of them plan alike.
+    """
+    if name == EXACT.name:
+        return EXACT
+    group, first = EchoGroup(group_size), Layout(layout.slices[:1])
+    (whole, hops, whole_share), (part, _, part_share) = (
+        _timed(settling(name), each, group, seconds, together) for each in (layout, first))
+    whole, part = agree(whole, whole_share), agree(part, part_share)
+    per_element = (whole - part) / (layout.numel - first.numel) if len(layout.slices) > 1 else whole / layout.numel
+    return CodecPrice(name, wire_ratio(final(name), layout, group_size), max(per_element, 0.0) / ELEMENT_NBYTES,
+                      max(part - per_element * first.numel, 0.0), hops, group.exchanged)
+
+
+def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, seconds: float,
+           together: Callable[[], object]) -> tuple[float, int, float]:
+    """What an all-reduce takes in which nothing travels.
+
+    What the processor needs for a round and what share of it there is are measured apart: where ranks share cores, a
+    round's own time is that of the scheduler's turns, some short and some long. A time and not a number of rounds, so that
+    no rank ends early and leaves its core to the others.
+
+    Returns:
+        Processor seconds of a round (the mean), how often it would have waited for everybody, and this rank's share of a core.
+    """
+    gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
+
+    def once() -> float:
+        shard = gradient.clone()
+        began = time.process_time()
+        for work in compressor.all_reduce(shard, layout, group):
+            work.wait()
+        took = time.process_time() - began
+        compressor.end_step(True)
+        return took
+
+    once()
+    before = group.rounds
+    once()
+    hops = group.rounds - before
+    together()
+    began, marks, rounds = time.perf_counter(), [(time.perf_counter(), time.process_time())], [once()]
+    while (now := time.perf_counter()) < began + seconds:
+        marks.append((now, time.process_time()))
+        rounds.append(once())
+    marks.append((time.perf_counter(), time.process_time()))
+    inside = [mark for mark in marks if EDGE * seconds <= mark[0] - began <= (1 - EDGE) * seconds]
+    first, last = (inside[0], inside[-1]) if len(inside) > 1 else (marks[0], marks[-1])
+    return statistics.fmean(rounds), hops, (last[1] - first[1]) / (last[0] - first[0])
+
+
+def layout_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
+    """The layout of parameters one after another.
+
+    Args:
+        shapes: Name and shape of each.
+    """
+    slices, start = [], 0
+    for name, shape in shapes:
+        numel = int(torch.Size(shape).numel())
+        slices.append(Slice(name, shape, 0, start, numel))
+        start += numel
+    return Layout(tuple(slices))
+
+
+def square_layout(nbytes: float, side: int = 1024) -> Layout:
+    """A gradient of `nbytes` of which nothing else is known: square matrices, and what is left over as a vector."""
+    numel = max(1, round(nbytes / ELEMENT_NBYTES))
+    matrices, rest = divmod(numel, side * side)
+    shapes = [(f"matrix{index}", (side, side)) for index in range(matrices)]
+    return layout_of([*shapes, ("rest", (rest,))] if rest else shapes)

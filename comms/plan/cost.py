@@ -1,0 +1,165 @@
+"""What a phase costs on a cluster: alpha-beta seconds, and the bytes that leave each unit.
+
+Notation: a unit at level l - 1 (a rank, a node, a rack) has one link towards its siblings at level l. A message of b
+bytes over it costs `alpha + b / bytes_per_second`. Formulas for one region of S bytes over m children:
+
+    reduce_scatter, all_gather   (m - 1) messages, S (1 - 1/m) bytes out of every child
+    reduce, broadcast            (m - 1) messages down a chain, S bytes out of every child but its last
+    all_reduce (ring)            2 (m - 1) messages, 2 S (m - 1)/m bytes out of every child
+    flat ring over n ranks       2 (n - 1) messages, 2 S (n - 1)/n bytes over every edge of the ring; a unit sends as
+                                 many times that as edges leave it
+
+The flat algorithms of other libraries are in `algorithms.py`.
+
+Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009 (ring);
+Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+
+from gradwire.comms.plan.algorithms import flat_messages
+from gradwire.comms.plan.plan import ALL_REDUCE, REDUCE_SCATTER, RING, Phase
+from gradwire.comms.plan.schedule import child_shares
+from gradwire.comms.plan.traffic import Egress, Floats, shape_of
+from gradwire.topology.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseCost:
+    """What one phase costs: linear in the bytes it moves.
+
+    Attributes:
+        alpha_seconds: Messages that follow one another.
+        seconds_per_byte: Of the slowest link, for each byte of bucket.
+        egress: Bytes that leave each unit, for each byte of bucket.
+        byte_share: Part of the time of the bytes for which the link is taken; other chunks fill the rest.
+    """
+
+    alpha_seconds: float
+    seconds_per_byte: float
+    egress: Egress
+    byte_share: float = 1.0
+
+    def seconds(self, nbytes: float) -> float:
+        """Predicted time for `nbytes` on the wire in place of the bucket."""
+        return self.alpha_seconds + self.byte_seconds(nbytes)
+
+    def byte_seconds(self, nbytes: float) -> float:
+        """That without the latency."""
+        return nbytes * self.seconds_per_byte
+
+
+class CostModel:
+    """Costs of phases on one cluster.
+
+    Args:
+        cluster: Where the ranks are and what the links give.
+        parts: For each level with a reduce_scatter, the shards that a region is cut into.
+    """
+
+    def __init__(self, cluster: Cluster, parts: Mapping[int, int]) -> None:
+        self.cluster = cluster
+        self.parts = parts
+        self._shape = shape_of(cluster)
+
+    def phase(self, phase: Phase) -> PhaseCost:
+        """Seconds and bytes of one phase, for each byte of bucket."""
+        if phase.whole:
+            return self._whole(phase.algorithm)
+
+        def sent(count: int) -> list[float]:
+            shares = child_shares(phase.parts, count)
+            return [sent_nbytes(phase.op, 1.0, count, index, shares) for index in range(count)]
+
+        ranks = self._shape.by_child(phase.level, sent) * self.shares(phase.level)
+        everyone = np.arange(self.cluster.size)
+        egress = self._shape.book(everyone, np.full_like(everyone, phase.level), ranks)
+        messages = (self.cluster.widest(phase.level) - 1) * (2 if phase.op == ALL_REDUCE else 1)
+        return PhaseCost(messages * self.cluster.levels[phase.level].link.alpha_seconds, self._slowest(egress), egress)
+
+    def shares(self, level: int) -> Floats:
+        """For each rank the part of the bucket that it stands for at a level: the regions that it owns by then."""
+        shares = np.ones(self.cluster.size)
+        for below in range(level):
+            shares *= self._shape.by_child(below, partial(_fractions, self.parts.get(below, 1)))
+        return shares
+
+    def _whole(self, algorithm: str) -> PhaseCost:
+        messages = flat_messages(self._shape, algorithm)
+        crossed = self._shape.crossings(messages.sources, messages.targets)
+        egress = self._shape.book(messages.sources, crossed, messages.nbytes)
+        alphas = np.array([level.link.alpha_seconds for level in self.cluster.levels])
+        share = self.cluster.levels[-1].link.ring_share if algorithm == RING else 1.0
+        return PhaseCost(messages.critical_seconds(alphas[crossed]), self._slowest(egress) / share, egress)
+
+    def _slowest(self, egress: Egress) -> float:
+        slowest = 0.0
+        for level, nbytes, senders in zip(self.cluster.levels, egress.nbytes, egress.senders, strict=True):
+            for count in np.unique(senders[senders > 0]):
+                slowest = max(slowest, float(nbytes[senders == count].max()) / level.link.rate(int(count)))
+        return slowest
+
+
+def busiest(cluster: Cluster, costs: Iterable[tuple[PhaseCost, float]]) -> dict[str, float]:
+    """For each level's name the bytes of the busiest unit, all phases together.
+
+    Args:
+        cluster: The one that the costs were worked out for.
+        costs: Each phase's cost and the bytes that it moves in place of the bucket.
+    """
+    priced = list(costs)
+    most = {level.name: 0.0 for level in cluster.levels}
+    for number, name in enumerate(most if priced else ()):
+        most[name] = float(np.sum([nbytes * cost.egress.nbytes[number] for cost, nbytes in priced], axis=0).max())
+    return most
+
+
+def _fractions(parts: int, count: int) -> list[float]:
+    """The share of `parts` regions that each of `count` children owns."""
+    shares = child_shares(parts, count)
+    return [(stop - start) / parts for start, stop in pairwise(shares)]
+
+
+def sent_nbytes(op: str, nbytes: float, count: int, index: int, bounds: Sequence[int] = ()) -> float:
+    """Bytes that member `index` of `count` sends in one collective over `nbytes`.
+
+    Args:
+        op: `all_reduce`, `reduce_scatter` or `all_gather`.
+        nbytes: Bytes of the region that the members share.
+        count: Members.
+        index: Which one.
+        bounds: Ownership in any unit (elements, regions), `count + 1` entries; not needed for an all_reduce.
+    """
+    if op == ALL_REDUCE:
+        return 2 * (count - 1) / count * nbytes
+    own = (bounds[index + 1] - bounds[index]) / bounds[-1] * nbytes
+    if op == REDUCE_SCATTER:
+        return nbytes - own
+    owner = sole_owner(bounds)
+    if owner is not None:  # a broadcast: everybody passes it on but the last of the chain
+        return 0.0 if (index + 1) % count == owner else nbytes
+    return (count - 1) * own
+
+
+def sole_owner(bounds: Sequence[int]) -> int | None:
+    """The member that owns everything, where there is one: a reduce or broadcast instead of a scatter or gather."""
+    return next((index for index in range(len(bounds) - 1)
+                 if bounds[index] == bounds[0] and bounds[index + 1] == bounds[-1] > bounds[0]), None)
+
+
+def busiest_resource(phases: Sequence[tuple[int, float]]) -> tuple[int, float]:
+    """What is occupied longest, and for how many seconds; (0, 0.0) where there is nothing.
+
+    Args:
+        phases: Level (or any other number for what else is shared) and seconds of each phase, for one chunk. Phases on
+            one level share its links, so they do not overlap with each other.
+    """
+    busy: dict[int, float] = {}
+    for level, seconds in phases:
+        busy[level] = busy.get(level, 0.0) + seconds
+    return max(busy.items(), key=lambda item: item[1], default=(0, 0.0))

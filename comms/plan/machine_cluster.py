@@ -1,0 +1,71 @@
+"""From one described machine to a cluster of many like it: what the planner needs to know about each level."""
+
+from gradwire.comms.plan.codec_price import CPU_BYTES_PER_SECOND, GPU_BYTES_PER_SECOND
+from gradwire.topology.assign import nics_of_gpus
+from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
+from gradwire.topology.graph import Machine
+from gradwire.topology.levels import TCP_ALPHA_SECONDS, levels_of
+
+HOST_MEMORY_BYTES_PER_SECOND = 5e9
+"""What a rank on a CPU reaches inside its node through shared memory: 64 MB all-reduces, EPYC (Zen 4), 2026."""
+
+CHANNELS_PER_NIC = 2
+"""Connections that NCCL opens between two neighbours for each card. Source: NVIDIA/nccl issue 438."""
+
+
+def cluster_of_machines(machine: Machine, nodes: int, *, ranks_per_node: int | None = None,
+                        nic_bits_per_second: float | None = None, nics_per_node: int | None = None,
+                        intra_bits_per_second: float | None = None) -> Cluster:
+    """`nodes` machines like this one.
+
+    Args:
+        machine: One of the nodes.
+        nodes: How many.
+        ranks_per_node: By default one for each GPU, or for each CPU socket where there is none.
+        nic_bits_per_second: Of one card, in place of what the machine has: Ethernet and TCP are assumed then.
+        intra_bits_per_second: What one rank has inside its node, in place of what the machine tells.
+        nics_per_node: Cards that gradients travel through; by default 1 with a rate given, else what the machine has.
+
+    Raises:
+        ValueError: A number is out of range, or a bandwidth is neither known nor given.
+    """
+    for name, value in (("nodes", nodes), ("ranks_per_node", ranks_per_node), ("nics_per_node", nics_per_node)):
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` is {value}; wanted a whole number of at least 1")
+    count = ranks_per_node or len(machine.gpus) or len({cpu.socket for cpu in machine.cpus}) or 1
+    intra, inter = levels_of(machine, host_memory_bytes_per_second=HOST_MEMORY_BYTES_PER_SECOND)
+    inside = intra.bytes_per_second if intra_bits_per_second is None else intra_bits_per_second / 8
+    if inside is None and count > 1:
+        raise ValueError("`intra-node` is not given and the topology does not tell how fast the GPUs of a node are connected; "
+                         "wanted a rate such as 1880gbit, or what `gradwire topo --json` prints on the machine itself")
+    levels = (Level(LEVEL_NAMES[0], Link(intra.alpha_seconds, inside or HOST_MEMORY_BYTES_PER_SECOND)),
+              Level(LEVEL_NAMES[1], _nic(machine, inter.bytes_per_second, inter.alpha_seconds, nic_bits_per_second,
+                                         nics_per_node)))
+    return uniform_cluster((count, nodes), levels)
+
+
+def codec_bytes_per_second(machine: Machine) -> float:
+    """What the processor that encodes moves through its memory: a GPU where there is one, else one core."""
+    capabilities = [gpu.compute_capability for gpu in machine.gpus if gpu.compute_capability is not None]
+    known = [rate for capability, rate in GPU_BYTES_PER_SECOND.items() if capabilities and capability <= min(capabilities)]
+    if machine.gpus:
+        return known[-1] if known else min(GPU_BYTES_PER_SECOND.values())
+    return CPU_BYTES_PER_SECOND
+
+
+def library_of(machine: Machine) -> str:
+    """Who runs a flat plan there: `nccl` on GPUs, else `gloo`."""
+    return "nccl" if machine.gpus else "gloo"
+
+
+def _nic(machine: Machine, bytes_per_second: float | None, alpha_seconds: float, bits_per_second: float | None,
+         nics_per_node: int | None) -> Link:
+    cards = len({nic.key for nic in nics_of_gpus(machine).values() if nic is not None}) or 1
+    if bits_per_second is not None:
+        total, nics, alpha = bits_per_second / 8 * (nics_per_node or 1), nics_per_node or 1, TCP_ALPHA_SECONDS
+    elif bytes_per_second is not None:
+        total, nics, alpha = bytes_per_second / cards * (nics_per_node or cards), nics_per_node or cards, alpha_seconds
+    else:
+        raise ValueError("`nic` is not given and the topology does not tell how fast its network cards are; wanted a rate "
+                         "such as 25gbit")
+    return Link(alpha, total, nics, CHANNELS_PER_NIC * nics if machine.gpus else 1)

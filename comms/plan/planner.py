@@ -1,0 +1,154 @@
+"""Which plan: every candidate is priced with the cost model, and the flat one wins where hierarchy does not pay."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+from gradwire.comms.plan.cost import CostModel, PhaseCost, busiest, busiest_resource
+from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, HALVING_DOUBLING, REDUCE_SCATTER, RING, TREE, Phase, Plan
+from gradwire.comms.plan.price import EXACT, EXCHANGE_ROUNDS, CodecPrice
+from gradwire.topology.cluster import Cluster
+
+CHUNK_COUNTS = (1, 2, 4, 8, 16)
+"""Candidates for the number of chunks; the optimum is flat, so powers of two are enough."""
+
+MINIMUM_CHUNK_NBYTES = 512 * 1024
+"""Chunks below this spend more on per-message cost than overlap returns (gloo over TCP, measured at 200 Mbit)."""
+
+CHUNK_TOLERANCE = 0.01
+"""Of plans that differ in chunks alone and by less than this share of their time, the one with more chunks is taken:
+collectives in flight together fill each other's gaps, which no term of the model stands for. Measured at 4x4 on 200 Mbit:
+16 MB in 1135 ms with 2 chunks, 1084 with 4, 1063 with 8 (`bench/studies/hook_speed.py`, 2-core EPYC VM, 2026-11-21)."""
+
+MINIMUM_GAIN = 0.02
+"""A plan replaces the flat one only where it is predicted to save more than this share of its time."""
+
+FLAT_ALGORITHMS = {"flat": RING, TREE: TREE, HALVING_DOUBLING: HALVING_DOUBLING}
+"""Plans of one collective over all ranks, and the algorithm that each is priced as."""
+
+PLAN_NAMES = (*FLAT_ALGORITHMS, "hierarchical", "leader")
+
+PROCESSOR = -1
+"""What encoding and decoding occupy, and phases through shared memory, in place of a level's link."""
+
+
+def plan_all_reduce(cluster: Cluster, nbytes: int, *, name: str = "auto", chunks: int = 0,
+                    price: CodecPrice = EXACT, library: str = "gloo") -> Plan:
+    """The cheapest plan for an all-reduce of one bucket.
+
+    Args:
+        cluster: Where the ranks are and what the links give.
+        nbytes: Size of the bucket.
+        name: `auto`, or the plan to force: `flat`, `hierarchical`, `leader`.
+        chunks: Pieces to cut the bucket into; 0 chooses.
+        price: Of the compressor that shrinks the phase over the slowest level.
+        library: Who runs the flat plan: `gloo` runs a ring, `nccl` takes the faster of ring and tree.
+
+    Raises:
+        ValueError: `name` is unknown.
+    """
+    names = ("flat", "hierarchical", "leader") if name == "auto" else (name,)
+    plans = [plan for each in names
+             for plan in candidates(cluster, nbytes, each, chunks, price)]
+    best = _most_chunks(plans)
+    if name != "auto":
+        return with_reason(best, "Asked for by name.")
+    flat = plans[0]
+    if _only_flat(cluster):
+        return with_reason(flat, "There is one level of links: a hierarchy has nothing to save.")
+    rival = flat
+    if library == "nccl":
+        tree = next(candidates(cluster, nbytes, TREE, 1, price))
+        rival = min(flat, replace(tree, name="flat"), key=lambda plan: plan.seconds)
+    if best.seconds > rival.seconds * (1 - MINIMUM_GAIN):
+        against = " than NCCL's tree" if rival is not flat else ""
+        return with_reason(rival, f"No hierarchy is predicted to be more than {MINIMUM_GAIN:.0%} faster{against}.")
+    than = "a flat ring" if rival is flat else "NCCL's tree"
+    return with_reason(best, f"Predicted {rival.seconds / best.seconds:.2f}x faster than {than}.")
+
+
+def _most_chunks(plans: list[Plan]) -> Plan:
+    """The cheapest plan, with as many chunks as cost next to nothing."""
+    best = min(plans, key=lambda plan: plan.seconds)
+    alike = [plan for plan in plans if plan.name == best.name and plan.seconds <= best.seconds * (1 + CHUNK_TOLERANCE)]
+    return max(alike, key=lambda plan: plan.chunks)
+
+
+def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price: CodecPrice = EXACT) -> Iterator[Plan]:
+    """Every priced plan of one name: one for each number of chunks worth trying, one chunk first."""
+    phases = make_phases(cluster, name, None if price.name == EXACT.name else price.name)
+    costs, shares = _costs(cluster, name)
+    costs = tuple(_compressed(cluster, phase, cost, price) if phase.compressor else cost
+                  for phase, cost in zip(phases, costs, strict=True))
+    encoded = [share for phase, share in zip(phases, shares, strict=True) if phase.compressor]
+    traffic = busiest(cluster, [(cost, nbytes * price.ratio if phase.compressor else nbytes)
+                                for phase, cost in zip(phases, costs, strict=True)])
+    outermost = phases[len(phases) // 2].level if phases else 0  # down, across, up again
+    gap = cluster.levels[outermost].link.gap_seconds
+    for count in (chunks,) if chunks else CHUNK_COUNTS:
+        if count == 1 or chunks or nbytes / count >= MINIMUM_CHUNK_NBYTES:
+            part = nbytes / count
+            codec = sum(price.seconds(part * share) for share in encoded)
+            alone = codec + sum(cost.seconds(part) for cost in costs)
+            pieces = [(_taken(cluster, phase), cost.seconds(part) if gap is None else cost.byte_share * cost.byte_seconds(part))
+                      for phase, cost in zip(phases, costs, strict=True)]
+            level, busy = busiest_resource([*pieces, (PROCESSOR, codec + (gap or 0.0))])
+            latency = sum(cost.alpha_seconds for phase, cost in zip(phases, costs, strict=True) if phase.level == level)
+            limit = "latency" if 2 * latency > busy else "processor" if level == PROCESSOR else cluster.levels[level].name
+            yield Plan(name, phases, count, nbytes, alone + (count - 1) * busy, traffic, "", limit, count * busy)
+
+
+def _taken(cluster: Cluster, phase: Phase) -> int:
+    """What a phase occupies: the links of its level, or the processor where that is what moves the bytes."""
+    return PROCESSOR if cluster.levels[phase.level].link.on_processor else phase.level
+
+
+def make_phases(cluster: Cluster, name: str, compressor: str | None = None) -> tuple[Phase, ...]:
+    """The phases of a plan, levels without siblings left out.
+
+    Raises:
+        ValueError: `name` is unknown.
+    """
+    if name not in PLAN_NAMES:
+        raise ValueError(f"`plan` is {name!r}; wanted auto, flat, hierarchical or leader")
+    levels = [level for level in range(cluster.depth) if cluster.widest(level) > 1]
+    if not levels:
+        return ()
+    if name in FLAT_ALGORITHMS or len(levels) == 1:
+        return (Phase(ALL_REDUCE, levels[-1], whole=True, compressor=compressor,
+                      algorithm=FLAT_ALGORITHMS.get(name, RING)),)
+    *inner, top = levels
+    parts = {level: cluster.widest(level) if name == "hierarchical" else 1 for level in inner}
+    down = [Phase(REDUCE_SCATTER, level, parts[level]) for level in inner]
+    up = [Phase(ALL_GATHER, level, parts[level]) for level in reversed(inner)]
+    return (*down, Phase(ALL_REDUCE, top, compressor=compressor), *up)
+
+
+def _compressed(cluster: Cluster, phase: Phase, cost: PhaseCost, price: CodecPrice) -> PhaseCost:
+    """The cost of a phase that a compressor runs, for each byte of bucket."""
+    link = cluster.levels[phase.level].link
+    alpha, per_byte = cost.alpha_seconds * price.rounds / EXCHANGE_ROUNDS, cost.seconds_per_byte * price.ratio
+    if not price.exchanged:
+        return replace(cost, alpha_seconds=alpha, seconds_per_byte=per_byte)
+    if link.exchange_alpha_seconds is not None and not phase.whole:
+        alpha = price.rounds * (cluster.widest(phase.level) - 1) * link.exchange_alpha_seconds
+    return replace(cost, alpha_seconds=alpha, seconds_per_byte=per_byte / link.exchange_share,
+                   byte_share=link.exchange_gap_share)
+
+
+@lru_cache(maxsize=128)
+def _costs(cluster: Cluster, name: str) -> tuple[tuple[PhaseCost, ...], tuple[float, ...]]:
+    """The cost of each phase of a plan, and the largest share of the bucket that one rank stands for in it."""
+    phases = make_phases(cluster, name)
+    model = CostModel(cluster, {phase.level: phase.parts for phase in phases if phase.op == REDUCE_SCATTER})
+    shares = [1.0 if phase.whole else float(model.shares(phase.level).max()) for phase in phases]
+    return tuple(model.phase(phase) for phase in phases), tuple(shares)
+
+
+def with_reason(plan: Plan, why: str) -> Plan:
+    """The same plan with another reason."""
+    return replace(plan, why=why)
+
+
+def _only_flat(cluster: Cluster) -> bool:
+    return sum(cluster.widest(level) > 1 for level in range(cluster.depth)) <= 1

@@ -1,0 +1,120 @@
+"""From a plan to transfers: which ranks run which collective on which elements.
+
+Regions. Before the first phase there is one region, the bucket. A reduce_scatter at level l cuts every region into
+`parts` smaller ones, one for each rail (a rail is a set of ranks, one in each unit, that own the same region). Inside
+a unit with fewer children than rails a child owns several of them, so uneven nodes drive their NIC with all ranks.
+The all_reduce joins the owners of each region; the all_gathers walk back.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan
+from gradwire.compressors.base import even_bounds
+from gradwire.topology.cluster import Cluster
+
+ALIGN_NUMEL = 16
+"""Shards start at multiples of 64 bytes (of float32): a cache line, so that no two ranks write to the same one."""
+
+Partition = Callable[[int, int, int], tuple[int, ...]]
+"""(start, stop, parts) -> `parts + 1` ascending offsets from start to stop: where a region may be cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective of one phase.
+
+    Attributes:
+        op: As in the phase.
+        level: As in the phase.
+        members: Global ranks, in group order.
+        start: First element of the region.
+        stop: One past its last element.
+        bounds: `len(members) + 1` offsets relative to `start`: member k owns `bounds[k]:bounds[k + 1]` after a
+            reduce_scatter and before an all_gather. Empty for an all_reduce.
+    """
+
+    op: str
+    level: int
+    members: tuple[int, ...]
+    start: int
+    stop: int
+    bounds: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    indices: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def even_partition(start: int, stop: int, parts: int) -> tuple[int, ...]:
+    """Cuts a region into nearly equal parts at cache lines."""
+    return tuple(start + offset for offset in even_bounds(stop - start, parts, ALIGN_NUMEL))
+
+
+def child_shares(parts: int, count: int) -> tuple[int, ...]:
+    """Which of `parts` regions each of `count` children owns: `count + 1` ascending indices.
+
+    With fewer regions than children the first children own one each and the others none.
+    """
+    if parts < count:
+        return tuple(min(index, parts) for index in range(count + 1))
+    return even_bounds(parts, count)
+
+
+class Schedule:
+    """The transfers of one plan on one cluster."""
+
+    def __init__(self, cluster: Cluster, plan: Plan) -> None:
+        self.cluster = cluster
+        self.plan = plan
+        self._parts = {phase.level: phase.parts for phase in plan.phases if phase.op != ALL_REDUCE}
+        self._children = cluster.children()
+
+    def transfers(self, numel: int, partition: Partition = even_partition, start: int = 0) -> list[list[Transfer]]:
+        """The transfers of each phase for elements `start` to `start + numel`.
+
+        Groups of one rank and empty regions are left out: there is nothing to send.
+        """
+        regions = {0: [_Region((), start, start + numel)]}
+        for level in range(self.cluster.depth):  # a level that nobody scatters at leaves every region whole
+            regions[level + 1] = [smaller for region in regions[level]
+                                  for smaller in _split(region, self._parts.get(level, 1), partition)]
+        return [list(self._phase(phase, regions)) for phase in self.plan.phases]
+
+    def _phase(self, phase: Phase, regions: dict[int, list[_Region]]) -> Iterator[Transfer]:
+        if phase.whole:
+            (region,) = regions[0]
+            if self.cluster.size > 1 and region.stop > region.start:
+                yield Transfer(phase.op, phase.level, tuple(range(self.cluster.size)), region.start, region.stop, ())
+            return
+        for (level, _), below in self._children.items():
+            if level == phase.level and len(below) > 1:
+                for region in regions[level]:
+                    if region.stop > region.start:
+                        members = tuple(self._owner(child, level - 1, region.indices) for child in below)
+                        bounds = () if phase.op == ALL_REDUCE else _bounds(region, phase, len(below), regions)
+                        yield Transfer(phase.op, level, members, region.start, region.stop, bounds)
+
+    def _owner(self, unit: tuple[int, ...], level: int, indices: tuple[int, ...]) -> int:
+        """The rank in `unit` (of `level`; at -1 the unit is the rank itself) that owns the region `indices`."""
+        if level < 0:
+            return unit[0]
+        below = self._children[level, unit]
+        shares = child_shares(self._parts.get(level, 1), len(below))
+        child = next(place for place in range(len(below)) if shares[place] <= indices[level] < shares[place + 1])
+        return self._owner(below[child], level - 1, indices)
+
+
+def _split(region: _Region, parts: int, partition: Partition) -> Iterator[_Region]:
+    cuts = partition(region.start, region.stop, parts)
+    for index in range(parts):
+        yield _Region((*region.indices, index), cuts[index], cuts[index + 1])
+
+
+def _bounds(region: _Region, phase: Phase, count: int, regions: dict[int, list[_Region]]) -> tuple[int, ...]:
+    smaller = [part for part in regions[phase.level + 1] if part.indices[:-1] == region.indices]
+    cuts = [part.start - region.start for part in smaller] + [region.stop - region.start]
+    return tuple(cuts[index] for index in child_shares(phase.parts, count))

@@ -1,0 +1,1 @@
+"""The compressors' inner loops: native, CUDA, and their reference in torch."""

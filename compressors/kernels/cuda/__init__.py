@@ -1,0 +1,1 @@
+"""The kernels on CUDA, compiled by CuPy at run time."""

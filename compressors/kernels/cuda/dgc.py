@@ -1,0 +1,124 @@
+"""Deep gradient compression on CUDA: the launches of csrc/cuda/dgc_step.cu and dgc_select.cu."""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.compressors.kernels.cuda import launch as cuda_launch
+from gradwire.compressors.kernels.cuda.launch import address, check_tensors
+from gradwire.compressors.kernels.reference.dgc import DgcRule, DgcRun, DgcState
+
+_TILE = 4096
+"""kTile of csrc/cuda/marks.cuh: elements of one warp's work in the selection."""
+_SHARES = 4
+"""kShares of csrc/cuda/dgc_step.cu: warps that share a tile in the pass over memory."""
+_SELECTION_NBYTES = 32 + 4 * 2048
+"""struct Selection of csrc/cuda/radix.cuh."""
+_SAMPLE_LINES, _LINE = 1024, 16
+"""As csrc/cpu/kernels/dgc.cpp: 16384 elements are read and ordered in a twentieth of the pass at 25 MiB."""
+_MOST_NUMEL = 2**31 - 1
+
+
+def _sample_rank(numel: int, k: int) -> tuple[int, int]:
+    """Returns the sample's lines, and which of its largest is the threshold; 0: there is none.
+
+    Four standard deviations of the sample's count above k: a threshold that a few more than k elements reach.
+    """
+    lines = min(_SAMPLE_LINES, numel // _LINE)
+    if not lines:
+        return 0, 0
+    expected = k * lines * _LINE / numel
+    rank = int(expected + 4 * math.sqrt(expected) + 8)
+    return lines, 0 if rank >= lines * _LINE else rank + 1
+
+
+@functools.lru_cache(maxsize=1024)
+def _table(runs: tuple[DgcRun, ...], budget: int) -> tuple[tuple[int, ...], int, int]:
+    """Returns struct Parameter of csrc/cuda/marks.cuh for each run, and the tiles and CTAs of all of them.
+
+    Args:
+        runs: The parameters.
+        budget: CTAs that the selection may start; each parameter has a share of them, and one at least.
+    """
+    words: list[int] = []
+    counts = [-(-run.numel // _TILE) for run in runs]
+    every, chosen, tile, block = sum(counts), 0, 0, 0
+    for run, tiles in zip(runs, counts, strict=True):
+        blocks = max(1, budget * tiles // every)
+        words += [run.start, run.numel, chosen, run.count, *_sample_rank(run.numel, run.count), tile, block, blocks]
+        chosen, tile, block = chosen + run.count, tile + tiles, block + blocks
+    return tuple(words), tile, block
+
+
+def _check_step(
+    gradient: Tensor, state: DgcState, scales: Tensor | None, runs: Sequence[DgcRun], indices: Tensor, values: Tensor
+) -> None:
+    device, numel, chosen = gradient.device, gradient.numel(), sum(run.count for run in runs)
+    check_tensors(device, numel, torch.float32, gradient=gradient, velocity=state.velocity, total=state.total,
+                  velocity_out=state.velocity_out, total_out=state.total_out)
+    check_tensors(device, chosen, torch.int32, indices=indices)
+    check_tensors(device, chosen, torch.float32, values=values)
+    check_tensors(device, len(runs), torch.float32, scales=scales)
+    for run in runs:
+        if not 1 <= run.count <= run.numel:
+            raise ValueError(f"`indices` has {run.count} elements for a parameter; wanted between 1 and its {run.numel}")
+        if run.start < 0 or run.start + run.numel > numel:
+            raise ValueError(f"`runs` hold {run}; `gradient` has {numel} elements")
+    if numel > _MOST_NUMEL:
+        raise ValueError(f"`gradient` has {numel} elements; wanted at most {_MOST_NUMEL}, which an int32 index reaches")
+
+
+def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
+    """See reference.dgc_step."""
+    run = DgcRun(0, gradient.numel(), indices.numel())
+    dgc_step_many(gradient, state, rule, None, [run], indices, values)
+
+
+def dgc_step_many(
+    gradient: Tensor, state: DgcState, rule: DgcRule, scales: Tensor | None, runs: Sequence[DgcRun], indices: Tensor,
+    values: Tensor,
+) -> None:
+    """See reference.dgc_step_many; seven launches however many there are, none of which waits for the host."""
+    if not runs:
+        return
+    _check_step(gradient, state, scales, runs, indices, values)
+    device, count = gradient.device, len(runs)
+    # Each CTA of the selection has counts of its own: not more of them than fit at a time.
+    budget = cuda_launch.blocks_for(device, 32 * -(-gradient.numel() // _TILE), cuda_launch.RESIDENT_CTAS)
+    words, tiles, blocks = _table(tuple(runs), budget)
+    table = cuda_launch.upload(words, device)
+    selections = cuda_launch.scratch(device, count * _SELECTION_NBYTES + tiles * (_TILE // 8 + 8)).data_ptr()
+    marks = selections + count * _SELECTION_NBYTES
+    counts = marks + tiles * _TILE // 8
+    numbers = np.float32(rule.momentum), np.float32(rule.scale), address(scales), np.int32(rule.nesterov)
+    inputs = gradient.data_ptr(), state.velocity.data_ptr(), state.total.data_ptr()
+    velocity, total = state.velocity_out.data_ptr(), state.total_out.data_ptr()
+    cuda_launch.launch("dgc_step", "dgc_sample", device, count, (table.data_ptr(), *inputs, *numbers, selections), 1024)
+    cuda_launch.launch("dgc_step", "dgc_advance", device, cuda_launch.blocks_for(device, 32 * _SHARES * tiles),
+                       (table.data_ptr(), count, tiles, *inputs, velocity, total, *numbers, marks, selections))
+    selecting: list[tuple[str, tuple[cuda_launch.Argument, ...]]] = [
+        *(("dgc_radix", (total, marks, np.int32(shift), selections)) for shift in (20, 10, 0)),
+        ("dgc_count", (total, marks, counts, selections)),
+        ("dgc_write", (velocity, total, marks, counts, selections, indices.data_ptr(), values.data_ptr()))]
+    for kernel, arguments in selecting:
+        cuda_launch.launch("dgc_select", kernel, device, blocks, (table.data_ptr(), count, *arguments))
+
+
+def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:
+    """See reference.scatter_add.
+
+    An index that occurs once gives the same bits every time; of one that occurs more than twice the order of the
+    additions is open. An index outside `target` makes target[0] NaN: to raise would mean to wait for the device.
+    """
+    device, count = target.device, indices.numel()
+    check_tensors(device, count, torch.int32, indices=indices)
+    check_tensors(device, count, torch.float32, values=values)
+    check_tensors(device, target.numel(), torch.float32, target=target)
+    if not target.numel() and count:
+        raise ValueError(f"`target` is empty; wanted a place for each of the {count} `indices`")
+    cuda_launch.launch("dgc_select", "dgc_scatter_add", device, cuda_launch.blocks_for(device, count),
+                       (indices.data_ptr(), values.data_ptr(), count, target.data_ptr(), target.numel()))

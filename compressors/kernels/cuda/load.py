@@ -1,0 +1,107 @@
+"""Compiles the CUDA kernels at run time with NVRTC, keeps the result on disk, and loads it through CuPy.
+
+CuPy's own way from source to module adds -ftz=true after the caller's options (cupy issue 9576), which would turn
+subnormal numbers into zero and payloads into others than the CPU's. So NVRTC is called directly, through CuPy's binding
+of it, and `RawModule` gets the compiled file.
+"""
+
+import functools
+import hashlib
+import importlib
+import logging
+import tempfile
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+
+from gradwire.compressors.kernels.cuda.require import CudaKernelsError, require_cupy
+from gradwire.compressors.kernels.cuda.source import KERNELS, kernel_source
+
+logger = logging.getLogger("gradwire")
+
+OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
+"""Every operation rounds by itself, as IEEE 754 says and as the CPU's kernels do: payloads are the same bits."""
+
+
+class Launchable(Protocol):
+    """A kernel that CuPy has loaded."""
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[object, ...]) -> None:
+        """Puts the kernel on the current stream."""
+
+
+def compile_cubin(name: str, architecture: int) -> bytes:
+    """Compiles one file of csrc/cuda for a compute capability; needs no GPU.
+
+    Args:
+        name: A key of `KERNELS`.
+        architecture: 10 major + minor, such as 90.
+
+    Raises:
+        CudaKernelsError: NVRTC does not know the architecture, or refuses the source.
+    """
+    nvrtc = importlib.import_module("cupy.cuda").nvrtc
+    known = tuple(nvrtc.getSupportedArchs())
+    if architecture not in known:
+        raise CudaKernelsError(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))} compiles for sm_{min(known)} to "
+                               f"sm_{max(known)}, not for sm_{architecture}: update CuPy and its CUDA components")
+    program = nvrtc.createProgram(kernel_source(name), f"{name}.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (*OPTIONS, f"-arch=sm_{architecture}"))
+        return bytes(nvrtc.getCUBIN(program))
+    except nvrtc.NVRTCError as error:
+        raise CudaKernelsError(f"NVRTC refuses csrc/cuda/{name}.cu for sm_{architecture} ({error}):\n"
+                               f"{nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+@functools.cache
+def _cache_folder() -> Path:
+    """The user's own folder for compiled kernels; where it cannot be written, a new one for this process."""
+    try:
+        folder = Path.home() / ".cache" / "gradwire" / "cuda"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
+        private = Path(tempfile.mkdtemp(prefix="gradwire-cuda-"))
+        logger.warning("gradwire: ~/.cache/gradwire/cuda cannot be written (%s): CUDA kernels are compiled anew into %s",
+                       error, private)
+        return private
+
+
+def cached_cubin(name: str, architecture: int, folder: Path) -> Path:
+    """Returns the compiled file, compiling it if this source, compiler and architecture were not seen before."""
+    version = importlib.import_module("cupy.cuda").nvrtc.getVersion()
+    key = repr((kernel_source(name), OPTIONS, architecture, version)).encode()
+    path = folder / f"{name}-sm{architecture}-{hashlib.sha256(key).hexdigest()[:32]}.cubin"
+    if not path.exists():
+        cubin = compile_cubin(name, architecture)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:  # several ranks compile at the same time
+            file.write(cubin)
+        Path(file.name).replace(path)
+    return path
+
+
+@functools.cache
+def load_kernel(name: str, kernel: str, device_index: int) -> Launchable:
+    """Returns a kernel, ready for one device.
+
+    Args:
+        name: A key of `KERNELS`.
+        kernel: One of its values.
+        device_index: The CUDA device.
+
+    Raises:
+        CudaKernelsError: The kernels cannot be used on this machine; the message says what to install.
+        KeyError: There is no such kernel.
+    """
+    if kernel not in KERNELS[name]:
+        raise KeyError(f"`kernel` is {kernel!r}; csrc/cuda/{name}.cu has {', '.join(KERNELS[name])}")
+    cupy = require_cupy(device_index)
+    major, minor = torch.cuda.get_device_capability(device_index)
+    with cupy.cuda.Device(device_index):
+        module = cupy.RawModule(path=str(cached_cubin(name, 10 * major + minor, _cache_folder())))
+        return cast(Launchable, module.get_function(kernel))

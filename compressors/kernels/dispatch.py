@@ -1,0 +1,136 @@
+"""The door to the kernels: picks the compiled ones, CUDA's or the reference by the tensor's device."""
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.kernels.reference import codecs as reference
+from gradwire.compressors.kernels.reference.dgc import DgcRule, DgcRun, DgcState
+
+logger = logging.getLogger("gradwire")
+
+
+class Kernels(Protocol):
+    """What a set of kernels offers; compressors/kernels/reference/codecs.py documents and defines each of them."""
+
+    def cast_encode(
+        self, gradient: Tensor, scale: float, residual: Tensor | None, left: Tensor | None, target: Tensor
+    ) -> None:
+        """See reference.cast_encode."""
+
+    def cast_decode_reduce(self, sources: Tensor, addend: Tensor | None, target: Tensor) -> None:
+        """See reference.cast_decode_reduce."""
+
+    def cast_serve(self, sources: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor) -> None:
+        """See reference.cast_serve."""
+
+    def onebit_encode(self, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
+        """See reference.onebit_encode."""
+
+    def onebit_encode_pieces(
+        self, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
+    ) -> None:
+        """See reference.onebit_encode_pieces."""
+
+    def onebit_decode_pieces(self, payloads: Tensor, target: Tensor, width: int) -> None:
+        """See reference.onebit_decode_pieces."""
+
+    def onebit_decode_reduce(self, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
+        """See reference.onebit_decode_reduce."""
+
+    def onebit_serve(
+        self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int
+    ) -> None:
+        """See reference.onebit_serve."""
+
+    def quantize_encode(
+        self, bits: int, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor,
+        key: int | None,
+    ) -> None:
+        """See reference.quantize_encode."""
+
+    def quantize_encode_pieces(
+        self, bits: int, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int,
+        key: int | None,
+    ) -> None:
+        """See reference.quantize_encode_pieces."""
+
+    def quantize_decode_pieces(self, bits: int, payloads: Tensor, target: Tensor, width: int) -> None:
+        """See reference.quantize_decode_pieces."""
+
+    def quantize_decode_reduce(self, bits: int, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
+        """See reference.quantize_decode_reduce."""
+
+    def quantize_serve(
+        self, bits: int, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int,
+        key: int | None,
+    ) -> None:
+        """See reference.quantize_serve."""
+
+    def dgc_step(self, gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
+        """See reference.dgc_step."""
+
+    def dgc_step_many(
+        self, gradient: Tensor, state: DgcState, rule: DgcRule, scales: Tensor | None, runs: Sequence[DgcRun],
+        indices: Tensor, values: Tensor,
+    ) -> None:
+        """See reference.dgc_step_many."""
+
+    def scatter_add(self, indices: Tensor, values: Tensor, target: Tensor) -> None:
+        """See reference.scatter_add."""
+
+    def powersgd_project(self, matrix: Tensor, residual: Tensor | None, q: Tensor, p: Tensor) -> None:
+        """See reference.powersgd_project."""
+
+    def powersgd_back_project(self, matrix: Tensor, p: Tensor, q: Tensor) -> None:
+        """See reference.powersgd_back_project."""
+
+    def powersgd_restore(
+        self, matrix: Tensor, left: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor
+    ) -> None:
+        """See reference.powersgd_restore."""
+
+    def orthogonalize_many(self, matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
+        """See reference.orthogonalize_many."""
+
+
+_chosen: dict[str, Kernels] = {}
+
+
+def register_kernels(device_type: str, kernels: Kernels) -> None:
+    """Uses `kernels` for tensors on `device_type` ("cpu", "cuda", ...) from now on."""
+    _chosen[device_type] = kernels
+    logger.info("gradwire: %s kernels: %s", device_type, getattr(kernels, "__name__", type(kernels).__name__))
+
+
+def _choose(device_type: str) -> Kernels:
+    if device_type == "cpu":
+        try:
+            from gradwire.compressors.kernels import native
+        except ImportError as error:  # a source tree that was never built
+            logger.warning("gradwire: no compiled kernels (%s): the slower torch reference is used", error)
+        else:
+            return cast(Kernels, native)
+    if device_type == "cuda":  # CuPy is asked for here, when the first CUDA tensor is seen, and never before
+        from gradwire.compressors.kernels.cuda import kernels as cuda
+        from gradwire.compressors.kernels.cuda.require import require_cupy
+
+        require_cupy(torch.cuda.current_device())
+        return cast(Kernels, cuda)
+    return cast(Kernels, reference)
+
+
+def kernels_for(tensor: Tensor) -> Kernels:
+    """Returns the kernels for this tensor's device; the first choice for a device is logged.
+
+    Raises:
+        CudaKernelsError: It is a CUDA tensor and CuPy, the driver or the device do not fit; the message says what to
+            install. Whoever wants torch's slower compositions instead calls `register_kernels("cuda", reference)`.
+    """
+    device_type = tensor.device.type
+    if device_type not in _chosen:
+        register_kernels(device_type, _choose(device_type))
+    return _chosen[device_type]

@@ -1,0 +1,262 @@
+"""The compiled kernels behind tensors: each function is the twin of the one in compressors/kernels/reference/codecs.py."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gradwire import _native
+from gradwire.compressors.kernels.pieces import decode_each, encode_each
+from gradwire.compressors.kernels.reference.dgc import DgcRule, DgcRun, DgcState, step_each
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _check(numel: int, dtype: torch.dtype, **tensors: Tensor | None) -> None:
+    """Refuses what a kernel would read or write wrongly.
+
+    Raises:
+        ValueError: A tensor is not on the CPU, not contiguous, or not of this numel and dtype.
+    """
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.numel() != numel or tensor.dtype != dtype or not tensor.is_contiguous() or not tensor.is_cpu:
+            raise ValueError(f"`{name}` is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; "
+                             f"wanted {numel} contiguous elements of {dtype} on the CPU")
+
+
+def _check_rows(name: str, rows: Tensor, nbytes: int) -> None:
+    """Refuses a table of payloads whose rows are shorter than `nbytes`, or not contiguous.
+
+    Raises:
+        ValueError: As said.
+    """
+    long_enough = rows.dim() == 2 and rows.shape[1] * rows.element_size() >= nbytes
+    if not long_enough or rows.stride(1) != 1 or not rows.is_cpu:
+        raise ValueError(f"`{name}` is {tuple(rows.shape)} {rows.dtype} on {rows.device}; "
+                         f"wanted rows of at least {nbytes} contiguous bytes on the CPU")
+
+
+def onebit_nbytes(numel: int) -> int:
+    """Bytes of a 1-bit payload: a float32 scale for each 1024 elements and a bit for each one."""
+    return -(-numel // 1024) * 4 + -(-numel // 8)
+
+
+def cast_encode(gradient: Tensor, scale: float, residual: Tensor | None, left: Tensor | None, target: Tensor) -> None:
+    """See reference.cast_encode."""
+    _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, left=left)
+    _check(gradient.numel(), target.dtype, target=target)
+    _native.cast_encode(target.dtype == torch.float16, gradient.data_ptr(), scale, _address(residual), _address(left),
+                        target.data_ptr(), gradient.numel())
+
+
+def cast_decode_reduce(sources: Tensor, addend: Tensor | None, target: Tensor) -> None:
+    """See reference.cast_decode_reduce."""
+    _check(target.numel(), torch.float32, addend=addend, target=target)
+    _check_rows("sources", sources, 2 * target.numel())
+    _native.cast_decode_reduce(sources.dtype == torch.float16, sources.data_ptr(), sources.stride(0), len(sources),
+                               _address(addend), target.data_ptr(), target.numel())
+
+
+def cast_serve(sources: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor) -> None:
+    """See reference.cast_serve."""
+    total = torch.empty(answer.numel())
+    cast_decode_reduce(sources, None, total)
+    cast_encode(total, 1.0, residual, left, answer)
+
+
+def onebit_encode(gradient: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
+    """See reference.onebit_encode."""
+    _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, left=left)
+    _check(onebit_nbytes(gradient.numel()), torch.uint8, payload=payload)
+    _native.onebit_encode(gradient.data_ptr(), _address(residual), _address(left), payload.data_ptr(),
+                          gradient.numel())
+
+
+def onebit_encode_pieces(
+    gradient: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
+) -> None:
+    """See reference.onebit_encode_pieces."""
+    encode_each(onebit_encode, onebit_nbytes, gradient, residual, left, payloads, width)
+
+
+def onebit_decode_reduce(payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
+    """See reference.onebit_decode_reduce."""
+    _check(target.numel(), torch.float32, addend=addend, target=target)
+    _check_rows("payloads", payloads, onebit_nbytes(target.numel()))
+    _native.onebit_decode_reduce(payloads.data_ptr(), payloads.stride(0), len(payloads), _address(addend),
+                                 target.data_ptr(), target.numel())
+
+
+def onebit_decode_pieces(payloads: Tensor, target: Tensor, width: int) -> None:
+    """See reference.onebit_decode_pieces."""
+    decode_each(lambda row, piece: onebit_decode_reduce(row[None], None, piece), onebit_nbytes, payloads, target, width)
+
+
+def onebit_serve(
+    payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int
+) -> None:
+    """See reference.onebit_serve."""
+    _check(numel, torch.float32, residual=residual, left=left)
+    _check(onebit_nbytes(numel), torch.uint8, answer=answer)
+    _check_rows("payloads", payloads, onebit_nbytes(numel))
+    _native.onebit_serve(payloads.data_ptr(), payloads.stride(0), len(payloads), _address(residual), _address(left),
+                         answer.data_ptr(), numel)
+
+
+def quantize_nbytes(numel: int, bits: int) -> int:
+    """Bytes of a payload of `bits` an element: (unit, low) in float32 for each 512 elements, and the codes."""
+    return -(-numel // 512) * 8 + -(-numel * bits // 8)
+
+
+def quantize_encode(
+    bits: int, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor, key: int | None
+) -> None:
+    """See reference.quantize_encode."""
+    _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, left=left)
+    _check(quantize_nbytes(gradient.numel(), bits), torch.uint8, payload=payload)
+    _native.quantize_encode(bits, gradient.data_ptr(), _address(residual), _address(left), payload.data_ptr(),
+                            gradient.numel(), key is not None, key or 0)
+
+
+def quantize_encode_pieces(
+    bits: int, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int,
+    key: int | None,
+) -> None:
+    """See reference.quantize_encode_pieces."""
+    encode_each(partial(quantize_encode, bits, key=key), partial(quantize_nbytes, bits=bits), gradient, residual, left,
+                payloads, width)
+
+
+def quantize_decode_reduce(bits: int, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
+    """See reference.quantize_decode_reduce."""
+    _check(target.numel(), torch.float32, addend=addend, target=target)
+    _check_rows("payloads", payloads, quantize_nbytes(target.numel(), bits))
+    _native.quantize_decode_reduce(bits, payloads.data_ptr(), payloads.stride(0), len(payloads), _address(addend),
+                                   target.data_ptr(), target.numel())
+
+
+def quantize_decode_pieces(bits: int, payloads: Tensor, target: Tensor, width: int) -> None:
+    """See reference.quantize_decode_pieces."""
+    decode_each(lambda row, piece: quantize_decode_reduce(bits, row[None], None, piece),
+                partial(quantize_nbytes, bits=bits), payloads, target, width)
+
+
+def quantize_serve(
+    bits: int, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int,
+    key: int | None,
+) -> None:
+    """See reference.quantize_serve."""
+    _check(numel, torch.float32, residual=residual, left=left)
+    _check(quantize_nbytes(numel, bits), torch.uint8, answer=answer)
+    _check_rows("payloads", payloads, quantize_nbytes(numel, bits))
+    _native.quantize_serve(bits, payloads.data_ptr(), payloads.stride(0), len(payloads), _address(residual), _address(left),
+                           answer.data_ptr(), numel, key is not None, key or 0)
+
+
+def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
+    """See reference.dgc_step."""
+    numel, k = gradient.numel(), indices.numel()
+    _check(numel, torch.float32, gradient=gradient, velocity=state.velocity, total=state.total,
+           velocity_out=state.velocity_out, total_out=state.total_out)
+    _check(k, torch.int32, indices=indices)
+    _check(k, torch.float32, values=values)
+    _native.dgc_step(gradient.data_ptr(), state.velocity.data_ptr(), state.total.data_ptr(),
+                     state.velocity_out.data_ptr(), state.total_out.data_ptr(), numel, rule.momentum, rule.scale,
+                     rule.nesterov, k, indices.data_ptr(), values.data_ptr())
+
+
+def dgc_step_many(
+    gradient: Tensor, state: DgcState, rule: DgcRule, scales: Tensor | None, runs: Sequence[DgcRun], indices: Tensor,
+    values: Tensor,
+) -> None:
+    """See reference.dgc_step_many."""
+    step_each(dgc_step, gradient, state, rule, scales, runs, indices, values)
+
+
+def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:
+    """See reference.scatter_add.
+
+    Raises:
+        IndexError: An index is outside `target`; nothing was added.
+    """
+    _check(indices.numel(), torch.int32, indices=indices)
+    _check(indices.numel(), torch.float32, values=values)
+    _check(target.numel(), torch.float32, target=target)
+    _native.scatter_add(indices.data_ptr(), values.data_ptr(), indices.numel(), target.data_ptr(), target.numel())
+
+
+def powersgd_project(matrix: Tensor, residual: Tensor | None, q: Tensor, p: Tensor) -> None:
+    """See reference.powersgd_project."""
+    (rows, columns), rank = matrix.shape, len(q)
+    _check(rows * columns, torch.float32, matrix=matrix, residual=residual)
+    _check(rank * columns, torch.float32, q=q)
+    _check(rank * rows, torch.float32, p=p)
+    _native.powersgd_project(matrix.data_ptr(), _address(residual), rows, columns, rank, q.data_ptr(), p.data_ptr())
+
+
+def powersgd_back_project(matrix: Tensor, p: Tensor, q: Tensor) -> None:
+    """See reference.powersgd_back_project."""
+    (rows, columns), rank = matrix.shape, len(q)
+    _check(rows * columns, torch.float32, matrix=matrix)
+    _check(rank * columns, torch.float32, q=q)
+    _check(rank * rows, torch.float32, p=p)
+    _native.powersgd_back_project(matrix.data_ptr(), rows, columns, rank, p.data_ptr(), q.data_ptr())
+
+
+def powersgd_restore(matrix: Tensor, left: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor) -> None:
+    """See reference.powersgd_restore."""
+    (rows, columns), rank = matrix.shape, len(p)
+    _check(rows * columns, torch.float32, matrix=matrix, left=left)
+    _check(rank * rows, torch.float32, p=p)
+    _check(rank * columns, torch.float32, q_own=q_own, q_sum=q_sum)
+    _native.powersgd_restore(matrix.data_ptr(), _address(left), rows, columns, rank, p.data_ptr(), q_own.data_ptr(),
+                             q_sum.data_ptr())
+
+
+def orthogonalize(matrix: Tensor, key: int) -> None:
+    """See reference.orthogonalize."""
+    _check(matrix.numel(), torch.float32, matrix=matrix)
+    _native.orthogonalize(matrix.data_ptr(), matrix.shape[0], matrix.shape[1], key)
+
+
+def orthogonalize_many(matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
+    """See reference.orthogonalize_many."""
+    for matrix, key in zip(matrices, keys, strict=True):
+        orthogonalize(matrix, key)
+
+
+_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""Format of csrc/cpu/kernels/pack.cpp."""
+
+
+def _move(tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, bucket: Tensor, into_bucket: bool) -> None:
+    """Moves tensors into or out of `bucket`.
+
+    Raises:
+        ValueError: A tensor is not contiguous, not on the CPU, of a dtype without a kernel, or reaches outside.
+    """
+    pieces = []
+    for tensor, offset in zip((*tensors, bucket), (*offsets, 0), strict=True):
+        if not tensor.is_cpu or not tensor.is_contiguous() or tensor.dtype not in _FORMATS:
+            raise ValueError(f"`tensors` and `bucket` hold {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; "
+                             f"wanted contiguous {', '.join(map(str, _FORMATS))} on the CPU")
+        if offset < 0 or offset + tensor.numel() > bucket.numel():
+            raise ValueError(f"`offsets` place {tensor.numel()} elements at {offset}; `bucket` has {bucket.numel()}")
+        pieces.append((tensor.data_ptr(), offset, tensor.numel(), _FORMATS[tensor.dtype]))
+    address, _, _, bucket_format = pieces.pop()
+    _native.move(pieces, scale, address, bucket_format, into_bucket)
+
+
+def pack(tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, bucket: Tensor) -> None:
+    """See reference.pack."""
+    _move(tensors, offsets, scale, bucket, into_bucket=True)
+
+
+def unpack(tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, bucket: Tensor) -> None:
+    """See reference.unpack."""
+    _move(tensors, offsets, scale, bucket, into_bucket=False)

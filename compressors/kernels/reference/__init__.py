@@ -1,0 +1,1 @@
+"""Every kernel in a few lines of torch: oracle, fall-back, documentation."""

@@ -1,0 +1,118 @@
+"""DGC's kernels in a few lines of torch; see compressors/kernels/reference/codecs.py."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DgcRule:
+    """How a gradient enters DGC's state."""
+
+    momentum: float
+    """Factor of the momentum correction; 0 accumulates plain gradients."""
+    nesterov: bool = False
+    """u = m (u + g), v = v + u + g instead of u = m u + g, v = v + u."""
+    scale: float = 1.0
+    """Multiplies the gradient first: local clipping."""
+
+
+@dataclass(frozen=True, slots=True)
+class DgcState:
+    """1-D float32 tensors of one numel; the `_out` ones may be the same memory as the others."""
+
+    velocity: Tensor
+    """u: the momentum."""
+    total: Tensor
+    """v: what was not sent yet."""
+    velocity_out: Tensor
+    """Receives the new u, zero where selected (momentum factor masking)."""
+    total_out: Tensor
+    """Receives the new v, zero where selected."""
+
+
+@dataclass(frozen=True, slots=True)
+class DgcRun:
+    """Where a parameter lies in a shard, and how many of its elements are selected."""
+
+    start: int
+    """Its first element."""
+    numel: int
+    """Its elements, at least 1."""
+    count: int
+    """1 <= count <= numel."""
+
+
+def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
+    """Updates momentum and total, and moves the k largest totals out of them.
+
+    Args:
+        gradient: 1-D float32.
+        state: Read and written.
+        rule: How the gradient enters.
+        indices: (k) int32, receives the places of the k largest magnitudes, ascending; of equals the first ones, and
+            inf and NaN count as larger than any number.
+        values: (k) float32, receives the totals there.
+
+    Source: Lin et al., Deep Gradient Compression, ICLR 2018, algorithm 4 and sections 3.2, 3.3.
+    """
+    g = gradient * rule.scale
+    if rule.nesterov:
+        velocity = rule.momentum * (state.velocity + g)
+        total = state.total + velocity + g
+    else:
+        velocity = rule.momentum * state.velocity + g
+        total = state.total + velocity
+    magnitude = total.view(torch.int32) & 0x7FFFFFFF
+    order = torch.argsort(magnitude, descending=True, stable=True)
+    places = order[: len(indices)].sort().values
+    indices.copy_(places)
+    values.copy_(total[places])
+    total[places] = 0.0
+    velocity[places] = 0.0
+    state.velocity_out.copy_(velocity)
+    state.total_out.copy_(total)
+
+
+Step = Callable[[Tensor, DgcState, DgcRule, Tensor, Tensor], None]
+"""`dgc_step` of one set of kernels."""
+
+
+def step_each(
+    step: Step, gradient: Tensor, state: DgcState, rule: DgcRule, scales: Tensor | None, runs: Sequence[DgcRun],
+    indices: Tensor, values: Tensor,
+) -> None:
+    """Runs `step` on one parameter after the other; see dgc_step_many."""
+    first = 0
+    for number, run in enumerate(runs):
+        part, chosen = slice(run.start, run.start + run.numel), slice(first, first + run.count)
+        own = DgcState(state.velocity[part], state.total[part], state.velocity_out[part], state.total_out[part])
+        step(gradient[part], own, rule if scales is None else replace(rule, scale=float(scales[number])), indices[chosen],
+             values[chosen])
+        indices[chosen] += run.start
+        first += run.count
+
+
+def dgc_step_many(
+    gradient: Tensor, state: DgcState, rule: DgcRule, scales: Tensor | None, runs: Sequence[DgcRun], indices: Tensor,
+    values: Tensor,
+) -> None:
+    """dgc_step on every parameter of a shard, each with its own k.
+
+    Args:
+        gradient: 1-D float32, the shard.
+        state: Of the shard; read and written.
+        rule: How the gradients enter.
+        scales: (runs) float32 on the gradient's device, each parameter's factor in place of the rule's; or None.
+        runs: The parameters, in the order of their places.
+        indices: (sum of the counts) int32, receives places in the shard, one parameter's after the other's.
+        values: (sum of the counts) float32, receives the totals there.
+    """
+    step_each(dgc_step, gradient, state, rule, scales, runs, indices, values)
+
+
+def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:
+    """Adds `values` (k, float32) to `target` (1-D float32) at `indices` (k, int32), in their order."""
+    target.index_put_((indices.long(),), values, accumulate=True)

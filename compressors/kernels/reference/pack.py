@@ -1,0 +1,24 @@
+"""Packing many tensors into one bucket, in a few lines of torch; see compressors/kernels/reference/codecs.py."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def pack(tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, bucket: Tensor) -> None:
+    """Writes each tensor times `scale`, computed in float32, into `bucket` from its offset on.
+
+    Args:
+        tensors: float32, float16 or bfloat16, any shapes.
+        offsets: Where each begins in the bucket, in elements.
+        scale: Factor applied in float32, before the cast to the bucket's dtype.
+        bucket: 1-D float32, float16 or bfloat16.
+    """
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        bucket[offset : offset + tensor.numel()] = tensor.flatten().float() * scale
+
+
+def unpack(tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, bucket: Tensor) -> None:
+    """Writes the bucket's elements times `scale` back into each tensor; see `pack`."""
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        tensor.copy_((bucket[offset : offset + tensor.numel()].float() * scale).view_as(tensor))

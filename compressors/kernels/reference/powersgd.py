@@ -1,0 +1,88 @@
+"""PowerSGD's kernels in a few lines of torch; see compressors/kernels/reference/codecs.py."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.kernels.hashing import hash_uniforms
+
+
+def powersgd_project(matrix: Tensor, residual: Tensor | None, q: Tensor, p: Tensor) -> None:
+    """Adds the residual to the matrix in place, and multiplies: P = (matrix + residual) Q.
+
+    Args:
+        matrix: (n, m) float32.
+        residual: (n, m), or None.
+        q: (rank, m): Q, transposed.
+        p: (rank, n), receives P, transposed.
+
+    Source: Vogels et al., PowerSGD, NeurIPS 2019, algorithm 1, line 3.
+    """
+    if residual is not None:
+        matrix += residual
+    torch.mm(q, matrix.t(), out=p)
+
+
+def powersgd_back_project(matrix: Tensor, p: Tensor, q: Tensor) -> None:
+    """Multiplies Q = matrix^T P, with P (rank, n) and Q (rank, m) transposed."""
+    torch.mm(p, matrix, out=q)
+
+
+def powersgd_restore(matrix: Tensor, left: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor) -> None:
+    """Replaces the matrix by P Q_sum^T; `left` becomes what it was minus P Q_own^T.
+
+    The residual is the local one: with Q_sum it would also hold each rank's distance from the mean, and wander off.
+    Each element adds its products in the order of the factors, so that all ranks get the same bits.
+    """
+    own, total = torch.zeros_like(matrix), torch.zeros_like(matrix)
+    for p_row, own_row, sum_row in zip(p, q_own, q_sum, strict=True):
+        own = own + p_row[:, None] * own_row
+        total = total + p_row[:, None] * sum_row
+    if left is not None:
+        torch.sub(matrix, own, out=left)
+    matrix.copy_(total)
+
+
+_DEPENDENT = 1e-6
+
+
+def _remove_previous(rows: Tensor, k: int) -> Tensor:
+    for _ in range(2):
+        for previous in rows[:k]:
+            rows[k] -= (rows[k] @ previous) * previous
+    length: Tensor = torch.linalg.vector_norm(rows[k])
+    return length
+
+
+def orthogonalize(matrix: Tensor, key: int) -> None:
+    """Makes the rows of `matrix` (rank, n), rank <= n, orthonormal, in place.
+
+    A zero or dependent row is replaced by random numbers, hashed from `key`, so that the result never has fewer than
+    `rank` directions; a row with inf or NaN becomes NaN.
+
+    Source: Giraud, Langou, Rozloznik, Comput. Math. Appl. 50 (2005), 1069: Gram-Schmidt twice is enough.
+    """
+    rows = matrix.double()
+    for k in range(len(rows)):
+        before = torch.linalg.vector_norm(rows[k])
+        length = _remove_previous(rows, k)
+        for attempt in range(8):
+            if not length <= _DEPENDENT * before:
+                break
+            rows[k] = (hash_uniforms(key + k * 8 + attempt, rows.shape[1], rows.device) - 0.5).double()
+            length = _remove_previous(rows, k)
+            before = torch.ones_like(before)
+        rows[k] /= length
+    matrix.copy_(rows)
+
+
+def orthogonalize_many(matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
+    """Makes the rows of every matrix orthonormal, in place.
+
+    Args:
+        matrices: Each (rank, n), rank <= n, contiguous float32, all on one device.
+        keys: One for each matrix; see `orthogonalize`.
+    """
+    for matrix, key in zip(matrices, keys, strict=True):
+        orthogonalize(matrix, key)

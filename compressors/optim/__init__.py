@@ -1,0 +1,1 @@
+"""Optimizers that communicate, and which optimizer fits which compressor."""

@@ -1,0 +1,42 @@
+"""Adam whose second stage sends one bit an element."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.compressors.base import Peers
+from gradwire.compressors.optim.onebit_optimizer import FlatGroup, OneBitOptimizer
+
+
+class OneBitAdam(OneBitOptimizer):
+    """1-bit Adam: Adam without bias correction until `freeze_step`, then momentum SGD with Adam's frozen step sizes.
+
+    Args:
+        parameters: As for any torch optimizer; float32.
+        group: The ranks that train together: a process group of torch; None is the default one.
+        freeze_step: Steps of the first, dense stage; 15 to 20 percent of all steps is usual.
+        lr: Learning rate.
+        betas: Decay of the first and second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled: pulls the parameters towards zero by lr * weight_decay a step.
+
+    Source: Tang et al., 1-bit Adam, ICML 2021, algorithm 1.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], group: Peers | dist.ProcessGroup | None = None, *, freeze_step: int, lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(parameters, group, defaults, freeze_step)
+
+    def apply(self, entry: dict[str, Any], flat: FlatGroup, last_momentum: Tensor, frozen: bool) -> None:
+        """See `OneBitOptimizer.apply`."""
+        update = flat.momentum / (flat.variance.sqrt() + entry["eps"])
+        at = 0
+        for parameter in entry["params"]:
+            part = update[at : at + parameter.numel()].view_as(parameter)
+            parameter.mul_(1.0 - entry["lr"] * entry["weight_decay"]).sub_(part, alpha=entry["lr"])
+            at += parameter.numel()

@@ -1,0 +1,131 @@
+// Python's view: addresses and counts in, true or false out. One call a collective, without the GIL.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <atomic>
+#include <memory>
+#include <stdexcept>
+#include <system_error>
+#include <tuple>
+
+#include "cpu/shm/group.h"
+
+namespace nb = nanobind;
+
+namespace gradwire::shm {
+namespace {
+
+bool signal_arrived() {
+  const nb::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+Memory memory_at(std::uintptr_t address, std::uint64_t numel, std::uint32_t dtype) {
+  return {reinterpret_cast<std::byte*>(address), numel, static_cast<DType>(dtype)};
+}
+
+/// Keeps the group alive while a collective runs, whatever another thread does to the Python object.
+class Handle {
+ public:
+  Handle(const std::string& path, std::uint32_t rank, std::uint32_t size, std::uint64_t block_nbytes,
+         double timeout_seconds) {
+    try {
+      auto segment = std::make_shared<Segment>(path, rank, size, block_nbytes);
+      group_ = std::make_shared<SharedMemoryGroup>(std::move(segment), timeout_seconds, signal_arrived);
+    } catch (const std::system_error& error) {
+      errno = error.code().value();
+      PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
+      throw nb::python_error();
+    }
+  }
+
+  template <class Body>
+  bool run(Body body) {
+    const std::shared_ptr<SharedMemoryGroup> group = group_;
+    if (!group) throw std::runtime_error("the group is closed: make a new one");
+    bool passed;
+    {
+      const nb::gil_scoped_release no_gil;
+      passed = body(*group);
+    }
+    if (PyErr_Occurred()) throw nb::python_error();  // what a signal handler raised: KeyboardInterrupt
+    return passed;
+  }
+
+  void abort(const std::string& reason) const {
+    if (group_) group_->abort(reason);
+  }
+  void close() { group_.reset(); }
+  std::tuple<bool, std::string, std::vector<std::uint32_t>> failure() const {
+    if (!group_) return {false, "the group is closed", {}};
+    const Failure& failure = group_->failure();
+    return {failure.mismatch, failure.reason, failure.missing};
+  }
+
+ private:
+  std::shared_ptr<SharedMemoryGroup> group_;
+};
+
+}  // namespace
+}  // namespace gradwire::shm
+
+void bind_shm(nb::module_& m) {
+  using namespace gradwire::shm;
+  using Address = std::uintptr_t;
+  m.def("shm_segment_nbytes", &segment_nbytes, nb::arg("size"), nb::arg("block_nbytes"));
+  m.attr("SHM_MAX_RANKS") = max_ranks;
+  nb::class_<Handle>(m, "SharedMemoryGroup")
+      .def(nb::init<const std::string&, std::uint32_t, std::uint32_t, std::uint64_t, double>(), nb::arg("path"),
+           nb::arg("rank"), nb::arg("size"), nb::arg("block_nbytes"), nb::arg("timeout_seconds"))
+      .def("all_reduce",
+           [](Handle& handle, Address data, std::uint64_t numel, std::uint32_t dtype, std::uint32_t op, double scale) {
+             return handle.run([&](SharedMemoryGroup& group) {
+               return group.all_reduce(memory_at(data, numel, dtype), static_cast<ReduceOp>(op), scale);
+             });
+           })
+      .def("reduce",
+           [](Handle& handle, Address data, std::uint64_t numel, std::uint32_t dtype, std::uint32_t root,
+              std::uint32_t op, double scale) {
+             return handle.run([&](SharedMemoryGroup& group) {
+               return group.reduce(memory_at(data, numel, dtype), root, static_cast<ReduceOp>(op), scale);
+             });
+           })
+      .def("reduce_scatter",
+           [](Handle& handle, Address data, std::uint64_t numel, std::uint32_t dtype, const Bounds& bounds,
+              double scale) {
+             return handle.run([&](SharedMemoryGroup& group) {
+               return group.reduce_scatter(memory_at(data, numel, dtype), bounds, scale);
+             });
+           })
+      .def("all_gather_slices",
+           [](Handle& handle, Address data, std::uint64_t numel, std::uint32_t dtype, const Bounds& bounds) {
+             return handle.run([&](SharedMemoryGroup& group) {
+               return group.all_gather_slices(memory_at(data, numel, dtype), bounds);
+             });
+           })
+      .def("all_gather",
+           [](Handle& handle, Address output, Address source, std::uint64_t numel, std::uint32_t dtype) {
+             return handle.run([&](SharedMemoryGroup& group) {
+               return group.all_gather(memory_at(output, numel, dtype), memory_at(source, numel, dtype));
+             });
+           })
+      .def("all_to_all",
+           [](Handle& handle, Address output, Address source, std::uint64_t numel, std::uint32_t dtype) {
+             return handle.run([&](SharedMemoryGroup& group) {
+               return group.all_to_all(memory_at(output, numel, dtype), memory_at(source, numel, dtype));
+             });
+           })
+      .def("broadcast",
+           [](Handle& handle, Address data, std::uint64_t numel, std::uint32_t dtype, std::uint32_t root) {
+             return handle.run([&](SharedMemoryGroup& group) {
+               return group.broadcast(memory_at(data, numel, dtype), root);
+             });
+           })
+      .def("barrier",
+           [](Handle& handle) { return handle.run([](SharedMemoryGroup& group) { return group.barrier(); }); })
+      .def("abort", &Handle::abort, nb::arg("reason"))
+      .def("close", &Handle::close)
+      .def("failure", &Handle::failure);
+}

@@ -1,0 +1,61 @@
+// One process's view of a segment: the mapping, and the record lock that says "this rank is alive".
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "cpu/shm/layout.h"
+
+namespace gradwire::shm {
+
+/// A file descriptor that closes itself.
+class Descriptor {
+ public:
+  explicit Descriptor(int number) : number_(number) {}
+  ~Descriptor();
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  int number() const { return number_; }
+
+ private:
+  int number_;
+};
+
+/// Maps the file at `path` and locks byte `rank` of it for as long as the object lives.
+///
+/// A POSIX record lock belongs to the process, not to the descriptor: it works across pid namespaces, the kernel drops
+/// it when the process dies in whatever way, and a forked child does not inherit it. But closing *any* descriptor of
+/// the file drops it, so all ranks of one process share one descriptor.
+class Segment {
+ public:
+  /// Throws std::system_error where the file cannot be opened, is smaller than it must be, or cannot be mapped.
+  Segment(const std::string& path, std::uint32_t rank, std::uint32_t size, std::uint64_t block_nbytes);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  std::uint32_t rank() const { return rank_; }
+  std::uint32_t size() const { return size_; }
+  std::uint64_t block_nbytes() const { return block_nbytes_; }
+  Header& header() const { return *reinterpret_cast<Header*>(base_); }
+  RankBox& box(std::uint32_t rank) const;
+  std::byte* slot(std::uint32_t rank, std::uint64_t interval) const;
+
+  /// Whether the process of `rank` still lives and has not closed the group.
+  bool is_alive(std::uint32_t rank) const;
+
+  /// Whether this process is a fork of the one that made the object.
+  bool is_inherited() const;
+
+ private:
+  std::uint32_t rank_;
+  std::uint32_t size_;
+  std::uint64_t block_nbytes_;
+  std::uint64_t nbytes_;
+  std::shared_ptr<Descriptor> descriptor_;
+  std::byte* base_;
+};
+
+}  // namespace gradwire::shm

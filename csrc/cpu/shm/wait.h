@@ -1,0 +1,55 @@
+// How the ranks of a segment meet, and how they find out that one of them will not come.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cpu/shm/segment.h"
+
+namespace gradwire::shm {
+
+/// Why a group cannot be used any more.
+struct Failure {
+  bool mismatch = false;  // the callers' fault, not a lost peer
+  std::string reason;
+  std::vector<std::uint32_t> missing;
+};
+
+/// The barrier between two intervals. Every member function is for the one thread that runs the rank's collectives,
+/// except `poison`, which any thread may call.
+class Meeting {
+ public:
+  /// `interrupted` is asked every time slice of a long wait; true gives up.
+  Meeting(std::shared_ptr<Segment> segment, double timeout_seconds, std::function<bool()> interrupted);
+
+  /// Number of barriers passed: names the interval, and thereby the slot, that the ranks are in.
+  std::uint64_t interval() const { return interval_; }
+
+  /// Says that this rank has finished its interval and waits until all others have. `what` names the collective in
+  /// errors. Returns false, and fills `failure`, where that will not happen.
+  bool pass(const char* what, Failure& failure);
+
+  /// Whether somebody has given the group up; fills `failure`.
+  bool is_poisoned(Failure& failure) const;
+
+  /// Makes every rank's current or next wait fail with `reason`. The first reason stands.
+  void poison(const std::string& reason, const std::vector<std::uint32_t>& missing) const;
+
+ private:
+  bool has_arrived(std::uint32_t peer) const;
+  bool sleep_until(std::uint32_t peer, const char* what, Failure& failure);
+  bool check_peers(double waited_seconds, const char* what, Failure& failure);
+  bool give_up(const std::string& reason, std::vector<std::uint32_t> missing, Failure& failure) const;
+
+  std::shared_ptr<Segment> segment_;
+  double timeout_seconds_;
+  std::function<bool()> interrupted_;
+  std::uint32_t spin_limit_;
+  std::uint32_t spins_;  // at most spin_limit_: halved whenever spinning was in vain
+  std::uint64_t interval_ = 0;
+};
+
+}  // namespace gradwire::shm

@@ -1,0 +1,76 @@
+"""One all-reduce among the ranks of torchrun, timed: the child that `gradwire gdr-check --prove` runs and whose log it reads."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+_NBYTES = 64 << 20  # enough to leave latency behind and to use every channel
+_REPEATS = 10
+_TIMEOUT = timedelta(seconds=120)
+
+
+def all_reduce_gigabits(label: str, backend: str, nbytes: int = _NBYTES) -> float:
+    """Bus bandwidth of an all-reduce among all ranks, in Gb/s, as nccl-tests defines it.
+
+    Keys in the store are prefixed with the label, so that several runs can share torchrun's store.
+
+    Args:
+        label: Name of the run, the same on every rank.
+        backend: `nccl`, or `gloo` where there is no GPU.
+        nbytes: Size of the tensor.
+
+    Source: nccl-tests doc/PERFORMANCE.md (bus bandwidth is 2(n-1)/n of the algorithm's).
+    """
+    store, rank, size = next(rendezvous("env://", timeout=_TIMEOUT))
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=rank % torch.cuda.device_count()))
+        torch.cuda.set_device(device)
+    prefixed = PrefixStore(f"gdr-prove-{label}", store)
+    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size, timeout=_TIMEOUT)
+    try:
+        tensor = torch.ones(nbytes // 4, device=device)
+        dist.all_reduce(tensor)  # builds the channels that the log is read for
+        if tensor[0].item() != size:
+            raise RuntimeError(f"all_reduce of ones over {size} ranks gave {tensor[0].item()}")
+        seconds = min(_timed(tensor) for _ in range(_REPEATS))
+        return float(nbytes * 8 * 2 * (size - 1) / size / seconds / 1e9)
+    finally:
+        dist.destroy_process_group()
+
+
+def _timed(tensor: torch.Tensor) -> float:
+    """Seconds of one all-reduce, device work included."""
+    dist.barrier()
+    start = time.perf_counter()
+    dist.all_reduce(tensor)
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints one JSON line with the rate, or with what went wrong."""
+    parser = argparse.ArgumentParser(prog="gradwire.cli.gdr_prove", description=__doc__)
+    parser.add_argument("--label", default="default", help="the same on every rank, different for every run")
+    parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")
+    parser.add_argument("--nbytes", type=int, default=_NBYTES, help="size of the tensor")
+    options = parser.parse_args(argv)
+    if options.backend == "nccl" and not torch.cuda.is_available():
+        print(json.dumps({"error": "torch sees no CUDA device: the all-reduce was not run"}))
+        return 3
+    rate = all_reduce_gigabits(options.label, options.backend, options.nbytes)
+    print(json.dumps({"label": options.label, "gigabits_per_second": rate}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

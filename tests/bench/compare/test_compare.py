@@ -1,0 +1,107 @@
+"""Compare and hook_speed: flags, figures from the ranks' lines, and one small run on an emulated cluster."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.progress import Progress
+
+from gradwire.bench.compare import command as compare
+from gradwire.bench.compare.contenders import PLAIN, entrants, select
+from gradwire.bench.compare.models import MODELS, build
+from gradwire.bench.compare.options import parse
+from gradwire.bench.compare.replay_scale import Scale
+from gradwire.bench.compare.report import Measured, report
+from gradwire.bench.compare.results import Collector
+from gradwire.bench.emulation.namespaces import available
+from gradwire.bench.studies import hook_speed
+
+needs_cluster = pytest.mark.skipif(available() is not None, reason=f"no emulated cluster: {available()}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("nbytes", [2e6, 8e6])
+def test_models_are_about_as_large_as_asked_and_alike_on_all_ranks(name: str, nbytes: float) -> None:
+    model, loss = build(name, nbytes, rank=0)
+    found = 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert found == pytest.approx(nbytes, rel=0.7)
+    other, _ = build(name, nbytes, rank=1)
+    assert all(bool((left == right).all()) for left, right in zip(model.parameters(), other.parameters(), strict=True))
+    assert loss(model, 0).item() != loss(model, 1).item()
+
+
+def test_every_plan_and_compressor_takes_part() -> None:
+    names = [one.name for one in entrants(with_mpi=False)]
+    assert names[0] == PLAIN
+    assert {"gradwire flat", "gradwire hierarchical", "gradwire leader", "gradwire auto", "torch fp16 hook",
+            "gradwire onebit", "gradwire powersgd", "gradwire int8"} <= set(names)
+    assert [one.name for one in select(entrants(False), "hier,fp16 hook")] == [PLAIN, "torch fp16 hook",
+                                                                             "gradwire hierarchical"]
+    with pytest.raises(ValueError, match="`--only`"):
+        select(entrants(False), "no such thing")
+
+
+@pytest.mark.parametrize("words", [
+    ["--nodes", "0"], ["--rounds", "0"], ["--megabytes", "-1"], ["--nic", "fast"], ["--replay", "resnet51"],
+    ["--factor", "0"], ["--batch", "8"], ["--factor", "8"], ["--slow-motion", "8"], ["--plot", "x.pdf"], ["--only", "nothing"],
+    ["--ranks-per-node", "0"], ["--uneven", "3,x"], ["--interface", "eth99"], ["--model", "rnn"], ["--what"],
+    ["--stream", "slow"]])
+def test_a_bad_flag_is_an_error_that_names_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main(words) == 2
+    assert words[0] in capsys.readouterr().err
+
+
+def test_ranks_of_a_launcher_complain_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "launcher_variables", lambda: {"RANK": "1", "WORLD_SIZE": "2"})
+    assert compare.main(["--rounds", "0"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_a_replay_states_what_is_smaller_and_slower(capsys: pytest.CaptureFixture[str]) -> None:
+    options = parse(["--replay", "swin_t"])
+    assert (options.nodes, options.ranks_per_node, options.nic) == (4, 8, "25gbit")
+    report(options, [], Measured([], "somewhere", [8, 8], 7_000_000, Scale(16, 12), 2.5))
+    said = " ".join(capsys.readouterr().out.split())
+    for words in ("gradients and links 1/16, 12 times slower", "7.00 MB of gradients (really 113)", "RTX 3090",
+                  "plain DDP by its waits and its link alone: 2.500 s"):
+        assert words in said
+
+
+def test_figures_come_out_of_the_ranks_lines() -> None:
+    with Progress(disable=True) as progress:
+        collector = Collector(progress)
+        for record in ({"gradient_nbytes": 8}, {"turn": 1, "turns": 9, "name": "x"},
+                       {"name": PLAIN, "seconds": [2.0, 4.0, 3.0], "nic_nbytes": [30, 10, 20], "error": 0.0},
+                       {"name": "ours", "seconds": [1.0, 1.5, 2.0], "nic_nbytes": [5, 5, 6], "error": 0.1},
+                       {"name": "broken", "reason": "it says so"}):
+            collector.line(0, json.dumps(record))
+        collector.line(0, "a warning")
+    plain, ours, broken = collector.results(counted=True)
+    assert (plain.seconds, plain.speed_up, plain.nic_nbytes) == (3.0, 1.0, 20)
+    assert (ours.speed_up, ours.error) == (2.0, 0.1)
+    assert collector.gradient_nbytes == 8
+    assert broken.reason == "it says so" and broken.seconds is None
+    assert collector.other == ["a warning"]
+
+
+@pytest.mark.netns
+@needs_cluster
+def test_compare_on_an_emulated_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, picture = tmp_path / "compare.json", tmp_path / "compare.svg"
+    status = compare.main(["--megabytes", "2", "--model", "linear", "--rounds", "1", "--nic", "500mbit", "--only",
+                           "gradwire hier,int8", "--json", str(file), "--plot", str(picture)])
+    assert status == 0, capsys.readouterr().err
+    results = {one["name"]: one for one in json.loads(file.read_text())["results"]}
+    assert results["gradwire hierarchical"]["error"] < 1e-6
+    assert results["gradwire hierarchical"]["nic_nbytes"] < 0.8 * results[PLAIN]["nic_nbytes"]
+    assert results["gradwire int8"]["nic_nbytes"] < 0.5 * results["gradwire hierarchical"]["nic_nbytes"]
+    assert 1e-4 < results["gradwire int8"]["error"] < 0.1
+    assert "plain DDP" in picture.read_text()
+
+
+@pytest.mark.netns
+@needs_cluster
+def test_hook_speed_counts_the_lower_bound() -> None:
+    results = {one.name: one for one in hook_speed.measure("3+1", "1gbit", 1_000_000, 1)}
+    assert results[hook_speed.GRADWIRE].nic_share < 1.15
+    assert results[hook_speed.PLAIN].nic_share > 1.4

@@ -1,0 +1,160 @@
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gradwire.bench.emulation.cluster import Cluster
+
+pytestmark = pytest.mark.netns
+
+NBYTES = 2_000_000
+
+SEND = f"""
+import os, socket, time
+if os.environ["RANK"] == "0":
+    for _ in range(600):
+        try:
+            link = socket.create_connection(("node1", 5000))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    link.sendall(bytes({NBYTES}))
+    link.shutdown(socket.SHUT_WR)
+    assert link.recv(1) == b"k"
+else:
+    server = socket.create_server(("", 5000))
+    link, _ = server.accept()
+    received, started = 0, time.perf_counter()
+    while chunk := link.recv(1 << 16):
+        received += len(chunk)
+    print(received, time.perf_counter() - started)
+    link.sendall(b"k")
+"""
+
+ALL_REDUCE = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+tensor = torch.full((1 << 20,), 1.0 + dist.get_rank())
+dist.all_reduce(tensor)
+assert tensor.eq(3.0).all()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Cluster]:
+    with Cluster([1, 1], nic="20mbit") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def uneven() -> Iterator[Cluster]:
+    with Cluster([3, 1]) as cluster:
+        yield cluster
+
+
+def test_bytes_counted_are_bytes_sent_and_the_rate_holds(pair: Cluster) -> None:
+    result = pair.run([sys.executable, "-c", SEND], timeout_seconds=60)
+    result.check()
+    received, seconds = result.output[1].split()
+    assert int(received) == NBYTES
+    sender, receiver = result.nic_bytes
+    # Headers are 66 of 1514 bytes a packet, fewer with segmentation offload; the way back carries acknowledgements.
+    assert NBYTES < sender.tx < 1.06 * NBYTES + 10_000
+    assert NBYTES < receiver.rx < 1.06 * NBYTES + 10_000
+    assert sender.rx < 0.1 * NBYTES and receiver.tx < 0.1 * NBYTES
+    assert result.busiest_nic_bytes == max(sender.tx, receiver.rx)
+    # 0.8 s at 20 Mbit, of which the first 64 KiB are free; no link lets a byte through faster than it is rated.
+    assert float(seconds) > 0.9 * (NBYTES - 2 * 65536) * 8 / 20e6
+
+
+def test_a_script_written_for_torchrun_runs_unchanged() -> None:
+    with Cluster([1, 1]) as cluster:
+        result = cluster.run([sys.executable, "-c", ALL_REDUCE], timeout_seconds=120)
+    result.check()
+    # 2 (N - 1) / N = 1 time the 4 MiB, headers and the store's few messages; on busy cores TCP sends some packets twice.
+    assert 4 * 2**20 < result.busiest_nic_bytes < 1.15 * 4 * 2**20 + 100_000
+
+
+def test_nodes_have_their_own_names_memory_and_processes(uneven: Cluster) -> None:
+    script = "echo $(hostname) $(stat -c %d /dev/shm) $(readlink /proc/self/ns/pid) $(ls /sys/class/net) $(ls /dev/shm)"
+    result = uneven.run(["sh", "-c", f"touch /dev/shm/$(hostname); {script}"], timeout_seconds=60)
+    result.check()
+    rows = [line.split() for line in result.output]
+    assert [row[0] for row in rows] == ["node0", "node0", "node0", "node1"]
+    own = {str(Path("/dev/shm").stat().st_dev)}
+    memory = [row[1] for row in rows]
+    assert memory[0] == memory[1] == memory[2] != memory[3] and not own & set(memory)
+    assert rows[0][2] == rows[2][2] != rows[3][2]
+    # Loopback and the link, and in /dev/shm what the own node put there.
+    assert all(row[3:] == ["eth0", "lo", row[0]] for row in rows)
+    assert not Path("/dev/shm/node0").exists()
+    assert socket.gethostname() not in ("node0", "node1")
+
+
+def test_nodes_know_each_others_names(uneven: Cluster) -> None:
+    result = uneven.run(["sh", "-c", "getent ahostsv4 node0 node1 | cut -d' ' -f1 | uniq"], timeout_seconds=60)
+    result.check()
+    assert set(result.output) == {"10.77.0.1\n10.77.0.2\n"}
+
+
+@pytest.mark.parametrize(("order", "nodes"), [("contiguous", "0001"), ("round-robin", "0100")])
+def test_ranks_are_placed_as_asked(uneven: Cluster, order: str, nodes: str) -> None:
+    script = "echo $RANK $(hostname) $GROUP_RANK $LOCAL_WORLD_SIZE $OMP_NUM_THREADS $GLOO_SOCKET_IFNAME"
+    options = {"environment": {"OMP_NUM_THREADS": "3"}} if order == "round-robin" else {}
+    result = uneven.run(["sh", "-c", script], order=order, timeout_seconds=60, **options)  # type: ignore[arg-type]
+    result.check()
+    for rank, node in enumerate(nodes):
+        size = uneven.nodes[int(node)]
+        threads = "3" if options else os.environ.get("OMP_NUM_THREADS", "1")  # the rule under test
+        assert result.output[rank] == f"{rank} node{node} {node} {size} {threads} eth0\n"
+
+
+def test_a_rank_reads_its_own_nodes_counters(pair: Cluster) -> None:
+    script = "ping -c1 -q node0 >/dev/null 2>&1; cat /sys/class/net/eth0/statistics/tx_bytes"
+    first = pair.run(["sh", "-c", script], timeout_seconds=60)
+    pair.run([sys.executable, "-c", SEND], timeout_seconds=60).check()
+    second = pair.run(["sh", "-c", script], timeout_seconds=60)
+    assert int(second.output[0]) - int(first.output[0]) > NBYTES
+
+
+def test_a_killed_rank_is_named_and_the_cluster_stays_usable(pair: Cluster) -> None:
+    script = "if [ $RANK = 1 ]; then kill -9 $$; fi; sleep 600"
+    result = pair.run(["sh", "-c", script], timeout_seconds=60, grace_seconds=0.2)
+    assert result.first_failure == 1 and result.exit_status == 137
+    assert result.returncodes[1] == -9 and result.returncodes[0] != 0
+    pair.run(["true"], timeout_seconds=60).check()
+
+
+def test_closing_ends_what_ranks_left_behind(
+    namespaces_below: Callable[[int], set[str]], wait_until_gone: Callable[[set[str]], set[str]]
+) -> None:
+    others = namespaces_below(os.getpid())
+    with Cluster([1]) as cluster:
+        cluster.run(["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 &"], timeout_seconds=60).check()
+        mine = namespaces_below(os.getpid()) - others
+        assert len(mine) == 2
+    assert not wait_until_gone(mine)
+    cluster.close()
+
+
+def test_the_machines_own_network_is_left_alone() -> None:
+    before = sorted(Path("/sys/class/net").iterdir())
+    with Cluster([1, 1]):
+        assert sorted(Path("/sys/class/net").iterdir()) == before
+
+
+def test_parameters_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match="`nic`"):
+        Cluster([1], nic="fast")
+    with pytest.raises(ValueError, match="`mtu`: found 100"):
+        Cluster([1], mtu=100)
+    with pytest.raises(ValueError, match="`nodes`"):
+        Cluster([])
+    with pytest.raises(ValueError, match="`nodes`: found 201"):
+        Cluster([1] * 201)

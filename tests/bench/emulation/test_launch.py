@@ -1,0 +1,92 @@
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from gradwire.bench.emulation.launch import Ranks
+
+
+def shell(*scripts: str) -> list[list[str]]:
+    return [["sh", "-c", script] for script in scripts]
+
+
+def test_output_and_statuses_are_by_rank() -> None:
+    lines: list[tuple[int, str]] = []
+    with Ranks(shell("echo zero", "echo one; echo uno >&2"), on_line=lambda *line: lines.append(line)) as ranks:
+        outcome = ranks.wait(60, 60)
+    assert outcome.returncodes == (0, 0)
+    assert outcome.output == ("zero\n", "one\nuno\n")
+    assert sorted(lines) == [(0, "zero"), (1, "one"), (1, "uno")]
+    assert outcome.exit_status == 0
+    outcome.check()
+
+
+def test_the_first_failure_in_time_decides() -> None:
+    with Ranks(shell("sleep 0.5; exit 7", "exit 3", "exit 0")) as ranks:
+        outcome = ranks.wait(60, 60)
+    assert outcome.returncodes == (7, 3, 0)
+    assert (outcome.first_failure, outcome.exit_status) == (1, 3)
+
+
+def test_a_killed_rank_gives_128_and_the_signal() -> None:
+    with Ranks(shell("kill -9 $$", "true")) as ranks:
+        outcome = ranks.wait(60, 60)
+    assert outcome.returncodes == (-signal.SIGKILL, 0)
+    assert outcome.exit_status == 128 + signal.SIGKILL
+
+
+def test_survivors_get_their_grace_and_are_then_ended() -> None:
+    with Ranks(shell("echo bad; exit 1", "sleep 0.3; echo said it; exec sleep 600")) as ranks:
+        outcome = ranks.wait(None, 1.0)
+    assert outcome.returncodes == (1, -signal.SIGTERM)
+    assert outcome.output[1] == "said it\n"
+    assert outcome.exit_status == 1 and not outcome.timed_out
+    with pytest.raises(RuntimeError, match=r"rank 0 failed; statuses by rank \[1, -15\](.|\n)*bad"):
+        outcome.check()
+
+
+def test_time_is_up() -> None:
+    with Ranks(shell("exec sleep 600", "true")) as ranks:
+        outcome = ranks.wait(0.5, 60)
+    assert outcome.timed_out and outcome.exit_status == 124 and outcome.first_failure is None
+    with pytest.raises(RuntimeError, match="the time was up"):
+        outcome.check()
+
+
+def test_a_rank_deaf_to_sigterm_is_killed() -> None:
+    with Ranks(shell("trap '' TERM; echo ready; while :; do sleep 0.1; done")) as ranks:
+        time.sleep(0.3)
+        ranks.stop(0.3)
+        assert ranks.wait(60, 60).returncodes == (-signal.SIGKILL,)
+
+
+def test_an_exception_leaves_no_rank_nor_its_children(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    with (
+        pytest.raises(ZeroDivisionError),
+        Ranks(shell(f"sleep 600 & echo $! > {file}.new; mv {file}.new {file}; wait")),
+    ):
+        deadline = time.monotonic() + 30
+        while not file.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        child = int(file.read_text())
+        raise ZeroDivisionError
+    deadline = time.monotonic() + 10
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_running(child)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def test_a_missing_program_is_an_error_at_once() -> None:
+    with pytest.raises(FileNotFoundError):
+        Ranks([["/no/such/program"]])

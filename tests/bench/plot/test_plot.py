@@ -1,0 +1,84 @@
+"""Pictures: every kind of file is drawn, with units, names, machine and date in it; anything else is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradwire.bench.plot import command as plot
+from gradwire.bench.plot.bars import draw_compare
+from gradwire.bench.plot.style import Record, load_pyplot
+
+pytest.importorskip("matplotlib")
+
+
+def bench_record(collective: str = "all_reduce") -> Record:
+    half = {"time": 12.5, "alg_bw": 1.0, "bus_bw": 1.5, "nwrong": 0}
+    rows = [{"size": size, "block": block, "experiment_name": collective, "out_of_place": half, "in_place": half}
+            for block in range(2) for size in (0, 1024, 4096)]
+    facts = {"ranks": "4 (2 nodes x 2 local ranks)"}
+    return {"version": 3, "machine": "a processor, 2 cores, 2026-01-02", "args": ["gradwire", "bench", "-J", "secret/x.json"],
+            "config": {"iterations": 20}, "results": rows,
+            "blocks": [{"facts": facts | {"backend": "gloo"}},
+                       {"facts": facts | {"backend": "gradwire", "algorithm": "flat", "compressor": "none"}}]}
+
+
+def compare_record() -> Record:
+    return {"kind": "compare", "title": "a model on a cluster", "machine": "a processor, 2026-01-02",
+            "args": ["--megabytes", "2", "--json", "secret/x.json", "--only", "gradwire hier"], "results": [
+        {"name": "plain DDP (gloo)", "seconds": 2.0, "nic_nbytes": 3e6, "error": 0.0, "speed_up": 1.0, "reason": None},
+        {"name": "gradwire auto", "seconds": 1.0, "nic_nbytes": None, "error": None, "speed_up": 2.0, "reason": None},
+        {"name": "a peer", "seconds": None, "nic_nbytes": None, "error": None, "speed_up": None, "reason": "no"}]}
+
+
+def test_bench_files_become_two_pictures(tmp_path: Path) -> None:
+    load_pyplot().rcParams["svg.fonttype"] = "none"  # text stays text, so that it can be looked for
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(bench_record()))
+    drawn = plot.draw([file], tmp_path / "run.svg")
+    assert [path.name for path in drawn] == ["run-busbw.svg", "run-time.svg"]
+    for path, axis in zip(drawn, ("GB/s", "time of one operation"), strict=True):
+        text = path.read_text()
+        for word in (axis, "bytes", "gloo", "gradwire flat", "a processor", "2026-01-02", "2 nodes", "all_reduce"):
+            assert word in text
+        assert "secret" not in text
+
+
+def test_several_files_are_told_apart(tmp_path: Path) -> None:
+    load_pyplot().rcParams["svg.fonttype"] = "none"
+    files = [tmp_path / "before.json", tmp_path / "after.json"]
+    for number, file in enumerate(files):
+        file.write_text(json.dumps(bench_record() | {"machine": f"machine {number}"}))
+    text = plot.draw(files, tmp_path / "both.svg")[0].read_text()
+    for word in ("gloo, before", "gloo, after", "before: machine 0", "after: machine 1"):
+        assert word in text
+
+
+def test_compare_files_become_bars(tmp_path: Path) -> None:
+    load_pyplot().rcParams["svg.fonttype"] = "none"
+    draw_compare(compare_record(), tmp_path / "bars.svg")
+    text = (tmp_path / "bars.svg").read_text()
+    for word in ("gradwire auto", "2.00x", "seconds per training step", "does not run here: a peer (no)", "2026-01-02",
+                 'gradwire compare --megabytes 2 --only "gradwire hier"', "3 MB"):
+        assert word in text
+    assert "secret" not in text
+
+
+def test_png_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bars.json"
+    file.write_text(json.dumps(compare_record()))
+    assert plot.main([str(file)]) == 0
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other, reduce, bars = tmp_path / "other.json", tmp_path / "reduce.json", tmp_path / "bars.json"
+    other.write_text("[1, 2]")
+    reduce.write_text(json.dumps(bench_record("reduce")))
+    bars.write_text(json.dumps(compare_record()))
+    good = tmp_path / "good.json"
+    good.write_text(json.dumps(bench_record()))
+    for words in ([str(other)], [str(tmp_path / "missing.json")], [str(good), str(reduce)], [str(good), str(bars)],
+                  [str(good), "-o", str(tmp_path / "x.pdf")]):
+        assert plot.main(words) == 2
+        assert "gradwire plot: `" in capsys.readouterr().err

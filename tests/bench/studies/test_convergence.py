@@ -1,0 +1,173 @@
+"""The convergence tool: data, runs on four ranks, the file, time to quality, tables and pictures."""
+
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.bench.studies.convergence import __main__ as convergence
+from gradwire.bench.studies.convergence import data as convergence_data
+from gradwire.bench.studies.convergence.data import data_folder, load_images, read_idx
+from gradwire.bench.studies.convergence.methods import METHODS, PLAIN, TORCH_FP16
+from gradwire.bench.studies.convergence.plot import draw
+from gradwire.bench.studies.convergence.quality import EVALUATED, Run, method_of
+from gradwire.bench.studies.convergence.reach import DENSE, seconds_to, steps_to, target
+from gradwire.bench.studies.convergence.record import Record, Speed, Timed
+from gradwire.bench.studies.convergence.table import tables
+from gradwire.bench.studies.convergence.tasks import FashionTask, SmallCnn, TextTask, share_of_peak
+
+JOB = Path(__file__).parent / "convergence_job.py"
+ONEBIT = "gradwire onebit"
+
+
+def train_on_ranks(optimizer: str, *methods: str) -> dict[str, dict[str, object]]:
+    ended = subprocess.run([sys.executable, str(JOB), optimizer, *methods], check=False, capture_output=True, text=True,
+                           timeout=150)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return {run["method"]: run for run in json.loads(ended.stdout.splitlines()[-1])}
+
+
+def test_runs_that_lose_nothing_end_alike_and_the_others_near_them() -> None:
+    runs = train_on_ranks("sgd", PLAIN, DENSE, "gradwire int8")
+    plain, dense, int8 = (runs[name]["curve"] for name in (PLAIN, DENSE, "gradwire int8"))
+    assert [step for step, _ in plain] == [round(20 * share) for share in EVALUATED]  # type: ignore[attr-defined]
+    wanted = [quality for _, quality in plain]  # type: ignore[attr-defined]
+    assert wanted[-1] < 0.5 * wanted[0]
+    assert [quality for _, quality in dense] == pytest.approx(wanted, rel=1e-3)  # type: ignore[attr-defined]
+    assert [quality for _, quality in int8] == pytest.approx(wanted, rel=0.05)  # type: ignore[attr-defined]
+
+
+def test_the_optimizer_that_communicates_by_itself_takes_part() -> None:
+    run = train_on_ranks("adamw", "OneBitAdam")["OneBitAdam"]
+    curve = run["curve"]
+    assert run["dense_steps"] == 4  # a fifth of twenty
+    assert curve[-1][1] < curve[0][1]  # type: ignore[index]
+
+
+def a_run(method: str, seed: int, *qualities: float, dense_steps: int = 0) -> Run:
+    return Run("fashion", method, seed, dense_steps, tuple((100 * (at + 1), each) for at, each in enumerate(qualities)))
+
+
+def a_record(file: Path) -> Record:
+    record = Record(file)
+    for seed in (0, 1):
+        record.add_run(a_run(PLAIN, seed, 80.0, 90.0 + seed))
+        record.add_run(a_run(ONEBIT, seed, 70.0, 91.0, dense_steps=50))
+        record.add_run(a_run(TORCH_FP16, seed, 70.0, 75.0))
+    for share, seconds in ((1.0, 2.0), (0.25, 5.0)):
+        steps = tuple(Timed(name, seconds * factor, 1e6) for name, factor in
+                      ((PLAIN, 1.0), (TORCH_FP16, 0.7), (DENSE, 0.8), (ONEBIT, 0.1)))
+        record.add_speed(Speed("fashion", share, f"{share:g}mbit", 1.0, "a machine", steps))
+    return record
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=12), st.integers(0, 1000))
+def test_a_quality_is_reached_where_the_curve_first_crosses_it(values: list[int], wanted: int) -> None:
+    curve = [(10 * number, float(value)) for number, value in enumerate(values)]
+    steps = steps_to(curve, wanted, True)
+    assert steps == steps_to([(step, -value) for step, value in curve], -wanted, False)
+    if steps is None:
+        assert max(values) < wanted
+        return
+    assert all(value < wanted for step, value in curve if step < steps)
+    at = int(steps // 10)
+    if steps % 10:
+        share = steps / 10 - at
+        assert (1 - share) * values[at] + share * values[at + 1] == pytest.approx(wanted)
+    else:
+        assert values[at] >= wanted
+
+
+def test_dense_steps_count_as_dense(tmp_path: Path) -> None:
+    record, facts = a_record(tmp_path / "runs.json"), FashionTask().facts
+    speed = record.speed_of("fashion", 1.0)
+    assert speed is not None
+    assert target(record, facts) == 90.5 - facts.tolerance
+    # 70 to 91 between steps 100 and 200 passes 90 at 195.24; the first 50 of them cost 1.6 s each.
+    assert seconds_to(record, facts, ONEBIT, speed) == pytest.approx(50 * 1.6 + 145.238 * 0.2, rel=1e-4)
+    assert seconds_to(record, facts, TORCH_FP16, speed) is None
+
+
+def test_a_record_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    file = tmp_path / "runs.json"
+    record = a_record(file)
+    again = Record(file)
+    assert (again.runs, again.speeds) == (record.runs, record.speeds)
+    assert again.has_run("fashion", PLAIN, 1) and not again.has_run("fashion", PLAIN, 2)
+    assert again.rate_of_half("fashion") == ("1mbit", 1.0) and again.rate_of_half("text") is None
+
+
+def test_tables_and_pictures_name_everything(tmp_path: Path) -> None:
+    record = a_record(tmp_path / "runs.json")
+    text = tables(record)
+    rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if line.startswith("| ")}
+    assert "never" in rows[TORCH_FP16] and "1.00x" in rows[PLAIN] and record.machine in text
+    assert "90.00 to 91.00" in rows[PLAIN]
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- measured: begin -->old<!-- measured: end -->\nafter\n")
+    assert convergence.main(["show", "--json", str(tmp_path / "runs.json"), "--page", str(page)]) == 0
+    assert page.read_text().startswith("before\n") and page.read_text().endswith("\nafter\n")
+    assert text in page.read_text() and "old" not in page.read_text()
+    pictures = draw(record, tmp_path / "convergence")
+    assert [picture.name for picture in pictures] == ["convergence-fashion.png"]
+    assert pictures[0].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_foreign_file_and_an_unknown_method_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "other.json"
+    file.write_text("[]")
+    assert convergence.main(["show", "--json", str(file)]) == 1
+    assert "`--json`" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"`--method` is 'gradwire dgc'; text has plain DDP"):
+        method_of(TextTask(), "gradwire dgc")
+
+
+def test_every_compressor_is_trained_where_it_fits() -> None:
+    trained = {optimizer: {method.compressor for method in methods} for optimizer, methods in METHODS.items()}
+    assert trained["sgd"] - trained["adamw"] == {"onebit", "dgc"}
+    assert trained["sgd"] >= {"fp16", "bf16", "int8", "int4", "onebit", "dgc", "powersgd"}
+
+
+@given(st.integers(1, 500))
+def test_the_learning_rate_rises_and_falls(steps: int) -> None:
+    shares = [share_of_peak(step, steps) for step in range(steps)]
+    assert 0.0 <= min(shares) <= max(shares) <= 1.0
+    top = shares.index(max(shares))
+    assert shares[: top + 1] == sorted(shares[: top + 1]) and shares[top:] == sorted(shares[top:], reverse=True)
+
+
+def test_the_cnn_is_the_same_for_the_same_seed() -> None:
+    one, other, third = (torch.cat([p.flatten() for p in SmallCnn(seed).parameters()]) for seed in (3, 3, 4))
+    assert one.numel() == 105_866
+    assert torch.equal(one, other) and not torch.equal(one, third)
+
+
+def write_idx(file: Path, shape: tuple[int, ...], values: bytes) -> None:
+    header = bytes([0, 0, 8, len(shape)]) + b"".join(length.to_bytes(4, "big") for length in shape)
+    file.write_bytes(gzip.compress(header + values))
+
+
+def test_images_are_read_as_they_were_written(tmp_path: Path) -> None:
+    write_idx(tmp_path / "train-images-idx3-ubyte.gz", (2, 28, 28), bytes(range(256)) * 6 + bytes(32))
+    write_idx(tmp_path / "train-labels-idx1-ubyte.gz", (2,), bytes([7, 9]))
+    images, labels = load_images("train", tmp_path)
+    assert images.shape == (2, 1, 28, 28) and labels.tolist() == [7, 9]
+    raw = (images * 0.353 + 0.286) * 255
+    assert raw.flatten()[:256].round().tolist() == list(range(256))
+    (tmp_path / "bad.gz").write_bytes(gzip.compress(b"text"))
+    with pytest.raises(ValueError, match="no IDX file"):
+        read_idx(tmp_path / "bad.gz")
+
+
+def test_without_apt_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convergence_data, "INSTALLED", Path("/nowhere/fashion-mnist"))
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(RuntimeError, match="`apt-get` is missing: put the four"):
+        data_folder(tmp_path)

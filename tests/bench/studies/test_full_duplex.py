@@ -1,0 +1,63 @@
+"""The comparison of one and of two gloo groups: what a rank does, and the tables."""
+
+import pytest
+
+from gradwire.bench.compare.rounds import Contender
+from gradwire.bench.emulation.fork import Place
+from gradwire.bench.studies import full_duplex as both_ways
+from gradwire.comms.bootstrap.compat import HashStore, make_gloo
+from gradwire.comms.transport import gloo
+from gradwire.comms.transport.threads import run_ranks
+
+
+def place(rank: int) -> Place:
+    return Place(rank, 2, rank, (1, 1), "127.0.0.1", 0, "lo")
+
+
+@pytest.mark.parametrize("large_nbytes", [0, both_ways.NEVER])
+def test_an_exchange_takes_one_group_or_two(large_nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "LARGE_NBYTES", gloo.LARGE_NBYTES)  # put back at the end
+    made = list[str]()
+    connect = make_gloo
+
+    def counted(store: object, *rest: object) -> object:
+        made.append("group")
+        return connect(store, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(gloo, "make_gloo", counted)
+    store = HashStore()
+
+    def body(rank: int) -> None:
+        both_ways.exchange(place(rank), store, "exchange", large_nbytes).step(0)
+
+    run_ranks(2, body)
+    assert len(made) == 2 * (2 if large_nbytes == 0 else 1)
+
+
+def test_every_way_of_summing_makes_a_contender() -> None:
+    store = HashStore()
+
+    def body(rank: int) -> Contender:
+        one = both_ways.summed(place(rank), store, "flat", 2, "two groups", gloo.LARGE_NBYTES)
+        one.step(0)
+        return one
+
+    assert [one.name for one in run_ranks(2, body)] == ["flat, two groups, 2"] * 2
+
+
+def test_the_tables_hold_every_figure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"one group": 0.172, "two groups": 0.088} | {
+        f"{plan}, {order}, {chunks}": 0.5 + chunks / 1000 for plan in ("hierarchical", "flat")
+        for order in ("ring", "one group", "two groups") for chunks in both_ways.CHUNKS}
+    monkeypatch.setattr(both_ways, "measure", lambda case, nic, what: figures)
+    assert both_ways.main(["2x1"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("2x1", "84", "172", "88"))
+    assert both_ways.main(["4x2", "--sums"]) == 0
+    out = capsys.readouterr().out
+    assert "flat, two groups" in out and all(str(500 + chunks) in out for chunks in both_ways.CHUNKS)
+
+
+def test_an_unknown_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert both_ways.main(["7x7"]) == 2
+    assert "`CASE` is '7x7'" in capsys.readouterr().err

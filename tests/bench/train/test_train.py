@@ -1,0 +1,39 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from gradwire.bench.emulation.logical import python_module, run_logical
+from gradwire.bench.train.train import main
+
+
+def test_hooks_train_the_same_model_on_the_same_batches(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    words = ["--hook", "plain", "--hook", "torch-fp16", "--steps", "4", "--batch", "2", "--context", "32"]
+    command = python_module("gradwire.bench.train.train", *words, "--nic-interface", "lo", "--json", str(file))
+    outcome = run_logical([1, 1], command, timeout_seconds=240)
+    outcome.check()
+    assert "step    4/4" in outcome.output[0] and "step" not in outcome.output[1]
+    plain, narrow = json.loads(file.read_text())
+    assert [plain["hook"], narrow["hook"]] == ["plain", "torch-fp16"]
+    assert plain["first_loss"] == narrow["first_loss"]
+    assert plain["final_loss"] == pytest.approx(narrow["final_loss"], rel=1e-2)
+    # An all-reduce over two ranks sends every gradient once, the float16 hook half of that; lo counts both ranks.
+    assert plain["nic_nbytes_per_step"] > 2 * plain["gradient_nbytes"]
+    assert 0.45 < narrow["nic_nbytes_per_step"] / plain["nic_nbytes_per_step"] < 0.6
+    assert plain["seconds_per_step"] > 0 and plain["validation_bits_per_byte"] > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "0"], "`--steps`: found 0"),
+        (["--hook", "fastest"], "`--hook`: found 'fastest', wanted one of plain"),
+        (["--nic-interface", "nothing0"], "`--nic-interface`: this node has no 'nothing0'"),
+    ],
+)
+def test_options_that_make_no_sense_end_with_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,108 @@
+"""`gradwire predict` from its command line to what it prints."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradwire.cli.predict import main
+from gradwire.cli.predict_plot import node_counts
+
+AIAK = ["--preset", "dgx_a100", "--nodes", "4", "--nic", "25gbit", "--gradient-mb", "113.2"]
+FIXTURES = Path(__file__).resolve().parents[2].parent / "shared" / "fixtures"
+
+
+def ask(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    assert main([*words, "--json"]) == 0
+    answer: dict[str, object] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+def test_4_dgx_a100_on_25_gbit(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = ask(capsys, *AIAK, "--backward-ms", "45")
+    plans = answer["plans"]
+    assert isinstance(plans, dict)
+    assert plans["flat"]["seconds"] == pytest.approx(70.6e-3, rel=0.02)
+    assert plans["hierarchical"]["seconds"] == pytest.approx(55.4e-3, rel=0.02)
+    assert plans["hierarchical"]["bytes_by_level"]["inter_node"] == pytest.approx(1.5 * 113.2e6)
+    assert answer["recommend"]["plan"] == "hierarchical"  # type: ignore[index]
+    assert answer["recommend"]["why"]  # type: ignore[index]
+    assert 0 < answer["planning_seconds"] < 10  # type: ignore[operator]
+
+
+def test_a_card_for_each_gpu_needs_no_compression(capsys: pytest.CaptureFixture[str]) -> None:
+    recommend = ask(capsys, "--preset", "dgx_h100", "--nodes", "64", "--gradient-mb", "500", "--backward-ms", "100")["recommend"]
+    assert recommend["plan"] == "flat"  # type: ignore[index]
+    assert recommend["compressor"] == "none"  # type: ignore[index]
+    assert "Do not compress" in recommend["why"]  # type: ignore[index]
+
+
+def test_people_get_a_table_and_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*AIAK, "--optimizer", "adam"]) == 0
+    text = capsys.readouterr().out
+    assert "recommended: plan hierarchical" in text
+    assert "halving_doubling" in text
+    assert "note: dgc presumes SGD" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("document", [
+    {"layer.weight": [1024, 4096], "layer.bias": [1024]},
+    [{"name": "layer.weight", "shape": [1024, 4096]}, {"name": "layer.bias", "shape": [1024]}],
+    {"parameters": [{"name": "layer.weight", "shape": [1024, 4096]}, {"name": "layer.bias", "shape": [1024]}]},
+])
+def test_a_model_is_read(document: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps(document))
+    answer = ask(capsys, "--preset", "cpu_only", "--nodes", "4", "--model-json", str(file))
+    assert answer["gradient_nbytes"] == 4 * (1024 * 4096 + 1024)
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--preset", "dgx_a100", "--gradient-mb", "-1"], "`gradient-mb` is -1.0"),
+    (["--preset", "dgx_a100", "--gradient-mb", "nan"], "`gradient-mb` is nan"),
+    (["--preset", "dgx_a100", "--gradient-mb", "1", "--backward-ms", "-5"], "`backward-ms` is -5"),
+    (["--preset", "dgx_a100", "--gradient-mb", "1", "--nodes", "0"], "`nodes` is 0"),
+    (["--preset", "dgx_a100", "--gradient-mb", "1", "--nodes", "2", "--nic", "fast"], "`nic`"),
+    (["--preset", "dgx_a100", "--gradient-mb", "1", "--nics-per-node", "0"], "`nics_per_node` is 0"),
+    (["--preset", "dgx_a100", "--gradient-mb", "1", "--intra-node", "quick"], "`intra-node`"),
+    (["--preset", "dgx_a100", "--model-json", "/nonexistent.json"], "nonexistent"),
+    (["--topology", "/nonexistent.xml", "--gradient-mb", "1"], "nonexistent"),
+])
+def test_nonsense_is_refused_by_name(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["{", "5", "{}", '{"a": [2, -1]}', '{"a": "big"}', '[{"name": 5, "shape": [1]}]'])
+def test_a_broken_model_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "model.json"
+    file.write_text(text)
+    assert main(["--preset", "cpu_only", "--model-json", str(file)]) == 2
+    assert "`model-json`" in capsys.readouterr().err
+
+
+def test_a_topology_file_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    files = sorted((FIXTURES / "nccl_xml").glob("*.xml"))
+    if not files:
+        pytest.skip("the shared fixtures are not here")
+    answered = 0
+    for file in files:
+        status = main(["--topology", str(file), "--nodes", "4", "--nic", "100gbit", "--intra-node", "1880gbit",
+                       "--gradient-mb", "100", "--json"])
+        out, error = capsys.readouterr()
+        assert status == 0 or error.startswith("gradwire predict: "), file
+        answered += status == 0 and "plans" in json.loads(out)
+    assert answered > len(files) // 2
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert main([*AIAK, "--plot", str(tmp_path / "steps.svg")]) == 0
+    assert "<svg" in (tmp_path / "steps.svg").read_text()
+
+
+def test_the_picture_shows_the_number_that_was_asked_for() -> None:
+    assert node_counts(4) == [1, 2, 4, 8, 16]
+    assert 48 in node_counts(48)

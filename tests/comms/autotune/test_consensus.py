@@ -1,0 +1,54 @@
+"""Law: every rank gets the same answer, also where some stay away."""
+
+import time
+from datetime import timedelta
+
+import pytest
+
+from gradwire.comms.autotune.consensus import Consensus
+from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.transport.threads import run_ranks
+
+
+def test_rank_0_decides_for_all() -> None:
+    store = HashStore()
+
+    def run(rank: int) -> list[object]:
+        voice = Consensus(store, rank, 3, "test", timedelta(seconds=10))
+        return [voice.decide(rank + step, max) for step in range(3)]  # type: ignore[arg-type]
+
+    assert run_ranks(3, run) == [[2, 3, 4]] * 3
+
+
+def outcome(store: HashStore, rank: int, size: int, value: object, seconds: float) -> str:
+    try:
+        Consensus(store, rank, size, "plan", timedelta(seconds=seconds)).agree(value)
+    except ValueError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_a_change_that_all_want_is_taken() -> None:
+    store = HashStore()
+    assert run_ranks(3, lambda rank: outcome(store, rank, 3, {"cuts": [1]}, 10)) == ["agreed"] * 3
+
+
+def test_ranks_that_want_different_things_are_refused_alike() -> None:
+    store = HashStore()
+    answers = run_ranks(3, lambda rank: outcome(store, rank, 3, rank // 2, 10))
+    assert len(set(answers)) == 1
+    assert "different things" in answers[0]
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_change_that_one_rank_does_not_want_is_refused_on_all(absent: int) -> None:
+    store = HashStore()
+
+    def run(rank: int) -> str:
+        if rank == absent:
+            time.sleep(1.5)  # it asks too late: the others have given up
+        return outcome(store, rank, 3, "plan", 0.5)
+
+    for answer in run_ranks(3, run):
+        assert "`plan` was refused on all ranks" in answer
+        assert f"rank {absent}" in answer

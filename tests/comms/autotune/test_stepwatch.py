@@ -1,0 +1,34 @@
+"""What is measured adds up: the step, what hides communication, what does not."""
+
+import pytest
+import torch
+
+from gradwire.comms.autotune.stepwatch import StepWatch
+
+
+def test_a_step_and_its_exposed_part() -> None:
+    now = 0.0
+    watch = StepWatch(lambda: now)
+    for _ in range(5):
+        futures = [torch.futures.Future[torch.Tensor]() for _ in range(2)]
+        now += 1.0  # forward
+        for future in futures:
+            watch.bucket_came()
+            watch.watch(future)
+            now += 0.5
+        watch.step_ended()
+        now += 0.25  # the last bucket is on its way
+        for future in futures:
+            future.set_result(torch.zeros(1))
+        now += 0.25  # optimizer
+    seen = watch.observed()
+    assert seen is not None
+    assert seen.steps == 3
+    assert seen.step_seconds == pytest.approx(2.5)
+    assert seen.backward_seconds == pytest.approx(1.0)
+    assert seen.exposed_seconds == pytest.approx(0.25)
+    assert seen.headroom_seconds == pytest.approx(2.25)
+
+
+def test_nothing_is_claimed_before_anything_was_seen() -> None:
+    assert StepWatch().observed() is None

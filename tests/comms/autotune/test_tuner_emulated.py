@@ -1,0 +1,36 @@
+"""Law, on the emulated cluster: by its own measurement the tuner never ends slower than where it began."""
+
+import csv
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradwire.bench.emulation.cluster import Cluster
+from gradwire.comms.autotune.tune import Budget
+
+SCRIPT = Path(__file__).parents[1] / "jobs" / "tuner_job.py"
+
+
+@pytest.mark.netns
+def test_the_setting_that_is_kept_was_measured_to_be_no_slower_than_the_first(tmp_path: Path) -> None:
+    profile = tmp_path / "tuned.json"
+    with Cluster(nodes=[2, 2], nic="200mbit") as cluster:
+        result = cluster.run([sys.executable, str(SCRIPT), str(profile)], timeout_seconds=150)
+    result.check()
+    kept = {match for text in result.output for match in re.findall(r"tuning took \d+ steps; keeping (.+)", text)}
+    assert all("tuning took" in text for text in result.output)
+    assert len(kept) == 1  # on all ranks
+    with profile.with_suffix(".csv").open(encoding="utf-8") as log:
+        rows = {row["kind"]: row for row in csv.DictReader(log)}
+    begun, seconds = rows["incumbent"], {kind: float(row["seconds"]) for kind, row in rows.items()}
+    found = json.loads(profile.read_text(encoding="utf-8"))
+    assert begun["setting"] == "as begun"
+    if "kept" in rows:  # its turns and those of the first alternated
+        assert seconds["kept"] < seconds["incumbent"] * (1 - Budget().margin)
+        assert kept == {rows["kept"]["setting"]} == {found["setting"]["label"]}
+    else:
+        assert kept == {"as begun"} == {found["setting"]["label"]}
+    assert found["step_seconds"] <= seconds["incumbent"]

@@ -1,0 +1,92 @@
+"""The verdict: which plan, and whether to compress at all."""
+
+import pytest
+
+from gradwire.comms.plan.advise import HARMLESS_FIRST, Advice, Workload, advise, buckets_of, step_seconds
+from gradwire.comms.plan.codec_price import codec_price, square_layout
+from gradwire.comms.plan.planner import candidates
+from gradwire.compressors import registry
+from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
+
+NVSWITCH = Link(4e-6, 235e9)
+GRADIENT = 113_200_000
+
+
+def cluster_of(nodes: int, gbit: float, nics: int = 1) -> Cluster:
+    nic = Link(30e-6, gbit * 1e9 / 8, nics, 2 * nics)
+    return uniform_cluster((8, nodes), (Level(LEVEL_NAMES[0], NVSWITCH), Level(LEVEL_NAMES[1], nic)))
+
+
+def ask(cluster: Cluster, backward_ms: float = 0.0, optimizer: str = "sgd", library: str = "nccl") -> Advice:
+    prices = [codec_price(name, square_layout(GRADIENT), len(cluster.nodes), 1.4e12) for name in registry.names()]
+    return advise(cluster, Workload(GRADIENT, backward_ms / 1e3, optimizer=optimizer), prices, library=library)
+
+
+def test_a_step_is_never_shorter_than_backward_or_than_the_wire() -> None:
+    for backward_ms in (0, 10, 45, 200):
+        for offer in ask(cluster_of(4, 25), backward_ms).offers:
+            assert offer.step_seconds >= backward_ms / 1e3
+            assert offer.step_seconds >= offer.plan.bytes_by_level["inter_node"] / (25e9 / 8) - 1e-9
+            assert offer.exposed_seconds == pytest.approx(offer.step_seconds - backward_ms / 1e3)
+
+
+def test_more_backward_never_exposes_more() -> None:
+    exposed = [ask(cluster_of(4, 25), backward_ms).offer("flat").exposed_seconds for backward_ms in (0, 20, 45, 90, 400)]
+    assert exposed == sorted(exposed, reverse=True)
+
+
+@pytest.mark.parametrize(("nodes", "gbit", "nics", "backward_ms"), [(1, 25, 1, 45), (4, 3200, 8, 45), (4, 25, 1, 500)])
+def test_do_not_compress(nodes: int, gbit: float, nics: int, backward_ms: float) -> None:
+    # One node; a card for each GPU; a backward pass that hides everything.
+    advice = ask(cluster_of(nodes, gbit, nics), backward_ms)
+    assert advice.recommend.compressor == "none"
+    assert "Do not compress" in advice.recommend.why
+
+
+def test_compress_where_the_wire_is_slow_and_say_that_it_is_lossy() -> None:
+    advice = ask(cluster_of(4, 25), 45)
+    chosen = advice.offer(f"{advice.recommend.plan}+{advice.recommend.compressor}")
+    assert chosen.available
+    assert chosen.step_seconds < 0.95 * advice.offer("hierarchical").step_seconds
+    assert "lossy" in advice.recommend.why and "network card" in advice.recommend.why
+
+
+def test_of_the_fast_enough_the_mildest_is_recommended() -> None:
+    advice = ask(cluster_of(4, 25), 45)
+    able = [offer for offer in advice.offers if offer.available and not offer.caution]
+    fastest = min(offer.step_seconds for offer in able)
+    close = [offer.compressor for offer in able if offer.step_seconds <= 1.05 * fastest]
+    assert advice.recommend.compressor == min(close, key=HARMLESS_FIRST.index)
+
+
+def test_a_compressor_that_presumes_sgd_is_not_recommended_to_adam() -> None:
+    advice = ask(cluster_of(16, 1), 1, optimizer="adam")
+    assert advice.recommend.compressor not in ("dgc", "onebit")
+    assert "presumes SGD" in advice.offer("hierarchical+dgc").caution
+    assert not advice.offer("hierarchical+int8").caution
+
+
+def test_two_nodes_and_nccl_stay_flat() -> None:
+    advice = ask(cluster_of(2, 25), 500)
+    assert advice.recommend.plan == "flat"
+    assert "NCCL's tree" in advice.recommend.why
+    assert ask(cluster_of(2, 25), 500, library="gloo").offer("flat").seconds > 1.5 * advice.offer("flat").seconds
+
+
+def test_every_plan_is_offered_with_every_compressor() -> None:
+    names = {offer.name for offer in ask(cluster_of(4, 25)).offers}
+    for plan in ("flat", "hierarchical", "leader"):
+        assert {plan} | {f"{plan}+{name}" for name in registry.names() if name != "none"} <= names
+    assert {"tree", "halving_doubling", "tree+fp16"} <= names
+
+
+def test_buckets_add_up() -> None:
+    assert sum(buckets_of(Workload(GRADIENT))) == GRADIENT
+    assert buckets_of(Workload(50, bucket_nbytes=20)) == [20, 20, 10]
+    assert buckets_of(Workload(0)) == []
+
+
+def test_buckets_wait_for_their_gradients_and_for_the_wire() -> None:
+    plan = next(candidates(cluster_of(4, 25), 10_000_000, "flat"))
+    assert step_seconds([plan, plan], [0.0, 1.0]) == pytest.approx(1.0 + plan.seconds)
+    assert step_seconds([plan] * 5, [0.0] * 5) == pytest.approx(5 * plan.seconds)

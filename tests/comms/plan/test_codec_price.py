@@ -1,0 +1,72 @@
+"""Prices come from the compressors themselves, not from a table beside them."""
+
+import pytest
+
+from gradwire.comms.plan.codec_price import (
+    alone,
+    codec_price,
+    final,
+    layout_of,
+    measured_price,
+    square_layout,
+    wire_ratio,
+)
+from gradwire.compressors import registry
+
+LAYOUT = square_layout(4 << 20, side=256)
+
+
+@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize("nodes", [2, 5])
+def test_the_ratio_is_what_the_compressor_says_it_sends(name: str, nodes: int) -> None:
+    price = codec_price(name, LAYOUT, nodes, 1e10)
+    exact = 2 * (nodes - 1) / nodes * 4 * LAYOUT.numel
+    assert price.ratio * exact == pytest.approx(final(name).wire_nbytes(LAYOUT, nodes))
+
+
+def test_the_ratios_are_those_of_the_formats() -> None:
+    ratios = {name: codec_price(name, LAYOUT, 4, 1e10).ratio for name in registry.names()}
+    assert ratios["none"] == 1.0
+    assert ratios["fp16"] == ratios["bf16"] == 0.5
+    assert 0.25 < ratios["int8"] < 0.26
+    assert 0.125 < ratios["int4"] < 0.14
+    assert 1 / 32 < ratios["onebit"] < 0.04
+
+
+def test_dgc_sends_to_everybody_so_its_ratio_grows_with_the_nodes() -> None:
+    assert codec_price("dgc", LAYOUT, 32, 1e10).ratio > 4 * codec_price("dgc", LAYOUT, 4, 1e10).ratio
+
+
+def test_powersgd_depends_on_the_shapes() -> None:
+    flat, square = layout_of([("bias", (1 << 20,))]), layout_of([("weight", (1024, 1024))])
+    assert wire_ratio(final("powersgd"), flat, 4) == pytest.approx(1.0)
+    assert wire_ratio(final("powersgd"), square, 4) < 0.02
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_encoding_is_measured_or_computed_and_costs_nothing_only_where_nothing_is_encoded(name: str) -> None:
+    computed, measured = codec_price(name, LAYOUT, 2, 2e10), measured_price(name, LAYOUT, 2, seconds=0.0)
+    assert (computed.seconds(4 << 20) > 0) == (measured.seconds(4 << 20) > 0) == (name != "none")
+    assert measured.ratio == computed.ratio
+
+
+@pytest.mark.parametrize("nbytes", [1, 4, 1 << 20, 4 * 1024 * 1024 + 4, 113_200_000])
+def test_an_unknown_gradient_has_the_size_that_was_given(nbytes: int) -> None:
+    assert 4 * square_layout(nbytes).numel == pytest.approx(nbytes, abs=4)
+
+
+@pytest.mark.parametrize(("name", "rounds"), [("int8", 2), ("fp16", 2), ("powersgd", 4), ("dgc", 1)])
+def test_rounds_are_counted_as_they_are_run(name: str, rounds: int) -> None:
+    # Powersgd's two factors are two rings; dgc gathers once.
+    price = measured_price(name, LAYOUT, 2, seconds=0.0)
+    assert price.rounds == rounds
+    assert price.exchanged == (name != "powersgd")
+
+
+def test_what_the_ranks_agree_on_counts() -> None:
+    price = measured_price("int8", LAYOUT, 2, seconds=0.0, agree=lambda own, share: own / share + 100.0)
+    assert price.call_seconds > 99  # of both sizes, so none of it is the bytes'
+
+
+def test_half_of_a_core_takes_twice_as_long() -> None:
+    assert alone(0.2, 0.5) == 2 * alone(0.2, 1.0)

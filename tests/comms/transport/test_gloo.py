@@ -1,0 +1,93 @@
+"""Law: exchanges over gloo move the same elements whether they go through one group or through two."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, TorchGroup, make_gloo
+from gradwire.comms.transport.gloo import LARGE_NBYTES, GlooTransport
+from gradwire.comms.transport.threads import run_ranks
+
+SMALL, LARGE = 1000, LARGE_NBYTES // 4
+"""Elements of a message."""
+
+
+def on_transports(size: int, body: Callable[[GlooTransport], object]) -> list[tuple[object, list[str]]]:
+    """What `body(transport)` returns on each rank, and the names of the groups that it connected."""
+    store = HashStore()
+
+    def run(rank: int) -> tuple[object, list[str]]:
+        names: list[str] = []
+
+        def connect(name: str) -> TorchGroup:
+            names.append(name)
+            return make_gloo(PrefixStore(name, store), rank, size, timedelta(seconds=30), "lo")
+
+        return body(GlooTransport(connect, rank, size)), names
+
+    return run_ranks(size, run)
+
+
+def contribution(rank: int, numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("numel", [SMALL, LARGE, LARGE + 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_all_to_all_gives_everybody_what_was_meant_for_him(size: int, numel: int) -> None:
+    def body(transport: GlooTransport) -> Tensor:
+        output = torch.empty(size * numel)
+        transport.all_to_all(output, contribution(transport.rank, size * numel)).wait()
+        return output
+
+    for rank, (output, names) in enumerate(on_transports(size, body)):
+        expected = torch.cat([contribution(peer, size * numel).chunk(size)[rank] for peer in range(size)])
+        assert isinstance(output, Tensor)
+        assert output.equal(expected)
+        assert len(names) == (2 if numel >= LARGE and size > 1 else 1)
+
+
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_gather_gives_everybody_everything(size: int, numel: int) -> None:
+    def body(transport: GlooTransport) -> Tensor:
+        output = torch.empty(size, numel)
+        transport.all_gather(output, contribution(transport.rank, numel)).wait()
+        return output
+
+    expected = torch.stack([contribution(rank, numel) for rank in range(size)])
+    assert all(isinstance(output, Tensor) and output.equal(expected) for output, _ in on_transports(size, body))
+
+
+@pytest.mark.parametrize("sizes", [(SMALL, SMALL), (LARGE, 0), (LARGE + 1, SMALL, 0), (0, SMALL, LARGE, LARGE)])
+def test_slices_of_any_size_are_summed_in_rank_order_by_their_owners(sizes: tuple[int, ...]) -> None:
+    bounds = [0, *accumulate(sizes)]
+
+    def body(transport: GlooTransport) -> Tensor:
+        tensor = contribution(transport.rank, sum(sizes))
+        transport.reduce_scatter(tensor, bounds).wait()
+        return tensor[bounds[transport.rank]:bounds[transport.rank + 1]]
+
+    total = contribution(0, sum(sizes)).clone()
+    for rank in range(1, len(sizes)):
+        total += contribution(rank, sum(sizes))
+    for rank, (own, _) in enumerate(on_transports(len(sizes), body)):
+        assert isinstance(own, Tensor)
+        assert own.equal(total[bounds[rank]:bounds[rank + 1]])
+
+
+def test_exchanges_of_both_kinds_can_be_on_their_way_together() -> None:
+    def body(transport: GlooTransport) -> bool:
+        sources = [contribution(transport.rank + 10 * index, 2 * numel) for index, numel in enumerate([LARGE, SMALL] * 3)]
+        outputs = [torch.empty_like(source) for source in sources]
+        for work in [transport.all_to_all(*pair) for pair in zip(outputs, sources, strict=True)]:
+            work.wait()
+        other = 1 - transport.rank
+        return all(output.chunk(2)[other].equal(contribution(other + 10 * index, output.numel()).chunk(2)[transport.rank])
+                   for index, output in enumerate(outputs))
+
+    assert [right for right, _ in on_transports(2, body)] == [True, True]

@@ -1,0 +1,274 @@
+"""Law: every compiled kernel equals its torch twin, on any input, any length, any instruction set."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire import _native
+from gradwire.compressors.kernels import native
+from gradwire.compressors.kernels.reference import codecs as reference
+from gradwire.compressors.kernels.reference.dgc import DgcRule, DgcState
+
+Maker = Callable[[int], Tensor]
+
+
+def assert_same(ours: Tensor, wanted: Tensor) -> None:
+    """The same numbers bit for bit; a NaN equals any NaN."""
+    torch.testing.assert_close(ours, wanted, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def other(numel: int) -> Tensor:
+    return torch.randn(numel + 3, generator=torch.Generator().manual_seed(numel + 1))[3:]
+
+
+def payload_of(nbytes: int) -> Tensor:
+    return torch.full((nbytes,), 0xAA, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_onebit_is_the_reference(
+    native_kernels: ModuleType, make_input: Maker, numel: int, with_residual: bool
+) -> None:
+    x, residual = make_input(numel), other(numel) if with_residual else None
+    payloads = [payload_of(native.onebit_nbytes(numel)) for _ in range(2)]
+    lefts = [torch.empty(numel + 1)[1:], torch.empty(numel)]
+    for kernels, payload, left in zip((native_kernels, reference), payloads, lefts, strict=True):
+        kernels.onebit_encode(x, residual, left, payload)
+    split = native.onebit_nbytes(numel) - -(-numel // 8)
+    assert torch.equal(payloads[0][split:], payloads[1][split:])
+    assert_same(payloads[0][:split].view(torch.float32), payloads[1][:split].view(torch.float32))
+    assert_same(lefts[0], lefts[1])
+
+    table = torch.stack([payloads[0], payloads[1].flip(0), payloads[0]])
+    table[1] = payloads[1]
+    targets = [torch.empty(numel + 1)[1:], torch.empty(numel)]
+    for kernels, target in zip((native_kernels, reference), targets, strict=True):
+        kernels.onebit_decode_reduce(table, residual, target)
+    assert_same(targets[0], targets[1])
+    for kernels, payload, left in zip((native_kernels, reference), payloads, lefts, strict=True):
+        kernels.onebit_serve(table, residual, left, payload, numel)
+    assert_same(lefts[0], lefts[1])
+    assert torch.equal(payloads[0][split:], payloads[1][split:])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("key", [None, 0xFFFFFFFF])
+def test_quantize_is_the_reference(
+    native_kernels: ModuleType, make_input: Maker, numel: int, bits: int, key: int | None
+) -> None:
+    x, residual = make_input(numel), other(numel) if numel % 2 else None
+    payloads = [payload_of(native.quantize_nbytes(numel, bits)) for _ in range(2)]
+    lefts = [torch.empty(numel + 1)[1:], torch.empty(numel)]
+    for kernels, payload, left in zip((native_kernels, reference), payloads, lefts, strict=True):
+        kernels.quantize_encode(bits, x, residual, left, payload, key)
+    split = native.quantize_nbytes(numel, bits) - -(-numel * bits // 8)
+    assert torch.equal(payloads[0][split:], payloads[1][split:])
+    assert_same(payloads[0][:split].view(torch.float32), payloads[1][:split].view(torch.float32))
+    assert_same(lefts[0], lefts[1])
+    targets = [torch.empty(numel + 1)[1:], torch.empty(numel)]
+    for kernels, target in zip((native_kernels, reference), targets, strict=True):
+        kernels.quantize_decode_reduce(bits, torch.stack(payloads), residual, target)
+    assert_same(targets[0], targets[1])
+    table, answers = torch.stack([payloads[1]] * 3), [torch.empty_like(payload) for payload in payloads]
+    for kernels, answer, left in zip((native_kernels, reference), answers, lefts, strict=True):
+        kernels.quantize_serve(bits, table, residual, left, answer, numel, key)
+    assert torch.equal(answers[0][split:], answers[1][split:])
+    assert_same(answers[0][:split].view(torch.float32), answers[1][:split].view(torch.float32))
+    assert_same(lefts[0], lefts[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_cast_is_the_reference(
+    native_kernels: ModuleType, make_input: Maker, numel: int, dtype: torch.dtype
+) -> None:
+    x, residual = make_input(numel), other(numel) if numel % 2 else None
+    narrow = [torch.empty(numel, dtype=dtype) for _ in range(2)]
+    lefts = [torch.empty(numel + 1)[1:], torch.empty(numel)]
+    for kernels, target, left in zip((native_kernels, reference), narrow, lefts, strict=True):
+        kernels.cast_encode(x, 0.125, residual, left, target)
+    assert_same(narrow[0].float(), narrow[1].float())
+    assert_same(lefts[0], lefts[1])
+    targets = [torch.empty(numel + 1)[1:], torch.empty(numel)]
+    for addend, sources in ((residual, torch.stack(narrow)), (None, narrow[0].unsqueeze(0))):
+        for kernels, target in zip((native_kernels, reference), targets, strict=True):
+            kernels.cast_decode_reduce(sources, addend, target)
+        assert_same(targets[0], targets[1])
+
+
+def test_every_half_survives_the_way_there_and_back(native_kernels: ModuleType) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+        wide, back = torch.empty(1 << 16), torch.empty(1 << 16, dtype=dtype)
+        native_kernels.cast_decode_reduce(halves.unsqueeze(0), None, wide)
+        assert_same(wide, halves.float())
+        native_kernels.cast_encode(wide, 1.0, None, None, back)
+        number = ~wide.isnan()
+        assert torch.equal(back.view(torch.int16)[number], halves.view(torch.int16)[number])
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("density", [0.001, 0.3, 1.0])
+def test_dgc_is_the_reference(
+    native_kernels: ModuleType, make_input: Maker, numel: int, nesterov: bool, density: float
+) -> None:
+    x, k = make_input(numel), max(1, int(density * numel))
+    rule, results = DgcRule(0.9, nesterov, 0.5), []
+    for kernels in (native_kernels, reference):
+        state = DgcState(other(numel), other(numel).flip(0).clone(), torch.empty(numel), torch.empty(numel))
+        indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
+        kernels.dgc_step(x, state, rule, indices, values)
+        results.append((indices, values, state.velocity_out, state.total_out))
+    for ours, wanted in zip(*results, strict=True):
+        assert_same(ours, wanted)
+
+
+def test_dgc_selects_exactly_on_a_large_input(native_kernels: ModuleType) -> None:
+    """The sampled threshold only helps: far more elements than the sample has, and a sample that is misled."""
+    numel, k = 300_000, 300
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.randn(numel, generator=generator)
+    lumpy = spread * 1e-3
+    lumpy[1000:1100] += 5.0
+    for x in (spread, lumpy, torch.ones(numel), torch.arange(numel).float() - numel / 2):
+        zeros = torch.zeros(numel)
+        state = DgcState(zeros, zeros, torch.empty(numel), torch.empty(numel))
+        indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
+        native_kernels.dgc_step(x, state, DgcRule(0.0), indices, values)
+        wanted = torch.argsort(x.abs(), descending=True, stable=True)[:k].sort().values
+        assert torch.equal(indices.long(), wanted)
+        assert torch.equal(values, x[wanted])
+        assert not state.total_out[wanted].any()
+
+
+def test_scatter_add_is_the_reference_and_checks_its_indices() -> None:
+    indices, values = torch.tensor([4, 0, 4], dtype=torch.int32), torch.tensor([1.0, 2.0, 3.0])
+    targets = [torch.ones(5), torch.ones(5)]
+    native.scatter_add(indices, values, targets[0])
+    reference.scatter_add(indices, values, targets[1])
+    assert torch.equal(targets[0], targets[1])
+    for bad in (5, -1):
+        with pytest.raises(IndexError, match="`indices`"):
+            native.scatter_add(torch.tensor([0, bad], dtype=torch.int32), torch.ones(2), targets[0])
+    assert torch.equal(targets[0], targets[1])
+
+
+@pytest.mark.parametrize("shape", [(1, 40), (40, 1), (5, 3), (33, 70), (64, 64), (130, 1100)])
+@pytest.mark.parametrize("rank", [1, 2, 4, 7])
+def test_powersgd_is_the_reference(native_kernels: ModuleType, shape: tuple[int, int], rank: int) -> None:
+    """The products within float32 rounding of the sums; the restored matrix bit for bit, as all ranks must agree."""
+    rows, columns = shape
+    generator = torch.Generator().manual_seed(rank)
+    matrix, residual = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    q, p = torch.randn(rank, columns, generator=generator), torch.empty(2, rank, rows)
+    copies = [matrix.clone(), matrix.clone()]
+    for kernels, copy, target in zip((native_kernels, reference), copies, p, strict=True):
+        kernels.powersgd_project(copy, residual, q, target)
+    assert_same(copies[0], copies[1])
+    bound = 4e-7 * (columns**0.5 + 2)
+    torch.testing.assert_close(p[0], p[1], rtol=0.0, atol=bound * 8)
+    back = torch.empty(2, rank, columns)
+    for kernels, target in zip((native_kernels, reference), back, strict=True):
+        kernels.powersgd_back_project(copies[0], p[1], target)
+    torch.testing.assert_close(back[0], back[1], rtol=0.0, atol=float(p.abs().max()) * 4e-7 * (rows**0.5 + 2) * 8)
+    lefts = torch.empty(2, *shape)
+    for kernels, copy, left in zip((native_kernels, reference), copies, lefts, strict=True):
+        kernels.powersgd_restore(copy, left, p[1], back[1], q)
+    assert_same(copies[0], copies[1])
+    assert_same(lefts[0], lefts[1])
+
+
+def test_orthogonal_rows_for_any_input() -> None:
+    generator = torch.Generator().manual_seed(0)
+    usual = torch.randn(4, 50, generator=generator)
+    dependent = torch.stack([usual[0], 2 * usual[0], usual[1], torch.zeros(50)])
+    cases = [usual, dependent, torch.zeros(4, 50), usual * 1e30, usual * 1e-40, torch.ones(3, 3), torch.zeros(1, 1)]
+    for case in cases:
+        ours, twin = case.clone(), case.clone()
+        native.orthogonalize(ours, 7)
+        reference.orthogonalize(twin, 7)
+        torch.testing.assert_close(ours @ ours.t(), torch.eye(len(case)), rtol=0.0, atol=1e-5)
+        torch.testing.assert_close(ours, twin, rtol=0.0, atol=1e-5)
+    bad = usual.clone()
+    bad[1, 3] = float("inf")
+    native.orthogonalize(bad, 7)
+    assert bad[1].isnan().any()
+
+
+def test_factors_do_not_depend_on_the_instruction_set(native_kernels: ModuleType) -> None:
+    """Ranks on different processors must decode the same bits; the plain loop is what they are compared with."""
+    generator = torch.Generator().manual_seed(3)
+    matrix, q = torch.randn(37, 90, generator=generator), torch.randn(3, 90, generator=generator)
+    isa, results = _native.isa(), []
+    for name in (isa, "plain"):
+        _native.limit_isa(name)
+        p, back = torch.empty(3, 37), torch.empty(3, 90)
+        native_kernels.powersgd_project(matrix, None, q, p)
+        native_kernels.powersgd_back_project(matrix, p, back)
+        native_kernels.orthogonalize(p, 0)
+        results.append((p, back))
+    for ours, plain in zip(*results, strict=True):
+        assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("bucket_dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_pack_and_unpack_are_the_reference(
+    native_kernels: ModuleType, make_input: Maker, bucket_dtype: torch.dtype
+) -> None:
+    """Any dtypes and places in one bucket; what lies between the tensors stays as it was."""
+    numels = (1, 0, 7, 16, 31, 1025, 300_001)  # the last makes the bucket larger than what is kept in a cache
+    offsets, tensors, start = [], [], 3
+    for number, numel in enumerate(numels):
+        dtype = (torch.float32, torch.float16, torch.bfloat16)[number % 3]
+        tensors.append(make_input(numel).to(dtype) if numel else torch.empty(0, 2, dtype=dtype))
+        offsets.append(start)
+        start += numel + number % 2
+    copies = [tensor.clone() for tensor in tensors]
+    buckets = [torch.full((start + 5,), 9.0, dtype=bucket_dtype) for _ in range(2)]
+    for kernels, bucket in zip((native_kernels, reference), buckets, strict=True):
+        kernels.pack(tensors, offsets, 0.3, bucket)
+    assert_same(buckets[0], buckets[1])
+    native_kernels.unpack(tensors, offsets, 3.0, buckets[0])
+    reference.unpack(copies, offsets, 3.0, buckets[0])
+    for ours, wanted in zip(tensors, copies, strict=True):
+        assert_same(ours, wanted)
+
+
+def test_unpack_undoes_pack(native_kernels: ModuleType, make_input: Maker) -> None:
+    tensors = [make_input(numel) for numel in (5, 4097, 64)]
+    before, bucket = [tensor.clone() for tensor in tensors], torch.empty(5000)
+    native_kernels.pack(tensors, (1, 6, 4200), 1.0, bucket)
+    for tensor in tensors:
+        tensor.fill_(7.0)
+    native_kernels.unpack(tensors, (1, 6, 4200), 1.0, bucket)
+    for tensor, wanted in zip(tensors, before, strict=True):
+        assert_same(tensor, wanted)
+
+
+def test_pack_refuses_what_does_not_fit() -> None:
+    x, bucket = torch.ones(8), torch.zeros(8)
+    with pytest.raises(ValueError, match="`offsets`"):
+        native.pack([x], [1], 1.0, bucket)
+    with pytest.raises(ValueError, match="`offsets`"):
+        native.unpack([x], [-1], 1.0, bucket)
+    with pytest.raises(ValueError, match="contiguous"):
+        native.pack([torch.ones(8)[::2]], [0], 1.0, bucket)
+    with pytest.raises(ValueError, match="float64"):
+        native.pack([x.double()], [0], 1.0, bucket)
+    assert not bucket.any()
+
+
+def test_a_wrong_tensor_is_refused() -> None:
+    x = torch.randn(64)
+    with pytest.raises(ValueError, match="`payload`"):
+        native.onebit_encode(x, None, None, torch.empty(3, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="`residual`"):
+        native.onebit_encode(x, x[:32], None, payload_of(native.onebit_nbytes(64)))
+    with pytest.raises(ValueError, match="`gradient`"):
+        native.onebit_encode(x.double(), None, None, payload_of(native.onebit_nbytes(64)))
+    with pytest.raises(ValueError, match="`gradient`"):
+        native.onebit_encode(torch.randn(128)[::2], None, None, payload_of(native.onebit_nbytes(64)))
+    with pytest.raises(ValueError, match="`payloads`"):
+        native.onebit_decode_reduce(torch.empty(2, 3, dtype=torch.uint8), None, x)

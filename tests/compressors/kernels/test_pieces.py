@@ -1,0 +1,118 @@
+"""Law: encoding a shard in pieces is encoding each piece by itself, and what comes back is each piece by itself."""
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.comms.transport.threads import ThreadGroup, run_ranks
+from gradwire.compressors.cast import CastCodec
+from gradwire.compressors.exchange import Parts, PieceCodec, Residuals, decode_pieces, encode_pieces, two_stage
+from gradwire.compressors.kernels.reference import codecs as reference
+from gradwire.compressors.onebit import OneBitCodec
+from gradwire.compressors.quantize import QuantizeCodec
+
+CODECS: dict[str, PieceCodec] = {
+    "bf16": CastCodec("bfloat16"), "fp16": CastCodec("float16"), "int8": QuantizeCodec(8), "int4": QuantizeCodec(4),
+    "int4-random": QuantizeCodec(4, 7), "onebit": OneBitCodec(),
+}
+CUTS = ((2500, 640), (2048, 1024), (100, 64), (10, 64), (4097, 1408))
+"""(elements, elements of a piece): short last pieces, none, a piece that is not full."""
+
+
+@pytest.fixture(params=CODECS)
+def codec(request: pytest.FixtureRequest) -> PieceCodec:
+    return CODECS[request.param]
+
+
+def randn(numel: int, seed: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("numel", "width"), CUTS)
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_each_piece_is_encoded_by_itself(codec: PieceCodec, numel: int, width: int, with_residual: bool) -> None:
+    x, residual, rows = randn(numel, 0), randn(numel, 1) if with_residual else None, -(-numel // width)
+    payloads = torch.full((rows, codec.wire_nbytes(width)), 0xAA, dtype=torch.uint8)
+    left, decoded = torch.empty(numel), torch.empty(numel)
+    encode_pieces(codec, x, residual, left, payloads, width)
+    decode_pieces(codec, payloads, decoded, width)
+    for row, start in enumerate(range(0, numel, width)):
+        run = slice(start, start + width)
+        piece = x[run]
+        payload = torch.empty(codec.wire_nbytes(piece.numel()), dtype=torch.uint8)
+        wanted_left, wanted = torch.empty_like(piece), torch.empty_like(piece)
+        codec.encode_residual(piece, None if residual is None else residual[run], wanted_left, payload)
+        codec.decode(payload, wanted)
+        assert torch.equal(payloads[row, : payload.numel()], payload)
+        assert (payloads[row, payload.numel() :] == 0xAA).all(), "written past the payload"
+        assert torch.equal(left[run], wanted_left)
+        assert torch.equal(decoded[run], wanted)
+
+
+@pytest.mark.parametrize(("numel", "width"), CUTS)
+def test_the_pieces_are_the_references(native_kernels: ModuleType, numel: int, width: int) -> None:
+    x, residual = randn(numel, 0), randn(numel, 1)
+    for stage, first, last, nbytes in (("onebit", (), (), reference.onebit_nbytes(width)),
+                                       ("quantize", (4,), (9,), reference.quantize_nbytes(width, 4)),
+                                       ("quantize", (8,), (None,), reference.quantize_nbytes(width, 8))):
+        rows = torch.zeros(2, -(-numel // width), nbytes, dtype=torch.uint8)
+        lefts, decoded = torch.empty(2, numel), torch.empty(2, numel)
+        for kernels, payloads, left, target in zip((native_kernels, reference), rows, lefts, decoded, strict=True):
+            getattr(kernels, f"{stage}_encode_pieces")(*first, x, residual, left, payloads, width, *last)
+            getattr(kernels, f"{stage}_decode_pieces")(*first, payloads, target, width)
+        assert torch.equal(rows[0], rows[1])
+        assert torch.equal(lefts[0], lefts[1])
+        assert torch.equal(decoded[0], decoded[1])
+
+
+def test_serving_is_decoding_and_encoding(codec: PieceCodec, native_kernels: ModuleType) -> None:
+    """The owner's stage as one is the sum of the payloads, encoded again."""
+    numel, nbytes = 2500, codec.wire_nbytes(2500)
+    payloads = torch.empty(3, nbytes, dtype=torch.uint8)
+    for seed, payload in enumerate(payloads):
+        codec.encode(randn(numel, seed), payload)
+    residual, answers, lefts = randn(numel, 9), torch.empty(2, nbytes, dtype=torch.uint8), torch.empty(2, numel)
+    codec.serve(payloads, residual, lefts[0], answers[0], numel)
+    total = torch.empty(numel)
+    codec.decode_reduce(payloads, None, total)
+    codec.encode_residual(total, residual, lefts[1], answers[1])
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(lefts[0], lefts[1])
+
+
+@pytest.mark.parametrize("numel", [0, 1, 65, 200, 2500])
+def test_no_old_memory_travels(codec: PieceCodec, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the exchange sends depends on the gradient alone, though its buffers are not cleared as a whole."""
+    size, groups = 3, ThreadGroup.create(3)
+    parts, fill, sent = Parts(numel, size), 0x00, {}
+
+    def dirty(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
+        return torch.full(shape, fill, dtype=dtype, device=device)
+
+    def body(rank: int) -> list[Tensor]:
+        group, seen = groups[rank], []
+
+        class Spy:
+            rank, size = group.rank, group.size
+
+            def all_to_all(self, output: Tensor, source: Tensor) -> object:
+                seen.append(source.clone())
+                return group.all_to_all(output, source)
+
+            def all_gather(self, output: Tensor, source: Tensor) -> object:
+                seen.append(source.clone())
+                return group.all_gather(output, source)
+
+        shard = randn(numel, rank)
+        for work in two_stage(shard, shard, Spy(), codec, codec, Residuals()):  # type: ignore[arg-type]
+            work.wait()
+        return [*seen, shard]
+
+    monkeypatch.setattr("gradwire.compressors.exchange.torch.empty", dirty)
+    for fill in (0x00, 0x55):
+        sent[fill] = run_ranks(size, body)
+    assert parts.full <= size
+    for clean, other in zip(sent[0x00], sent[0x55], strict=True):
+        assert all(torch.equal(one, another) for one, another in zip(clean, other, strict=True))

@@ -1,0 +1,144 @@
+"""Law: an optimizer that does not fit the compressor takes no step, one that fits takes all of them."""
+
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from gradwire.compressors.optim import first_step
+from gradwire.compressors.optim.first_step import check_at_first_step
+from gradwire.compressors.optim.fit import take_momentum
+from gradwire.compressors.registry import Option, names
+from gradwire.compressors.rules import Rule
+
+ADAPTIVE = ["Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Adafactor"]
+
+
+def model_with_gradients() -> nn.Linear:
+    model = nn.Linear(3, 2)
+    model(torch.ones(1, 3)).sum().backward()
+    return model
+
+
+def take_steps(optimizer: torch.optim.Optimizer, count: int = 2) -> None:
+    for _ in range(count):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("compressor", names())
+@pytest.mark.parametrize("kind", ADAPTIVE)
+def test_signs_and_selections_are_refused_under_adaptive_optimizers(compressor: str, kind: str) -> None:
+    model = model_with_gradients()
+    before = model.weight.detach().clone()
+    check_at_first_step(model, compressor, {})
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    if compressor not in ("onebit", "dgc"):
+        take_steps(optimizer)
+        assert not torch.equal(model.weight, before)
+        return
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"`optimizer` is {kind} with compressor '{compressor}'.*OneBitAdam"):
+            optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("compressor", names())
+def test_momentum_on_both_sides_is_refused_until_it_is_moved(compressor: str) -> None:
+    model = model_with_gradients()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    options: dict[str, Option] = {}
+    check_at_first_step(model, compressor, options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if compressor in ("onebit", "dgc"):
+            with pytest.raises(ValueError, match="take_momentum"):
+                optimizer.step()
+            take_momentum(optimizer)
+        take_steps(optimizer)
+
+
+def test_an_optimizer_nobody_knows_is_warned_of_once() -> None:
+    model = model_with_gradients()
+    check_at_first_step(model, "onebit", {})
+    optimizer = torch.optim.ASGD(model.parameters())
+    with pytest.warns(UserWarning, match="ASGD is untested"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take_steps(optimizer)
+
+
+def test_other_models_are_not_looked_at() -> None:
+    model, other = model_with_gradients(), model_with_gradients()
+    check_at_first_step(model, "onebit", {})
+    take_steps(torch.optim.Adam(other.parameters()))
+
+
+def test_nothing_is_left_behind() -> None:
+    before = len(first_step._unseen)
+    passed, forgotten = model_with_gradients(), model_with_gradients()
+    for model in (passed, forgotten):
+        first_step.check_at_first_step(model, "fp16", {})
+    assert len(first_step._unseen) == before + 2
+    take_steps(torch.optim.Adam(passed.parameters()), 1)
+    del model, forgotten
+    gc.collect()
+    assert len(first_step._unseen) == before
+
+
+class TwoLayers(nn.Module):
+    """An embedding and a head, both large enough for a compressor, with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.head(self.embedding(torch.arange(64))).sum().backward()
+
+
+@pytest.mark.parametrize("main", ["none", "int8", "powersgd"])
+@pytest.mark.parametrize("named", ["onebit", "dgc"])
+def test_compressors_that_rules_name_are_looked_at_too(main: str, named: str) -> None:
+    model = TwoLayers()
+    before = model.head.weight.detach().clone()
+    check_at_first_step(model, main, {}, [{"pattern": "*.bias"}, Rule(pattern="embedding.*", compressor=named)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    wanted = rf"`optimizer` is AdamW with compressor '{named}' of the rule with pattern 'embedding\.\*'.*OneBitAdam"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=wanted):
+            optimizer.step()
+    assert torch.equal(model.head.weight, before)
+
+
+@pytest.mark.parametrize("rules", [
+    [Rule(pattern="nobody", compressor="dgc")],
+    [Rule(pattern="embedding.*"), Rule(pattern="*", max_numel=2048, compressor="int8"), Rule(compressor="dgc")],
+])
+def test_rules_that_decide_about_no_parameter_are_not(rules: list[Rule]) -> None:
+    model = TwoLayers()
+    check_at_first_step(model, "fp16", {}, [*rules, Rule(pattern="late", compressor="onebit")])
+    take_steps(torch.optim.Adam(model.parameters()))
+
+
+def test_momentum_is_looked_for_where_the_rule_applies() -> None:
+    """The rule's parameters may have a group without momentum beside others with one, and not the other way round."""
+    for inside, outside in ((0.0, 0.9), (0.9, 0.0)):
+        model = TwoLayers()
+        check_at_first_step(model, "int8", {}, [Rule(pattern="embedding.*", compressor="dgc")])
+        optimizer = torch.optim.SGD([{"params": model.embedding.parameters(), "momentum": inside},
+                                     {"params": model.head.parameters(), "momentum": outside}], lr=0.1)
+        if not inside:
+            take_steps(optimizer)
+            continue
+        with pytest.raises(ValueError, match=r"'dgc' of the rule with pattern 'embedding\.\*'.*twice.*a group of their own"):
+            optimizer.step()
+
+
+def test_dense_neighbours_have_the_main_compressors_momentum() -> None:
+    model = TwoLayers()
+    check_at_first_step(model, "onebit", {}, [])
+    optimizer = torch.optim.SGD([model.head.weight, model.embedding.weight], lr=0.1)
+    optimizer.add_param_group({"params": [model.head.bias], "momentum": 0.9})
+    with pytest.raises(ValueError, match=r"compressor 'onebit' has `momentum` 0\.9.*take_momentum"):
+        optimizer.step()

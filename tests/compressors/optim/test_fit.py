@@ -1,0 +1,78 @@
+"""Pairs of compressor and optimizer, and the momentum's move."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.compressors.dense import Dense
+from gradwire.compressors.optim.fit import check_optimizer, take_momentum
+
+
+def weights() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(4))]
+
+
+@pytest.mark.parametrize("compressor", ["onebit", "dgc"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop", "Adagrad", "NAdam"])
+def test_adaptive_optimizers_are_refused(compressor: str, name: str) -> None:
+    optimizer = getattr(torch.optim, name)(weights(), lr=0.1)
+    with pytest.raises(ValueError, match=rf"`optimizer` is {name}.*OneBitAdam"):
+        check_optimizer(compressor, optimizer)
+
+
+@pytest.mark.parametrize("compressor", ["onebit", "dgc"])
+def test_momentum_on_both_sides_is_refused(compressor: str) -> None:
+    with pytest.raises(ValueError, match=r"momentum 0.9.*take_momentum"):
+        check_optimizer(compressor, torch.optim.SGD(weights(), lr=0.1, momentum=0.9))
+
+
+def test_momentum_after_signs_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="amplifies what was left out"):
+        check_optimizer("onebit", torch.optim.SGD(weights(), lr=0.1, momentum=0.9), {"momentum": 0.0})
+
+
+@pytest.mark.parametrize("compressor", ["none", "fp16", "bf16", "int8", "int4", "powersgd"])
+def test_faithful_compressors_fit_everything(compressor: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_optimizer(compressor, torch.optim.AdamW(weights(), lr=0.1))
+        check_optimizer(compressor, torch.optim.SGD(weights(), lr=0.1, momentum=0.9))
+        check_optimizer("dgc", torch.optim.SGD(weights(), lr=0.1))
+
+
+def sgd_path(optimizer: torch.optim.Optimizer, w: torch.nn.Parameter, gradients: list[Tensor]) -> Tensor:
+    for gradient in gradients:
+        w.grad = gradient.clone()
+        optimizer.step()
+    return w.detach().clone()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_moved_momentum_takes_the_same_path(nesterov: bool) -> None:
+    """SGD with momentum on the gradients == SGD without on what the momentum before the compression returns."""
+    gradients = [torch.randn(4, generator=torch.Generator().manual_seed(step)) for step in range(5)]
+    (w,), (moved,) = weights(), weights()
+    wanted = sgd_path(torch.optim.SGD([w], lr=0.1, momentum=0.8, nesterov=nesterov), w, gradients)
+    optimizer = torch.optim.SGD([moved], lr=0.1, momentum=0.8, nesterov=nesterov)
+    options = take_momentum(optimizer)
+    assert options == {"momentum": 0.8, **({"nesterov": True} if nesterov else {})}
+    velocity, sent = torch.zeros(4), []
+    for gradient in gradients:
+        velocity = 0.8 * velocity + gradient
+        sent.append(gradient + 0.8 * velocity if nesterov else velocity)
+    torch.testing.assert_close(sgd_path(optimizer, moved, sent), wanted)
+    assert Dense(momentum=0.8, nesterov=nesterov).momentum == 0.8
+
+
+def test_only_a_plain_momentum_is_moved() -> None:
+    with pytest.raises(TypeError, match="Adam"):
+        take_momentum(torch.optim.Adam(weights()))
+    with pytest.raises(ValueError, match="no dampening"):
+        take_momentum(torch.optim.SGD(weights(), lr=0.1, momentum=0.9, dampening=0.5))
+    with pytest.raises(ValueError, match="momentum 0"):
+        take_momentum(torch.optim.SGD(weights(), lr=0.1))
+    mixed = torch.optim.SGD([{"params": weights(), "momentum": 0.9}, {"params": weights(), "momentum": 0.5}], lr=0.1)
+    with pytest.raises(ValueError, match="different"):
+        take_momentum(mixed)

@@ -1,0 +1,177 @@
+import random
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from gradwire.topology.assign import nics_of_gpus
+from gradwire.topology.errors import TopologyError
+from gradwire.topology.graph import Machine
+from gradwire.topology.levels import levels_of
+from gradwire.topology.presets import cpu_only, dgx_h100, pcie_box
+from gradwire.topology.readers import files
+from gradwire.topology.show import draw, json_form, nccl_xml_write
+from gradwire.topology.show.svg import svg
+
+LSPCI = """00:01.0 PCI bridge: Intel Corporation Device 352a (rev 04)
+\tNUMA node: 0
+\tBus: primary=00, secondary=01, subordinate=04, sec-latency=0
+\t\tLnkSta:\tSpeed 32GT/s (ok), Width x16 (ok)
+01:00.0 PCI bridge [0604]: Broadcom / LSI PEX890xx PCIe Gen 5 Switch [1000:c030] (rev b0)
+\tBus: primary=01, secondary=02, subordinate=04, sec-latency=0
+02:00.0 PCI bridge: Broadcom / LSI PEX890xx PCIe Gen 5 Switch (rev b0)
+\tBus: primary=02, secondary=03, subordinate=03, sec-latency=0
+03:00.0 3D controller: NVIDIA Corporation Device 2330 (rev a1)
+\tNUMA node: 0
+03:00.1 Ethernet controller: Mellanox Technologies MT2910 Family [ConnectX-7]
+"""
+SEEDS = tuple(
+    text.encode()
+    for text in (
+        nccl_xml_write.write(pcie_box()),
+        nccl_xml_write.write(dgx_h100()),
+        draw.matrix(dgx_h100()),
+        json_form.write(cpu_only()),
+        LSPCI,
+    )
+)
+WORDS = (
+    b"<", b">", b'"', b"/>", b"</pci>", b"<pci ", b"<gpu>", b"&amp;", b"&#0;", b"]]>", b"<!DOCTYPE s [", b"<?xml ?>",
+    b"\xff\xfe", b"\x00", b"\x1b[31m", b"\xc3\x28", b"\t", b"\n", b"99999999999999999999", b"-1", b"NaN", b"1e999", b"0x",
+    b"0000:01:00.0", b"0000:11:00.0", b"fffffff:ffff:ff", b"NV99", b"GPU0", b"NIC0", b"PIX", b"null", b"[", b"{", b"true",
+    b"secondary=00", b"subordinate=", b"NUMA node: 9", "\u202e\u0660".encode(), b'"parent": "0000:01:00.0"',
+)  # fmt: skip
+"""What hostile or damaged files are made of."""
+
+
+def mutated(seed: bytes, chance: random.Random) -> bytes:
+    """A seed after a few edits: cut, doubled, moved, overwritten, or with a foreign word in it."""
+    data = bytearray(seed)
+    for _ in range(chance.randint(1, 6)):
+        start = chance.randrange(len(data) + 1)
+        end = min(len(data), start + chance.choice((0, 1, 4, 30, 300)))
+        match chance.randrange(6):
+            case 0:
+                del data[start:end]
+            case 1:
+                data[start:start] = data[start:end]
+            case 2:
+                data[start:end] = chance.choice(WORDS)
+            case 3:
+                data[start:end] = bytes(chance.randrange(256) for _ in range(end - start))
+            case 4:
+                del data[start : len(data) if chance.random() < 0.2 else end]
+            case _:
+                place = chance.randrange(len(data) + 1)
+                data[place:place] = data[start:end]
+    return bytes(data)
+
+
+def survives(content: bytes) -> bool:
+    """Reads and shows; everything but a TopologyError is a bug. Returns whether there was a machine."""
+    try:
+        machine = files.machine_of(files.decode(content))
+    except TopologyError as error:
+        assert str(error)
+        return False
+    show_everything(machine)
+    return True
+
+
+def show_everything(machine: Machine) -> None:
+    assert json_form.read(json_form.write(machine)) == machine
+    draw.tree(machine)
+    levels_of(machine)
+    nics_of_gpus(machine)
+    for write, check in ((svg, ElementTree.fromstring), (draw.matrix, str), (nccl_xml_write.write, files.machine_of)):
+        try:
+            text = write(machine)
+        except TopologyError:
+            continue
+        check(text)
+
+
+def test_mutated_inputs_give_an_answer_or_a_reason(request: pytest.FixtureRequest) -> None:
+    count: int = request.config.getoption("--mutations", default=2000)
+    seeds = st.tuples(st.sampled_from(SEEDS), st.integers(0, 2**64))
+    answers = 0
+
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(seeds)
+    def check(drawn: tuple[bytes, int]) -> None:
+        nonlocal answers
+        answers += survives(mutated(drawn[0], random.Random(drawn[1])))
+
+    check()
+    assert answers > count / 20, "the mutations are so wild that the readers' answers were never tested"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_are_refused_or_read(content: bytes) -> None:
+    survives(content)
+
+
+def test_the_seeds_themselves_are_read() -> None:
+    assert all(survives(seed) for seed in SEEDS)
+
+
+@pytest.mark.parametrize("encode", [
+    lambda text: text.encode("utf-16"), lambda text: text.encode("utf-8-sig"),
+    lambda text: b"\xfe\xff" + text.encode("utf-16-be"), lambda text: b"\x1b[0m" + text.encode(),
+])  # fmt: skip
+def test_encodings_of_redirected_output(encode: Callable[[str], bytes], tmp_path: Path) -> None:
+    file = tmp_path / "topo.txt"
+    file.write_bytes(encode(draw.matrix(pcie_box())))
+    assert len(files.read_file(file).gpus) == 4
+
+
+def test_each_kind_is_recognised_by_its_content(tmp_path: Path, fixtures: Path) -> None:
+    kinds = {}
+    for path in (*fixtures.glob("nccl_xml*/*.xml"), *fixtures.glob("smi_topo/*"), *fixtures.glob("lspci/*")):
+        if "graph" not in path.name:
+            kinds[path] = files.read_file(path).sources[0].split(" (")[0]
+            show_everything(files.read_file(path))
+    assert len(kinds) == 20
+    assert set(kinds.values()) == {"NCCL XML", "nvidia-smi topo -m", "lspci"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not recognised"), (b"\x7fELF\0\0", "NUL bytes"), (b"hello", "not recognised"), (b"[1]", "without the key"),
+        (b"{}", "without the key `graph`"), (b"{", "line 1: not JSON"), (b"[" * 100_000, "not JSON"),
+    ],
+)  # fmt: skip
+def test_what_is_not_recognised_is_refused_with_the_files_name(content: bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "input.txt"
+    file.write_bytes(content)
+    with pytest.raises(TopologyError, match=message) as caught:
+        files.read_file(file)
+    assert str(file) in str(caught.value)
+
+
+def test_folders_pipes_and_missing_files_are_refused(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "pipe")
+    for name, message in (("", "not a regular file|directory"), ("pipe", "not a regular file"), ("none", "No such file")):
+        with pytest.raises(TopologyError, match=message):
+            files.read_file(tmp_path / name)
+
+
+def test_a_file_too_large_for_a_description_is_not_even_opened(tmp_path: Path) -> None:
+    with (tmp_path / "big").open("wb") as file:
+        file.truncate(files.MAX_NBYTES + 1)
+    with pytest.raises(TopologyError, match="at most"):
+        files.read_text(tmp_path / "big")
+
+
+def test_the_tree_prints_hostile_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = files.machine_of(draw.matrix(pcie_box()).replace("mlx5_0", "mlx5_0[red]"))
+    Console(width=200).print(draw.tree(machine))
+    assert "[red]" in capsys.readouterr().out or machine.nics[0].ports[0].name == "mlx5_0"

@@ -1,0 +1,90 @@
+from pathlib import Path
+
+import pytest
+
+from gradwire.topology.errors import TopologyError
+from gradwire.topology.graph import PcieLink
+from gradwire.topology.labels import model_name
+from gradwire.topology.paths import Distances, PathType
+from gradwire.topology.readers import lspci
+
+ROOT = """00:01.0 PCI bridge: Intel Corporation Device 352a (rev 04)
+\tNUMA node: 0
+\tBus: primary=00, secondary=01, subordinate=04, sec-latency=0
+"""
+GPU = """05:00.0 3D controller: NVIDIA Corporation GH100 [H100 SXM5 80GB] (rev a1)
+\tNUMA node: 0
+\t\tLnkSta:\tSpeed 32GT/s (ok), Width x16 (ok)
+\tKernel driver in use: nvidia
+"""
+
+
+def test_the_h100_server_pairs_each_gpu_with_the_nic_on_its_switch(fixtures: Path) -> None:
+    machine = lspci.read((fixtures / "lspci/h100-sxm-pex890-lspci-vvv.txt").read_text())
+    distances = Distances(machine)
+    nearest = {gpu.key[5:7]: distances.nearest_nics(gpu) for gpu in machine.gpus}
+    assert {path for path, _ in nearest.values()} == {PathType.PIX}
+    found = {gpu: [nic.key[5:7] for nic in nics] for gpu, (_, nics) in nearest.items()}
+    assert found == {
+        "19": ["1a", "1b"], "3b": ["3c"], "4c": ["4d"], "5d": ["5e"],
+        "9b": ["9c", "9d"], "bb": ["bc"], "cb": ["cc"], "db": ["dc"],
+    }  # fmt: skip
+    assert len(machine.nvswitches) == 4
+    assert [cpu.numa for cpu in machine.cpus] == [0, 1]
+    assert {gpu.pcie for gpu in machine.gpus} == {PcieLink(gigatransfers_per_second=32.0, lanes=16)}
+    dual = {nic.key: nic.functions for nic in machine.nics if nic.functions > 1}
+    assert dual == {"0000:01:00.0": 2, "0000:1b:00.0": 2, "0000:9d:00.0": 2}
+
+
+def test_a_listing_without_details_knows_devices_and_no_distance(fixtures: Path) -> None:
+    machine = lspci.read((fixtures / "lspci/azure-nd-a100v4-lspci-nn.txt").read_text())
+    assert (len(machine.gpus), len(machine.nics), len(machine.nvswitches)) == (8, 9, 6)
+    distances = Distances(machine)
+    assert all(distances.nearest_nics(gpu) == (None, ()) for gpu in machine.gpus)
+    assert any("use `lspci -vvv`" in note for note in machine.notes)
+    assert {gpu.device for gpu in machine.gpus} == {0x20B2}
+
+
+def test_a_device_below_nothing_hangs_off_its_numa_node() -> None:
+    (gpu,) = lspci.read(ROOT + GPU).gpus
+    assert (gpu.parent, model_name(gpu)) == ("numa0", "H100 SXM5 80GB")
+
+
+def test_other_makers_display_adapters_are_no_gpus() -> None:
+    text = "03:00.0 VGA compatible controller: Matrox Electronics Systems Ltd. Integrated Matrox G200eW3\n\tx\n"
+    assert lspci.read(text + GPU).gpus[0].key == "0000:05:00.0"
+    assert len(lspci.read(text + GPU).gpus) == 1
+
+
+def test_domains_keep_equal_bus_numbers_apart() -> None:
+    bridge = ROOT.replace("00:01.0", "0001:00:01.0").replace("secondary=01", "secondary=05")
+    machine = lspci.read(bridge + GPU)
+    assert machine.gpus[0].parent == "numa0"
+    assert machine.switches == ()
+
+
+def test_without_numa_nodes_the_cpu_is_unknown() -> None:
+    text = (ROOT + GPU).replace("\tNUMA node: 0\n", "")
+    machine = lspci.read(text)
+    assert machine.cpus[0].numa is None
+    assert any("names no NUMA node" in note for note in machine.notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "no PCI function"), ("hello\nworld", "no PCI function"), (GPU + GPU, "line 5: .* listed twice")],
+)
+def test_broken_listings_are_refused(text: str, message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        lspci.read(text)
+
+
+def test_bridges_that_form_a_ring_are_refused() -> None:
+    with pytest.raises(TopologyError, match="form a cycle"):
+        lspci.read(_ring() + GPU.replace("05:00.0", "01:01.0"))
+
+
+def _ring() -> str:
+    """Three bridges, each on the bus behind the one before."""
+    pairs = ((1, 2), (2, 3), (3, 1))
+    return "".join(f"0{a}:00.0 PCI bridge: Intel\n\tBus: primary=0{a}, secondary=0{b}, subordinate=09\n" for a, b in pairs)

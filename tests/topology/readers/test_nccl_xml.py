@@ -1,0 +1,184 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gradwire.topology.errors import TopologyError
+from gradwire.topology.graph import Machine
+from gradwire.topology.paths import Distances, PathType
+from gradwire.topology.presets import cpu_only, dgx_a100
+from gradwire.topology.readers import nccl_xml, xml_tree
+from gradwire.topology.show import nccl_xml_write
+from gradwire.topology.show.json_form import to_object
+
+GPU = '<pci busid="0000:01:00.0" class="0x030200"><gpu dev="0" sm="80">{}</gpu></pci>'
+SYSTEM = '<system version="1"><cpu numaid="0">{}</cpu></system>'
+
+
+def described(machine: Machine) -> Machine:
+    """What a topology file can hold: no host name, no model names, no sockets, no ports' states, no drivers."""
+    nics = tuple(
+        replace(
+            nic,
+            driver=None,
+            ports=tuple(replace(port, active=None, link_layer=None, interfaces=()) for port in nic.ports),
+        )
+        for nic in machine.nics
+    )
+    cpus = tuple(replace(cpu, socket=None) for cpu in machine.cpus)
+    gpus = tuple(replace(gpu, name=None) for gpu in machine.gpus)
+    return replace(machine, hostname=None, sources=("NCCL XML",), virtual=None, cpus=cpus, gpus=gpus, nics=nics)
+
+
+def as_sets(machine: Machine) -> tuple[object, ...]:
+    """A machine without the order of its parts, which a tree changes."""
+    parts = (machine.cpus, machine.switches, machine.gpus, machine.nics, machine.links, machine.nvswitches)
+    return tuple(frozenset(part) for part in parts)
+
+
+def test_what_was_written_is_read_back(preset: Machine) -> None:
+    back = nccl_xml.read(nccl_xml_write.write(preset))
+    wanted = described(preset)
+    if not preset.nics[0].class_code:
+        wanted = replace(wanted, nics=tuple(replace(nic, class_code=0x020000) for nic in wanted.nics))
+    assert as_sets(back) == as_sets(wanted)
+
+
+def test_every_fixture_has_the_right_answer(fixtures: Path) -> None:
+    expected = json.loads((fixtures / "expected_nccl_xml.json").read_text())
+    assert len(expected) == 10
+    for name, answer in expected.items():
+        found = json.loads(json.dumps(to_object(nccl_xml.read((fixtures / name).read_text()))))
+        for key, value in answer.items():
+            if key in ("gpus", "nics"):
+                subsets = [{k: item[k] for k in wanted} for item, wanted in zip(found[key], value, strict=True)]
+                assert subsets == value, (name, key)
+            else:
+                assert found[key] == value, (name, key)
+
+
+def test_every_fixture_survives_being_written_and_read(fixtures: Path) -> None:
+    for name in json.loads((fixtures / "expected_nccl_xml.json").read_text()):
+        once = nccl_xml.read((fixtures / name).read_text())
+        again = nccl_xml.read(nccl_xml_write.write(once))
+        assert replace(again, notes=(), defects=()) == replace(once, notes=(), defects=(), unclassified=()), name
+
+
+def test_a_graph_file_is_refused_by_name(fixtures: Path) -> None:
+    with pytest.raises(TopologyError, match=r"line 1: this is an NCCL graph file .* NCCL_TOPO_DUMP_FILE"):
+        nccl_xml.read((fixtures / "nccl_xml/azure-ncv4-graph.xml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<topology/>", "hwloc"),
+        ("<html/>", "root element is <html>"),
+        ("<system>", "cut off"),
+        ("<system", "not well-formed"),
+        ("", "not well-formed"),
+        ('<!DOCTYPE s [<!ENTITY a "b">]><system/>', "entities"),
+        ('<!DOCTYPE s SYSTEM "file:///etc/passwd"><system/>', "DTD"),
+        ("<system>&lol;</system>", "undefined entity"),
+        ("<system>" + "<cpu>" * 70, "nested more than 64 deep"),
+        (SYSTEM.format("<pci/>"), "`busid` of <pci> is None"),
+        (SYSTEM.format('<pci busid="zz"/>'), "`busid` of <pci> is 'zz'"),
+        (SYSTEM.format('<pci busid="0:01:00.0"/>\n<pci busid="0000:01:00.0"/>'), "line 2: .* already given on line 1"),
+        (SYSTEM.format('<pci busid="0:01:00.0"><pci busid="0:01:00.0"/></pci>'), "already given"),
+        ('<system><cpu numaid="0"/><cpu numaid="0"/></system>', "already given"),
+    ],
+)
+def test_broken_files_are_refused_with_a_reason(text: str, message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        nccl_xml.read(text)
+
+
+def test_more_elements_than_any_machine_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xml_tree, "MAX_ELEMENTS", 1000)
+    assert nccl_xml.read("<system>" + "<x/>" * 999 + "</system>").cpus == ()
+    with pytest.raises(TopologyError, match="line 2: more than 1000 elements"):
+        nccl_xml.read("<system>\n" + "<x/>" * 1000 + "</system>")
+
+
+def test_an_exponential_entity_bomb_is_refused() -> None:
+    entities = "".join(f'<!ENTITY a{i} "{f"&a{i - 1};" * 10}">' for i in range(1, 12))
+    with pytest.raises(TopologyError, match="entities"):
+        nccl_xml.read(f'<!DOCTYPE s [<!ENTITY a0 "x">{entities}]><system>&a11;</system>')
+
+
+def test_a_hundred_thousand_switches_are_read() -> None:
+    nodes = "".join(f'<pci busid="{i >> 8:04x}:{i & 255:02x}:00.0" class="0x060400"/>' for i in range(100_000))
+    assert len(nccl_xml.read(SYSTEM.format(nodes)).switches) == 100_000
+
+
+@pytest.mark.parametrize(
+    ("link", "kind"),
+    [
+        ('<nvlink target="0000:01:00.0" count="12" tclass="0x030200"/>', "self_link"),
+        ('<nvlink target="0000:02:00.0" count="12" tclass="0x030200"/>', "dangling_link"),
+        ('<nvlink target="" count="12"/>', "dangling_link"),
+    ],
+)
+def test_links_that_lead_nowhere_are_left_out_and_named(link: str, kind: str) -> None:
+    machine = nccl_xml.read(SYSTEM.format(GPU.format(link)))
+    assert machine.links == ()
+    assert [defect.kind for defect in machine.defects] == [kind]
+    assert any("line 1" in note for note in machine.notes)
+
+
+def test_a_hidden_peer_is_a_switch() -> None:
+    machine = nccl_xml.read(SYSTEM.format(GPU.format('<nvlink target="fffffff:ffff:ff" count="18"/>')))
+    assert [switch.key for switch in machine.nvswitches] == ["hidden"]
+
+
+def test_a_link_written_on_both_sides_counts_once() -> None:
+    other = GPU.replace("0000:01", "0000:02")
+    one = '<nvlink target="0000:02:00.0" count="4" tclass="0x030200"/>'
+    text = SYSTEM.format(GPU.format(one) + other.format(one.replace("0000:02", "0000:01")))
+    (link,) = nccl_xml.read(text).links
+    assert (link.count, link.bytes_per_second) == (4, 80e9)
+
+
+def test_c2c_leads_to_the_cpu() -> None:
+    nic = '<pci busid="0000:09:00.0" class="0x020000"/>'
+    text = SYSTEM.format(GPU.format('<c2c bw="44712" count="10"/>') + nic)
+    machine = nccl_xml.read(text)
+    assert machine.links[0].bytes_per_second == pytest.approx(447.12e9)
+    assert Distances(machine).gpu_nic(machine.gpus[0], machine.nics[0]) is PathType.P2C
+    assert nccl_xml.read(nccl_xml_write.write(machine)) == machine
+
+
+@pytest.mark.parametrize(("busid", "vendor", "virtual"), [
+    ("ffff:ff:01.0", "0x1000", True), ("0000:01:00.0", "0xffff", True), ("0000:01:00.0", "0x104c", True),
+    ("0000:01:00.0", "0x1000", False),
+])  # fmt: skip
+def test_virtual_switches_are_called_virtual(busid: str, vendor: str, virtual: bool) -> None:
+    text = SYSTEM.format(f'<pci busid="{busid}" class="0x060400" vendor="{vendor}" device="0x8232" link_width="16"/>')
+    (switch,) = nccl_xml.read(text).switches
+    assert switch.virtual is virtual
+
+
+def test_a_class_less_function_is_unknown_and_said_so(fixtures: Path) -> None:
+    machine = nccl_xml.read((fixtures / "nccl_xml/aws-g5.48xl-topo.xml").read_text())
+    assert len(machine.unclassified) == 9
+    assert any("whether they are GPUs or NICs is unknown" in note for note in machine.notes)
+
+
+def test_a_machine_without_places_cannot_be_written() -> None:
+    machine = dgx_a100()
+    with pytest.raises(TopologyError, match="no bus id or no known place"):
+        nccl_xml_write.write(replace(machine, gpus=(replace(machine.gpus[0], bus=None),)))
+    with pytest.raises(TopologyError, match="no known place"):
+        nccl_xml_write.write(replace(cpu_only(), cpus=()))
+
+
+def test_names_cannot_break_out_of_an_attribute() -> None:
+    machine = cpu_only()
+    port = replace(machine.nics[0].ports[0], name='a"/><evil x="&<')
+    text = nccl_xml_write.write(replace(machine, nics=(replace(machine.nics[0], ports=(port,)),)))
+    assert nccl_xml.read(text).nics[0].ports[0].name == port.name
+
+
+def test_versions_that_nobody_reads_are_noted() -> None:
+    assert any("version" in note for note in nccl_xml.read('<system version="7"/>').notes)

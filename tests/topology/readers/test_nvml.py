@@ -1,0 +1,100 @@
+from types import SimpleNamespace
+
+import pytest
+
+from gradwire.topology.graph import Link
+from gradwire.topology.readers import nvml
+
+
+class NVMLError(Exception):
+    """What pynvml raises."""
+
+
+def library(
+    capability: tuple[int, int] = (9, 0), links: int = 18, switch: bool = True, **replaced: object
+) -> SimpleNamespace:
+    """Two GPUs as pynvml would show them, joined through one switch or directly."""
+    buses = ["00000000:3B:00.0", "00000000:4C:00.0"]
+
+    def remote(handle: int, link: int) -> SimpleNamespace:
+        return SimpleNamespace(busId=b"00000000:85:00.0" if switch else buses[1 - handle].encode())
+
+    functions: dict[str, object] = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetPciInfo": lambda handle: SimpleNamespace(busId=buses[handle]),
+        "nvmlDeviceGetName": lambda handle: "NVIDIA H100 80GB HBM3",
+        "nvmlDeviceGetCudaComputeCapability": lambda handle: capability,
+        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=80 << 30),
+        "nvmlDeviceGetMaxPcieLinkGeneration": lambda handle: 5,
+        "nvmlDeviceGetCurrPcieLinkWidth": lambda handle: 16,
+        "nvmlDeviceGetNvLinkState": lambda handle, link: int(link < links),
+        "nvmlDeviceGetNvLinkRemotePciInfo": remote,
+        "nvmlDeviceGetNvLinkRemoteDeviceType": lambda handle, link: 2 if switch else 0,
+        "nvmlDeviceGetFieldValues": lambda handle, fields: [SimpleNamespace(nvmlReturn=3, value=None)],
+        "NVMLError": NVMLError,
+    }
+    return SimpleNamespace(**(functions | replaced))
+
+
+def failing(*arguments: object) -> object:
+    raise NVMLError("Not Supported")
+
+
+def test_gpus_and_their_links_to_a_switch() -> None:
+    reading = nvml.read(library())
+    gpu = reading.gpus[0]
+    assert reading.reason is None
+    assert (gpu.key, gpu.index, gpu.compute_capability, gpu.memory_nbytes) == ("0000:3b:00.0", 0, 90, 80 << 30)
+    assert [switch.key for switch in reading.nvswitches] == ["0000:85:00.0"]
+    assert [link.count for link in reading.links] == [18, 18]
+    assert [link.bytes_per_second for link in reading.links] == pytest.approx([370.8e9] * 2)
+
+
+def test_direct_links_count_once() -> None:
+    reading = nvml.read(library((8, 0), links=4, switch=False))
+    assert reading.links == (
+        Link(a="0000:4c:00.0", b="0000:3b:00.0", kind="nvlink", count=4, bytes_per_second=80e9),
+    ) or reading.links == (Link(a="0000:3b:00.0", b="0000:4c:00.0", kind="nvlink", count=4, bytes_per_second=80e9),)
+
+
+def test_a_hidden_far_end_is_a_switch() -> None:
+    hidden = SimpleNamespace(busId="fffffff:ffff:ff")
+    reading = nvml.read(library(nvmlDeviceGetNvLinkRemotePciInfo=lambda handle, link: hidden))
+    assert [switch.key for switch in reading.nvswitches] == ["hidden"]
+
+
+def test_without_a_driver_there_is_a_reason() -> None:
+    reading = nvml.read(library(nvmlInit=failing))
+    assert reading.gpus == ()
+    assert reading.reason == "NVML does not start: Not Supported"
+
+
+def test_the_installed_library_never_raises_here() -> None:
+    reading = nvml.read()
+    assert bool(reading.gpus) != bool(reading.reason)
+
+
+def test_a_driver_without_gpus_says_so() -> None:
+    assert nvml.read(library(nvmlDeviceGetCount=lambda: 0)).reason == "the NVIDIA driver reports no GPU"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nvmlDeviceGetPciInfo", "nvmlDeviceGetName", "nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetMemoryInfo",
+        "nvmlDeviceGetMaxPcieLinkGeneration", "nvmlDeviceGetCurrPcieLinkWidth", "nvmlDeviceGetNvLinkState",
+        "nvmlDeviceGetNvLinkRemotePciInfo", "nvmlDeviceGetNvLinkRemoteDeviceType", "nvmlShutdown",
+        "nvmlDeviceGetFieldValues",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("how", ["fails", "is missing"])
+def test_any_single_question_may_go_unanswered(name: str, how: str) -> None:
+    fake = library()
+    setattr(fake, name, failing)
+    if how == "is missing":
+        delattr(fake, name)
+    reading = nvml.read(fake)
+    assert len(reading.gpus) == 2

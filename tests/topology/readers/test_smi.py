@@ -1,0 +1,110 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gradwire.topology.errors import TopologyError
+from gradwire.topology.graph import Machine
+from gradwire.topology.paths import Distances, PathType
+from gradwire.topology.readers import smi
+from gradwire.topology.show import draw
+from gradwire.topology.show.json_form import to_object
+
+SMALL = """\tGPU0\tGPU1\tmlx5_0\tCPU Affinity\tNUMA Affinity
+GPU0\t X \tNV4\tPIX\t0-15\t0
+GPU1\tNV4\t X \tNODE\t16-31\t1
+mlx5_0\tPIX\tNODE\t X
+"""
+
+
+def test_every_fixture_has_the_right_answer(fixtures: Path) -> None:
+    expected = json.loads((fixtures / "expected_smi_topo.json").read_text())
+    assert len(expected) == 8
+    for name, answer in expected.items():
+        found = to_object(smi.read((fixtures / "smi_topo" / name).read_text()))
+        assert {key: found[key] for key in answer} == answer, name
+
+
+def test_the_printed_matrix_is_read_back(preset: Machine) -> None:
+    back = smi.read(draw.matrix(preset))
+    before, after = Distances(preset), Distances(back)
+    assert (len(back.gpus), len(back.nics)) == (len(preset.gpus), len(preset.nics))
+    for a, x in zip(preset.gpus, back.gpus, strict=True):
+        assert [before.gpu_gpu(a, b) for b in preset.gpus] == [after.gpu_gpu(x, y) for y in back.gpus]
+        assert [before.gpu_nic(a, nic) for nic in preset.nics] == [after.gpu_nic(x, nic) for nic in back.nics]
+    assert [nic.ports[0].name for nic in back.nics] == [nic.ports[0].name for nic in preset.nics]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text,
+        lambda text: text.replace("\t", "    "),
+        lambda text: text.replace("GPU0", "\x1b[4mGPU0\x1b[0m"),
+        lambda text: text.replace("\n", "\r\n"),
+        lambda text: "$ nvidia-smi topo -m\n" + text + "\nLegend:\n  X = Self\n",
+        lambda text: "\n".join(text.splitlines()[:3]),
+        lambda text: text + text,
+    ],
+)
+def test_the_same_machine_in_other_clothes(change: Callable[[str], str]) -> None:
+    machine = smi.read(change(SMALL))
+    distances = Distances(machine)
+    assert [distances.gpu_nic(gpu, machine.nics[0]) for gpu in machine.gpus] == [PathType.PIX, PathType.PHB]
+    assert [cpu.cores for cpu in machine.cpus] == ["0-15", "16-31"]
+    assert machine.defects == ()
+
+
+def test_cells_run_together_are_told_apart() -> None:
+    machine = smi.read(SMALL.replace("NV4\tPIX", "NV4PIX"))
+    assert Distances(machine).gpu_nic(machine.gpus[0], machine.nics[0]) is PathType.PIX
+
+
+def test_contradicting_cells_are_unknown_and_named() -> None:
+    machine = smi.read(SMALL.replace("mlx5_0\tPIX", "mlx5_0\tSYS"))
+    assert [defect.where for defect in machine.defects] == ["GPU0-mlx5_0: PIX/SYS"]
+    assert Distances(machine).gpu_nic(machine.gpus[0], machine.nics[0]) is None
+
+
+def test_a_row_that_was_cut_is_named_and_its_mirror_image_used() -> None:
+    machine = smi.read(SMALL.replace("GPU0\t X \tNV4\tPIX\t0-15\t0", "GPU0\t X \tNV"))
+    assert [(defect.kind, defect.where) for defect in machine.defects] == [("short_row", "GPU0")]
+    assert Distances(machine).gpu_nic(machine.gpus[0], machine.nics[0]) is PathType.PIX
+
+
+def test_no_nvlink_in_the_text_is_not_no_nvlink(fixtures: Path) -> None:
+    notes = smi.read((fixtures / "smi_topo/dgx1-8gpu-4hca-mp.txt").read_text()).notes
+    assert any("NVLink is unknown" in note for note in notes)
+    notes = smi.read((fixtures / "smi_topo/gtx1080ti-x2-phb.txt").read_text()).notes
+    assert not any("NVLink is unknown" in note for note in notes)
+
+
+def test_a_switch_is_inferred_only_where_direct_links_cannot_be(fixtures: Path) -> None:
+    direct = smi.read((fixtures / "smi_topo/perlmutter-a100x4-nonic-shown.txt").read_text())
+    switched = smi.read((fixtures / "smi_topo/b200-8gpu-nonic-container.txt").read_text())
+    assert direct.nvswitches == ()
+    assert len(direct.links) == 6
+    assert [switch.key for switch in switched.nvswitches] == ["hidden"]
+
+
+def test_a_nic_below_the_same_cpu_as_a_gpu_is_placed_there() -> None:
+    machine = smi.read(SMALL)
+    assert machine.nics[0].parent == "numa0"
+    assert smi.read(SMALL.replace("PIX", "SYS").replace("NODE", "SYS")).nics[0].parent is None
+
+
+def test_affinities_that_are_missing_or_ranges_are_unknown() -> None:
+    machine = smi.read(SMALL.replace("\t0-15\t0\n", "\t\t0-1\n"))
+    assert machine.gpus[0].parent is None
+
+
+@pytest.mark.parametrize("text", ["", "hello", "GPU 0: NVIDIA A100", "GPU0 GPU0\nGPU0 X X", "a1 b2\na1 X PIX"])
+def test_text_without_a_matrix_is_refused(text: str) -> None:
+    with pytest.raises(TopologyError, match="no matrix"):
+        smi.read(text)
+
+
+def test_a_matrix_too_wide_for_a_machine_is_refused() -> None:
+    with pytest.raises(TopologyError, match="no matrix"):
+        smi.read("\t".join(f"GPU{i}" for i in range(100_000)))

@@ -1,0 +1,172 @@
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gradwire.topology.errors import TopologyError
+from gradwire.topology.graph import PcieLink
+from gradwire.topology.paths import Distances, PathType
+from gradwire.topology.readers.sysfs import read
+
+if TYPE_CHECKING:
+    from tests.topology.conftest import SysTree
+
+ROOT = "pci0000:00"
+
+
+def gpu_server(systree: "SysTree", gpus: int) -> None:
+    """A switch per GPU with an InfiniBand card next to it, two GPUs to a NUMA node."""
+    systree.host({0: "0-15", 1: "16-31"})
+    for index in range(gpus):
+        chains = systree.switch(f"pci{index:04x}:00", 1 + index % 30, 0x10 + 4 * (index % 50), 2, numa=2 * index // gpus)
+        gpu, nic = (*chains[0], f"{index:04x}:e1:00.0"), (*chains[1], f"{index:04x}:e2:00.0")
+        systree.device(*gpu, kind=0x030200, vendor=0x10DE, numa=2 * index // gpus)
+        systree.device(*nic, kind=0x020700, vendor=0x15B3, numa=2 * index // gpus)
+        systree.rdma(f"mlx5_{index}", *nic)
+
+
+def test_each_gpu_finds_the_card_on_its_switch(systree: "SysTree") -> None:
+    systree.host({0: "0-15", 1: "16-31"})
+    for index, numa in enumerate((0, 1)):
+        chains = systree.switch(f"pci000{index}:00", 1 + index, 0x10 + 0x40 * index, 2, numa=numa)
+        systree.device(*chains[0], f"0000:{0x12 + 0x40 * index:02x}:00.0", kind=0x030200, vendor=0x10DE, numa=numa)
+        nic = (*chains[1], f"0000:{0x13 + 0x40 * index:02x}:00.0")
+        systree.device(*nic, kind=0x020700, vendor=0x15B3, numa=numa)
+        systree.rdma(f"mlx5_{index}", *nic)
+        systree.interface(f"ib{index}", *nic)
+    machine = read(systree.root)
+    distances = Distances(machine)
+    nearest = [distances.nearest_nics(gpu) for gpu in machine.gpus]
+    assert [(path, nics[0].ports[0].name) for path, nics in nearest] == [(PathType.PIX, "mlx5_0"), (PathType.PIX, "mlx5_1")]
+    assert distances.gpu_nic(machine.gpus[0], machine.nics[1]) is PathType.SYS
+    port = machine.nics[0].ports[0]
+    assert (port.interfaces, port.bits_per_second, port.active) == (("ib0",), 400e9, True)
+    assert machine.gpus[0].pcie == PcieLink(gigatransfers_per_second=32.0, lanes=16)
+    assert [(cpu.socket, cpu.cores, cpu.model) for cpu in machine.cpus] == [(0, "0-15", 143), (1, "16-31", 143)]
+    assert (machine.hostname, machine.virtual, machine.nics[0].driver) == ("testhost", False, "mlx5_core")
+
+
+def test_functions_of_a_card_are_one_nic_and_virtual_functions_are_counted(systree: "SysTree") -> None:
+    systree.host({0: "0-15"})
+    for function in ("0", "1"):
+        chain = (ROOT, "0000:00:01.0", f"0000:05:00.{function}")
+        systree.device(*chain, kind=0x020000, vendor=0x15B3)
+        systree.rdma(f"mlx5_{function}", *chain, rate="100 Gb/sec (4X EDR)", layer="Ethernet")
+    for function in ("2", "3"):
+        chain = (ROOT, "0000:00:01.0", f"0000:05:00.{function}")
+        systree.device(*chain, kind=0x020000, vendor=0x15B3)
+        systree.rdma(f"mlx5_{function}", *chain)
+        systree.link("/".join(["sys/devices", *chain, "physfn"]), f"sys/devices/{ROOT}/0000:00:01.0/0000:05:00.1")
+    (nic,) = read(systree.root).nics
+    assert (nic.key, nic.functions, nic.virtual_functions) == ("0000:05:00.0", 2, 2)
+    assert [port.name for port in nic.ports] == ["mlx5_0", "mlx5_1"]
+
+
+def test_bonds_slingshot_and_virtual_drivers(systree: "SysTree") -> None:
+    systree.host({0: "0-15"}, virtual=True)
+    bonded, cxi, virtio = (ROOT, "0000:01:00.0"), (ROOT, "0000:02:00.0"), (ROOT, "0000:03:00.0")
+    for chain, vendor in ((bonded, 0x15B3), (cxi, 0x17DB), (virtio, 0x1AF4)):
+        systree.device(*chain, kind=0x020000, vendor=vendor)
+    systree.interface("eth0", *bonded)
+    systree.write("sys/devices/virtual/net/bond0/bonding/slaves", "eth0")
+    systree.link("sys/class/net/bond0", "sys/devices/virtual/net/bond0")
+    systree.link(f"sys/devices/{ROOT}/0000:01:00.0/net/eth0/master", "sys/devices/virtual/net/bond0")
+    systree.link(f"sys/devices/{ROOT}/0000:02:00.0/cxi/cxi0/device", f"sys/devices/{ROOT}/0000:02:00.0")
+    systree.link("sys/class/cxi/cxi0", f"sys/devices/{ROOT}/0000:02:00.0/cxi/cxi0")
+    systree.interface("hsn0", *cxi, speed="200000", driver="cxi_core")
+    systree.interface("eth1", *virtio, speed="-1", driver="virtio_net")
+    machine = read(systree.root)
+    ports = {nic.key: nic.ports[0] for nic in machine.nics}
+    assert ports["0000:01:00.0"].bond == "bond0"
+    assert (ports["0000:02:00.0"].name, ports["0000:02:00.0"].bits_per_second) == ("cxi0", 200e9)
+    assert (ports["0000:03:00.0"].virtual, ports["0000:03:00.0"].bits_per_second) == (True, None)
+    assert machine.virtual is True
+
+
+def test_a_container_sees_a_virtual_interface_and_says_so(systree: "SysTree") -> None:
+    systree.host({0: "0-15"})
+    for name, iflink in (("eth0", "7"), ("lo", "2")):
+        for file, text in (("type", "1" if name == "eth0" else "772"), ("ifindex", "2"), ("iflink", iflink)):
+            systree.write(f"sys/class/net/{name}/{file}", text)
+    machine = read(systree.root)
+    assert [(nic.key, nic.bus, nic.parent, nic.ports[0].virtual) for nic in machine.nics] == [("eth0", None, "numa0", True)]
+    assert any("virtual (a container)" in note for note in machine.notes)
+
+
+def test_minus_one_is_the_only_node_or_unknown(systree: "SysTree") -> None:
+    systree.host({0: "0-15"})
+    systree.device(ROOT, "0000:01:00.0", kind=0x030200, vendor=0x10DE, numa=-1)
+    assert read(systree.root).gpus[0].parent == "numa0"
+    systree.write("sys/devices/system/node/node1/cpulist", "16-31")
+    machine = read(systree.root)
+    assert machine.gpus[0].parent == f"numa?@{ROOT}"
+    assert any("NUMA node -1" in note for note in machine.notes)
+
+
+def test_memory_only_nodes_are_no_cpus(systree: "SysTree") -> None:
+    systree.host({0: "0-15"})
+    systree.write("sys/devices/system/node/node1/cpulist", "")
+    assert [cpu.numa for cpu in read(systree.root).cpus] == [0]
+
+
+def test_infiniband_entries_without_a_pci_device_are_kept(systree: "SysTree", fixtures: Path) -> None:
+    systree.host({0: "0-15"})
+    (systree.root / "sys/class").mkdir(parents=True)
+    (systree.root / "sys/class/infiniband").symlink_to(fixtures / "sys-class-infiniband-h100")
+    machine = read(systree.root)
+    names = {nic.key: nic.ports[0].bits_per_second for nic in machine.nics}
+    assert len(names) == 9
+    assert names["mlx5_bond_0"] == 200e9
+    assert names["mlx5_0"] == 400e9
+
+
+def test_symlink_loops_pipes_and_foreign_links_leave_a_partial_answer(systree: "SysTree", tmp_path: Path) -> None:
+    gpu_server(systree, 2)
+    (systree.root / "sys/bus/pci/devices/0000:ee:00.0").symlink_to("0000:ee:00.0")
+    (systree.root / "sys/bus/pci/devices/0000:ef:00.0").symlink_to(tmp_path)
+    (systree.root / "sys/class/infiniband/loop").symlink_to("loop")
+    (systree.root / "sys/class/net").mkdir(parents=True)
+    (systree.root / "sys/class/net/loop").symlink_to("../net")
+    os.mkfifo(systree.root / "sys/devices/system/node/node0/fifo")
+    (systree.root / "proc/sys/kernel/hostname").unlink()
+    os.mkfifo(systree.root / "proc/sys/kernel/hostname")
+    machine = read(systree.root)
+    assert len(machine.gpus) == 2
+    assert machine.hostname is None
+    assert len([note for note in machine.notes if "0000:e" in note]) == 2
+
+
+def test_a_folder_that_is_no_root_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TopologyError, match="no folder `sys`"):
+        read(tmp_path)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Counts the files and folders that are opened."""
+    count = 0
+    real = os.open
+
+    def counting(*arguments: object, **more: object) -> int:
+        nonlocal count
+        count += 1
+        return real(*arguments, **more)  # type: ignore[arg-type]  # passed on as they came
+
+    monkeypatch.setattr(os, "open", counting)
+    return lambda: count
+
+
+def test_reading_costs_the_same_for_every_device(
+    systree: "SysTree", tmp_path: Path, opened: Callable[[], int]
+) -> None:
+    counts = []
+    for gpus, root in ((40, "small"), (160, "large")):
+        tree = type(systree)(tmp_path / root)
+        gpu_server(tree, gpus)
+        before = opened()
+        machine = read(tree.root)
+        counts.append((opened() - before) / len(os.listdir(tree.root / "sys/bus/pci/devices")))  # noqa: PTH208
+        assert len(machine.gpus) == gpus
+    assert counts[1] <= counts[0] * 1.05

@@ -1,0 +1,240 @@
+"""NCCL's topology XML -> Machine: what NCCL_TOPO_DUMP_FILE writes and NCCL_TOPO_FILE reads; RCCL's version 2 as well.
+
+Source: NCCL v2.30 src/graph/xml.cc and src/graph/topo.cc; RCCL's topology models (tags xgmi and gcn, version 2).
+"""
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import TypedDict
+
+from gradwire.topology.errors import TopologyError
+from gradwire.topology.graph import Cpu, Defect, Gpu, Machine, Nic, PcieLink, PciSwitch, Port
+from gradwire.topology.pci_ids import is_virtual_bridge, normal_bus_id, role_of_class
+from gradwire.topology.readers.affinity import cores_of_mask
+from gradwire.topology.readers.nccl_xml_links import links_of
+from gradwire.topology.readers.xml_tree import Element
+from gradwire.topology.readers.xml_tree import read as read_xml
+
+OTHER_FILES = {
+    "graphs": "an NCCL graph file (NCCL_GRAPH_DUMP_FILE); a topology is what NCCL_TOPO_DUMP_FILE writes",
+    "topology": "an hwloc file (lstopo); a topology is what NCCL_TOPO_DUMP_FILE writes",
+}
+"""Root element of files that people mistake for a topology -> what they are."""
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What has been read so far."""
+
+    cpus: list[Cpu] = field(default_factory=list)
+    switches: list[PciSwitch] = field(default_factory=list)
+    gpus: list[tuple[Gpu, Element | None]] = field(default_factory=list)
+    nics: list[Nic] = field(default_factory=list)
+    peers: list[tuple[str, Element]] = field(default_factory=list)
+    unclassified: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    lines: dict[str, int] = field(default_factory=dict)
+    """Key of everything that has been named -> the line that named it."""
+
+    def name(self, key: str, element: Element) -> str:
+        """Returns `key` after making sure that nothing else has it."""
+        if key in self.lines:
+            raise TopologyError(f"<{element.tag}> {key} was already given on line {self.lines[key]}", line=element.line)
+        self.lines[key] = element.line
+        return key
+
+
+def read(text: str) -> Machine:
+    """Returns the machine that a topology file describes.
+
+    Args:
+        text: The whole file, decoded.
+
+    Raises:
+        TopologyError: The text is no topology XML; the message names the line.
+    """
+    root = read_xml(text)
+    if root.tag != "system":
+        what = OTHER_FILES.get(root.tag, f"no topology: its root element is <{root.tag}>, expected <system>")
+        raise TopologyError(f"this is {what}", line=root.line)
+    reading = _Reading()
+    if root.integer("version") not in (1, 2):
+        reading.notes.append(f"version=\"{root.text('version')}\": NCCL reads only version 1, RCCL version 2.")
+    for element in root.children:
+        if element.tag == "cpu":
+            _read_cpu(element, reading)
+        else:
+            reading.notes.append(f"line {element.line}: <{element.tag}> below <system> was ignored.")
+    links, nvswitches, defects = links_of(reading.gpus, reading.cpus, reading.peers)
+    return Machine(
+        cpus=tuple(reading.cpus),
+        switches=tuple(reading.switches),
+        gpus=tuple(gpu for gpu, _ in reading.gpus),
+        nics=tuple(reading.nics),
+        nvswitches=nvswitches,
+        links=links,
+        links_known=any(element is not None for _, element in reading.gpus),
+        unclassified=tuple(reading.unclassified),
+        defects=defects,
+        notes=(*reading.notes, *_doubts(reading, defects)),
+        sources=("NCCL XML",),
+    )
+
+
+def _doubts(reading: _Reading, defects: tuple[Defect, ...]) -> list[str]:
+    """Returns the sentences about what the file leaves open."""
+    notes = [f"{defect.where}: the link was left out ({defect.kind.replace('_', ' ')})." for defect in defects]
+    if reading.unclassified:
+        count = len(reading.unclassified)
+        notes.append(f"{count} PCI functions have no class: whether they are GPUs or NICs is unknown from this file.")
+    if reading.gpus and not any(element is not None for _, element in reading.gpus):
+        notes.append("The file has no <gpu> elements: NVLink is unknown (NCCL adds it when it runs).")
+    return notes
+
+
+def _read_cpu(element: Element, reading: _Reading) -> None:
+    """Adds one <cpu> and everything below it."""
+    numa = element.integer("numaid")  # -1 is no number here: unknown
+    key = "numa?" if numa is None else f"numa{numa}"
+    host = element.text("host_hash")
+    if key in reading.lines and host is not None:
+        key = f"{key}@{host}"
+    cpu = Cpu(
+        key=reading.name(key, element),
+        numa=numa,
+        architecture=element.text("arch"),
+        vendor=element.text("vendor"),
+        family=element.integer("familyid"),
+        model=element.integer("modelid"),
+        cores=cores_of_mask(element.text("affinity") or ""),
+    )
+    reading.cpus.append(cpu)
+    for child in element.children:
+        _read_child(child, cpu.key, reading)
+
+
+def _read_child(element: Element, parent: str, reading: _Reading) -> None:
+    """Adds what may stand below a <cpu> or below a <pci> that is a switch."""
+    if element.tag == "pci":
+        _read_pci(element, parent, reading)
+    elif element.tag == "nic":
+        _add_nic(element, None, parent, reading)
+    elif element.tag == "pcilink":
+        reading.peers.append((parent, element))
+    else:
+        reading.notes.append(f"line {element.line}: <{element.tag}> was ignored.")
+
+
+def _read_pci(element: Element, parent: str, reading: _Reading) -> None:
+    """Adds one <pci> and everything below it."""
+    bus = normal_bus_id(element.text("busid") or "")
+    if bus is None:
+        found = element.text("busid")
+        raise TopologyError(f"`busid` of <pci> is {found!r}, expected for example 0000:04:00.0", line=element.line)
+    reading.name(bus, element)
+    class_code = element.integer("class")
+    gpu, nic = next(element.all("gpu"), None), next(element.all("nic"), None)
+    role = "other" if class_code is None else role_of_class(class_code)
+    if gpu is not None or (role == "gpu" and nic is None):
+        reading.gpus.append((_gpu(element, bus, parent, gpu), gpu))
+    elif nic is not None or role == "nic":
+        _add_nic(nic, element, parent, reading)
+    elif role == "switch" or any(element.all("pci")):
+        reading.switches.append(_switch(element, bus, parent))
+    elif class_code is None:
+        reading.unclassified.append(bus)
+    for child in element.children:
+        if child.tag not in ("gpu", "nic"):
+            _read_child(child, bus, reading)
+
+
+class _Ids(TypedDict):
+    """The four ids of a PCI function."""
+
+    vendor: int | None
+    device: int | None
+    subsystem_vendor: int | None
+    subsystem_device: int | None
+
+
+def _ids(element: Element) -> _Ids:
+    """Returns the ids of a <pci>."""
+    return _Ids(
+        vendor=element.integer("vendor"),
+        device=element.integer("device"),
+        subsystem_vendor=element.integer("subsystem_vendor"),
+        subsystem_device=element.integer("subsystem_device"),
+    )
+
+
+def _link(element: Element) -> PcieLink | None:
+    """Returns the PCIe link of a <pci>, or None where neither speed nor width is there."""
+    speed = re.match(r"\s*(\d{1,3}(?:\.\d)?)\s*GT/s", element.attributes.get("link_speed", ""))
+    lanes = element.integer("link_width") or None
+    if speed is None and lanes is None:
+        return None
+    rate = float(speed[1]) if speed else None
+    virtual = is_virtual_bridge(
+        normal_bus_id(element.text("busid") or "") or "", element.integer("vendor"), element.integer("device")
+    )
+    return PcieLink(gigatransfers_per_second=rate, lanes=lanes, virtual=virtual)
+
+
+def _switch(element: Element, bus: str, parent: str) -> PciSwitch:
+    """Returns the switch that a <pci> is."""
+    ids = _ids(element)
+    virtual = is_virtual_bridge(bus, ids["vendor"], ids["device"])
+    return PciSwitch(key=bus, parent=parent, pcie=_link(element), virtual=virtual, **ids)
+
+
+def _gpu(element: Element, bus: str, parent: str, gpu: Element | None) -> Gpu:
+    """Returns the GPU that a <pci> holds; `gpu` is its <gpu> element, if it has one."""
+    found = Gpu(
+        key=bus, bus=bus, parent=parent, class_code=element.integer("class"), pcie=_link(element), **_ids(element)
+    )
+    if gpu is None:
+        return found
+    return replace(
+        found,
+        index=gpu.integer("dev"),
+        compute_capability=gpu.integer("sm"),
+        architecture=gpu.text("gcn"),
+        rank=gpu.integer("rank"),
+        gdr=_flag(gpu, "gdr"),
+    )
+
+
+def _flag(element: Element, name: str) -> bool | None:
+    """Returns an attribute that is 0 or 1."""
+    number = element.integer(name)
+    return None if number is None else number != 0
+
+
+def _add_nic(nic: Element | None, pci: Element | None, parent: str, reading: _Reading) -> None:
+    """Adds the card of a <nic>, or of a <pci> of a network class; one of the two is there.
+
+    The speed of a card without a PCI device is made up (NCCL writes 10000 where a driver gives none): virtual.
+    """
+    ports = () if nic is None else tuple(_port(net) for net in nic.all("net"))
+    if pci is not None:
+        bus = normal_bus_id(pci.text("busid") or "") or ""
+        card = Nic(key=bus, bus=bus, class_code=pci.integer("class"), pcie=_link(pci), **_ids(pci))
+    else:
+        names = "+".join(port.name for port in ports) or "nic"
+        card = Nic(key=reading.name(f"{parent}/{names}", nic or Element("nic", {}, 0)))
+        ports = tuple(replace(port, virtual=True) for port in ports)
+    reading.nics.append(replace(card, parent=parent, ports=ports))
+
+
+def _port(net: Element) -> Port:
+    """Returns the port of a <net>."""
+    megabits = net.integer("speed")
+    number = net.integer("port")
+    return Port(
+        name=net.text("name") or "?",
+        number=1 if number is None else number,
+        index=net.integer("dev"),
+        bits_per_second=megabits * 1e6 if megabits and 0 < megabits < 10**9 else None,
+        gdr=_flag(net, "gdr"),
+        guid=net.text("guid"),
+    )

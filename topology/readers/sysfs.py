@@ -1,0 +1,144 @@
+"""sysfs below a root folder -> Machine: this host with `/`, a captured tree with any other folder.
+
+Nothing here fails on a strange tree: what cannot be read is None, and a note says so.
+"""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from gradwire.topology.errors import TopologyError
+from gradwire.topology.graph import Cpu, Machine, Nic, PcieLink
+from gradwire.topology.pci_ids import AMD_GPU
+from gradwire.topology.readers.affinity import members
+from gradwire.topology.readers.forest import Forest, PciEntry
+from gradwire.topology.readers.pci import PciFunction, PciTree, read_tree
+from gradwire.topology.readers.small_files import names_in, number_of, text_of
+from gradwire.topology.readers.sysfs_ports import FoundPorts, find_ports
+
+MAX_NODES = 1024
+"""Linux is built for at most 1024 NUMA nodes (CONFIG_NODES_SHIFT 10)."""
+
+
+def read(root: Path) -> Machine:
+    """Returns the machine that a root folder shows.
+
+    Args:
+        root: Folder that holds `sys/` and, for the processor's model, `proc/`.
+
+    Raises:
+        TopologyError: The folder has no `sys/` below it.
+    """
+    if not (root / "sys").is_dir():
+        raise TopologyError("there is no folder `sys` in it; expected the root of a (captured) Linux system", source=str(root))
+    tree = read_tree(root)
+    cpus = _cpus(root)
+    found = find_ports(root)
+    machine = Forest([_entry(function, tree) for function in tree.functions.values()], cpus).build(found.by_bus)
+    only = cpus[0].key if len(cpus) == 1 else None
+    return replace(
+        machine,
+        hostname=text_of(root / "proc/sys/kernel/hostname"),
+        nics=(*machine.nics, *_without_pci(found, machine, only)),
+        notes=(*_notes(machine, tree), *found.notes),
+        sources=("sysfs",),
+        virtual=_is_virtual(root),
+    )
+
+
+def _entry(function: PciFunction, tree: PciTree) -> PciEntry:
+    """Returns a function as the forest wants it."""
+    above = function.parents
+    return PciEntry(
+        bus=function.bus_id,
+        class_code=function.class_code or 0,
+        vendor=function.vendor,
+        device=function.device,
+        subsystem_vendor=function.subsystem_vendor,
+        subsystem_device=function.subsystem_device,
+        bridge=above[0] if above else None,
+        root=function.host_bridge,
+        numa=None if function.numa_node is None or function.numa_node < 0 else function.numa_node,
+        pcie=_link(function, tree.functions.get(above[0]) if above else None),
+        driver=function.driver,
+        physical_function=function.physical_function,
+    )
+
+
+def _link(function: PciFunction, bridge: PciFunction | None) -> PcieLink | None:
+    """Returns the link to the bridge: the slower of the two ends' maximum rates, and the lanes in use.
+
+    The current rate is not used: an idle GPU lowers it. Source: NCCL v2.30 src/graph/xml.cc takes the same minimum.
+    """
+    ends = [end for end in (function, bridge) if end is not None]
+    rates = [end.max_gigatransfers for end in ends if end.max_gigatransfers]
+    lanes = function.current_width or function.max_width
+    if not rates and not lanes:
+        return None
+    return PcieLink(gigatransfers_per_second=min(rates, default=None), lanes=lanes)
+
+
+def _cpus(root: Path) -> tuple[Cpu, ...]:
+    """Returns the NUMA nodes that have processors; a kernel without NUMA is one node."""
+    about = _processor(root)
+    nodes = root / "sys/devices/system/node"
+    numbers = sorted(int(name[4:]) for name in names_in(nodes) if re.fullmatch(r"node\d{1,4}", name))[:MAX_NODES]
+    lists = {number: text_of(nodes / f"node{number}/cpulist") for number in numbers}
+    if not any(lists.values()):
+        online = text_of(root / "sys/devices/system/cpu/online")
+        lists = {} if online is None else {0: online}
+    return tuple(
+        replace(about, key=f"numa{number}", numa=number, cores=cores, socket=_socket(root, cores))
+        for number, cores in lists.items()
+        if cores
+    )
+
+
+def _socket(root: Path, cores: str) -> int | None:
+    """Returns the package of a node's first processor."""
+    first = next(iter(members(cores)), None)
+    return number_of(root / f"sys/devices/system/cpu/cpu{first}/topology/physical_package_id")
+
+
+def _processor(root: Path) -> Cpu:
+    """Returns what /proc/cpuinfo says about the first processor."""
+    text = text_of(root / "proc/cpuinfo") or ""
+    facts = dict(re.findall(r"^([\w ]+?)\s*:\s*(.*)$", text.split("\n\n")[0], re.MULTILINE))
+    architecture = "x86_64" if "vendor_id" in facts else "arm64" if "CPU implementer" in facts else None
+    family, model = facts.get("cpu family", ""), facts.get("model", "")
+    return Cpu(
+        key="",
+        architecture="ppc64" if "POWER" in facts.get("cpu", "") else architecture,
+        vendor=facts.get("vendor_id"),
+        family=int(family) if re.fullmatch(r"\d{1,9}", family) else None,
+        model=int(model) if re.fullmatch(r"\d{1,9}", model) else None,
+    )
+
+
+def _is_virtual(root: Path) -> bool | None:
+    """Returns whether the processor says that it runs under a hypervisor."""
+    text = text_of(root / "proc/cpuinfo")
+    flags = None if text is None else re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return None if flags is None else "hypervisor" in flags[1].split()
+
+
+def _without_pci(found: FoundPorts, machine: Machine, only: str | None) -> list[Nic]:
+    """Returns the ports that no PCI card explains as NICs of their own; the only CPU, if there is one, is above them."""
+    known = {nic.key for nic in machine.nics}
+    loose = [port for port in found.loose if port.name not in known]
+    return [Nic(key=port.name, parent=only, ports=(port,)) for port in loose]
+
+
+def _notes(machine: Machine, tree: PciTree) -> list[str]:
+    """Returns what is missing or doubtful."""
+    notes = list(tree.problems)
+    if not tree.functions:
+        notes.append("No PCI device is visible: in a container, mount the host's /sys.")
+    lost = sum(cpu.numa is None for cpu in machine.cpus)
+    if lost:
+        notes.append(f"{lost} root complexes report NUMA node -1: which CPU their devices hang off is unknown.")
+    if sum(gpu.vendor == AMD_GPU for gpu in machine.gpus) > 1:
+        notes.append("xGMI links are not read from the host; the file of RCCL's NCCL_TOPO_DUMP_FILE has them.")
+    if any(switch.virtual for switch in machine.switches):
+        notes.append("Some PCIe switches are virtual: their link speed says nothing about the hardware.")
+    return notes

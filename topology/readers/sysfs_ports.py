@@ -1,0 +1,154 @@
+"""The network ports of a machine: RDMA devices, Slingshot (cxi) devices and network interfaces, by PCI function.
+
+Source: Linux Documentation/ABI/stable/sysfs-class-infiniband and Documentation/ABI/testing/sysfs-class-net.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from gradwire.topology.graph import Port
+from gradwire.topology.pci_ids import normal_bus_id
+from gradwire.topology.readers.small_files import link_name, names_in, number_of, real_path, text_of
+
+VIRTUAL_DRIVERS = frozenset({"veth", "virtio_net", "vmxnet3", "hv_netvsc", "xen_netfront", "tun", "macvlan"})
+"""Drivers whose `speed` is a constant or a wish."""
+SOFTWARE_RDMA = re.compile(r"(rxe|siw)")
+"""Names of RDMA devices that are software on an ordinary interface."""
+_REPRESENTOR = re.compile(r"(c\d+)?pf\d+(vf|sf)\d+")
+"""`phys_port_name` of the host's end of a virtual function, which is no port of the card."""
+ETHERNET, INFINIBAND = 1, 32
+"""/sys/class/net/*/type. Source: Linux include/uapi/linux/if_arp.h."""
+
+
+@dataclass(slots=True)
+class FoundPorts:
+    """The ports by the PCI function they belong to."""
+
+    by_bus: dict[str, list[Port]] = field(default_factory=dict)
+    loose: list[Port] = field(default_factory=list)
+    """Ports of no PCI function: virtual interfaces in a container, software RDMA."""
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Interface:
+    """One network interface."""
+
+    name: str
+    bus: str | None
+    port: Port
+    number: int
+
+
+def find_ports(root: Path) -> FoundPorts:
+    """Returns every port below a root folder.
+
+    Args:
+        root: Folder that holds `sys/`.
+    """
+    found = FoundPorts()
+    for port, bus in (*_rdma_ports(root), *_cxi_ports(root)):
+        if bus is None:
+            found.loose.append(port)
+        else:
+            found.by_bus.setdefault(bus, []).append(port)
+    interfaces = list(_interfaces(root))
+    for interface in interfaces:
+        if interface.bus is not None:
+            _join(found.by_bus.setdefault(interface.bus, []), interface)
+    if not any(interface.bus for interface in interfaces):
+        found.loose += [interface.port for interface in interfaces]
+        if found.loose:
+            found.notes.append("The network interfaces are virtual (a container): the cards behind them are unknown.")
+    return found
+
+
+def _join(ports: list[Port], interface: _Interface) -> None:
+    """Adds an interface to the RDMA port it shares, in place, or as a port of its own."""
+    for position, port in enumerate(ports):
+        if port.number == interface.number and not _is_interface(port):
+            rate = port.bits_per_second or interface.port.bits_per_second
+            joined = (*port.interfaces, interface.name)
+            bond = port.bond or interface.port.bond
+            ports[position] = replace(port, interfaces=joined, bond=bond, bits_per_second=rate)
+            return
+    ports.append(interface.port)
+
+
+def _is_interface(port: Port) -> bool:
+    """Returns whether a port is known by its network interface alone."""
+    return port.name in port.interfaces
+
+
+def _bus_of(path: Path) -> str | None:
+    """Returns the bus id of the PCI function a device link leads to, or into."""
+    target = real_path(path)
+    parts = () if target is None else tuple(reversed(target.parts))
+    return next((bus for bus in map(normal_bus_id, parts) if bus is not None), None)
+
+
+def _rdma_ports(root: Path) -> Iterator[tuple[Port, str | None]]:
+    """Yields the ports of RDMA devices with their PCI function."""
+    folder = root / "sys/class/infiniband"
+    for name in names_in(folder):
+        bus = _bus_of(folder / name / "device")
+        for number in names_in(folder / name / "ports"):
+            if re.fullmatch(r"\d{1,3}", number):
+                yield _rdma_port(folder / name / "ports" / number, name, int(number)), bus
+
+
+def _rdma_port(folder: Path, name: str, number: int) -> Port:
+    """Returns one port of an RDMA device."""
+    rate = re.match(r"(\d{1,5}(?:\.\d)?)\s*Gb/sec", text_of(folder / "rate") or "")
+    state = text_of(folder / "state")
+    return Port(
+        name=name,
+        number=number,
+        link_layer=text_of(folder / "link_layer"),
+        bits_per_second=float(rate[1]) * 1e9 if rate and float(rate[1]) else None,
+        active=None if state is None else "ACTIVE" in state,
+        virtual=SOFTWARE_RDMA.match(name) is not None,
+    )
+
+
+def _cxi_ports(root: Path) -> Iterator[tuple[Port, str | None]]:
+    """Yields Slingshot devices, which have no verbs; their rate is that of their network interface."""
+    folder = root / "sys/class/cxi"
+    for name in names_in(folder):
+        yield Port(name=name, link_layer="Ethernet"), _bus_of(folder / name / "device")
+
+
+def _interfaces(root: Path) -> Iterator[_Interface]:
+    """Yields the network interfaces that a card, or a host outside this container, stands behind."""
+    folder = root / "sys/class/net"
+    for name in names_in(folder):
+        own = folder / name
+        kind = number_of(own / "type")
+        if kind not in (ETHERNET, INFINIBAND) or _REPRESENTOR.match(text_of(own / "phys_port_name") or ""):
+            continue
+        bus = _bus_of(own / "device") if (own / "device").is_symlink() else None
+        leads_out = number_of(own / "iflink") != number_of(own / "ifindex")
+        if bus is None and not leads_out:
+            continue
+        number = (number_of(own / "dev_port") or 0) + 1
+        yield _Interface(name=name, bus=bus, port=_interface_port(folder, name, kind, bus), number=number)
+
+
+def _interface_port(folder: Path, name: str, kind: int, bus: str | None) -> Port:
+    """Returns a network interface as a port of its own."""
+    own = folder / name
+    megabits = number_of(own / "speed")
+    driver = link_name(own / "device/driver")
+    master = link_name(own / "master")
+    state = text_of(own / "operstate")
+    return Port(
+        name=name,
+        interfaces=(name,),
+        link_layer="InfiniBand" if kind == INFINIBAND else "Ethernet",
+        bits_per_second=megabits * 1e6 if megabits is not None and 0 < megabits < 10**8 else None,
+        active=None if state in (None, "unknown") else state == "up",
+        bond=master if master is not None and (folder / master / "bonding").is_dir() else None,
+        virtual=bus is None or driver in VIRTUAL_DRIVERS,
+    )

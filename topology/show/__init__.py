@@ -1,0 +1,1 @@
+"""A Machine for people and programs: text, matrix, picture, JSON, NCCL's XML."""
