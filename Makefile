@@ -50,6 +50,7 @@ floors: $(stamp)test
 
 lint: $(stamp)lint
 	$(python) -m ruff check .
+	$(python) -m ruff format --check .
 	$(python) -m mypy
 
 conformance: $(stamp)test

@@ -30,6 +30,7 @@ from gradwire.topology.cluster import Cluster
 
 log = logging.getLogger("gradwire")
 
+
 class Communicator:
     """All-reduces flat tensors over a group of ranks by the cheapest plan.
 
@@ -47,8 +48,17 @@ class Communicator:
         ValueError: A rank came with another world size or configuration.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, device: torch.device, config: Config, *, name: str,
-                 compressor: Compressor | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        config: Config,
+        *,
+        name: str,
+        compressor: Compressor | None = None,
+    ) -> None:
         self.rank = rank
         self.size = size
         self.device = device
@@ -56,16 +66,24 @@ class Communicator:
         self.compressor = compressor
         store = PollingStore(PrefixStore(f"gradwire/{name}", store), config.timeout)
         presences = exchange(store, Presence.here(rank, size, config, device), config.timeout)
-        self.routes = Routes(cluster_of(presences, config), rank, config, compressor,
-                             library="nccl" if device.type == "cuda" else "gloo")
+        self.routes = Routes(
+            cluster_of(presences, config), rank, config, compressor, library="nccl" if device.type == "cuda" else "gloo"
+        )
         self._ledger = Ledger(self.cluster.level_names)
         self._lanes = Lanes(f"gradwire {name}")
         self._board = FailureBoard(store, rank, size)
         self._nics = describe_nics(presences, config)
-        self._groups = Groups(store, rank, device, self._same_node, config.transport, config.timeout, self._board.alarm,
-                              interface_of(presences, rank, config))
-        self._executor = Executor(self._groups, rank, self._hops, compressor, self._ledger,
-                                  self._in_rank_order)
+        self._groups = Groups(
+            store,
+            rank,
+            device,
+            self._same_node,
+            config.transport,
+            config.timeout,
+            self._board.alarm,
+            interface_of(presences, rank, config),
+        )
+        self._executor = Executor(self._groups, rank, self._hops, compressor, self._ledger, self._in_rank_order)
         self._failure: CollectiveError | None = None
         self._streams = SideStreams(device) if device.type == "cuda" else None
         self._buckets = 0
@@ -76,8 +94,9 @@ class Communicator:
         """Where the ranks are, with the links as assumed or measured."""
         return self.routes.cluster
 
-    def all_reduce(self, flat: Tensor, *, scale: float = 1.0, layout: Layout | None = None,
-                   flush: bool = False) -> FutureTensor:
+    def all_reduce(
+        self, flat: Tensor, *, scale: float = 1.0, layout: Layout | None = None, flush: bool = False
+    ) -> FutureTensor:
         """Sums `scale * flat` over all ranks, in place.
 
         Args:
@@ -110,9 +129,13 @@ class Communicator:
         self._check(flat, 1.0)
         return self._run(flat, self.routes.along(flat, plan), 1.0, None)
 
-    def _run(self, flat: Tensor, route: Route, scale: float, layout: Layout | None, flush: bool = False) -> FutureTensor:
-        chunks = [Chunk(flat, start, stop, transfers, scale, layout, flush)
-                  for (start, stop), transfers in zip(pairwise(route.bounds), route.transfers, strict=True)]
+    def _run(
+        self, flat: Tensor, route: Route, scale: float, layout: Layout | None, flush: bool = False
+    ) -> FutureTensor:
+        chunks = [
+            Chunk(flat, start, stop, transfers, scale, layout, flush)
+            for (start, stop), transfers in zip(pairwise(route.bounds), route.transfers, strict=True)
+        ]
         if self._streams is not None:
             return self._streams.run(flat, [self._executor.walk(chunk, route.plan) for chunk in chunks])
         return self._in_lanes(flat, chunks, route.plan)
@@ -120,8 +143,14 @@ class Communicator:
     def report(self, steps: int = 0) -> Report:
         """What has travelled so far, and by which plans."""
         plans = dict.fromkeys(plan.describe(self.cluster.level_names) for plan in self.routes.plans())
-        return Report(self.cluster.describe(), tuple(plans), self._ledger.rows(), self._buckets, steps,
-                      (self.routes.describe_links(), *self._nics))
+        return Report(
+            self.cluster.describe(),
+            tuple(plans),
+            self._ledger.rows(),
+            self._buckets,
+            steps,
+            (self.routes.describe_links(), *self._nics),
+        )
 
     def abort(self, reason: str) -> None:
         """Wakes the ranks of this node that wait for this one, and tells them why. Any thread."""
@@ -203,10 +232,14 @@ class Communicator:
 
     def _check(self, flat: Tensor, scale: float) -> None:
         if flat.device.type != self.device.type:
-            raise ValueError(f"`flat` is on {flat.device}; wanted {self.device}, where this communicator was made: "
-                             "move the model before the hook's first step")
+            raise ValueError(
+                f"`flat` is on {flat.device}; wanted {self.device}, where this communicator was made: "
+                "move the model before the hook's first step"
+            )
         if flat.dim() != 1 or not flat.is_contiguous():
-            raise ValueError(f"`flat` has shape {tuple(flat.shape)} and strides {flat.stride()}; wanted a contiguous 1-D "
-                             "tensor: pass tensor.contiguous().view(-1)")
+            raise ValueError(
+                f"`flat` has shape {tuple(flat.shape)} and strides {flat.stride()}; wanted a contiguous 1-D "
+                "tensor: pass tensor.contiguous().view(-1)"
+            )
         if scale != 1.0 and not (flat.is_floating_point() or flat.is_complex()):
             raise ValueError(f"`scale` is {scale} but `flat` has dtype {flat.dtype}; wanted 1 for integers")

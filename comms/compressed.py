@@ -16,8 +16,14 @@ ALWAYS_GIVES = ("cpu",)
 """Devices that hand out more memory than they have: what runs out there ends the process, and nobody is left to ask."""
 
 
-def run_compressed(compressor: Compressor, shards: Sequence[Tensor], layouts: Sequence[Layout],
-                   groups: Sequence[Group], flush: bool, scale: float = 1.0) -> Iterator[Work]:
+def run_compressed(
+    compressor: Compressor,
+    shards: Sequence[Tensor],
+    layouts: Sequence[Layout],
+    groups: Sequence[Group],
+    flush: bool,
+    scale: float = 1.0,
+) -> Iterator[Work]:
     """All-reduces shards through a compressor, all in step; yields the works of each round of collectives.
 
     Args:
@@ -29,8 +35,10 @@ def run_compressed(compressor: Compressor, shards: Sequence[Tensor], layouts: Se
         scale: Factor on every rank's contribution.
     """
     wide = [_contribution(shard, scale) for shard in shards]
-    running = [_flushed(compressor, *each) if flush else compressor.all_reduce(*each)
-               for each in zip(wide, layouts, groups, strict=True)]
+    running = [
+        _flushed(compressor, *each) if flush else compressor.all_reduce(*each)
+        for each in zip(wide, layouts, groups, strict=True)
+    ]
     while pending := [work for work in (next(each, None) for each in running) if work is not None]:
         yield Works(pending)
     for shard, result in zip(shards, wide, strict=True):

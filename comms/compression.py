@@ -39,8 +39,14 @@ class Compression:
         size: Number of ranks.
     """
 
-    def __init__(self, name: str, options: Mapping[str, Option], rules: Sequence[Rule | Mapping[str, object]],
-                 rank: int, size: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        options: Mapping[str, Option],
+        rules: Sequence[Rule | Mapping[str, object]],
+        rank: int,
+        size: int,
+    ) -> None:
         self.compressor: Compressor = make_routed(name, options, rules)
         self.flushing = False
         self._rank = rank
@@ -97,8 +103,13 @@ class Compression:
 
     def state_dict(self) -> StateDict:
         """This rank's state; see `HookState.state_dict`."""
-        own: StateDict = {PREFIX + "rank": self._rank, PREFIX + "size": self._size, PREFIX + "dirty": int(self._dirty),
-                          PREFIX + "loss_scale": self._loss_scale, PREFIX + "transfers": to_rows(self._last_transfers)}
+        own: StateDict = {
+            PREFIX + "rank": self._rank,
+            PREFIX + "size": self._size,
+            PREFIX + "dirty": int(self._dirty),
+            PREFIX + "loss_scale": self._loss_scale,
+            PREFIX + "transfers": to_rows(self._last_transfers),
+        }
         return own | self.compressor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
@@ -111,7 +122,8 @@ class Compression:
                 raise ValueError(
                     f"`state` is of rank {rank} of {size}, this is rank {self._rank} of {self._size}, and it still holds "
                     "residuals that belong to that rank: call state.flush() and train one more step before saving, or "
-                    "load each rank's own state at the same world size")
+                    "load each rank's own state at the same world size"
+                )
             return  # the residuals are in the weights; momenta and factors of other shards are left to build up again
         self.compressor.load_state_dict({key: value for key, value in state.items() if not key.startswith(PREFIX)})
         self._loss_scale = float(state[PREFIX + "loss_scale"])

@@ -127,8 +127,9 @@ class Config:
     def shared(self) -> dict[str, str]:
         """The fields that must agree on all ranks, as text."""
         own = {"hostname", "location", "tune_profile"}
-        return {entry.name: _plain(getattr(self, entry.name)) for entry in dataclasses.fields(self)
-                if entry.name not in own}
+        return {
+            entry.name: _plain(getattr(self, entry.name)) for entry in dataclasses.fields(self) if entry.name not in own
+        }
 
 
 def world_size() -> int:
@@ -198,9 +199,25 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
 }
 
 _LAUNCHER_VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",  # torchrun
-    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",  # Open MPI
-    "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "PMIX_RANK",  # MPICH, Intel MPI, PMIx
-    "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST",  # srun
-    "SLURM_STEP_NUM_TASKS", "TORCHELASTIC_USE_AGENT_STORE",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",  # torchrun
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",  # Open MPI
+    "PMI_RANK",
+    "PMI_SIZE",
+    "MPI_LOCALRANKID",
+    "PMIX_RANK",  # MPICH, Intel MPI, PMIx
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_LOCALID",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_STEP_NODELIST",  # srun
+    "SLURM_STEP_NUM_TASKS",
+    "TORCHELASTIC_USE_AGENT_STORE",
 )

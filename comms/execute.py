@@ -66,8 +66,15 @@ class Executor:
         ledger: Counts calls, bytes and seconds.
     """
 
-    def __init__(self, groups: Groups, rank: int, hops: Callable[[Phase], bool], compressor: Compressor | None,
-                 ledger: Ledger, in_rank_order: Callable[[Phase], bool] = lambda phase: False) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        rank: int,
+        hops: Callable[[Phase], bool],
+        compressor: Compressor | None,
+        ledger: Ledger,
+        in_rank_order: Callable[[Phase], bool] = lambda phase: False,
+    ) -> None:
         self._groups = groups
         self._rank = rank
         self._hops = hops
@@ -88,7 +95,7 @@ class Executor:
             began = time.perf_counter()
             compressed = bool(phase.compressor and self._compressor)
             if scale != 1.0 and not _covered(chunk, mine):
-                chunk.flat[chunk.start:chunk.stop].mul_(scale)
+                chunk.flat[chunk.start : chunk.stop].mul_(scale)
                 scale = 1.0
             run = self._shrink if compressed else self._up_and_down if self._in_rank_order(phase) else self._at_once
             last = yield from run(chunk, mine, lane, index, scale)
@@ -96,17 +103,20 @@ class Executor:
             if self._hops(phase):
                 lane = (index + 1, 0)
                 yield Hop(lane, Works(last.works))
-            self._ledger.add(index, phase, self._rank, mine, chunk.flat.element_size(),
-                             time.perf_counter() - began, last.sent_nbytes)
+            self._ledger.add(
+                index, phase, self._rank, mine, chunk.flat.element_size(), time.perf_counter() - began, last.sent_nbytes
+            )
 
-    def _at_once(self, chunk: Chunk, transfers: list[Transfer], lane: Lane, index: int,
-                 scale: float) -> Generator[Hop, None, _Last]:
+    def _at_once(
+        self, chunk: Chunk, transfers: list[Transfer], lane: Lane, index: int, scale: float
+    ) -> Generator[Hop, None, _Last]:
         """A phase that is one collective for each of this rank's transfers."""
         return _Last([self._issue(chunk.flat, transfer, lane, scale) for transfer in transfers])
         yield
 
-    def _up_and_down(self, chunk: Chunk, transfers: list[Transfer], lane: Lane, index: int,
-                     scale: float) -> Generator[Hop, None, _Last]:
+    def _up_and_down(
+        self, chunk: Chunk, transfers: list[Transfer], lane: Lane, index: int, scale: float
+    ) -> Generator[Hop, None, _Last]:
         """An all_reduce whose sums do not depend on where an element lies: rung after rung, a lane each."""
         ladders = [rank_order_ladder(transfer, self._rank, self._groups.is_synchronous) for transfer in transfers]
         works: list[Work] = []
@@ -114,16 +124,19 @@ class Executor:
             if step:
                 lane, scale = (index, step), 1.0
                 yield Hop(lane, Works(works))
-            works = [self._issue(chunk.flat, transfer, lane, scale) for transfer in rung if transfer.start < transfer.stop]
+            works = [
+                self._issue(chunk.flat, transfer, lane, scale) for transfer in rung if transfer.start < transfer.stop
+            ]
         return _Last(works)
 
-    def _shrink(self, chunk: Chunk, transfers: list[Transfer], lane: Lane, index: int,
-                scale: float) -> Generator[Hop, None, _Last]:
+    def _shrink(
+        self, chunk: Chunk, transfers: list[Transfer], lane: Lane, index: int, scale: float
+    ) -> Generator[Hop, None, _Last]:
         """The compressed phase: this rank's shards go through the compressor, all in step, a lane a round."""
         if chunk.layout is None or self._compressor is None:
             raise RuntimeError("a compressed phase needs a compressor and the bucket's layout")
         switch = Switch(lane)
-        shards = [chunk.flat[transfer.start:transfer.stop] for transfer in transfers]
+        shards = [chunk.flat[transfer.start : transfer.stop] for transfer in transfers]
         layouts = [chunk.layout.cut(transfer.start, transfer.stop) for transfer in transfers]
         groups = [LaneGroup(self._groups, self._rank, transfer.members, switch) for transfer in transfers]
         rounds = run_compressed(self._compressor, shards, layouts, groups, chunk.flush, scale)
@@ -134,7 +147,7 @@ class Executor:
 
     def _issue(self, flat: Tensor, transfer: Transfer, lane: Lane, scale: float) -> Work:
         group = self._groups.get(lane, transfer.members)
-        view = flat[transfer.start:transfer.stop]
+        view = flat[transfer.start : transfer.stop]
         if transfer.op == ALL_GATHER:
             return group.all_gather_slices(view, transfer.bounds)
         if transfer.op == ALL_REDUCE:

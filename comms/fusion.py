@@ -39,8 +39,9 @@ class FusionPlan:
 
     def __post_init__(self) -> None:
         if list(self.cuts) != sorted(set(self.cuts)) or any(cut < 1 or cut > len(self.sizes) for cut in self.cuts):
-            raise ValueError(f"`cuts` is {self.cuts}; wanted ascending numbers from 1 to {len(self.sizes)}, the number "
-                             "of `sizes`")
+            raise ValueError(
+                f"`cuts` is {self.cuts}; wanted ascending numbers from 1 to {len(self.sizes)}, the number of `sizes`"
+            )
         for name in ("threshold_nbytes", "piece_nbytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; wanted 0 or a positive number")
@@ -52,7 +53,7 @@ class FusionPlan:
             sizes: Bytes of the step's buckets so far.
             pending_nbytes: Bytes of those that have not been launched.
         """
-        if self.sizes and tuple(sizes) == self.sizes[:len(sizes)]:
+        if self.sizes and tuple(sizes) == self.sizes[: len(sizes)]:
             return len(sizes) in self.cuts
         return pending_nbytes >= self.threshold_nbytes
 
@@ -143,8 +144,13 @@ class Fusion:
 
     def _send_alone(self, bucket: _Waiting) -> None:
         runs = self._plan.pieces(bucket.flat)
-        futures = [self._start(bucket.flat[start:stop], bucket.layout.cut(start, stop) if bucket.layout and len(runs) > 1
-                               else bucket.layout) for start, stop in runs]
+        futures = [
+            self._start(
+                bucket.flat[start:stop],
+                bucket.layout.cut(start, stop) if bucket.layout and len(runs) > 1 else bucket.layout,
+            )
+            for start, stop in runs
+        ]
         after_all(futures, partial(_finish_alone, bucket, futures))
 
     def _send_together(self, group: list[_Waiting]) -> None:
@@ -185,7 +191,9 @@ def _joined(layouts: tuple[Layout, ...]) -> Layout:
     """The layout of tensors one after another."""
     slices, offset = [], 0
     for layout in layouts:
-        slices += [Slice(piece.name, piece.shape, piece.parameter_start, piece.start + offset, piece.numel)
-                   for piece in layout.slices]
+        slices += [
+            Slice(piece.name, piece.shape, piece.parameter_start, piece.start + offset, piece.numel)
+            for piece in layout.slices
+        ]
         offset += layout.numel
     return Layout(tuple(slices))

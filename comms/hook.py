@@ -24,9 +24,11 @@ from gradwire.compressors.optim.first_step import check_at_first_step
 
 log = logging.getLogger("gradwire")
 
-PYTHON_REDUCER = ("torch.compile with optimize_ddp=\"python_reducer\" calls the hook once a parameter from inside a compiled "
-                  "graph, which gradwire does not support: leave torch._dynamo.config.optimize_ddp at its default, "
-                  "with which compiled models work")
+PYTHON_REDUCER = (
+    'torch.compile with optimize_ddp="python_reducer" calls the hook once a parameter from inside a compiled '
+    "graph, which gradwire does not support: leave torch._dynamo.config.optimize_ddp at its default, "
+    "with which compiled models work"
+)
 
 
 class HookState:
@@ -44,11 +46,18 @@ class HookState:
         RuntimeError: torch.distributed is not initialised, or a rank did not come.
     """
 
-    def __init__(self, model_or_group: nn.Module | dist.ProcessGroup | None = None, *, config: Config | None = None,
-                 **options: object) -> None:
+    def __init__(
+        self,
+        model_or_group: nn.Module | dist.ProcessGroup | None = None,
+        *,
+        config: Config | None = None,
+        **options: object,
+    ) -> None:
         if config is not None and options:
-            raise TypeError(f"`config` and {', '.join(f'`{name}`' for name in options)} are both given: put the options "
-                            "into the Config")
+            raise TypeError(
+                f"`config` and {', '.join(f'`{name}`' for name in options)} are both given: put the options "
+                "into the Config"
+            )
         self.config = config or Config.from_env(**options)
         self.names = ParameterNames()
         self._group: dist.ProcessGroup | None = None
@@ -58,8 +67,10 @@ class HookState:
         elif isinstance(model_or_group, dist.ProcessGroup):
             self._group = model_or_group
         elif model_or_group is not None:
-            raise TypeError(f"`model_or_group` is a {type(model_or_group).__name__}; wanted a torch.nn.Module, a process "
-                            "group, or None")
+            raise TypeError(
+                f"`model_or_group` is a {type(model_or_group).__name__}; wanted a torch.nn.Module, a process "
+                "group, or None"
+            )
 
     def bind(self, model: nn.Module) -> None:
         """Takes parameter names from `model`, and its process group where it is a DDP model; connects the ranks."""
@@ -174,8 +185,9 @@ class HookState:
     def _connect(self, device: torch.device) -> Reducer:
         if self._reducer is None:
             if not dist.is_initialized():
-                raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() before the hook "
-                                   "is used")
+                raise RuntimeError(
+                    "torch.distributed is not initialised: call dist.init_process_group() before the hook is used"
+                )
             group = self._group or dist.group.WORLD
             assert group is not None
             self._reducer = Reducer(group, device, self.config, self.names)
@@ -183,8 +195,10 @@ class HookState:
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HookState":
         """A copy of a DDP model loses its hook; its state starts anew, unbound, and says so."""
-        log.warning("a DDP model with gradwire's hook was copied: torch drops the hook in copies; call "
-                    "register_comm_hook on the copy if it is to be trained")
+        log.warning(
+            "a DDP model with gradwire's hook was copied: torch drops the hook in copies; call "
+            "register_comm_hook on the copy if it is to be trained"
+        )
         return HookState(config=self.config)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -28,8 +28,9 @@ class Homes:
         return moved
 
 
-def migrate(compressor: Compressor, layout: Layout, shards: Sequence[tuple[int, int]], node: Group | None,
-            device: torch.device) -> None:
+def migrate(
+    compressor: Compressor, layout: Layout, shards: Sequence[tuple[int, int]], node: Group | None, device: torch.device
+) -> None:
     """Moves the state of a bucket's elements to the ranks of this node that own them now.
 
     Where everything lies with its owner already (an interrupted run that goes on as it was), nothing is touched, so
@@ -43,7 +44,9 @@ def migrate(compressor: Compressor, layout: Layout, shards: Sequence[tuple[int, 
         device: Where the bucket is.
     """
     own = [layout.cut(start, stop) for start, stop in shards]
-    astray = torch.tensor([0 if is_settled(compressor.state_dict(), layout, own) else 1], dtype=torch.int32, device=device)
+    astray = torch.tensor(
+        [0 if is_settled(compressor.state_dict(), layout, own) else 1], dtype=torch.int32, device=device
+    )
     if node is not None:
         node.all_reduce(astray).wait()
     if not astray.item():
@@ -76,5 +79,7 @@ def is_settled(state: Mapping[str, StateValue], layout: Layout, own: Sequence[La
 
 
 def _covers(layout: Layout, name: str, start: int, stop: int) -> bool:
-    return any(item.name == name and item.parameter_start <= start and stop <= item.parameter_start + item.numel
-               for item in layout.slices)
+    return any(
+        item.name == name and item.parameter_start <= start and stop <= item.parameter_start + item.numel
+        for item in layout.slices
+    )

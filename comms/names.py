@@ -28,12 +28,16 @@ class ParameterNames:
             ValueError: Other parameters were seen before.
         """
         if self._bound:
-            raise ValueError("`model` is given to a state that belongs to another model: make one HookState for each model")
+            raise ValueError(
+                "`model` is given to a state that belongs to another model: make one HookState for each model"
+            )
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         named = {id(parameter): name for name, parameter in inner.named_parameters()}
         if any(key not in named for key in self._names):
-            raise ValueError("`model` does not have the parameters that this state has already reduced: bind the model "
-                             "that the hook is registered on")
+            raise ValueError(
+                "`model` does not have the parameters that this state has already reduced: bind the model "
+                "that the hook is registered on"
+            )
         self._names = named
         self._parameters = list(inner.parameters())
         self._layouts.clear()
@@ -41,8 +45,11 @@ class ParameterNames:
 
     def numels(self) -> dict[str, int]:
         """Elements of each parameter that has a name."""
-        return {self._names[id(parameter)]: parameter.numel() for parameter in self._parameters
-                if id(parameter) in self._names}
+        return {
+            self._names[id(parameter)]: parameter.numel()
+            for parameter in self._parameters
+            if id(parameter) in self._names
+        }
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -71,8 +78,10 @@ class ParameterNames:
     def _name(self, parameter: Tensor) -> str:
         if id(parameter) not in self._names:
             if self._bound:
-                raise ValueError(f"`bucket` holds a parameter of shape {tuple(parameter.shape)} that is not in the model "
-                                 "this HookState was made for: make one HookState for each model")
+                raise ValueError(
+                    f"`bucket` holds a parameter of shape {tuple(parameter.shape)} that is not in the model "
+                    "this HookState was made for: make one HookState for each model"
+                )
             self._names[id(parameter)] = f"parameter{len(self._names)}"
             self._parameters.append(parameter)
         return self._names[id(parameter)]

@@ -56,8 +56,15 @@ class Reducer:
         self._resume: Resume | None = None
         self._in_step = False
         store, name = store_of(group), f"hook{next(_numbers.setdefault(group.group_name, count()))}"
-        self.communicator = Communicator(store, group.rank(), group.size(), device, config, name=name,
-                                         compressor=self.compression.compressor if self.compression else None)
+        self.communicator = Communicator(
+            store,
+            group.rank(),
+            group.size(),
+            device,
+            config,
+            name=name,
+            compressor=self.compression.compressor if self.compression else None,
+        )
         weakref.finalize(self, self.communicator.close)
         threshold_nbytes = round(config.fusion_mb * 2**20)
         self.fusion = Fusion(self._launch, FusionPlan(threshold_nbytes=threshold_nbytes))
@@ -65,8 +72,11 @@ class Reducer:
         if config.learns_cuts or config.probe:
             probe(self.communicator, self._consensus(store, f"probe/{name}", config.timeout))
         self.communicator.routes.settle(threshold_nbytes or BUCKET_NBYTES)
-        self._tuning = (Tuning(self.communicator, self.fusion, store, name, fingerprint(names.shapes))
-                        if config.learns_cuts else None)
+        self._tuning = (
+            Tuning(self.communicator, self.fusion, store, name, fingerprint(names.shapes))
+            if config.learns_cuts
+            else None
+        )
 
     def reduce(self, bucket: GradBucket) -> FutureTensor:
         """Averages one bucket over all ranks; the future's value is the bucket's own buffer."""
@@ -131,8 +141,9 @@ class Reducer:
         return future
 
     def _consensus(self, store: Store, name: str, timeout: timedelta) -> Consensus:
-        return Consensus(PollingStore(store, self.config.timeout), self.communicator.rank, self.communicator.size, name,
-                         timeout)
+        return Consensus(
+            PollingStore(store, self.config.timeout), self.communicator.rank, self.communicator.size, name, timeout
+        )
 
 
 def _compression(config: Config, names: ParameterNames, group: dist.ProcessGroup) -> Compression | None:

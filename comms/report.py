@@ -53,10 +53,17 @@ class Report:
     links: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        head = [f"{self.cluster}; {self.buckets} all-reduces in {self.steps} steps", *self.links, *self.plans,
-                f"{'phase':>5}  {'collective':<15} {'level':<13} {'calls':>8} {'logical MB':>12} {'sent MB':>12} {'seconds':>10}"]
-        body = [f"{row.phase:>5}  {row.op:<15} {row.level:<13} {row.calls:>8} {row.logical_nbytes / 1e6:>12.3f} "
-                f"{row.wire_nbytes / 1e6:>12.3f} {row.seconds:>10.3f}" for row in self.rows]
+        head = [
+            f"{self.cluster}; {self.buckets} all-reduces in {self.steps} steps",
+            *self.links,
+            *self.plans,
+            f"{'phase':>5}  {'collective':<15} {'level':<13} {'calls':>8} {'logical MB':>12} {'sent MB':>12} {'seconds':>10}",
+        ]
+        body = [
+            f"{row.phase:>5}  {row.op:<15} {row.level:<13} {row.calls:>8} {row.logical_nbytes / 1e6:>12.3f} "
+            f"{row.wire_nbytes / 1e6:>12.3f} {row.seconds:>10.3f}"
+            for row in self.rows
+        ]
         return "\n".join(head + body)
 
 
@@ -72,8 +79,16 @@ class Ledger:
     _rows: dict[tuple[int, str, str], Row] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, index: int, phase: Phase, rank: int, transfers: list[Transfer], element_nbytes: int,
-            seconds: float, wire_nbytes: float | None = None) -> None:
+    def add(
+        self,
+        index: int,
+        phase: Phase,
+        rank: int,
+        transfers: list[Transfer],
+        element_nbytes: int,
+        seconds: float,
+        wire_nbytes: float | None = None,
+    ) -> None:
         """Books one chunk's phase.
 
         Args:
@@ -95,12 +110,15 @@ class Ledger:
                 row.logical_nbytes += numel * element_nbytes
                 if wire_nbytes is None:
                     place = transfer.members.index(rank)
-                    row.wire_nbytes += element_nbytes * sent_nbytes(transfer.op, numel, len(transfer.members),
-                                                                    place, transfer.bounds)
+                    row.wire_nbytes += element_nbytes * sent_nbytes(
+                        transfer.op, numel, len(transfer.members), place, transfer.bounds
+                    )
             row.wire_nbytes += wire_nbytes or 0.0
 
     def rows(self) -> tuple[Row, ...]:
         """A copy, in the order of the phases."""
         with self._lock:
-            return tuple(Row(row.phase, row.op, row.level, row.calls, row.logical_nbytes, row.wire_nbytes, row.seconds)
-                         for _, row in sorted(self._rows.items()))
+            return tuple(
+                Row(row.phase, row.op, row.level, row.calls, row.logical_nbytes, row.wire_nbytes, row.seconds)
+                for _, row in sorted(self._rows.items())
+            )

@@ -27,8 +27,11 @@ COLUMNS = 4
 def to_rows(transfers: Sequence[Layout]) -> Tensor:
     """Which parameters travelled in which transfer, as a tensor that a state dict may hold: int64, (slices, 4)."""
     numbers = {name: number for number, name in enumerate(_names(transfers))}
-    rows = [(index, numbers[piece.name], piece.parameter_start, piece.numel)
-            for index, layout in enumerate(transfers) for piece in layout.slices]
+    rows = [
+        (index, numbers[piece.name], piece.parameter_start, piece.numel)
+        for index, layout in enumerate(transfers)
+        for piece in layout.slices
+    ]
     return torch.tensor(rows, dtype=torch.int64).view(len(rows), COLUMNS)
 
 
@@ -86,8 +89,10 @@ class Resume:
         present = [bucket.layout for bucket in self._buckets]
         transfers = from_rows(self._rows, present)
         if transfers is None:
-            log.warning("the loaded state is of a step with other parameters than this one: training goes on with what it "
-                        "holds of these, but not bit for bit")
+            log.warning(
+                "the loaded state is of a step with other parameters than this one: training goes on with what it "
+                "holds of these, but not bit for bit"
+            )
             transfers = present
         buffers = [self._gather(layout) for layout in transfers]
         futures = [self._launch(buffer, layout) for buffer, layout in zip(buffers, transfers, strict=True)]
@@ -100,12 +105,16 @@ class Resume:
     def _runs(self, piece: Slice) -> Iterator[Tensor]:
         """Where the elements of `piece` lie in the buckets, in order."""
         stop = piece.parameter_start + piece.numel
-        homes = sorted((home.parameter_start, number, home) for number, bucket in enumerate(self._buckets)
-                       for home in bucket.layout.slices if home.name == piece.name)
+        homes = sorted(
+            (home.parameter_start, number, home)
+            for number, bucket in enumerate(self._buckets)
+            for home in bucket.layout.slices
+            if home.name == piece.name
+        )
         for start, number, home in homes:
             first, last = max(start, piece.parameter_start), min(start + home.numel, stop)
             if first < last:
-                yield self._buckets[number].flat[home.start + first - start:home.start + last - start]
+                yield self._buckets[number].flat[home.start + first - start : home.start + last - start]
 
     def _finish(self, transfers: list[Layout], buffers: list[Tensor], futures: list[FutureTensor]) -> None:
         """Copies the averages back and completes the buckets' futures."""
@@ -115,7 +124,7 @@ class Resume:
                 for piece in layout.slices:
                     start = piece.start
                     for run in self._runs(piece):
-                        run.copy_(buffer[start:start + run.numel()])
+                        run.copy_(buffer[start : start + run.numel()])
                         start += run.numel()
         for bucket in self._buckets:
             bucket.done.set_result(bucket.flat if error is None else error)

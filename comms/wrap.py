@@ -13,8 +13,14 @@ FUSION_MB = 25.0
 """DDP's own default for what travels together."""
 
 
-def wrap(module: nn.Module, *, base_bucket_mb: float = BASE_BUCKET_MB, config: Config | None = None,
-         ddp_options: dict[str, object] | None = None, **options: object) -> tuple[DistributedDataParallel, HookState]:
+def wrap(
+    module: nn.Module,
+    *,
+    base_bucket_mb: float = BASE_BUCKET_MB,
+    config: Config | None = None,
+    ddp_options: dict[str, object] | None = None,
+    **options: object,
+) -> tuple[DistributedDataParallel, HookState]:
     """Wraps a module in DDP with small buckets and registers gradwire's hook, which joins them into transfers.
 
     Args:
@@ -33,13 +39,16 @@ def wrap(module: nn.Module, *, base_bucket_mb: float = BASE_BUCKET_MB, config: C
     if not base_bucket_mb > 0:
         raise ValueError(f"`base_bucket_mb` is {base_bucket_mb}; wanted a positive number of MiB")
     if ddp_options and "bucket_cap_mb" in ddp_options:
-        raise ValueError("`ddp_options` has `bucket_cap_mb`; wanted it as `base_bucket_mb`, and `fusion_mb` for what "
-                         "travels together")
+        raise ValueError(
+            "`ddp_options` has `bucket_cap_mb`; wanted it as `base_bucket_mb`, and `fusion_mb` for what "
+            "travels together"
+        )
     if config is None:
         config = Config.from_env(**({"fusion_mb": FUSION_MB} | options))
     elif options:
-        raise TypeError(f"`config` and {', '.join(f'`{name}`' for name in options)} are both given: put the options into "
-                        "the Config")
+        raise TypeError(
+            f"`config` and {', '.join(f'`{name}`' for name in options)} are both given: put the options into the Config"
+        )
     model = DistributedDataParallel(module, bucket_cap_mb=base_bucket_mb, **(ddp_options or {}))  # type: ignore[arg-type]
     state = HookState(model, config=config)
     model.register_comm_hook(state, comm_hook)

@@ -212,11 +212,14 @@ def check_gradient(flat: Tensor) -> None:
         ValueError: `flat` is not 1-D and contiguous.
     """
     if not flat.is_floating_point():
-        raise TypeError(f"`flat` has dtype {flat.dtype}; compression needs a real floating-point gradient: "
-                        'use compressor="none" for this parameter (see `rules`)')
+        raise TypeError(
+            f"`flat` has dtype {flat.dtype}; compression needs a real floating-point gradient: "
+            'use compressor="none" for this parameter (see `rules`)'
+        )
     if flat.dim() != 1 or not flat.is_contiguous():
-        raise ValueError(f"`flat` has shape {tuple(flat.shape)}; wanted a contiguous 1-D tensor: "
-                         "pass tensor.contiguous().view(-1)")
+        raise ValueError(
+            f"`flat` has shape {tuple(flat.shape)}; wanted a contiguous 1-D tensor: pass tensor.contiguous().view(-1)"
+        )
 
 
 def staging(numel: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -37,8 +37,14 @@ class DGC(Stateful):
     """
 
     def __init__(
-        self, *, density: float = 0.001, momentum: float = 0.9, nesterov: bool = False, clip_norm: float = 0.0,
-        warmup_steps: int = 100, value_dtype: str = "float32",
+        self,
+        *,
+        density: float = 0.001,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        clip_norm: float = 0.0,
+        warmup_steps: int = 100,
+        value_dtype: str = "float32",
     ) -> None:
         _check_options(density, momentum, clip_norm, warmup_steps, value_dtype)
         super().__init__("dgc", ["total", "velocity"])
@@ -91,8 +97,9 @@ class DGC(Stateful):
         shard.zero_()  # not before: out of memory leaves it intact
         split = INDEX_NBYTES * indices.numel()
         for row in payloads:
-            kernels.scatter_add(row[:split].clone().view(torch.int32),
-                                row[split:].clone().view(self.value_dtype).float(), shard)
+            kernels.scatter_add(
+                row[:split].clone().view(torch.int32), row[split:].clone().view(self.value_dtype).float(), shard
+            )
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
         """Adds what was not sent yet to `shard`, in place; it is forgotten when the step commits, the momentum not."""
@@ -110,8 +117,12 @@ class DGC(Stateful):
 
     def _state(self, layout: Layout, device: torch.device) -> DgcState:
         velocity, total = self.fields["velocity"], self.fields["total"]
-        return DgcState(velocity.read(layout, device), total.read(layout, device), velocity.stage(layout, device),
-                        total.stage(layout, device))
+        return DgcState(
+            velocity.read(layout, device),
+            total.read(layout, device),
+            velocity.stage(layout, device),
+            total.stage(layout, device),
+        )
 
     def _scales(self, shard: Tensor, layout: Layout, group_size: int) -> Tensor | None:
         """The factors that clip each parameter's gradient, float32; found on the device, so that the host need not wait."""
@@ -128,8 +139,15 @@ class DGC(Stateful):
         runs = [DgcRun(item.start, item.numel, self._count(item)) for item in layout.slices]
         indices = torch.empty(sum(run.count for run in runs), dtype=torch.int32, device=shard.device)
         values = torch.empty(indices.numel(), device=shard.device)
-        kernels_for(shard).dgc_step_many(shard, state, DgcRule(self.momentum, self.nesterov),
-                                         self._scales(shard, layout, group_size), runs, indices, values)
+        kernels_for(shard).dgc_step_many(
+            shard,
+            state,
+            DgcRule(self.momentum, self.nesterov),
+            self._scales(shard, layout, group_size),
+            runs,
+            indices,
+            values,
+        )
         return indices, values
 
     def _rounded(self, layout: Layout, indices: Tensor, values: Tensor) -> Tensor:
@@ -153,9 +171,7 @@ class DGC(Stateful):
         state.total_out.zero_()
 
 
-def _check_options(
-    density: float, momentum: float, clip_norm: float, warmup_steps: int, value_dtype: str
-) -> None:
+def _check_options(density: float, momentum: float, clip_norm: float, warmup_steps: int, value_dtype: str) -> None:
     if not 0.0 < density <= 1.0:
         raise ValueError(f"`density` is {density}; wanted 0 < density <= 1")
     if not 0.0 <= momentum < 1.0:

@@ -97,7 +97,12 @@ def decode_sum(codec: Codec, payloads: Tensor, flat: Tensor) -> None:
 
 
 def serve(
-    codec: Codec, back: Codec, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor,
+    codec: Codec,
+    back: Codec,
+    payloads: Tensor,
+    residual: Tensor | None,
+    left: Tensor | None,
+    answer: Tensor,
     numel: int,
 ) -> None:
     """The owner's stage: sums the decoded payloads, and encodes the sum plus its residual with `back`."""
@@ -181,8 +186,15 @@ def two_stage(
     start, stop = parts.bounds(group.rank)
     answer = _blank(back, 1, back.wire_nbytes(parts.width), int(stop - start == parts.width), source.device)[0]
     received = received[:, : codec.wire_nbytes(stop - start)]
-    serve(codec, back, received, residuals.server, residuals.server_left, answer[: back.wire_nbytes(stop - start)],
-          stop - start)
+    serve(
+        codec,
+        back,
+        received,
+        residuals.server,
+        residuals.server_left,
+        answer[: back.wire_nbytes(stop - start)],
+        stop - start,
+    )
     answers = torch.empty(group.size, answer.numel(), dtype=torch.uint8, device=source.device)
     yield group.all_gather(answers, answer)
 

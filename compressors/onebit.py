@@ -81,8 +81,9 @@ class OneBit(TwoStage):
     """
 
     def __init__(self, *, momentum: float = 0.9, warmup_steps: int = 100, return_bits: int = 1) -> None:
-        super().__init__("onebit", OneBitCodec(), back=_return_codec(return_bits), momentum=momentum,
-                         warmup_steps=warmup_steps)
+        super().__init__(
+            "onebit", OneBitCodec(), back=_return_codec(return_bits), momentum=momentum, warmup_steps=warmup_steps
+        )
         self.scale = ElementScale() if warmup_steps else None
         if self.scale is not None:
             self.fields["scale"] = self.scale

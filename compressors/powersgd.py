@@ -36,8 +36,15 @@ class PowerSGD(Stateful):
     """
 
     def __init__(
-        self, *, rank: int = 4, warmup_steps: int = 100, min_compression_rate: float = 2.0,
-        use_error_feedback: bool = True, warm_start: bool = True, random_seed: int = 0, factor_dtype: str = "float32",
+        self,
+        *,
+        rank: int = 4,
+        warmup_steps: int = 100,
+        min_compression_rate: float = 2.0,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        random_seed: int = 0,
+        factor_dtype: str = "float32",
     ) -> None:
         _check_options(rank, warmup_steps, min_compression_rate, factor_dtype)
         super().__init__("powersgd", ["residual"] if use_error_feedback else [])
@@ -141,8 +148,11 @@ class PowerSGD(Stateful):
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
         """See `Compressor.load_state_dict`."""
         super().load_state_dict(state)
-        self._factors = {key.partition("/")[2]: value.clone() for key, value in state.items()
-                         if key.startswith("factor/") and isinstance(value, Tensor)}
+        self._factors = {
+            key.partition("/")[2]: value.clone()
+            for key, value in state.items()
+            if key.startswith("factor/") and isinstance(value, Tensor)
+        }
         self._staged_factors.clear()
 
     def _takes(self, key: str, value: StateValue) -> bool:
@@ -151,8 +161,10 @@ class PowerSGD(Stateful):
         if not isinstance(value, Tensor) or value.dim() != 2 or value.dtype != torch.float32:
             raise ValueError(f"`state[{key!r}]` is no 2-D float32 tensor")
         if len(value) > self.rank:
-            raise ValueError(f"`state[{key!r}]` has rank {len(value)}, this compressor has rank {self.rank}: "
-                             "use the rank that saved it")
+            raise ValueError(
+                f"`state[{key!r}]` has rank {len(value)}, this compressor has rank {self.rank}: "
+                "use the rank that saved it"
+            )
         self.check_parameter(key, key.partition("/")[2], value.numel())
         return True
 
@@ -216,8 +228,9 @@ class PowerSGD(Stateful):
 
 def _stack(matrices: list[MatrixSlice], widths: list[int], extra: int, like: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Returns one flat buffer, and the factors in it as views (rank, width); `extra` elements follow them."""
-    flat = torch.empty(sum(found.rank * width for found, width in zip(matrices, widths, strict=True)) + extra,
-                       device=like.device)
+    flat = torch.empty(
+        sum(found.rank * width for found, width in zip(matrices, widths, strict=True)) + extra, device=like.device
+    )
     views, at = [], 0
     for found, width in zip(matrices, widths, strict=True):
         views.append(flat[at : at + found.rank * width].view(found.rank, width))

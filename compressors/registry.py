@@ -94,8 +94,10 @@ def make(name: str, options: Mapping[str, Option] | None = None) -> Compressor:
     valid = options_of(name)
     for option, value in (options or {}).items():
         if option not in valid:
-            raise ValueError(f"`compressor_options` has {option!r}, which {name!r} does not take; "
-                             f"it takes {', '.join(sorted(valid)) or 'no options'}")
+            raise ValueError(
+                f"`compressor_options` has {option!r}, which {name!r} does not take; "
+                f"it takes {', '.join(sorted(valid)) or 'no options'}"
+            )
         _check_kind(name, option, value, valid[option])
     return _factories[name](**dict(options or {}))
 
@@ -107,5 +109,7 @@ def _check_kind(name: str, option: str, value: Option, default: Option) -> None:
     kind = type(default)
     fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
     if not fits and not (kind is float and isinstance(value, int) and not isinstance(value, bool)):
-        raise TypeError(f"`{option}` of compressor {name!r} is {value!r} ({type(value).__name__}); "
-                        f"wanted {kind.__name__}, as its default {default!r}")
+        raise TypeError(
+            f"`{option}` of compressor {name!r} is {value!r} ({type(value).__name__}); "
+            f"wanted {kind.__name__}, as its default {default!r}"
+        )

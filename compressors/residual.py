@@ -105,7 +105,9 @@ class ElementStore:
         """Whether everything stored about the elements of `layout` lies in `part`."""
         with self._lock:
             held = [(piece.name, piece.start, piece.stop) for piece in self._everything()]
-        return all(_within(name, start, stop, part) for name, start, stop in held if _touches(name, start, stop, layout))
+        return all(
+            _within(name, start, stop, part) for name, start, stop in held if _touches(name, start, stop, layout)
+        )
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
         """Removes and returns the values for `layout`, 1-D, zero where this store holds none."""
@@ -152,8 +154,9 @@ class ElementStore:
             wanted.setdefault(item.name, []).append(item)
         for old in [old for old in self._shards if _overlap(old, wanted)]:
             value = self._shards.pop(old).value
-            self._pieces += [Piece(item.name, item.parameter_start, value[item.start : item.stop])
-                             for item in old.slices]
+            self._pieces += [
+                Piece(item.name, item.parameter_start, value[item.start : item.stop]) for item in old.slices
+            ]
         flat = torch.zeros(layout.numel, device=device)
         rest: list[Piece] = []
         for piece in self._pieces:
@@ -185,16 +188,23 @@ def _fill(flat: Tensor, piece: Piece, wanted: list[Slice]) -> list[Piece]:
 
 def _overlap(old: Layout, wanted: dict[str, list[Slice]]) -> bool:
     """Whether an element is in both: other runs of the same parameter may be staged at this moment, and stay."""
-    return any(item.parameter_start < other.parameter_start + other.numel
-               and other.parameter_start < item.parameter_start + item.numel
-               for item in old.slices for other in wanted.get(item.name, ()))
+    return any(
+        item.parameter_start < other.parameter_start + other.numel
+        and other.parameter_start < item.parameter_start + item.numel
+        for item in old.slices
+        for other in wanted.get(item.name, ())
+    )
 
 
 def _touches(name: str, start: int, stop: int, layout: Layout) -> bool:
-    return any(item.name == name and start < item.parameter_start + item.numel and item.parameter_start < stop
-               for item in layout.slices)
+    return any(
+        item.name == name and start < item.parameter_start + item.numel and item.parameter_start < stop
+        for item in layout.slices
+    )
 
 
 def _within(name: str, start: int, stop: int, layout: Layout) -> bool:
-    return any(item.name == name and item.parameter_start <= start and stop <= item.parameter_start + item.numel
-               for item in layout.slices)
+    return any(
+        item.name == name and item.parameter_start <= start and stop <= item.parameter_start + item.numel
+        for item in layout.slices
+    )

@@ -95,8 +95,9 @@ class Routed:
         check_gradient(shard)
         split = self._split(layout)
         parts = [route.gather(shard) for _, route in split]
-        running = [taker.all_reduce(part, route.layout, group)
-                   for (taker, route), part in zip(split, parts, strict=True)]
+        running = [
+            taker.all_reduce(part, route.layout, group) for (taker, route), part in zip(split, parts, strict=True)
+        ]
         while running:
             issued = [(work, steps) for steps in running if (work := next(steps, None)) is not None]
             for work, _ in issued:
@@ -148,14 +149,21 @@ class Routed:
             count = len(taker.export(Layout(()), rows.device))
             route = split.get(id(taker))
             if route is not None:
-                taker.adopt(route.layout, torch.stack([route.gather(row) for row in rows[at : at + count]])
-                            if count else rows[:0, : route.layout.numel])
+                taker.adopt(
+                    route.layout,
+                    torch.stack([route.gather(row) for row in rows[at : at + count]])
+                    if count
+                    else rows[:0, : route.layout.numel],
+                )
             at += count
 
     def state_dict(self) -> StateDict:
         """See `Compressor.state_dict`; keys begin with the number of the route."""
-        return {f"{number}{SEPARATOR}{key}": value for number, taker in enumerate(self._takers())
-                for key, value in taker.state_dict().items()}
+        return {
+            f"{number}{SEPARATOR}{key}": value
+            for number, taker in enumerate(self._takers())
+            for key, value in taker.state_dict().items()
+        }
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
         """See `Compressor.load_state_dict`.
@@ -168,8 +176,10 @@ class Routed:
         for key, value in state.items():
             number, separator, rest = key.partition(SEPARATOR)
             if not separator or not number.isdigit() or int(number) >= len(parts):
-                raise ValueError(f"`state[{key!r}]` is no entry of compressor {self.name!r} with {len(takers)} routes: "
-                                 "use the compressor and the rules that saved it")
+                raise ValueError(
+                    f"`state[{key!r}]` is no entry of compressor {self.name!r} with {len(takers)} routes: "
+                    "use the compressor and the rules that saved it"
+                )
             parts[int(number)][rest] = value
         before = [taker.state_dict() for taker in takers]
         try:
@@ -182,8 +192,11 @@ class Routed:
 
     def _takers(self) -> list[Compressor]:
         """Returns every compressor once, in the order of the routes."""
-        return [taker for number, taker in enumerate(self.routes)
-                if all(taker is not other for other in self.routes[:number])]
+        return [
+            taker
+            for number, taker in enumerate(self.routes)
+            if all(taker is not other for other in self.routes[:number])
+        ]
 
     def _split(self, layout: Layout) -> list[tuple[Compressor, Route]]:
         """Returns the routes that have elements in `layout`, in the order of the compressors."""
@@ -191,8 +204,9 @@ class Routed:
             places: dict[int, list[tuple[int, int, int]]] = {}
             for index, item in enumerate(layout.slices):
                 places.setdefault(self.route_of(layout, index), []).append((index, item.start, item.stop))
-            self._known[layout] = [(self.routes[number], _route(triples, layout))
-                                   for number, triples in sorted(places.items())]
+            self._known[layout] = [
+                (self.routes[number], _route(triples, layout)) for number, triples in sorted(places.items())
+            ]
         return self._known[layout]
 
 

@@ -29,9 +29,11 @@ class Rule:
 
     def takes(self, name: str, shape: Sequence[int]) -> bool:
         """Whether the rule applies to a parameter of that name and shape."""
-        return (fnmatchcase(name, self.pattern)
-                and (self.max_dim is None or len(shape) <= self.max_dim)
-                and (self.max_numel is None or math.prod(shape) <= self.max_numel))
+        return (
+            fnmatchcase(name, self.pattern)
+            and (self.max_dim is None or len(shape) <= self.max_dim)
+            and (self.max_numel is None or math.prod(shape) <= self.max_numel)
+        )
 
 
 DEFAULT_RULES = (Rule(max_dim=1), Rule(max_numel=1023))

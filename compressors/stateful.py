@@ -80,8 +80,10 @@ class Stateful:
     def _check_state(self, state: Mapping[str, StateValue]) -> dict[str, list[Piece]]:
         """Returns the pieces of each field, or refuses the whole state."""
         if state.get("compressor") != self.name:
-            raise ValueError(f"`state` belongs to compressor {state.get('compressor')!r}, this one is {self.name!r}: "
-                             "load it into the compressor that saved it, or start without it")
+            raise ValueError(
+                f"`state` belongs to compressor {state.get('compressor')!r}, this one is {self.name!r}: "
+                "load it into the compressor that saved it, or start without it"
+            )
         step = state.get("step")
         if not isinstance(step, int) or step < 0:
             raise ValueError(f"`state['step']` is {step!r}; wanted the number of steps, an integer >= 0")
@@ -100,8 +102,10 @@ class Stateful:
         field, _, rest = key.partition("/")
         start, _, name = rest.partition("/")
         if field not in self.fields or not start.isdigit() or not name:
-            raise ValueError(f"`state[{key!r}]` is no entry of compressor {self.name!r}; wanted "
-                             f"<field>/<start>/<parameter> with a field of {', '.join(self.fields) or 'none'}")
+            raise ValueError(
+                f"`state[{key!r}]` is no entry of compressor {self.name!r}; wanted "
+                f"<field>/<start>/<parameter> with a field of {', '.join(self.fields) or 'none'}"
+            )
         if not isinstance(value, Tensor) or value.dim() != 1 or value.dtype != torch.float32:
             raise ValueError(f"`state[{key!r}]` is no 1-D float32 tensor")
         self.check_parameter(key, name, int(start) + value.numel())
@@ -122,5 +126,7 @@ class Stateful:
         if name not in self._numels:
             raise ValueError(f"`state[{key!r}]`: the model has no parameter {name!r}; the state is another model's")
         if stop > self._numels[name]:
-            raise ValueError(f"`state[{key!r}]`: parameter {name!r} has {self._numels[name]} elements, the state "
-                             f"reaches to {stop}; the state is another model's")
+            raise ValueError(
+                f"`state[{key!r}]`: parameter {name!r} has {self._numels[name]} elements, the state "
+                f"reaches to {stop}; the state is another model's"
+            )

@@ -29,7 +29,13 @@ class TwoStage(Stateful):
     """
 
     def __init__(
-        self, name: str, codec: Codec, *, back: Codec | None = None, residual: bool = True, momentum: float = 0.0,
+        self,
+        name: str,
+        codec: Codec,
+        *,
+        back: Codec | None = None,
+        residual: bool = True,
+        momentum: float = 0.0,
         warmup_steps: int = 0,
     ) -> None:
         if not 0.0 <= momentum < 1.0:
@@ -122,8 +128,12 @@ class TwoStage(Stateful):
         worker, server = self.fields["residual"], self.fields["server"]
         if not server.has(part) and not server.covers(layout, part):
             self._fold_server(layout, device)
-        return Residuals(worker.read(layout, device), worker.stage(layout, device), server.read(part, device),
-                         server.stage(part, device))
+        return Residuals(
+            worker.read(layout, device),
+            worker.stage(layout, device),
+            server.read(part, device),
+            server.stage(part, device),
+        )
 
     def _fold_server(self, layout: Layout, device: torch.device) -> None:
         """Moves what this rank's answers left out into its worker residual: the sum of both is what counts."""

@@ -28,7 +28,17 @@ if TYPE_CHECKING:
     from gradwire.compressors.rules import Rule
 
 __version__ = "0.1.0"
-__all__ = ["Config", "HookState", "OneBitAdam", "OneBitLamb", "Rule", "check_optimizer", "comm_hook", "take_momentum", "wrap"]
+__all__ = [
+    "Config",
+    "HookState",
+    "OneBitAdam",
+    "OneBitLamb",
+    "Rule",
+    "check_optimizer",
+    "comm_hook",
+    "take_momentum",
+    "wrap",
+]
 
 _HOMES = {
     "Config": "gradwire.comms.config",

@@ -4,8 +4,14 @@ import importlib
 import sys
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "bench": ("gradwire.bench.nccl_tests.command", "nccl-tests for plans and compressors; `bench kernels` times the kernels"),
-    "compare": ("gradwire.bench.compare.command", "every way of averaging gradients, side by side, on an emulated cluster"),
+    "bench": (
+        "gradwire.bench.nccl_tests.command",
+        "nccl-tests for plans and compressors; `bench kernels` times the kernels",
+    ),
+    "compare": (
+        "gradwire.bench.compare.command",
+        "every way of averaging gradients, side by side, on an emulated cluster",
+    ),
     "emulate": ("gradwire.bench.emulation.command", "run a command on a cluster of network namespaces on this machine"),
     "gdr-check": ("gradwire.cli.gdr_check", "is GPUDirect RDMA possible, configured, in use?"),
     "plot": ("gradwire.bench.plot.command", "draw what bench, compare and hook_speed wrote as JSON"),

@@ -23,6 +23,7 @@ class SharedMemoryGroup:
     def abort(self, reason: str) -> None: ...
     def close(self) -> None: ...
     def failure(self) -> tuple[bool, str, list[int]]: ...
+
 def isa() -> str: ...
 def limit_isa(name: str) -> None: ...
 def cast_encode(half: bool, gradient: int, scale: float, residual: int, left: int, target: int, numel: int) -> None: ...
@@ -41,12 +42,30 @@ def quantize_decode_reduce(
     bits: int, payloads: int, stride: int, workers: int, addend: int, target: int, numel: int
 ) -> None: ...
 def quantize_serve(
-    bits: int, payloads: int, stride: int, workers: int, residual: int, left: int, answer: int, numel: int, random: bool,
+    bits: int,
+    payloads: int,
+    stride: int,
+    workers: int,
+    residual: int,
+    left: int,
+    answer: int,
+    numel: int,
+    random: bool,
     key: int,
 ) -> None: ...
 def dgc_step(
-    gradient: int, velocity: int, total: int, velocity_out: int, total_out: int, numel: int, momentum: float,
-    scale: float, nesterov: bool, k: int, indices_out: int, values_out: int,
+    gradient: int,
+    velocity: int,
+    total: int,
+    velocity_out: int,
+    total_out: int,
+    numel: int,
+    momentum: float,
+    scale: float,
+    nesterov: bool,
+    k: int,
+    indices_out: int,
+    values_out: int,
 ) -> None: ...
 def scatter_add(indices: int, values: int, count: int, target: int, numel: int) -> None: ...
 def powersgd_project(matrix: int, residual: int, rows: int, columns: int, rank: int, q: int, p: int) -> None: ...

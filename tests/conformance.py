@@ -62,8 +62,12 @@ class Outcome:
 
 def load_suite(backend: str) -> "ModuleType":
     """PyTorch's suite, its tests chosen as for gloo, to be run on `backend`."""
-    settings = {"BACKEND": "gloo", "WORLD_SIZE": str(WORLD_SIZE), "TEMP_DIR": tempfile.gettempdir(),
-                "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TIMEOUT_SECONDS)}
+    settings = {
+        "BACKEND": "gloo",
+        "WORLD_SIZE": str(WORLD_SIZE),
+        "TEMP_DIR": tempfile.gettempdir(),
+        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TIMEOUT_SECONDS),
+    }
     with patch.dict("os.environ", settings):
         suite = importlib.import_module("torch.testing._internal.distributed.distributed_test")
     importlib.import_module("torch._dynamo")  # or every rank of every DDP test imports it
@@ -93,8 +97,9 @@ def make_case(backend: str, nodes: list[str]) -> type[unittest.TestCase]:
     return Conformance
 
 
-def run_tests(backend: str, nodes: list[str], names: list[str], known: set[str],
-              deadline: float) -> Iterator[tuple[str, Outcome]]:
+def run_tests(
+    backend: str, nodes: list[str], names: list[str], known: set[str], deadline: float
+) -> Iterator[tuple[str, Outcome]]:
     """Runs tests one after the other; what the ranks print is thrown away, what they raise is kept.
 
     Args:
@@ -139,15 +144,28 @@ def run_layout(layout: str, names: list[str], outcomes_file: Path, seconds: floa
     backend, nodes = LAYOUTS[layout]
     known = json.loads(outcomes_file.read_text()) if outcomes_file.exists() else {}
     outcomes = {name: Outcome(**values) for name, values in known.items()}
-    command = [sys.executable, __file__, "--worker", backend, nodes, "--seconds", str(seconds), "--known", *outcomes,
-               "--only", *names]
+    command = [
+        sys.executable,
+        __file__,
+        "--worker",
+        backend,
+        nodes,
+        "--seconds",
+        str(seconds),
+        "--known",
+        *outcomes,
+        "--only",
+        *names,
+    ]
     log = outcomes_file.with_suffix(".log")
     with log.open("a") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as worker:
         assert worker.stdout is not None
         for line in worker.stdout:
             name, values = json.loads(line)
             outcomes[name] = Outcome(**values)
-            outcomes_file.write_text(json.dumps({each: asdict(outcome) for each, outcome in outcomes.items()}, indent=1))
+            outcomes_file.write_text(
+                json.dumps({each: asdict(outcome) for each, outcome in outcomes.items()}, indent=1)
+            )
             if sys.stderr.isatty():
                 print(f"\r{layout}: {len(outcomes)} tests, {name:<70}", end="", file=sys.stderr)
     if worker.returncode != 0:
@@ -170,8 +188,10 @@ def compare(runs: dict[str, dict[str, Outcome]]) -> list[str]:
         for name, outcome in outcomes.items():
             expected = runs["gloo"][name].verdict if name in runs["gloo"] else "fail"
             if expected != "fail" and outcome.verdict != expected:
-                lines.append(f"{'by design' if reason(name) else 'WRONG'}: {name} on {layout}: {outcome.verdict}, gloo: "
-                             f"{expected}: {reason(name) or outcome.message}")
+                lines.append(
+                    f"{'by design' if reason(name) else 'WRONG'}: {name} on {layout}: {outcome.verdict}, gloo: "
+                    f"{expected}: {reason(name) or outcome.message}"
+                )
     return lines
 
 
@@ -180,8 +200,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], metavar="TEST", help="names of tests; all by default")
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS), help="what to run")
-    parser.add_argument("--logs", type=Path, help="a folder for what the ranks write and for the outcomes as JSON; "
-                        "tests whose outcome is there already are not run again")
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        help="a folder for what the ranks write and for the outcomes as JSON; "
+        "tests whose outcome is there already are not run again",
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no test of a layout after so long")
     parser.add_argument("--known", nargs="*", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--worker", nargs=2, metavar=("BACKEND", "NODES"), help=argparse.SUPPRESS)
@@ -197,7 +221,9 @@ def main(argv: list[str] | None = None) -> int:
     runs = {}
     for layout in options.layouts:
         runs[layout] = run_layout(layout, options.only, logs / f"{layout.replace(' ', '-')}.json", options.seconds)
-        counts = [sum(outcome.verdict == verdict for outcome in runs[layout].values()) for verdict in ("pass", "skip", "fail")]
+        counts = [
+            sum(outcome.verdict == verdict for outcome in runs[layout].values()) for verdict in ("pass", "skip", "fail")
+        ]
         seconds = sum(outcome.seconds for outcome in runs[layout].values())
         print(f"\r{layout}: {counts[0]} passed, {counts[1]} skipped, {counts[2]} failed in {seconds:.0f} s", flush=True)
     differences = compare(runs) if "gloo" in runs else []

@@ -54,7 +54,10 @@ def full_memory() -> Callable[[int], AbstractContextManager[object]]:
             self.allowed = allowed
 
         def __torch_dispatch__(
-            self, func: torch._ops.OpOverload, types: object, args: tuple[object, ...] = (),
+            self,
+            func: torch._ops.OpOverload,
+            types: object,
+            args: tuple[object, ...] = (),
             kwargs: dict[str, object] | None = None,
         ) -> object:
             returns = func._schema.returns

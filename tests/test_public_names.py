@@ -5,7 +5,17 @@ import sys
 
 import gradwire
 
-PUBLIC = ["Config", "HookState", "OneBitAdam", "OneBitLamb", "Rule", "check_optimizer", "comm_hook", "take_momentum", "wrap"]
+PUBLIC = [
+    "Config",
+    "HookState",
+    "OneBitAdam",
+    "OneBitLamb",
+    "Rule",
+    "check_optimizer",
+    "comm_hook",
+    "take_momentum",
+    "wrap",
+]
 
 
 def test_the_public_names_are_these() -> None:

@@ -50,7 +50,13 @@ class Link:
         for name in ("alpha_seconds", "gap_seconds", "exchange_alpha_seconds"):
             if not 0 <= (getattr(self, name) or 0.0) < math.inf:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; wanted a finite number >= 0")
-        for name in ("bytes_per_second", "stream_bytes_per_second", "ring_share", "exchange_share", "exchange_gap_share"):
+        for name in (
+            "bytes_per_second",
+            "stream_bytes_per_second",
+            "ring_share",
+            "exchange_share",
+            "exchange_gap_share",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; wanted a number > 0")
         for name in ("nics", "channels"):
@@ -97,8 +103,10 @@ class Cluster:
             raise ValueError("`locations` is empty; wanted one location for each rank")
         lengths = {len(location) + 1 for location in self.locations}
         if lengths != {len(self.levels)}:
-            raise ValueError(f"`levels` has {len(self.levels)} entries; wanted {sorted(lengths)}: "
-                             "one more than there are numbers in a rank's location")
+            raise ValueError(
+                f"`levels` has {len(self.levels)} entries; wanted {sorted(lengths)}: "
+                "one more than there are numbers in a rank's location"
+            )
 
     @property
     def size(self) -> int:
@@ -117,7 +125,7 @@ class Cluster:
 
     def unit(self, rank: int, level: int) -> tuple[int, ...]:
         """The unit of `level` that `rank` is in: its node at level 0, its rack at level 1, () at the top."""
-        return self.locations[rank][:self.depth - 1 - level]
+        return self.locations[rank][: self.depth - 1 - level]
 
     def units(self, level: int) -> tuple[tuple[int, ...], ...]:
         """All units of a level, in the order of their lowest rank."""
@@ -125,7 +133,7 @@ class Cluster:
 
     def ranks(self, unit: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks in a unit, ascending."""
-        return tuple(rank for rank, location in enumerate(self.locations) if location[:len(unit)] == unit)
+        return tuple(rank for rank, location in enumerate(self.locations) if location[: len(unit)] == unit)
 
     def children(self) -> Mapping[tuple[int, Unit], tuple[Unit, ...]]:
         """What each unit is made of: `(level, unit)` -> units of the level below, `(rank,)` for each rank of a node.
@@ -163,8 +171,11 @@ class Cluster:
             text = f"{len(counts)} {word} x {counts[0]} ranks"
         else:
             text = f"{len(counts)} {word} of {', '.join(map(str, counts))} ranks"
-        outer = [f"{len(self.units(level - 1))} {name}" for level, name in ((2, "racks"), (3, "regions"))
-                 if level < self.depth]
+        outer = [
+            f"{len(self.units(level - 1))} {name}"
+            for level, name in ((2, "racks"), (3, "regions"))
+            if level < self.depth
+        ]
         return ", ".join([text, *outer])
 
 
@@ -203,7 +214,7 @@ def _children(locations: tuple[Unit, ...]) -> Mapping[tuple[int, Unit], tuple[Un
     for rank, location in enumerate(locations):
         child: Unit = (rank,)
         for level in range(depth):
-            unit = location[:depth - 1 - level]
+            unit = location[: depth - 1 - level]
             found.setdefault((level, unit), {})[child] = None
             child = unit
     return MappingProxyType({key: tuple(members) for key, members in found.items()})

@@ -106,7 +106,9 @@ def _inter_node(machine: Machine) -> LevelEstimate:
 
 def _is_rdma(nic: Nic) -> bool:
     """Returns whether a card is InfiniBand by class, or has a port with an RDMA (or Slingshot) device."""
-    return (nic.class_code or 0) >> 8 == 0x0207 or any(not port.virtual and port.name not in port.interfaces for port in nic.ports)
+    return (nic.class_code or 0) >> 8 == 0x0207 or any(
+        not port.virtual and port.name not in port.interfaces for port in nic.ports
+    )
 
 
 def _cpu_above(machine: Machine, labels: Labels, gpu: Gpu) -> Cpu | None:

@@ -112,7 +112,9 @@ class Distances:
         seen: set[str] = set()
         while True:
             if key in seen or len(seen) == MAX_STACKED_SWITCHES:
-                raise TopologyError(f"more than {MAX_STACKED_SWITCHES} PCI switches above {key}, or it lies below itself")
+                raise TopologyError(
+                    f"more than {MAX_STACKED_SWITCHES} PCI switches above {key}, or it lies below itself"
+                )
             seen.add(key)
             parent = self._switches[key].parent
             if parent is None or parent not in self._switches:

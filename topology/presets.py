@@ -52,12 +52,13 @@ def pcie_box(gpus: int = 4) -> Machine:
         gpus: Number of cards, divided between two sockets.
     """
     cards = [
-        _gpu(i, f"0000:{0x11 + 0x10 * i:02x}:00.0", f"numa{2 * i // gpus}", "NVIDIA A10", 86, GEN4)
-        for i in range(gpus)
+        _gpu(i, f"0000:{0x11 + 0x10 * i:02x}:00.0", f"numa{2 * i // gpus}", "NVIDIA A10", 86, GEN4) for i in range(gpus)
     ]
     cpus = (_cpu(0, 0, "GenuineIntel", 0x6A, 32), _cpu(1, 1, "GenuineIntel", 0x6A, 32))
     nic = _nic("mlx5_0", "0000:e1:00.0", "numa0", 100e9, GEN4)
-    return Machine(hostname="pcie_box", cpus=cpus, gpus=tuple(cards), nics=(nic,), links_known=True, sources=("preset",))
+    return Machine(
+        hostname="pcie_box", cpus=cpus, gpus=tuple(cards), nics=(nic,), links_known=True, sources=("preset",)
+    )
 
 
 def cpu_only(sockets: int = 2, bits_per_second: float = 25e9) -> Machine:
@@ -83,7 +84,14 @@ def _sxm(machine: Machine, gpus: list[Gpu], bundles: tuple[int, ...]) -> Machine
     )
     name = "dgx_a100" if gpus[0].compute_capability == 80 else "dgx_h100"
     return replace(
-        machine, hostname=name, gpus=tuple(gpus), nvswitches=nvswitches, links=links, links_known=True, sources=("preset",), virtual=False
+        machine,
+        hostname=name,
+        gpus=tuple(gpus),
+        nvswitches=nvswitches,
+        links=links,
+        links_known=True,
+        sources=("preset",),
+        virtual=False,
     )
 
 
@@ -108,5 +116,12 @@ def _gpu(index: int, bus: str, parent: str, name: str, capability: int, pcie: Pc
 def _nic(name: str, bus: str, parent: str, bits_per_second: float, pcie: PcieLink) -> Nic:
     port = Port(name=name, link_layer="InfiniBand", bits_per_second=bits_per_second, active=True, gdr=True)
     return Nic(
-        key=bus, bus=bus, parent=parent, vendor=0x15B3, class_code=0x020700, driver="mlx5_core", pcie=pcie, ports=(port,)
+        key=bus,
+        bus=bus,
+        parent=parent,
+        vendor=0x15B3,
+        class_code=0x020700,
+        driver="mlx5_core",
+        pcie=pcie,
+        ports=(port,),
     )

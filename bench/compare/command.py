@@ -39,8 +39,15 @@ _LAST_LINES = 30
 @contextmanager
 def progress_bar(disable: bool = False) -> Iterator[Progress]:
     """On stderr, so that stdout holds the table alone."""
-    with Progress(TextColumn("{task.description:<32}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
-                  TimeElapsedColumn(), console=Console(stderr=True), transient=True, disable=disable) as progress:
+    with Progress(
+        TextColumn("{task.description:<32}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=disable,
+    ) as progress:
         yield progress
 
 
@@ -62,14 +69,30 @@ def run_emulated(options: argparse.Namespace) -> Measured:
     link = scale.link(rate)
     with progress_bar() as progress, Cluster([1] * len(nodes), f"{link}bit") as cluster:
         collector = Collector(progress)
-        setting = setting_of(options, scale, bytes_per_second=link / 8,
-                             stream_bytes_per_second=scale.link(stream) / 8 if options.stream else None)
-        outcome = run_forked(cluster, "gradwire.bench.compare.ranks", [json.dumps(asdict(setting))], nodes=nodes,
-                             order=options.order, on_line=collector.line)
+        setting = setting_of(
+            options,
+            scale,
+            bytes_per_second=link / 8,
+            stream_bytes_per_second=scale.link(stream) / 8 if options.stream else None,
+        )
+        outcome = run_forked(
+            cluster,
+            "gradwire.bench.compare.ranks",
+            [json.dumps(asdict(setting))],
+            nodes=nodes,
+            order=options.order,
+            on_line=collector.line,
+        )
     if outcome.exit_status:
         raise RuntimeError("a rank failed; the last lines were:\n" + "\n".join(collector.other[-_LAST_LINES:]))
-    return Measured(collector.results(counted=True), describe_emulated(options, nodes, scale), nodes,
-                    collector.gradient_nbytes, scale, expected)
+    return Measured(
+        collector.results(counted=True),
+        describe_emulated(options, nodes, scale),
+        nodes,
+        collector.gradient_nbytes,
+        scale,
+        expected,
+    )
 
 
 def run_given(options: argparse.Namespace, start: Start) -> Measured | None:
@@ -82,23 +105,48 @@ def run_given(options: argparse.Namespace, start: Start) -> Measured | None:
     try:
         with progress_bar(disable=world.rank != 0) as progress:
             collector = Collector(progress)
-            compare(setting_of(options, scale, with_mpi=start.by == "mpirun"), options.interface,
-                    lambda text: collector.line(world.rank, text))
+            compare(
+                setting_of(options, scale, with_mpi=start.by == "mpirun"),
+                options.interface,
+                lambda text: collector.line(world.rank, text),
+            )
         dist.barrier()
     finally:
         dist.destroy_process_group()
     if world.rank != 0:
         return None
     nodes = list(Counter(seat.hostname for seat in world.seats).values())
-    return Measured(collector.results(counted=options.interface is not None), f"{shape(nodes)} ranks started by {start.by}",
-                    nodes, collector.gradient_nbytes, scale)
+    return Measured(
+        collector.results(counted=options.interface is not None),
+        f"{shape(nodes)} ranks started by {start.by}",
+        nodes,
+        collector.gradient_nbytes,
+        scale,
+    )
 
 
-def setting_of(options: argparse.Namespace, scale: Scale, *, bytes_per_second: float | None = None,
-               stream_bytes_per_second: float | None = None, with_mpi: bool = False) -> Setting:
+def setting_of(
+    options: argparse.Namespace,
+    scale: Scale,
+    *,
+    bytes_per_second: float | None = None,
+    stream_bytes_per_second: float | None = None,
+    with_mpi: bool = False,
+) -> Setting:
     """What the ranks are told."""
-    return Setting(options.model, options.megabytes * 1e6, options.replay, scale.factor, scale.slow_motion, options.batch,
-                   options.rounds, bytes_per_second, stream_bytes_per_second, options.only, with_mpi)
+    return Setting(
+        options.model,
+        options.megabytes * 1e6,
+        options.replay,
+        scale.factor,
+        scale.slow_motion,
+        options.batch,
+        options.rounds,
+        bytes_per_second,
+        stream_bytes_per_second,
+        options.only,
+        with_mpi,
+    )
 
 
 def main(argv: list[str]) -> int:

@@ -51,19 +51,29 @@ def entrants(with_mpi: bool) -> list[Entrant]:
     """
     found = [
         Entrant(PLAIN, lambda model, rate: None),
-        Entrant("torch fp16 hook", lambda model, rate: model.register_comm_hook(None, default_hooks.fp16_compress_hook)),
+        Entrant(
+            "torch fp16 hook", lambda model, rate: model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        ),
         Entrant("torch PowerSGD rank 1", lambda model, rate: _power_sgd(model, 1), one_bucket=True),
         Entrant("torch PowerSGD rank 4", lambda model, rate: _power_sgd(model, 4), one_bucket=True),
-        Entrant("torch quantization per tensor", lambda model, rate: _quantization(model, per_channel=False),
-                one_bucket=True),
-        Entrant("torch quantization per channel", lambda model, rate: _quantization(model, per_channel=True),
-                one_bucket=True),
+        Entrant(
+            "torch quantization per tensor",
+            lambda model, rate: _quantization(model, per_channel=False),
+            one_bucket=True,
+        ),
+        Entrant(
+            "torch quantization per channel",
+            lambda model, rate: _quantization(model, per_channel=True),
+            one_bucket=True,
+        ),
     ]
     if with_mpi:
         found.append(Entrant("MPI all_reduce", lambda model, rate: model.register_comm_hook(None, _mpi_all_reduce)))
         found.append(Entrant("gradwire auto over MPI", _gradwire("auto", None, "mpi"), ours=True))
-    found += [Entrant(f"gradwire {plan}", _gradwire(plan, None), ours=True)
-              for plan in ("flat", "hierarchical", "leader", "auto")]
+    found += [
+        Entrant(f"gradwire {plan}", _gradwire(plan, None), ours=True)
+        for plan in ("flat", "hierarchical", "leader", "auto")
+    ]
     found += [Entrant(f"gradwire {name}", _gradwire("auto", name), ours=True) for name in compressor_names()]
     return found
 
@@ -88,15 +98,22 @@ def select(found: list[Entrant], wanted: str | None) -> list[Entrant]:
     words = [word.strip().lower() for word in wanted.split(",")]
     for word in words:
         if not any(word in entrant.name.lower() for entrant in found):
-            raise ValueError(f"`--only` has {word!r}, which is in no name; there are {', '.join(one.name for one in found)}")
+            raise ValueError(
+                f"`--only` has {word!r}, which is in no name; there are {', '.join(one.name for one in found)}"
+            )
     return [one for one in found if one.name == PLAIN or any(word in one.name.lower() for word in words)]
 
 
 def _gradwire(plan: str, compressor: str | None, transport: str = "auto") -> Attach:
     def attach(model: DistributedDataParallel, rate: float | None) -> None:
-        state = gradwire.HookState(model, plan=plan, compressor=compressor, transport=transport,
-                                   compressor_options=short_start(compressor) if compressor else {},
-                                   nic_bytes_per_second=rate)
+        state = gradwire.HookState(
+            model,
+            plan=plan,
+            compressor=compressor,
+            transport=transport,
+            compressor_options=short_start(compressor) if compressor else {},
+            nic_bytes_per_second=rate,
+        )
         model.register_comm_hook(state, gradwire.comm_hook)
 
     return attach
@@ -109,8 +126,11 @@ def _power_sgd(model: DistributedDataParallel, rank: int) -> None:
 
 def _quantization(model: DistributedDataParallel, per_channel: bool) -> None:
     group = dist.new_group(backend="gloo", timeout=PROBE_TIMEOUT)
-    hook = quantization_hooks.quantization_perchannel_hook if per_channel else (
-        quantization_hooks.quantization_pertensor_hook)
+    hook = (
+        quantization_hooks.quantization_perchannel_hook
+        if per_channel
+        else (quantization_hooks.quantization_pertensor_hook)
+    )
     model.register_comm_hook(group, hook)
 
 

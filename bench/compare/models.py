@@ -62,8 +62,9 @@ def build(name: str, nbytes: float, rank: int) -> tuple[nn.Module, Loss]:
         model = builder(nbytes)
     generator = torch.Generator().manual_seed(1 + rank)
     inputs = torch.randn((BATCHES, *shape), generator=generator)
-    targets = torch.randint(_OUTPUTS, (BATCHES, *shape[:-1]) if name == "transformer" else (BATCHES, _SAMPLES),
-                            generator=generator)
+    targets = torch.randint(
+        _OUTPUTS, (BATCHES, *shape[:-1]) if name == "transformer" else (BATCHES, _SAMPLES), generator=generator
+    )
 
     def loss(module: nn.Module, number: int) -> Tensor:
         outputs: Tensor = module(inputs[number % BATCHES])

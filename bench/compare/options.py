@@ -31,7 +31,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.plot is not None and options.plot.suffix not in (".png", ".svg"):
         raise ValueError(f"`--plot` is {options.plot}; wanted a name that ends in .png or .svg")
     if options.interface is not None and not Path("/sys/class/net", options.interface).exists():
-        raise ValueError(f"`--interface` is {options.interface}, which this host does not have; `ip link` lists those it has")
+        raise ValueError(
+            f"`--interface` is {options.interface}, which this host does not have; `ip link` lists those it has"
+        )
     for name in ("batch", "factor", "slow_motion"):
         if getattr(options, name) is not None and options.replay is None:
             raise ValueError(f"`--{name.replace('_', '-')}` is for --replay; leave it out")
@@ -57,15 +59,24 @@ def _fill_in(options: argparse.Namespace) -> None:
 
 def build_parser() -> Parser:
     """Returns the parser of the command line."""
-    parser = Parser(prog="gradwire compare", description="Every way of averaging gradients, side by side, on an emulated "
-                    "cluster. Under torchrun, mpirun or srun the ranks that were started take part instead.")
+    parser = Parser(
+        prog="gradwire compare",
+        description="Every way of averaging gradients, side by side, on an emulated "
+        "cluster. Under torchrun, mpirun or srun the ranks that were started take part instead.",
+    )
     parser.add_argument("--model", choices=MODELS, default="transformer")
-    parser.add_argument("--megabytes", type=float, default=16.0, help="size of the gradients in 10^6 bytes (default 16)")
+    parser.add_argument(
+        "--megabytes", type=float, default=16.0, help="size of the gradients in 10^6 bytes (default 16)"
+    )
     parser.add_argument("--rounds", type=int, help="timed steps of each way (default 7, with --replay 2)")
-    parser.add_argument("--only", metavar="WORDS", help="ways whose name contains one of these, with commas between them")
+    parser.add_argument(
+        "--only", metavar="WORDS", help="ways whose name contains one of these, with commas between them"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (.png or .svg)")
-    parser.add_argument("--interface", metavar="NAME", help="under a launcher: the network card whose bytes are counted")
+    parser.add_argument(
+        "--interface", metavar="NAME", help="under a launcher: the network card whose bytes are counted"
+    )
     _add_cluster(parser)
     _add_replay(parser)
     return parser
@@ -78,15 +89,28 @@ def _add_cluster(parser: Parser) -> None:
     cluster.add_argument("--uneven", metavar="3,1", help="ranks of each node, one by one")
     cluster.add_argument("--order", choices=("contiguous", "round-robin"), default="contiguous")
     cluster.add_argument("--nic", help="rate of each node's link (default 200mbit; with --replay the real one, 25gbit)")
-    cluster.add_argument("--stream", metavar="RATE", help="what one TCP connection between nodes reaches (default: all of the "
-                                                          "link; with --replay the real one, for example 5gbit)")
+    cluster.add_argument(
+        "--stream",
+        metavar="RATE",
+        help="what one TCP connection between nodes reaches (default: all of the "
+        "link; with --replay the real one, for example 5gbit)",
+    )
 
 
 def _add_replay(parser: Parser) -> None:
     replay = parser.add_argument_group("a real network without its GPUs")
-    replay.add_argument("--replay", metavar="CASE", help="resnet50, bert_base, vgg16, swin_t, or a FILE.json: real shapes, "
-                                                         "timed waits instead of computation")
+    replay.add_argument(
+        "--replay",
+        metavar="CASE",
+        help="resnet50, bert_base, vgg16, swin_t, or a FILE.json: real shapes, timed waits instead of computation",
+    )
     replay.add_argument("--batch", type=int, help="samples per GPU and step")
-    replay.add_argument("--factor", type=int, help="gradients and links 1/F of the real ones (default: what leaves 9 MB)")
-    replay.add_argument("--slow-motion", type=int, metavar="T", help="everything lasts T times as long (default: what makes "
-                                                                     "a step of plain DDP last 4 to 11 s)")
+    replay.add_argument(
+        "--factor", type=int, help="gradients and links 1/F of the real ones (default: what leaves 9 MB)"
+    )
+    replay.add_argument(
+        "--slow-motion",
+        type=int,
+        metavar="T",
+        help="everything lasts T times as long (default: what makes a step of plain DDP last 4 to 11 s)",
+    )

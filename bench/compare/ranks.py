@@ -79,6 +79,7 @@ def compare(setting: Setting, interface: str | None, line: Callable[[str], None]
         interface: The network card whose bytes are counted; None where there is none to count.
         line: Called on rank 0 with a record as a line of JSON: sizes, turns taken, ways that do not run, figures.
     """
+
     def say(record: dict[str, object]) -> None:
         if dist.get_rank() == 0:
             line(json.dumps(record))
@@ -101,11 +102,22 @@ def compare(setting: Setting, interface: str | None, line: Callable[[str], None]
         judges.append(judge)
     if setting.stream_bytes_per_second is not None:
         limit_streams(setting.stream_bytes_per_second)
-    take_turns(running, rounds=setting.rounds, warmup=0 if setting.replay else WARMUP_ROUNDS, interface=interface,
-               progress=lambda name, turn, turns: say({"turn": turn, "turns": turns, "name": name}))
+    take_turns(
+        running,
+        rounds=setting.rounds,
+        warmup=0 if setting.replay else WARMUP_ROUNDS,
+        interface=interface,
+        progress=lambda name, turn, turns: say({"turn": turn, "turns": turns, "name": name}),
+    )
     for contender, judge in zip(running, judges, strict=True):
-        say({"name": contender.name, "seconds": contender.seconds, "nic_nbytes": contender.nic_nbytes,
-              "error": judge.error()})
+        say(
+            {
+                "name": contender.name,
+                "seconds": contender.seconds,
+                "nic_nbytes": contender.nic_nbytes,
+                "error": judge.error(),
+            }
+        )
 
 
 def _model(setting: Setting) -> tuple[nn.Module, Loss]:
@@ -142,8 +154,9 @@ class _Judge:
 
 
 def _gradients(model: nn.Module) -> Tensor:
-    return torch.cat([parameter.grad.double().flatten() for parameter in model.parameters()
-                      if parameter.grad is not None])
+    return torch.cat(
+        [parameter.grad.double().flatten() for parameter in model.parameters() if parameter.grad is not None]
+    )
 
 
 def _references(model: nn.Module, loss: Loss) -> list[Tensor]:
@@ -161,8 +174,9 @@ def _references(model: nn.Module, loss: Loss) -> list[Tensor]:
 def _enter(entrant: Entrant, setting: Setting, model: nn.Module, loss: Loss, judge: _Judge) -> Contender | str:
     """A contender with a model of its own, after steps that show whether it runs here; why not, if not on all ranks."""
     # The copies are alike already, and a broadcast to dozens of ranks over a slow link takes longer than a round.
-    own = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=_bucket_megabytes(entrant, setting, model),
-                                  init_sync=False)
+    own = DistributedDataParallel(
+        copy.deepcopy(model), bucket_cap_mb=_bucket_megabytes(entrant, setting, model), init_sync=False
+    )
 
     def step(number: int) -> None:
         own.zero_grad()

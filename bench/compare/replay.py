@@ -20,10 +20,14 @@ from gradwire.bench.compare.replay_shapes import SHAPES, Shape
 FORWARD_SHARE = 1 / 3
 """A backward pass computes two products for each one of the forward pass."""
 
-TIMM = ("timm results/benchmark-train-amp-nhwc-pt112-cu113-rtx3090.csv (huggingface/pytorch-image-models): one RTX 3090, "
-        "mixed precision, {rate} samples/s")
-DLPERF = ("DLPerf v1.0 (Oneflow-Inc/DLPerf, README.md): OneFlow, V100 16 GB, FP32, 32 sentences of 128, 3715.08/s on 32 GPUs "
-          "at a speed-up of 25.59: {rate}/s on one")
+TIMM = (
+    "timm results/benchmark-train-amp-nhwc-pt112-cu113-rtx3090.csv (huggingface/pytorch-image-models): one RTX 3090, "
+    "mixed precision, {rate} samples/s"
+)
+DLPERF = (
+    "DLPerf v1.0 (Oneflow-Inc/DLPerf, README.md): OneFlow, V100 16 GB, FP32, 32 sentences of 128, 3715.08/s on 32 GPUs "
+    "at a speed-up of 25.59: {rate}/s on one"
+)
 
 _PUBLISHED = {
     "resnet50": (1218.01, 64, TIMM),
@@ -78,8 +82,10 @@ def load_case(name: str, batch: int | None = None) -> ReplayCase:
         parameters = tuple((str(each), tuple(int(size) for size in shape)) for each, shape in record["parameters"])
         return ReplayCase(str(record["name"]), parameters, float(record["step_seconds"]), str(record["source"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"`--replay` {name}: {error!r}; wanted an object with name, source, step_seconds and parameters "
-                         "([[name, [sizes]], ...])") from None
+        raise ValueError(
+            f"`--replay` {name}: {error!r}; wanted an object with name, source, step_seconds and parameters "
+            "([[name, [sizes]], ...])"
+        ) from None
 
 
 class _Layer(torch.autograd.Function):

@@ -32,7 +32,9 @@ def resnet50() -> Iterator[Shape]:
     for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512))):
         for block in range(blocks):
             name = f"stage{stage}.{block}"
-            for part, (outputs, source, kernel) in enumerate(((width, inputs, 1), (width, width, 3), (4 * width, width, 1))):
+            for part, (outputs, source, kernel) in enumerate(
+                ((width, inputs, 1), (width, width, 3), (4 * width, width, 1))
+            ):
                 yield from _convolution(f"{name}.{part}", outputs, source, kernel)
                 yield from _norm(f"{name}.{part}.norm", outputs)
             if block == 0:
@@ -96,5 +98,9 @@ def swin_t() -> Iterator[Shape]:
 
 
 SHAPES: dict[str, Callable[[], Iterator[Shape]]] = {
-    "resnet50": resnet50, "bert_base": bert_base, "vgg16": vgg16, "swin_t": swin_t}
+    "resnet50": resnet50,
+    "bert_base": bert_base,
+    "vgg16": vgg16,
+    "swin_t": swin_t,
+}
 """By the name that `--replay` takes."""

@@ -47,22 +47,34 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
         measured: What is to be told.
     """
     case = load_case(options.replay, options.batch) if options.replay else None
-    what = (f"{options.model}, {measured.gradient_nbytes / 1e6:.1f} MB of gradients" if case is None
-            else _describe_replay(case, measured))
+    what = (
+        f"{options.model}, {measured.gradient_nbytes / 1e6:.1f} MB of gradients"
+        if case is None
+        else _describe_replay(case, measured)
+    )
     title = f"{what}; {measured.where}; median of {options.rounds} steps, taken in turns"
     Console(width=_WIDTH).print(f"{title}; {machine_line()}", table(measured.results), sep="\n", highlight=False)
     if case is not None:
         print(f"step time: {case.source}")
     if measured.expected_seconds is not None:
         print(f"plain DDP by its waits and its link alone: {measured.expected_seconds:.3f} s per step")
-    record = {"kind": "compare", "title": title, "machine": machine_line(), "args": argv, "rounds": options.rounds,
-              "nodes": measured.nodes, "source": case.source if case else None,
-              "scale": asdict(measured.scale), "expected_plain_seconds": measured.expected_seconds,
-              "results": [asdict(one) for one in measured.results]}
+    record = {
+        "kind": "compare",
+        "title": title,
+        "machine": machine_line(),
+        "args": argv,
+        "rounds": options.rounds,
+        "nodes": measured.nodes,
+        "source": case.source if case else None,
+        "scale": asdict(measured.scale),
+        "expected_plain_seconds": measured.expected_seconds,
+        "results": [asdict(one) for one in measured.results],
+    }
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=2) + "\n")
     if options.plot is not None:
         from gradwire.bench.plot.bars import draw_compare  # matplotlib is optional
+
         draw_compare(record, options.plot)
 
 
@@ -97,6 +109,8 @@ def shape(nodes: list[int]) -> str:
 
 def _describe_replay(case: ReplayCase, measured: Measured) -> str:
     scale = measured.scale
-    return (f"{case.name} replayed, gradients and links 1/{scale.factor}, {scale.slow_motion} times slower: "
-            f"{measured.gradient_nbytes / 1e6:.2f} MB of gradients (really {case.nbytes / 1e6:.0f}), "
-            f"{case.step_seconds * scale.slow_motion:.2f} s of waits a step (really {case.step_seconds * 1e3:.0f} ms)")
+    return (
+        f"{case.name} replayed, gradients and links 1/{scale.factor}, {scale.slow_motion} times slower: "
+        f"{measured.gradient_nbytes / 1e6:.2f} MB of gradients (really {case.nbytes / 1e6:.0f}), "
+        f"{case.step_seconds * scale.slow_motion:.2f} s of waits a step (really {case.step_seconds * 1e3:.0f} ms)"
+    )

@@ -49,14 +49,22 @@ class Collector:
             return
         record = json.loads(text)
         if "turn" in record:
-            self._progress.update(self._task, total=record["turns"], completed=record["turn"], description=record["name"])
+            self._progress.update(
+                self._task, total=record["turns"], completed=record["turn"], description=record["name"]
+            )
         elif "gradient_nbytes" in record:
             self.gradient_nbytes = record["gradient_nbytes"]
         elif "reason" in record:
             self._refused.append(Result(record["name"], reason=record["reason"]))
         else:
-            self._ran.append(Result(record["name"], statistics.median(record["seconds"]),
-                                    statistics.median(record["nic_nbytes"]), record["error"]))
+            self._ran.append(
+                Result(
+                    record["name"],
+                    statistics.median(record["seconds"]),
+                    statistics.median(record["nic_nbytes"]),
+                    record["error"],
+                )
+            )
 
     def results(self, counted: bool) -> list[Result]:
         """All figures; what does not run is at the end.
@@ -65,5 +73,7 @@ class Collector:
             counted: Whether the network card's bytes mean something.
         """
         seconds = {one.name: one.seconds for one in self._ran if one.seconds}
-        return [replace(one, nic_nbytes=one.nic_nbytes if counted else None, speed_up=seconds[PLAIN] / seconds[one.name])
-                for one in self._ran] + self._refused
+        return [
+            replace(one, nic_nbytes=one.nic_nbytes if counted else None, speed_up=seconds[PLAIN] / seconds[one.name])
+            for one in self._ran
+        ] + self._refused

@@ -53,8 +53,15 @@ def nic_nbytes(interface: str | None) -> tuple[int, int]:
     return int((folder / "tx_bytes").read_text()), int((folder / "rx_bytes").read_text())
 
 
-def take_turns(contenders: Sequence[Contender], *, rounds: int, warmup: int, interface: str | None,
-               group: dist.ProcessGroup | None = None, progress: Progress | None = None) -> None:
+def take_turns(
+    contenders: Sequence[Contender],
+    *,
+    rounds: int,
+    warmup: int,
+    interface: str | None,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> None:
     """Lets every contender do its step in every round; all ranks call this together.
 
     Args:

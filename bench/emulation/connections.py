@@ -40,7 +40,11 @@ def _connections() -> Iterator[socket.socket]:
             found = socket.socket(fileno=os.dup(int(link.name)))
         except OSError:  # closed meanwhile: the folder's own descriptor, or by another thread
             continue
-        if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6) and _is_connected(found):
+        if (
+            found.type == socket.SOCK_STREAM
+            and found.family in (socket.AF_INET, socket.AF_INET6)
+            and _is_connected(found)
+        ):
             yield found
         else:
             found.close()

@@ -79,9 +79,16 @@ class Place:
         dist.destroy_process_group()
 
 
-def run_forked(cluster: Cluster, module: str, arguments: Sequence[str], *, nodes: Sequence[int],
-               order: str = "contiguous", timeout_seconds: float | None = None,
-               on_line: RankLine | None = None) -> RunResult:
+def run_forked(
+    cluster: Cluster,
+    module: str,
+    arguments: Sequence[str],
+    *,
+    nodes: Sequence[int],
+    order: str = "contiguous",
+    timeout_seconds: float | None = None,
+    on_line: RankLine | None = None,
+) -> RunResult:
     """Runs `module.rank_main` as every rank of a job on an emulated cluster.
 
     Args:
@@ -183,8 +190,19 @@ def main(argv: list[str]) -> int:
     loaded = _load(module)
     for lazy in getattr(loaded, "LAZY", LAZY):
         importlib.import_module(lazy)
-    places = [Place(seat.rank, sum(nodes), node, nodes, variables["MASTER_ADDR"], int(variables["MASTER_PORT"]) + 1000,
-                    INTERFACE) for seat in seat_ranks(nodes, order) if seat.node == node]
+    places = [
+        Place(
+            seat.rank,
+            sum(nodes),
+            node,
+            nodes,
+            variables["MASTER_ADDR"],
+            int(variables["MASTER_PORT"]) + 1000,
+            INTERFACE,
+        )
+        for seat in seat_ranks(nodes, order)
+        if seat.node == node
+    ]
     return fork_ranks(places, loaded.rank_main, arguments)
 
 

@@ -51,15 +51,20 @@ def _randn(numel: int, device: torch.device) -> list[Tensor]:
 
 def cast_case(numel: int, device: torch.device) -> Case:
     """Scale and cast to float16."""
-    x, half, scaled = _randn(numel, device), torch.empty(numel, dtype=torch.float16, device=device), _randn(numel, device)
+    x, half, scaled = (
+        _randn(numel, device),
+        torch.empty(numel, dtype=torch.float16, device=device),
+        _randn(numel, device),
+    )
     kernels = kernels_for(x[0])
 
     def composed(i: int) -> None:
         torch.mul(x[i], 0.125, out=scaled[i])
         half.copy_(scaled[i])
 
-    return Case("fp16_encode", 6.0 * numel, lambda i: kernels.cast_encode(x[i], 0.125, None, None, half), composed,
-                [half])
+    return Case(
+        "fp16_encode", 6.0 * numel, lambda i: kernels.cast_encode(x[i], 0.125, None, None, half), composed, [half]
+    )
 
 
 def onebit_encode_case(numel: int, device: torch.device) -> Case:
@@ -76,8 +81,9 @@ def onebit_encode_case(numel: int, device: torch.device) -> Case:
         torch.sub(p[i], signs[i], out=e[i])
         return pack_bits(p[i] >= 0), scales
 
-    return Case("onebit_encode", 12.125 * numel, lambda i: kernels.onebit_encode(g[i], e[i], e[i], payload), composed,
-                e)
+    return Case(
+        "onebit_encode", 12.125 * numel, lambda i: kernels.onebit_encode(g[i], e[i], e[i], payload), composed, e
+    )
 
 
 def pack_bits(mask: Tensor) -> object:
@@ -112,8 +118,13 @@ def onebit_decode_case(numel: int, device: torch.device) -> Case:
             bits = unpack_bits(payloads[worker, split:]).view(-1, 1024)
             total.addcmul_(bits, 2 * scales[worker][:, None])
 
-    return Case("onebit_decode_reduce", (4 + WORKERS / 8) * numel,
-                lambda i: kernels.onebit_decode_reduce(payloads, None, target[i]), composed, target)
+    return Case(
+        "onebit_decode_reduce",
+        (4 + WORKERS / 8) * numel,
+        lambda i: kernels.onebit_decode_reduce(payloads, None, target[i]),
+        composed,
+        target,
+    )
 
 
 def quantize_case(bits: int, numel: int, device: torch.device) -> Case:
@@ -138,8 +149,13 @@ def quantize_case(bits: int, numel: int, device: torch.device) -> Case:
             torch.bitwise_right_shift(codes.view(torch.int16), 4, out=pairs)
             codes_out.copy_(pairs.bitwise_or_(codes.view(torch.int16)))
 
-    return Case(f"int{bits}_encode", (4 + bits / 8) * numel,
-                lambda i: kernels.quantize_encode(bits, x[i], None, None, payloads[0], None), composed, payloads)
+    return Case(
+        f"int{bits}_encode",
+        (4 + bits / 8) * numel,
+        lambda i: kernels.quantize_encode(bits, x[i], None, None, payloads[0], None),
+        composed,
+        payloads,
+    )
 
 
 def quantize_decode_case(bits: int, numel: int, device: torch.device) -> Case:
@@ -165,8 +181,13 @@ def quantize_decode_case(bits: int, numel: int, device: torch.device) -> Case:
         for worker in range(WORKERS):
             total.addcmul_(unpacked(worker).view(-1, 512), meta[worker, :, :1])
 
-    return Case(f"int{bits}_decode_reduce", (4 + WORKERS * bits / 8) * numel,
-                lambda i: kernels.quantize_decode_reduce(bits, payloads, None, target[i]), composed, target)
+    return Case(
+        f"int{bits}_decode_reduce",
+        (4 + WORKERS * bits / 8) * numel,
+        lambda i: kernels.quantize_decode_reduce(bits, payloads, None, target[i]),
+        composed,
+        target,
+    )
 
 
 def dgc_case(numel: int, device: torch.device) -> Case:
@@ -250,8 +271,9 @@ def _pack_steps(
     """One run for each set of buffers: the native kernel, or CUDA's with its table of tensors made beforehand."""
     if buckets[0].is_cuda:
         tables = [PackTable(each, offsets, SCALE) for each in tensors]
-        return [partial(table.unpack if back else table.pack, bucket)
-                for table, bucket in zip(tables, buckets, strict=True)]
+        return [
+            partial(table.unpack if back else table.pack, bucket) for table, bucket in zip(tables, buckets, strict=True)
+        ]
     move = native.unpack if back else native.pack
     return [partial(move, each, offsets, SCALE, bucket) for each, bucket in zip(tensors, buckets, strict=True)]
 

@@ -83,8 +83,15 @@ def _table(results: list[Result], copy_note: str) -> Table:
     for heading in ("kernel", "bytes", "ms", "GB/s", "of_floor", "torch ms", "speedup"):
         table.add_column(heading, justify="left" if heading == "kernel" else "right")
     for row in results:
-        table.add_row(row.kernel, f"{row.nbytes:,}", f"{row.seconds * 1e3:.2f}", f"{row.bytes_per_second / 1e9:.1f}",
-                      f"{row.of_floor:.2f}", f"{row.composed_seconds * 1e3:.2f}", f"{row.speedup:.1f}x")
+        table.add_row(
+            row.kernel,
+            f"{row.nbytes:,}",
+            f"{row.seconds * 1e3:.2f}",
+            f"{row.bytes_per_second / 1e9:.1f}",
+            f"{row.of_floor:.2f}",
+            f"{row.composed_seconds * 1e3:.2f}",
+            f"{row.speedup:.1f}x",
+        )
     return table
 
 
@@ -109,8 +116,11 @@ def main(argv: list[str]) -> int:
         print("gradwire bench kernels: `--device cuda`, but torch sees no CUDA device", file=sys.stderr)
         return 2
     if options.numel < 1024 or options.numel % 1024 or options.repeats < 1:
-        print(f"gradwire bench kernels: `--numel {options.numel} --repeats {options.repeats}`; wanted a multiple of "
-              "1024 and at least one repeat", file=sys.stderr)
+        print(
+            f"gradwire bench kernels: `--numel {options.numel} --repeats {options.repeats}`; wanted a multiple of "
+            "1024 and at least one repeat",
+            file=sys.stderr,
+        )
         return 2
     device = torch.device(options.device)
     cases = all_cases(options.numel, device)
@@ -121,8 +131,9 @@ def main(argv: list[str]) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the native kernels use one thread; so does what they are compared with
     try:
-        buffers = [(torch.zeros(options.numel, device=device), torch.ones(options.numel, device=device))
-                   for _ in range(SETS)]
+        buffers = [
+            (torch.zeros(options.numel, device=device), torch.ones(options.numel, device=device)) for _ in range(SETS)
+        ]
         results = [measure(cases[name](), buffers, options.repeats) for name in options.kernel or cases]
     finally:
         torch.set_num_threads(threads)

@@ -21,8 +21,7 @@ def _parameters(numel: int, device: torch.device) -> list[list[Tensor]]:
     """`SETS` sets of `TENSORS` tensors, the later ones larger, `numel` elements in each set."""
     whole = sum(range(1, TENSORS + 1))
     bounds = [numel * done // whole for done in accumulate(range(1, TENSORS + 1), initial=0)]
-    return [[torch.randn(stop - start, device=device) for start, stop in pairwise(bounds)]
-            for _ in range(SETS)]
+    return [[torch.randn(stop - start, device=device) for start, stop in pairwise(bounds)] for _ in range(SETS)]
 
 
 def pack_case(numel: int, device: torch.device) -> Case:
@@ -63,8 +62,13 @@ def fp16_decode_case(numel: int, device: torch.device) -> Case:
     def composed(i: int) -> None:
         torch.sum(rows, 0, dtype=torch.float32, out=targets[i])
 
-    return Case("fp16_decode_reduce", (4.0 + 2 * WORKERS) * numel,
-                lambda i: kernels.cast_decode_reduce(rows, None, targets[i]), composed, targets)
+    return Case(
+        "fp16_decode_reduce",
+        (4.0 + 2 * WORKERS) * numel,
+        lambda i: kernels.cast_decode_reduce(rows, None, targets[i]),
+        composed,
+        targets,
+    )
 
 
 def int4_decode_case(numel: int, device: torch.device) -> Case:
@@ -85,8 +89,13 @@ def int4_decode_case(numel: int, device: torch.device) -> Case:
             unit, low = ranges[worker, :, :1], ranges[worker, :, 1:]
             targets[i].view(-1, 512).add_(torch.addcmul(low, codes, unit))
 
-    return Case("int4_decode_reduce", (4.0 + WORKERS / 2) * numel,
-                lambda i: kernels.quantize_decode_reduce(4, payloads, None, targets[i]), composed, targets)
+    return Case(
+        "int4_decode_reduce",
+        (4.0 + WORKERS / 2) * numel,
+        lambda i: kernels.quantize_decode_reduce(4, payloads, None, targets[i]),
+        composed,
+        targets,
+    )
 
 
 def orthogonalize_case(numel: int, device: torch.device) -> Case:
@@ -100,8 +109,13 @@ def orthogonalize_case(numel: int, device: torch.device) -> Case:
         for matrix in columns[i]:
             torch.linalg.qr(matrix, out=(matrix, torch.empty(0, device=device)))
 
-    return Case("orthogonalize_50", 8.0 * RANK * sum(sides), lambda i: kernels.orthogonalize_many(factors[i], keys),
-                composed, factors[0])
+    return Case(
+        "orthogonalize_50",
+        8.0 * RANK * sum(sides),
+        lambda i: kernels.orthogonalize_many(factors[i], keys),
+        composed,
+        factors[0],
+    )
 
 
 def gpu_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Case]]:
@@ -111,8 +125,15 @@ def gpu_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Case]]
         numel: Elements of the gradient, a multiple of 1024.
         device: A CUDA device.
     """
-    own = {"pack": pack_case, "unpack": unpack_case, "fp16_decode_reduce": fp16_decode_case,
-           "int4_decode_reduce": int4_decode_case, "orthogonalize_50": orthogonalize_case}
-    made: dict[str, Callable[[], Case]] = {name: lambda make=make: make(numel, device)  # type: ignore[misc]
-                                           for name, make in own.items()}
+    own = {
+        "pack": pack_case,
+        "unpack": unpack_case,
+        "fp16_decode_reduce": fp16_decode_case,
+        "int4_decode_reduce": int4_decode_case,
+        "orthogonalize_50": orthogonalize_case,
+    }
+    made: dict[str, Callable[[], Case]] = {
+        name: lambda make=make: make(numel, device)  # type: ignore[misc]
+        for name, make in own.items()
+    }
     return all_cases(numel, device) | made

@@ -146,25 +146,82 @@ def _barrier(way: Way, output: Tensor, source: Tensor, operation: str, root: int
     return way.barrier()
 
 
-COLLECTIVES = {each.name: each for each in (
-    Collective("all_reduce", "all_reduce", _whole, lambda ranks: 2 * _share(ranks), _all_reduce,
-               lambda inputs, counts, rank, root: inputs.reduced(0, counts.output), reduces=True),
-    Collective("all_gather", "all_gather", _gathered, _share, _all_gather,
-               lambda inputs, counts, rank, root: inputs.joined([(each, 0) for each in range(inputs.ranks)],
-                                                                counts.source)),
-    Collective("reduce_scatter", "reduce_scatter", _scattered, _share, _reduce_scatter,
-               lambda inputs, counts, rank, root: inputs.reduced(rank * counts.output, counts.output), reduces=True),
-    Collective("broadcast", "broadcast", _whole, _one, _broadcast,
-               lambda inputs, counts, rank, root: inputs.of(root, 0, counts.output), rooted=True),
-    Collective("reduce", "reduce", _whole, _one, _reduce,
-               lambda inputs, counts, rank, root: inputs.reduced(0, counts.output) if rank == root else None,
-               reduces=True, rooted=True),
-    Collective("alltoall", "alltoall", _exchanged, _share, _alltoall,
-               lambda inputs, counts, rank, root: inputs.joined(
-                   [(each, rank * counts.shown) for each in range(inputs.ranks)], counts.shown)),
-    Collective("sendrecv", "sendrecv", _whole, _one, _sendrecv,
-               lambda inputs, counts, rank, root: inputs.of((rank - 1) % inputs.ranks, 0, counts.output)),
-    Collective("barrier", "barrier", lambda count, ranks, nbytes: Counts(0, 0, 0), _one, _barrier,
-               lambda inputs, counts, rank, root: None),
-)}
+COLLECTIVES = {
+    each.name: each
+    for each in (
+        Collective(
+            "all_reduce",
+            "all_reduce",
+            _whole,
+            lambda ranks: 2 * _share(ranks),
+            _all_reduce,
+            lambda inputs, counts, rank, root: inputs.reduced(0, counts.output),
+            reduces=True,
+        ),
+        Collective(
+            "all_gather",
+            "all_gather",
+            _gathered,
+            _share,
+            _all_gather,
+            lambda inputs, counts, rank, root: inputs.joined(
+                [(each, 0) for each in range(inputs.ranks)], counts.source
+            ),
+        ),
+        Collective(
+            "reduce_scatter",
+            "reduce_scatter",
+            _scattered,
+            _share,
+            _reduce_scatter,
+            lambda inputs, counts, rank, root: inputs.reduced(rank * counts.output, counts.output),
+            reduces=True,
+        ),
+        Collective(
+            "broadcast",
+            "broadcast",
+            _whole,
+            _one,
+            _broadcast,
+            lambda inputs, counts, rank, root: inputs.of(root, 0, counts.output),
+            rooted=True,
+        ),
+        Collective(
+            "reduce",
+            "reduce",
+            _whole,
+            _one,
+            _reduce,
+            lambda inputs, counts, rank, root: inputs.reduced(0, counts.output) if rank == root else None,
+            reduces=True,
+            rooted=True,
+        ),
+        Collective(
+            "alltoall",
+            "alltoall",
+            _exchanged,
+            _share,
+            _alltoall,
+            lambda inputs, counts, rank, root: inputs.joined(
+                [(each, rank * counts.shown) for each in range(inputs.ranks)], counts.shown
+            ),
+        ),
+        Collective(
+            "sendrecv",
+            "sendrecv",
+            _whole,
+            _one,
+            _sendrecv,
+            lambda inputs, counts, rank, root: inputs.of((rank - 1) % inputs.ranks, 0, counts.output),
+        ),
+        Collective(
+            "barrier",
+            "barrier",
+            lambda count, ranks, nbytes: Counts(0, 0, 0),
+            _one,
+            _barrier,
+            lambda inputs, counts, rank, root: None,
+        ),
+    )
+}
 """By name."""

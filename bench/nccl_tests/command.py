@@ -30,8 +30,10 @@ from gradwire.comms.config import bench_environment, launcher_variables
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
-ONE_RANK = ("one rank: nothing is exchanged and busbw is 0 by definition. Use -g N, or torchrun, mpirun or srun. If you did "
-            "start several, each of them is running alone: start them with `mpirun` and mpi4py, or with torchrun")
+ONE_RANK = (
+    "one rank: nothing is exchanged and busbw is 0 by definition. Use -g N, or torchrun, mpirun or srun. If you did "
+    "start several, each of them is running alone: start them with `mpirun` and mpi4py, or with torchrun"
+)
 
 
 def main(argv: list[str]) -> int:
@@ -53,7 +55,9 @@ def main(argv: list[str]) -> int:
         wanted = bench_environment()
         start = find_start(variables)
         if start is not None and options.ngpus is not None:
-            raise ValueError(f"`-g` is {options.ngpus}, but {start.by} has started {start.size} ranks already; leave -g out")
+            raise ValueError(
+                f"`-g` is {options.ngpus}, but {start.by} has started {start.size} ranks already; leave -g out"
+            )
         check_device(options)
     except (ValueError, RuntimeError) as error:
         if speaks(variables):
@@ -64,8 +68,9 @@ def main(argv: list[str]) -> int:
     return _start_ranks(options.ngpus or 1, options, chosen, wanted, argv)
 
 
-def _start_ranks(size: int, options: argparse.Namespace, chosen: list[Choice], wanted: float | None,
-                 argv: list[str]) -> int:
+def _start_ranks(
+    size: int, options: argparse.Namespace, chosen: list[Choice], wanted: float | None, argv: list[str]
+) -> int:
     """Forks the ranks of -g from this process, which has imported torch and started no thread of it yet."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -74,8 +79,9 @@ def _start_ranks(size: int, options: argparse.Namespace, chosen: list[Choice], w
     return fork_ranks(starts, lambda start, _: _run_rank(start, options, chosen, wanted, argv), [])
 
 
-def _run_rank(start: Start, options: argparse.Namespace, chosen: list[Choice], wanted: float | None,
-              argv: list[str]) -> int:
+def _run_rank(
+    start: Start, options: argparse.Namespace, chosen: list[Choice], wanted: float | None, argv: list[str]
+) -> int:
     timeout = timedelta(seconds=options.timeout) if options.timeout else DEFAULT_TIMEOUT
     try:
         world = meet(start, timeout)
@@ -104,8 +110,9 @@ class Bench:
         timeout: For every collective.
     """
 
-    def __init__(self, world: World, options: argparse.Namespace, wanted: float | None, argv: list[str],
-                 timeout: timedelta) -> None:
+    def __init__(
+        self, world: World, options: argparse.Namespace, wanted: float | None, argv: list[str], timeout: timedelta
+    ) -> None:
         self._world = world
         self._options = options
         self._wanted = wanted
@@ -130,8 +137,9 @@ class Bench:
             cycle += 1
         if self._world.rank == 0:
             self._write(blocks, started)
-        failed = any(sum(row.wrong for row in block.rows) or report.too_slow(block.rows, self._wanted)
-                     for block in blocks)
+        failed = any(
+            sum(row.wrong for row in block.rows) or report.too_slow(block.rows, self._wanted) for block in blocks
+        )
         return int(failed)
 
     def _block(self, choice: Choice, way: Way) -> Block:
@@ -173,8 +181,10 @@ class Bench:
             else:
                 refused[reason] = None
         if not found:
-            raise ValueError(f"`-d` {self._options.datatype} with `-o` {self._options.op}: {next(iter(refused))}; wanted "
-                             "another type, operation or backend")
+            raise ValueError(
+                f"`-d` {self._options.datatype} with `-o` {self._options.op}: {next(iter(refused))}; wanted "
+                "another type, operation or backend"
+            )
         self._say([f"# skipped: {reason}" for reason in refused])
         return found
 
@@ -194,8 +204,17 @@ class Bench:
     def _write(self, blocks: list[Block], started: str) -> None:
         """The files that -J and --csv ask for."""
         if self._options.output_file is not None:
-            record = to_json(blocks, self._options, self._world, self._device_name(), argv=self._argv, started=started,
-                             wanted=self._wanted, version=gradwire.__version__, machine=machine_line())
+            record = to_json(
+                blocks,
+                self._options,
+                self._world,
+                self._device_name(),
+                argv=self._argv,
+                started=started,
+                wanted=self._wanted,
+                version=gradwire.__version__,
+                machine=machine_line(),
+            )
             _create(fresh_name(self._options.output_file), json.dumps(record, indent=2) + "\n")
         if self._options.csv is not None:
             write_csv(fresh_name(self._options.csv), blocks, self._options.collective)
@@ -209,15 +228,32 @@ def _create(path: Path, text: str) -> None:
 def loss_table(compressor: str, losses: list[Loss]) -> RichTable:
     """What was lost and saved, as a table of its own."""
     table = RichTable(title=f"{compressor}: {losses[0].bound}")
-    for heading in ("size (B)", "relative error", "cosine", "logical (B)", "wire (B)", "ratio", "encode (us)",
-                    "decode (us)"):
+    for heading in (
+        "size (B)",
+        "relative error",
+        "cosine",
+        "logical (B)",
+        "wire (B)",
+        "ratio",
+        "encode (us)",
+        "decode (us)",
+    ):
         table.add_column(heading, justify="right")
     for loss in losses:
-        coding = [f"{seconds * 1e6:.1f}" if seconds is not None else "-"
-                  for seconds in (loss.encode_seconds, loss.decode_seconds)]
+        coding = [
+            f"{seconds * 1e6:.1f}" if seconds is not None else "-"
+            for seconds in (loss.encode_seconds, loss.decode_seconds)
+        ]
         ratio = f"{loss.logical_nbytes / loss.wire_nbytes:.2f}" if loss.wire_nbytes else "-"
-        table.add_row(str(loss.nbytes), f"{loss.relative_error:.3e}", f"{loss.cosine:.6f}", f"{loss.logical_nbytes:.0f}",
-                      f"{loss.wire_nbytes:.0f}", ratio, *coding)
+        table.add_row(
+            str(loss.nbytes),
+            f"{loss.relative_error:.3e}",
+            f"{loss.cosine:.6f}",
+            f"{loss.logical_nbytes:.0f}",
+            f"{loss.wire_nbytes:.0f}",
+            ratio,
+            *coding,
+        )
     return table
 
 

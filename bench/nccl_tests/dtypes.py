@@ -32,20 +32,23 @@ class ElementType:
         return self.torch.is_floating_point
 
 
-ELEMENT_TYPES = {each.name: each for each in (
-    ElementType("int8", torch.int8, 127),
-    ElementType("uint8", torch.uint8, 255, signed=False),
-    ElementType("int32", torch.int32, 2**31 - 1),
-    ElementType("uint32", torch.uint32, 2**32 - 1, signed=False),
-    ElementType("int64", torch.int64, 2**53),
-    ElementType("uint64", torch.uint64, 2**53, signed=False),
-    ElementType("half", torch.float16, 2**11),
-    ElementType("float", torch.float32, 2**24),
-    ElementType("double", torch.float64, 2**53),
-    ElementType("bfloat16", torch.bfloat16, 2**8),
-    ElementType("f8e4m3", torch.float8_e4m3fn, 2**4),
-    ElementType("f8e5m2", torch.float8_e5m2, 2**3),
-)}
+ELEMENT_TYPES = {
+    each.name: each
+    for each in (
+        ElementType("int8", torch.int8, 127),
+        ElementType("uint8", torch.uint8, 255, signed=False),
+        ElementType("int32", torch.int32, 2**31 - 1),
+        ElementType("uint32", torch.uint32, 2**32 - 1, signed=False),
+        ElementType("int64", torch.int64, 2**53),
+        ElementType("uint64", torch.uint64, 2**53, signed=False),
+        ElementType("half", torch.float16, 2**11),
+        ElementType("float", torch.float32, 2**24),
+        ElementType("double", torch.float64, 2**53),
+        ElementType("bfloat16", torch.bfloat16, 2**8),
+        ElementType("f8e4m3", torch.float8_e4m3fn, 2**4),
+        ElementType("f8e5m2", torch.float8_e5m2, 2**3),
+    )
+}
 """By name, in the order of nccl-tests. `exact` is 2^(mantissa bits + 1) for floating types (IEEE 754-2019, table 3.5)."""
 
 OPERATIONS = ("sum", "prod", "max", "min", "avg", "mulsum")

@@ -96,7 +96,9 @@ def count_outside(name: str, result: Tensor, inputs: list[Tensor]) -> int:
         limit = magnitude * share + (len(inputs) + 1) * 2.0**-24
     elif name in ("int8", "int4"):
         ranges = sum(float(each.max() - each.min()) for each in inputs)
-        limit = torch.full_like(error, (ranges + 2 * float(total.max() - total.min())) / (255 if name == "int8" else 15))
+        limit = torch.full_like(
+            error, (ranges + 2 * float(total.max() - total.min())) / (255 if name == "int8" else 15)
+        )
     else:
         within = float(error.norm()) <= 2 * sum(float(each.norm()) for each in inputs)
         return 0 if within else error.numel()
@@ -137,18 +139,26 @@ class LossyCheck:
             self._keep(lossy.compressor, result, inputs, lossy.shard_numel(numel), sent)
         return count_outside(lossy.compressor.name, result, inputs)
 
-    def _keep(self, compressor: Compressor, result: Tensor, inputs: list[Tensor], shard: int, sent: list[float]) -> None:
+    def _keep(
+        self, compressor: Compressor, result: Tensor, inputs: list[Tensor], shard: int, sent: list[float]
+    ) -> None:
         total = torch.stack(inputs).double().sum(0)
         norms = float(result.double().norm() * total.norm())
         logical, wire = (max(gather(value, self._control)) for value in sent)
         codec: Codec | None = getattr(compressor, "codec", None)
         encode, decode = coding_seconds(codec, inputs[0][:shard].to(self._device)) if codec else (None, None)
-        self.losses.append(Loss(
-            nbytes=result.numel() * 4,
-            bound=bound_of(compressor.name),
-            relative_error=float((result.double() - total).norm() / total.norm()),
-            cosine=float(result.double() @ total) / norms if norms else 0.0,
-            logical_nbytes=logical, wire_nbytes=wire, encode_seconds=encode, decode_seconds=decode))
+        self.losses.append(
+            Loss(
+                nbytes=result.numel() * 4,
+                bound=bound_of(compressor.name),
+                relative_error=float((result.double() - total).norm() / total.norm()),
+                cosine=float(result.double() @ total) / norms if norms else 0.0,
+                logical_nbytes=logical,
+                wire_nbytes=wire,
+                encode_seconds=encode,
+                decode_seconds=decode,
+            )
+        )
 
 
 def coding_seconds(codec: Codec, flat: Tensor) -> tuple[float, float]:

@@ -113,7 +113,7 @@ class Timer:
         clock = time.process_time if self._processor_time and not self._cuda else time.perf_counter
         began = clock()
         if len(issues) == 1 and not self._blocking:
-            issue, = issues
+            (issue,) = issues
             for _ in range(self._iterations):  # nothing else in here: a collective may take less than a microsecond
                 issue().wait()
         else:
@@ -139,7 +139,7 @@ class Timer:
             own.append((time.perf_counter() - began) / len(issues))
         everybody: list[list[float]] = [own] * dist.get_world_size(self._control)
         dist.all_gather_object(everybody, own, group=self._control)
-        kept = [seconds[self._skip:] for seconds in everybody]
+        kept = [seconds[self._skip :] for seconds in everybody]
         slowest = tuple(max(seconds) for seconds in zip(*kept, strict=True))
         times = IterationTimes(self._skip, slowest, tuple(map(tuple, kept)))
         return Timing(self._over_ranks(statistics.fmean(own)), times if self._each else None)

@@ -10,8 +10,16 @@ from typing import NoReturn
 
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, OPERATIONS
 
-COLLECTIVE_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "alltoall", "sendrecv",
-                    "barrier")
+COLLECTIVE_NAMES = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "reduce",
+    "alltoall",
+    "sendrecv",
+    "barrier",
+)
 BACKENDS = ("gradwire", "gloo", "nccl", "mpi", "shm", "nccl-raw")
 ALGORITHMS = ("auto", "flat", "hierarchical", "leader")
 
@@ -94,10 +102,13 @@ def _output(suffix: str) -> "type[Path]":
 
 def build_parser() -> Parser:
     """Returns the parser of `gradwire bench COLLECTIVE ...`."""
-    parser = Parser(prog="gradwire bench", formatter_class=argparse.RawDescriptionHelpFormatter,
-                    description="Times a collective and checks its result, as nccl-tests does.",
-                    epilog="`gradwire bench kernels` times the compressors' kernels instead.\n"
-                           "Example: gradwire bench all_reduce -b 8 -e 64M -f 2 -g 4")
+    parser = Parser(
+        prog="gradwire bench",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Times a collective and checks its result, as nccl-tests does.",
+        epilog="`gradwire bench kernels` times the compressors' kernels instead.\n"
+        "Example: gradwire bench all_reduce -b 8 -e 64M -f 2 -g 4",
+    )
     parser.add_argument("collective", choices=COLLECTIVE_NAMES, metavar="COLLECTIVE", help=", ".join(COLLECTIVE_NAMES))
     _add_sizes(parser)
     _add_timing(parser)
@@ -109,38 +120,98 @@ def build_parser() -> Parser:
 
 def _add_sizes(parser: Parser) -> None:
     sizes = parser.add_argument_group("sizes and ranks")
-    sizes.add_argument("-g", "--ngpus", type=_at_least(1), default=None, metavar="N",
-                       help="ranks to start on this host (default 1); not under torchrun, mpirun or srun")
+    sizes.add_argument(
+        "-g",
+        "--ngpus",
+        type=_at_least(1),
+        default=None,
+        metavar="N",
+        help="ranks to start on this host (default 1); not under torchrun, mpirun or srun",
+    )
     sizes.add_argument("-b", "--minbytes", type=parse_size, default=32 * 2**20, metavar="SIZE", help="default 32M")
     sizes.add_argument("-e", "--maxbytes", type=parse_size, default=32 * 2**20, metavar="SIZE", help="default 32M")
-    sizes.add_argument("-i", "--stepbytes", type=parse_size, default=2**20, metavar="SIZE",
-                       help="added from row to row (default 1M), unless -f is given")
-    sizes.add_argument("-f", "--stepfactor", type=_factor, default=1.0, metavar="FACTOR",
-                       help="multiplies the size from row to row (default 1: off)")
+    sizes.add_argument(
+        "-i",
+        "--stepbytes",
+        type=parse_size,
+        default=2**20,
+        metavar="SIZE",
+        help="added from row to row (default 1M), unless -f is given",
+    )
+    sizes.add_argument(
+        "-f",
+        "--stepfactor",
+        type=_factor,
+        default=1.0,
+        metavar="FACTOR",
+        help="multiplies the size from row to row (default 1: off)",
+    )
 
 
 def _add_timing(parser: Parser) -> None:
     timing = parser.add_argument_group("timing")
     timing.add_argument("-n", "--iters", type=_at_least(1), default=20, help="timed iterations (default 20)")
-    timing.add_argument("-w", "--warmup_iters", type=_at_least(0), default=1,
-                        help="untimed iterations of every size, before the table (default 1)")
-    timing.add_argument("-m", "--agg_iters", type=_at_least(1), default=1,
-                        help="operations issued together in each iteration (default 1)")
+    timing.add_argument(
+        "-w",
+        "--warmup_iters",
+        type=_at_least(0),
+        default=1,
+        help="untimed iterations of every size, before the table (default 1)",
+    )
+    timing.add_argument(
+        "-m",
+        "--agg_iters",
+        type=_at_least(1),
+        default=1,
+        help="operations issued together in each iteration (default 1)",
+    )
     timing.add_argument("-N", "--run_cycles", type=_at_least(0), default=1, help="tables; 0 for ever (default 1)")
-    timing.add_argument("-z", "--blocking", type=_at_least(0, 3), default=0,
-                        help="1: wait and barrier after each operation; 2: wait; 3: barrier outside the time (default 0)")
-    timing.add_argument("-a", "--average", type=_at_least(0, 3), default=1,
-                        help="time of rank 0 (0), mean (1), min (2) or max (3) over the ranks (default 1)")
-    timing.add_argument("-C", "--report_cputime", type=_at_least(0, 1), default=0,
-                        help="report processor time (CPU tensors) or time to issue (CUDA) instead (default 0)")
-    timing.add_argument("-G", "--cudagraph", type=_at_least(0), default=0,
-                        help="capture the iterations in a CUDA graph and launch it so often (default 0: off)")
-    timing.add_argument("-T", "--timeout", type=_at_least(0), default=0, metavar="SECONDS",
-                        help="longest wait for a peer (default 0: 300 s)")
-    timing.add_argument("-I", "--per_iter_timing", type=_at_least(0, 1), default=0,
-                        help="also show each iteration's minimum, maximum, p99 and spread (default 0)")
-    timing.add_argument("-K", "--per_iter_skip", type=_at_least(0), default=0,
-                        help="iterations left out of that (default 0)")
+    timing.add_argument(
+        "-z",
+        "--blocking",
+        type=_at_least(0, 3),
+        default=0,
+        help="1: wait and barrier after each operation; 2: wait; 3: barrier outside the time (default 0)",
+    )
+    timing.add_argument(
+        "-a",
+        "--average",
+        type=_at_least(0, 3),
+        default=1,
+        help="time of rank 0 (0), mean (1), min (2) or max (3) over the ranks (default 1)",
+    )
+    timing.add_argument(
+        "-C",
+        "--report_cputime",
+        type=_at_least(0, 1),
+        default=0,
+        help="report processor time (CPU tensors) or time to issue (CUDA) instead (default 0)",
+    )
+    timing.add_argument(
+        "-G",
+        "--cudagraph",
+        type=_at_least(0),
+        default=0,
+        help="capture the iterations in a CUDA graph and launch it so often (default 0: off)",
+    )
+    timing.add_argument(
+        "-T",
+        "--timeout",
+        type=_at_least(0),
+        default=0,
+        metavar="SECONDS",
+        help="longest wait for a peer (default 0: 300 s)",
+    )
+    timing.add_argument(
+        "-I",
+        "--per_iter_timing",
+        type=_at_least(0, 1),
+        default=0,
+        help="also show each iteration's minimum, maximum, p99 and spread (default 0)",
+    )
+    timing.add_argument(
+        "-K", "--per_iter_skip", type=_at_least(0), default=0, help="iterations left out of that (default 0)"
+    )
 
 
 def _add_operation(parser: Parser) -> None:
@@ -148,15 +219,25 @@ def _add_operation(parser: Parser) -> None:
     operation.add_argument("-o", "--op", choices=(*OPERATIONS, "all"), default="sum", help="default sum")
     operation.add_argument("-d", "--datatype", choices=(*ELEMENT_TYPES, "all"), default="float", help="default float")
     operation.add_argument("-r", "--root", type=_root, default=0, help="a rank, or all (default 0)")
-    operation.add_argument("-c", "--check", type=_at_least(0), default=1,
-                           help="times to check the result, bit by bit (default 1; 0: #wrong shows N/A)")
+    operation.add_argument(
+        "-c",
+        "--check",
+        type=_at_least(0),
+        default=1,
+        help="times to check the result, bit by bit (default 1; 0: #wrong shows N/A)",
+    )
 
 
 def _add_output(parser: Parser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("-S", "--report_timestamps", type=_at_least(0, 1), default=0, help="adds a column (default 0)")
-    output.add_argument("-J", "--output_file", type=_output(".json"), metavar="FILE.json",
-                        help="the JSON of nccl-tests, without the environment; never overwrites")
+    output.add_argument(
+        "-J",
+        "--output_file",
+        type=_output(".json"),
+        metavar="FILE.json",
+        help="the JSON of nccl-tests, without the environment; never overwrites",
+    )
     output.add_argument("--csv", type=_output(".csv"), metavar="FILE.csv", help="one line a row; never overwrites")
     output.add_argument("-M", "--memory", type=_at_least(0, 1), default=0, help="shows the memory used (default 0)")
 
@@ -164,12 +245,24 @@ def _add_output(parser: Parser) -> None:
 def _add_ways(parser: Parser) -> None:
     ways = parser.add_argument_group("what is measured (commas for several; one block each)")
     ways.add_argument("--backend", type=_names(BACKENDS), default=("gradwire",), help=f"{', '.join(BACKENDS)}")
-    ways.add_argument("--algorithm", type=_names(ALGORITHMS), default=("auto",),
-                      help=f"gradwire's plan: {', '.join(ALGORITHMS)} (default auto)")
-    ways.add_argument("--compressor", default="none", metavar="NAME",
-                      help="gradwire's compressor between nodes, for all_reduce (default none: exact)")
-    ways.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto",
-                      help="where the tensors are (default: cuda for nccl and nccl-raw, else cpu)")
+    ways.add_argument(
+        "--algorithm",
+        type=_names(ALGORITHMS),
+        default=("auto",),
+        help=f"gradwire's plan: {', '.join(ALGORITHMS)} (default auto)",
+    )
+    ways.add_argument(
+        "--compressor",
+        default="none",
+        metavar="NAME",
+        help="gradwire's compressor between nodes, for all_reduce (default none: exact)",
+    )
+    ways.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where the tensors are (default: cuda for nccl and nccl-raw, else cpu)",
+    )
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -184,7 +277,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.stepfactor == 1.0 and options.stepbytes == 0:
         raise ValueError("`-i` is 0; wanted a size to add from row to row, or a factor with -f")
     if options.per_iter_skip >= options.iters:
-        raise ValueError(f"`-K` is {options.per_iter_skip} and `-n` is {options.iters}; wanted fewer skipped than timed")
+        raise ValueError(
+            f"`-K` is {options.per_iter_skip} and `-n` is {options.iters}; wanted fewer skipped than timed"
+        )
     return options
 
 

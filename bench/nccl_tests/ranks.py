@@ -110,16 +110,23 @@ def find_start(variables: Mapping[str, str]) -> Start | None:
         RuntimeError: mpirun started this process and mpi4py cannot be loaded, or belongs to another MPI.
     """
     if "RANK" in variables and "WORLD_SIZE" in variables:
-        return Start("torchrun", _number(variables, "RANK"), _number(variables, "WORLD_SIZE"),
-                     _wanted(variables, "MASTER_ADDR"), _number(variables, "MASTER_PORT"),
-                     variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+        return Start(
+            "torchrun",
+            _number(variables, "RANK"),
+            _number(variables, "WORLD_SIZE"),
+            _wanted(variables, "MASTER_ADDR"),
+            _number(variables, "MASTER_PORT"),
+            variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
     if "OMPI_COMM_WORLD_RANK" in variables or "PMI_RANK" in variables:
         return _from_mpi(variables)
     if "SLURM_PROCID" in variables and int(variables.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         job = int(variables.get("SLURM_JOB_ID", "0")) + 101 * int(variables.get("SLURM_STEP_ID", "0"))
         address = variables.get("MASTER_ADDR") or first_host(_wanted(variables, "SLURM_STEP_NODELIST"))
         port = int(variables.get("MASTER_PORT", _FIRST_PORT + job % _PORTS))
-        return Start("srun", _number(variables, "SLURM_PROCID"), _number(variables, "SLURM_STEP_NUM_TASKS"), address, port)
+        return Start(
+            "srun", _number(variables, "SLURM_PROCID"), _number(variables, "SLURM_STEP_NUM_TASKS"), address, port
+        )
     return None
 
 
@@ -160,8 +167,10 @@ def _from_mpi(variables: Mapping[str, str]) -> Start:
     started = int(variables.get("OMPI_COMM_WORLD_SIZE") or variables.get("PMI_SIZE") or 1)
     place = mpi_launch.find_place()
     if place.world_size != started:
-        raise RuntimeError(f"mpirun started {started} ranks but mpi4py sees {place.world_size}: its MPI library is not the "
-                           f"one that this mpirun belongs to, so each rank would run alone; {mpi_launch.INSTALL}")
+        raise RuntimeError(
+            f"mpirun started {started} ranks but mpi4py sees {place.world_size}: its MPI library is not the "
+            f"one that this mpirun belongs to, so each rank would run alone; {mpi_launch.INSTALL}"
+        )
     return Start("mpirun", place.rank, place.world_size, place.address, place.port)
 
 

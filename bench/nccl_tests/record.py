@@ -47,8 +47,18 @@ def fresh_name(path: Path) -> Path:
     return candidate
 
 
-def to_json(blocks: list[Block], options: argparse.Namespace, world: World, device: str, *, argv: list[str],
-            started: str, wanted: float | None, version: str, machine: str) -> Json:
+def to_json(
+    blocks: list[Block],
+    options: argparse.Namespace,
+    world: World,
+    device: str,
+    *,
+    argv: list[str],
+    started: str,
+    wanted: float | None,
+    version: str,
+    machine: str,
+) -> Json:
     """The whole run; rows of all blocks in one list, each with its block's number."""
     rows = [row for block in blocks for row in block.rows]
     wrong = sum(row.wrong for row in rows)
@@ -61,8 +71,14 @@ def to_json(blocks: list[Block], options: argparse.Namespace, world: World, devi
         "machine": machine,
         "config": _config(options, world, device),
         "results": [_row(row, options.collective, number) for number, block in enumerate(blocks) for row in block.rows],
-        "blocks": [{"facts": block.facts, "average_bus_bandwidth": mean_busbw(block.rows),
-                    "lossy": [dataclasses.asdict(loss) for loss in block.losses]} for block in blocks],
+        "blocks": [
+            {
+                "facts": block.facts,
+                "average_bus_bandwidth": mean_busbw(block.rows),
+                "lossy": [dataclasses.asdict(loss) for loss in block.losses],
+            }
+            for block in blocks
+        ],
         "out_of_bounds": {"count": wrong, "okay": wrong == 0},
         "average_bus_bandwidth": {"bandwidth": mean_busbw(rows), "okay": okay},
         "errors": [],
@@ -72,8 +88,22 @@ def to_json(blocks: list[Block], options: argparse.Namespace, world: World, devi
 
 def write_csv(path: Path, blocks: list[Block], collective: str) -> None:
     """One line for each row and half."""
-    columns = ["collective", "backend", "algorithm", "compressor", "size_bytes", "count", "type", "redop", "root",
-               "in_place", "time_us", "algbw_GBps", "busbw_GBps", "wrong"]
+    columns = [
+        "collective",
+        "backend",
+        "algorithm",
+        "compressor",
+        "size_bytes",
+        "count",
+        "type",
+        "redop",
+        "root",
+        "in_place",
+        "time_us",
+        "algbw_GBps",
+        "busbw_GBps",
+        "wrong",
+    ]
     with path.open("x", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(columns)
@@ -81,13 +111,26 @@ def write_csv(path: Path, blocks: list[Block], collective: str) -> None:
             ways = [block.facts.get(key, "") for key in ("backend", "algorithm", "compressor")]
             for row in block.rows:
                 for place, half in enumerate((row.out_of_place, row.in_place)):
-                    writer.writerow([collective, *ways, row.nbytes, row.count, row.element, row.operation, row.root,
-                                     place, half.timing.seconds * 1e6, half.algbw, half.busbw,
-                                     "" if half.wrong is None else half.wrong])
+                    writer.writerow(
+                        [
+                            collective,
+                            *ways,
+                            row.nbytes,
+                            row.count,
+                            row.element,
+                            row.operation,
+                            row.root,
+                            place,
+                            half.timing.seconds * 1e6,
+                            half.algbw,
+                            half.busbw,
+                            "" if half.wrong is None else half.wrong,
+                        ]
+                    )
 
 
 def _config(options: argparse.Namespace, world: World, device: str) -> Json:
-    step: Json = ({"step_factor": options.stepfactor} if options.stepfactor > 1 else {"step_bytes": options.stepbytes})
+    step: Json = {"step_factor": options.stepfactor} if options.stepfactor > 1 else {"step_bytes": options.stepbytes}
     return {
         "nthreads": 1,
         "ngpus": options.ngpus or 1,
@@ -103,15 +146,31 @@ def _config(options: argparse.Namespace, world: World, device: str) -> Json:
         "per_iter_timing": options.per_iter_timing,
         "per_iter_skip": options.per_iter_skip,
         "parallel_init": 0,
-        "devices": [{"rank": seat.rank, "group": 0, "pid": seat.pid, "hostname": seat.hostname,
-                     "device": seat.local_rank, "device_hex": "0000:00:00", "device_info": device}
-                    for seat in world.seats],
+        "devices": [
+            {
+                "rank": seat.rank,
+                "group": 0,
+                "pid": seat.pid,
+                "hostname": seat.hostname,
+                "device": seat.local_rank,
+                "device_hex": "0000:00:00",
+                "device_info": device,
+            }
+            for seat in world.seats
+        ],
     }
 
 
 def _row(row: Row, collective: str, block: int) -> Json:
-    found: Json = {"size": row.nbytes, "count": row.count, "type": row.element, "redop": row.operation,
-                   "root": str(row.root), "out_of_place": _half(row.out_of_place), "in_place": _half(row.in_place)}
+    found: Json = {
+        "size": row.nbytes,
+        "count": row.count,
+        "type": row.element,
+        "redop": row.operation,
+        "root": str(row.root),
+        "out_of_place": _half(row.out_of_place),
+        "in_place": _half(row.in_place),
+    }
     for name, half in (("out_of_place", row.out_of_place), ("in_place", row.in_place)):
         if half.timing.iterations is not None:
             found[f"{name}_per_iter"] = _iterations(half.timing.iterations)

@@ -36,22 +36,30 @@ def plain_number(value: float) -> str:
 
 def opening(collective: str, options: argparse.Namespace, version: str) -> list[str]:
     """The first lines: what runs, with which flags."""
-    step = (f"{plain_number(options.stepfactor)}(factor)" if options.stepfactor > 1 else f"{options.stepbytes}(bytes)")
+    step = f"{plain_number(options.stepfactor)}(factor)" if options.stepfactor > 1 else f"{options.stepbytes}(bytes)"
     return [
         f"# gradwire bench {version}, output as nccl-tests version 2.19",
         f"# Collective test starting: {collective}",
-        (f"# nThread 1 nGpus {options.ngpus or 1} minBytes {options.minbytes} maxBytes {options.maxbytes} step: {step} "
-        f"warmup iters: {options.warmup_iters} iters: {options.iters} agg iters: {options.agg_iters} "
-        f"validation: {options.check} graph: {options.cudagraph} unalign: 0"),
+        (
+            f"# nThread 1 nGpus {options.ngpus or 1} minBytes {options.minbytes} maxBytes {options.maxbytes} step: {step} "
+            f"warmup iters: {options.warmup_iters} iters: {options.iters} agg iters: {options.agg_iters} "
+            f"validation: {options.check} graph: {options.cudagraph} unalign: 0"
+        ),
         "#",
     ]
 
 
 def devices(world: World, device_name: str) -> list[str]:
     """One line a rank."""
-    return ["# Using devices"] + [
-        f"#  Rank {seat.rank:2d} Group  0 Pid {seat.pid:6d} on {seat.hostname:>10s} device {seat.local_rank:2d} "
-        f"[0000:00:00] {device_name}" for seat in world.seats] + ["#"]
+    return (
+        ["# Using devices"]
+        + [
+            f"#  Rank {seat.rank:2d} Group  0 Pid {seat.pid:6d} on {seat.hostname:>10s} device {seat.local_rank:2d} "
+            f"[0000:00:00] {device_name}"
+            for seat in world.seats
+        ]
+        + ["#"]
+    )
 
 
 def facts(pairs: dict[str, str]) -> list[str]:
@@ -60,8 +68,10 @@ def facts(pairs: dict[str, str]) -> list[str]:
     for key, value in pairs.items():
         first, *rest = value.splitlines() or [""]
         lines += [f"# {key}: {first}", *(f"#   {line}" for line in rest)]
-    return [line.replace("bandwidth", "data rate").replace("out-of-place", "apart").replace("FAILED", "failed")
-            for line in lines]
+    return [
+        line.replace("bandwidth", "data rate").replace("out-of-place", "apart").replace("FAILED", "failed")
+        for line in lines
+    ]
 
 
 def header(options: argparse.Namespace) -> list[str]:
@@ -73,10 +83,13 @@ def header(options: argparse.Namespace) -> list[str]:
     gap = " " * 10
     return [
         "#",
-        (f"# {'':>10s}  {'':>12s}  {'':>8s}  {'':>6s}  {'':>6s}           out-of-place           {' ' * len(extra)}"
-        f"            in-place{gap}"),
+        (
+            f"# {'':>10s}  {'':>12s}  {'':>8s}  {'':>6s}  {'':>6s}           out-of-place           {' ' * len(extra)}"
+            f"            in-place{gap}"
+        ),
         f"# {'size':>10s}  {'count':>12s}  {'type':>8s}  {'redop':>6s}  {'root':>6s}"
-        + f"  {time:>7s}  {'algbw':>6s}  {'busbw':>6s}  {'#wrong':>6s}{extra}" * 2 + stamp,
+        + f"  {time:>7s}  {'algbw':>6s}  {'busbw':>6s}  {'#wrong':>6s}{extra}" * 2
+        + stamp,
         f"# {'(B)':>10s}  {'(elements)':>12s}  {'':>8s}  {'':>6s}  {'':>6s}"
         + f"  {'(us)':>7s}  {'(GB/s)':>6s}  {'(GB/s)':>6s}  {'':>6s}{extra_units}" * 2,
     ]
@@ -84,8 +97,11 @@ def header(options: argparse.Namespace) -> list[str]:
 
 def row_line(row: Row, options: argparse.Namespace) -> str:
     """One row: 13 words, more only with -I or -S."""
-    line = (f"{row.nbytes:12d}  {row.count:12d}  {row.element:>8s}  {row.operation:>6s}  {row.root:6d}"
-            + _half(row.out_of_place) + _half(row.in_place))
+    line = (
+        f"{row.nbytes:12d}  {row.count:12d}  {row.element:>8s}  {row.operation:>6s}  {row.root:6d}"
+        + _half(row.out_of_place)
+        + _half(row.in_place)
+    )
     if options.report_timestamps:
         line += f" {datetime.datetime.now().astimezone():%Y-%m-%d %H:%M:%S}"
     return line
@@ -93,14 +109,19 @@ def row_line(row: Row, options: argparse.Namespace) -> str:
 
 def _half(half: Half) -> str:
     wrong = f"{half.wrong:6d}" if half.wrong is not None else "   N/A"
-    text = (f"  {number_text(half.timing.seconds * 1e6, _TIME_WIDTH)}  {number_text(half.algbw, _RATE_WIDTH)}"
-            f"  {number_text(half.busbw, _RATE_WIDTH)}  {wrong}")
+    text = (
+        f"  {number_text(half.timing.seconds * 1e6, _TIME_WIDTH)}  {number_text(half.algbw, _RATE_WIDTH)}"
+        f"  {number_text(half.busbw, _RATE_WIDTH)}  {wrong}"
+    )
     each = half.timing.iterations
     if each is None:
         return text
     p99 = each.percentile(99)
-    return text + "".join(f" {number_text(seconds * 1e6, 8)} " for seconds in
-                          (min(each.seconds), max(each.seconds), p99)) + f" {number_text(each.variation, 6)}"
+    return (
+        text
+        + "".join(f" {number_text(seconds * 1e6, 8)} " for seconds in (min(each.seconds), max(each.seconds), p99))
+        + f" {number_text(each.variation, 6)}"
+    )
 
 
 def mean_busbw(rows: list[Row]) -> float:

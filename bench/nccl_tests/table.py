@@ -89,9 +89,9 @@ class Buffers:
     def views(self, counts: Counts, in_place: bool) -> tuple[Tensor, Tensor]:
         """(output, source) of one operation."""
         if not in_place:
-            return self.output[:counts.output], self.source[:counts.source]
+            return self.output[: counts.output], self.source[: counts.source]
         first, second = self._rank * counts.output_offset, self._rank * counts.source_offset
-        return self.output[first:first + counts.output], self.output[second:second + counts.source]
+        return self.output[first : first + counts.output], self.output[second : second + counts.source]
 
 
 class ExactCheck:
@@ -127,8 +127,12 @@ def cases(collective: Collective, options: argparse.Namespace, ranks: int) -> li
     roots = [-1]
     if collective.rooted:
         roots = list(range(ranks)) if options.root is None else [options.root]
-    return [Case(ELEMENT_TYPES[element], operation, root)
-            for element in elements for operation in operations for root in roots]
+    return [
+        Case(ELEMENT_TYPES[element], operation, root)
+        for element in elements
+        for operation in operations
+        for root in roots
+    ]
 
 
 class Table:
@@ -143,8 +147,15 @@ class Table:
         check: Judges the results.
     """
 
-    def __init__(self, way: Way, collective: Collective, options: argparse.Namespace, device: torch.device,
-                 control: dist.ProcessGroup, check: Check) -> None:
+    def __init__(
+        self,
+        way: Way,
+        collective: Collective,
+        options: argparse.Namespace,
+        device: torch.device,
+        control: dist.ProcessGroup,
+        check: Check,
+    ) -> None:
         self._way = way
         self._collective = collective
         self._options = options
@@ -175,17 +186,25 @@ class Table:
     def _half(self, case: Case, counts: Counts, buffers: list[Buffers], nbytes: int, in_place: bool) -> Half:
         timing = self._timer.time(self._issues(case, counts, buffers, in_place))
         algbw = nbytes / timing.seconds / 1e9 if timing.seconds else 0.0
-        return Half(timing, algbw, algbw * self._collective.bus_factor(self._ranks),
-                    self._wrong(case, counts, in_place) if self._options.check else None)
+        return Half(
+            timing,
+            algbw,
+            algbw * self._collective.bus_factor(self._ranks),
+            self._wrong(case, counts, in_place) if self._options.check else None,
+        )
 
     def _wrong(self, case: Case, counts: Counts, in_place: bool) -> int:
-        own = sum(self._check.wrong(self._way, self._collective, case, counts, in_place, 2 * seed + in_place)
-                  for seed in range(self._options.check))
+        own = sum(
+            self._check.wrong(self._way, self._collective, case, counts, in_place, 2 * seed + in_place)
+            for seed in range(self._options.check)
+        )
         total = torch.tensor([own])
         dist.all_reduce(total, group=self._control)
         return int(total.item())
 
     def _issues(self, case: Case, counts: Counts, buffers: list[Buffers], in_place: bool) -> list[Issue]:
         """One for each pair of buffers."""
-        return [self._collective.prepare(self._way, *buffer.views(counts, in_place), case.operation, max(case.root, 0))
-                for buffer in buffers]
+        return [
+            self._collective.prepare(self._way, *buffer.views(counts, in_place), case.operation, max(case.root, 0))
+            for buffer in buffers
+        ]

@@ -54,8 +54,14 @@ class Inputs:
     def reduced(self, start: int, numel: int) -> Tensor:
         """Elements `start ... start + numel` of the reduction over all ranks."""
         patterns = torch.stack([self._pattern(rank) for rank in range(self.ranks)])
-        total = {"sum": patterns.sum(0), "avg": patterns.sum(0), "mulsum": patterns.sum(0) * int(MULSUM_FACTOR),
-                 "prod": patterns.prod(0), "max": patterns.amax(0), "min": patterns.amin(0)}[self.operation]
+        total = {
+            "sum": patterns.sum(0),
+            "avg": patterns.sum(0),
+            "mulsum": patterns.sum(0) * int(MULSUM_FACTOR),
+            "prod": patterns.prod(0),
+            "max": patterns.amax(0),
+            "min": patterns.amin(0),
+        }[self.operation]
         if self.operation == "avg":
             return _repeat((total.double() / self.ranks).to(self.element.torch), start, numel)
         return _repeat(_narrow(total, self.element), start, numel)

@@ -46,8 +46,13 @@ def draw_compare(record: Record, output: Path) -> None:
     notes = [f"{record['machine']}; `{shown_command(['gradwire', 'compare', *record['args']])}`"]
     missing = {each["name"]: each["reason"] for each in results if each["seconds"] is None}
     notes += [f"does not run here: {name} ({reason})" for name, reason in missing.items()]
-    _draw([Bar(each["name"], each["seconds"], _figures(each)) for each in ran], record["title"],
-          f"seconds per training step, lower is better\nbeside the bars: seconds, {', '.join(columns)}", notes, output)
+    _draw(
+        [Bar(each["name"], each["seconds"], _figures(each)) for each in ran],
+        record["title"],
+        f"seconds per training step, lower is better\nbeside the bars: seconds, {', '.join(columns)}",
+        notes,
+        output,
+    )
 
 
 def _figures(result: Record) -> str:
@@ -59,12 +64,22 @@ def _figures(result: Record) -> str:
 def draw_hook_speed(record: Record, output: Path) -> None:
     """Draws seconds for one bucket on each cluster as bars, from `hook_speed --json`."""
     rows = [each for each in record["results"] if each["name"] != "gloo all_reduce"][::-1]
-    bars = [Bar(f"{each['case']}: {each['name']}", each["seconds"],
-                f"{each['seconds']:.3g} s   {each['speed_up']:.2f}x   {each['limit_share']:.0%} of the limit")
-            for each in rows]
-    _draw(bars, f"one bucket of {record['megabytes']:g} MB through the DDP hook; nodes x ranks behind {record['nic']}",
-          "seconds, lower is better\nbeside the bars: seconds, speed-up over plain DDP on the same cluster, share of what "
-          "the link allows", [record["machine"]], output)
+    bars = [
+        Bar(
+            f"{each['case']}: {each['name']}",
+            each["seconds"],
+            f"{each['seconds']:.3g} s   {each['speed_up']:.2f}x   {each['limit_share']:.0%} of the limit",
+        )
+        for each in rows
+    ]
+    _draw(
+        bars,
+        f"one bucket of {record['megabytes']:g} MB through the DDP hook; nodes x ranks behind {record['nic']}",
+        "seconds, lower is better\nbeside the bars: seconds, speed-up over plain DDP on the same cluster, share of what "
+        "the link allows",
+        [record["machine"]],
+        output,
+    )
 
 
 def _draw(bars: list[Bar], title: str, axis: str, notes: list[str], output: Path) -> None:
@@ -79,6 +94,11 @@ def _draw(bars: list[Bar], title: str, axis: str, notes: list[str], output: Path
     strip(axes)
     whose = {OURS: "gradwire", BASELINE: "plain DDP", PEERS: "others"}
     used = [colour for colour in whose if any(bar.colour == colour for bar in bars)]
-    axes.legend([pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in used], [whose[colour] for colour in used],
-                frameon=False, fontsize=9, loc="upper right")
+    axes.legend(
+        [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in used],
+        [whose[colour] for colour in used],
+        frameon=False,
+        fontsize=9,
+        loc="upper right",
+    )
     save(figure, output, notes)

@@ -16,9 +16,13 @@ from gradwire.bench.plot.style import Record
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="gradwire plot", description="Draws what bench, compare and hook_speed measured.")
+    parser = argparse.ArgumentParser(
+        prog="gradwire plot", description="Draws what bench, compare and hook_speed measured."
+    )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=".png or .svg (default: beside the first file)")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help=".png or .svg (default: beside the first file)"
+    )
     return parser
 
 
@@ -35,8 +39,10 @@ def read(file: Path) -> Record:
     except ValueError as error:
         raise ValueError(f"`FILE.json` {file} is no JSON: {error}") from None
     if not isinstance(record, dict) or not (record.get("kind") in ("compare", "hook_speed") or "blocks" in record):
-        raise ValueError(f"`FILE.json` {file} is none of gradwire's; wanted the output of `gradwire bench -J`, `gradwire "
-                         "compare --json` or `hook_speed --json`")
+        raise ValueError(
+            f"`FILE.json` {file} is none of gradwire's; wanted the output of `gradwire bench -J`, `gradwire "
+            "compare --json` or `hook_speed --json`"
+        )
     return record
 
 
@@ -58,8 +64,10 @@ def draw(files: list[Path], output: Path | None) -> list[Path]:
             raise ValueError(f"`FILE.json`: found {', '.join(sorted(collectives))}; wanted files of one collective")
         return draw_sizes(records, target)
     if len(records) > 1:
-        raise ValueError(f"`FILE.json`: found {len(records)} files of {', '.join(sorted(kinds))}; wanted one such file, or "
-                         "several of bench")
+        raise ValueError(
+            f"`FILE.json`: found {len(records)} files of {', '.join(sorted(kinds))}; wanted one such file, or "
+            "several of bench"
+        )
     (draw_compare if kinds == {"compare"} else draw_hook_speed)(records[files[0]], target)
     return [target]
 

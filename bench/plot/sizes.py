@@ -41,8 +41,14 @@ def curves(record: Record) -> list[Curve]:
         label = " ".join(word for word in words if word and word != "none")
         label = "gradwire's shared memory alone" if label == "shm" else label
         halves = [row["in_place"] for row in rows]
-        found.append(Curve(label, tuple(row["size"] for row in rows), tuple(half["time"] for half in halves),
-                           tuple(half["bus_bw"] for half in halves)))
+        found.append(
+            Curve(
+                label,
+                tuple(row["size"] for row in rows),
+                tuple(half["time"] for half in halves),
+                tuple(half["bus_bw"] for half in halves),
+            )
+        )
     return found
 
 
@@ -72,18 +78,30 @@ def draw_sizes(records: dict[Path, Record], output: Path) -> list[Path]:
         The files drawn.
     """
     pyplot = load_pyplot()
-    lines = [replace(curve, label=f"{curve.label}, {file.stem}" if len(records) > 1 else curve.label)
-             for file, record in records.items() for curve in curves(record)]
+    lines = [
+        replace(curve, label=f"{curve.label}, {file.stem}" if len(records) > 1 else curve.label)
+        for file, record in records.items()
+        for curve in curves(record)
+    ]
     collective = str(next(iter(records.values()))["results"][0]["experiment_name"])
-    notes = [f"{file.stem}: {note}" if len(records) > 1 else note
-             for file, record in records.items() for note in caption(record)]
+    notes = [
+        f"{file.stem}: {note}" if len(records) > 1 else note
+        for file, record in records.items()
+        for note in caption(record)
+    ]
     drawn = []
     for kind in ("busbw", "time"):
         figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
         for number, curve in enumerate(lines):
             values = curve.busbw if kind == "busbw" else curve.microseconds
-            axes.plot(curve.sizes, values, marker=_MARKERS[number % len(_MARKERS)], markersize=5, linewidth=1.8,
-                      label=curve.label)
+            axes.plot(
+                curve.sizes,
+                values,
+                marker=_MARKERS[number % len(_MARKERS)],
+                markersize=5,
+                linewidth=1.8,
+                label=curve.label,
+            )
         _label_sizes(axes, kind, [size for curve in lines for size in curve.sizes], collective)
         axes.legend(title="what runs the collective", frameon=False)
         name = output.with_name(f"{output.stem}-{kind}{output.suffix}")
@@ -115,5 +133,7 @@ def _label_sizes(axes: "Axes", kind: str, sizes: list[int], collective: str) -> 
 def caption(record: Record) -> list[str]:
     """Machine, ranks, date and command of a bench file."""
     ranks = record["blocks"][0]["facts"].get("ranks", "")
-    return [f"{record['machine']}; ranks: {ranks}",
-            f"in place, mean of {record['config']['iterations']} operations; `{shown_command(record['args'])}`"]
+    return [
+        f"{record['machine']}; ranks: {ranks}",
+        f"in place, mean of {record['config']['iterations']} operations; `{shown_command(record['args'])}`",
+    ]

@@ -31,6 +31,7 @@ def load_pyplot() -> Any:
         raise RuntimeError("matplotlib is needed to draw: install it with `pip install gradwire[plot]`") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot
+
     return matplotlib.pyplot
 
 

@@ -45,8 +45,9 @@ NEVER = 1 << 40
 def exchange(place: Place, store: Store, name: str, large_nbytes: int) -> Contender:
     """An all-to-all with the ranks of the same place on the other nodes; messages from `large_nbytes` on go both ways."""
     count, seat = len(place.nodes), place.rank % place.nodes[0]
-    transport = gloo.connect(PrefixStore(f"{name}/{seat}", store), place.node, count, TIMEOUT,
-                             interface=place.interface)
+    transport = gloo.connect(
+        PrefixStore(f"{name}/{seat}", store), place.node, count, TIMEOUT, interface=place.interface
+    )
     piece = PAYLOAD_NBYTES // (count - 1)
     source, output = torch.zeros(2, count * piece, dtype=torch.uint8)
 
@@ -61,8 +62,14 @@ def summed(place: Place, store: Store, plan: str, chunks: int, order: str, large
     """An exact all-reduce; in rank order where buckets may be fused, else in gloo's ring."""
     fusion = {} if order == "ring" else {"fusion_mb": 25.0}
     name = f"{plan}, {order}, {chunks}"
-    communicator = Communicator(store, place.rank, place.world_size, torch.device("cpu"),
-                                Config.from_env(plan=plan, timeout=TIMEOUT, **fusion), name=name)
+    communicator = Communicator(
+        store,
+        place.rank,
+        place.world_size,
+        torch.device("cpu"),
+        Config.from_env(plan=plan, timeout=TIMEOUT, **fusion),
+        name=name,
+    )
     communicator.routes.choose(plan, chunks, "Under test.")
     flat = torch.zeros(SUM_NUMEL)
 
@@ -88,9 +95,12 @@ def rank_main(place: Place, arguments: list[str]) -> int:
     if arguments == ["exchange"]:
         entrants = [exchange(place, store, "one group", NEVER), exchange(place, store, "two groups", 0)]
     else:
-        entrants = [summed(place, store, plan, chunks, order, large)
-                    for plan in ("hierarchical", "flat") for chunks in CHUNKS
-                    for order, large in (("ring", usual), ("one group", NEVER), ("two groups", usual))]
+        entrants = [
+            summed(place, store, plan, chunks, order, large)
+            for plan in ("hierarchical", "flat")
+            for chunks in CHUNKS
+            for order, large in (("ring", usual), ("one group", NEVER), ("two groups", usual))
+        ]
     take_turns(entrants, rounds=ROUNDS, warmup=1, interface=None)
     if place.rank == 0:
         print(json.dumps({one.name: statistics.median(one.seconds) for one in entrants}), flush=True)
@@ -139,7 +149,9 @@ def sums(case: str, nic: str) -> Table:
 
 def main(argv: list[str]) -> int:
     """Measures and prints the tables; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.full_duplex", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m gradwire.bench.studies.full_duplex", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
     parser.add_argument("--sums", action="store_true", help="all-reduces in rank order, in place of exchanges")
     parser.add_argument("--nic", default="200mbit", help="rate of each node's link (default 200mbit)")

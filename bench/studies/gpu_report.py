@@ -36,9 +36,11 @@ def versions() -> str:
     cuda = importlib.import_module("cupy.cuda")
     driver, nvrtc = cuda.runtime.driverGetVersion(), cuda.nvrtc.getVersion()
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return (f"driver for CUDA {driver // 1000}.{driver % 1000 // 10}, torch {torch.__version__} for CUDA "
-            f"{torch.version.cuda}, CuPy {importlib.import_module('cupy').__version__}, NVRTC {nvrtc[0]}.{nvrtc[1]}, "
-            f"NCCL {nccl}")
+    return (
+        f"driver for CUDA {driver // 1000}.{driver % 1000 // 10}, torch {torch.__version__} for CUDA "
+        f"{torch.version.cuda}, CuPy {importlib.import_module('cupy').__version__}, NVRTC {nvrtc[0]}.{nvrtc[1]}, "
+        f"NCCL {nccl}"
+    )
 
 
 def launches(case: Case) -> int:
@@ -46,22 +48,24 @@ def launches(case: Case) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         case.ours(0)
         torch.cuda.synchronize()
-    events = [event.name for event in trace.events() or ()
-              if event.device_type == torch.autograd.DeviceType.CUDA]  # type: ignore[attr-defined]
+    events = [event.name for event in trace.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]  # type: ignore[attr-defined]
     return sum(not name.startswith(("Memcpy", "Memset")) for name in events)
 
 
 def row(result: Result, started: int) -> str:
     """One line of a table of kernels."""
-    return (f"| {result.kernel} | {result.seconds * 1e6:.1f} | {result.bytes_per_second / 1e9:.0f} | {result.of_floor:.2f} | "
-            f"{result.speedup:.1f} | {started} |")
+    return (
+        f"| {result.kernel} | {result.seconds * 1e6:.1f} | {result.bytes_per_second / 1e9:.0f} | {result.of_floor:.2f} | "
+        f"{result.speedup:.1f} | {started} |"
+    )
 
 
 def kernel_table(mebibytes: int, device: torch.device) -> Iterator[str]:
     """The lines of the table for gradients of this size."""
     numel = mebibytes * 2**20 // 4
-    buffers: list[tuple[Tensor, Tensor]] = [(torch.zeros(numel, device=device), torch.ones(numel, device=device))
-                                            for _ in range(SETS)]
+    buffers: list[tuple[Tensor, Tensor]] = [
+        (torch.zeros(numel, device=device), torch.ones(numel, device=device)) for _ in range(SETS)
+    ]
     yield f"## Kernels, {mebibytes} MiB of float32\n"
     yield "| kernel | µs | GB/s | share of a copy's bandwidth | times as fast as torch's composition | launches |"
     yield "|---|---|---|---|---|---|"
@@ -78,8 +82,10 @@ def step_lines(cost: gpu_step.StepCost) -> Iterator[str]:
     yield "## The hook in a world of one rank, 50-layer residual network\n"
     yield "| step without, ms | step with, ms | cost of the hook | calls that wait for the device |"
     yield "|---|---|---|---|"
-    yield (f"| {cost.bare_seconds * 1e3:.2f} | {cost.hook_seconds * 1e3:.2f} | {cost.share:.2%} | "
-           f"{', '.join(cost.blocking) or 'none'} |")
+    yield (
+        f"| {cost.bare_seconds * 1e3:.2f} | {cost.hook_seconds * 1e3:.2f} | {cost.share:.2%} | "
+        f"{', '.join(cost.blocking) or 'none'} |"
+    )
 
 
 def tested_lines() -> Iterator[str]:
@@ -89,8 +95,14 @@ def tested_lines() -> Iterator[str]:
         return
     yield f"## pytest -m gpu {' '.join(found)}\n"
     try:
-        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", *found], cwd=CHECKOUT,
-                              capture_output=True, text=True, timeout=TEST_SECONDS, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *found],
+            cwd=CHECKOUT,
+            capture_output=True,
+            text=True,
+            timeout=TEST_SECONDS,
+            check=False,
+        )
         words = done.stdout.splitlines() or done.stderr.splitlines()  # the latter where there is no pytest
     except subprocess.TimeoutExpired:
         words = [f"not through after {TEST_SECONDS} s"]

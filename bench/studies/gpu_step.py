@@ -27,12 +27,22 @@ class Bottleneck(nn.Module):
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        for source, outputs, kernel, step in ((inputs, width, 1, 1), (width, width, 3, stride), (width, 4 * width, 1, 1)):
-            layers += [nn.Conv2d(source, outputs, kernel, step, kernel // 2, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+        for source, outputs, kernel, step in (
+            (inputs, width, 1, 1),
+            (width, width, 3, stride),
+            (width, 4 * width, 1, 1),
+        ):
+            layers += [
+                nn.Conv2d(source, outputs, kernel, step, kernel // 2, bias=False),
+                nn.BatchNorm2d(outputs),
+                nn.ReLU(),
+            ]
         self.path = nn.Sequential(*layers[:-1])
         self.shortcut: nn.Module = nn.Identity()
         if inputs != 4 * width:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (batch, inputs, height, width) to (batch, 4 * width, height / stride, width / stride)."""
@@ -41,7 +51,12 @@ class Bottleneck(nn.Module):
 
 def residual_network() -> nn.Sequential:
     """25,557,032 parameters. Source: He et al., Deep Residual Learning (CVPR 2016), table 1 (50-layer)."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]
     inputs = 64
     for blocks, width, stride in ((3, 64, 1), (4, 128, 2), (6, 256, 2), (3, 512, 2)):
         for block in range(blocks):
@@ -100,8 +115,14 @@ def _finish(tensor: Tensor) -> None:
         torch.cuda.synchronize(tensor.device)
 
 
-def measure(device: torch.device, make: Callable[[], nn.Module] = residual_network, *, image: int = 224, batch: int = 64,
-            rounds: int = 20) -> StepCost:
+def measure(
+    device: torch.device,
+    make: Callable[[], nn.Module] = residual_network,
+    *,
+    image: int = 224,
+    batch: int = 64,
+    rounds: int = 20,
+) -> StepCost:
     """Takes steps in turns.
 
     Args:

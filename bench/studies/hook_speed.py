@@ -111,12 +111,14 @@ def matrix_shape(numel: int) -> tuple[int, int]:
 
 
 def _ddp(shape: tuple[int, ...]) -> DistributedDataParallel:
-    return DistributedDataParallel(OneBucket(shape), bucket_cap_mb=2 * math.prod(shape) * 4 // 2**20 + 1,
-                                   gradient_as_bucket_view=True)
+    return DistributedDataParallel(
+        OneBucket(shape), bucket_cap_mb=2 * math.prod(shape) * 4 // 2**20 + 1, gradient_as_bucket_view=True
+    )
 
 
 def _step(model: DistributedDataParallel, own: Tensor, mean: Tensor | None, name: str) -> Contender:
     """A contender that takes a forward and backward pass; before the timed rounds it must give `mean`, if one is given."""
+
     def step(number: int) -> None:
         model.zero_grad(set_to_none=False)
         model(own).backward()
@@ -142,8 +144,12 @@ def contenders(place: Place, numel: int, bytes_per_second: float, compressors: l
 
 
 def _hook(model: DistributedDataParallel, rate: float | None, compressor: str | None = None) -> None:
-    state = gradwire.HookState(model, nic_bytes_per_second=rate, compressor=compressor,
-                               compressor_options=short_start(compressor) if compressor else {})
+    state = gradwire.HookState(
+        model,
+        nic_bytes_per_second=rate,
+        compressor=compressor,
+        compressor_options=short_start(compressor) if compressor else {},
+    )
     model.register_comm_hook(state, gradwire.comm_hook)
 
 
@@ -176,7 +182,9 @@ def rank_main(place: Place, arguments: list[str]) -> int:
     return 0
 
 
-def _measured(place: Place, numel: int, rounds: int, bytes_per_second: float, names: list[str]) -> list[dict[str, object]]:
+def _measured(
+    place: Place, numel: int, rounds: int, bytes_per_second: float, names: list[str]
+) -> list[dict[str, object]]:
     """Every round of all contenders; their models are gone when it returns."""
     entrants = contenders(place, numel, bytes_per_second, names)
     take_turns(entrants, rounds=rounds, warmup=2, interface=place.interface)
@@ -199,17 +207,33 @@ def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[
     nodes, order = CASES[case]
     bytes_per_second = parse_rate(nic, "--nic") / 8
     with Cluster([1] * len(nodes), nic) as cluster:
-        outcome = run_forked(cluster, "gradwire.bench.studies.hook_speed",
-                             [str(numel), str(rounds), str(bytes_per_second), *compressors], nodes=nodes, order=order,
-                             timeout_seconds=540)
+        outcome = run_forked(
+            cluster,
+            "gradwire.bench.studies.hook_speed",
+            [str(numel), str(rounds), str(bytes_per_second), *compressors],
+            nodes=nodes,
+            order=order,
+            timeout_seconds=540,
+        )
     outcome.check()
     lower_bound = 2 * (len(nodes) - 1) / len(nodes) * numel * 4
     line = next(line for line in outcome.output[0].splitlines() if line.startswith("["))
-    entrants = [Contender(entry["name"], print, None, entry["seconds"], entry["nic_nbytes"]) for entry in json.loads(line)]
+    entrants = [
+        Contender(entry["name"], print, None, entry["seconds"], entry["nic_nbytes"]) for entry in json.loads(line)
+    ]
     plain = next(one for one in entrants if one.name == PLAIN).median_seconds
-    return [Result(case, one.name, one.median_seconds, one.median_nic_nbytes, one.median_nic_nbytes / lower_bound,
-                   lower_bound / bytes_per_second / one.median_seconds, plain / one.median_seconds)
-            for one in entrants]
+    return [
+        Result(
+            case,
+            one.name,
+            one.median_seconds,
+            one.median_nic_nbytes,
+            one.median_nic_nbytes / lower_bound,
+            lower_bound / bytes_per_second / one.median_seconds,
+            plain / one.median_seconds,
+        )
+        for one in entrants
+    ]
 
 
 def table(results: list[Result], title: str) -> Table:
@@ -218,15 +242,24 @@ def table(results: list[Result], title: str) -> Table:
     for heading in ("cluster", "way", "s", "MB on NIC", "x lower bound", "share of limit", "speed-up"):
         rows.add_column(heading, justify="left" if heading in ("cluster", "way") else "right")
     for one in results:
-        rows.add_row(one.case, one.name, f"{one.seconds:.3f}", f"{one.nic_nbytes / 1e6:.2f}", f"{one.nic_share:.3f}",
-                     f"{one.limit_share:.2f}", f"{one.speed_up:.2f}")
+        rows.add_row(
+            one.case,
+            one.name,
+            f"{one.seconds:.3f}",
+            f"{one.nic_nbytes / 1e6:.2f}",
+            f"{one.nic_share:.3f}",
+            f"{one.limit_share:.2f}",
+            f"{one.speed_up:.2f}",
+        )
     return rows
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.hook_speed",
-                                     description="One bucket through the DDP hook, on emulated clusters.")
+    parser = argparse.ArgumentParser(
+        prog="python -m gradwire.bench.studies.hook_speed",
+        description="One bucket through the DDP hook, on emulated clusters.",
+    )
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
     parser.add_argument("--nic", default="200mbit", help="rate of each node's link (default 200mbit)")
     parser.add_argument("--megabytes", type=float, default=16.0, help="size of the bucket in 10^6 bytes (default 16)")
@@ -258,8 +291,13 @@ def main(argv: list[str]) -> int:
     title = f"{options.megabytes:g} MB, links of {rate}, median of {options.rounds} rounds; {machine_line()}"
     Console(width=110).print(table(results, title))
     if options.json is not None:
-        record = {"kind": "hook_speed", "machine": machine_line(), "megabytes": options.megabytes, "nic": options.nic,
-                  "results": [asdict(one) for one in results]}
+        record = {
+            "kind": "hook_speed",
+            "machine": machine_line(),
+            "megabytes": options.megabytes,
+            "nic": options.nic,
+            "results": [asdict(one) for one in results],
+        }
         options.json.write_text(json.dumps(record, indent=2) + "\n")
     return 0
 

@@ -50,38 +50,94 @@ def _compare(*words: str) -> tuple[str, ...]:
 
 
 SECTIONS = (
-    Section("hook", "One bucket through the DDP hook",
-            "16 MB at 200 Mbit. The lower bound is 2(N-1)/N of the bucket on every node's card, the limit of the link the "
-            "time that takes; speed-up is over plain DDP. \"Rate unknown\" is gradwire without being told how fast the "
-            "links are.", ("gradwire.bench.studies.hook_speed",)),
-    Section("overhead", "The hook where it has nothing to gain",
-            "One rank: the same transformer with plain DDP and with the hook, in turns.",
-            _compare("--nodes", "1", "--ranks-per-node", "1", "--megabytes", "16", "--rounds", "60", "--only",
-                     "gradwire flat")),
-    Section("one-node", "The hook on one node of two ranks", "Shared memory in place of gloo.",
-            _compare("--nodes", "1", "--ranks-per-node", "2", "--megabytes", "16", "--rounds", "60", "--only",
-                     "gradwire flat")),
-    Section("sweep", "All-reduce inside a node, 2 ranks",
-            "gradwire as the hook calls it, its shared memory alone, and gloo.",
-            ("gradwire", "bench", "all_reduce", "-b", "8", "-e", "64M", "-f", "8", "-g", "2", "--backend",
-             "gradwire,shm,gloo")),
-    Section("compare", "Every way of averaging gradients",
-            "A transformer on 2 nodes of 2 ranks behind 200 Mbit. The error is that of one averaged gradient against the "
-            "exact mean; compressors with feedback make up for it in later steps, and those with a momentum of their own "
-            "(onebit, dgc) deliver another quantity than the mean.", _compare("--megabytes", "16", "--plot", "docs/speedup.png")),
-    Section("swin-2x8", "Replay: Swin-T on 2x8 GPUs behind 25 Gbit", "Real shapes and order, computation as timed waits. A "
-            "connection reaches 5 Gbit, see docs/bench.md.", _compare("--replay", "swin_t", "--nodes", "2", "--stream", "5gbit")),
-    Section("swin-4x8", "Replay: Swin-T on 4x8 GPUs behind 25 Gbit", "The same on twice the nodes.",
-            _compare("--replay", "swin_t", "--stream", "5gbit")),
-    Section("resnet50", "Replay: ResNet-50 on 4x8 GPUs behind 25 Gbit", "64 images a GPU and step.",
-            _compare("--replay", "resnet50")),
-    Section("bert", "Replay: BERT-base on 4x8 GPUs behind 25 Gbit", "32 sentences a GPU and step.",
-            _compare("--replay", "bert_base", "--only", "hier,onebit")),
-    Section("vgg16", "Replay: VGG16 on 2x8 GPUs behind 25 Gbit", "32 images a GPU and step.",
-            _compare("--replay", "vgg16", "--nodes", "2")),
-    Section("peers", "Shared memory against MPI's",
-            "All-reduce on one node against gloo and the MPI libraries that are given with --mpi-venv.",
-            ("gradwire.bench.studies.shm_peers",)),
+    Section(
+        "hook",
+        "One bucket through the DDP hook",
+        "16 MB at 200 Mbit. The lower bound is 2(N-1)/N of the bucket on every node's card, the limit of the link the "
+        'time that takes; speed-up is over plain DDP. "Rate unknown" is gradwire without being told how fast the '
+        "links are.",
+        ("gradwire.bench.studies.hook_speed",),
+    ),
+    Section(
+        "overhead",
+        "The hook where it has nothing to gain",
+        "One rank: the same transformer with plain DDP and with the hook, in turns.",
+        _compare(
+            "--nodes", "1", "--ranks-per-node", "1", "--megabytes", "16", "--rounds", "60", "--only", "gradwire flat"
+        ),
+    ),
+    Section(
+        "one-node",
+        "The hook on one node of two ranks",
+        "Shared memory in place of gloo.",
+        _compare(
+            "--nodes", "1", "--ranks-per-node", "2", "--megabytes", "16", "--rounds", "60", "--only", "gradwire flat"
+        ),
+    ),
+    Section(
+        "sweep",
+        "All-reduce inside a node, 2 ranks",
+        "gradwire as the hook calls it, its shared memory alone, and gloo.",
+        (
+            "gradwire",
+            "bench",
+            "all_reduce",
+            "-b",
+            "8",
+            "-e",
+            "64M",
+            "-f",
+            "8",
+            "-g",
+            "2",
+            "--backend",
+            "gradwire,shm,gloo",
+        ),
+    ),
+    Section(
+        "compare",
+        "Every way of averaging gradients",
+        "A transformer on 2 nodes of 2 ranks behind 200 Mbit. The error is that of one averaged gradient against the "
+        "exact mean; compressors with feedback make up for it in later steps, and those with a momentum of their own "
+        "(onebit, dgc) deliver another quantity than the mean.",
+        _compare("--megabytes", "16", "--plot", "docs/speedup.png"),
+    ),
+    Section(
+        "swin-2x8",
+        "Replay: Swin-T on 2x8 GPUs behind 25 Gbit",
+        "Real shapes and order, computation as timed waits. A connection reaches 5 Gbit, see docs/bench.md.",
+        _compare("--replay", "swin_t", "--nodes", "2", "--stream", "5gbit"),
+    ),
+    Section(
+        "swin-4x8",
+        "Replay: Swin-T on 4x8 GPUs behind 25 Gbit",
+        "The same on twice the nodes.",
+        _compare("--replay", "swin_t", "--stream", "5gbit"),
+    ),
+    Section(
+        "resnet50",
+        "Replay: ResNet-50 on 4x8 GPUs behind 25 Gbit",
+        "64 images a GPU and step.",
+        _compare("--replay", "resnet50"),
+    ),
+    Section(
+        "bert",
+        "Replay: BERT-base on 4x8 GPUs behind 25 Gbit",
+        "32 sentences a GPU and step.",
+        _compare("--replay", "bert_base", "--only", "hier,onebit"),
+    ),
+    Section(
+        "vgg16",
+        "Replay: VGG16 on 2x8 GPUs behind 25 Gbit",
+        "32 images a GPU and step.",
+        _compare("--replay", "vgg16", "--nodes", "2"),
+    ),
+    Section(
+        "peers",
+        "Shared memory against MPI's",
+        "All-reduce on one node against gloo and the MPI libraries that are given with --mpi-venv.",
+        ("gradwire.bench.studies.shm_peers",),
+    ),
     Section("kernels", "The compressors' kernels", "Encode and decode of one shard.", ("gradwire", "bench", "kernels")),
 )
 
@@ -133,8 +189,10 @@ def measure(section: Section, timeout_seconds: float, extra: list[str]) -> str |
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.performance",
-                                     description="Measures the figures of docs/performance.md again.")
+    parser = argparse.ArgumentParser(
+        prog="python -m gradwire.bench.studies.performance",
+        description="Measures the figures of docs/performance.md again.",
+    )
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(one.name for one in SECTIONS))
     parser.add_argument("--output", type=Path, default=PAGE, help=f"the page (default {PAGE})")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for one section (default 1200)")
@@ -151,8 +209,10 @@ def main(argv: list[str]) -> int:
     options = build_parser().parse_args(argv)
     unknown = set(options.sections) - {one.name for one in SECTIONS}
     if unknown:
-        print(f"performance: `SECTION` is {min(unknown)!r}; wanted {', '.join(one.name for one in SECTIONS)}",
-              file=sys.stderr)
+        print(
+            f"performance: `SECTION` is {min(unknown)!r}; wanted {', '.join(one.name for one in SECTIONS)}",
+            file=sys.stderr,
+        )
         return 2
     bodies = split_page(options.output.read_text()) if options.output.exists() else {}
     failed = False

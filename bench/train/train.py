@@ -52,7 +52,9 @@ class TrainingResult:
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.train.train", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m gradwire.bench.train.train", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--hook", action="append", metavar="HOOK", help=f"{HOOKS}; repeat to compare (default plain)")
     parser.add_argument("--steps", type=int, default=120, help="optimizer steps (default 120)")
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step (default 8)")

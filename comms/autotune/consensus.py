@@ -56,6 +56,7 @@ class Consensus:
         Raises:
             ValueError: Some do not, or do not ask at all; raised on every rank that asked.
         """
+
         def same(values: list[object]) -> object:
             if any(other != values[0] for other in values):
                 raise ValueError(f"the ranks ask for different things: {_shortly(values)}")
@@ -83,8 +84,10 @@ class Consensus:
 
     def _missing(self, place: str) -> str:
         silent = [str(rank) for rank in range(self._size) if not self._store.check([f"{place}/{rank}"])]
-        return (f"rank {', '.join(silent) or '?'} did not ask for it within {self._timeout.total_seconds():g} s; wanted "
-                "the same call on all ranks")
+        return (
+            f"rank {', '.join(silent) or '?'} did not ask for it within {self._timeout.total_seconds():g} s; wanted "
+            "the same call on all ranks"
+        )
 
 
 def _shortly(values: Sequence[object]) -> str:

@@ -63,8 +63,10 @@ def probe(communicator: Communicator, consensus: Consensus) -> tuple[Level, ...]
                 cluster = replace(communicator.cluster, levels=tuple(levels))
                 phases = probe_phases(cluster, number)
                 small, large = (ruler.seconds(phases, nbytes) for nbytes in (SMALL_NBYTES, large_nbytes(number)))
-                link = replace(fitted(cluster, number, small, large),
-                               on_processor=number == 0 and communicator.device.type == "cpu")
+                link = replace(
+                    fitted(cluster, number, small, large),
+                    on_processor=number == 0 and communicator.device.type == "cpu",
+                )
                 levels[number] = replace(levels[number], link=link)
         _known[place] = _with_shares(ruler, communicator.cluster, levels)
     communicator.routes.measured(_known[place])
@@ -82,9 +84,13 @@ def _with_shares(ruler: "_Ruler", cluster: Cluster, levels: list[Level]) -> tupl
     gap = (ruler.seconds(exchange, SMALL_NBYTES, MANY) - small) / (MANY - 1)
     found = fitted(cluster, number, small, large)
     hidden = (large - ruler.seconds(exchange, LARGE_NBYTES, FEW)) / (1 - 1 / FEW)
-    link = replace(link, gap_seconds=max(gap, 0.0), exchange_share=found.bytes_per_second / link.bytes_per_second,
-                   exchange_alpha_seconds=found.alpha_seconds,
-                   exchange_gap_share=1 - min(max(hidden / large, 0.0), LARGEST_HIDDEN))
+    link = replace(
+        link,
+        gap_seconds=max(gap, 0.0),
+        exchange_share=found.bytes_per_second / link.bytes_per_second,
+        exchange_alpha_seconds=found.alpha_seconds,
+        exchange_gap_share=1 - min(max(hidden / large, 0.0), LARGEST_HIDDEN),
+    )
     ring = (Phase(ALL_REDUCE, number, whole=True),)
     model = CostModel(cluster, {}).phase(ring[0])
     # In one piece it waits at times, in several it works more: a plan takes the better.
@@ -134,14 +140,19 @@ def fitted(cluster: Cluster, level: int, small_seconds: float, large_seconds: fl
     phases = probe_phases(cluster, level)
     model = CostModel(cluster, _parts(phases))
     costs = {phase: model.phase(phase) for phase in phases}
-    small, large = (max(seconds - sum(cost.seconds(nbytes) for phase, cost in costs.items() if phase.level != level), 1e-9)
-                    for seconds, nbytes in ((small_seconds, SMALL_NBYTES), (large_seconds, large_nbytes(level))))
+    small, large = (
+        max(seconds - sum(cost.seconds(nbytes) for phase, cost in costs.items() if phase.level != level), 1e-9)
+        for seconds, nbytes in ((small_seconds, SMALL_NBYTES), (large_seconds, large_nbytes(level)))
+    )
     own = next(cost for phase, cost in costs.items() if phase.level == level)
     sent = own.seconds_per_byte * old.bytes_per_second  # bytes over the slowest link for each byte of bucket
     per_byte = max((large - small) / (large_nbytes(level) - SMALL_NBYTES), 1e-13)
     messages = own.alpha_seconds / old.alpha_seconds if old.alpha_seconds else 1.0
-    return replace(old, alpha_seconds=max(small - per_byte * SMALL_NBYTES, 0.0) / max(messages, 1.0),
-                   bytes_per_second=sent / per_byte)
+    return replace(
+        old,
+        alpha_seconds=max(small - per_byte * SMALL_NBYTES, 0.0) / max(messages, 1.0),
+        bytes_per_second=sent / per_byte,
+    )
 
 
 def line_up(communicator: Communicator) -> None:
@@ -150,9 +161,13 @@ def line_up(communicator: Communicator) -> None:
     Args:
         communicator: Whose own connections carry the word.
     """
-    level = max((number for number in range(communicator.cluster.depth) if communicator.cluster.widest(number) > 1), default=0)
+    level = max(
+        (number for number in range(communicator.cluster.depth) if communicator.cluster.widest(number) > 1), default=0
+    )
     barrier = torch.zeros(BARRIER_NUMEL * communicator.size, device=communicator.device)
-    plan = Plan("barrier", probe_phases(communicator.cluster, level), 1, barrier.nbytes, 0.0, {}, "Before a measurement.")
+    plan = Plan(
+        "barrier", probe_phases(communicator.cluster, level), 1, barrier.nbytes, 0.0, {}, "Before a measurement."
+    )
     communicator.run(barrier, plan).wait()
 
 
@@ -188,11 +203,13 @@ class _Ruler:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter() - began)
-        slowest = self._consensus.decide(times[WARM_UP_ROUNDS[nbytes]:], _usual)
+        slowest = self._consensus.decide(times[WARM_UP_ROUNDS[nbytes] :], _usual)
         assert isinstance(slowest, float)
         return slowest
 
 
 def _usual(ranks: Sequence[object]) -> object:
     """The median round, of which the slowest rank counts."""
-    return statistics.median(max(each) for each in zip(*(times for times in ranks if isinstance(times, list)), strict=True))
+    return statistics.median(
+        max(each) for each in zip(*(times for times in ranks if isinstance(times, list)), strict=True)
+    )

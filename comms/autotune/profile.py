@@ -52,8 +52,14 @@ def setting_from(values: object) -> Setting:
     numbers = [*_list(values, "cuts"), *_list(values, "sizes"), values["threshold_nbytes"], values["chunks"]]
     if any(not isinstance(number, int) or isinstance(number, bool) or number < 0 for number in numbers):
         raise ValueError("`setting` holds something else than whole numbers >= 0")
-    setting = Setting(str(values["label"]), tuple(values["cuts"]), tuple(values["sizes"]), values["threshold_nbytes"],
-                      values["plan"], values["chunks"])
+    setting = Setting(
+        str(values["label"]),
+        tuple(values["cuts"]),
+        tuple(values["sizes"]),
+        values["threshold_nbytes"],
+        values["plan"],
+        values["chunks"],
+    )
     FusionPlan(setting.cuts, setting.sizes, setting.threshold_nbytes)
     return setting
 

@@ -10,8 +10,13 @@ from gradwire.topology.cluster import Cluster
 PLANS = ("hierarchical", "flat")
 
 
-def propose(cluster: Cluster, incumbent: Setting, sizes: tuple[int, ...], arrivals: Sequence[float],
-            plans: Sequence[str] = PLANS) -> list[Setting]:
+def propose(
+    cluster: Cluster,
+    incumbent: Setting,
+    sizes: tuple[int, ...],
+    arrivals: Sequence[float],
+    plans: Sequence[str] = PLANS,
+) -> list[Setting]:
     """Settings to try, the most promising first.
 
     Args:
@@ -26,13 +31,18 @@ def propose(cluster: Cluster, incumbent: Setting, sizes: tuple[int, ...], arriva
     other = [plan for plan in plans if plan != incumbent.plan] if _has_levels(cluster) else []
     settings = [_cut(cluster, incumbent.plan, sizes, arrivals, 1.0, "best cuts")]
     settings += [_cut(cluster, plan, sizes, arrivals, 1.0, f"best cuts, {plan}") for plan in other]
-    settings += [_cut(cluster, incumbent.plan, sizes, arrivals, factor, label)
-                 for factor, label in ((4.0, "fewer cuts"), (0.25, "more cuts"))]
+    settings += [
+        _cut(cluster, incumbent.plan, sizes, arrivals, factor, label)
+        for factor, label in ((4.0, "fewer cuts"), (0.25, "more cuts"))
+    ]
     settings.append(Setting("every bucket alone", tuple(range(1, len(sizes) + 1)), sizes, 0, incumbent.plan, 0))
     settings.append(Setting("one transfer", (len(sizes),), sizes, 0, incumbent.plan, 0))
     best = settings[0]
-    settings += [Setting(f"best cuts, {chunks} chunks", best.cuts, sizes, 0, best.plan, chunks)
-                 for chunks in CHUNK_COUNTS[:3] if best.plan != "flat"]
+    settings += [
+        Setting(f"best cuts, {chunks} chunks", best.cuts, sizes, 0, best.plan, chunks)
+        for chunks in CHUNK_COUNTS[:3]
+        if best.plan != "flat"
+    ]
     return settings
 
 
@@ -51,8 +61,9 @@ def affine(cluster: Cluster, plan: str, nbytes: int) -> tuple[float, float]:
     return max(fast - beta * small, 0.0), beta
 
 
-def _cut(cluster: Cluster, plan: str, sizes: tuple[int, ...], arrivals: Sequence[float], factor: float,
-         label: str) -> Setting:
+def _cut(
+    cluster: Cluster, plan: str, sizes: tuple[int, ...], arrivals: Sequence[float], factor: float, label: str
+) -> Setting:
     alpha, beta = affine(cluster, plan, sum(sizes))
     return Setting(label, optimal_cuts(arrivals, sizes, alpha * factor, beta), sizes, 0, plan, 0)
 

@@ -84,9 +84,18 @@ class Tuner:
         found: Called once with the setting that won and its step's seconds.
     """
 
-    def __init__(self, incumbent: Setting, propose: Propose, consensus: Consensus, *, known: Setting | None = None,
-                 budget: Budget | None = None, trials: bool = True, record: Callable[[Sequence[object]], None] = lambda row: None,
-                 found: Callable[[Setting, float], None] = lambda setting, seconds: None) -> None:
+    def __init__(
+        self,
+        incumbent: Setting,
+        propose: Propose,
+        consensus: Consensus,
+        *,
+        known: Setting | None = None,
+        budget: Budget | None = None,
+        trials: bool = True,
+        record: Callable[[Sequence[object]], None] = lambda row: None,
+        found: Callable[[Setting, float], None] = lambda setting, seconds: None,
+    ) -> None:
         self._incumbent = incumbent
         self._propose = propose
         self._consensus = consensus
@@ -151,7 +160,7 @@ class Tuner:
             distinct: dict[tuple[object, ...], Setting] = {}
             for setting in wanted:
                 distinct.setdefault(_what(setting), setting)
-            return [_plain(setting) for setting in distinct.values()][:self._budget.candidates]
+            return [_plain(setting) for setting in distinct.values()][: self._budget.candidates]
 
         decided = self._consensus.decide(None, choose)
         assert isinstance(decided, list)
@@ -168,7 +177,7 @@ class Tuner:
             ranked = sorted(range(len(candidates)), key=slowest.__getitem__)
             for index in range(len(candidates)):
                 self._row("trial", candidates[index], slowest[index], steps)
-            candidates = [candidates[index] for index in ranked[:(len(candidates) + 1) // 2]]
+            candidates = [candidates[index] for index in ranked[: (len(candidates) + 1) // 2]]
             steps *= 2
         return candidates[0]
 
@@ -179,8 +188,8 @@ class Tuner:
         for _ in range(self._budget.confirm_turns):
             ours.append((yield from self._try(self._incumbent, self._budget.trial_steps)))
             theirs.append((yield from self._try(winner, self._budget.trial_steps)))
-        *each, = self._slowest(ours + theirs)
-        before, after = (statistics.median(half) for half in (each[:len(ours)], each[len(ours):]))
+        (*each,) = self._slowest(ours + theirs)
+        before, after = (statistics.median(half) for half in (each[: len(ours)], each[len(ours) :]))
         better = after < before * (1 - self._budget.margin) and _what(winner) != _what(self._incumbent)
         self._row("incumbent", self._incumbent, before, self._budget.trial_steps)
         self._row("kept" if better else "refused", winner, after, self._budget.trial_steps)
@@ -232,7 +241,14 @@ def _what(setting: Setting) -> tuple[object, ...]:
 
 
 def _plain(setting: Setting) -> list[object]:
-    return [setting.label, list(setting.cuts), list(setting.sizes), setting.threshold_nbytes, setting.plan, setting.chunks]
+    return [
+        setting.label,
+        list(setting.cuts),
+        list(setting.sizes),
+        setting.threshold_nbytes,
+        setting.plan,
+        setting.chunks,
+    ]
 
 
 def _setting(values: list[object]) -> Setting:

@@ -32,8 +32,16 @@ class Tuning:
         clock: Seconds that only grow.
     """
 
-    def __init__(self, communicator: Communicator, fusion: Fusion, store: Store, name: str, model: str,
-                 budget: Budget | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        fusion: Fusion,
+        store: Store,
+        name: str,
+        model: str,
+        budget: Budget | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         config, cluster = communicator.config, communicator.cluster
         self._communicator = communicator
         self._fusion = fusion
@@ -43,16 +51,29 @@ class Tuning:
         keeps = config.tune and communicator.rank == 0
         self._file = Path(config.tune_profile) if config.tune_profile and keeps else None
         self._key: dict[str, object] = {
-            "model": model, "world": communicator.size, "topology": fingerprint(cluster.locations),
-            "device": communicator.device.type, "torch": torch.__version__,
+            "model": model,
+            "world": communicator.size,
+            "topology": fingerprint(cluster.locations),
+            "device": communicator.device.type,
+            "torch": torch.__version__,
         }
-        incumbent = Setting("as begun", (), (), fusion.plan.threshold_nbytes, communicator.routes.plan_name,
-                            communicator.routes.chunks)
-        consensus = Consensus(PollingStore(store, config.timeout), communicator.rank, communicator.size, f"tune/{name}", config.timeout)
+        incumbent = Setting(
+            "as begun", (), (), fusion.plan.threshold_nbytes, communicator.routes.plan_name, communicator.routes.chunks
+        )
+        consensus = Consensus(
+            PollingStore(store, config.timeout), communicator.rank, communicator.size, f"tune/{name}", config.timeout
+        )
         plans = PLANS if config.plan == "auto" else ()
-        self.tuner = Tuner(incumbent, lambda sizes, arrivals: propose(communicator.cluster, incumbent, sizes, arrivals, plans),
-                           consensus, known=load(self._file, self._key) if self._file else None, budget=budget,
-                           trials=config.tune, record=self._record, found=self._found)
+        self.tuner = Tuner(
+            incumbent,
+            lambda sizes, arrivals: propose(communicator.cluster, incumbent, sizes, arrivals, plans),
+            consensus,
+            known=load(self._file, self._key) if self._file else None,
+            budget=budget,
+            trials=config.tune,
+            record=self._record,
+            found=self._found,
+        )
         self._applied = incumbent
 
     def bucket_came(self) -> None:

@@ -37,7 +37,9 @@ def _packed(name: str) -> Callable[..., dist.Work]:
     def hand_over_packed(group: "OuterGroup", *arguments: object, **named: object) -> dist.Work:
         written, read = Packing(), Packing()
         positional = [(read if place else written).pack(argument) for place, argument in enumerate(arguments)]
-        by_name = {key: (read if key.startswith("input") else written).pack(argument) for key, argument in named.items()}
+        by_name = {
+            key: (read if key.startswith("input") else written).pack(argument) for key, argument in named.items()
+        }
         work = hand_over(group, *positional, **by_name)
         if not written.copies:
             return work

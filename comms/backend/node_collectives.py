@@ -37,6 +37,7 @@ class NodeCollectives:
 
     def broadcast(self, tensor: Tensor, root: int) -> FutureTensors:
         """Copies `tensor` of rank `root` to all ranks, in place."""
+
         def run(group: ShmGroup) -> None:
             flat = tensor.contiguous()
             group.broadcast(flat, root)
@@ -47,6 +48,7 @@ class NodeCollectives:
 
     def all_gather(self, output: Tensor, source: Tensor) -> FutureTensors:
         """Fills `output` (numel = size * source.numel()) with every rank's `source`, in rank order."""
+
         def run(group: ShmGroup) -> None:
             gathered = output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
             group.all_gather(gathered, source.contiguous())
@@ -57,6 +59,7 @@ class NodeCollectives:
 
     def all_gather_list(self, outputs: list[Tensor], source: Tensor) -> FutureTensors:
         """Fills `outputs[r]` with rank r's `source`, all of one shape."""
+
         def run(group: ShmGroup) -> None:
             gathered = source.new_empty((self._size, *source.shape))
             group.all_gather(gathered, source.contiguous())
@@ -78,7 +81,7 @@ class NodeCollectives:
 
         def run(group: ShmGroup) -> None:
             flat = source.contiguous().view(-1)
-            own = flat[bounds[self._rank]:bounds[self._rank + 1]]
+            own = flat[bounds[self._rank] : bounds[self._rank + 1]]
             if own.data_ptr() == output.data_ptr() and output.is_contiguous():
                 group.reduce_scatter(flat, bounds, scale)
                 return

@@ -14,8 +14,9 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.plan.planner import plan_all_reduce
 
-SUMMED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8,
-                    torch.int8))
+SUMMED = frozenset(
+    (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8)
+)
 """What shared memory and gloo can both add up."""
 
 
@@ -103,6 +104,12 @@ class Sums:
     def _communicator(self, device: torch.device) -> Communicator:
         if device.type not in self._communicators:
             options = self._options
-            self._communicators[device.type] = Communicator(options.store, options.group_rank, options.group_size, device,
-                                                            replace(self._config, compressor=None), name=device.type)
+            self._communicators[device.type] = Communicator(
+                options.store,
+                options.group_rank,
+                options.group_size,
+                device,
+                replace(self._config, compressor=None),
+                name=device.type,
+            )
         return self._communicators[device.type]

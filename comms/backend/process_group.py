@@ -63,8 +63,10 @@ def create(options: GroupOptions, config: object = None) -> "GradwireGroup":
     if not isinstance(config, Config):
         raise TypeError(f"`pg_options` is a {type(config).__name__}; wanted a gradwire.Config or None")
     if config.compressor is not None:
-        raise ValueError(f"`pg_options` asks for the compressor {config.compressor!r}, but the backend is exact: it cannot "
-                         "tell gradients from anything else; give the compressor to gradwire.HookState")
+        raise ValueError(
+            f"`pg_options` asks for the compressor {config.compressor!r}, but the backend is exact: it cannot "
+            "tell gradients from anything else; give the compressor to gradwire.HookState"
+        )
     return GradwireGroup(options, config)
 
 
@@ -79,8 +81,14 @@ class GradwireGroup(OuterGroup):
     def __init__(self, options: GroupOptions, config: Config) -> None:
         super().__init__(dist.ProcessGroup(options.store, options.group_rank, options.group_size))
         self._store = options.store
-        options = OwnOptions(clone_of(options.store), options.group_rank, options.group_size, options.timeout,
-                               options.group_id, options.global_ranks_in_group)
+        options = OwnOptions(
+            clone_of(options.store),
+            options.group_rank,
+            options.group_size,
+            options.timeout,
+            options.group_id,
+            options.global_ranks_in_group,
+        )
         self.config = replace(config, timeout=options.timeout)
         _retired.clear()
         self._backends = register_backends([self, self.inner], options)
@@ -90,8 +98,13 @@ class GradwireGroup(OuterGroup):
         if options.group_size > 1:
             self._sums = Sums(options, self.config)
             if len(self._sums.cluster.nodes) == 1:
-                self._node = NodeCollectives(PrefixStore("gradwire/node", options.store), options.group_rank,
-                                             options.group_size, options.timeout, f"gradwire {options.group_id}")
+                self._node = NodeCollectives(
+                    PrefixStore("gradwire/node", options.store),
+                    options.group_rank,
+                    options.group_size,
+                    options.timeout,
+                    f"gradwire {options.group_id}",
+                )
 
     def getBackendName(self) -> str:
         """The backend's name, for C++."""
@@ -167,9 +180,15 @@ class GradwireGroup(OuterGroup):
         self._coalescing = False
         return self.inner._end_coalescing(device)
 
-    def split_group(self, ranks: list[int], timeout: timedelta | None = None, opts: object = None,
-                    group_name: str | None = None, group_desc: str | None = None,
-                    device_types: list[torch.device] | None = None) -> "GradwireGroup | None":
+    def split_group(
+        self,
+        ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: list[torch.device] | None = None,
+    ) -> "GradwireGroup | None":
         """A group of some of this group's ranks; all of them call it, with their own set.
 
         Args:
@@ -223,12 +242,14 @@ class GradwireGroup(OuterGroup):
         return self.issued(FutureWork(self._sums.all_reduce(tensors, scale)))
 
     def _is_local(self, *tensors: Tensor) -> bool:
-        return all(tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel() > 0
-                   for tensor in tensors)
+        return all(
+            tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel() > 0 for tensor in tensors
+        )
 
     def _is_alike(self, source: Tensor, outputs: list[Tensor]) -> bool:
-        return len(outputs) == self.size() and all(output.shape == source.shape and output.dtype == source.dtype
-                                                   for output in outputs)
+        return len(outputs) == self.size() and all(
+            output.shape == source.shape and output.dtype == source.dtype for output in outputs
+        )
 
     def _fits(self, whole: Tensor, part: Tensor) -> bool:
         return whole.dtype == part.dtype and whole.numel() == self.size() * part.numel()

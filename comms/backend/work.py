@@ -32,8 +32,10 @@ class FutureWork(dist.Work):
             RuntimeError: The collective failed, or is not done within `timeout`.
         """
         if timeout is not None and timeout > timedelta(0) and not self._done_within(timeout):
-            raise RuntimeError(f"`timeout` of {timeout.total_seconds():g} s has passed and the collective is not done: a "
-                               "rank is late or has issued other collectives")
+            raise RuntimeError(
+                f"`timeout` of {timeout.total_seconds():g} s has passed and the collective is not done: a "
+                "rank is late or has issued other collectives"
+            )
         self._future.wait()
         return True
 

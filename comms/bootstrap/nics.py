@@ -47,8 +47,10 @@ def interface_of(presences: Sequence[Presence], rank: int, config: Config) -> st
         return None
     without = [presence.rank for presence in presences if presence.hardware.interface is None]
     if without:
-        raise ValueError(f"`nic_per_rank` is set, but no network interface is known for rank {without[0]} "
-                         f"({len(without)} of {len(presences)} ranks): leave it out, and name one in GLOO_SOCKET_IFNAME")
+        raise ValueError(
+            f"`nic_per_rank` is set, but no network interface is known for rank {without[0]} "
+            f"({len(without)} of {len(presences)} ranks): leave it out, and name one in GLOO_SOCKET_IFNAME"
+        )
     return presences[rank].hardware.interface
 
 
@@ -68,7 +70,9 @@ def _by_local_rank(nodes: Nodes) -> str:
 
 def _shared(nodes: Nodes) -> list[str]:
     """Nodes where ranks share a NIC while one as fast stands idle."""
-    found = [crowded({presence.rank: presence.hardware.nic for presence in node}, node[0].hardware.fastest) for node in nodes]
+    found = [
+        crowded({presence.rank: presence.hardware.nic for presence in node}, node[0].hardware.fastest) for node in nodes
+    ]
     remedy = "give the ranks GPUs that are near different NICs"
     return [f"node {number}: {text}: {remedy}" for number, text in enumerate(found) if text]
 
@@ -77,8 +81,13 @@ def _unused_by_gloo(nodes: Nodes, config: Config) -> list[str]:
     """Nodes with several NICs of which gloo would use one."""
     if config.nic_per_rank or config.transport == "mpi":
         return []
-    several = [str(number) for number, node in enumerate(nodes)
-               if node[0].device == "cpu" and len({presence.hardware.interface for presence in node} - {None}) > 1]
-    line = (f"node {', '.join(several)}: gloo takes the same interface for all ranks: `nic_per_rank` gives each its own, "
-            "where the networks reach each other")
+    several = [
+        str(number)
+        for number, node in enumerate(nodes)
+        if node[0].device == "cpu" and len({presence.hardware.interface for presence in node} - {None}) > 1
+    ]
+    line = (
+        f"node {', '.join(several)}: gloo takes the same interface for all ranks: `nic_per_rank` gives each its own, "
+        "where the networks reach each other"
+    )
     return [line] if several else []

@@ -54,16 +54,27 @@ class Presence:
     @classmethod
     def here(cls, rank: int, size: int, config: Config, device: torch.device) -> "Presence":
         """This process's."""
-        return cls(rank, size, host_identity(config.hostname), config.location, device.type,
-                   torch.__version__, hardware(local_rank(), device.type), config.shared())
+        return cls(
+            rank,
+            size,
+            host_identity(config.hostname),
+            config.location,
+            device.type,
+            torch.__version__,
+            hardware(local_rank(), device.type),
+            config.shared(),
+        )
 
 
 def host_identity(hostname: str | None = None) -> tuple[str, str, str]:
     """Hostname (or the one given), boot id, device number of /dev/shm."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     memory = Path("/dev/shm")
-    return (hostname or socket.gethostname(), boot.read_text().strip() if boot.exists() else "",
-            str(memory.stat().st_dev) if memory.exists() else "")
+    return (
+        hostname or socket.gethostname(),
+        boot.read_text().strip() if boot.exists() else "",
+        str(memory.stat().st_dev) if memory.exists() else "",
+    )
 
 
 def exchange(store: Store, own: Presence, timeout: timedelta) -> list[Presence]:
@@ -86,8 +97,10 @@ def exchange(store: Store, own: Presence, timeout: timedelta) -> list[Presence]:
         found.append(_parse(store.get(_key(rank))))
         _check(own, found[-1])
     if missing:
-        raise RuntimeError(f"`world_size` is {own.size} on rank {own.rank}, but rank {_list(missing)} did not join within "
-                           f"{timeout.total_seconds():g} s: start all ranks, with the same world size")
+        raise RuntimeError(
+            f"`world_size` is {own.size} on rank {own.rank}, but rank {_list(missing)} did not join within "
+            f"{timeout.total_seconds():g} s: start all ranks, with the same world size"
+        )
     return found
 
 
@@ -99,11 +112,14 @@ def cluster_of(presences: Sequence[Presence], config: Config) -> Cluster:
     numbers: dict[tuple[object, ...], int] = {}
     locations = []
     for presence in presences:
-        outer = [_number(numbers, presence.location[:end + 1]) for end in range(len(presence.location))]
+        outer = [_number(numbers, presence.location[: end + 1]) for end in range(len(presence.location))]
         locations.append((*outer, _number(numbers, (*presence.location, presence.host))))
     inside = _slowest([presence.hardware.intra_node for presence in presences]) or INTRA_NODE.bytes_per_second
-    outwards = (config.nic_bytes_per_second or _slowest([presence.hardware.inter_node for presence in presences])
-                or INTER_NODE.bytes_per_second)
+    outwards = (
+        config.nic_bytes_per_second
+        or _slowest([presence.hardware.inter_node for presence in presences])
+        or INTER_NODE.bytes_per_second
+    )
     nic = Link(INTER_NODE.alpha_seconds, outwards)
     links = (Link(INTRA_NODE.alpha_seconds, inside), *[nic] * (depth.pop() + 1))
     return Cluster(tuple(locations), tuple(map(Level, LEVEL_NAMES, links)))
@@ -130,8 +146,10 @@ def _check(own: Presence, other: Presence) -> None:
 
 
 def _refuse(name: str, other: Presence, theirs: object, own: Presence, ours: object) -> None:
-    raise ValueError(f"`{name}` is {theirs} on rank {other.rank} and {ours} on rank {own.rank}; wanted the same on all "
-                     "ranks: start them with one configuration")
+    raise ValueError(
+        f"`{name}` is {theirs} on rank {other.rank} and {ours} on rank {own.rank}; wanted the same on all "
+        "ranks: start them with one configuration"
+    )
 
 
 def _parse(text: bytes) -> Presence:

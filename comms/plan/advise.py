@@ -24,7 +24,10 @@ REFERENCES = (TREE, HALVING_DOUBLING)
 HARMLESS_FIRST = ("none", "bf16", "fp16", "int8", "int4", "powersgd", "onebit", "dgc")
 """Compressors in the order of what they do to a gradient; an unknown one comes last."""
 
-SGD_ONLY = {"onebit": "its momentum takes the place of SGD's", "dgc": "its momentum correction takes the place of SGD's"}
+SGD_ONLY = {
+    "onebit": "its momentum takes the place of SGD's",
+    "dgc": "its momentum correction takes the place of SGD's",
+}
 """Compressors that presume an optimizer, and why."""
 
 WORTHWHILE = 0.05
@@ -114,9 +117,12 @@ def advise(cluster: Cluster, workload: Workload, prices: Sequence[CodecPrice], *
         library: Who runs a flat plan: `nccl` takes the faster of ring and tree, `gloo` a ring.
     """
     considered = (EXACT, *(price for price in prices if price.name != EXACT.name))
-    offers = [_offer(cluster, workload, name, price, library)
-              for name in (*PLANS, *REFERENCES) for price in considered
-              if name in PLANS or price.name in ("none", "fp16", "bf16")]
+    offers = [
+        _offer(cluster, workload, name, price, library)
+        for name in (*PLANS, *REFERENCES)
+        for price in considered
+        if name in PLANS or price.name in ("none", "fp16", "bf16")
+    ]
     return Advice(tuple(offers), _recommend(offers, workload))
 
 
@@ -153,10 +159,18 @@ def _offer(cluster: Cluster, workload: Workload, name: str, price: CodecPrice, l
     step = max(step_seconds([by_size[nbytes] for nbytes in sizes], arrivals), workload.backward_seconds)
     whole = cheapest(workload.gradient_nbytes)
     exposed = step - workload.backward_seconds
-    return Offer(name if price.name == "none" else f"{name}+{price.name}", whole, price.name, whole.seconds, step, exposed,
-                 _is_hidden(exposed, workload, by_size[sizes[-1]] if sizes else whole), _limit(whole, cluster),
-                 _caution(price.name, workload.optimizer),
-                 name in PLANS if price.name == "none" else name == "hierarchical")
+    return Offer(
+        name if price.name == "none" else f"{name}+{price.name}",
+        whole,
+        price.name,
+        whole.seconds,
+        step,
+        exposed,
+        _is_hidden(exposed, workload, by_size[sizes[-1]] if sizes else whole),
+        _limit(whole, cluster),
+        _caution(price.name, workload.optimizer),
+        name in PLANS if price.name == "none" else name == "hierarchical",
+    )
 
 
 def _priced(cluster: Cluster, nbytes: int, name: str, price: CodecPrice, library: str) -> Iterator[Plan]:
@@ -174,8 +188,12 @@ def _is_hidden(exposed: float, workload: Workload, last: Plan) -> bool:
 def _limit(plan: Plan, cluster: Cluster) -> str:
     if not plan.phases:
         return "nothing to send"
-    names = {"latency": "latency of messages", "processor": "processor", cluster.levels[0].name: "node's links",
-             "inter_node": "network card"}
+    names = {
+        "latency": "latency of messages",
+        "processor": "processor",
+        cluster.levels[0].name: "node's links",
+        "inter_node": "network card",
+    }
     return names.get(plan.limit, f"{plan.limit} links")
 
 
@@ -227,17 +245,23 @@ def _why_exact(exact: Offer, flat: Offer, rival: Offer, workload: Workload) -> s
 def _why_lossy(chosen: Offer, exact: Offer, workload: Workload) -> str:
     known = workload.backward_seconds > 0
     what = "step" if known else "communication (how long backward takes was not given)"
-    among = f"within {WORTHWHILE:.0%} of the fastest" if known else f"that save {MOST_OF_IT:.0%} of what the fastest saves"
-    return (f"{chosen.compressor} shortens the {what} from {exact.step_seconds * 1e3:.3g} to "
-            f"{chosen.step_seconds * 1e3:.3g} ms, {exact.step_seconds / chosen.step_seconds:.2f}x, because the exact "
-            f"all-reduce is limited by {exact.limit}; of the compressors {among} it changes the gradient least. "
-            "It is lossy: check the accuracy of the trained model against a run without it.")
+    among = (
+        f"within {WORTHWHILE:.0%} of the fastest" if known else f"that save {MOST_OF_IT:.0%} of what the fastest saves"
+    )
+    return (
+        f"{chosen.compressor} shortens the {what} from {exact.step_seconds * 1e3:.3g} to "
+        f"{chosen.step_seconds * 1e3:.3g} ms, {exact.step_seconds / chosen.step_seconds:.2f}x, because the exact "
+        f"all-reduce is limited by {exact.limit}; of the compressors {among} it changes the gradient least. "
+        "It is lossy: check the accuracy of the trained model against a run without it."
+    )
 
 
 def _spent(offer: Offer, workload: Workload) -> str:
     if not workload.backward_seconds:
         return f"the exact all-reduce takes {offer.seconds * 1e3:.3g} ms (how long backward takes was not given)."
     if offer.hidden:
-        return (f"communication ({offer.seconds * 1e3:.3g} ms) hides behind backward "
-                f"({workload.backward_seconds * 1e3:.3g} ms).")
+        return (
+            f"communication ({offer.seconds * 1e3:.3g} ms) hides behind backward "
+            f"({workload.backward_seconds * 1e3:.3g} ms)."
+        )
     return f"the exact step takes {offer.step_seconds * 1e3:.3g} ms."

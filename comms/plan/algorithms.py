@@ -54,8 +54,12 @@ def _ring(shape: Shape) -> Messages:
     passes = 2 * (shape.size - 1) / shape.size
     # The first piece to be done passes every edge but one, twice; the one that it may leave out is the slowest: so
     # NCCL counts 2 (N - 1) steps between N nodes (NCCL src/graph/tuning.cc).
-    return Messages(ranks, (ranks + 1) % shape.size, np.full(shape.size, passes),
-                    lambda alphas: 2 * float(alphas.sum() - alphas.max()))
+    return Messages(
+        ranks,
+        (ranks + 1) % shape.size,
+        np.full(shape.size, passes),
+        lambda alphas: 2 * float(alphas.sum() - alphas.max()),
+    )
 
 
 def tree_edges(nodes: list[list[int]]) -> list[list[tuple[int, int]]]:
@@ -89,9 +93,15 @@ def _tree(shape: Shape) -> Messages:
     first, second = tree_edges(nodes)
     up = np.array(first + second, dtype=np.intp).reshape(-1, 2)
     half = np.full(2 * len(up), 0.5)
-    return Messages(np.concatenate((up[:, 0], up[:, 1])), np.concatenate((up[:, 1], up[:, 0])), half,
-                    lambda alphas: max((_deepest(tree, alphas[start:start + len(tree)])
-                                        for tree, start in ((first, 0), (second, len(first)))), default=0.0))
+    return Messages(
+        np.concatenate((up[:, 0], up[:, 1])),
+        np.concatenate((up[:, 1], up[:, 0])),
+        half,
+        lambda alphas: max(
+            (_deepest(tree, alphas[start : start + len(tree)]) for tree, start in ((first, 0), (second, len(first)))),
+            default=0.0,
+        ),
+    )
 
 
 def _deepest(edges: list[tuple[int, int]], alphas: Floats) -> float:
@@ -146,5 +156,9 @@ def _halving_doubling(shape: Shape) -> Messages:
         pieces = np.split(alphas, np.cumsum(stages)[:-1])
         return sum(times * float(piece.max()) for times, piece in zip(twice, pieces, strict=True) if len(piece))
 
-    return Messages(np.concatenate(sources).astype(np.intp), np.concatenate(targets).astype(np.intp),
-                    np.concatenate(nbytes), critical)
+    return Messages(
+        np.concatenate(sources).astype(np.intp),
+        np.concatenate(targets).astype(np.intp),
+        np.concatenate(nbytes),
+        critical,
+    )

@@ -25,8 +25,16 @@ GPU_BYTES_PER_SECOND = {80: 1.4e12, 86: 0.42e12, 89: 0.6e12, 90: 2.3e12, 100: 5.
 """Compute capability -> 0.7 of the card's memory bandwidth (A100 80 GB 2.04, A10 0.6, L40 0.86, H100 SXM 3.35, B200 8
 TB/s). Source: NVIDIA's data sheets; 0.7 is what memory-bound kernels reach."""
 
-TOUCHED_NBYTES = {"none": 0.0, "fp16": 14.0, "bf16": 14.0, "int8": 19.0, "int4": 18.0, "onebit": 49.0, "dgc": 28.0,
-                  "powersgd": 32.0}
+TOUCHED_NBYTES = {
+    "none": 0.0,
+    "fp16": 14.0,
+    "bf16": 14.0,
+    "int8": 19.0,
+    "int4": 18.0,
+    "onebit": 49.0,
+    "dgc": 28.0,
+    "powersgd": 32.0,
+}
 """Bytes that encoding and decoding read and write for each element of a shard, residual and momentum included: encode
 (gradient in, residual in and out, payload out), decode and sum a slice, decode the result. One pass each; onebit has two more,
 for its units."""
@@ -53,8 +61,9 @@ def codec_price(name: str, layout: Layout, group_size: int, memory_bytes_per_sec
     if name == EXACT.name:
         return EXACT
     touched = TOUCHED_NBYTES.get(name, UNKNOWN_TOUCHED_NBYTES)
-    return CodecPrice(name, wire_ratio(final(name), layout, group_size),
-                      touched / ELEMENT_NBYTES / memory_bytes_per_second)
+    return CodecPrice(
+        name, wire_ratio(final(name), layout, group_size), touched / ELEMENT_NBYTES / memory_bytes_per_second
+    )
 
 
 def final(name: str) -> Compressor:
@@ -86,9 +95,14 @@ def alone(processor_seconds: float, share: float) -> float:
     return processor_seconds / share
 
 
-def measured_price(name: str, layout: Layout, group_size: int, seconds: float = 0.1,
-                   together: Callable[[], object] = lambda: None,
-                   agree: Callable[[float, float], float] = alone) -> CodecPrice:
+def measured_price(
+    name: str,
+    layout: Layout,
+    group_size: int,
+    seconds: float = 0.1,
+    together: Callable[[], object] = lambda: None,
+    agree: Callable[[float, float], float] = alone,
+) -> CodecPrice:
     """The price with encoding and decoding timed here: the mean of as many rounds as a while takes.
 
     Two sizes, the whole gradient and its first parameter, tell what each call costs from what each byte does.
@@ -107,15 +121,23 @@ def measured_price(name: str, layout: Layout, group_size: int, seconds: float = 
         return EXACT
     group, first = EchoGroup(group_size), Layout(layout.slices[:1])
     (whole, hops, whole_share), (part, _, part_share) = (
-        _timed(settling(name), each, group, seconds, together) for each in (layout, first))
+        _timed(settling(name), each, group, seconds, together) for each in (layout, first)
+    )
     whole, part = agree(whole, whole_share), agree(part, part_share)
     per_element = (whole - part) / (layout.numel - first.numel) if len(layout.slices) > 1 else whole / layout.numel
-    return CodecPrice(name, wire_ratio(final(name), layout, group_size), max(per_element, 0.0) / ELEMENT_NBYTES,
-                      max(part - per_element * first.numel, 0.0), hops, group.exchanged)
+    return CodecPrice(
+        name,
+        wire_ratio(final(name), layout, group_size),
+        max(per_element, 0.0) / ELEMENT_NBYTES,
+        max(part - per_element * first.numel, 0.0),
+        hops,
+        group.exchanged,
+    )
 
 
-def _timed(compressor: Compressor, layout: Layout, group: EchoGroup, seconds: float,
-           together: Callable[[], object]) -> tuple[float, int, float]:
+def _timed(
+    compressor: Compressor, layout: Layout, group: EchoGroup, seconds: float, together: Callable[[], object]
+) -> tuple[float, int, float]:
     """What an all-reduce takes in which nothing travels.
 
     What the processor needs for a round and what share of it there is are measured apart: where ranks share cores, a

@@ -148,8 +148,14 @@ def sent_nbytes(op: str, nbytes: float, count: int, index: int, bounds: Sequence
 
 def sole_owner(bounds: Sequence[int]) -> int | None:
     """The member that owns everything, where there is one: a reduce or broadcast instead of a scatter or gather."""
-    return next((index for index in range(len(bounds) - 1)
-                 if bounds[index] == bounds[0] and bounds[index + 1] == bounds[-1] > bounds[0]), None)
+    return next(
+        (
+            index
+            for index in range(len(bounds) - 1)
+            if bounds[index] == bounds[0] and bounds[index + 1] == bounds[-1] > bounds[0]
+        ),
+        None,
+    )
 
 
 def busiest_resource(phases: Sequence[tuple[int, float]]) -> tuple[int, float]:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 
-def finish_seconds(cuts: Sequence[int], arrivals: Sequence[float], sizes: Sequence[int], alpha_seconds: float,
-                   seconds_per_byte: float) -> float:
+def finish_seconds(
+    cuts: Sequence[int], arrivals: Sequence[float], sizes: Sequence[int], alpha_seconds: float, seconds_per_byte: float
+) -> float:
     """When the last transfer is done.
 
     Args:
@@ -28,8 +29,9 @@ def finish_seconds(cuts: Sequence[int], arrivals: Sequence[float], sizes: Sequen
     return finish
 
 
-def optimal_cuts(arrivals: Sequence[float], sizes: Sequence[int], alpha_seconds: float,
-                 seconds_per_byte: float) -> tuple[int, ...]:
+def optimal_cuts(
+    arrivals: Sequence[float], sizes: Sequence[int], alpha_seconds: float, seconds_per_byte: float
+) -> tuple[int, ...]:
     """The cuts that let the last transfer end first; O(n^2) for n buckets.
 
     Args:
@@ -47,11 +49,18 @@ def optimal_cuts(arrivals: Sequence[float], sizes: Sequence[int], alpha_seconds:
     finish = [0.0]
     begins = [0]
     for stop in range(1, len(sizes) + 1):
-        best = min(range(stop), key=lambda start: max(finish[start], arrivals[stop - 1])
-                   + alpha_seconds + seconds_per_byte * (before[stop] - before[start]))
+        best = min(
+            range(stop),
+            key=lambda start: (
+                max(finish[start], arrivals[stop - 1])
+                + alpha_seconds
+                + seconds_per_byte * (before[stop] - before[start])
+            ),
+        )
         begins.append(best)
-        finish.append(max(finish[best], arrivals[stop - 1])
-                      + alpha_seconds + seconds_per_byte * (before[stop] - before[best]))
+        finish.append(
+            max(finish[best], arrivals[stop - 1]) + alpha_seconds + seconds_per_byte * (before[stop] - before[best])
+        )
     cuts, stop = [], len(sizes)
     while stop:
         cuts.append(stop)

@@ -31,9 +31,11 @@ class JobAdvice:
 
     def __str__(self) -> str:
         seen, verdict = self.observed, self.advice.recommend
-        return (f"a step takes {seen.step_seconds * 1e3:.3g} ms, {seen.exposed_seconds * 1e3:.3g} ms of it waiting for "
-                f"communication; without any it would take {self.headroom_seconds * 1e3:.3g} ms\n"
-                f"recommended: plan {verdict.plan}, compressor {verdict.compressor}. {verdict.why}")
+        return (
+            f"a step takes {seen.step_seconds * 1e3:.3g} ms, {seen.exposed_seconds * 1e3:.3g} ms of it waiting for "
+            f"communication; without any it would take {self.headroom_seconds * 1e3:.3g} ms\n"
+            f"recommended: plan {verdict.plan}, compressor {verdict.compressor}. {verdict.why}"
+        )
 
 
 def advise_job(cluster: Cluster, sizes: Sequence[int], observed: Observed, optimizer: str, library: str) -> JobAdvice:
@@ -47,8 +49,11 @@ def advise_job(cluster: Cluster, sizes: Sequence[int], observed: Observed, optim
         library: As for `advise`.
     """
     workload = Workload(sum(sizes), observed.backward_seconds, max([*sizes, 1]), optimizer)
-    return JobAdvice(advise(cluster, workload, prices(len(cluster.nodes), library), library=library), observed,
-                     observed.headroom_seconds)
+    return JobAdvice(
+        advise(cluster, workload, prices(len(cluster.nodes), library), library=library),
+        observed,
+        observed.headroom_seconds,
+    )
 
 
 @lru_cache(maxsize=8)

@@ -13,9 +13,15 @@ CHANNELS_PER_NIC = 2
 """Connections that NCCL opens between two neighbours for each card. Source: NVIDIA/nccl issue 438."""
 
 
-def cluster_of_machines(machine: Machine, nodes: int, *, ranks_per_node: int | None = None,
-                        nic_bits_per_second: float | None = None, nics_per_node: int | None = None,
-                        intra_bits_per_second: float | None = None) -> Cluster:
+def cluster_of_machines(
+    machine: Machine,
+    nodes: int,
+    *,
+    ranks_per_node: int | None = None,
+    nic_bits_per_second: float | None = None,
+    nics_per_node: int | None = None,
+    intra_bits_per_second: float | None = None,
+) -> Cluster:
     """`nodes` machines like this one.
 
     Args:
@@ -36,18 +42,26 @@ def cluster_of_machines(machine: Machine, nodes: int, *, ranks_per_node: int | N
     intra, inter = levels_of(machine, host_memory_bytes_per_second=HOST_MEMORY_BYTES_PER_SECOND)
     inside = intra.bytes_per_second if intra_bits_per_second is None else intra_bits_per_second / 8
     if inside is None and count > 1:
-        raise ValueError("`intra-node` is not given and the topology does not tell how fast the GPUs of a node are connected; "
-                         "wanted a rate such as 1880gbit, or what `gradwire topo --json` prints on the machine itself")
-    levels = (Level(LEVEL_NAMES[0], Link(intra.alpha_seconds, inside or HOST_MEMORY_BYTES_PER_SECOND)),
-              Level(LEVEL_NAMES[1], _nic(machine, inter.bytes_per_second, inter.alpha_seconds, nic_bits_per_second,
-                                         nics_per_node)))
+        raise ValueError(
+            "`intra-node` is not given and the topology does not tell how fast the GPUs of a node are connected; "
+            "wanted a rate such as 1880gbit, or what `gradwire topo --json` prints on the machine itself"
+        )
+    levels = (
+        Level(LEVEL_NAMES[0], Link(intra.alpha_seconds, inside or HOST_MEMORY_BYTES_PER_SECOND)),
+        Level(
+            LEVEL_NAMES[1],
+            _nic(machine, inter.bytes_per_second, inter.alpha_seconds, nic_bits_per_second, nics_per_node),
+        ),
+    )
     return uniform_cluster((count, nodes), levels)
 
 
 def codec_bytes_per_second(machine: Machine) -> float:
     """What the processor that encodes moves through its memory: a GPU where there is one, else one core."""
     capabilities = [gpu.compute_capability for gpu in machine.gpus if gpu.compute_capability is not None]
-    known = [rate for capability, rate in GPU_BYTES_PER_SECOND.items() if capabilities and capability <= min(capabilities)]
+    known = [
+        rate for capability, rate in GPU_BYTES_PER_SECOND.items() if capabilities and capability <= min(capabilities)
+    ]
     if machine.gpus:
         return known[-1] if known else min(GPU_BYTES_PER_SECOND.values())
     return CPU_BYTES_PER_SECOND
@@ -58,14 +72,21 @@ def library_of(machine: Machine) -> str:
     return "nccl" if machine.gpus else "gloo"
 
 
-def _nic(machine: Machine, bytes_per_second: float | None, alpha_seconds: float, bits_per_second: float | None,
-         nics_per_node: int | None) -> Link:
+def _nic(
+    machine: Machine,
+    bytes_per_second: float | None,
+    alpha_seconds: float,
+    bits_per_second: float | None,
+    nics_per_node: int | None,
+) -> Link:
     cards = len({nic.key for nic in nics_of_gpus(machine).values() if nic is not None}) or 1
     if bits_per_second is not None:
         total, nics, alpha = bits_per_second / 8 * (nics_per_node or 1), nics_per_node or 1, TCP_ALPHA_SECONDS
     elif bytes_per_second is not None:
         total, nics, alpha = bytes_per_second / cards * (nics_per_node or cards), nics_per_node or cards, alpha_seconds
     else:
-        raise ValueError("`nic` is not given and the topology does not tell how fast its network cards are; wanted a rate "
-                         "such as 25gbit")
+        raise ValueError(
+            "`nic` is not given and the topology does not tell how fast its network cards are; wanted a rate "
+            "such as 25gbit"
+        )
     return Link(alpha, total, nics, CHANNELS_PER_NIC * nics if machine.gpus else 1)

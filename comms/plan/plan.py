@@ -70,8 +70,10 @@ class Plan:
         steps = " -> ".join(_phase_text(phase, level_names) for phase in self.phases)
         pieces = "in one piece" if self.chunks == 1 else f"in {self.chunks} pipelined chunks"
         traffic = ", ".join(f"{nbytes / 1e6:.3g} MB {name}" for name, nbytes in self.bytes_by_level.items())
-        return (f"{self.name}: {steps or 'nothing to do'}, {pieces}; {self.nbytes / 1e6:.3g} MB predicted to take "
-                f"{self.seconds * 1e3:.3g} ms and to send {traffic}. {self.why}")
+        return (
+            f"{self.name}: {steps or 'nothing to do'}, {pieces}; {self.nbytes / 1e6:.3g} MB predicted to take "
+            f"{self.seconds * 1e3:.3g} ms and to send {traffic}. {self.why}"
+        )
 
 
 def _phase_text(phase: Phase, level_names: tuple[str, ...]) -> str:

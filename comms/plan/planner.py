@@ -32,8 +32,15 @@ PROCESSOR = -1
 """What encoding and decoding occupy, and phases through shared memory, in place of a level's link."""
 
 
-def plan_all_reduce(cluster: Cluster, nbytes: int, *, name: str = "auto", chunks: int = 0,
-                    price: CodecPrice = EXACT, library: str = "gloo") -> Plan:
+def plan_all_reduce(
+    cluster: Cluster,
+    nbytes: int,
+    *,
+    name: str = "auto",
+    chunks: int = 0,
+    price: CodecPrice = EXACT,
+    library: str = "gloo",
+) -> Plan:
     """The cheapest plan for an all-reduce of one bucket.
 
     Args:
@@ -48,8 +55,7 @@ def plan_all_reduce(cluster: Cluster, nbytes: int, *, name: str = "auto", chunks
         ValueError: `name` is unknown.
     """
     names = ("flat", "hierarchical", "leader") if name == "auto" else (name,)
-    plans = [plan for each in names
-             for plan in candidates(cluster, nbytes, each, chunks, price)]
+    plans = [plan for each in names for plan in candidates(cluster, nbytes, each, chunks, price)]
     best = _most_chunks(plans)
     if name != "auto":
         return with_reason(best, "Asked for by name.")
@@ -78,11 +84,18 @@ def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price:
     """Every priced plan of one name: one for each number of chunks worth trying, one chunk first."""
     phases = make_phases(cluster, name, None if price.name == EXACT.name else price.name)
     costs, shares = _costs(cluster, name)
-    costs = tuple(_compressed(cluster, phase, cost, price) if phase.compressor else cost
-                  for phase, cost in zip(phases, costs, strict=True))
+    costs = tuple(
+        _compressed(cluster, phase, cost, price) if phase.compressor else cost
+        for phase, cost in zip(phases, costs, strict=True)
+    )
     encoded = [share for phase, share in zip(phases, shares, strict=True) if phase.compressor]
-    traffic = busiest(cluster, [(cost, nbytes * price.ratio if phase.compressor else nbytes)
-                                for phase, cost in zip(phases, costs, strict=True)])
+    traffic = busiest(
+        cluster,
+        [
+            (cost, nbytes * price.ratio if phase.compressor else nbytes)
+            for phase, cost in zip(phases, costs, strict=True)
+        ],
+    )
     outermost = phases[len(phases) // 2].level if phases else 0  # down, across, up again
     gap = cluster.levels[outermost].link.gap_seconds
     for count in (chunks,) if chunks else CHUNK_COUNTS:
@@ -90,11 +103,18 @@ def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price:
             part = nbytes / count
             codec = sum(price.seconds(part * share) for share in encoded)
             alone = codec + sum(cost.seconds(part) for cost in costs)
-            pieces = [(_taken(cluster, phase), cost.seconds(part) if gap is None else cost.byte_share * cost.byte_seconds(part))
-                      for phase, cost in zip(phases, costs, strict=True)]
+            pieces = [
+                (
+                    _taken(cluster, phase),
+                    cost.seconds(part) if gap is None else cost.byte_share * cost.byte_seconds(part),
+                )
+                for phase, cost in zip(phases, costs, strict=True)
+            ]
             level, busy = busiest_resource([*pieces, (PROCESSOR, codec + (gap or 0.0))])
             latency = sum(cost.alpha_seconds for phase, cost in zip(phases, costs, strict=True) if phase.level == level)
-            limit = "latency" if 2 * latency > busy else "processor" if level == PROCESSOR else cluster.levels[level].name
+            limit = (
+                "latency" if 2 * latency > busy else "processor" if level == PROCESSOR else cluster.levels[level].name
+            )
             yield Plan(name, phases, count, nbytes, alone + (count - 1) * busy, traffic, "", limit, count * busy)
 
 
@@ -115,8 +135,9 @@ def make_phases(cluster: Cluster, name: str, compressor: str | None = None) -> t
     if not levels:
         return ()
     if name in FLAT_ALGORITHMS or len(levels) == 1:
-        return (Phase(ALL_REDUCE, levels[-1], whole=True, compressor=compressor,
-                      algorithm=FLAT_ALGORITHMS.get(name, RING)),)
+        return (
+            Phase(ALL_REDUCE, levels[-1], whole=True, compressor=compressor, algorithm=FLAT_ALGORITHMS.get(name, RING)),
+        )
     *inner, top = levels
     parts = {level: cluster.widest(level) if name == "hierarchical" else 1 for level in inner}
     down = [Phase(REDUCE_SCATTER, level, parts[level]) for level in inner]
@@ -132,8 +153,9 @@ def _compressed(cluster: Cluster, phase: Phase, cost: PhaseCost, price: CodecPri
         return replace(cost, alpha_seconds=alpha, seconds_per_byte=per_byte)
     if link.exchange_alpha_seconds is not None and not phase.whole:
         alpha = price.rounds * (cluster.widest(phase.level) - 1) * link.exchange_alpha_seconds
-    return replace(cost, alpha_seconds=alpha, seconds_per_byte=per_byte / link.exchange_share,
-                   byte_share=link.exchange_gap_share)
+    return replace(
+        cost, alpha_seconds=alpha, seconds_per_byte=per_byte / link.exchange_share, byte_share=link.exchange_gap_share
+    )
 
 
 @lru_cache(maxsize=128)

@@ -40,11 +40,13 @@ def rank_order_ladder(transfer: Transfer, rank: int, same_node: SameNode) -> lis
     rest, place = transfer, transfer.members.index(rank)
     while len(rest.members) > 2 and _all_have_neighbours(rest.members, same_node):
         side, numel = place % 2, rest.stop - rest.start
-        scatter, gather = _both_ways(replace(rest, members=rest.members[place - side:place - side + 2]))
+        scatter, gather = _both_ways(replace(rest, members=rest.members[place - side : place - side + 2]))
         down.append(scatter)
         up.insert(0, gather)
         bounds = (0, numel // 2, numel)
-        rest = replace(rest, members=rest.members[side::2], start=rest.start + bounds[side], stop=rest.start + bounds[side + 1])
+        rest = replace(
+            rest, members=rest.members[side::2], start=rest.start + bounds[side], stop=rest.start + bounds[side + 1]
+        )
         place //= 2
     return [*down, *((rest,) if len(rest.members) == 2 else _both_ways(rest)), *up]
 

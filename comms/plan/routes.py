@@ -35,9 +35,13 @@ class Route:
 
     def compressed_shards(self) -> list[tuple[int, int]]:
         """The runs of elements that this rank compresses."""
-        return [(transfer.start, transfer.stop) for chunk in self.transfers
-                for phase, transfers in zip(self.plan.phases, chunk, strict=True) if phase.compressor
-                for transfer in transfers]
+        return [
+            (transfer.start, transfer.stop)
+            for chunk in self.transfers
+            for phase, transfers in zip(self.plan.phases, chunk, strict=True)
+            if phase.compressor
+            for transfer in transfers
+        ]
 
 
 class Routes:
@@ -51,7 +55,9 @@ class Routes:
         library: Who runs a flat all-reduce: `gloo` or `nccl`.
     """
 
-    def __init__(self, cluster: Cluster, rank: int, config: Config, compressor: Compressor | None, library: str) -> None:
+    def __init__(
+        self, cluster: Cluster, rank: int, config: Config, compressor: Compressor | None, library: str
+    ) -> None:
         self.cluster = cluster
         self.library = library
         self.plan_name, self.chunks = config.plan, config.chunks
@@ -81,9 +87,13 @@ class Routes:
         partition = self._partition(layout)
         schedule = Schedule(self.cluster, plan)
         bounds = partition(0, flat.numel(), plan.chunks)
-        transfers = [[[transfer for transfer in phase if self._rank in transfer.members]
-                      for phase in schedule.transfers(stop - start, partition, start)]
-                     for start, stop in pairwise(bounds)]
+        transfers = [
+            [
+                [transfer for transfer in phase if self._rank in transfer.members]
+                for phase in schedule.transfers(stop - start, partition, start)
+            ]
+            for start, stop in pairwise(bounds)
+        ]
         return Route(plan, bounds, transfers)
 
     def choose(self, plan: str, chunks: int, why: str) -> None:
@@ -111,8 +121,11 @@ class Routes:
 
     def describe_links(self) -> str:
         """The rates that plans are predicted with, in one line."""
-        rates = ", ".join(f"{level.link.bytes_per_second / 1e9:.3g} GB/s {level.name}"
-                          for number, level in enumerate(self.cluster.levels) if self.cluster.widest(number) > 1)
+        rates = ", ".join(
+            f"{level.link.bytes_per_second / 1e9:.3g} GB/s {level.name}"
+            for number, level in enumerate(self.cluster.levels)
+            if self.cluster.widest(number) > 1
+        )
         origin = "as measured" if self._measured else "as told or presumed (`probe=True` measures them)"
         return f"links {origin}: {rates or 'none'}"
 
@@ -123,7 +136,9 @@ class Routes:
     def _plan(self, flat: Tensor, layout: Layout | None) -> Plan:
         nodes = len(self.cluster.nodes)
         if self._compressor is None or layout is None or nodes == 1:
-            plan = plan_all_reduce(self.cluster, flat.nbytes, name=self.plan_name, chunks=self.chunks, library=self.library)
+            plan = plan_all_reduce(
+                self.cluster, flat.nbytes, name=self.plan_name, chunks=self.chunks, library=self.library
+            )
             return with_reason(plan, self._why) if self._why else plan
         price = CodecPrice(self._compressor.name, wire_ratio(self._compressor, layout, nodes))
         plan = plan_all_reduce(self.cluster, flat.nbytes, name="hierarchical", chunks=self.chunks, price=price)

@@ -80,8 +80,9 @@ class Schedule:
         """
         regions = {0: [_Region((), start, start + numel)]}
         for level in range(self.cluster.depth):  # a level that nobody scatters at leaves every region whole
-            regions[level + 1] = [smaller for region in regions[level]
-                                  for smaller in _split(region, self._parts.get(level, 1), partition)]
+            regions[level + 1] = [
+                smaller for region in regions[level] for smaller in _split(region, self._parts.get(level, 1), partition)
+            ]
         return [list(self._phase(phase, regions)) for phase in self.plan.phases]
 
     def _phase(self, phase: Phase, regions: dict[int, list[_Region]]) -> Iterator[Transfer]:

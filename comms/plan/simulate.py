@@ -41,12 +41,19 @@ class Wires:
 
     def busiest(self) -> dict[str, int]:
         """For each level's name the bytes of the busiest unit."""
-        return {level.name: max((nbytes for (index, _), nbytes in self.egress.items() if index == number), default=0)
-                for number, level in enumerate(self.cluster.levels)}
+        return {
+            level.name: max((nbytes for (index, _), nbytes in self.egress.items() if index == number), default=0)
+            for number, level in enumerate(self.cluster.levels)
+        }
 
 
-def simulate(cluster: Cluster, plan: Plan, inputs: Sequence[Array], partition: Partition = even_partition,
-             element_nbytes: int = 4) -> tuple[list[Array], dict[str, int]]:
+def simulate(
+    cluster: Cluster,
+    plan: Plan,
+    inputs: Sequence[Array],
+    partition: Partition = even_partition,
+    element_nbytes: int = 4,
+) -> tuple[list[Array], dict[str, int]]:
     """Runs `plan` and returns every rank's result and the bytes of the busiest unit at each level.
 
     Args:
@@ -68,7 +75,7 @@ def simulate(cluster: Cluster, plan: Plan, inputs: Sequence[Array], partition: P
 
 
 def _run(transfer: Transfer, algorithm: str, state: list[Array], wires: Wires) -> None:
-    views = [state[rank][transfer.start:transfer.stop] for rank in transfer.members]
+    views = [state[rank][transfer.start : transfer.stop] for rank in transfer.members]
     if transfer.op == ALL_REDUCE:
         if algorithm == TREE:
             _trees(views, wires)
@@ -109,8 +116,9 @@ def _broadcast(members: Sequence[int], views: list[Array], owner: int, wires: Wi
 def _trees(views: list[Array], wires: Wires) -> None:
     """Half of the bucket up and down each of two trees."""
     half = len(views[0]) // 2
-    for piece, edges in zip((slice(half), slice(half, None)), tree_edges([list(node) for node in wires.cluster.nodes]),
-                            strict=True):
+    for piece, edges in zip(
+        (slice(half), slice(half, None)), tree_edges([list(node) for node in wires.cluster.nodes]), strict=True
+    ):
         parents = dict(edges)
         for child in sorted(parents, key=lambda rank: -_depth(rank, parents)):
             views[parents[child]][piece] += views[child][piece]
@@ -163,9 +171,9 @@ def _ring(members: Sequence[int], views: list[Array], bounds: Sequence[int], wir
         sent = []
         for index in range(count):
             piece = (index - step + (0 if add else 1)) % count
-            sent.append((index, piece, views[index][bounds[piece]:bounds[piece + 1]].copy()))
+            sent.append((index, piece, views[index][bounds[piece] : bounds[piece + 1]].copy()))
         for index, piece, data in sent:
             target = (index + 1) % count
-            view = views[target][bounds[piece]:bounds[piece + 1]]
+            view = views[target][bounds[piece] : bounds[piece + 1]]
             view[:] = view + data if add else data
             wires.send(members[index], members[target], len(data))

@@ -46,8 +46,11 @@ class Shape:
         self.unit_ids: list[Ints] = [np.arange(cluster.size)]
         for level in range(1, cluster.depth):
             numbers: dict[Unit, int] = {}
-            self.unit_ids.append(np.array([numbers.setdefault(cluster.unit(rank, level - 1), len(numbers))
-                                           for rank in range(cluster.size)]))
+            self.unit_ids.append(
+                np.array(
+                    [numbers.setdefault(cluster.unit(rank, level - 1), len(numbers)) for rank in range(cluster.size)]
+                )
+            )
         self.places: list[Ints] = []
         self.counts: list[Ints] = []
         for level, ids in enumerate(self.unit_ids):

@@ -48,7 +48,7 @@ class EchoGroup:
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int]) -> Done:
         """See `Group.reduce_scatter`."""
         self.rounds += 1
-        tensor[bounds[0]:bounds[1]].mul_(self.size)
+        tensor[bounds[0] : bounds[1]].mul_(self.size)
         return Done()
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Done:

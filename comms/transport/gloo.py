@@ -50,16 +50,19 @@ class GlooTransport(TorchTransport):
         lower_out, own_out, higher_out = self._sections(output, output_splits)
         lower_in, own_in, higher_in = self._sections(source, source_splits)
         own_out.copy_(own_in)
-        up = all_to_all_single(self._group, lower_out, higher_in, self._lower(output_splits), self._higher(source_splits))
-        down = all_to_all_single(self._downwards, higher_out, lower_in, self._higher(output_splits),
-                                 self._lower(source_splits))
+        up = all_to_all_single(
+            self._group, lower_out, higher_in, self._lower(output_splits), self._higher(source_splits)
+        )
+        down = all_to_all_single(
+            self._downwards, higher_out, lower_in, self._higher(output_splits), self._lower(source_splits)
+        )
         return Works([self._pending(up), self._pending(down)])
 
     def _sections(self, flat: Tensor, splits: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """What belongs to lower ranks, to this one, and to higher ones."""
-        start = sum(splits[:self.rank])
+        start = sum(splits[: self.rank])
         stop = start + splits[self.rank]
-        return flat[:start], flat[start:stop], flat[stop:sum(splits)]
+        return flat[:start], flat[start:stop], flat[stop : sum(splits)]
 
     def _lower(self, splits: list[int]) -> list[int]:
         return [numel * (rank < self.rank) for rank, numel in enumerate(splits)]
@@ -68,8 +71,9 @@ class GlooTransport(TorchTransport):
         return [numel * (rank > self.rank) for rank, numel in enumerate(splits)]
 
 
-def connect(store: Store, rank: int, size: int, timeout: timedelta, alarm: Alarm | None = None,
-            interface: str | None = None) -> GlooTransport:
+def connect(
+    store: Store, rank: int, size: int, timeout: timedelta, alarm: Alarm | None = None, interface: str | None = None
+) -> GlooTransport:
     """Connects `size` ranks over TCP; returns when all of them have come.
 
     Gloo listens on the interface given, else on the one that GLOO_SOCKET_IFNAME names, else on the one that the hostname

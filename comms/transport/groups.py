@@ -45,8 +45,17 @@ class Groups:
         interface: Network interface that gloo is to use; None leaves it to gloo.
     """
 
-    def __init__(self, store: PollingStore, rank: int, device: torch.device, same_node: Callable[[tuple[int, ...]], bool],
-                 transport: str, timeout: timedelta, alarm: Alarm, interface: str | None = None) -> None:
+    def __init__(
+        self,
+        store: PollingStore,
+        rank: int,
+        device: torch.device,
+        same_node: Callable[[tuple[int, ...]], bool],
+        transport: str,
+        timeout: timedelta,
+        alarm: Alarm,
+        interface: str | None = None,
+    ) -> None:
         if transport == "nccl" and device.type != "cuda":
             raise ValueError(f"`transport` is nccl but the gradients are on {device}; wanted gloo or auto")
         if transport == "mpi" and device.type != "cpu":
@@ -94,7 +103,11 @@ class Groups:
         if self.is_synchronous(members):
             return ShmGroup.create(self._store, index, size, key=f"shm/{name}", timeout=self._timeout)
         if self._device.type == "cuda":
-            return nccl.connect(PrefixStore(f"nccl/{name}", self._store.plain), index, size, self._timeout, self._device)
+            return nccl.connect(
+                PrefixStore(f"nccl/{name}", self._store.plain), index, size, self._timeout, self._device
+            )
         if self._transport == "mpi":
             return mpi.connect(PrefixStore(f"mpi/{name}", self._store), index, size, self._timeout)
-        return gloo.connect(PrefixStore(f"gloo/{name}", self._store), index, size, self._timeout, self._alarm, self._interface)
+        return gloo.connect(
+            PrefixStore(f"gloo/{name}", self._store), index, size, self._timeout, self._alarm, self._interface
+        )

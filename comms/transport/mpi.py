@@ -54,8 +54,10 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> "MpiGroup
     """
     mpi = load_mpi()
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
-        raise RuntimeError(f"`transport` is mpi, but this MPI gives thread level {mpi.Query_thread()}; wanted "
-                           f"MPI_THREAD_MULTIPLE ({mpi.THREAD_MULTIPLE}): use gloo, or an MPI built with threads")
+        raise RuntimeError(
+            f"`transport` is mpi, but this MPI gives thread level {mpi.Query_thread()}; wanted "
+            f"MPI_THREAD_MULTIPLE ({mpi.THREAD_MULTIPLE}): use gloo, or an MPI built with threads"
+        )
     world = mpi.COMM_WORLD
     store.set(f"mpi/{rank}", f"{world.Get_rank()}/{world.Get_size()}")
     keys = [f"mpi/{each}" for each in range(size)]
@@ -63,8 +65,10 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> "MpiGroup
     places = [tuple(map(int, store.get(key).decode().split("/"))) for key in keys]
     numbers = [number for number, _ in places]
     if len(set(numbers)) != size or {total for _, total in places} != {world.Get_size()}:
-        raise ValueError(f"`transport` is mpi, but the ranks of this group are {numbers} in MPI.COMM_WORLD; wanted {size} "
-                         "different ones: start all ranks with one mpirun")
+        raise ValueError(
+            f"`transport` is mpi, but the ranks of this group are {numbers} in MPI.COMM_WORLD; wanted {size} "
+            "different ones: start all ranks with one mpirun"
+        )
     members = world.Get_group().Incl(numbers)
     if rank == 0:
         store.set("mpi/tag", str((next(_groups_made) + 61 * numbers[0]) % _TAGS))
@@ -84,7 +88,9 @@ class MpiGroup:
         timeout: For every collective.
     """
 
-    def __init__(self, mpi: ModuleType, first: "MPI.Comm", second: "MPI.Comm", rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, mpi: ModuleType, first: "MPI.Comm", second: "MPI.Comm", rank: int, size: int, timeout: timedelta
+    ) -> None:
         self.rank = rank
         self.size = size
         self._mpi = mpi
@@ -139,9 +145,10 @@ class MpiGroup:
         sent, buffer = _bytes(flat), _bytes(received)
         request = self._first.Ialltoallv(
             [sent, (counts, [start * width for start in bounds[:-1]]), self._mpi.BYTE],
-            [buffer, ([own * width] * self.size, [rank * own * width for rank in range(self.size)]), self._mpi.BYTE])
+            [buffer, ([own * width] * self.size, [rank * own * width for rank in range(self.size)]), self._mpi.BYTE],
+        )
         arrived = _Request(request, (sent, buffer), "reduce_scatter", self._seconds)
-        target = flat[bounds[self.rank]:bounds[self.rank + 1]]
+        target = flat[bounds[self.rank] : bounds[self.rank + 1]]
 
         def add() -> Work:
             rows.sum(target)

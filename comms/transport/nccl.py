@@ -37,6 +37,8 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta, device: torc
         RuntimeError: This torch has no NCCL, or a rank did not come.
     """
     if not dist.is_nccl_available():
-        raise RuntimeError("`transport` is nccl, but this torch was built without NCCL: install a CUDA build of torch, "
-                           "or keep the model on the CPU")
+        raise RuntimeError(
+            "`transport` is nccl, but this torch was built without NCCL: install a CUDA build of torch, "
+            "or keep the model on the CPU"
+        )
     return NcclTransport(make_nccl(store, rank, size, timeout, device), rank, size)

@@ -57,8 +57,11 @@ class _Rendezvous:
                 raise PeerError(self._store.get(f"{self._key}/{FAILED}").decode())
             if time.monotonic() > self._deadline:
                 absent = missing()
-                raise PeerError(f"ranks {absent} did not come to the set-up of the shared-memory group {self._key!r} "
-                                "within `timeout`", absent)
+                raise PeerError(
+                    f"ranks {absent} did not come to the set-up of the shared-memory group {self._key!r} "
+                    "within `timeout`",
+                    absent,
+                )
             time.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, LONGEST_PAUSE_SECONDS)
         return str(self._store.get(f"{self._key}/{word}").decode())
@@ -73,16 +76,22 @@ def _allocate(path: Path, nbytes: int) -> None:
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise OSError(error.errno, f"cannot make a shared-memory file in {path.parent}: {error.strerror}; the folder "
-                      "must exist and be writable for this user (mode 1777)") from error
+        raise OSError(
+            error.errno,
+            f"cannot make a shared-memory file in {path.parent}: {error.strerror}; the folder "
+            "must exist and be writable for this user (mode 1777)",
+        ) from error
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
         facts = os.statvfs(path.parent)
         path.unlink(missing_ok=True)
-        raise OSError(error.errno, f"cannot allocate shared memory: {error.strerror}; {path.parent} has "
-                      f"{facts.f_bavail * facts.f_frsize} bytes free, wanted {nbytes}: enlarge it (docker run "
-                      "--shm-size=1g, mount -o remount,size=1g) or pass a smaller `block_nbytes`") from error
+        raise OSError(
+            error.errno,
+            f"cannot allocate shared memory: {error.strerror}; {path.parent} has "
+            f"{facts.f_bavail * facts.f_frsize} bytes free, wanted {nbytes}: enlarge it (docker run "
+            "--shm-size=1g, mount -o remount,size=1g) or pass a smaller `block_nbytes`",
+        ) from error
     finally:
         os.close(descriptor)
 
@@ -110,7 +119,9 @@ def _check_offer(words: _Rendezvous, size: int, block_nbytes: int) -> None:
             raise ValueError(f"`{name}` is {own} here and {made[name]} on rank 0: all ranks must pass the same value")
 
 
-def open_group(store: Store, rank: int, size: int, key: str, timeout: timedelta, block_nbytes: int) -> SharedMemoryGroup:
+def open_group(
+    store: Store, rank: int, size: int, key: str, timeout: timedelta, block_nbytes: int
+) -> SharedMemoryGroup:
     """Maps one new segment in all ranks; returns when every rank has mapped it and its name is gone.
 
     Raises:

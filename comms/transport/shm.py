@@ -18,9 +18,22 @@ BLOCK_NBYTES = 512 << 10
 cache, smaller ones pay for more barriers."""
 
 _SMALLEST_BLOCK_NBYTES = 4096
-_DTYPES = {dtype: code for code, dtype in enumerate((
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8,
-    torch.int16))}
+_DTYPES = {
+    dtype: code
+    for code, dtype in enumerate(
+        (
+            torch.float32,
+            torch.float64,
+            torch.float16,
+            torch.bfloat16,
+            torch.int32,
+            torch.int64,
+            torch.uint8,
+            torch.int8,
+            torch.int16,
+        )
+    )
+}
 _FLOATING = 4
 """Codes below are floating-point types; csrc/cpu/shm/kernels.h has the same order."""
 _BYTES_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -34,8 +47,10 @@ def _code(name: str, tensor: Tensor) -> int:
     code = _DTYPES.get(tensor.dtype)
     _check(name, tensor)
     if code is None:
-        raise TypeError(f"`{name}` has dtype {tensor.dtype}; shared memory reduces "
-                        f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}: convert it first")
+        raise TypeError(
+            f"`{name}` has dtype {tensor.dtype}; shared memory reduces "
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}: convert it first"
+        )
     return code
 
 
@@ -44,8 +59,10 @@ def _check(name: str, tensor: Tensor) -> None:
     if tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous():
         return
     if not tensor.is_cpu:
-        raise ValueError(f"`{name}` is on device {tensor.device}; shared memory takes CPU tensors: use the nccl "
-                         "transport or copy it to the CPU")
+        raise ValueError(
+            f"`{name}` is on device {tensor.device}; shared memory takes CPU tensors: use the nccl "
+            "transport or copy it to the CPU"
+        )
     raise ValueError(f"`{name}` of shape {tuple(tensor.shape)} is not contiguous: pass {name}.contiguous()")
 
 
@@ -73,8 +90,9 @@ class ShmGroup:
         self._native = native
 
     @classmethod
-    def create(cls, store: Store, rank: int, size: int, *, key: str, timeout: timedelta,
-               block_nbytes: int | None = None) -> "ShmGroup":
+    def create(
+        cls, store: Store, rank: int, size: int, *, key: str, timeout: timedelta, block_nbytes: int | None = None
+    ) -> "ShmGroup":
         """Meets the other ranks and maps one segment with them.
 
         Args:
@@ -96,8 +114,9 @@ class ShmGroup:
         if not 0 <= rank < size:
             raise ValueError(f"`rank` is {rank}; wanted 0 <= rank < {size}")
         if block % 64 or block < max(_SMALLEST_BLOCK_NBYTES, 64 * size):
-            raise ValueError(f"`block_nbytes` is {block}; wanted a multiple of 64, at least "
-                             f"{max(_SMALLEST_BLOCK_NBYTES, 64 * size)}")
+            raise ValueError(
+                f"`block_nbytes` is {block}; wanted a multiple of 64, at least {max(_SMALLEST_BLOCK_NBYTES, 64 * size)}"
+            )
         if timeout <= timedelta(0):
             raise ValueError(f"`timeout` is {timeout}; wanted a positive duration")
         return cls(open_group(store, rank, size, key, timeout, block), rank, size)
@@ -108,8 +127,9 @@ class ShmGroup:
         mismatch, reason, missing = self._native.failure()
         if mismatch:
             raise MismatchError(reason)
-        raise PeerError(f"shared-memory group of {self.size} ranks, seen from rank {self.rank}: {reason}",
-                        tuple(missing))
+        raise PeerError(
+            f"shared-memory group of {self.size} ranks, seen from rank {self.rank}: {reason}", tuple(missing)
+        )
 
     def _check_reduction(self, code: int, scale: float, op: str) -> int:
         number = _OPS.get(op)
@@ -123,8 +143,9 @@ class ShmGroup:
         offsets = list(bounds)
         ascending = all(left <= right for left, right in pairwise(offsets))
         if len(offsets) != self.size + 1 or not ascending or offsets[0] != 0 or offsets[-1] != tensor.numel():
-            raise ValueError(f"`bounds` is {offsets}; wanted {self.size + 1} ascending offsets from 0 to "
-                             f"{tensor.numel()}")
+            raise ValueError(
+                f"`bounds` is {offsets}; wanted {self.size + 1} ascending offsets from 0 to {tensor.numel()}"
+            )
         return offsets
 
     def _check_root(self, root: int) -> None:
@@ -197,8 +218,10 @@ class ShmGroup:
     def _check_pair(self, output: Tensor, source: Tensor, times: int) -> None:
         _check("output", output)
         if output.dtype != source.dtype or output.numel() != times * source.numel():
-            raise ValueError(f"`output` has {output.numel()} elements of {output.dtype}; wanted "
-                             f"{times * source.numel()} of {source.dtype}, as `source` says")
+            raise ValueError(
+                f"`output` has {output.numel()} elements of {output.dtype}; wanted "
+                f"{times * source.numel()} of {source.dtype}, as `source` says"
+            )
 
     def abort(self, reason: str) -> None:
         """Makes every rank that waits in this group, now or later, raise PeerError with `reason`. Any thread."""

@@ -69,7 +69,9 @@ class ThreadGroup:
     def all_to_all(self, output: Tensor, source: Tensor) -> Done:
         """See `Group.all_to_all`."""
         everybody = self._exchange(source, (self.size - 1) / self.size * source.nbytes)
-        output.copy_(torch.cat([other.chunk(self.size)[self.rank] for other in everybody]) if source.numel() else source)
+        output.copy_(
+            torch.cat([other.chunk(self.size)[self.rank] for other in everybody]) if source.numel() else source
+        )
         return Done()
 
     def all_gather(self, output: Tensor, source: Tensor) -> Done:
@@ -88,7 +90,7 @@ class ThreadGroup:
         """See `Group.all_gather_slices`."""
         own = (bounds[self.rank + 1] - bounds[self.rank]) * tensor.element_size()
         for rank, other in enumerate(self._exchange(tensor, (self.size - 1) * own)):
-            tensor[bounds[rank]:bounds[rank + 1]] = other[bounds[rank]:bounds[rank + 1]]
+            tensor[bounds[rank] : bounds[rank + 1]] = other[bounds[rank] : bounds[rank + 1]]
         return Done()
 
     def broadcast(self, tensor: Tensor, root: int) -> Done:

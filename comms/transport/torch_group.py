@@ -60,25 +60,31 @@ class TorchTransport:
         own = sizes[self.rank]
         received = tensor.new_empty(own * self.size)
         rows = SlicesToSum(received.view(self.size, own))
-        scale_in_place(tensor, scale)  # not before all memory is taken: where there is none, the gradient stays as it is
+        scale_in_place(
+            tensor, scale
+        )  # not before all memory is taken: where there is none, the gradient stays as it is
         work = self._exchange(received, tensor, [own] * self.size, sizes)
-        return _Summing(work, rows, tensor[bounds[self.rank]:bounds[self.rank + 1]])
+        return _Summing(work, rows, tensor[bounds[self.rank] : bounds[self.rank + 1]])
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
         """See `Group.all_gather_slices`: one all_gather for equal slices, else a broadcast for each that is not empty."""
         numel = bounds[1] - bounds[0]
-        if numel and all(bounds[rank] == rank * numel for rank in range(self.size)) and bounds[-1] - bounds[-2] >= numel:
+        if (
+            numel
+            and all(bounds[rank] == rank * numel for rank in range(self.size))
+            and bounds[-1] - bounds[-2] >= numel
+        ):
             return self._gather_equal(tensor, numel, bounds[-1])
         works = []
         for root in range(self.size):
             if bounds[root] < bounds[root + 1]:
-                works.append(self.broadcast(tensor[bounds[root]:bounds[root + 1]], root))
+                works.append(self.broadcast(tensor[bounds[root] : bounds[root + 1]], root))
         return Works(works)
 
     def _gather_equal(self, tensor: Tensor, numel: int, stop: int) -> Work:
         """One all_gather for slices of `numel` elements, and a broadcast for what the last one has beyond that."""
         even = numel * self.size
-        own = tensor[self.rank * numel:(self.rank + 1) * numel].clone()
+        own = tensor[self.rank * numel : (self.rank + 1) * numel].clone()
         works: list[Work] = [self.all_gather(tensor[:even], own)]
         if stop > even:
             works.append(self.broadcast(tensor[even:stop], self.size - 1))

@@ -47,13 +47,24 @@ class Kernels(Protocol):
         """See reference.onebit_serve."""
 
     def quantize_encode(
-        self, bits: int, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor,
+        self,
+        bits: int,
+        gradient: Tensor,
+        residual: Tensor | None,
+        left: Tensor | None,
+        payload: Tensor,
         key: int | None,
     ) -> None:
         """See reference.quantize_encode."""
 
     def quantize_encode_pieces(
-        self, bits: int, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int,
+        self,
+        bits: int,
+        gradient: Tensor,
+        residual: Tensor | None,
+        left: Tensor | None,
+        payloads: Tensor,
+        width: int,
         key: int | None,
     ) -> None:
         """See reference.quantize_encode_pieces."""
@@ -65,7 +76,13 @@ class Kernels(Protocol):
         """See reference.quantize_decode_reduce."""
 
     def quantize_serve(
-        self, bits: int, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int,
+        self,
+        bits: int,
+        payloads: Tensor,
+        residual: Tensor | None,
+        left: Tensor | None,
+        answer: Tensor,
+        numel: int,
         key: int | None,
     ) -> None:
         """See reference.quantize_serve."""
@@ -74,8 +91,14 @@ class Kernels(Protocol):
         """See reference.dgc_step."""
 
     def dgc_step_many(
-        self, gradient: Tensor, state: DgcState, rule: DgcRule, scales: Tensor | None, runs: Sequence[DgcRun],
-        indices: Tensor, values: Tensor,
+        self,
+        gradient: Tensor,
+        state: DgcState,
+        rule: DgcRule,
+        scales: Tensor | None,
+        runs: Sequence[DgcRun],
+        indices: Tensor,
+        values: Tensor,
     ) -> None:
         """See reference.dgc_step_many."""
 
@@ -88,9 +111,7 @@ class Kernels(Protocol):
     def powersgd_back_project(self, matrix: Tensor, p: Tensor, q: Tensor) -> None:
         """See reference.powersgd_back_project."""
 
-    def powersgd_restore(
-        self, matrix: Tensor, left: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor
-    ) -> None:
+    def powersgd_restore(self, matrix: Tensor, left: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor) -> None:
         """See reference.powersgd_restore."""
 
     def orthogonalize_many(self, matrices: Sequence[Tensor], keys: Sequence[int]) -> None:

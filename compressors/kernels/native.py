@@ -25,8 +25,10 @@ def _check(numel: int, dtype: torch.dtype, **tensors: Tensor | None) -> None:
         if tensor is None:
             continue
         if tensor.numel() != numel or tensor.dtype != dtype or not tensor.is_contiguous() or not tensor.is_cpu:
-            raise ValueError(f"`{name}` is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; "
-                             f"wanted {numel} contiguous elements of {dtype} on the CPU")
+            raise ValueError(
+                f"`{name}` is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; "
+                f"wanted {numel} contiguous elements of {dtype} on the CPU"
+            )
 
 
 def _check_rows(name: str, rows: Tensor, nbytes: int) -> None:
@@ -37,8 +39,10 @@ def _check_rows(name: str, rows: Tensor, nbytes: int) -> None:
     """
     long_enough = rows.dim() == 2 and rows.shape[1] * rows.element_size() >= nbytes
     if not long_enough or rows.stride(1) != 1 or not rows.is_cpu:
-        raise ValueError(f"`{name}` is {tuple(rows.shape)} {rows.dtype} on {rows.device}; "
-                         f"wanted rows of at least {nbytes} contiguous bytes on the CPU")
+        raise ValueError(
+            f"`{name}` is {tuple(rows.shape)} {rows.dtype} on {rows.device}; "
+            f"wanted rows of at least {nbytes} contiguous bytes on the CPU"
+        )
 
 
 def onebit_nbytes(numel: int) -> int:
@@ -50,16 +54,30 @@ def cast_encode(gradient: Tensor, scale: float, residual: Tensor | None, left: T
     """See reference.cast_encode."""
     _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, left=left)
     _check(gradient.numel(), target.dtype, target=target)
-    _native.cast_encode(target.dtype == torch.float16, gradient.data_ptr(), scale, _address(residual), _address(left),
-                        target.data_ptr(), gradient.numel())
+    _native.cast_encode(
+        target.dtype == torch.float16,
+        gradient.data_ptr(),
+        scale,
+        _address(residual),
+        _address(left),
+        target.data_ptr(),
+        gradient.numel(),
+    )
 
 
 def cast_decode_reduce(sources: Tensor, addend: Tensor | None, target: Tensor) -> None:
     """See reference.cast_decode_reduce."""
     _check(target.numel(), torch.float32, addend=addend, target=target)
     _check_rows("sources", sources, 2 * target.numel())
-    _native.cast_decode_reduce(sources.dtype == torch.float16, sources.data_ptr(), sources.stride(0), len(sources),
-                               _address(addend), target.data_ptr(), target.numel())
+    _native.cast_decode_reduce(
+        sources.dtype == torch.float16,
+        sources.data_ptr(),
+        sources.stride(0),
+        len(sources),
+        _address(addend),
+        target.data_ptr(),
+        target.numel(),
+    )
 
 
 def cast_serve(sources: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor) -> None:
@@ -73,8 +91,7 @@ def onebit_encode(gradient: Tensor, residual: Tensor | None, left: Tensor | None
     """See reference.onebit_encode."""
     _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, left=left)
     _check(onebit_nbytes(gradient.numel()), torch.uint8, payload=payload)
-    _native.onebit_encode(gradient.data_ptr(), _address(residual), _address(left), payload.data_ptr(),
-                          gradient.numel())
+    _native.onebit_encode(gradient.data_ptr(), _address(residual), _address(left), payload.data_ptr(), gradient.numel())
 
 
 def onebit_encode_pieces(
@@ -88,8 +105,9 @@ def onebit_decode_reduce(payloads: Tensor, addend: Tensor | None, target: Tensor
     """See reference.onebit_decode_reduce."""
     _check(target.numel(), torch.float32, addend=addend, target=target)
     _check_rows("payloads", payloads, onebit_nbytes(target.numel()))
-    _native.onebit_decode_reduce(payloads.data_ptr(), payloads.stride(0), len(payloads), _address(addend),
-                                 target.data_ptr(), target.numel())
+    _native.onebit_decode_reduce(
+        payloads.data_ptr(), payloads.stride(0), len(payloads), _address(addend), target.data_ptr(), target.numel()
+    )
 
 
 def onebit_decode_pieces(payloads: Tensor, target: Tensor, width: int) -> None:
@@ -97,15 +115,20 @@ def onebit_decode_pieces(payloads: Tensor, target: Tensor, width: int) -> None:
     decode_each(lambda row, piece: onebit_decode_reduce(row[None], None, piece), onebit_nbytes, payloads, target, width)
 
 
-def onebit_serve(
-    payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int
-) -> None:
+def onebit_serve(payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int) -> None:
     """See reference.onebit_serve."""
     _check(numel, torch.float32, residual=residual, left=left)
     _check(onebit_nbytes(numel), torch.uint8, answer=answer)
     _check_rows("payloads", payloads, onebit_nbytes(numel))
-    _native.onebit_serve(payloads.data_ptr(), payloads.stride(0), len(payloads), _address(residual), _address(left),
-                         answer.data_ptr(), numel)
+    _native.onebit_serve(
+        payloads.data_ptr(),
+        payloads.stride(0),
+        len(payloads),
+        _address(residual),
+        _address(left),
+        answer.data_ptr(),
+        numel,
+    )
 
 
 def quantize_nbytes(numel: int, bits: int) -> int:
@@ -119,59 +142,129 @@ def quantize_encode(
     """See reference.quantize_encode."""
     _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, left=left)
     _check(quantize_nbytes(gradient.numel(), bits), torch.uint8, payload=payload)
-    _native.quantize_encode(bits, gradient.data_ptr(), _address(residual), _address(left), payload.data_ptr(),
-                            gradient.numel(), key is not None, key or 0)
+    _native.quantize_encode(
+        bits,
+        gradient.data_ptr(),
+        _address(residual),
+        _address(left),
+        payload.data_ptr(),
+        gradient.numel(),
+        key is not None,
+        key or 0,
+    )
 
 
 def quantize_encode_pieces(
-    bits: int, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int,
+    bits: int,
+    gradient: Tensor,
+    residual: Tensor | None,
+    left: Tensor | None,
+    payloads: Tensor,
+    width: int,
     key: int | None,
 ) -> None:
     """See reference.quantize_encode_pieces."""
-    encode_each(partial(quantize_encode, bits, key=key), partial(quantize_nbytes, bits=bits), gradient, residual, left,
-                payloads, width)
+    encode_each(
+        partial(quantize_encode, bits, key=key),
+        partial(quantize_nbytes, bits=bits),
+        gradient,
+        residual,
+        left,
+        payloads,
+        width,
+    )
 
 
 def quantize_decode_reduce(bits: int, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
     """See reference.quantize_decode_reduce."""
     _check(target.numel(), torch.float32, addend=addend, target=target)
     _check_rows("payloads", payloads, quantize_nbytes(target.numel(), bits))
-    _native.quantize_decode_reduce(bits, payloads.data_ptr(), payloads.stride(0), len(payloads), _address(addend),
-                                   target.data_ptr(), target.numel())
+    _native.quantize_decode_reduce(
+        bits,
+        payloads.data_ptr(),
+        payloads.stride(0),
+        len(payloads),
+        _address(addend),
+        target.data_ptr(),
+        target.numel(),
+    )
 
 
 def quantize_decode_pieces(bits: int, payloads: Tensor, target: Tensor, width: int) -> None:
     """See reference.quantize_decode_pieces."""
-    decode_each(lambda row, piece: quantize_decode_reduce(bits, row[None], None, piece),
-                partial(quantize_nbytes, bits=bits), payloads, target, width)
+    decode_each(
+        lambda row, piece: quantize_decode_reduce(bits, row[None], None, piece),
+        partial(quantize_nbytes, bits=bits),
+        payloads,
+        target,
+        width,
+    )
 
 
 def quantize_serve(
-    bits: int, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int,
+    bits: int,
+    payloads: Tensor,
+    residual: Tensor | None,
+    left: Tensor | None,
+    answer: Tensor,
+    numel: int,
     key: int | None,
 ) -> None:
     """See reference.quantize_serve."""
     _check(numel, torch.float32, residual=residual, left=left)
     _check(quantize_nbytes(numel, bits), torch.uint8, answer=answer)
     _check_rows("payloads", payloads, quantize_nbytes(numel, bits))
-    _native.quantize_serve(bits, payloads.data_ptr(), payloads.stride(0), len(payloads), _address(residual), _address(left),
-                           answer.data_ptr(), numel, key is not None, key or 0)
+    _native.quantize_serve(
+        bits,
+        payloads.data_ptr(),
+        payloads.stride(0),
+        len(payloads),
+        _address(residual),
+        _address(left),
+        answer.data_ptr(),
+        numel,
+        key is not None,
+        key or 0,
+    )
 
 
 def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
     """See reference.dgc_step."""
     numel, k = gradient.numel(), indices.numel()
-    _check(numel, torch.float32, gradient=gradient, velocity=state.velocity, total=state.total,
-           velocity_out=state.velocity_out, total_out=state.total_out)
+    _check(
+        numel,
+        torch.float32,
+        gradient=gradient,
+        velocity=state.velocity,
+        total=state.total,
+        velocity_out=state.velocity_out,
+        total_out=state.total_out,
+    )
     _check(k, torch.int32, indices=indices)
     _check(k, torch.float32, values=values)
-    _native.dgc_step(gradient.data_ptr(), state.velocity.data_ptr(), state.total.data_ptr(),
-                     state.velocity_out.data_ptr(), state.total_out.data_ptr(), numel, rule.momentum, rule.scale,
-                     rule.nesterov, k, indices.data_ptr(), values.data_ptr())
+    _native.dgc_step(
+        gradient.data_ptr(),
+        state.velocity.data_ptr(),
+        state.total.data_ptr(),
+        state.velocity_out.data_ptr(),
+        state.total_out.data_ptr(),
+        numel,
+        rule.momentum,
+        rule.scale,
+        rule.nesterov,
+        k,
+        indices.data_ptr(),
+        values.data_ptr(),
+    )
 
 
 def dgc_step_many(
-    gradient: Tensor, state: DgcState, rule: DgcRule, scales: Tensor | None, runs: Sequence[DgcRun], indices: Tensor,
+    gradient: Tensor,
+    state: DgcState,
+    rule: DgcRule,
+    scales: Tensor | None,
+    runs: Sequence[DgcRun],
+    indices: Tensor,
     values: Tensor,
 ) -> None:
     """See reference.dgc_step_many."""
@@ -214,8 +307,9 @@ def powersgd_restore(matrix: Tensor, left: Tensor | None, p: Tensor, q_own: Tens
     _check(rows * columns, torch.float32, matrix=matrix, left=left)
     _check(rank * rows, torch.float32, p=p)
     _check(rank * columns, torch.float32, q_own=q_own, q_sum=q_sum)
-    _native.powersgd_restore(matrix.data_ptr(), _address(left), rows, columns, rank, p.data_ptr(), q_own.data_ptr(),
-                             q_sum.data_ptr())
+    _native.powersgd_restore(
+        matrix.data_ptr(), _address(left), rows, columns, rank, p.data_ptr(), q_own.data_ptr(), q_sum.data_ptr()
+    )
 
 
 def orthogonalize(matrix: Tensor, key: int) -> None:
@@ -243,8 +337,10 @@ def _move(tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, bucke
     pieces = []
     for tensor, offset in zip((*tensors, bucket), (*offsets, 0), strict=True):
         if not tensor.is_cpu or not tensor.is_contiguous() or tensor.dtype not in _FORMATS:
-            raise ValueError(f"`tensors` and `bucket` hold {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; "
-                             f"wanted contiguous {', '.join(map(str, _FORMATS))} on the CPU")
+            raise ValueError(
+                f"`tensors` and `bucket` hold {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; "
+                f"wanted contiguous {', '.join(map(str, _FORMATS))} on the CPU"
+            )
         if offset < 0 or offset + tensor.numel() > bucket.numel():
             raise ValueError(f"`offsets` place {tensor.numel()} elements at {offset}; `bucket` has {bucket.numel()}")
         pieces.append((tensor.data_ptr(), offset, tensor.numel(), _FORMATS[tensor.dtype]))

@@ -11,8 +11,13 @@ Decode = Callable[[Tensor, Tensor], None]
 
 
 def encode_each(
-    encode: Encode, wire_nbytes: Callable[[int], int], gradient: Tensor, residual: Tensor | None, left: Tensor | None,
-    payloads: Tensor, width: int,
+    encode: Encode,
+    wire_nbytes: Callable[[int], int],
+    gradient: Tensor,
+    residual: Tensor | None,
+    left: Tensor | None,
+    payloads: Tensor,
+    width: int,
 ) -> None:
     """Encodes each run of `width` elements, of which the last may be shorter, into its row of `payloads`.
 
@@ -28,8 +33,12 @@ def encode_each(
     for start, row in zip(range(0, gradient.numel(), width), payloads, strict=False):
         run = slice(start, start + width)
         piece = gradient[run]
-        encode(piece, None if residual is None else residual[run], None if left is None else left[run],
-               row[: wire_nbytes(piece.numel())])
+        encode(
+            piece,
+            None if residual is None else residual[run],
+            None if left is None else left[run],
+            row[: wire_nbytes(piece.numel())],
+        )
 
 
 def decode_each(

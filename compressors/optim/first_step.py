@@ -19,7 +19,9 @@ _unseen: WeakKeyDictionary[nn.Module, tuple[Taker, tuple[Rule, ...]]] = WeakKeyD
 
 
 def check_at_first_step(
-    model: nn.Module, compressor_name: str, options: Mapping[str, Option],
+    model: nn.Module,
+    compressor_name: str,
+    options: Mapping[str, Option],
     rules: Sequence[Rule | Mapping[str, object]] = (),
 ) -> None:
     """Runs `check_optimizer` before the first step that an optimizer takes on the model's parameters.
@@ -60,6 +62,10 @@ def _look(optimizer: Optimizer, _args: object, _named: object) -> None:
 def _takers(model: nn.Module, main: Taker, rules: tuple[Rule, ...]) -> dict[int, Taker]:
     """Returns who takes each parameter, by its id; dense ones have the main compressor's momentum and count as its."""
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    others = {id(rule): Taker(rule.compressor, rule.options, rule.pattern) for rule in rules if rule.compressor != "none"}
-    return {id(parameter): others.get(id(first_match(rules, name, parameter.shape)), main)
-            for name, parameter in inner.named_parameters()}
+    others = {
+        id(rule): Taker(rule.compressor, rule.options, rule.pattern) for rule in rules if rule.compressor != "none"
+    }
+    return {
+        id(parameter): others.get(id(first_match(rules, name, parameter.shape)), main)
+        for name, parameter in inner.named_parameters()
+    }

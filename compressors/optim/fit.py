@@ -34,9 +34,7 @@ class Taker:
         return f"compressor {self.name!r}{rule}"
 
 
-def check_optimizer(
-    compressor_name: str, optimizer: Optimizer, options: Mapping[str, Option] | None = None
-) -> None:
+def check_optimizer(compressor_name: str, optimizer: Optimizer, options: Mapping[str, Option] | None = None) -> None:
     """Refuses, or warns of, a compressor and an optimizer that are known to fail together.
 
     Signs give Adam a second moment that is the same for all elements of a block, and a thousandth of the gradient
@@ -72,19 +70,28 @@ def check_groups(taker: Taker, optimizer: Optimizer, groups: Sequence[Mapping[st
     if taker.name not in WITH_MOMENTUM or kind in ("OneBitAdam", "OneBitLamb"):
         return
     if any(part in kind.lower() for part in ADAPTIVE):
-        raise ValueError(f"`optimizer` is {kind} with {taker}, which is known not to converge: its second moment would see "
-                         "the compressed gradient. Use gradwire.OneBitAdam or gradwire.OneBitLamb, SGD, or one of fp16, "
-                         "bf16, int8, int4, powersgd")
+        raise ValueError(
+            f"`optimizer` is {kind} with {taker}, which is known not to converge: its second moment would see "
+            "the compressed gradient. Use gradwire.OneBitAdam or gradwire.OneBitLamb, SGD, or one of fp16, "
+            "bf16, int8, int4, powersgd"
+        )
     outside = max((float(group.get("momentum", 0.0)) for group in groups), default=0.0)
     if outside and chosen.get("momentum"):
-        remedy = ("Call take_momentum(optimizer) and pass what it returns as `compressor_options`" if taker.pattern is None
-                  else "Give its parameters a group of their own with momentum 0")
-        raise ValueError(f"`optimizer` is {kind} with momentum {outside} and {taker} has `momentum` {chosen['momentum']}: it "
-                         f"would be applied twice. {remedy}")
+        remedy = (
+            "Call take_momentum(optimizer) and pass what it returns as `compressor_options`"
+            if taker.pattern is None
+            else "Give its parameters a group of their own with momentum 0"
+        )
+        raise ValueError(
+            f"`optimizer` is {kind} with momentum {outside} and {taker} has `momentum` {chosen['momentum']}: it "
+            f"would be applied twice. {remedy}"
+        )
     if outside:
-        warnings.warn(f"{taker} with `momentum` 0 under {kind} with momentum {outside}: momentum applied after the "
-                      "compression amplifies what was left out and costs accuracy; take_momentum(optimizer) moves it before",
-                      stacklevel=3)
+        warnings.warn(
+            f"{taker} with `momentum` 0 under {kind} with momentum {outside}: momentum applied after the "
+            "compression amplifies what was left out and costs accuracy; take_momentum(optimizer) moves it before",
+            stacklevel=3,
+        )
     elif not isinstance(optimizer, SGD):
         warnings.warn(f"{taker} under {kind} is untested: watch the loss against a dense run", stacklevel=3)
 
@@ -106,19 +113,24 @@ def take_momentum(optimizer: Optimizer) -> dict[str, Option]:
     """
     if not isinstance(optimizer, SGD):
         raise TypeError(f"`optimizer` is {type(optimizer).__name__}; only torch.optim.SGD's momentum can be moved")
-    settings = {(float(group["momentum"]), bool(group["nesterov"]), float(group["dampening"]))
-                for group in optimizer.param_groups}
+    settings = {
+        (float(group["momentum"]), bool(group["nesterov"]), float(group["dampening"]))
+        for group in optimizer.param_groups
+    }
     if len(settings) != 1:
         raise ValueError("`optimizer` has groups with different momentum, nesterov or dampening; wanted one for all")
     momentum, nesterov, dampening = settings.pop()
     if not momentum or dampening:
-        raise ValueError(f"`optimizer` has momentum {momentum} and dampening {dampening}; "
-                         "wanted a momentum to take, and no dampening")
+        raise ValueError(
+            f"`optimizer` has momentum {momentum} and dampening {dampening}; "
+            "wanted a momentum to take, and no dampening"
+        )
     for group in optimizer.param_groups:
         group["momentum"], group["nesterov"] = 0.0, False
         group["weight_decay"] = group["weight_decay"] / (1.0 - momentum)
         for parameter in group["params"]:
             optimizer.state[parameter].pop("momentum_buffer", None)
-    logger.info("gradwire: momentum %g moved from SGD to the compressor; weight decay divided by %g", momentum,
-                1.0 - momentum)
+    logger.info(
+        "gradwire: momentum %g moved from SGD to the compressor; weight decay divided by %g", momentum, 1.0 - momentum
+    )
     return {"momentum": momentum, **({"nesterov": True} if nesterov else {})}

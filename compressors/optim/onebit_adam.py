@@ -26,8 +26,15 @@ class OneBitAdam(OneBitOptimizer):
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], group: Peers | dist.ProcessGroup | None = None, *, freeze_step: int, lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
+        self,
+        parameters: Iterable[Tensor],
+        group: Peers | dist.ProcessGroup | None = None,
+        *,
+        freeze_step: int,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(parameters, group, defaults, freeze_step)

@@ -49,12 +49,21 @@ class OneBitLamb(OneBitOptimizer):
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], group: Peers | dist.ProcessGroup | None = None, *, freeze_step: int, lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, weight_decay: float = 0.0,
+        self,
+        parameters: Iterable[Tensor],
+        group: Peers | dist.ProcessGroup | None = None,
+        *,
+        freeze_step: int,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(parameters, group, defaults, freeze_step)
-        self.layers = [Layers([0.0] * len(entry["params"]), [1.0] * len(entry["params"])) for entry in self.param_groups]
+        self.layers = [
+            Layers([0.0] * len(entry["params"]), [1.0] * len(entry["params"])) for entry in self.param_groups
+        ]
 
     def apply(self, entry: dict[str, Any], flat: FlatGroup, last_momentum: Tensor, frozen: bool) -> None:
         """See `OneBitOptimizer.apply`."""
@@ -99,8 +108,13 @@ class OneBitLamb(OneBitOptimizer):
         """See `OneBitOptimizer.state_dict`; the layers' numbers are added."""
         state = super().state_dict()
         state["onebit"]["layers"] = [
-            {"coefficients": list(layer.coefficients), "factors": list(layer.factors),
-             "fresh_variance": layer.fresh_variance.clone()} for layer in self.layers]
+            {
+                "coefficients": list(layer.coefficients),
+                "factors": list(layer.factors),
+                "fresh_variance": layer.fresh_variance.clone(),
+            }
+            for layer in self.layers
+        ]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -109,8 +123,10 @@ class OneBitLamb(OneBitOptimizer):
         if saved is None or [len(layer["factors"]) for layer in saved] != [len(layer.factors) for layer in self.layers]:
             raise ValueError("`state_dict['onebit']['layers']` is not of as many parameters as this optimizer has")
         super().load_state_dict(state_dict)
-        self.layers = [Layers(list(layer["coefficients"]), list(layer["factors"]), layer["fresh_variance"].clone())
-                       for layer in saved]
+        self.layers = [
+            Layers(list(layer["coefficients"]), list(layer["factors"]), layer["fresh_variance"].clone())
+            for layer in saved
+        ]
 
 
 def _coefficient(parameter: Tensor, update: Tensor) -> float:

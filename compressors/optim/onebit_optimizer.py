@@ -72,12 +72,18 @@ class OneBitOptimizer(Optimizer):
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], group: Peers | dist.ProcessGroup | None, defaults: dict[str, Any], freeze_step: int
+        self,
+        parameters: Iterable[Tensor],
+        group: Peers | dist.ProcessGroup | None,
+        defaults: dict[str, Any],
+        freeze_step: int,
     ) -> None:
         if freeze_step < 1:
             raise ValueError(f"`freeze_step` is {freeze_step}; wanted 1 or more, so that the variance is not zero")
         if not defaults["lr"] >= 0.0 or not all(0.0 <= beta < 1.0 for beta in defaults["betas"]):
-            raise ValueError(f"`lr` is {defaults['lr']}, `betas` are {defaults['betas']}; wanted lr >= 0, 0 <= beta < 1")
+            raise ValueError(
+                f"`lr` is {defaults['lr']}, `betas` are {defaults['betas']}; wanted lr >= 0, 0 <= beta < 1"
+            )
         super().__init__(parameters, defaults)
         self.group = peers_of(group)
         self.freeze_step = freeze_step
@@ -134,8 +140,9 @@ class OneBitOptimizer(Optimizer):
     def _move(self, entry: dict[str, Any], flat: FlatGroup) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Returns the new momentum, and (variance, slow, worker, server) to store if all of it is finite."""
         beta1, beta2 = entry["betas"]
-        gradient = torch.cat([torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1)
-                              for p in entry["params"]])
+        gradient = torch.cat(
+            [torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in entry["params"]]
+        )
         if not self.frozen:
             if self.group.size > 1:
                 self.group.all_reduce(gradient).wait()
@@ -147,8 +154,10 @@ class OneBitOptimizer(Optimizer):
                 slow = torch.addcmul(old * decay, gradient, gradient, value=1.0 - decay)
             return flat.momentum.lerp(gradient, 1.0 - beta1), (variance, slow, flat.worker, flat.server)
         local = flat.momentum.lerp(gradient, 1.0 - beta1)[flat.live].div_(flat.units)
-        total, residuals = torch.empty_like(local), Residuals(flat.worker, torch.empty_like(flat.worker), flat.server,
-                                                              torch.empty_like(flat.server))
+        total, residuals = (
+            torch.empty_like(local),
+            Residuals(flat.worker, torch.empty_like(flat.worker), flat.server, torch.empty_like(flat.server)),
+        )
         codec = OneBitCodec()
         for work in two_stage(local, total, self.group, codec, codec, residuals):
             work.wait()
@@ -194,11 +203,15 @@ class OneBitOptimizer(Optimizer):
             raise ValueError("`state_dict` has no entry `onebit` with as many groups as this optimizer has")
         for number, (saved, flat) in enumerate(zip(own["groups"], self.flats, strict=True)):
             if lacking := [name for name in SAVED if name not in saved]:
-                raise ValueError(f"`state_dict['onebit']['groups'][{number}]` has no {lacking[0]!r}: another version saved it; "
-                                 "train on from the weights, with a first stage anew")
+                raise ValueError(
+                    f"`state_dict['onebit']['groups'][{number}]` has no {lacking[0]!r}: another version saved it; "
+                    "train on from the weights, with a first stage anew"
+                )
             if saved["momentum"].numel() != flat.momentum.numel():
-                raise ValueError(f"`state_dict['onebit']['groups'][{number}]` has {saved['momentum'].numel()} elements, "
-                                 f"the model {flat.momentum.numel()}: the state is another model's")
+                raise ValueError(
+                    f"`state_dict['onebit']['groups'][{number}]` has {saved['momentum'].numel()} elements, "
+                    f"the model {flat.momentum.numel()}: the state is another model's"
+                )
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "onebit"})
         self.steps = int(own["steps"])
         none = self.flats[0].units.new_empty(0)

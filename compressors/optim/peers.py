@@ -36,7 +36,9 @@ class TorchPeers:
 
     def all_gather(self, output: Tensor, source: Tensor) -> TorchWork:
         """See `Peers.all_gather`."""
-        return TorchWork(dist.all_gather(list(output.view(self.size, -1)), source.view(-1), group=self._group, async_op=True))
+        return TorchWork(
+            dist.all_gather(list(output.view(self.size, -1)), source.view(-1), group=self._group, async_op=True)
+        )
 
 
 def peers_of(group: Peers | dist.ProcessGroup | None) -> Peers:
@@ -50,8 +52,10 @@ def peers_of(group: Peers | dist.ProcessGroup | None) -> Peers:
     """
     if group is None:
         if not dist.is_initialized():
-            raise RuntimeError("`group` is None and torch.distributed is not initialised: call dist.init_process_group() "
-                               "before the optimizer is made, or pass a process group")
+            raise RuntimeError(
+                "`group` is None and torch.distributed is not initialised: call dist.init_process_group() "
+                "before the optimizer is made, or pass a process group"
+            )
         group = dist.group.WORLD
         assert group is not None
     return TorchPeers(group) if isinstance(group, dist.ProcessGroup) else group

@@ -39,9 +39,14 @@ class Question:
 
     def cluster(self, nodes: int) -> Cluster:
         """The cluster with that many nodes."""
-        return cluster_of_machines(self.machine, nodes, ranks_per_node=self.options.ranks_per_node,
-                                   nic_bits_per_second=self._rate("nic"), nics_per_node=self.options.nics_per_node,
-                                   intra_bits_per_second=self._rate("intra_node"))
+        return cluster_of_machines(
+            self.machine,
+            nodes,
+            ranks_per_node=self.options.ranks_per_node,
+            nic_bits_per_second=self._rate("nic"),
+            nics_per_node=self.options.nics_per_node,
+            intra_bits_per_second=self._rate("intra_node"),
+        )
 
     def _rate(self, option: str) -> int | None:
         text = getattr(self.options, option)
@@ -63,22 +68,42 @@ def build_parser() -> argparse.ArgumentParser:
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--preset", choices=sorted(PRESETS), help="a well-known machine")
-    source.add_argument("--topology", type=Path, metavar="FILE",
-                        help="NCCL topology XML, `nvidia-smi topo -m`, or `gradwire topo --json` of one node")
+    source.add_argument(
+        "--topology",
+        type=Path,
+        metavar="FILE",
+        help="NCCL topology XML, `nvidia-smi topo -m`, or `gradwire topo --json` of one node",
+    )
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes like that (default 1)")
     parser.add_argument("--ranks-per-node", type=int, metavar="R", help="default: one for each GPU, else CPU socket")
     parser.add_argument("--nic", metavar="RATE", help="rate of one network card, 25gbit, in place of the machine's own")
-    parser.add_argument("--intra-node", metavar="RATE", help="what one rank has inside its node, 1880gbit, where unknown")
-    parser.add_argument("--nics-per-node", type=int, metavar="K",
-                        help="cards that gradients use (default: 1 with --nic, else the machine's)")
+    parser.add_argument(
+        "--intra-node", metavar="RATE", help="what one rank has inside its node, 1880gbit, where unknown"
+    )
+    parser.add_argument(
+        "--nics-per-node",
+        type=int,
+        metavar="K",
+        help="cards that gradients use (default: 1 with --nic, else the machine's)",
+    )
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--gradient-mb", type=float, metavar="MB", help="size of all gradients, in 10^6 bytes")
-    size.add_argument("--model-json", type=Path, metavar="FILE",
-                      help='parameters: {"name": [shape], ...} or [{"name": ..., "shape": [...]}, ...]')
-    parser.add_argument("--backward-ms", type=float, default=0.0, metavar="MS",
-                        help="a backward pass without communication (default: not known)")
-    parser.add_argument("--bucket-mb", type=float, default=BUCKET_NBYTES / 2**20, metavar="MIB",
-                        help="DDP's bucket_cap_mb (default 25)")
+    size.add_argument(
+        "--model-json",
+        type=Path,
+        metavar="FILE",
+        help='parameters: {"name": [shape], ...} or [{"name": ..., "shape": [...]}, ...]',
+    )
+    parser.add_argument(
+        "--backward-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="a backward pass without communication (default: not known)",
+    )
+    parser.add_argument(
+        "--bucket-mb", type=float, default=BUCKET_NBYTES / 2**20, metavar="MIB", help="DDP's bucket_cap_mb (default 25)"
+    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="some compressors presume SGD")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw step time over node count (needs matplotlib)")
@@ -96,12 +121,17 @@ def read_question(options: argparse.Namespace) -> Question:
     for name, least in (("gradient_mb", 0), ("backward_ms", None), ("bucket_mb", 0)):
         value = getattr(options, name)
         if value is not None and not (value > least if least is not None else value >= 0):
-            raise ValueError(f"`{name.replace('_', '-')}` is {value}; wanted a number "
-                             f"{'> 0' if least is not None else '>= 0'}")
+            raise ValueError(
+                f"`{name.replace('_', '-')}` is {value}; wanted a number {'> 0' if least is not None else '>= 0'}"
+            )
     machine = PRESETS[options.preset]() if options.preset else read_file(options.topology)
     layout, nbytes = gradient_of(options.model_json, options.gradient_mb)
-    return Question(machine, options, layout, Workload(nbytes, options.backward_ms / 1e3,
-                                                       round(options.bucket_mb * 2**20), options.optimizer))
+    return Question(
+        machine,
+        options,
+        layout,
+        Workload(nbytes, options.backward_ms / 1e3, round(options.bucket_mb * 2**20), options.optimizer),
+    )
 
 
 def main(argv: list[str]) -> int:

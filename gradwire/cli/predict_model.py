@@ -46,7 +46,8 @@ def _parameter(entry: tuple[object, object]) -> tuple[str, tuple[int, ...]]:
     name, shape = entry
     if not isinstance(name, str) or not isinstance(shape, list):
         raise ValueError(  # noqa: TRY004 - the content of a file is a value, whatever its type
-            f"`model-json` has a parameter {name!r} of shape {shape!r}; wanted a name and a list of numbers")
+            f"`model-json` has a parameter {name!r} of shape {shape!r}; wanted a name and a list of numbers"
+        )
     for extent in shape:
         if not isinstance(extent, int) or isinstance(extent, bool) or extent < 0:
             raise ValueError(f"`model-json` gives {name!r} the shape {shape!r}; wanted whole numbers >= 0")

@@ -5,8 +5,17 @@ from pathlib import Path
 
 from gradwire.comms.plan.advise import Advice
 
-LINES = ("flat", "hierarchical", "tree", "hierarchical+bf16", "hierarchical+int8", "hierarchical+int4",
-         "hierarchical+onebit", "hierarchical+powersgd", "hierarchical+dgc")
+LINES = (
+    "flat",
+    "hierarchical",
+    "tree",
+    "hierarchical+bf16",
+    "hierarchical+int8",
+    "hierarchical+int4",
+    "hierarchical+onebit",
+    "hierarchical+powersgd",
+    "hierarchical+dgc",
+)
 """What is drawn; leader and halving_doubling lie on other lines."""
 
 

@@ -22,13 +22,22 @@ def as_json(cluster: Cluster, workload: Workload, advice: Advice, planning_secon
     return {
         "cluster": cluster.describe(),
         "ranks": cluster.size,
-        "links": {level.name: {"alpha_seconds": level.link.alpha_seconds, "nics": level.link.nics,
-                               "bytes_per_second": level.link.bytes_per_second} for level in cluster.levels},
+        "links": {
+            level.name: {
+                "alpha_seconds": level.link.alpha_seconds,
+                "nics": level.link.nics,
+                "bytes_per_second": level.link.bytes_per_second,
+            }
+            for level in cluster.levels
+        },
         "gradient_nbytes": workload.gradient_nbytes,
         "backward_seconds": workload.backward_seconds,
         "plans": {offer.name: _offer(offer) for offer in advice.offers},
-        "recommend": {"plan": advice.recommend.plan, "compressor": advice.recommend.compressor,
-                      "why": advice.recommend.why},
+        "recommend": {
+            "plan": advice.recommend.plan,
+            "compressor": advice.recommend.compressor,
+            "why": advice.recommend.why,
+        },
         "planning_seconds": planning_seconds,
     }
 
@@ -53,27 +62,52 @@ def as_table(console: Console, cluster: Cluster, workload: Workload, advice: Adv
         planning_seconds: How long finding it took.
     """
     nic = cluster.levels[-1].link
-    console.print(f"{cluster.describe()}, {nic.bytes_per_second * 8 / 1e9:g} Gbit/s a node through {nic.nics} "
-                  f"card{'s' if nic.nics > 1 else ''}; {workload.gradient_nbytes / 1e6:.1f} MB of gradients"
-                  + (f", backward {workload.backward_seconds * 1e3:g} ms" if workload.backward_seconds else ""))
-    table = Table("plan", "chunks", "compressor", "ms", "step ms", "NIC MB", "hidden", "limited by", box=SIMPLE_HEAD,
-                  padding=(0, 1, 0, 0))
+    console.print(
+        f"{cluster.describe()}, {nic.bytes_per_second * 8 / 1e9:g} Gbit/s a node through {nic.nics} "
+        f"card{'s' if nic.nics > 1 else ''}; {workload.gradient_nbytes / 1e6:.1f} MB of gradients"
+        + (f", backward {workload.backward_seconds * 1e3:g} ms" if workload.backward_seconds else "")
+    )
+    table = Table(
+        "plan",
+        "chunks",
+        "compressor",
+        "ms",
+        "step ms",
+        "NIC MB",
+        "hidden",
+        "limited by",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for offer in sorted(advice.offers, key=lambda offer: offer.step_seconds):
         table.add_row(*_row(offer, advice))
     console.print(table)
     for offer in advice.offers:
         if offer.caution and offer.plan.name == "flat":
             console.print(f"note: {offer.caution}")
-    console.print("tree and halving_doubling are what other libraries run, for comparison; ms: one all-reduce;\n"
-                  "hidden: communication adds nothing but its last bucket to the backward pass; x: recommended")
-    console.print(f"recommended: plan {advice.recommend.plan}, compressor {advice.recommend.compressor}. "
-                  f"{advice.recommend.why}", highlight=False)
+    console.print(
+        "tree and halving_doubling are what other libraries run, for comparison; ms: one all-reduce;\n"
+        "hidden: communication adds nothing but its last bucket to the backward pass; x: recommended"
+    )
+    console.print(
+        f"recommended: plan {advice.recommend.plan}, compressor {advice.recommend.compressor}. {advice.recommend.why}",
+        highlight=False,
+    )
     console.print(f"planned in {planning_seconds * 1e3:.0f} ms")
 
 
 def _row(offer: Offer, advice: Advice) -> list[str]:
-    chosen = offer.available and (offer.plan.name, offer.compressor) == (advice.recommend.plan,
-                                                                         advice.recommend.compressor)
-    return [f"{'x' if chosen else ' '} {offer.plan.name}", str(offer.plan.chunks), offer.compressor, f"{offer.seconds * 1e3:.2f}",
-            f"{offer.step_seconds * 1e3:.2f}", f"{offer.plan.bytes_by_level.get('inter_node', 0.0) / 1e6:.1f}",
-            "yes" if offer.hidden else "no", offer.limit]
+    chosen = offer.available and (offer.plan.name, offer.compressor) == (
+        advice.recommend.plan,
+        advice.recommend.compressor,
+    )
+    return [
+        f"{'x' if chosen else ' '} {offer.plan.name}",
+        str(offer.plan.chunks),
+        offer.compressor,
+        f"{offer.seconds * 1e3:.2f}",
+        f"{offer.step_seconds * 1e3:.2f}",
+        f"{offer.plan.bytes_by_level.get('inter_node', 0.0) / 1e6:.1f}",
+        "yes" if offer.hidden else "no",
+        offer.limit,
+    ]

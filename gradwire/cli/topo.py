@@ -58,8 +58,9 @@ def show(visits: list[Visit]) -> int:
     console.print(f"{len(visits)} ranks on {len(hosts)} {'node' if len(hosts) == 1 else 'nodes'}")
     for number, host in enumerate(hosts):
         ranks = [rank for rank, visit in enumerate(visits) if visit.host == host]
-        console.print(f"node {number} {host[0]}: ranks {', '.join(map(str, ranks))}; {summary(machines[number])}",
-                      highlight=False)
+        console.print(
+            f"node {number} {host[0]}: ranks {', '.join(map(str, ranks))}; {summary(machines[number])}", highlight=False
+        )
         nics = [nic_for_local_rank(machines[number], visits[rank].local_rank) for rank in ranks]
         console.print(f"  NIC by rank: {', '.join(nic_name(nic) if nic else '?' for nic in nics)}", highlight=False)
     kinds: dict[str, list[str]] = {}

@@ -32,7 +32,9 @@ def meeting(*others: dict[str, object], rank: int = 0) -> Job:
 
     def gather(own: T) -> list[T]:
         assert isinstance(own, Told)
-        strangers = [replace(own, host=(f"there{n}",), result={**own.result, **words}) for n, words in enumerate(others)]
+        strangers = [
+            replace(own, host=(f"there{n}",), result={**own.result, **words}) for n, words in enumerate(others)
+        ]
         return [own, *strangers]
 
     return Job(rank, ("here",), gather)
@@ -53,7 +55,9 @@ def test_only_rank_0_prints_and_all_end_alike(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == ""
 
 
-def test_a_description_is_shown_once_a_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_description_is_shown_once_a_host(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, shown in (("0", True), ("1", False)):
         monkeypatch.setenv("LOCAL_RANK", rank)
@@ -89,7 +93,14 @@ def proved(folder: Path, child: str) -> tuple[dict[str, object], str]:
     machine.write_tree()
     (folder / "driver.py").write_text(DRIVER)
     (folder / "child.py").write_text(child)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(folder / "driver.py")]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(folder / "driver.py"),
+    ]
     words = [str(machine.root), str(folder / "child.py") if child else ""]
     done = subprocess.run([*launch, *words], capture_output=True, text=True, timeout=300, check=False)
     report = json.loads(done.stdout)

@@ -31,7 +31,9 @@ def test_4_dgx_a100_on_25_gbit(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_card_for_each_gpu_needs_no_compression(capsys: pytest.CaptureFixture[str]) -> None:
-    recommend = ask(capsys, "--preset", "dgx_h100", "--nodes", "64", "--gradient-mb", "500", "--backward-ms", "100")["recommend"]
+    recommend = ask(capsys, "--preset", "dgx_h100", "--nodes", "64", "--gradient-mb", "500", "--backward-ms", "100")[
+        "recommend"
+    ]
     assert recommend["plan"] == "flat"  # type: ignore[index]
     assert recommend["compressor"] == "none"  # type: ignore[index]
     assert "Do not compress" in recommend["why"]  # type: ignore[index]
@@ -45,11 +47,14 @@ def test_people_get_a_table_and_a_sentence(capsys: pytest.CaptureFixture[str]) -
     assert "note: dgc presumes SGD" in " ".join(text.split())
 
 
-@pytest.mark.parametrize("document", [
-    {"layer.weight": [1024, 4096], "layer.bias": [1024]},
-    [{"name": "layer.weight", "shape": [1024, 4096]}, {"name": "layer.bias", "shape": [1024]}],
-    {"parameters": [{"name": "layer.weight", "shape": [1024, 4096]}, {"name": "layer.bias", "shape": [1024]}]},
-])
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"layer.weight": [1024, 4096], "layer.bias": [1024]},
+        [{"name": "layer.weight", "shape": [1024, 4096]}, {"name": "layer.bias", "shape": [1024]}],
+        {"parameters": [{"name": "layer.weight", "shape": [1024, 4096]}, {"name": "layer.bias", "shape": [1024]}]},
+    ],
+)
 def test_a_model_is_read(document: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "model.json"
     file.write_text(json.dumps(document))
@@ -57,17 +62,20 @@ def test_a_model_is_read(document: object, tmp_path: Path, capsys: pytest.Captur
     assert answer["gradient_nbytes"] == 4 * (1024 * 4096 + 1024)
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--preset", "dgx_a100", "--gradient-mb", "-1"], "`gradient-mb` is -1.0"),
-    (["--preset", "dgx_a100", "--gradient-mb", "nan"], "`gradient-mb` is nan"),
-    (["--preset", "dgx_a100", "--gradient-mb", "1", "--backward-ms", "-5"], "`backward-ms` is -5"),
-    (["--preset", "dgx_a100", "--gradient-mb", "1", "--nodes", "0"], "`nodes` is 0"),
-    (["--preset", "dgx_a100", "--gradient-mb", "1", "--nodes", "2", "--nic", "fast"], "`nic`"),
-    (["--preset", "dgx_a100", "--gradient-mb", "1", "--nics-per-node", "0"], "`nics_per_node` is 0"),
-    (["--preset", "dgx_a100", "--gradient-mb", "1", "--intra-node", "quick"], "`intra-node`"),
-    (["--preset", "dgx_a100", "--model-json", "/nonexistent.json"], "nonexistent"),
-    (["--topology", "/nonexistent.xml", "--gradient-mb", "1"], "nonexistent"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--preset", "dgx_a100", "--gradient-mb", "-1"], "`gradient-mb` is -1.0"),
+        (["--preset", "dgx_a100", "--gradient-mb", "nan"], "`gradient-mb` is nan"),
+        (["--preset", "dgx_a100", "--gradient-mb", "1", "--backward-ms", "-5"], "`backward-ms` is -5"),
+        (["--preset", "dgx_a100", "--gradient-mb", "1", "--nodes", "0"], "`nodes` is 0"),
+        (["--preset", "dgx_a100", "--gradient-mb", "1", "--nodes", "2", "--nic", "fast"], "`nic`"),
+        (["--preset", "dgx_a100", "--gradient-mb", "1", "--nics-per-node", "0"], "`nics_per_node` is 0"),
+        (["--preset", "dgx_a100", "--gradient-mb", "1", "--intra-node", "quick"], "`intra-node`"),
+        (["--preset", "dgx_a100", "--model-json", "/nonexistent.json"], "nonexistent"),
+        (["--topology", "/nonexistent.xml", "--gradient-mb", "1"], "nonexistent"),
+    ],
+)
 def test_nonsense_is_refused_by_name(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     error = capsys.readouterr().err
@@ -89,8 +97,21 @@ def test_a_topology_file_is_read(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.skip("the shared fixtures are not here")
     answered = 0
     for file in files:
-        status = main(["--topology", str(file), "--nodes", "4", "--nic", "100gbit", "--intra-node", "1880gbit",
-                       "--gradient-mb", "100", "--json"])
+        status = main(
+            [
+                "--topology",
+                str(file),
+                "--nodes",
+                "4",
+                "--nic",
+                "100gbit",
+                "--intra-node",
+                "1880gbit",
+                "--gradient-mb",
+                "100",
+                "--json",
+            ]
+        )
         out, error = capsys.readouterr()
         assert status == 0 or error.startswith("gradwire predict: "), file
         answered += status == 0 and "plans" in json.loads(out)

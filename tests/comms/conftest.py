@@ -36,9 +36,16 @@ BLOCK_NBYTES = 4096  # small: a few thousand elements already stream through sev
 class Processes(Protocol):
     """See `processes`."""
 
-    def __call__(self, size: int, target: Callable[..., object], *arguments: object,
-                 nodes: Sequence[str] | None = None, environment: dict[str, str] | None = None, seconds: float = 90.0,
-                 lost: Collection[int] = ()) -> list[object]:
+    def __call__(
+        self,
+        size: int,
+        target: Callable[..., object],
+        *arguments: object,
+        nodes: Sequence[str] | None = None,
+        environment: dict[str, str] | None = None,
+        seconds: float = 90.0,
+        lost: Collection[int] = (),
+    ) -> list[object]:
         """Runs `target(rank, *arguments)` in `size` processes and returns the results in rank order."""
 
 
@@ -58,8 +65,16 @@ class Task:
 def _server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # torch._dynamo is what the first DDP model or optimizer imports: seconds, in every rank, if it is not there already.
-    context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "pytest",
-                                    "gradwire.comms.backend.process_group", "gradwire.comms.hook"])
+    context.set_forkserver_preload(
+        [
+            "torch._dynamo",
+            "torch.distributed.fsdp",
+            "torch.distributed.tensor",
+            "pytest",
+            "gradwire.comms.backend.process_group",
+            "gradwire.comms.hook",
+        ]
+    )
     return context
 
 
@@ -67,11 +82,21 @@ def _server() -> multiprocessing.context.ForkServerContext:
 def _starter(server: multiprocessing.context.ForkServerContext) -> Iterator[Processes]:
     started: list[multiprocessing.process.BaseProcess] = []
 
-    def run(size: int, target: Callable[..., object], *arguments: object, nodes: Sequence[str] | None = None,
-            environment: dict[str, str] | None = None, seconds: float = 90.0,
-            lost: Collection[int] = ()) -> list[object]:
-        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(size),
-                  "OMP_NUM_THREADS": "1"} | (environment or {})
+    def run(
+        size: int,
+        target: Callable[..., object],
+        *arguments: object,
+        nodes: Sequence[str] | None = None,
+        environment: dict[str, str] | None = None,
+        seconds: float = 90.0,
+        lost: Collection[int] = (),
+    ) -> list[object]:
+        common = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "WORLD_SIZE": str(size),
+            "OMP_NUM_THREADS": "1",
+        } | (environment or {})
         answers = []
         for rank in range(size):
             ours, theirs = server.Pipe(duplex=False)
@@ -118,6 +143,7 @@ def run_job(_server: multiprocessing.context.ForkServerContext) -> Iterator[RunJ
     argument names.
     """
     with _starter(_server) as run:
+
         def run_job(script: Path, folder: Path, nodes: str) -> list[dict[str, Any]]:
             run(len(nodes), run_script, str(script), str(folder), environment={"NODES": nodes}, seconds=300)
             return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(nodes))]
@@ -131,8 +157,9 @@ def run_script(rank: int, script: str, folder: str) -> None:
         runpy.run_path(script, run_name="__main__")
 
 
-def _collect(answers: list[Connection], ranks: list[multiprocessing.process.BaseProcess], deadline: float,
-             lost: Collection[int]) -> list[object]:
+def _collect(
+    answers: list[Connection], ranks: list[multiprocessing.process.BaseProcess], deadline: float, lost: Collection[int]
+) -> list[object]:
     results: list[object] = []
     problems = []
     for rank, answer in enumerate(answers):
@@ -185,19 +212,24 @@ def _serve(task: Task) -> None:
 class OnGroups(Protocol):
     """Runs a body on every rank of a new shared-memory group, ranks as threads."""
 
-    def __call__(self, size: int, body: Callable[[ShmGroup], None], seconds: float = 60.0,
-                 block: int = BLOCK_NBYTES) -> None: ...
+    def __call__(
+        self, size: int, body: Callable[[ShmGroup], None], seconds: float = 60.0, block: int = BLOCK_NBYTES
+    ) -> None: ...
 
 
 @pytest.fixture(scope="session")
 def on_groups() -> OnGroups:
     """`on_groups(size, body)`; closes the groups only when all are through, as a barrier at the end would."""
 
-    def on_groups(size: int, body: Callable[[ShmGroup], None], seconds: float = 60.0, block: int = BLOCK_NBYTES) -> None:
+    def on_groups(
+        size: int, body: Callable[[ShmGroup], None], seconds: float = 60.0, block: int = BLOCK_NBYTES
+    ) -> None:
         store = HashStore()
 
         def run(rank: int) -> None:
-            group = ShmGroup.create(store, rank, size, key="laws", timeout=timedelta(seconds=seconds), block_nbytes=block)
+            group = ShmGroup.create(
+                store, rank, size, key="laws", timeout=timedelta(seconds=seconds), block_nbytes=block
+            )
             try:
                 body(group)
             finally:

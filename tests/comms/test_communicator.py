@@ -43,8 +43,11 @@ def integers(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
 @pytest.mark.parametrize("plan", ["flat", "hierarchical", "leader"])
 def test_the_sum_is_exact_for_every_plan_dtype_and_size(nodes: str, plan: str) -> None:
-    cases = [(dtype, numel) for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32,
-                                          torch.int64) for numel in (0, 1, 17, 5000)]
+    cases = [
+        (dtype, numel)
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+        for numel in (0, 1, 17, 5000)
+    ]
 
     def body(communicator: Communicator) -> list[Tensor]:
         return [communicator.all_reduce(integers(communicator.rank, numel, dtype)).wait() for dtype, numel in cases]
@@ -67,8 +70,10 @@ def test_all_ranks_end_with_the_same_bits_in_every_run(nodes: str) -> None:
 
 def test_many_buckets_in_flight_stay_apart() -> None:
     def body(communicator: Communicator) -> list[Tensor]:
-        futures = [communicator.all_reduce(torch.full((3000 + step,), float(step * (communicator.rank + 1))))
-                   for step in range(30)]
+        futures = [
+            communicator.all_reduce(torch.full((3000 + step,), float(step * (communicator.rank + 1))))
+            for step in range(30)
+        ]
         return [future.wait() for future in futures]
 
     for results in on_ranks("aabb", body):
@@ -142,11 +147,14 @@ def test_a_rank_that_gives_up_fails_the_others_with_a_message(monkeypatch: pytes
     assert all("failed on rank" in text and "rank 2" in text for text in messages if text)
 
 
-@pytest.mark.parametrize(("bad", "message"), [
-    (torch.ones(2, 3), "`flat` has shape"),
-    (torch.ones(6)[::2], "`flat` has shape"),
-    (torch.empty(3, device="meta"), "`flat` is on meta"),
-])
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (torch.ones(2, 3), "`flat` has shape"),
+        (torch.ones(6)[::2], "`flat` has shape"),
+        (torch.empty(3, device="meta"), "`flat` is on meta"),
+    ],
+)
 def test_what_does_not_fit_is_refused(bad: Tensor, message: str) -> None:
     def body(communicator: Communicator) -> None:
         with pytest.raises(ValueError, match=message):

@@ -12,8 +12,16 @@ from gradwire.bench.emulation.cluster import Cluster
 from gradwire.bench.emulation.fork import run_forked
 
 SCRIPT = Path(__file__).parent / "jobs" / "compressed_nic_bytes_job.py"
-SHARES = {"none": 1.05, "fp16": 0.53, "bf16": 0.53, "int8": 0.27, "int4": 0.14, "onebit": 0.035, "dgc": 0.01,
-          "powersgd": 0.01}
+SHARES = {
+    "none": 1.05,
+    "fp16": 0.53,
+    "bf16": 0.53,
+    "int8": 0.27,
+    "int4": 0.14,
+    "onebit": 0.035,
+    "dgc": 0.01,
+    "powersgd": 0.01,
+}
 """Most of the gradient's bytes that a node sends; powersgd at rank 4, dgc at a thousandth."""
 
 
@@ -23,7 +31,9 @@ def test_the_busiest_nic_sends_the_compressors_share() -> None:
         result = run_forked(cluster, str(SCRIPT), [], nodes=[2, 2], timeout_seconds=240)
     result.check()
     told = [json.loads(line) for text in result.output for line in text.splitlines() if line.startswith("{")]
-    busiest = {name: max(each["sent"] / each["nbytes"] for each in told if each["compressor"] == name) for name in SHARES}
+    busiest = {
+        name: max(each["sent"] / each["nbytes"] for each in told if each["compressor"] == name) for name in SHARES
+    }
     assert len(told) == 4 * len(SHARES)
     over = {name: share for name, share in busiest.items() if share > SHARES[name]}
     assert not over, (over, busiest)

@@ -18,8 +18,13 @@ from gradwire.compressors.base import Layout, Slice, StateDict
 Result = TypeVar("Result")
 SHAPES = {"first.weight": (40, 96), "first.bias": (96,), "second.weight": (64, 64), "third.weight": (30, 50)}
 OPTIONS: dict[str, dict[str, bool | int | float | str]] = {
-    "fp16": {}, "bf16": {}, "int8": {}, "int4": {}, "onebit": {"warmup_steps": 0, "momentum": 0.0},
-    "dgc": {"density": 0.05, "momentum": 0.0, "warmup_steps": 0}, "powersgd": {"rank": 2, "warmup_steps": 0},
+    "fp16": {},
+    "bf16": {},
+    "int8": {},
+    "int4": {},
+    "onebit": {"warmup_steps": 0, "momentum": 0.0},
+    "dgc": {"density": 0.05, "momentum": 0.0, "warmup_steps": 0},
+    "powersgd": {"rank": 2, "warmup_steps": 0},
 }
 CPU = torch.device("cpu")
 
@@ -42,10 +47,16 @@ class Rank:
 
     def __init__(self, store: HashStore, rank: int, nodes: str, name: str, job: str = "job") -> None:
         self.compression = Compression(name, OPTIONS[name], (), rank, len(nodes))
-        config = Config(hostname=nodes[rank], compressor=name, compressor_options=OPTIONS[name], chunks=1,
-                        timeout=timedelta(seconds=30))
-        self.communicator = Communicator(store, rank, len(nodes), CPU, config, name=job,
-                                         compressor=self.compression.compressor)
+        config = Config(
+            hostname=nodes[rank],
+            compressor=name,
+            compressor_options=OPTIONS[name],
+            chunks=1,
+            timeout=timedelta(seconds=30),
+        )
+        self.communicator = Communicator(
+            store, rank, len(nodes), CPU, config, name=job, compressor=self.compression.compressor
+        )
         self.rank = rank
 
     def step(self, number: int, buckets: Sequence[Sequence[str]], scale: float = 1.0, poison: bool = False) -> Tensor:
@@ -58,13 +69,17 @@ class Rank:
         for names in buckets:
             layout = layout_of(names)
             flat = torch.cat([gradients[name] for name in names])
-            future = self.communicator.all_reduce(flat, scale=1 / self.communicator.size, layout=layout,
-                                                  flush=self.compression.flushing)
+            future = self.communicator.all_reduce(
+                flat, scale=1 / self.communicator.size, layout=layout, flush=self.compression.flushing
+            )
             self.compression.add(future, layout)
             results[tuple(names)] = flat
         self.compression.end_step()
-        parts = {piece.name: flat[piece.start:piece.stop]
-                 for names, flat in results.items() for piece in layout_of(names).slices}
+        parts = {
+            piece.name: flat[piece.start : piece.stop]
+            for names, flat in results.items()
+            for piece in layout_of(names).slices
+        }
         return torch.cat([parts[name] for name in SHAPES])
 
 
@@ -127,6 +142,7 @@ def test_a_non_finite_step_leaves_no_trace(name: str) -> None:
             end.step(0, ONE_BUCKET)
             bad = end.step(1, ONE_BUCKET, poison=True) if poison else torch.tensor([float("nan")])
             return end.step(2, ONE_BUCKET), bool(torch.isfinite(bad).all())
+
         return run
 
     clean = on_ranks("aabb", name, body(False))
@@ -172,6 +188,7 @@ def test_another_world_size_takes_only_a_flushed_state() -> None:
             end.compression.flushing = flush
             end.step(1, ONE_BUCKET)
             return end.compression.state_dict()
+
         return run
 
     clean, dirty = on_ranks("aabb", "onebit", saved(True)), on_ranks("aabb", "onebit", saved(False))

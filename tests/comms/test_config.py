@@ -7,16 +7,19 @@ import pytest
 from gradwire.comms.config import Config
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"plan": "ring"}, "`plan` is 'ring'; wanted one of auto, flat, hierarchical, leader"),
-    ({"transport": "smoke"}, "`transport` is 'smoke'"),
-    ({"fusion": "some"}, "`fusion` is 'some'; wanted one of fixed, auto"),
-    ({"chunks": -1}, "`chunks` is -1"),
-    ({"timeout": timedelta(0)}, "`timeout` is 0:00:00"),
-    ({"location": ("a", "b", "c")}, "`location` is"),
-    ({"nic_bytes_per_second": 0.0}, "`nic_bytes_per_second` is 0"),
-    ({"compressor": "zip"}, "`compressor` is 'zip'; wanted one of"),
-])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plan": "ring"}, "`plan` is 'ring'; wanted one of auto, flat, hierarchical, leader"),
+        ({"transport": "smoke"}, "`transport` is 'smoke'"),
+        ({"fusion": "some"}, "`fusion` is 'some'; wanted one of fixed, auto"),
+        ({"chunks": -1}, "`chunks` is -1"),
+        ({"timeout": timedelta(0)}, "`timeout` is 0:00:00"),
+        ({"location": ("a", "b", "c")}, "`location` is"),
+        ({"nic_bytes_per_second": 0.0}, "`nic_bytes_per_second` is 0"),
+        ({"compressor": "zip"}, "`compressor` is 'zip'; wanted one of"),
+    ],
+)
 def test_a_bad_value_names_the_option(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError) as caught:
         Config.from_env(**options)

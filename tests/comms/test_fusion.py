@@ -48,8 +48,12 @@ def plans(draw: st.DrawFn) -> tuple[list[int], FusionPlan]:
     sizes = draw(st.lists(st.integers(0, 40), min_size=1, max_size=12))
     cuts = draw(st.sets(st.integers(1, len(sizes))))
     known = draw(st.booleans())
-    return sizes, FusionPlan(tuple(sorted(cuts)) if known else (), tuple(4 * size for size in sizes) if known else (),
-                             draw(st.integers(0, 200)), draw(st.integers(0, 60)))
+    return sizes, FusionPlan(
+        tuple(sorted(cuts)) if known else (),
+        tuple(4 * size for size in sizes) if known else (),
+        draw(st.integers(0, 200)),
+        draw(st.integers(0, 60)),
+    )
 
 
 @settings(deadline=None)
@@ -145,15 +149,29 @@ def test_a_failure_reaches_every_bucket_with_its_message(threshold: int) -> None
             future.wait()
 
 
-@pytest.mark.parametrize("bad", [{"cuts": (2, 1), "sizes": (1, 1)}, {"cuts": (0,), "sizes": (1,)}, {"cuts": (3,), "sizes": (1, 1)},
-                                 {"cuts": (1, 1), "sizes": (1, 1)}, {"threshold_nbytes": -1}, {"piece_nbytes": -1}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"cuts": (2, 1), "sizes": (1, 1)},
+        {"cuts": (0,), "sizes": (1,)},
+        {"cuts": (3,), "sizes": (1, 1)},
+        {"cuts": (1, 1), "sizes": (1, 1)},
+        {"threshold_nbytes": -1},
+        {"piece_nbytes": -1},
+    ],
+)
 def test_an_impossible_plan_is_refused(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"`\w+` is"):
         FusionPlan(**bad)  # type: ignore[arg-type]
 
 
-PLANS = [FusionPlan(), FusionPlan(threshold_nbytes=1 << 30), FusionPlan(threshold_nbytes=9000),
-         FusionPlan(piece_nbytes=700), FusionPlan((1, 4), (20_000, 4, 0, 12_004, 6000), piece_nbytes=8000)]
+PLANS = [
+    FusionPlan(),
+    FusionPlan(threshold_nbytes=1 << 30),
+    FusionPlan(threshold_nbytes=9000),
+    FusionPlan(piece_nbytes=700),
+    FusionPlan((1, 4), (20_000, 4, 0, 12_004, 6000), piece_nbytes=8000),
+]
 
 
 @pytest.mark.parametrize("nodes", ["aabb", "abc", "aabbc", "abab"])

@@ -7,10 +7,20 @@ import pytest
 
 NODES = "aabb"
 TRAINING = {
-    "default": 1e-6, "many_small_buckets": 1e-6, "static_graph": 1e-6, "gradient_as_bucket_view": 1e-6,
-    "bucket_cap_mb_list": 1e-6, "find_unused_parameters": 1e-6, "convolution_channels_last": 1e-6,
-    "sparse_embedding": 1e-6, "no_sync": 1e-6, "compiled": 1e-6, "sub_group": 1e-6, "two_models": 0.0,
-    "state_before_model": 1e-6, "uneven_inputs": 1e-6,
+    "default": 1e-6,
+    "many_small_buckets": 1e-6,
+    "static_graph": 1e-6,
+    "gradient_as_bucket_view": 1e-6,
+    "bucket_cap_mb_list": 1e-6,
+    "find_unused_parameters": 1e-6,
+    "convolution_channels_last": 1e-6,
+    "sparse_embedding": 1e-6,
+    "no_sync": 1e-6,
+    "compiled": 1e-6,
+    "sub_group": 1e-6,
+    "two_models": 0.0,
+    "state_before_model": 1e-6,
+    "uneven_inputs": 1e-6,
     "mixed_dtypes": 4e-3,  # one bfloat16 rounding of a weight below 0.5
 }
 """Scenario -> largest difference to plain DDP: another order of the same float32 sums."""
@@ -36,7 +46,9 @@ def test_all_ranks_hold_the_same_bits(results: Results, scenario: str) -> None:
     assert len({str(result[scenario]["digest"]) for result in results}) == 1
 
 
-@pytest.mark.parametrize("scenario", ["default", "many_small_buckets", "static_graph", "find_unused_parameters", "no_sync"])
+@pytest.mark.parametrize(
+    "scenario", ["default", "many_small_buckets", "static_graph", "find_unused_parameters", "no_sync"]
+)
 def test_each_backward_with_synchronisation_is_one_step(results: Results, scenario: str) -> None:
     assert [result[scenario]["steps"] for result in results] == [4] * len(NODES)
 
@@ -46,8 +58,10 @@ def test_compressed_training_is_equal_on_all_ranks(results: Results, scenario: s
     assert len({str(result[scenario].get("digest")) for result in results}) == 1, results[0][scenario]
 
 
-@pytest.mark.parametrize(("name", "apart"), [("fp16", 1e-3), ("bf16", 1e-2), ("int8", 0.02), ("int4", 0.2),
-                                             ("powersgd", 0.8), ("onebit", 1.0), ("dgc", 1.0)])
+@pytest.mark.parametrize(
+    ("name", "apart"),
+    [("fp16", 1e-3), ("bf16", 1e-2), ("int8", 0.02), ("int4", 0.2), ("powersgd", 0.8), ("onebit", 1.0), ("dgc", 1.0)],
+)
 def test_compressed_training_goes_where_plain_training_goes(results: Results, name: str, apart: float) -> None:
     assert 0 < results[0]["compressed"]["apart"][name] < apart, results[0]["compressed"]  # type: ignore[index]
 

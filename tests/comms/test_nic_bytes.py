@@ -13,10 +13,18 @@ SCRIPT = Path(__file__).parent / "jobs" / "nic_bytes_job.py"
 
 
 @pytest.mark.netns
-@pytest.mark.parametrize(("nodes", "order"), [
-    ([2, 2], "contiguous"), ([2, 2], "round-robin"), ([3, 1], "contiguous"), ([4, 4], "contiguous"),
-    ([2, 2, 2, 2], "contiguous"), ([4, 4, 4, 4], "contiguous"),
-], ids=["2x2", "2x2 round-robin", "3+1", "2x4", "4x2", "4x4"])
+@pytest.mark.parametrize(
+    ("nodes", "order"),
+    [
+        ([2, 2], "contiguous"),
+        ([2, 2], "round-robin"),
+        ([3, 1], "contiguous"),
+        ([4, 4], "contiguous"),
+        ([2, 2, 2, 2], "contiguous"),
+        ([4, 4, 4, 4], "contiguous"),
+    ],
+    ids=["2x2", "2x2 round-robin", "3+1", "2x4", "4x2", "4x4"],
+)
 def test_the_busiest_nic_sends_the_lower_bound(nodes: list[int], order: Literal["contiguous", "round-robin"]) -> None:
     with Cluster([1] * len(nodes)) as cluster:
         result = run_forked(cluster, str(SCRIPT), [], nodes=nodes, order=order, timeout_seconds=240)

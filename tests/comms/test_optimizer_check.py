@@ -13,8 +13,10 @@ import gradwire
 
 SETTINGS = {
     "main": (gradwire.Config(compressor="dgc"), "compressor 'dgc', which is known not to converge"),
-    "rule": (gradwire.Config(compressor="int8", rules=[{"pattern": "0.weight", "compressor": "onebit"}]),
-             "compressor 'onebit' of the rule with pattern '0.weight', which is known not to converge"),
+    "rule": (
+        gradwire.Config(compressor="int8", rules=[{"pattern": "0.weight", "compressor": "onebit"}]),
+        "compressor 'onebit' of the rule with pattern '0.weight', which is known not to converge",
+    ),
     "rule of nobody": (gradwire.Config(compressor="int8", rules=[{"pattern": "1.weight", "compressor": "onebit"}]), ""),
 }
 """Name -> (configuration, what the optimizer's step says)."""

@@ -26,10 +26,18 @@ from gradwire.compressors.routed import make_routed
 
 Memory = Callable[[int], AbstractContextManager[object]]
 SIZE = 3
-LAYOUT = Layout((Slice("a.weight", (60, 50), 0, 0, 3000), Slice("a.bias", (37,), 0, 3000, 37),
-                 Slice("b.weight", (50, 40), 0, 3037, 2000)))
+LAYOUT = Layout(
+    (
+        Slice("a.weight", (60, 50), 0, 0, 3000),
+        Slice("a.bias", (37,), 0, 3000, 37),
+        Slice("b.weight", (50, 40), 0, 3037, 2000),
+    )
+)
 COMPRESSORS: dict[str, dict[str, Option]] = {
-    "fp16": {}, "int4": {}, "onebit": {"warmup_steps": 0}, "dgc": {"warmup_steps": 0, "density": 0.05},
+    "fp16": {},
+    "int4": {},
+    "onebit": {"warmup_steps": 0},
+    "dgc": {"warmup_steps": 0, "density": 0.05},
     "powersgd": {"warmup_steps": 0, "factor_dtype": "bfloat16"},
 }
 
@@ -62,8 +70,9 @@ def test_joined_buckets_survive(monkeypatch: pytest.MonkeyPatch) -> None:
 def executor() -> Iterator[Executor]:
     """One rank that talks to itself through gloo."""
     second = timedelta(seconds=20)
-    groups = Groups(PollingStore(HashStore(), second), 0, torch.device("cpu"), lambda members: False, "gloo", second,
-                    lambda: None)
+    groups = Groups(
+        PollingStore(HashStore(), second), 0, torch.device("cpu"), lambda members: False, "gloo", second, lambda: None
+    )
     yield Executor(groups, 0, lambda phase: True, None, Ledger(("inter_node",)))
     groups.close()
 

@@ -19,7 +19,10 @@ from gradwire.compressors.base import Layout, Slice
 NODES = ["a", "a", "b", "b"]
 STEPS = 6
 OPTIONS: dict[str, dict[str, object]] = {
-    "onebit": {"warmup_steps": 1}, "dgc": {"warmup_steps": 1}, "powersgd": {"warmup_steps": 1, "rank": 2}, "int4": {},
+    "onebit": {"warmup_steps": 1},
+    "dgc": {"warmup_steps": 1},
+    "powersgd": {"warmup_steps": 1, "rank": 2},
+    "int4": {},
 }
 
 
@@ -59,7 +62,9 @@ def train(model: DistributedDataParallel, rank: int, first: int, last: int) -> s
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 parameter.sub_(0.01 * parameter.grad)
-    return hashlib.sha256(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())).hexdigest()
+    return hashlib.sha256(
+        b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    ).hexdigest()
 
 
 def check_resume(rank: int) -> dict[str, bool]:

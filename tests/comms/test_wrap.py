@@ -29,9 +29,17 @@ def test_all_ranks_end_with_the_same_bits(results: Results, name: str) -> None:
     assert len({result[name] for result in results}) == 1
 
 
-@pytest.mark.parametrize(("one", "other"), [("small", "all"), ("small", "changing"), ("unused", "unused_again"),
-                                            ("joined", "joined_again"), ("calculated", "not_calculated"),
-                                            ("tuned", "not_tuned")])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("small", "all"),
+        ("small", "changing"),
+        ("unused", "unused_again"),
+        ("joined", "joined_again"),
+        ("calculated", "not_calculated"),
+        ("tuned", "not_tuned"),
+    ],
+)
 def test_no_plan_changes_a_bit(results: Results, one: str, other: str) -> None:
     assert results[0][one] == results[0][other]
 

@@ -10,8 +10,12 @@ from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.quantize import QuantizeCodec
 
 CODECS: dict[str, Codec] = {
-    "onebit": OneBitCodec(), "int8": QuantizeCodec(8), "int4": QuantizeCodec(4), "int4-random": QuantizeCodec(4, 9),
-    "float16": CastCodec("float16"), "bfloat16": CastCodec("bfloat16"),
+    "onebit": OneBitCodec(),
+    "int8": QuantizeCodec(8),
+    "int4": QuantizeCodec(4),
+    "int4-random": QuantizeCodec(4, 9),
+    "float16": CastCodec("float16"),
+    "bfloat16": CastCodec("bfloat16"),
 }
 
 

@@ -71,7 +71,9 @@ def test_units_are_never_zero_and_always_finite(factor: float) -> None:
 def test_what_is_divided_by_a_unit_comes_back() -> None:
     """So that a residual, which is kept in units, returns to the gradient as it is."""
     layout = layout_of(("a", 0, 1000), ("b", 0, 1000))
-    units = frozen(layout, [torch.randn(2000, generator=torch.Generator().manual_seed(3)) * SIZES[:2000]]).units(layout, CPU)
+    units = frozen(layout, [torch.randn(2000, generator=torch.Generator().manual_seed(3)) * SIZES[:2000]]).units(
+        layout, CPU
+    )
     gradient = torch.randn(2000, generator=torch.Generator().manual_seed(4))
     assert float(units.max() / units.min()) > 5
     assert torch.equal(bits(gradient / units * units), bits(gradient))

@@ -227,5 +227,5 @@ def test_routes_account_for_every_gradient_too(layout: Layout) -> None:
     sent = sum(gradient_of(rank, step, layout.numel).double() for rank in range(3) for step in range(5))
     torch.testing.assert_close(arrived, sent, rtol=0.0, atol=2e-5)
     bias = layout.slices[1]
-    dense = sum(gradient_of(rank, 4, layout.numel)[bias.start:bias.stop] for rank in range(3))
-    torch.testing.assert_close(runs[0].outputs[4][bias.start:bias.stop], dense)
+    dense = sum(gradient_of(rank, 4, layout.numel)[bias.start : bias.stop] for rank in range(3))
+    torch.testing.assert_close(runs[0].outputs[4][bias.start : bias.stop], dense)

@@ -13,7 +13,11 @@ from gradwire.compressors.registry import Option, make
 
 SIZE = 3
 COMPRESSORS: dict[str, Mapping[str, Option]] = {
-    "none": {}, "fp16": {}, "int4": {}, "onebit": {"warmup_steps": 0}, "dgc": {"warmup_steps": 0, "density": 0.05},
+    "none": {},
+    "fp16": {},
+    "int4": {},
+    "onebit": {"warmup_steps": 0},
+    "dgc": {"warmup_steps": 0, "density": 0.05},
     "powersgd": {"warmup_steps": 0},
 }
 

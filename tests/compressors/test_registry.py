@@ -85,22 +85,44 @@ def test_unknown_names_list_the_valid_ones() -> None:
         make("none", {"x": 1})
 
 
-@pytest.mark.parametrize(("name", "option", "value"), [
-    ("dgc", "density", 0.0), ("dgc", "density", 1.5), ("dgc", "density", -0.1), ("dgc", "momentum", 1.0),
-    ("dgc", "clip_norm", -1.0), ("dgc", "warmup_steps", -1), ("dgc", "value_dtype", "float8"),
-    ("powersgd", "rank", 0), ("powersgd", "rank", -2), ("powersgd", "min_compression_rate", 0.0),
-    ("powersgd", "factor_dtype", "int8"), ("powersgd", "warmup_steps", -3), ("onebit", "return_bits", 4),
-    ("onebit", "momentum", -0.5), ("onebit", "warmup_steps", -1), ("none", "momentum", 1.0),
-])
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("dgc", "density", 0.0),
+        ("dgc", "density", 1.5),
+        ("dgc", "density", -0.1),
+        ("dgc", "momentum", 1.0),
+        ("dgc", "clip_norm", -1.0),
+        ("dgc", "warmup_steps", -1),
+        ("dgc", "value_dtype", "float8"),
+        ("powersgd", "rank", 0),
+        ("powersgd", "rank", -2),
+        ("powersgd", "min_compression_rate", 0.0),
+        ("powersgd", "factor_dtype", "int8"),
+        ("powersgd", "warmup_steps", -3),
+        ("onebit", "return_bits", 4),
+        ("onebit", "momentum", -0.5),
+        ("onebit", "warmup_steps", -1),
+        ("none", "momentum", 1.0),
+    ],
+)
 def test_a_value_out_of_range_is_refused(name: str, option: str, value: float | str) -> None:
     with pytest.raises(ValueError, match=f"`{option}` is"):
         make(name, {option: value})
 
 
-@pytest.mark.parametrize(("name", "option", "value"), [
-    ("powersgd", "rank", 2.0), ("powersgd", "rank", True), ("powersgd", "warm_start", 1), ("dgc", "density", "0.1"),
-    ("int4", "stochastic", "yes"), ("int8", "seed", 1.5), ("fp16", "plain", 0),
-])
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("powersgd", "rank", 2.0),
+        ("powersgd", "rank", True),
+        ("powersgd", "warm_start", 1),
+        ("dgc", "density", "0.1"),
+        ("int4", "stochastic", "yes"),
+        ("int8", "seed", 1.5),
+        ("fp16", "plain", 0),
+    ],
+)
 def test_a_value_of_the_wrong_kind_is_refused(name: str, option: str, value: float | str) -> None:
     with pytest.raises(TypeError, match=f"`{option}` of compressor '{name}'"):
         make(name, {option: value})

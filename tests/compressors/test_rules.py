@@ -54,7 +54,7 @@ def test_dense_parameters_arrive_exactly(name: str, layout: Layout) -> None:
             for work in routed.all_reduce(shard, layout, groups[rank]):
                 work.wait()
             routed.end_step(True)
-            outputs.append(shard[bias.start:bias.stop].clone())
+            outputs.append(shard[bias.start : bias.stop].clone())
         return outputs
 
     outputs = run_ranks(size, body)
@@ -63,7 +63,7 @@ def test_dense_parameters_arrive_exactly(name: str, layout: Layout) -> None:
     for step in range(3):
         for rank in range(size):
             gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(step * size + rank))
-            velocity[rank] = momentum * velocity[rank] + gradient[bias.start:bias.stop]
+            velocity[rank] = momentum * velocity[rank] + gradient[bias.start : bias.stop]
         for rank in range(size):
             torch.testing.assert_close(outputs[rank][step], velocity.sum(0))
 

@@ -20,8 +20,10 @@ def outputs_of(name: str, concurrent: bool) -> list[list[Tensor]]:
     def body(rank: int) -> list[Tensor]:
         ours, outputs = make(name, options), []
         for step in range(4):
-            shards = [torch.randn(2000, generator=torch.Generator().manual_seed(step * 10 + i + 100 * rank))
-                      for i in range(len(LAYOUTS))]
+            shards = [
+                torch.randn(2000, generator=torch.Generator().manual_seed(step * 10 + i + 100 * rank))
+                for i in range(len(LAYOUTS))
+            ]
 
             def drive(i: int, shards: list[Tensor] = shards) -> None:
                 for work in ours.all_reduce(shards[i], LAYOUTS[i], groups[i][rank]):

@@ -35,14 +35,33 @@ class Emulator:
         launchers = "\n".join(f"EMULATE({kernel})" for kernel in KERNELS[name])
         source.write_text(f'#include "cuda_on_cpu.h"\n{kernel_source(name)}\n{launchers}\n')
         subprocess.run(
-            ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing",
-             "-Wno-unknown-pragmas", f"-I{Path(__file__).parent}", f"-I{FOLDER}", str(source), "-o", str(library)],
-            check=True)
+            [
+                "g++",
+                "-std=c++17",
+                "-O1",
+                "-fPIC",
+                "-shared",
+                "-ffp-contract=off",
+                "-fno-strict-aliasing",
+                "-Wno-unknown-pragmas",
+                f"-I{Path(__file__).parent}",
+                f"-I{FOLDER}",
+                str(source),
+                "-o",
+                str(library),
+            ],
+            check=True,
+        )
         return ctypes.CDLL(str(library))
 
     def launch(
-        self, file: str, kernel: str, device: torch.device, blocks: int,
-        arguments: Sequence[cuda_launch.Argument], threads: int = cuda_launch.THREADS,
+        self,
+        file: str,
+        kernel: str,
+        device: torch.device,
+        blocks: int,
+        arguments: Sequence[cuda_launch.Argument],
+        threads: int = cuda_launch.THREADS,
     ) -> None:
         if not blocks:
             return

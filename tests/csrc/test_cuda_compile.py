@@ -15,6 +15,7 @@ from gradwire.compressors.kernels.cuda.source import FOLDER, KERNELS, kernel_sou
 ARCHITECTURES = (80, 90, 100)
 """A100, H100 and H200, B200."""
 
+
 @pytest.fixture
 def nvrtc() -> None:
     """NVRTC through CuPy: it needs the wheels, but no GPU and no driver."""
@@ -35,9 +36,24 @@ def test_nvcc_finds_nothing_to_warn_about(name: str, tmp_path: Path) -> None:
     targets = [word for cc in ARCHITECTURES for word in ("-gencode", f"arch=compute_{cc},code=sm_{cc}")]
     options = [option.replace("-std", "--std") for option in OPTIONS]
     result = subprocess.run(
-        ["nvcc", *options, "-Werror", "all-warnings", "-Xptxas", "-v", f"-I{FOLDER}", *targets, "-fatbin", "-o",
-         str(tmp_path / "kernels.fatbin"), str(FOLDER / "cuda" / f"{name}.cu")],
-        capture_output=True, text=True, check=False)
+        [
+            "nvcc",
+            *options,
+            "-Werror",
+            "all-warnings",
+            "-Xptxas",
+            "-v",
+            f"-I{FOLDER}",
+            *targets,
+            "-fatbin",
+            "-o",
+            str(tmp_path / "kernels.fatbin"),
+            str(FOLDER / "cuda" / f"{name}.cu"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr
     said = re.findall(r"Compiling entry function '(\w+)' for 'sm_(\d+)'", result.stderr)
     assert sorted(said) == sorted((kernel, str(cc)) for kernel in KERNELS[name] for cc in ARCHITECTURES)

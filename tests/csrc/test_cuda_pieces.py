@@ -17,8 +17,13 @@ from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.quantize import QuantizeCodec
 
 CUTS = ((2500, 640), (2048, 1024), (100, 64), (10, 64), (9001, 1408), (5000, 1000))
-CODECS: dict[str, PieceCodec] = {"bf16": CastCodec("bfloat16"), "fp16": CastCodec("float16"),
-                                 "int8": QuantizeCodec(8, 5), "int4": QuantizeCodec(4), "onebit": OneBitCodec()}
+CODECS: dict[str, PieceCodec] = {
+    "bf16": CastCodec("bfloat16"),
+    "fp16": CastCodec("float16"),
+    "int8": QuantizeCodec(8, 5),
+    "int4": QuantizeCodec(4),
+    "onebit": OneBitCodec(),
+}
 
 
 def randn(numel: int, seed: int) -> Tensor:
@@ -42,8 +47,14 @@ def test_quantized_pieces_are_the_references(
 
 
 def check_pieces(
-    stage: str, first: tuple[object, ...], last: tuple[object, ...], device: torch.device, numel: int, width: int,
-    nbytes: int, padding: int,
+    stage: str,
+    first: tuple[object, ...],
+    last: tuple[object, ...],
+    device: torch.device,
+    numel: int,
+    width: int,
+    nbytes: int,
+    padding: int,
 ) -> None:
     """Payloads, what is left out and what comes back, in rows that are `padding` bytes apart."""
     x, residual, rows = randn(numel, 0), randn(numel, 1), -(-numel // width)
@@ -91,8 +102,14 @@ def test_an_exchange_is_three_launches(
 ) -> None:
     codec, numel, launched, start = CODECS[name], 6000, [], cuda_launch.launch
 
-    def count(file: str, kernel: str, where: torch.device, blocks: int, arguments: Sequence[cuda_launch.Argument],
-              threads: int = cuda_launch.THREADS) -> None:
+    def count(
+        file: str,
+        kernel: str,
+        where: torch.device,
+        blocks: int,
+        arguments: Sequence[cuda_launch.Argument],
+        threads: int = cuda_launch.THREADS,
+    ) -> None:
         launched.append(kernel)
         start(file, kernel, where, blocks, arguments, threads)
 
@@ -101,12 +118,17 @@ def test_an_exchange_is_three_launches(
         monkeypatch.setattr(cuda_launch, "launch", count)
         monkeypatch.setitem(kernels._chosen, there.type, of)
         shard, width = randn(numel, 0).to(there), -(-numel // (64 * size)) * 64
-        residuals = Residuals(randn(numel, 1).to(there), torch.empty(numel, device=there),
-                              randn(width, 2).to(there), torch.empty(width, device=there))
+        residuals = Residuals(
+            randn(numel, 1).to(there),
+            torch.empty(numel, device=there),
+            randn(width, 2).to(there),
+            torch.empty(width, device=there),
+        )
         for work in two_stage(shard, shard, EchoGroup(size), codec, codec, residuals):
             work.wait()
-        outputs.append([tensor.cpu() for tensor in (shard, residuals.worker_left, residuals.server_left)
-                        if tensor is not None])
+        outputs.append(
+            [tensor.cpu() for tensor in (shard, residuals.worker_left, residuals.server_left) if tensor is not None]
+        )
     assert len(launched) == 3, launched
     assert all(torch.equal(ours, wanted) for ours, wanted in zip(*outputs, strict=True))
 

@@ -21,16 +21,21 @@ def test_a_good_machine_is_accepted() -> None:
     check(dataclasses.replace(GOOD, torch_cuda="12.8", cupy_cuda=12090, driver=13000, capability=(7, 0)))
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"torch_cuda": None}, r"no CUDA: this torch was built without it.*gradwire\[cuda13\]"),
-    ({"device_count": 0}, r"no CUDA device: torch was built for CUDA 13\.0"),
-    ({"cupy_cuda": None, "cupy_problem": "No module named 'cupy'"},
-     r"no CuPy \(No module named 'cupy'\).*`pip install gradwire\[cuda13\]`"),
-    ({"cupy_cuda": None, "torch_cuda": "12.8"}, r"`pip install gradwire\[cuda12\]`"),
-    ({"cupy_cuda": 12090}, r"CUDA 12\.9, torch for CUDA 13\.0.*pip uninstall cupy-cuda12x.*gradwire\[cuda13\]"),
-    ({"driver": 12040}, r"driver supports CUDA 12\.4 at most.*CUDA 13\.0.*gradwire\[cuda12\]"),
-    ({"capability": (6, 1), "device_name": "GTX 1080"}, r"GTX 1080 has compute capability 6\.1.*7\.0"),
-])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"torch_cuda": None}, r"no CUDA: this torch was built without it.*gradwire\[cuda13\]"),
+        ({"device_count": 0}, r"no CUDA device: torch was built for CUDA 13\.0"),
+        (
+            {"cupy_cuda": None, "cupy_problem": "No module named 'cupy'"},
+            r"no CuPy \(No module named 'cupy'\).*`pip install gradwire\[cuda13\]`",
+        ),
+        ({"cupy_cuda": None, "torch_cuda": "12.8"}, r"`pip install gradwire\[cuda12\]`"),
+        ({"cupy_cuda": 12090}, r"CUDA 12\.9, torch for CUDA 13\.0.*pip uninstall cupy-cuda12x.*gradwire\[cuda13\]"),
+        ({"driver": 12040}, r"driver supports CUDA 12\.4 at most.*CUDA 13\.0.*gradwire\[cuda12\]"),
+        ({"capability": (6, 1), "device_name": "GTX 1080"}, r"GTX 1080 has compute capability 6\.1.*7\.0"),
+    ],
+)
 def test_what_is_missing_is_named(change: dict[str, object], said: str) -> None:
     with pytest.raises(CudaKernelsError, match=said):
         check(dataclasses.replace(GOOD, **change))  # type: ignore[arg-type]  # the names are Found's own

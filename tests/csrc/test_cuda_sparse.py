@@ -26,8 +26,11 @@ def other(numel: int) -> Tensor:
 
 
 def run_dgc(
-    step: Callable[[Tensor, DgcState, DgcRule, Tensor, Tensor], None], device: torch.device, inputs: list[Tensor],
-    rule: DgcRule, k: int,
+    step: Callable[[Tensor, DgcState, DgcRule, Tensor, Tensor], None],
+    device: torch.device,
+    inputs: list[Tensor],
+    rule: DgcRule,
+    k: int,
 ) -> list[Tensor]:
     x, velocity, total = (tensor.to(device, copy=True) for tensor in inputs)
     state = DgcState(velocity, total, torch.empty_like(velocity), torch.empty_like(total))
@@ -56,8 +59,13 @@ def test_dgc_selects_exactly_on_a_large_input(device: torch.device, kind: str) -
     lumpy, sparse = spread * 1e-3, torch.zeros(numel)
     lumpy[1000:1100] += 5.0
     sparse[::997] = 1.0
-    x = {"spread": spread, "lumpy": lumpy, "equal": torch.ones(numel), "mostly_zero": sparse,
-         "ordered": torch.arange(numel).float() - numel / 2}[kind]
+    x = {
+        "spread": spread,
+        "lumpy": lumpy,
+        "equal": torch.ones(numel),
+        "mostly_zero": sparse,
+        "ordered": torch.arange(numel).float() - numel / 2,
+    }[kind]
     inputs, rule = [x, torch.zeros(numel), torch.zeros(numel)], DgcRule(0.0)
     wanted = run_dgc(reference.dgc_step, torch.device("cpu"), inputs, rule, k)
     for ours, twin in zip(run_dgc(cuda.dgc_step, device, inputs, rule, k), wanted, strict=True):
@@ -126,11 +134,19 @@ def test_dgc_refuses_what_it_cannot_select(device: torch.device) -> None:
     x = torch.zeros(4, device=device)
     state = DgcState(x, x, x.clone(), x.clone())
     with pytest.raises(ValueError, match="`indices`"):
-        cuda.dgc_step(x, state, DgcRule(0.0), torch.empty(5, dtype=torch.int32, device=device),
-                      torch.empty(5, device=device))
+        cuda.dgc_step(
+            x, state, DgcRule(0.0), torch.empty(5, dtype=torch.int32, device=device), torch.empty(5, device=device)
+        )
     with pytest.raises(ValueError, match="`runs`"):
-        cuda.dgc_step_many(x, state, DgcRule(0.0), None, [DgcRun(3, 2, 1)],
-                           torch.empty(1, dtype=torch.int32, device=device), torch.empty(1, device=device))
+        cuda.dgc_step_many(
+            x,
+            state,
+            DgcRule(0.0),
+            None,
+            [DgcRun(3, 2, 1)],
+            torch.empty(1, dtype=torch.int32, device=device),
+            torch.empty(1, device=device),
+        )
 
 
 def test_scatter_add_is_the_reference_and_marks_a_bad_index(device: torch.device) -> None:
@@ -168,8 +184,16 @@ def test_orthogonal_rows_for_any_input_in_one_launch(device: torch.device) -> No
     usual = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     dependent = torch.stack([usual[0], 2 * usual[0], usual[1], torch.zeros(50)])
     wide = torch.randn(3, 700, generator=torch.Generator().manual_seed(1))
-    cases = [usual, dependent, torch.zeros(4, 50), usual * 1e30, usual * 1e-40, torch.ones(3, 3), torch.zeros(1, 1),
-             wide]
+    cases = [
+        usual,
+        dependent,
+        torch.zeros(4, 50),
+        usual * 1e30,
+        usual * 1e-40,
+        torch.ones(3, 3),
+        torch.zeros(1, 1),
+        wide,
+    ]
     ours = [case.to(device, copy=True) for case in cases]
     cuda.orthogonalize_many(ours, list(range(len(cases))))
     for key, (matrix, case) in enumerate(zip(ours, cases, strict=True)):
@@ -191,8 +215,10 @@ def test_pack_and_unpack_are_the_reference(
     device: torch.device, tensor_dtype: torch.dtype, bucket_dtype: torch.dtype
 ) -> None:
     shapes = [(3, 5), (0,), (1,), (70, 120), (8,), (20_001,), (16, 16)]
-    wanted = [torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(tensor_dtype)
-              for i, shape in enumerate(shapes)]
+    wanted = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(tensor_dtype)
+        for i, shape in enumerate(shapes)
+    ]
     offsets = [2, 17, 17, 24, 8424, 8432, 28440]
     ours = [tensor.to(device, copy=True) for tensor in wanted]
     bucket, twin = torch.zeros(28_700, dtype=bucket_dtype, device=device), torch.zeros(28_700, dtype=bucket_dtype)

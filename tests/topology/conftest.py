@@ -76,7 +76,9 @@ class SysTree:
             chains.append((root, top, up, down))
         return chains
 
-    def interface(self, name: str, *chain: str, speed: str = "100000", state: str = "up", driver: str = "mlx5_core") -> None:
+    def interface(
+        self, name: str, *chain: str, speed: str = "100000", state: str = "up", driver: str = "mlx5_core"
+    ) -> None:
         """Adds a network interface on the function at the end of the chain."""
         folder = "/".join(["sys/devices", *chain])
         own = f"{folder}/net/{name}"

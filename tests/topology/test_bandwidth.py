@@ -39,7 +39,16 @@ def test_an_unknown_or_virtual_pcie_link_has_no_rate(link: PcieLink | None) -> N
 
 @pytest.mark.parametrize(
     ("capability", "count", "gigabytes"),
-    [(60, 4, 72), (70, 6, 120), (80, 12, 240), (86, 4, 48), (89, 1, 20), (90, 18, 370.8), (100, 18, 721.8), (120, 1, 40.1)],
+    [
+        (60, 4, 72),
+        (70, 6, 120),
+        (80, 12, 240),
+        (86, 4, 48),
+        (89, 1, 20),
+        (90, 18, 370.8),
+        (100, 18, 721.8),
+        (120, 1, 40.1),
+    ],
 )
 def test_nvlink_generations(capability: int, count: int, gigabytes: float) -> None:
     rate = nvlink_bytes_per_second(Gpu(key="g", compute_capability=capability), count)

@@ -52,9 +52,7 @@ def test_a_rank_on_the_wrong_nic_is_told_the_right_one() -> None:
 
 def test_a_gpu_without_a_near_nic_is_named() -> None:
     found = compare([pcie_box()], [RankPlacement(rank=3, node=0, gpu=3)])
-    assert found == [
-        "Rank 3 on pcie_box: GPU3 has no NIC nearer than mlx5_0 at SYS: no GPUDirect RDMA by default."
-    ]
+    assert found == ["Rank 3 on pcie_box: GPU3 has no NIC nearer than mlx5_0 at SYS: no GPUDirect RDMA by default."]
 
 
 def test_ranks_that_share_a_gpu_are_named() -> None:
@@ -69,12 +67,15 @@ def test_ranks_on_cpus_and_one_node_need_no_nic() -> None:
     assert compare([], []) == []
 
 
-@pytest.mark.parametrize(("drivers", "fastest", "told"), [
-    ({0: "a", 1: "b"}, ("a", "b"), None),
-    ({0: "a", 1: "a"}, ("a",), None),
-    ({0: "a", 1: None}, ("a", "b"), None),
-    ({0: "a", 1: "a"}, ("a", "b", "c"), "ranks 0, 1 share a while b, c is idle"),
-])
+@pytest.mark.parametrize(
+    ("drivers", "fastest", "told"),
+    [
+        ({0: "a", 1: "b"}, ("a", "b"), None),
+        ({0: "a", 1: "a"}, ("a",), None),
+        ({0: "a", 1: None}, ("a", "b"), None),
+        ({0: "a", 1: "a"}, ("a", "b", "c"), "ranks 0, 1 share a while b, c is idle"),
+    ],
+)
 def test_a_shared_card_matters_only_beside_an_idle_one(
     drivers: dict[int, str | None], fastest: tuple[str, ...], told: str | None
 ) -> None:

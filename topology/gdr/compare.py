@@ -11,8 +11,11 @@ def differences(results: Sequence[Mapping[str, object]]) -> list[str]:
         results: The `--json` of each host; what has no such shape counts as a host without results.
     """
     names = _names(results)
-    found = [f"hardware: {name} has nothing to check: {result['nothing']}"
-             for name, result in zip(names, results, strict=True) if result.get("nothing")]
+    found = [
+        f"hardware: {name} has nothing to check: {result['nothing']}"
+        for name, result in zip(names, results, strict=True)
+        if result.get("nothing")
+    ]
     if 0 < len(found) < len(results):
         return found
     tables = [_table(result) for result in results]

@@ -111,7 +111,9 @@ class Forest:
             ports: Bus id of a function -> the network ports found on it.
         """
         gpus, cards = self._parents("gpu"), self._parents("nic")
-        switches = {step.bus: self._functions[step.bus] for steps in (*gpus.values(), *cards.values()) for step in steps}
+        switches = {
+            step.bus: self._functions[step.bus] for steps in (*gpus.values(), *cards.values()) for step in steps
+        }
         machine = Machine(
             switches=tuple(self._switch(function) for _, function in sorted(switches.items())),
             gpus=tuple(self._gpu(bus, steps) for bus, steps in sorted(gpus.items())),

@@ -13,7 +13,9 @@ from gradwire.topology.graph import Machine, PcieLink
 from gradwire.topology.pci_ids import AMAZON, AMD_GPU, BROADCOM_LSI, CRAY, HPE, MELLANOX, NVIDIA, normal_bus_id
 from gradwire.topology.readers.forest import Forest, PciEntry
 
-HEAD = re.compile(r"((?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]) (.+?)(?: \[([0-9a-f]{4})\])?: (.*)", re.IGNORECASE)
+HEAD = re.compile(
+    r"((?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]) (.+?)(?: \[([0-9a-f]{4})\])?: (.*)", re.IGNORECASE
+)
 """`19:00.0 3D controller [0302]: NVIDIA Corporation GH100 [10de:2330] (rev a1)`."""
 _IDS = re.compile(r"\[([0-9a-f]{4}):([0-9a-f]{4})\]", re.IGNORECASE)
 _BUSES = re.compile(r"Bus: primary=([0-9a-f]{2}), secondary=([0-9a-f]{2})", re.IGNORECASE)

@@ -59,7 +59,7 @@ def read(text: str) -> Machine:
         raise TopologyError(f"this is {what}", line=root.line)
     reading = _Reading()
     if root.integer("version") not in (1, 2):
-        reading.notes.append(f"version=\"{root.text('version')}\": NCCL reads only version 1, RCCL version 2.")
+        reading.notes.append(f'version="{root.text("version")}": NCCL reads only version 1, RCCL version 2.')
     for element in root.children:
         if element.tag == "cpu":
             _read_cpu(element, reading)

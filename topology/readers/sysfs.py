@@ -30,7 +30,9 @@ def read(root: Path) -> Machine:
         TopologyError: The folder has no `sys/` below it.
     """
     if not (root / "sys").is_dir():
-        raise TopologyError("there is no folder `sys` in it; expected the root of a (captured) Linux system", source=str(root))
+        raise TopologyError(
+            "there is no folder `sys` in it; expected the root of a (captured) Linux system", source=str(root)
+        )
     tree = read_tree(root)
     cpus = _cpus(root)
     found = find_ports(root)

@@ -50,7 +50,9 @@ def summary(machine: Machine) -> str:
         (len(machine.nvswitches), "NVSwitch"),
         (len(machine.unclassified), "unclassified PCI function"),
     ]
-    parts = [f"{count} {name}{'' if count == 1 else 'es' if name.endswith('ch') else 's'}" for count, name in counts if count]
+    parts = [
+        f"{count} {name}{'' if count == 1 else 'es' if name.endswith('ch') else 's'}" for count, name in counts if count
+    ]
     if any(switch.key == "hidden" for switch in machine.nvswitches):
         parts = ["NVSwitch" if part.endswith("NVSwitch") else part for part in parts]
     kind = {True: "virtual machine", False: "bare metal", None: ""}[machine.virtual]

@@ -60,7 +60,9 @@ def svg(machine: Machine) -> str:
     return "\n".join([head, f'<rect width="100%" height="100%" fill="{PAPER}"/>', *filter(None, body), "</svg>", ""])
 
 
-def _text(x: float, y: float, text: str, size: float, colour: str = INK, *, bold: bool = False, at: str = "middle") -> str:
+def _text(
+    x: float, y: float, text: str, size: float, colour: str = INK, *, bold: bool = False, at: str = "middle"
+) -> str:
     weight = ' font-weight="bold"' if bold else ""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:.3g}" fill="{colour}" text-anchor="{at}"{weight}>'
@@ -76,10 +78,12 @@ def _fit(text: str, width: float, size: float) -> str:
 
 def _title(machine: Machine, width: float) -> str:
     name, rest = machine.hostname or "unnamed machine", summary(machine)
-    return "\n".join([
-        _text(MARGIN, 36, _fit(name, width - 2 * MARGIN, 22), 22, bold=True, at="start"),
-        _text(MARGIN, 58, _fit(rest, width - 2 * MARGIN, 13), 13, PALE_INK, at="start"),
-    ])
+    return "\n".join(
+        [
+            _text(MARGIN, 36, _fit(name, width - 2 * MARGIN, 22), 22, bold=True, at="start"),
+            _text(MARGIN, 58, _fit(rest, width - 2 * MARGIN, 13), 13, PALE_INK, at="start"),
+        ]
+    )
 
 
 def _socket(box: Box) -> str:

@@ -228,7 +228,9 @@ class _Placer:
         box = self.layout.boxes[cpu]
         if new:
             y, bottom = TOP - 30, self.leaf_y + LEAF_HEIGHT
-            place = Box(f"socket{number}", "socket", box.x - 10, y, box.width + 20, bottom - y + 10, [f"Socket {number}"])
+            place = Box(
+                f"socket{number}", "socket", box.x - 10, y, box.width + 20, bottom - y + 10, [f"Socket {number}"]
+            )
             self.layout.sockets.append(place)
         else:
             self.layout.sockets[-1].width = box.x + box.width + 10 - self.layout.sockets[-1].x

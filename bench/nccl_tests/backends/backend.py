@@ -58,6 +58,7 @@ class Way(Protocol):
 
 def copy_first(output: Tensor, source: Tensor, issue: Issue) -> Issue:
     """An operation on `output` that begins with a copy of `source`, which is part of its time."""
+
     def copy_and_issue() -> Work:
         output.copy_(source)
         return issue()
@@ -67,6 +68,7 @@ def copy_first(output: Tensor, source: Tensor, issue: Issue) -> Issue:
 
 def copy_after(issue: Issue, output: Tensor, result: Tensor) -> Issue:
     """An operation that is done when `issue` returns and leaves its `result` elsewhere than in `output`."""
+
     def issue_and_copy() -> Work:
         work = issue()
         output.copy_(result)

@@ -40,8 +40,18 @@ class GradwireWay:
         compressor: For all_reduce; None is exact.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, device: torch.device, config: Config,
-                 group: dist.ProcessGroup, *, name: str, compressor: Compressor | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        config: Config,
+        group: dist.ProcessGroup,
+        *,
+        name: str,
+        compressor: Compressor | None = None,
+    ) -> None:
         self.rank = rank
         self._size = size
         self._config = config
@@ -156,7 +166,9 @@ class GradwireWay:
         numel = tensor.numel()
         if numel not in self._layouts:
             columns = _MATRIX_COLUMNS if numel % _MATRIX_COLUMNS == 0 else 1
-            self._layouts[numel] = Layout((Slice(f"bench{numel}.{self._generation}", (numel // columns, columns), 0, 0, numel),))
+            self._layouts[numel] = Layout(
+                (Slice(f"bench{numel}.{self._generation}", (numel // columns, columns), 0, 0, numel),)
+            )
         return self._layouts[numel]
 
 

@@ -14,8 +14,16 @@ from gradwire.compressors.base import Work
 
 _DONE = Done()
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
-_TYPES = {torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int8: "INT8_T", torch.uint8: "UINT8_T",
-          torch.int32: "INT32_T", torch.int64: "INT64_T", torch.uint32: "UINT32_T", torch.uint64: "UINT64_T"}
+_TYPES = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.int8: "INT8_T",
+    torch.uint8: "UINT8_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.uint32: "UINT32_T",
+    torch.uint64: "UINT64_T",
+}
 _OPERATIONS = {"sum": "SUM", "prod": "PROD", "max": "MAX", "min": "MIN"}
 _Buffer = list[object]
 
@@ -54,8 +62,9 @@ class MpiWay:
         """See `Way.reduce_scatter`. In place, MPI wants the part at the start of the buffer, so a copy is made."""
         inside = source.data_ptr() <= output.data_ptr() < source.data_ptr() + max(1, source.nbytes)
         target = torch.empty_like(output) if inside else output
-        reduce_scatter = _blocking(self._world.Reduce_scatter_block, self._typed(source), self._typed(target),
-                                   self._operation(operation))
+        reduce_scatter = _blocking(
+            self._world.Reduce_scatter_block, self._typed(source), self._typed(target), self._operation(operation)
+        )
         return copy_after(reduce_scatter, output, target) if inside else reduce_scatter
 
     def all_gather(self, output: Tensor, source: Tensor) -> Issue:
@@ -96,6 +105,7 @@ class MpiWay:
 
 def _blocking(call: Callable[..., None], *arguments: object) -> Issue:
     """A call of MPI that returns when this rank's part is done."""
+
     def issue() -> Work:
         call(*arguments)
         return _DONE

@@ -22,8 +22,18 @@ from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.transport.threads import Done
 
 _DONE = Done()
-_TYPES = (torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64, torch.float16, torch.float32,
-          torch.float64, torch.bfloat16)
+_TYPES = (
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+)
 _OPERATIONS = ("sum", "prod", "max", "min", "avg")
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 
@@ -65,8 +75,10 @@ def _load() -> ModuleType:
     try:
         nccl = importlib.import_module("nccl.core")
     except ImportError as error:
-        raise RuntimeError(f"`--backend` is nccl-raw, but nccl4py cannot be imported ({error}): pip install gradwire[nccl], "
-                           "and cuda-bindings where torch did not bring it") from error
+        raise RuntimeError(
+            f"`--backend` is nccl-raw, but nccl4py cannot be imported ({error}): pip install gradwire[nccl], "
+            "and cuda-bindings where torch did not bring it"
+        ) from error
     if nccl.get_version().libnccl is None:
         raise RuntimeError("`--backend` is nccl-raw, but nccl4py finds no libnccl.so.2: install a CUDA build of torch")
     return nccl
@@ -142,7 +154,9 @@ class NcclRawWay:
 
     def send_receive(self, output: Tensor, source: Tensor) -> Issue:
         """See `Way.send_receive`."""
-        return self._exchange([((self.rank + 1) % self._size, _bytes(source), (self.rank - 1) % self._size, _bytes(output))])
+        return self._exchange(
+            [((self.rank + 1) % self._size, _bytes(source), (self.rank - 1) % self._size, _bytes(output))]
+        )
 
     def barrier(self) -> Issue:
         """Not reached: `refusal` names it."""
@@ -165,6 +179,7 @@ class NcclRawWay:
 
     def _exchange(self, pairs: list[tuple[int, Tensor, int, Tensor]]) -> Issue:
         """One send and one receive for each (to, sent, from, received)."""
+
         def call(stream: int) -> None:
             with self._nccl.group():
                 for receiver, sent, sender, received in pairs:

@@ -58,11 +58,15 @@ def choices(options: argparse.Namespace) -> list[Choice]:
     for name in compressors:
         check_compressor(name)
     if "gradwire" not in options.backend and (options.algorithm != ("auto",) or compressors != ["none"]):
-        raise ValueError(f"`--algorithm` and `--compressor` are gradwire's, but `--backend` is {','.join(options.backend)}; "
-                         "wanted --backend gradwire, or neither of them")
+        raise ValueError(
+            f"`--algorithm` and `--compressor` are gradwire's, but `--backend` is {','.join(options.backend)}; "
+            "wanted --backend gradwire, or neither of them"
+        )
     if compressors != ["none"] and options.collective != "all_reduce":
-        raise ValueError(f"`--compressor` is {options.compressor} and the collective {options.collective}; wanted "
-                         "all_reduce: no other collective is compressed")
+        raise ValueError(
+            f"`--compressor` is {options.compressor} and the collective {options.collective}; wanted "
+            "all_reduce: no other collective is compressed"
+        )
     found = []
     for backend in options.backend:
         if backend == "gradwire":
@@ -101,16 +105,20 @@ def check_device(options: argparse.Namespace) -> str:
         asked = "cuda" if needs_cuda else "cpu"
     if asked == "cpu":
         if needs_cuda:
-            raise ValueError(f"`--backend` is {needs_cuda[0]} and `--device` is cpu; wanted --device cuda: NCCL takes CUDA "
-                             "tensors alone")
+            raise ValueError(
+                f"`--backend` is {needs_cuda[0]} and `--device` is cpu; wanted --device cuda: NCCL takes CUDA "
+                "tensors alone"
+            )
         if options.cudagraph:
             raise ValueError(f"`-G` is {options.cudagraph}, but the tensors are on the CPU; wanted 0, or --device cuda")
         return asked
     # Asks NVML; torch.cuda.is_available() would ask CUDA, after which a forked rank cannot use it.
     if torch.cuda.device_count() == 0:
         cause = f"`--backend` is {needs_cuda[0]}" if needs_cuda else "`--device` is cuda"
-        raise ValueError(f"{cause}, but torch finds no CUDA device here; wanted a GPU and a CUDA build of torch, or "
-                         "--backend gradwire, gloo, shm or mpi")
+        raise ValueError(
+            f"{cause}, but torch finds no CUDA device here; wanted a GPU and a CUDA build of torch, or "
+            "--backend gradwire, gloo, shm or mpi"
+        )
     on_cpu = [name for name in options.backend if name in ("shm", "mpi")]
     if on_cpu:
         raise ValueError(f"`--backend` is {on_cpu[0]} and the tensors are on CUDA; wanted --device cpu for it")
@@ -130,8 +138,9 @@ def device_of(options: argparse.Namespace, local_rank: int) -> torch.device:
     return device
 
 
-def connect(chosen: list[Choice], world: World, device: torch.device, timeout: timedelta, cycle: int
-            ) -> Iterator[tuple[Choice, Way]]:
+def connect(
+    chosen: list[Choice], world: World, device: torch.device, timeout: timedelta, cycle: int
+) -> Iterator[tuple[Choice, Way]]:
     """Connects one way after the other; each is closed before the next one is made. All ranks together.
 
     Raises:
@@ -152,14 +161,17 @@ def _make(choice: Choice, world: World, device: torch.device, timeout: timedelta
         return ShmWay.connect(store, world.rank, world.size, timeout)
     if choice.backend == "mpi":
         from gradwire.bench.nccl_tests.backends.mpi_backend import MpiWay  # mpi4py is optional
+
         return MpiWay()
     if choice.backend == "nccl-raw":
         from gradwire.bench.nccl_tests.backends.nccl_raw_backend import NcclRawWay
+
         return NcclRawWay.connect(store, world.rank, world.size, device)
     if choice.backend != "gradwire":
         return TorchWay(dist.new_group(backend=choice.backend, timeout=timeout), choice.backend)
     config = Config.from_env(plan=choice.algorithm, timeout=timeout)
     register()
     group = dist.new_group(backend="gradwire", timeout=timeout, pg_options=replace(config, compressor=None))
-    return GradwireWay(store, world.rank, world.size, device, config, group, name=name,
-                       compressor=make_compressor(choice.compressor))
+    return GradwireWay(
+        store, world.rank, world.size, device, config, group, name=name, compressor=make_compressor(choice.compressor)
+    )

@@ -60,7 +60,7 @@ class ShmWay:
         """See `Way.reduce_scatter`. The group works in place on `source`; out of place the own part is copied."""
         bounds = even_bounds(source.numel(), self._group.size)
         reduce_scatter = partial(self._group.reduce_scatter, source, bounds, self._translate(operation)[0])
-        part = source[bounds[self.rank]:bounds[self.rank + 1]]
+        part = source[bounds[self.rank] : bounds[self.rank + 1]]
         return reduce_scatter if part.data_ptr() == output.data_ptr() else copy_after(reduce_scatter, output, part)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Issue:

@@ -12,8 +12,13 @@ from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, NO_ARITHMETIC
 from gradwire.comms.transport.threads import Done
 from gradwire.compressors.base import Work
 
-_OPERATIONS = {"sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "max": dist.ReduceOp.MAX,
-               "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "avg": dist.ReduceOp.AVG,
+}
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 
 
@@ -58,8 +63,13 @@ class TorchWay:
 
     def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
         """See `Way.reduce_scatter`."""
-        return _issue(_named("reduce_scatter_single", "reduce_scatter_tensor"), output, source, _OPERATIONS[operation],
-                      self._group)
+        return _issue(
+            _named("reduce_scatter_single", "reduce_scatter_tensor"),
+            output,
+            source,
+            _OPERATIONS[operation],
+            self._group,
+        )
 
     def all_gather(self, output: Tensor, source: Tensor) -> Issue:
         """See `Way.all_gather`."""
@@ -78,7 +88,10 @@ class TorchWay:
         if self._size == 1:
             return copy_first(output, source, Done)
         after, before = (self.rank + 1) % self._size, (self.rank - 1) % self._size
-        calls = [dist.P2POp(dist.isend, source, after, self._group), dist.P2POp(dist.irecv, output, before, self._group)]
+        calls = [
+            dist.P2POp(dist.isend, source, after, self._group),
+            dist.P2POp(dist.irecv, output, before, self._group),
+        ]
         return lambda: _All(cast(list[Work], dist.batch_isend_irecv(calls)))
 
     def barrier(self) -> Issue:

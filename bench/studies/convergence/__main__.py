@@ -31,10 +31,17 @@ def measure_quality(record: Record, options: argparse.Namespace) -> None:
         options: Of `build_parser`.
     """
     tasks = [TASKS[name]() for name in options.task or TASKS]
-    pairs = [(task, method_of(task, word)) for task in tasks
-             for word in options.method or [method.name for method in METHODS[task.facts.optimizer]]]
-    missing = [(seed, task, method) for seed in options.seed or SEEDS for task, method in pairs
-               if not record.has_run(task.facts.name, method.name, seed)]
+    pairs = [
+        (task, method_of(task, word))
+        for task in tasks
+        for word in options.method or [method.name for method in METHODS[task.facts.optimizer]]
+    ]
+    missing = [
+        (seed, task, method)
+        for seed in options.seed or SEEDS
+        for task, method in pairs
+        if not record.has_run(task.facts.name, method.name, seed)
+    ]
     for seed, task, method in missing[: options.limit]:
         task.load()
         run = train(task, method, seed)
@@ -54,21 +61,30 @@ def measure_speed(record: Record, options: argparse.Namespace) -> None:
             if record.speed_of(name, share) is None:
                 speed = measure(TASKS[name](), share, record.rate_of_half(name))
                 record.add_speed(speed)
-                print(f"{name}, {speed.nic}: " + ", ".join(f"{timed.method} {timed.seconds:.3f} s"
-                                                           for timed in speed.steps), flush=True)
+                print(
+                    f"{name}, {speed.nic}: "
+                    + ", ".join(f"{timed.method} {timed.seconds:.3f} s" for timed in speed.steps),
+                    flush=True,
+                )
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.convergence",
-                                     description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m gradwire.bench.studies.convergence", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("what", choices=("quality", "speed", "show"))
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="holds all results; added to")
     parser.add_argument("--task", action="append", choices=TASKS, help="repeatable (default: all)")
     parser.add_argument("--method", action="append", metavar="NAME", help="repeatable (default: all of the task's)")
     parser.add_argument("--seed", action="append", type=int, help=f"repeatable (default: {SEEDS})")
-    parser.add_argument("--share", action="append", type=float, choices=LINKS,
-                        help="of the rate at which plain DDP spends half of its step on the link (default: all)")
+    parser.add_argument(
+        "--share",
+        action="append",
+        type=float,
+        choices=LINKS,
+        help="of the rate at which plain DDP spends half of its step on the link (default: all)",
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="stop after N training runs (default: none missing)")
     parser.add_argument("--draw", type=Path, metavar="NAME", help="with show: pictures NAME-TASK.png")
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="with show: the tables replace those of this page")

@@ -29,8 +29,10 @@ def data_folder(cache: Path = CACHE) -> Path:
             return folder
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
-            raise RuntimeError(f"Fashion-MNIST is not here and `{tool}` is missing: put the four .gz files of Zalando "
-                               f"Research's fashion-mnist into {unpacked}, or run where Debian's packages are")
+            raise RuntimeError(
+                f"Fashion-MNIST is not here and `{tool}` is missing: put the four .gz files of Zalando "
+                f"Research's fashion-mnist into {unpacked}, or run where Debian's packages are"
+            )
     cache.mkdir(parents=True, exist_ok=True)
     _run(["apt-get", "download", PACKAGE], cache)
     package = next(cache.glob(f"{PACKAGE}_*.deb"))
@@ -42,8 +44,10 @@ def data_folder(cache: Path = CACHE) -> Path:
 def _run(command: list[str], folder: Path) -> None:
     ended = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True)
     if ended.returncode:
-        raise RuntimeError(f"`{' '.join(command)}` failed: {ended.stderr.strip()[-400:]}; refresh the lists with "
-                           "`apt-get update`, or install the package")
+        raise RuntimeError(
+            f"`{' '.join(command)}` failed: {ended.stderr.strip()[-400:]}; refresh the lists with "
+            "`apt-get update`, or install the package"
+        )
 
 
 def read_idx(file: Path) -> torch.Tensor:

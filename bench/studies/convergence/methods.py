@@ -34,10 +34,21 @@ def _gradwire(name: str, **options: Option) -> Method:
     return Method(f"gradwire {name}{words}", name, options)
 
 
-_EVERYWHERE = (Method(PLAIN), Method(TORCH_FP16),
-               *(_gradwire(name) for name in ("none", "fp16", "bf16", "int8", "int4", "powersgd")))
-METHODS = {"sgd": (*_EVERYWHERE, _gradwire("onebit"), _gradwire("onebit", return_bits=8),
-                   _gradwire("dgc"), _gradwire("dgc", density=0.01)), "adamw": (*_EVERYWHERE, Method(ONEBIT_ADAM))}
+_EVERYWHERE = (
+    Method(PLAIN),
+    Method(TORCH_FP16),
+    *(_gradwire(name) for name in ("none", "fp16", "bf16", "int8", "int4", "powersgd")),
+)
+METHODS = {
+    "sgd": (
+        *_EVERYWHERE,
+        _gradwire("onebit"),
+        _gradwire("onebit", return_bits=8),
+        _gradwire("dgc"),
+        _gradwire("dgc", density=0.01),
+    ),
+    "adamw": (*_EVERYWHERE, Method(ONEBIT_ADAM)),
+}
 """By optimizer; the first is what the others are compared with."""
 
 
@@ -61,8 +72,16 @@ class Trainee:
         self.optimizer.step()
 
 
-def make_trainee(task: Task, method: Method, *, steps: int, seed: int = 0, node: str | None = None,
-                 nic_bytes_per_second: float | None = None, warm: bool = False) -> Trainee:
+def make_trainee(
+    task: Task,
+    method: Method,
+    *,
+    steps: int,
+    seed: int = 0,
+    node: str | None = None,
+    nic_bytes_per_second: float | None = None,
+    warm: bool = False,
+) -> Trainee:
     """Sets a model up as a user would; all ranks make the same ones in the same order.
 
     Args:
@@ -91,8 +110,13 @@ def make_trainee(task: Task, method: Method, *, steps: int, seed: int = 0, node:
     elif warm and "warmup_steps" in options:
         options["warmup_steps"] = 1
     gradwire.check_optimizer(method.compressor, optimizer, options)
-    state = gradwire.HookState(wrapped, compressor=method.compressor, compressor_options=options, hostname=node,
-                               nic_bytes_per_second=nic_bytes_per_second)
+    state = gradwire.HookState(
+        wrapped,
+        compressor=method.compressor,
+        compressor_options=options,
+        hostname=node,
+        nic_bytes_per_second=nic_bytes_per_second,
+    )
     wrapped.register_comm_hook(state, gradwire.comm_hook)
     return Trainee(wrapped, optimizer, int(options.get("warmup_steps") or 0))  # type: ignore[arg-type]
 
@@ -100,6 +124,12 @@ def make_trainee(task: Task, method: Method, *, steps: int, seed: int = 0, node:
 def _onebit_adam(task: Task, model: nn.Module, freeze_step: int) -> Trainee:
     """OneBitAdam with the hyper-parameters of the task's own optimizer; it communicates by itself, without DDP."""
     settings = task.optimizer(model.parameters()).defaults
-    optimizer = gradwire.OneBitAdam(model.parameters(), freeze_step=freeze_step, lr=settings["lr"], betas=settings["betas"],
-                                    eps=settings["eps"], weight_decay=settings["weight_decay"])
+    optimizer = gradwire.OneBitAdam(
+        model.parameters(),
+        freeze_step=freeze_step,
+        lr=settings["lr"],
+        betas=settings["betas"],
+        eps=settings["eps"],
+        weight_decay=settings["weight_decay"],
+    )
     return Trainee(model, optimizer, freeze_step)

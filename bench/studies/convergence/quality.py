@@ -58,8 +58,11 @@ def train(task: Task, method: Method, seed: int) -> Run:
     Raises:
         RuntimeError: A rank failed; it has printed why.
     """
-    places = [Place(rank, RANKS, rank // 2, (2, 2), "127.0.0.1", port, "lo")
-              for port in [free_port()] for rank in range(RANKS)]
+    places = [
+        Place(rank, RANKS, rank // 2, (2, 2), "127.0.0.1", port, "lo")
+        for port in [free_port()]
+        for rank in range(RANKS)
+    ]
     with tempfile.TemporaryDirectory(prefix="gradwire-convergence-") as folder:
         file = Path(folder, "run.json")
 

@@ -30,8 +30,10 @@ def ending(runs: Sequence[Run]) -> Ending:
 
 def mean_curve(runs: Sequence[Run]) -> list[tuple[int, float]]:
     """Returns (steps, mean quality over the seeds): the runs were measured after the same steps."""
-    return [(points[0][0], statistics.fmean(quality for _, quality in points))
-            for points in zip(*(run.curve for run in runs), strict=True)]
+    return [
+        (points[0][0], statistics.fmean(quality for _, quality in points))
+        for points in zip(*(run.curve for run in runs), strict=True)
+    ]
 
 
 def plain_runs(record: Record, task: str, method: str) -> list[Run]:

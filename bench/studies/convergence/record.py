@@ -63,8 +63,9 @@ class Record:
             raise ValueError(f"`--json` {file} is no file of this tool; wanted a new name, or one that it wrote")
         self.machine = held["machine"]
         self.runs = [run_from(each) for each in held["runs"]]
-        self.speeds = [Speed(**{**each, "steps": tuple(Timed(**timed) for timed in each["steps"])})
-                       for each in held["speeds"]]
+        self.speeds = [
+            Speed(**{**each, "steps": tuple(Timed(**timed) for timed in each["steps"])}) for each in held["speeds"]
+        ]
 
     def has_run(self, task: str, method: str, seed: int) -> bool:
         """Whether that training was done."""
@@ -94,8 +95,12 @@ class Record:
         self._write()
 
     def _write(self) -> None:
-        record = {"kind": "convergence", "machine": self.machine, "runs": [asdict(run) for run in self.runs],
-                  "speeds": [asdict(speed) for speed in self.speeds]}
+        record = {
+            "kind": "convergence",
+            "machine": self.machine,
+            "runs": [asdict(run) for run in self.runs],
+            "speeds": [asdict(speed) for speed in self.speeds],
+        }
         new = self._file.with_name(self._file.name + ".new")
         new.write_text(json.dumps(record, indent=1) + "\n")
         new.replace(self._file)

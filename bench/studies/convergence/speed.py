@@ -50,9 +50,13 @@ def _rate_of_half(task: Task) -> tuple[str, float]:
 def _run(task: Task, nic: str | None, methods: list[str]) -> list[Timed]:
     bytes_per_second = 0.0 if nic is None else parse_rate(nic, "--nic") / 8
     with Cluster([1] * len(NODES), nic) as cluster:
-        outcome = run_forked(cluster, "gradwire.bench.studies.convergence.speed",
-                             [task.facts.name, str(bytes_per_second), *methods], nodes=NODES,
-                             timeout_seconds=TIMEOUT_SECONDS)
+        outcome = run_forked(
+            cluster,
+            "gradwire.bench.studies.convergence.speed",
+            [task.facts.name, str(bytes_per_second), *methods],
+            nodes=NODES,
+            timeout_seconds=TIMEOUT_SECONDS,
+        )
     outcome.check()
     line = next(line for line in outcome.output[0].splitlines() if line.startswith("["))
     return [Timed(**each) for each in json.loads(line)]
@@ -80,11 +84,14 @@ def _measured(place: Place, name: str, bytes_per_second: str, *words: str) -> li
     contenders = []
     for method in METHODS[task.facts.optimizer]:
         if method.name in words:
-            trainee = make_trainee(task, method, steps=task.facts.steps, warm=True,
-                                   nic_bytes_per_second=float(bytes_per_second) or None)
+            trainee = make_trainee(
+                task, method, steps=task.facts.steps, warm=True, nic_bytes_per_second=float(bytes_per_second) or None
+            )
             contenders.append(_contender(task, method.name, trainee, place.rank))
     take_turns(contenders, rounds=ROUNDS, warmup=WARMUP_ROUNDS, interface=place.interface)
-    return [{"method": one.name, "seconds": one.median_seconds, "nic_nbytes": one.median_nic_nbytes} for one in contenders]
+    return [
+        {"method": one.name, "seconds": one.median_seconds, "nic_nbytes": one.median_nic_nbytes} for one in contenders
+    ]
 
 
 def _contender(task: Task, name: str, trainee: Trainee, rank: int) -> Contender:

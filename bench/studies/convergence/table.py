@@ -32,18 +32,24 @@ def tables(record: Record) -> str:
     for make in TASKS.values():
         facts = make().facts
         if record.runs_of(facts.name, PLAIN):
-            parts.append("\n".join([f"### {facts.title}", "", _introduction(record, facts), "", *_table(record, facts)]))
+            parts.append(
+                "\n".join([f"### {facts.title}", "", _introduction(record, facts), "", *_table(record, facts)])
+            )
     return "\n\n".join([*parts, f"Machine: {record.machine}."])
 
 
 def _introduction(record: Record, facts: Facts) -> str:
     wanted = target(record, facts)
-    text = (f"{facts.steps} steps; quality: {facts.quality}. To reach: "
-            f"{wanted:.2f}, which is plain DDP's mean within {facts.tolerance:g}.")
+    text = (
+        f"{facts.steps} steps; quality: {facts.quality}. To reach: "
+        f"{wanted:.2f}, which is plain DDP's mean within {facts.tolerance:g}."
+    )
     for speed in _speeds(record, facts):
         share = 1.0 - speed.free_seconds / speed.seconds(PLAIN)
-        text += (f" On {speed.nic} links plain DDP spends {share:.0%} of its step on communication "
-                 f"({speed.free_seconds:.3f} s without a limit).")
+        text += (
+            f" On {speed.nic} links plain DDP spends {share:.0%} of its step on communication "
+            f"({speed.free_seconds:.3f} s without a limit)."
+        )
     return text
 
 
@@ -53,8 +59,19 @@ def _speeds(record: Record, facts: Facts) -> list[Speed]:
 
 def _table(record: Record, facts: Facts) -> list[str]:
     speeds = _speeds(record, facts)
-    lines = [_line(["method", "final", "against plain DDP", "lowest to highest", "seeds", "steps to reach",
-                    *(word for speed in speeds for word in (f"s per step, {speed.nic}", "time to quality", "speed-up"))])]
+    lines = [
+        _line(
+            [
+                "method",
+                "final",
+                "against plain DDP",
+                "lowest to highest",
+                "seeds",
+                "steps to reach",
+                *(word for speed in speeds for word in (f"s per step, {speed.nic}", "time to quality", "speed-up")),
+            ]
+        )
+    ]
     lines.append("|---" * (lines[0].count("|") - 1) + "|")
     missing = [method.name for method in METHODS[facts.optimizer] if not record.runs_of(facts.name, method.name)]
     for method in METHODS[facts.optimizer]:
@@ -64,9 +81,19 @@ def _table(record: Record, facts: Facts) -> list[str]:
         end = ending(runs)
         steps = steps_of(record, facts, method.name)
         apart = end.mean - ending(plain_runs(record, facts.name, method.name)).mean
-        lines.append(_line([method.name, f"{end.mean:.2f}", f"{apart:+.2f}", f"{end.low:.2f} to {end.high:.2f}", f"{len(runs)}",
-                            "never" if steps is None else f"{steps:.0f}",
-                            *(word for speed in speeds for word in _times(record, facts, method.name, speed))]))
+        lines.append(
+            _line(
+                [
+                    method.name,
+                    f"{end.mean:.2f}",
+                    f"{apart:+.2f}",
+                    f"{end.low:.2f} to {end.high:.2f}",
+                    f"{len(runs)}",
+                    "never" if steps is None else f"{steps:.0f}",
+                    *(word for speed in speeds for word in _times(record, facts, method.name, speed)),
+                ]
+            )
+        )
     return lines + (["", f"Not trained yet: {'; '.join(missing)}."] if missing else [])
 
 

@@ -70,9 +70,16 @@ class SmallCnn(nn.Sequential):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             super().__init__(
-                nn.Conv2d(1, 16, 3, stride=2, padding=1), nn.ReLU(),
-                nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-                nn.Flatten(), nn.Linear(32 * 7 * 7, 64), nn.ReLU(), nn.Linear(64, 10))
+                nn.Conv2d(1, 16, 3, stride=2, padding=1),
+                nn.ReLU(),
+                nn.Conv2d(16, 32, 3, padding=1),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+                nn.Flatten(),
+                nn.Linear(32 * 7 * 7, 64),
+                nn.ReLU(),
+                nn.Linear(64, 10),
+            )
 
 
 @dataclass
@@ -85,9 +92,15 @@ class FashionTask:
 
     def __post_init__(self) -> None:
         self._steps_of_epoch = 60_000 // (self.batch * RANKS)
-        self.facts = Facts(name="fashion", title="CNN of 106 k parameters on Fashion-MNIST, SGD with momentum 0.9",
-                           quality="test accuracy, %", higher_is_better=True, tolerance=0.5,
-                           steps=self.epochs * self._steps_of_epoch, optimizer="sgd")
+        self.facts = Facts(
+            name="fashion",
+            title="CNN of 106 k parameters on Fashion-MNIST, SGD with momentum 0.9",
+            quality="test accuracy, %",
+            higher_is_better=True,
+            tolerance=0.5,
+            steps=self.epochs * self._steps_of_epoch,
+            optimizer="sgd",
+        )
 
     def load(self) -> None:
         """See `Task.load`."""
@@ -140,9 +153,17 @@ class TextTask:
     batch: int = 4
     context: int = 64
     validation_batches: int = 6
-    facts: Facts = field(default=Facts(
-        name="text", title="byte-level transformer of 0.5 M parameters on the standard library's source, AdamW",
-        quality="bits per byte on held-out text", higher_is_better=False, tolerance=0.06, steps=800, optimizer="adamw"))
+    facts: Facts = field(
+        default=Facts(
+            name="text",
+            title="byte-level transformer of 0.5 M parameters on the standard library's source, AdamW",
+            quality="bits per byte on held-out text",
+            higher_is_better=False,
+            tolerance=0.06,
+            steps=800,
+            optimizer="adamw",
+        )
+    )
 
     def load(self) -> None:
         """See `Task.load`."""
@@ -158,8 +179,9 @@ class TextTask:
 
     def loss(self, model: nn.Module, step: int, rank: int, seed: int) -> Tensor:
         """See `Task.loss`."""
-        inputs, targets = batch_at(self._text[0], step + SEED_STRIDE * seed, rank, batch=self.batch,
-                                   context=self.context)
+        inputs, targets = batch_at(
+            self._text[0], step + SEED_STRIDE * seed, rank, batch=self.batch, context=self.context
+        )
         return loss_in_nats(model, inputs, targets)
 
     def score(self, model: nn.Module, rank: int) -> Tensor:

@@ -58,14 +58,24 @@ def _check_step(
     gradient: Tensor, state: DgcState, scales: Tensor | None, runs: Sequence[DgcRun], indices: Tensor, values: Tensor
 ) -> None:
     device, numel, chosen = gradient.device, gradient.numel(), sum(run.count for run in runs)
-    check_tensors(device, numel, torch.float32, gradient=gradient, velocity=state.velocity, total=state.total,
-                  velocity_out=state.velocity_out, total_out=state.total_out)
+    check_tensors(
+        device,
+        numel,
+        torch.float32,
+        gradient=gradient,
+        velocity=state.velocity,
+        total=state.total,
+        velocity_out=state.velocity_out,
+        total_out=state.total_out,
+    )
     check_tensors(device, chosen, torch.int32, indices=indices)
     check_tensors(device, chosen, torch.float32, values=values)
     check_tensors(device, len(runs), torch.float32, scales=scales)
     for run in runs:
         if not 1 <= run.count <= run.numel:
-            raise ValueError(f"`indices` has {run.count} elements for a parameter; wanted between 1 and its {run.numel}")
+            raise ValueError(
+                f"`indices` has {run.count} elements for a parameter; wanted between 1 and its {run.numel}"
+            )
         if run.start < 0 or run.start + run.numel > numel:
             raise ValueError(f"`runs` hold {run}; `gradient` has {numel} elements")
     if numel > _MOST_NUMEL:
@@ -79,7 +89,12 @@ def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, 
 
 
 def dgc_step_many(
-    gradient: Tensor, state: DgcState, rule: DgcRule, scales: Tensor | None, runs: Sequence[DgcRun], indices: Tensor,
+    gradient: Tensor,
+    state: DgcState,
+    rule: DgcRule,
+    scales: Tensor | None,
+    runs: Sequence[DgcRun],
+    indices: Tensor,
     values: Tensor,
 ) -> None:
     """See reference.dgc_step_many; seven launches however many there are, none of which waits for the host."""
@@ -98,12 +113,18 @@ def dgc_step_many(
     inputs = gradient.data_ptr(), state.velocity.data_ptr(), state.total.data_ptr()
     velocity, total = state.velocity_out.data_ptr(), state.total_out.data_ptr()
     cuda_launch.launch("dgc_step", "dgc_sample", device, count, (table.data_ptr(), *inputs, *numbers, selections), 1024)
-    cuda_launch.launch("dgc_step", "dgc_advance", device, cuda_launch.blocks_for(device, 32 * _SHARES * tiles),
-                       (table.data_ptr(), count, tiles, *inputs, velocity, total, *numbers, marks, selections))
+    cuda_launch.launch(
+        "dgc_step",
+        "dgc_advance",
+        device,
+        cuda_launch.blocks_for(device, 32 * _SHARES * tiles),
+        (table.data_ptr(), count, tiles, *inputs, velocity, total, *numbers, marks, selections),
+    )
     selecting: list[tuple[str, tuple[cuda_launch.Argument, ...]]] = [
         *(("dgc_radix", (total, marks, np.int32(shift), selections)) for shift in (20, 10, 0)),
         ("dgc_count", (total, marks, counts, selections)),
-        ("dgc_write", (velocity, total, marks, counts, selections, indices.data_ptr(), values.data_ptr()))]
+        ("dgc_write", (velocity, total, marks, counts, selections, indices.data_ptr(), values.data_ptr())),
+    ]
     for kernel, arguments in selecting:
         cuda_launch.launch("dgc_select", kernel, device, blocks, (table.data_ptr(), count, *arguments))
 
@@ -120,5 +141,10 @@ def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:
     check_tensors(device, target.numel(), torch.float32, target=target)
     if not target.numel() and count:
         raise ValueError(f"`target` is empty; wanted a place for each of the {count} `indices`")
-    cuda_launch.launch("dgc_select", "dgc_scatter_add", device, cuda_launch.blocks_for(device, count),
-                       (indices.data_ptr(), values.data_ptr(), count, target.data_ptr(), target.numel()))
+    cuda_launch.launch(
+        "dgc_select",
+        "dgc_scatter_add",
+        device,
+        cuda_launch.blocks_for(device, count),
+        (indices.data_ptr(), values.data_ptr(), count, target.data_ptr(), target.numel()),
+    )

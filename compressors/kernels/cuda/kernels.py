@@ -19,10 +19,27 @@ from gradwire.compressors.kernels.cuda.powersgd import (
 from gradwire.compressors.kernels.reference.codecs import ONEBIT_BLOCK, QUANTIZE_BLOCK, onebit_nbytes, quantize_nbytes
 
 __all__ = [
-    "cast_decode_reduce", "cast_encode", "cast_serve", "dgc_step", "dgc_step_many", "onebit_decode_pieces", "onebit_decode_reduce",
-    "onebit_encode", "onebit_encode_pieces", "onebit_nbytes", "onebit_serve", "orthogonalize_many",
-    "powersgd_back_project", "powersgd_project", "powersgd_restore", "quantize_decode_pieces",
-    "quantize_decode_reduce", "quantize_encode", "quantize_encode_pieces", "quantize_nbytes", "quantize_serve",
+    "cast_decode_reduce",
+    "cast_encode",
+    "cast_serve",
+    "dgc_step",
+    "dgc_step_many",
+    "onebit_decode_pieces",
+    "onebit_decode_reduce",
+    "onebit_encode",
+    "onebit_encode_pieces",
+    "onebit_nbytes",
+    "onebit_serve",
+    "orthogonalize_many",
+    "powersgd_back_project",
+    "powersgd_project",
+    "powersgd_restore",
+    "quantize_decode_pieces",
+    "quantize_decode_reduce",
+    "quantize_encode",
+    "quantize_encode_pieces",
+    "quantize_nbytes",
+    "quantize_serve",
     "scatter_add",
 ]
 
@@ -43,8 +60,12 @@ def cast_encode(gradient: Tensor, scale: float, residual: Tensor | None, left: T
     check_tensors(device, numel, torch.float32, gradient=gradient, residual=residual, left=left)
     check_tensors(device, numel, target.dtype, target=target)
     cuda_launch.launch(
-        "cast", f"cast_encode_{_format('target', target)}", device, cuda_launch.blocks_for(device, -(-numel // _RUN)),
-        (gradient.data_ptr(), np.float32(scale), address(residual), address(left), target.data_ptr(), numel))
+        "cast",
+        f"cast_encode_{_format('target', target)}",
+        device,
+        cuda_launch.blocks_for(device, -(-numel // _RUN)),
+        (gradient.data_ptr(), np.float32(scale), address(residual), address(left), target.data_ptr(), numel),
+    )
 
 
 def cast_decode_reduce(sources: Tensor, addend: Tensor | None, target: Tensor) -> None:
@@ -53,9 +74,12 @@ def cast_decode_reduce(sources: Tensor, addend: Tensor | None, target: Tensor) -
     check_tensors(device, numel, torch.float32, addend=addend, target=target)
     check_rows(device, "sources", sources, 2 * numel)
     cuda_launch.launch(
-        "cast", f"cast_decode_reduce_{_format('sources', sources)}", device,
+        "cast",
+        f"cast_decode_reduce_{_format('sources', sources)}",
+        device,
         cuda_launch.blocks_for(device, -(-numel // _RUN)),
-        (sources.data_ptr(), sources.stride(0), len(sources), address(addend), target.data_ptr(), numel))
+        (sources.data_ptr(), sources.stride(0), len(sources), address(addend), target.data_ptr(), numel),
+    )
 
 
 def cast_serve(sources: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor) -> None:
@@ -65,10 +89,20 @@ def cast_serve(sources: Tensor, residual: Tensor | None, left: Tensor | None, an
     check_tensors(device, numel, sources.dtype, answer=answer)
     check_rows(device, "sources", sources, 2 * numel)
     cuda_launch.launch(
-        "cast", f"cast_serve_{_format('sources', sources)}", device,
+        "cast",
+        f"cast_serve_{_format('sources', sources)}",
+        device,
         cuda_launch.blocks_for(device, -(-numel // _RUN)),
-        (sources.data_ptr(), sources.stride(0), len(sources), address(residual), address(left), answer.data_ptr(),
-         numel))
+        (
+            sources.data_ptr(),
+            sources.stride(0),
+            len(sources),
+            address(residual),
+            address(left),
+            answer.data_ptr(),
+            numel,
+        ),
+    )
 
 
 def _blocks_of_pieces(numel: int, width: int, block: int) -> int:
@@ -90,9 +124,22 @@ def onebit_encode_pieces(
     check_tensors(device, numel, torch.float32, gradient=gradient, residual=residual, left=left)
     check_pieces(device, payloads, numel, width, onebit_nbytes(width))
     blocks = _blocks_of_pieces(numel, width, ONEBIT_BLOCK)
-    cuda_launch.launch("onebit", "onebit_encode", device, cuda_launch.blocks_for(device, 32 * blocks),
-                       (gradient.data_ptr(), address(residual), address(left), payloads.data_ptr(), payloads.stride(0),
-                        numel, width, blocks))
+    cuda_launch.launch(
+        "onebit",
+        "onebit_encode",
+        device,
+        cuda_launch.blocks_for(device, 32 * blocks),
+        (
+            gradient.data_ptr(),
+            address(residual),
+            address(left),
+            payloads.data_ptr(),
+            payloads.stride(0),
+            numel,
+            width,
+            blocks,
+        ),
+    )
 
 
 def onebit_decode_pieces(payloads: Tensor, target: Tensor, width: int) -> None:
@@ -101,8 +148,13 @@ def onebit_decode_pieces(payloads: Tensor, target: Tensor, width: int) -> None:
     check_tensors(device, numel, torch.float32, target=target)
     check_pieces(device, payloads, numel, width, onebit_nbytes(width))
     blocks = _blocks_of_pieces(numel, width, ONEBIT_BLOCK)
-    cuda_launch.launch("onebit", "onebit_decode_pieces", device, cuda_launch.blocks_for(device, 32 * blocks),
-                       (payloads.data_ptr(), payloads.stride(0), target.data_ptr(), numel, width, blocks))
+    cuda_launch.launch(
+        "onebit",
+        "onebit_decode_pieces",
+        device,
+        cuda_launch.blocks_for(device, 32 * blocks),
+        (payloads.data_ptr(), payloads.stride(0), target.data_ptr(), numel, width, blocks),
+    )
 
 
 def onebit_decode_reduce(payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
@@ -111,22 +163,35 @@ def onebit_decode_reduce(payloads: Tensor, addend: Tensor | None, target: Tensor
     check_tensors(device, numel, torch.float32, addend=addend, target=target)
     check_rows(device, "payloads", payloads, onebit_nbytes(numel))
     cuda_launch.launch(
-        "onebit", "onebit_decode_reduce", device, cuda_launch.blocks_for(device, 32 * -(-numel // ONEBIT_BLOCK)),
-        (payloads.data_ptr(), payloads.stride(0), len(payloads), address(addend), target.data_ptr(), numel))
+        "onebit",
+        "onebit_decode_reduce",
+        device,
+        cuda_launch.blocks_for(device, 32 * -(-numel // ONEBIT_BLOCK)),
+        (payloads.data_ptr(), payloads.stride(0), len(payloads), address(addend), target.data_ptr(), numel),
+    )
 
 
-def onebit_serve(
-    payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int
-) -> None:
+def onebit_serve(payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int) -> None:
     """See reference.onebit_serve."""
     device = answer.device
     check_tensors(device, numel, torch.float32, residual=residual, left=left)
     check_tensors(device, onebit_nbytes(numel), torch.uint8, answer=answer)
     check_rows(device, "payloads", payloads, onebit_nbytes(numel))
     cuda_launch.launch(
-        "onebit", "onebit_serve", device, cuda_launch.blocks_for(device, 32 * -(-numel // ONEBIT_BLOCK)),
-        (payloads.data_ptr(), payloads.stride(0), len(payloads), address(residual), address(left), answer.data_ptr(),
-         numel))
+        "onebit",
+        "onebit_serve",
+        device,
+        cuda_launch.blocks_for(device, 32 * -(-numel // ONEBIT_BLOCK)),
+        (
+            payloads.data_ptr(),
+            payloads.stride(0),
+            len(payloads),
+            address(residual),
+            address(left),
+            answer.data_ptr(),
+            numel,
+        ),
+    )
 
 
 def _check_bits(bits: int) -> None:
@@ -149,7 +214,12 @@ def quantize_encode(
 
 
 def quantize_encode_pieces(
-    bits: int, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int,
+    bits: int,
+    gradient: Tensor,
+    residual: Tensor | None,
+    left: Tensor | None,
+    payloads: Tensor,
+    width: int,
     key: int | None,
 ) -> None:
     """See reference.quantize_encode_pieces; one launch."""
@@ -159,9 +229,22 @@ def quantize_encode_pieces(
     check_pieces(device, payloads, numel, width, quantize_nbytes(width, bits))
     blocks = _blocks_of_pieces(numel, width, QUANTIZE_BLOCK)
     cuda_launch.launch(
-        "quantize", f"quantize_encode_{bits}", device, cuda_launch.blocks_for(device, 32 * blocks),
-        (gradient.data_ptr(), address(residual), address(left), payloads.data_ptr(), payloads.stride(0), numel, width,
-         blocks, *_rounding(key)))
+        "quantize",
+        f"quantize_encode_{bits}",
+        device,
+        cuda_launch.blocks_for(device, 32 * blocks),
+        (
+            gradient.data_ptr(),
+            address(residual),
+            address(left),
+            payloads.data_ptr(),
+            payloads.stride(0),
+            numel,
+            width,
+            blocks,
+            *_rounding(key),
+        ),
+    )
 
 
 def quantize_decode_pieces(bits: int, payloads: Tensor, target: Tensor, width: int) -> None:
@@ -171,8 +254,13 @@ def quantize_decode_pieces(bits: int, payloads: Tensor, target: Tensor, width: i
     check_tensors(device, numel, torch.float32, target=target)
     check_pieces(device, payloads, numel, width, quantize_nbytes(width, bits))
     runs = _blocks_of_pieces(numel, width, 32 * _RUN)
-    cuda_launch.launch("quantize", f"quantize_decode_pieces_{bits}", device, cuda_launch.blocks_for(device, 32 * runs),
-                       (payloads.data_ptr(), payloads.stride(0), target.data_ptr(), numel, width, runs))
+    cuda_launch.launch(
+        "quantize",
+        f"quantize_decode_pieces_{bits}",
+        device,
+        cuda_launch.blocks_for(device, 32 * runs),
+        (payloads.data_ptr(), payloads.stride(0), target.data_ptr(), numel, width, runs),
+    )
 
 
 def quantize_decode_reduce(bits: int, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
@@ -182,12 +270,21 @@ def quantize_decode_reduce(bits: int, payloads: Tensor, addend: Tensor | None, t
     check_tensors(device, numel, torch.float32, addend=addend, target=target)
     check_rows(device, "payloads", payloads, quantize_nbytes(numel, bits))
     cuda_launch.launch(
-        "quantize", f"quantize_decode_reduce_{bits}", device, cuda_launch.blocks_for(device, -(-numel // _RUN)),
-        (payloads.data_ptr(), payloads.stride(0), len(payloads), address(addend), target.data_ptr(), numel))
+        "quantize",
+        f"quantize_decode_reduce_{bits}",
+        device,
+        cuda_launch.blocks_for(device, -(-numel // _RUN)),
+        (payloads.data_ptr(), payloads.stride(0), len(payloads), address(addend), target.data_ptr(), numel),
+    )
 
 
 def quantize_serve(
-    bits: int, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int,
+    bits: int,
+    payloads: Tensor,
+    residual: Tensor | None,
+    left: Tensor | None,
+    answer: Tensor,
+    numel: int,
     key: int | None,
 ) -> None:
     """See reference.quantize_serve."""
@@ -197,7 +294,18 @@ def quantize_serve(
     check_tensors(device, quantize_nbytes(numel, bits), torch.uint8, answer=answer)
     check_rows(device, "payloads", payloads, quantize_nbytes(numel, bits))
     cuda_launch.launch(
-        "quantize", f"quantize_serve_{bits}", device,
+        "quantize",
+        f"quantize_serve_{bits}",
+        device,
         cuda_launch.blocks_for(device, 32 * -(-numel // QUANTIZE_BLOCK)),
-        (payloads.data_ptr(), payloads.stride(0), len(payloads), address(residual), address(left), answer.data_ptr(),
-         numel, *_rounding(key)))
+        (
+            payloads.data_ptr(),
+            payloads.stride(0),
+            len(payloads),
+            address(residual),
+            address(left),
+            answer.data_ptr(),
+            numel,
+            *_rounding(key),
+        ),
+    )

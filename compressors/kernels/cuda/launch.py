@@ -114,8 +114,10 @@ def _uploaded(words: tuple[int, ...], device: torch.device, stream: int) -> Tens
     if device.type != "cuda":
         return table
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("a CUDA graph is being captured, and a table of addresses would be copied from memory that is "
-                           "gone when the graph is replayed: run the same step once, on the same tensors, before")
+        raise RuntimeError(
+            "a CUDA graph is being captured, and a table of addresses would be copied from memory that is "
+            "gone when the graph is replayed: run the same step once, on the same tensors, before"
+        )
     return table.pin_memory().to(device, non_blocking=True)
 
 
@@ -146,8 +148,10 @@ def check_tensors(device: torch.device, numel: int, dtype: torch.dtype, **tensor
             continue
         fits = tensor.numel() == numel and tensor.dtype == dtype and tensor.is_contiguous() and tensor.device == device
         if not fits or device.type != DEVICE_TYPE:
-            raise ValueError(f"`{name}` is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; wanted {numel} "
-                             f"contiguous elements of {dtype} on one {DEVICE_TYPE} device ({device})")
+            raise ValueError(
+                f"`{name}` is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; wanted {numel} "
+                f"contiguous elements of {dtype} on one {DEVICE_TYPE} device ({device})"
+            )
 
 
 def check_rows(device: torch.device, name: str, rows: Tensor, nbytes: int) -> None:
@@ -158,8 +162,10 @@ def check_rows(device: torch.device, name: str, rows: Tensor, nbytes: int) -> No
     """
     long_enough = rows.dim() == 2 and len(rows) and rows.shape[1] * rows.element_size() >= nbytes
     if not long_enough or rows.stride(1) != 1 or rows.device != device:
-        raise ValueError(f"`{name}` is {tuple(rows.shape)} {rows.dtype} on {rows.device}; wanted rows of at least "
-                         f"{nbytes} contiguous bytes on {device}")
+        raise ValueError(
+            f"`{name}` is {tuple(rows.shape)} {rows.dtype} on {rows.device}; wanted rows of at least "
+            f"{nbytes} contiguous bytes on {device}"
+        )
 
 
 def check_pieces(device: torch.device, payloads: Tensor, numel: int, width: int, nbytes: int) -> None:

@@ -44,15 +44,18 @@ def compile_cubin(name: str, architecture: int) -> bytes:
     nvrtc = importlib.import_module("cupy.cuda").nvrtc
     known = tuple(nvrtc.getSupportedArchs())
     if architecture not in known:
-        raise CudaKernelsError(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))} compiles for sm_{min(known)} to "
-                               f"sm_{max(known)}, not for sm_{architecture}: update CuPy and its CUDA components")
+        raise CudaKernelsError(
+            f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))} compiles for sm_{min(known)} to "
+            f"sm_{max(known)}, not for sm_{architecture}: update CuPy and its CUDA components"
+        )
     program = nvrtc.createProgram(kernel_source(name), f"{name}.cu", (), ())
     try:
         nvrtc.compileProgram(program, (*OPTIONS, f"-arch=sm_{architecture}"))
         return bytes(nvrtc.getCUBIN(program))
     except nvrtc.NVRTCError as error:
-        raise CudaKernelsError(f"NVRTC refuses csrc/cuda/{name}.cu for sm_{architecture} ({error}):\n"
-                               f"{nvrtc.getProgramLog(program)}") from error
+        raise CudaKernelsError(
+            f"NVRTC refuses csrc/cuda/{name}.cu for sm_{architecture} ({error}):\n{nvrtc.getProgramLog(program)}"
+        ) from error
     finally:
         nvrtc.destroyProgram(program)
 
@@ -67,8 +70,11 @@ def _cache_folder() -> Path:
             return folder
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         private = Path(tempfile.mkdtemp(prefix="gradwire-cuda-"))
-        logger.warning("gradwire: ~/.cache/gradwire/cuda cannot be written (%s): CUDA kernels are compiled anew into %s",
-                       error, private)
+        logger.warning(
+            "gradwire: ~/.cache/gradwire/cuda cannot be written (%s): CUDA kernels are compiled anew into %s",
+            error,
+            private,
+        )
         return private
 
 

@@ -49,13 +49,20 @@ class PackTable:
 
     def _launch(self, way: str, bucket: Tensor) -> None:
         if bucket.dtype not in _FORMATS or bucket.numel() < self._ends:
-            raise ValueError(f"`bucket` is {tuple(bucket.shape)} {bucket.dtype}; wanted at least {self._ends} elements "
-                             f"of {', '.join(map(str, _FORMATS))}")
+            raise ValueError(
+                f"`bucket` is {tuple(bucket.shape)} {bucket.dtype}; wanted at least {self._ends} elements "
+                f"of {', '.join(map(str, _FORMATS))}"
+            )
         check_tensors(self.device, bucket.numel(), bucket.dtype, bucket=bucket)
         table = cuda_launch.upload(self._words, self.device)
         blocks = cuda_launch.blocks_for(self.device, cuda_launch.THREADS * self._chunks)
-        cuda_launch.launch("pack", f"{way}_{_FORMATS[self.dtype]}_{_FORMATS[bucket.dtype]}", self.device, blocks,
-                           (table.data_ptr(), self._count, self._chunks, bucket.data_ptr()))
+        cuda_launch.launch(
+            "pack",
+            f"{way}_{_FORMATS[self.dtype]}_{_FORMATS[bucket.dtype]}",
+            self.device,
+            blocks,
+            (table.data_ptr(), self._count, self._chunks, bucket.data_ptr()),
+        )
 
     def pack(self, bucket: Tensor) -> None:
         """Writes every tensor into `bucket` (1-D float32, float16 or bfloat16); see reference_pack.pack."""

@@ -10,7 +10,10 @@ from gradwire.compressors.kernels.cuda.launch import address, check_tensors
 from gradwire.compressors.kernels.reference.powersgd import powersgd_back_project, powersgd_project
 
 __all__ = [
-    "orthogonalize_many", "powersgd_back_project", "powersgd_project", "powersgd_restore",
+    "orthogonalize_many",
+    "powersgd_back_project",
+    "powersgd_project",
+    "powersgd_restore",
 ]
 
 
@@ -46,5 +49,9 @@ def powersgd_restore(matrix: Tensor, left: Tensor | None, p: Tensor, q_own: Tens
     check_tensors(device, rank * columns, torch.float32, q_own=q_own, q_sum=q_sum)
     warps = rows * -(-columns // 1024)
     cuda_launch.launch(
-        "powersgd", "powersgd_restore", device, cuda_launch.blocks_for(device, 32 * warps),
-        (matrix.data_ptr(), address(left), p.data_ptr(), q_own.data_ptr(), q_sum.data_ptr(), rows, columns, rank))
+        "powersgd",
+        "powersgd_restore",
+        device,
+        cuda_launch.blocks_for(device, 32 * warps),
+        (matrix.data_ptr(), address(left), p.data_ptr(), q_own.data_ptr(), q_sum.data_ptr(), rows, columns, rank),
+    )

@@ -48,26 +48,38 @@ def check(found: Found) -> None:
         CudaKernelsError: As said.
     """
     if found.torch_cuda is None:
-        raise CudaKernelsError("no CUDA: this torch was built without it; install a CUDA build of torch, and then "
-                               "`pip install gradwire[cuda13]` (or `gradwire[cuda12]`, whichever torch was built for)")
+        raise CudaKernelsError(
+            "no CUDA: this torch was built without it; install a CUDA build of torch, and then "
+            "`pip install gradwire[cuda13]` (or `gradwire[cuda12]`, whichever torch was built for)"
+        )
     extra = f"cuda{found.torch_cuda.split('.')[0]}"
     install = f"`pip install gradwire[{extra}]`"
     if not found.device_count:
-        raise CudaKernelsError(f"no CUDA device: torch was built for CUDA {found.torch_cuda} but sees none; check "
-                               "`nvidia-smi` and CUDA_VISIBLE_DEVICES")
+        raise CudaKernelsError(
+            f"no CUDA device: torch was built for CUDA {found.torch_cuda} but sees none; check "
+            "`nvidia-smi` and CUDA_VISIBLE_DEVICES"
+        )
     if found.cupy_cuda is None:
-        raise CudaKernelsError(f"no CuPy ({found.cupy_problem}): the CUDA kernels are compiled and launched by it; "
-                               f"torch was built for CUDA {found.torch_cuda}, so {install}")
+        raise CudaKernelsError(
+            f"no CuPy ({found.cupy_problem}): the CUDA kernels are compiled and launched by it; "
+            f"torch was built for CUDA {found.torch_cuda}, so {install}"
+        )
     if found.cupy_cuda // 1000 != int(found.torch_cuda.split(".")[0]):
-        raise CudaKernelsError(f"CuPy was built for CUDA {_text(found.cupy_cuda)}, torch for CUDA {found.torch_cuda}: "
-                               f"`pip uninstall cupy-cuda{found.cupy_cuda // 1000}x`, then {install}")
+        raise CudaKernelsError(
+            f"CuPy was built for CUDA {_text(found.cupy_cuda)}, torch for CUDA {found.torch_cuda}: "
+            f"`pip uninstall cupy-cuda{found.cupy_cuda // 1000}x`, then {install}"
+        )
     if found.driver // 1000 < found.cupy_cuda // 1000:
-        raise CudaKernelsError(f"the driver supports CUDA {_text(found.driver)} at most, CuPy was built for CUDA "
-                               f"{_text(found.cupy_cuda)}: install a newer driver, or a torch built for CUDA "
-                               f"{found.driver // 1000} with `pip install gradwire[cuda{found.driver // 1000}]`")
+        raise CudaKernelsError(
+            f"the driver supports CUDA {_text(found.driver)} at most, CuPy was built for CUDA "
+            f"{_text(found.cupy_cuda)}: install a newer driver, or a torch built for CUDA "
+            f"{found.driver // 1000} with `pip install gradwire[cuda{found.driver // 1000}]`"
+        )
     if found.capability < OLDEST_CAPABILITY:
-        raise CudaKernelsError(f"{found.device_name} has compute capability {'.'.join(map(str, found.capability))}; "
-                               "the CUDA kernels need 7.0 (Volta) or later: use such a device, or no compressor")
+        raise CudaKernelsError(
+            f"{found.device_name} has compute capability {'.'.join(map(str, found.capability))}; "
+            "the CUDA kernels need 7.0 (Volta) or later: use such a device, or no compressor"
+        )
 
 
 def _import_cupy() -> tuple[ModuleType | None, str]:
@@ -91,9 +103,16 @@ def require_cupy(device_index: int) -> ModuleType:
     capability, name = (0, 0), ""
     if count:
         capability, name = torch.cuda.get_device_capability(device_index), torch.cuda.get_device_name(device_index)
-    check(Found(
-        torch.version.cuda, count, None if cupy is None else int(cupy.cuda.runtime.runtimeGetVersion()), problem,
-        0 if cupy is None else int(cupy.cuda.runtime.driverGetVersion()), capability, name,
-    ))
+    check(
+        Found(
+            torch.version.cuda,
+            count,
+            None if cupy is None else int(cupy.cuda.runtime.runtimeGetVersion()),
+            problem,
+            0 if cupy is None else int(cupy.cuda.runtime.driverGetVersion()),
+            capability,
+            name,
+        )
+    )
     assert cupy is not None, "`check` refuses this"
     return cupy

@@ -8,16 +8,22 @@ FOLDER = Path(__file__).resolve().parents[3] / "csrc"
 """In a checkout beside this folder, in an installed package beside it as well."""
 
 KERNELS: dict[str, tuple[str, ...]] = {
-    "cast": tuple(f"cast_{stage}_{format}" for stage in ("encode", "decode_reduce", "serve")
-                  for format in ("f16", "bf16")),
+    "cast": tuple(
+        f"cast_{stage}_{format}" for stage in ("encode", "decode_reduce", "serve") for format in ("f16", "bf16")
+    ),
     "onebit": ("onebit_encode", "onebit_decode_pieces", "onebit_decode_reduce", "onebit_serve"),
-    "quantize": tuple(f"quantize_{stage}_{bits}" for stage in ("encode", "decode_pieces", "decode_reduce", "serve")
-                      for bits in (8, 4)),
+    "quantize": tuple(
+        f"quantize_{stage}_{bits}" for stage in ("encode", "decode_pieces", "decode_reduce", "serve") for bits in (8, 4)
+    ),
     "dgc_step": ("dgc_sample", "dgc_advance"),
     "dgc_select": ("dgc_radix", "dgc_count", "dgc_write", "dgc_scatter_add"),
     "powersgd": ("powersgd_orthogonalize", "powersgd_restore"),
-    "pack": tuple(f"{way}_{tensor}_{bucket}" for way in ("pack", "unpack")
-                  for tensor in ("f32", "f16", "bf16") for bucket in ("f32", "f16", "bf16")),
+    "pack": tuple(
+        f"{way}_{tensor}_{bucket}"
+        for way in ("pack", "unpack")
+        for tensor in ("f32", "f16", "bf16")
+        for bucket in ("f32", "f16", "bf16")
+    ),
 }
 """File of csrc/cuda, without its suffix -> the kernels it defines."""
 
@@ -50,5 +56,7 @@ def kernel_source(name: str) -> str:
     try:
         return _inline(FOLDER / "cuda" / f"{name}.cu", set())
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"the CUDA kernel source {error.filename} is missing: this installation of gradwire is "
-                                "incomplete; install it again") from error
+        raise FileNotFoundError(
+            f"the CUDA kernel source {error.filename} is missing: this installation of gradwire is "
+            "incomplete; install it again"
+        ) from error

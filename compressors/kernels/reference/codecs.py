@@ -23,11 +23,33 @@ from gradwire.compressors.kernels.reference.powersgd import (
 )
 
 __all__ = [
-    "ONEBIT_BLOCK", "QUANTIZE_BLOCK", "cast_decode_reduce", "cast_encode", "cast_serve", "dgc_step",
-    "dgc_step_many", "onebit_decode_pieces", "onebit_decode_reduce", "onebit_encode", "onebit_encode_pieces", "onebit_nbytes",
-    "onebit_serve", "orthogonalize", "orthogonalize_many", "pack", "powersgd_back_project", "powersgd_project",
-    "powersgd_restore", "quantize_decode_pieces", "quantize_decode_reduce", "quantize_encode",
-    "quantize_encode_pieces", "quantize_nbytes", "quantize_serve", "scatter_add", "unpack",
+    "ONEBIT_BLOCK",
+    "QUANTIZE_BLOCK",
+    "cast_decode_reduce",
+    "cast_encode",
+    "cast_serve",
+    "dgc_step",
+    "dgc_step_many",
+    "onebit_decode_pieces",
+    "onebit_decode_reduce",
+    "onebit_encode",
+    "onebit_encode_pieces",
+    "onebit_nbytes",
+    "onebit_serve",
+    "orthogonalize",
+    "orthogonalize_many",
+    "pack",
+    "powersgd_back_project",
+    "powersgd_project",
+    "powersgd_restore",
+    "quantize_decode_pieces",
+    "quantize_decode_reduce",
+    "quantize_encode",
+    "quantize_encode_pieces",
+    "quantize_nbytes",
+    "quantize_serve",
+    "scatter_add",
+    "unpack",
 ]
 
 ONEBIT_BLOCK = 1024
@@ -161,9 +183,7 @@ def onebit_decode_pieces(payloads: Tensor, target: Tensor, width: int) -> None:
     decode_each(lambda row, piece: onebit_decode_reduce(row[None], None, piece), onebit_nbytes, payloads, target, width)
 
 
-def onebit_serve(
-    payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int
-) -> None:
+def onebit_serve(payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int) -> None:
     """The owner's stage of the two-stage exchange: decodes and sums all payloads, and encodes the sum again.
 
     Args:
@@ -230,15 +250,27 @@ def quantize_encode(
 
 
 def quantize_encode_pieces(
-    bits: int, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int,
+    bits: int,
+    gradient: Tensor,
+    residual: Tensor | None,
+    left: Tensor | None,
+    payloads: Tensor,
+    width: int,
     key: int | None,
 ) -> None:
     """Encodes each run of `width` elements into its row of `payloads`; see pieces.encode_each.
 
     An element's random number depends on its index in the run.
     """
-    encode_each(partial(quantize_encode, bits, key=key), partial(quantize_nbytes, bits=bits), gradient, residual, left,
-                payloads, width)
+    encode_each(
+        partial(quantize_encode, bits, key=key),
+        partial(quantize_nbytes, bits=bits),
+        gradient,
+        residual,
+        left,
+        payloads,
+        width,
+    )
 
 
 def _quantize_decode(bits: int, payload: Tensor, numel: int) -> Tensor:
@@ -260,12 +292,22 @@ def quantize_decode_reduce(bits: int, payloads: Tensor, addend: Tensor | None, t
 
 def quantize_decode_pieces(bits: int, payloads: Tensor, target: Tensor, width: int) -> None:
     """Decodes each row of `payloads` into its run of `width` elements; see pieces.decode_each."""
-    decode_each(lambda row, piece: quantize_decode_reduce(bits, row[None], None, piece),
-                partial(quantize_nbytes, bits=bits), payloads, target, width)
+    decode_each(
+        lambda row, piece: quantize_decode_reduce(bits, row[None], None, piece),
+        partial(quantize_nbytes, bits=bits),
+        payloads,
+        target,
+        width,
+    )
 
 
 def quantize_serve(
-    bits: int, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int,
+    bits: int,
+    payloads: Tensor,
+    residual: Tensor | None,
+    left: Tensor | None,
+    answer: Tensor,
+    numel: int,
     key: int | None,
 ) -> None:
     """The owner's stage, as onebit_serve: sums the decoded `payloads` and encodes the sum plus `residual` again."""

@@ -81,22 +81,38 @@ Step = Callable[[Tensor, DgcState, DgcRule, Tensor, Tensor], None]
 
 
 def step_each(
-    step: Step, gradient: Tensor, state: DgcState, rule: DgcRule, scales: Tensor | None, runs: Sequence[DgcRun],
-    indices: Tensor, values: Tensor,
+    step: Step,
+    gradient: Tensor,
+    state: DgcState,
+    rule: DgcRule,
+    scales: Tensor | None,
+    runs: Sequence[DgcRun],
+    indices: Tensor,
+    values: Tensor,
 ) -> None:
     """Runs `step` on one parameter after the other; see dgc_step_many."""
     first = 0
     for number, run in enumerate(runs):
         part, chosen = slice(run.start, run.start + run.numel), slice(first, first + run.count)
         own = DgcState(state.velocity[part], state.total[part], state.velocity_out[part], state.total_out[part])
-        step(gradient[part], own, rule if scales is None else replace(rule, scale=float(scales[number])), indices[chosen],
-             values[chosen])
+        step(
+            gradient[part],
+            own,
+            rule if scales is None else replace(rule, scale=float(scales[number])),
+            indices[chosen],
+            values[chosen],
+        )
         indices[chosen] += run.start
         first += run.count
 
 
 def dgc_step_many(
-    gradient: Tensor, state: DgcState, rule: DgcRule, scales: Tensor | None, runs: Sequence[DgcRun], indices: Tensor,
+    gradient: Tensor,
+    state: DgcState,
+    rule: DgcRule,
+    scales: Tensor | None,
+    runs: Sequence[DgcRun],
+    indices: Tensor,
     values: Tensor,
 ) -> None:
     """dgc_step on every parameter of a shard, each with its own k.

@@ -33,19 +33,47 @@ def test_models_are_about_as_large_as_asked_and_alike_on_all_ranks(name: str, nb
 def test_every_plan_and_compressor_takes_part() -> None:
     names = [one.name for one in entrants(with_mpi=False)]
     assert names[0] == PLAIN
-    assert {"gradwire flat", "gradwire hierarchical", "gradwire leader", "gradwire auto", "torch fp16 hook",
-            "gradwire onebit", "gradwire powersgd", "gradwire int8"} <= set(names)
-    assert [one.name for one in select(entrants(False), "hier,fp16 hook")] == [PLAIN, "torch fp16 hook",
-                                                                             "gradwire hierarchical"]
+    assert {
+        "gradwire flat",
+        "gradwire hierarchical",
+        "gradwire leader",
+        "gradwire auto",
+        "torch fp16 hook",
+        "gradwire onebit",
+        "gradwire powersgd",
+        "gradwire int8",
+    } <= set(names)
+    assert [one.name for one in select(entrants(False), "hier,fp16 hook")] == [
+        PLAIN,
+        "torch fp16 hook",
+        "gradwire hierarchical",
+    ]
     with pytest.raises(ValueError, match="`--only`"):
         select(entrants(False), "no such thing")
 
 
-@pytest.mark.parametrize("words", [
-    ["--nodes", "0"], ["--rounds", "0"], ["--megabytes", "-1"], ["--nic", "fast"], ["--replay", "resnet51"],
-    ["--factor", "0"], ["--batch", "8"], ["--factor", "8"], ["--slow-motion", "8"], ["--plot", "x.pdf"], ["--only", "nothing"],
-    ["--ranks-per-node", "0"], ["--uneven", "3,x"], ["--interface", "eth99"], ["--model", "rnn"], ["--what"],
-    ["--stream", "slow"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--nodes", "0"],
+        ["--rounds", "0"],
+        ["--megabytes", "-1"],
+        ["--nic", "fast"],
+        ["--replay", "resnet51"],
+        ["--factor", "0"],
+        ["--batch", "8"],
+        ["--factor", "8"],
+        ["--slow-motion", "8"],
+        ["--plot", "x.pdf"],
+        ["--only", "nothing"],
+        ["--ranks-per-node", "0"],
+        ["--uneven", "3,x"],
+        ["--interface", "eth99"],
+        ["--model", "rnn"],
+        ["--what"],
+        ["--stream", "slow"],
+    ],
+)
 def test_a_bad_flag_is_an_error_that_names_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main(words) == 2
     assert words[0] in capsys.readouterr().err
@@ -62,18 +90,25 @@ def test_a_replay_states_what_is_smaller_and_slower(capsys: pytest.CaptureFixtur
     assert (options.nodes, options.ranks_per_node, options.nic) == (4, 8, "25gbit")
     report(options, [], Measured([], "somewhere", [8, 8], 7_000_000, Scale(16, 12), 2.5))
     said = " ".join(capsys.readouterr().out.split())
-    for words in ("gradients and links 1/16, 12 times slower", "7.00 MB of gradients (really 113)", "RTX 3090",
-                  "plain DDP by its waits and its link alone: 2.500 s"):
+    for words in (
+        "gradients and links 1/16, 12 times slower",
+        "7.00 MB of gradients (really 113)",
+        "RTX 3090",
+        "plain DDP by its waits and its link alone: 2.500 s",
+    ):
         assert words in said
 
 
 def test_figures_come_out_of_the_ranks_lines() -> None:
     with Progress(disable=True) as progress:
         collector = Collector(progress)
-        for record in ({"gradient_nbytes": 8}, {"turn": 1, "turns": 9, "name": "x"},
-                       {"name": PLAIN, "seconds": [2.0, 4.0, 3.0], "nic_nbytes": [30, 10, 20], "error": 0.0},
-                       {"name": "ours", "seconds": [1.0, 1.5, 2.0], "nic_nbytes": [5, 5, 6], "error": 0.1},
-                       {"name": "broken", "reason": "it says so"}):
+        for record in (
+            {"gradient_nbytes": 8},
+            {"turn": 1, "turns": 9, "name": "x"},
+            {"name": PLAIN, "seconds": [2.0, 4.0, 3.0], "nic_nbytes": [30, 10, 20], "error": 0.0},
+            {"name": "ours", "seconds": [1.0, 1.5, 2.0], "nic_nbytes": [5, 5, 6], "error": 0.1},
+            {"name": "broken", "reason": "it says so"},
+        ):
             collector.line(0, json.dumps(record))
         collector.line(0, "a warning")
     plain, ours, broken = collector.results(counted=True)
@@ -88,8 +123,24 @@ def test_figures_come_out_of_the_ranks_lines() -> None:
 @needs_cluster
 def test_compare_on_an_emulated_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, picture = tmp_path / "compare.json", tmp_path / "compare.svg"
-    status = compare.main(["--megabytes", "2", "--model", "linear", "--rounds", "1", "--nic", "500mbit", "--only",
-                           "gradwire hier,int8", "--json", str(file), "--plot", str(picture)])
+    status = compare.main(
+        [
+            "--megabytes",
+            "2",
+            "--model",
+            "linear",
+            "--rounds",
+            "1",
+            "--nic",
+            "500mbit",
+            "--only",
+            "gradwire hier,int8",
+            "--json",
+            str(file),
+            "--plot",
+            str(picture),
+        ]
+    )
     assert status == 0, capsys.readouterr().err
     results = {one["name"]: one for one in json.loads(file.read_text())["results"]}
     assert results["gradwire hierarchical"]["error"] < 1e-6

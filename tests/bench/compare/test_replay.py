@@ -15,8 +15,10 @@ from gradwire.bench.compare.replay import ReplayCase, ReplayModel, load_case, sh
 from gradwire.bench.compare.replay_shapes import SHAPES
 
 
-@pytest.mark.parametrize(("name", "parameters"), [
-    ("resnet50", 25_557_032), ("vgg16", 138_357_544), ("bert_base", 109_482_240), ("swin_t", 28_288_354)])
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("resnet50", 25_557_032), ("vgg16", 138_357_544), ("bert_base", 109_482_240), ("swin_t", 28_288_354)],
+)
 def test_networks_have_their_published_number_of_parameters(name: str, parameters: int) -> None:
     shapes = list(SHAPES[name]())
     assert sum(math.prod(shape) for _, shape in shapes) == parameters
@@ -49,20 +51,24 @@ def test_gradients_arrive_last_layer_first_and_in_time() -> None:
     order: list[tuple[int, float]] = []
     for number, parameter in enumerate(model.weights):
         parameter.register_post_accumulate_grad_hook(
-            lambda _, number=number: order.append((number, time.perf_counter())))
+            lambda _, number=number: order.append((number, time.perf_counter()))
+        )
     began = time.perf_counter()
     loss = model(torch.zeros((), requires_grad=True))
     assert time.perf_counter() - began >= model.forward_seconds
     loss.backward()
     assert [number for number, _ in order] == [2, 1, 0]
-    assert all(later - sooner >= 0.9 * model.backward_seconds[0]
-               for (_, sooner), (_, later) in itertools.pairwise(order))
+    assert all(
+        later - sooner >= 0.9 * model.backward_seconds[0] for (_, sooner), (_, later) in itertools.pairwise(order)
+    )
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.weights)
 
 
 def test_a_case_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
-    file.write_text(json.dumps({"name": "mine", "source": "measured", "step_seconds": 0.5, "parameters": [["w", [3, 4]]]}))
+    file.write_text(
+        json.dumps({"name": "mine", "source": "measured", "step_seconds": 0.5, "parameters": [["w", [3, 4]]]})
+    )
     assert load_case(str(file)) == ReplayCase("mine", (("w", (3, 4)),), 0.5, "measured")
     file.write_text(json.dumps({"name": "mine"}))
     with pytest.raises(ValueError, match="parameters"):

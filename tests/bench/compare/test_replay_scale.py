@@ -43,8 +43,9 @@ def test_buckets_are_those_that_ddp_makes(name: str) -> None:
     assert count_buckets(case) == len(buckets)
 
 
-@pytest.mark.parametrize(("step_seconds", "bits_per_second", "wanted"), [
-    (0.3, 800_000, 0.3), (0.3, 4_000, 0.1 + 0.3), (0.0, 8_000, 0.15)])
+@pytest.mark.parametrize(
+    ("step_seconds", "bits_per_second", "wanted"), [(0.3, 800_000, 0.3), (0.3, 4_000, 0.1 + 0.3), (0.0, 8_000, 0.15)]
+)
 def test_the_ring_hides_under_the_backward_pass_alone(step_seconds: float, bits_per_second: int, wanted: float) -> None:
     case = ReplayCase("one", (("a", (25,)),), step_seconds, "made up")  # 100 bytes, 1.5 of each on the ring of four
     assert plain_step_seconds(case, 4, bits_per_second) == pytest.approx(wanted)

@@ -15,8 +15,10 @@ HERE, THERE = "127.0.0.1", "127.0.0.2"
 @contextmanager
 def connection(server: str) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Both ends of a connection from HERE."""
-    with socket.create_server((server, 0)) as listener, socket.create_connection(
-            listener.getsockname(), source_address=(HERE, 0)) as ours:
+    with (
+        socket.create_server((server, 0)) as listener,
+        socket.create_connection(listener.getsockname(), source_address=(HERE, 0)) as ours,
+    ):
         theirs, _ = listener.accept()
         with theirs:
             yield ours, theirs

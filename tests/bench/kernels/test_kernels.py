@@ -16,8 +16,19 @@ from gradwire.bench.kernels.cases import (
 )
 from gradwire.bench.kernels.command import main
 
-NAMES = {"fp16_encode", "onebit_encode", "onebit_decode_reduce", "int8_encode", "int4_encode", "int8_decode_reduce",
-         "int4_decode_reduce", "dgc_step", "pack", "powersgd_step", "unpack"}
+NAMES = {
+    "fp16_encode",
+    "onebit_encode",
+    "onebit_decode_reduce",
+    "int8_encode",
+    "int4_encode",
+    "int8_decode_reduce",
+    "int4_decode_reduce",
+    "dgc_step",
+    "pack",
+    "powersgd_step",
+    "unpack",
+}
 
 
 def test_the_json_has_a_row_for_every_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,9 +51,14 @@ def test_one_kernel_can_be_asked_for(tmp_path: Path) -> None:
     assert [row["kernel"] for row in json.loads(file.read_text())["results"]] == ["int4_encode"]
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--numel", "1000"], "--numel 1000"), (["--repeats", "0"], "--repeats 0"), (["--kernel", "zip"], "no kernel `zip`"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--numel", "1000"], "--numel 1000"),
+        (["--repeats", "0"], "--repeats 0"),
+        (["--kernel", "zip"], "no kernel `zip`"),
+    ],
+)
 def test_bad_words_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert message in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """What every rank of a test runs: the bench's way over MPI, one collective after the other in one job.
 
-    mpirun -n 4 python mpi_peer.py
+mpirun -n 4 python mpi_peer.py
 """
 
 import sys
@@ -11,8 +11,9 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "broadcast", "reduce", "alltoall"
 
 
 def main() -> int:
-    return max(command.main([name, "--backend", "mpi", "-b", "1K", "-e", "64K", "-f", "64", "-n", "2"])
-               for name in COLLECTIVES)
+    return max(
+        command.main([name, "--backend", "mpi", "-b", "1K", "-e", "64K", "-f", "64", "-n", "2"]) for name in COLLECTIVES
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What every rank of the mpirun tests runs: the laws of `Group` over MPI, then DDP with gradwire over MPI.
 
-    mpirun -n 4 python mpi_rank.py
+mpirun -n 4 python mpi_rank.py
 """
 
 from datetime import timedelta
@@ -53,8 +53,9 @@ def check_many_at_once(group: MpiGroup) -> None:
     for work in [group.all_reduce(tensor) for tensor in tensors]:
         work.wait()
     for number, tensor in enumerate(tensors):
-        assert torch.equal(tensor, torch.stack([inputs(rank, 1000 + number, torch.float32)
-                                                for rank in range(group.size)]).sum(0))
+        assert torch.equal(
+            tensor, torch.stack([inputs(rank, 1000 + number, torch.float32) for rank in range(group.size)]).sum(0)
+        )
 
 
 def check_hook(place: mpi_launch.MpiPlace) -> None:

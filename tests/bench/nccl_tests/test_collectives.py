@@ -8,9 +8,18 @@ from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES
 from gradwire.bench.nccl_tests.verify import Inputs
 
 
-@pytest.mark.parametrize(("name", "factor"), [
-    ("all_reduce", 2 * 3 / 4), ("all_gather", 3 / 4), ("reduce_scatter", 3 / 4), ("alltoall", 3 / 4), ("broadcast", 1.0),
-    ("reduce", 1.0), ("sendrecv", 1.0)])
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("all_reduce", 2 * 3 / 4),
+        ("all_gather", 3 / 4),
+        ("reduce_scatter", 3 / 4),
+        ("alltoall", 3 / 4),
+        ("broadcast", 1.0),
+        ("reduce", 1.0),
+        ("sendrecv", 1.0),
+    ],
+)
 def test_bus_factors_are_those_of_nccl_tests(name: str, factor: float) -> None:
     assert COLLECTIVES[name].bus_factor(4) == pytest.approx(factor)
     assert COLLECTIVES[name].bus_factor(1) == 0
@@ -31,10 +40,15 @@ def reference(name: str, sources: list[torch.Tensor], rank: int, root: int) -> t
     total = torch.stack(sources).sum(0)
     part = sources[0].numel() // ranks
     outputs = {
-        "all_reduce": total, "reduce": total if rank == root else None, "broadcast": sources[root],
-        "all_gather": torch.cat(sources), "reduce_scatter": total[rank * part:(rank + 1) * part],
-        "alltoall": torch.cat([source[rank * part:(rank + 1) * part] for source in sources]),
-        "sendrecv": sources[rank - 1], "barrier": None}
+        "all_reduce": total,
+        "reduce": total if rank == root else None,
+        "broadcast": sources[root],
+        "all_gather": torch.cat(sources),
+        "reduce_scatter": total[rank * part : (rank + 1) * part],
+        "alltoall": torch.cat([source[rank * part : (rank + 1) * part] for source in sources]),
+        "sendrecv": sources[rank - 1],
+        "barrier": None,
+    }
     return outputs[name]
 
 

@@ -10,11 +10,30 @@ from gradwire.bench.nccl_tests import command
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.mark.parametrize(("collective", "backend"), [
-    ("all_reduce", "shm,gloo,gradwire"), ("reduce", "shm"), ("reduce_scatter", "gloo"), ("all_gather", "shm")])
+@pytest.mark.parametrize(
+    ("collective", "backend"),
+    [("all_reduce", "shm,gloo,gradwire"), ("reduce", "shm"), ("reduce_scatter", "gloo"), ("all_gather", "shm")],
+)
 def test_all_types_and_operations_are_exact(run_bench: Run, collective: str, backend: str) -> None:
-    done = run_bench(collective, "--backend", backend, "-d", "all", "-o", "all", "-b", "40000", "-e", "40000", "-n", "1",
-                     "-g", "3", "-r", "1")
+    done = run_bench(
+        collective,
+        "--backend",
+        backend,
+        "-d",
+        "all",
+        "-o",
+        "all",
+        "-b",
+        "40000",
+        "-e",
+        "40000",
+        "-n",
+        "1",
+        "-g",
+        "3",
+        "-r",
+        "1",
+    )
     assert done.returncode == 0, done.stderr
     blocks = backend.count(",") + 1
     assert done.stdout.count("# Out of bounds values : 0 OK") == blocks
@@ -26,32 +45,57 @@ def test_all_types_and_operations_are_exact(run_bench: Run, collective: str, bac
 
 
 def test_every_root_and_several_tables(run_bench: Run) -> None:
-    done = run_bench("broadcast", "--backend", "shm", "-g", "3", "-r", "all", "-b", "1K", "-e", "1K", "-n", "1", "-N", "2")
+    done = run_bench(
+        "broadcast", "--backend", "shm", "-g", "3", "-r", "all", "-b", "1K", "-e", "1K", "-n", "1", "-N", "2"
+    )
     assert done.returncode == 0, done.stderr
     rows = [line.split()[4] for line in done.stdout.splitlines() if line.lstrip()[:1].isdigit()]
     assert rows == ["0", "1", "2"] * 2
 
 
 def test_more_columns_only_on_request(run_bench: Run) -> None:
-    done = run_bench("all_reduce", "--backend", "shm", "-g", "2", "-b", "1K", "-e", "1K", "-n", "3", "-I", "1", "-S", "1",
-                     "-M", "1", "-m", "2")
+    done = run_bench(
+        "all_reduce",
+        "--backend",
+        "shm",
+        "-g",
+        "2",
+        "-b",
+        "1K",
+        "-e",
+        "1K",
+        "-n",
+        "3",
+        "-I",
+        "1",
+        "-S",
+        "1",
+        "-M",
+        "1",
+        "-m",
+        "2",
+    )
     assert done.returncode == 0, done.stderr
     row = next(line.split() for line in done.stdout.splitlines() if line.lstrip()[:1].isdigit())
     assert len(row) == 13 + 2 * 4 + 2
     assert "MiB resident" in done.stdout
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["all_reduce", "-g", "2", "--backend", "nccl"], "no CUDA device"),
-    (["all_reduce", "--backend", "nccl", "--device", "cpu"], "`--device` is cpu"),
-    (["all_reduce", "-G", "2"], "`-G` is 2"),
-    (["all_reduce", "--compressor", "zip"], "`--compressor` is 'zip'"),
-    (["broadcast", "--compressor", "int8"], "no other collective is compressed"),
-    (["all_reduce", "--backend", "gloo", "--algorithm", "flat"], "`--algorithm`"),
-    (["everything"], "COLLECTIVE"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["all_reduce", "-g", "2", "--backend", "nccl"], "no CUDA device"),
+        (["all_reduce", "--backend", "nccl", "--device", "cpu"], "`--device` is cpu"),
+        (["all_reduce", "-G", "2"], "`-G` is 2"),
+        (["all_reduce", "--compressor", "zip"], "`--compressor` is 'zip'"),
+        (["broadcast", "--compressor", "int8"], "no other collective is compressed"),
+        (["all_reduce", "--backend", "gloo", "--algorithm", "flat"], "`--algorithm`"),
+        (["everything"], "COLLECTIVE"),
+    ],
+)
 def test_a_flag_that_cannot_be_is_refused_before_any_rank_starts(
-        words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command, "launcher_variables", dict)
     if "no CUDA" in message:
         monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
@@ -59,10 +103,13 @@ def test_a_flag_that_cannot_be_is_refused_before_any_rank_starts(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["all_reduce", "-d", "f8e4m3", "--backend", "gloo"], "does not reduce f8e4m3"),
-    (["broadcast", "-r", "7", "-g", "2"], "`-r` is 7"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["all_reduce", "-d", "f8e4m3", "--backend", "gloo"], "does not reduce f8e4m3"),
+        (["broadcast", "-r", "7", "-g", "2"], "`-r` is 7"),
+    ],
+)
 def test_what_the_ranks_cannot_do_is_refused_once(run_bench: Run, words: list[str], message: str) -> None:
     done = run_bench(*words)
     assert done.returncode == 2

@@ -12,8 +12,9 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["nccl", "nccl-raw"])
-@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "alltoall",
-                                        "sendrecv"])
+@pytest.mark.parametrize(
+    "collective", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "alltoall", "sendrecv"]
+)
 def test_a_way_of_nccl_is_exact(run_bench: Run, collective: str, backend: str) -> None:
     # One rank: one GPU is enough, and NCCL refuses a second rank on it.
     done = run_bench(collective, "--backend", backend, "-b", "1K", "-e", "1M", "-f", "32", "-n", "3")
@@ -29,16 +30,20 @@ def test_a_graph_of_iterations_is_replayed(run_bench: Run, backend: str) -> None
     assert "graph: 2" in done.stdout and "# Out of bounds values : 0 OK" in done.stdout
 
 
-@pytest.mark.parametrize(("words", "messages"), [
-    (["--backend", "nccl"], ["`--backend` is nccl", "a CUDA build of torch"]),
-    (["--backend", "nccl-raw"], ["`--backend` is nccl-raw", "a CUDA build of torch"]),
-    (["--backend", "gloo,nccl"], ["`--backend` is nccl", "a CUDA build of torch"]),
-    (["--backend", "nccl", "-G", "1"], ["`--backend` is nccl", "a CUDA build of torch"]),
-    (["--backend", "gloo", "-G", "1"], ["`-G` is 1", "the tensors are on the CPU", "--device cuda"]),
-    (["--device", "cuda"], ["`--device` is cuda", "a CUDA build of torch"]),
-])
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        (["--backend", "nccl"], ["`--backend` is nccl", "a CUDA build of torch"]),
+        (["--backend", "nccl-raw"], ["`--backend` is nccl-raw", "a CUDA build of torch"]),
+        (["--backend", "gloo,nccl"], ["`--backend` is nccl", "a CUDA build of torch"]),
+        (["--backend", "nccl", "-G", "1"], ["`--backend` is nccl", "a CUDA build of torch"]),
+        (["--backend", "gloo", "-G", "1"], ["`-G` is 1", "the tensors are on the CPU", "--device cuda"]),
+        (["--device", "cuda"], ["`--device` is cuda", "a CUDA build of torch"]),
+    ],
+)
 def test_without_a_gpu_the_error_names_the_flag_and_what_to_install(
-        words: list[str], messages: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    words: list[str], messages: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command, "launcher_variables", dict)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert command.main(["all_reduce", *words]) == 2

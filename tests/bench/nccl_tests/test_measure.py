@@ -40,10 +40,20 @@ def calls_of(control: dist.ProcessGroup, *words: str) -> tuple[list[int], Timer]
     return calls, timer
 
 
-@pytest.mark.parametrize(("words", "calls"), [
-    (["-n", "7"], [0] * 8), (["-n", "3", "-m", "2"], [0, 1] * 4), (["-n", "4", "-z", "1"], [0] * 5),
-    (["-n", "4", "-z", "3"], [0] * 4), (["-n", "5", "-I", "1"], [0] * 5), (["-n", "2", "-C", "1"], [0] * 3)])
-def test_iterations_times_operations_and_one_that_aligns_the_ranks(control: dist.ProcessGroup, words: list[str], calls: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("words", "calls"),
+    [
+        (["-n", "7"], [0] * 8),
+        (["-n", "3", "-m", "2"], [0, 1] * 4),
+        (["-n", "4", "-z", "1"], [0] * 5),
+        (["-n", "4", "-z", "3"], [0] * 4),
+        (["-n", "5", "-I", "1"], [0] * 5),
+        (["-n", "2", "-C", "1"], [0] * 3),
+    ],
+)
+def test_iterations_times_operations_and_one_that_aligns_the_ranks(
+    control: dist.ProcessGroup, words: list[str], calls: list[int]
+) -> None:
     assert calls_of(control, *words)[0] == calls
 
 

@@ -28,8 +28,11 @@ def launcher(name: str) -> tuple[str, str]:
     folder = Path(sys.prefix, f"mpi-{name}")
     if not (folder / "ready").exists():
         log = folder / "log"
-        pytest.skip(f"{name} could not be installed: {log.read_text().strip().splitlines()[-1:]}" if log.exists() else
-                    f"no environment with {name}: `make mpi` makes it")
+        pytest.skip(
+            f"{name} could not be installed: {log.read_text().strip().splitlines()[-1:]}"
+            if log.exists()
+            else f"no environment with {name}: `make mpi` makes it"
+        )
     return str(folder / "bin" / "mpirun"), str(folder / "bin" / "python")
 
 
@@ -42,8 +45,9 @@ def mpirun(request: pytest.FixtureRequest) -> Mpirun:
     extra = ["--oversubscribe", "--allow-run-as-root"] if "Open MPI" in version or "Open RTE" in version else []
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([command, *extra, "-n", "4", python, *words], capture_output=True, text=True, timeout=240,
-                              check=False)
+        return subprocess.run(
+            [command, *extra, "-n", "4", python, *words], capture_output=True, text=True, timeout=240, check=False
+        )
 
     return run
 
@@ -55,8 +59,26 @@ def test_groups_and_the_hook_over_mpi(mpirun: Mpirun) -> None:
 
 
 def test_bench_takes_the_ranks_of_mpirun(mpirun: Mpirun) -> None:
-    done = mpirun("-m", "gradwire", "bench", "all_reduce", "--backend", "gradwire,mpi", "-b", "1K", "-e", "16K", "-f", "4",
-                  "-n", "3", "-d", "int32", "-o", "max")
+    done = mpirun(
+        "-m",
+        "gradwire",
+        "bench",
+        "all_reduce",
+        "--backend",
+        "gradwire,mpi",
+        "-b",
+        "1K",
+        "-e",
+        "16K",
+        "-f",
+        "4",
+        "-n",
+        "3",
+        "-d",
+        "int32",
+        "-o",
+        "max",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("# ranks: 4 (1 node x 4 local ranks), started by mpirun") == 2
     assert done.stdout.count("# Out of bounds values : 0 OK") == 2
@@ -77,8 +99,21 @@ def test_mpi_as_a_peer_is_exact(mpirun: Mpirun) -> None:
 
 def test_compare_takes_the_ranks_of_mpirun(mpirun: Mpirun, tmp_path: Path) -> None:
     file = tmp_path / "compare.json"
-    done = mpirun("-m", "gradwire", "compare", "--model", "linear", "--megabytes", "1", "--rounds", "1", "--only", "MPI",
-                  "--json", str(file))
+    done = mpirun(
+        "-m",
+        "gradwire",
+        "compare",
+        "--model",
+        "linear",
+        "--megabytes",
+        "1",
+        "--rounds",
+        "1",
+        "--only",
+        "MPI",
+        "--json",
+        str(file),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(file.read_text())
     assert "1x4 ranks started by mpirun" in record["title"]

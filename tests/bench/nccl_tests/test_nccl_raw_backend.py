@@ -75,7 +75,10 @@ def test_reductions_go_out_as_they_are(way: NcclRawWay, recorder: Recorder) -> N
     for issue in issues:
         issue().wait()
     assert [(name, rest[2:], stream) for name, rest, stream in recorder.calls] == [
-        ("allreduce", ("sum",), STREAM), ("reduce", ("max", 2), STREAM), ("reduce_scatter", ("avg",), STREAM)]
+        ("allreduce", ("sum",), STREAM),
+        ("reduce", ("max", 2), STREAM),
+        ("reduce_scatter", ("avg",), STREAM),
+    ]
     assert [tensor is x for tensor in recorder.calls[2][1][:2]] == [True, False]
 
 
@@ -102,10 +105,16 @@ def test_an_exchange_is_one_group(way: NcclRawWay, recorder: Recorder) -> None:
     assert [(name, rest[1:]) for name, rest, _ in recorder.calls[1:-1]] == [("send", (2,)), ("recv", (0,))]
 
 
-@pytest.mark.parametrize(("collective", "element", "operation", "reason"), [
-    ("barrier", "float", "sum", "no barrier"), ("all_reduce", "float", "bxor", "bxor"), ("reduce", "float", "bor", "bor"),
-    ("all_reduce", "bfloat16", "avg", None), ("all_gather", "float", "none", None),
-])
+@pytest.mark.parametrize(
+    ("collective", "element", "operation", "reason"),
+    [
+        ("barrier", "float", "sum", "no barrier"),
+        ("all_reduce", "float", "bxor", "bxor"),
+        ("reduce", "float", "bor", "bor"),
+        ("all_reduce", "bfloat16", "avg", None),
+        ("all_gather", "float", "none", None),
+    ],
+)
 def test_what_nccl_lacks_is_refused(
     way: NcclRawWay, collective: str, element: str, operation: str, reason: str | None
 ) -> None:

@@ -28,15 +28,23 @@ def test_a_rank_that_is_no_number_is_an_error() -> None:
         find_start(TORCHRUN | {"RANK": "x"})
 
 
-@pytest.mark.parametrize(("nodelist", "host"), [
-    ("alpha", "alpha"), ("alpha,beta", "alpha"), ("node[03-07,9],login", "node03"), ("n[1,5]-ib", "n1-ib")])
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [("alpha", "alpha"), ("alpha,beta", "alpha"), ("node[03-07,9],login", "node03"), ("n[1,5]-ib", "n1-ib")],
+)
 def test_first_host_of_a_slurm_list(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
 
 
-@pytest.mark.parametrize(("hosts", "text"), [
-    ("a", "1 (1 node x 1 local rank)"), ("aabb", "4 (2 nodes x 2 local ranks)"),
-    ("aaab", "4 (2 nodes with 3, 1 local ranks)"), ("abab", "4 (2 nodes x 2 local ranks)")])
+@pytest.mark.parametrize(
+    ("hosts", "text"),
+    [
+        ("a", "1 (1 node x 1 local rank)"),
+        ("aabb", "4 (2 nodes x 2 local ranks)"),
+        ("aaab", "4 (2 nodes with 3, 1 local ranks)"),
+        ("abab", "4 (2 nodes x 2 local ranks)"),
+    ],
+)
 def test_shape_in_words(hosts: str, text: str) -> None:
     seats = tuple(Seat(rank, 1, host, 0) for rank, host in enumerate(hosts))
     world = World(Start("-g", 0, len(hosts), "", 0), None, None, seats)  # type: ignore[arg-type]  # words need no store

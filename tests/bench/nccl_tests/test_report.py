@@ -22,15 +22,17 @@ def superbench_rows(text: str) -> list[dict[str, float]]:
     end = max(number for number, line in enumerate(lines) if "Out of bounds values" in line)
     columns: list[str] = []
     rows = []
-    for line in lines[start + 1:end]:
+    for line in lines[start + 1 : end]:
         if "time" in line and "busbw" in line:
             columns = line[1:].split()
         words = line.split()
         if columns and words and re.match(r"\d+", words[0]):
             assert len(words) == len(columns) == 13
             place = {name: columns.index(name) - len(columns) for name in ("time", "algbw", "busbw")}
-            rows.append({"size": float(words[columns.index("size")])} | {
-                name: float(words[position]) for name, position in place.items()})
+            rows.append(
+                {"size": float(words[columns.index("size")])}
+                | {name: float(words[position]) for name, position in place.items()}
+            )
     return rows
 
 
@@ -62,11 +64,15 @@ def check_rules(text: str) -> None:
     assert float(strict[1]) == pytest.approx(mean, abs=0.01)
 
 
-@pytest.mark.parametrize("words", [
-    ["all_reduce", "--backend", "shm", "-b", "8", "-e", "64K", "-f", "8"],
-    ["alltoall", "--backend", "gloo", "-b", "0", "-e", "3K", "-i", "1K"],
-    ["barrier", "--backend", "shm"],
-], ids=lambda words: " ".join(words[:3]))
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["all_reduce", "--backend", "shm", "-b", "8", "-e", "64K", "-f", "8"],
+        ["alltoall", "--backend", "gloo", "-b", "0", "-e", "3K", "-i", "1K"],
+        ["barrier", "--backend", "shm"],
+    ],
+    ids=lambda words: " ".join(words[:3]),
+)
 def test_every_parser_rule_holds(run_bench: Run, words: list[str]) -> None:
     done = run_bench(*words, "-g", "2", "-n", "5")
     assert done.returncode == 0, done.stderr
@@ -75,8 +81,21 @@ def test_every_parser_rule_holds(run_bench: Run, words: list[str]) -> None:
 
 
 def test_one_full_block_for_each_way(run_bench: Run) -> None:
-    done = run_bench("all_reduce", "--backend", "gradwire,shm", "--algorithm", "flat,hierarchical", "-b", "1K", "-e", "1K",
-                     "-g", "2", "-n", "3")
+    done = run_bench(
+        "all_reduce",
+        "--backend",
+        "gradwire,shm",
+        "--algorithm",
+        "flat,hierarchical",
+        "-b",
+        "1K",
+        "-e",
+        "1K",
+        "-g",
+        "2",
+        "-n",
+        "3",
+    )
     assert done.returncode == 0, done.stderr
     blocks = done.stdout.split("# gradwire bench ")[1:]
     assert len(blocks) == 3
@@ -88,8 +107,30 @@ def test_one_full_block_for_each_way(run_bench: Run) -> None:
 def test_json_has_the_shape_of_nccl_tests_and_no_environment(run_bench: Run, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     for _ in range(2):
-        done = run_bench("reduce", "--backend", "shm", "-b", "1K", "-e", "4K", "-f", "2", "-g", "2", "-n", "6", "-I", "1",
-                         "-K", "2", "-J", str(file), "--csv", str(tmp_path / "run.csv"), SECRET="do-not-print")
+        done = run_bench(
+            "reduce",
+            "--backend",
+            "shm",
+            "-b",
+            "1K",
+            "-e",
+            "4K",
+            "-f",
+            "2",
+            "-g",
+            "2",
+            "-n",
+            "6",
+            "-I",
+            "1",
+            "-K",
+            "2",
+            "-J",
+            str(file),
+            "--csv",
+            str(tmp_path / "run.csv"),
+            SECRET="do-not-print",
+        )
         assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.csv", "run.csv.0", "run.json", "run.json.0"]
     text = file.read_text()
@@ -125,8 +166,9 @@ def test_one_rank_is_warned_about(run_bench: Run) -> None:
     check_rules(done.stdout)
 
 
-@pytest.mark.parametrize(("value", "text"), [(12.344, "12.34"), (12345.67, "12345.7"), (123456.7, "123457"),
-                                             (1e9, "1000000000")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(12.344, "12.34"), (12345.67, "12345.7"), (123456.7, "123457"), (1e9, "1000000000")]
+)
 def test_numbers_lose_decimals_before_they_lose_their_column(value: float, text: str) -> None:
     assert number_text(value, 7).strip() == text.strip()
 

@@ -14,21 +14,51 @@ pytest.importorskip("matplotlib")
 
 def bench_record(collective: str = "all_reduce") -> Record:
     half = {"time": 12.5, "alg_bw": 1.0, "bus_bw": 1.5, "nwrong": 0}
-    rows = [{"size": size, "block": block, "experiment_name": collective, "out_of_place": half, "in_place": half}
-            for block in range(2) for size in (0, 1024, 4096)]
+    rows = [
+        {"size": size, "block": block, "experiment_name": collective, "out_of_place": half, "in_place": half}
+        for block in range(2)
+        for size in (0, 1024, 4096)
+    ]
     facts = {"ranks": "4 (2 nodes x 2 local ranks)"}
-    return {"version": 3, "machine": "a processor, 2 cores, 2026-01-02", "args": ["gradwire", "bench", "-J", "secret/x.json"],
-            "config": {"iterations": 20}, "results": rows,
-            "blocks": [{"facts": facts | {"backend": "gloo"}},
-                       {"facts": facts | {"backend": "gradwire", "algorithm": "flat", "compressor": "none"}}]}
+    return {
+        "version": 3,
+        "machine": "a processor, 2 cores, 2026-01-02",
+        "args": ["gradwire", "bench", "-J", "secret/x.json"],
+        "config": {"iterations": 20},
+        "results": rows,
+        "blocks": [
+            {"facts": facts | {"backend": "gloo"}},
+            {"facts": facts | {"backend": "gradwire", "algorithm": "flat", "compressor": "none"}},
+        ],
+    }
 
 
 def compare_record() -> Record:
-    return {"kind": "compare", "title": "a model on a cluster", "machine": "a processor, 2026-01-02",
-            "args": ["--megabytes", "2", "--json", "secret/x.json", "--only", "gradwire hier"], "results": [
-        {"name": "plain DDP (gloo)", "seconds": 2.0, "nic_nbytes": 3e6, "error": 0.0, "speed_up": 1.0, "reason": None},
-        {"name": "gradwire auto", "seconds": 1.0, "nic_nbytes": None, "error": None, "speed_up": 2.0, "reason": None},
-        {"name": "a peer", "seconds": None, "nic_nbytes": None, "error": None, "speed_up": None, "reason": "no"}]}
+    return {
+        "kind": "compare",
+        "title": "a model on a cluster",
+        "machine": "a processor, 2026-01-02",
+        "args": ["--megabytes", "2", "--json", "secret/x.json", "--only", "gradwire hier"],
+        "results": [
+            {
+                "name": "plain DDP (gloo)",
+                "seconds": 2.0,
+                "nic_nbytes": 3e6,
+                "error": 0.0,
+                "speed_up": 1.0,
+                "reason": None,
+            },
+            {
+                "name": "gradwire auto",
+                "seconds": 1.0,
+                "nic_nbytes": None,
+                "error": None,
+                "speed_up": 2.0,
+                "reason": None,
+            },
+            {"name": "a peer", "seconds": None, "nic_nbytes": None, "error": None, "speed_up": None, "reason": "no"},
+        ],
+    }
 
 
 def test_bench_files_become_two_pictures(tmp_path: Path) -> None:
@@ -58,8 +88,15 @@ def test_compare_files_become_bars(tmp_path: Path) -> None:
     load_pyplot().rcParams["svg.fonttype"] = "none"
     draw_compare(compare_record(), tmp_path / "bars.svg")
     text = (tmp_path / "bars.svg").read_text()
-    for word in ("gradwire auto", "2.00x", "seconds per training step", "does not run here: a peer (no)", "2026-01-02",
-                 'gradwire compare --megabytes 2 --only "gradwire hier"', "3 MB"):
+    for word in (
+        "gradwire auto",
+        "2.00x",
+        "seconds per training step",
+        "does not run here: a peer (no)",
+        "2026-01-02",
+        'gradwire compare --megabytes 2 --only "gradwire hier"',
+        "3 MB",
+    ):
         assert word in text
     assert "secret" not in text
 
@@ -78,7 +115,12 @@ def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     bars.write_text(json.dumps(compare_record()))
     good = tmp_path / "good.json"
     good.write_text(json.dumps(bench_record()))
-    for words in ([str(other)], [str(tmp_path / "missing.json")], [str(good), str(reduce)], [str(good), str(bars)],
-                  [str(good), "-o", str(tmp_path / "x.pdf")]):
+    for words in (
+        [str(other)],
+        [str(tmp_path / "missing.json")],
+        [str(good), str(reduce)],
+        [str(good), str(bars)],
+        [str(good), "-o", str(tmp_path / "x.pdf")],
+    ):
         assert plot.main(words) == 2
         assert "gradwire plot: `" in capsys.readouterr().err

@@ -22,8 +22,15 @@ class Line:
     steps: int = 20
 
     def __post_init__(self) -> None:
-        self.facts = Facts(name="line", title="a line", quality="squared error", higher_is_better=False, tolerance=0.1,
-                           steps=self.steps, optimizer=self.optimizer_name)
+        self.facts = Facts(
+            name="line",
+            title="a line",
+            quality="squared error",
+            higher_is_better=False,
+            tolerance=0.1,
+            steps=self.steps,
+            optimizer=self.optimizer_name,
+        )
 
     def load(self) -> None:
         pass

@@ -28,8 +28,9 @@ ONEBIT = "gradwire onebit"
 
 
 def train_on_ranks(optimizer: str, *methods: str) -> dict[str, dict[str, object]]:
-    ended = subprocess.run([sys.executable, str(JOB), optimizer, *methods], check=False, capture_output=True, text=True,
-                           timeout=150)
+    ended = subprocess.run(
+        [sys.executable, str(JOB), optimizer, *methods], check=False, capture_output=True, text=True, timeout=150
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
     return {run["method"]: run for run in json.loads(ended.stdout.splitlines()[-1])}
 
@@ -62,8 +63,10 @@ def a_record(file: Path) -> Record:
         record.add_run(a_run(ONEBIT, seed, 70.0, 91.0, dense_steps=50))
         record.add_run(a_run(TORCH_FP16, seed, 70.0, 75.0))
     for share, seconds in ((1.0, 2.0), (0.25, 5.0)):
-        steps = tuple(Timed(name, seconds * factor, 1e6) for name, factor in
-                      ((PLAIN, 1.0), (TORCH_FP16, 0.7), (DENSE, 0.8), (ONEBIT, 0.1)))
+        steps = tuple(
+            Timed(name, seconds * factor, 1e6)
+            for name, factor in ((PLAIN, 1.0), (TORCH_FP16, 0.7), (DENSE, 0.8), (ONEBIT, 0.1))
+        )
         record.add_speed(Speed("fashion", share, f"{share:g}mbit", 1.0, "a machine", steps))
     return record
 

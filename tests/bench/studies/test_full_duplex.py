@@ -47,8 +47,11 @@ def test_every_way_of_summing_makes_a_contender() -> None:
 
 def test_the_tables_hold_every_figure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     figures = {"one group": 0.172, "two groups": 0.088} | {
-        f"{plan}, {order}, {chunks}": 0.5 + chunks / 1000 for plan in ("hierarchical", "flat")
-        for order in ("ring", "one group", "two groups") for chunks in both_ways.CHUNKS}
+        f"{plan}, {order}, {chunks}": 0.5 + chunks / 1000
+        for plan in ("hierarchical", "flat")
+        for order in ("ring", "one group", "two groups")
+        for chunks in both_ways.CHUNKS
+    }
     monkeypatch.setattr(both_ways, "measure", lambda case, nic, what: figures)
     assert both_ways.main(["2x1"]) == 0
     out = capsys.readouterr().out

@@ -19,7 +19,10 @@ def test_a_page_is_read_back_as_it_was_written() -> None:
 
 
 def test_only_what_ran_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sections = (Section("good", "Good", "It prints.", ("this",)), Section("bad", "Bad", "It fails.", ("json.tool", "/none")))
+    sections = (
+        Section("good", "Good", "It prints.", ("this",)),
+        Section("bad", "Bad", "It fails.", ("json.tool", "/none")),
+    )
     monkeypatch.setattr(performance, "SECTIONS", sections)
     page = tmp_path / "page.md"
     page.write_text(write_page({"Bad": "an old figure"}))

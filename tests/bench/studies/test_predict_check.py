@@ -63,8 +63,13 @@ def run_cases(nodes: list[int], names: Sequence[str]) -> list[Case]:
     """What was predicted and measured of each case."""
     cases = ",".join(f"{name}@{MEGABYTES.get(name, 26.2144)}" for name in names)
     with Cluster([1] * len(nodes), nic="200mbit") as cluster:
-        result = run_forked(cluster, "gradwire.bench.studies.predict_check", ["--seconds", "0.3", "--cases", cases], nodes=nodes,
-                            timeout_seconds=240)
+        result = run_forked(
+            cluster,
+            "gradwire.bench.studies.predict_check",
+            ["--seconds", "0.3", "--cases", cases],
+            nodes=nodes,
+            timeout_seconds=240,
+        )
     result.check()
     lines = [json.loads(line) for line in result.output[0].splitlines() if line.startswith("{")]
     return [Case(**{each.name: line[each.name] for each in fields(Case)}) for line in lines[1:]]
@@ -83,7 +88,9 @@ def undisturbed(nodes: list[int], names: Sequence[str]) -> list[Case]:
     cases = run_cases(nodes, names)
     assert [case.name for case in cases] == list(names)
     for case in cases:  # headers, acknowledgements and the ranks' words to each other: 4 to 6 % of what is large
-        assert case.predicted_nic_nbytes < case.nic_nbytes < 1.08 * case.predicted_nic_nbytes + SMALL_NBYTES * sum(nodes), case
+        assert (
+            case.predicted_nic_nbytes < case.nic_nbytes < 1.08 * case.predicted_nic_nbytes + SMALL_NBYTES * sum(nodes)
+        ), case
     now_machine, now_own = processor_seconds()
     foreign = (now_machine - machine) - (now_own - own)
     return [case for case in cases if case.steady] if foreign < FOREIGN_SHARE * (time.monotonic() - began) else []

@@ -32,7 +32,9 @@ def test_the_fit_inverts_the_model(counts: tuple[int, ...], true: Link) -> None:
     truth = cluster_with(counts, *inner, true)
     phases = probe_phases(truth, level)
     model = CostModel(truth, {phase.level: phase.parts for phase in phases if phase.op == REDUCE_SCATTER})
-    small, large = (sum(model.phase(phase).seconds(nbytes) for phase in phases) for nbytes in (SMALL_NBYTES, LARGE_NBYTES))
+    small, large = (
+        sum(model.phase(phase).seconds(nbytes) for phase in phases) for nbytes in (SMALL_NBYTES, LARGE_NBYTES)
+    )
     guess = Link(GUESS.alpha_seconds, GUESS.bytes_per_second, true.nics, true.channels)
     found = fitted(cluster_with(counts, *inner, guess), level, small, large)
     assert found.bytes_per_second == pytest.approx(true.bytes_per_second, rel=1e-6)

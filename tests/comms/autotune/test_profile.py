@@ -29,7 +29,9 @@ def test_no_profile_is_no_reason_to_warn(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize("name", KEY)
-def test_another_jobs_profile_is_ignored_with_one_warning(profile: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_jobs_profile_is_ignored_with_one_warning(
+    profile: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         assert load(profile, KEY | {name: "other"}) is None
     assert [record.getMessage().count(name) > 0 for record in caplog.records] == [True]

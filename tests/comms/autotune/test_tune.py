@@ -19,13 +19,27 @@ INCUMBENT = Setting("as begun", (), (), 0, "hierarchical", 0)
 OTHERS = [Setting(f"number {index}", (index,), SIZES, 0, "hierarchical", 0) for index in (1, 2, 3)]
 
 
-def train(seconds: dict[str, float], steps: int, noise: float = 0.0, size: int = 2, slow_rank: dict[str, float] | None = None,
-          drift_at: int = 10**9, known: Setting | None = None, trials: bool = True) -> list[tuple[list[str], Tuner]]:
+def train(
+    seconds: dict[str, float],
+    steps: int,
+    noise: float = 0.0,
+    size: int = 2,
+    slow_rank: dict[str, float] | None = None,
+    drift_at: int = 10**9,
+    known: Setting | None = None,
+    trials: bool = True,
+) -> list[tuple[list[str], Tuner]]:
     store = HashStore()
 
     def run(rank: int) -> tuple[list[str], Tuner]:
-        tuner = Tuner(INCUMBENT, lambda sizes, arrivals: OTHERS, Consensus(store, rank, size, "t", timedelta(seconds=20)),
-                      budget=BUDGET, known=known if rank == 0 else None, trials=trials)
+        tuner = Tuner(
+            INCUMBENT,
+            lambda sizes, arrivals: OTHERS,
+            Consensus(store, rank, size, "t", timedelta(seconds=20)),
+            budget=BUDGET,
+            known=known if rank == 0 else None,
+            trials=trials,
+        )
         luck = random.Random(rank)
         tried = []
         for step in range(steps):

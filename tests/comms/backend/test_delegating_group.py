@@ -28,12 +28,16 @@ every_cluster = pytest.mark.parametrize("nodes", NODES.values(), ids=NODES.keys(
 
 
 class Processes(Protocol):
-    def __call__(self, size: int, target: Callable[..., object], *arguments: object, **options: object) -> list[Any]: ...
+    def __call__(
+        self, size: int, target: Callable[..., object], *arguments: object, **options: object
+    ) -> list[Any]: ...
 
 
 def test_every_collective_that_the_trampoline_knows_is_python() -> None:
     header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/PyProcessGroup.hpp"
-    trampoline = header.read_text().partition("using ProcessGroup::ProcessGroup")[2].partition("PythonOnCompletionHook")[0]
+    trampoline = (
+        header.read_text().partition("using ProcessGroup::ProcessGroup")[2].partition("PythonOnCompletionHook")[0]
+    )
     names = set(re.findall(r"intrusive_ptr<Work> (\w+)\(", trampoline)) - {"endCoalescing"}  # gloo has none
     assert {"allreduce", "all_gather_single_coalesced", "reduce_scatter", "send"} <= names
     assert [name for name in sorted(names) if not inspect.isfunction(getattr(OuterGroup, name))] == []
@@ -90,8 +94,11 @@ def check_sums(rank: int, layout: str) -> None:
     size = start(rank)
     for shape in (SHAPE, LARGE):
         ranks = [values(shape, each) for each in range(size)]
-        for op, expected in ((dist.ReduceOp.SUM, total(ranks)), (dist.ReduceOp.AVG, total(ranks) / size),
-                             (dist.ReduceOp.MAX, torch.stack(ranks).amax(0))):
+        for op, expected in (
+            (dist.ReduceOp.SUM, total(ranks)),
+            (dist.ReduceOp.AVG, total(ranks) / size),
+            (dist.ReduceOp.MAX, torch.stack(ranks).amax(0)),
+        ):
             if op == dist.ReduceOp.AVG and shape == SHAPE:
                 continue  # a flat plan leaves it to gloo, which has no average
             tensor = laid(ranks[rank], layout, rank)
@@ -156,7 +163,7 @@ def check_others(rank: int, layout: str) -> None:
     assert torch.equal(part, size * ranks[rank] + sum(range(size)))
     exchanged = mine(torch.zeros(SHAPE))
     dist.all_to_all_single(exchanged, mine(ranks[rank]))
-    assert torch.equal(exchanged, torch.cat([each[rank:rank + 1] for each in ranks]))
+    assert torch.equal(exchanged, torch.cat([each[rank : rank + 1] for each in ranks]))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -16,7 +16,16 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import GroupName
 
 NODES = {"one node": ["a"] * 4, "2x2": ["a", "a", "b", "b"], "3+1": ["a", "a", "a", "b"]}
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.int8,
+]
 LARGE = 1 << 20
 """Elements: enough for a hierarchical plan in several chunks."""
 
@@ -24,7 +33,9 @@ every_cluster = pytest.mark.parametrize("nodes", NODES.values(), ids=NODES.keys(
 
 
 class Processes(Protocol):
-    def __call__(self, size: int, target: Callable[..., object], *arguments: object, **options: object) -> list[Any]: ...
+    def __call__(
+        self, size: int, target: Callable[..., object], *arguments: object, **options: object
+    ) -> list[Any]: ...
 
 
 def contribution(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -146,7 +157,9 @@ def check_async(rank: int) -> None:
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     for work, tensor in zip(works, tensors, strict=True):
         assert work is not None
-        assert work.wait(timedelta(seconds=30)) and work.is_completed() and work.is_success() and work.exception() is None
+        assert (
+            work.wait(timedelta(seconds=30)) and work.is_completed() and work.is_success() and work.exception() is None
+        )
         assert work.result()[0] is tensor and work.get_future().value()[0] is tensor
         assert torch.equal(tensor, total(ranks, tensor.numel(), torch.float32))
     pending = torch.ones(LARGE)

@@ -26,7 +26,9 @@ every_cluster = pytest.mark.parametrize("nodes", NODES.values(), ids=NODES.keys(
 
 
 class Processes(Protocol):
-    def __call__(self, size: int, target: Callable[..., object], *arguments: object, **options: object) -> list[Any]: ...
+    def __call__(
+        self, size: int, target: Callable[..., object], *arguments: object, **options: object
+    ) -> list[Any]: ...
 
 
 def start(rank: int, backend: str = "gradwire") -> list[int]:
@@ -89,7 +91,9 @@ def check_sharded(rank: int) -> None:
     whole = torch.arange(24.0).view(6, 4)
     sharded = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
     assert isinstance(sharded, DTensor) and torch.equal(sharded.full_tensor(), whole)
-    product = distribute_tensor(whole, mesh["inner"], [Shard(1)]) @ distribute_tensor(whole.t(), mesh["inner"], [Shard(0)])
+    product = distribute_tensor(whole, mesh["inner"], [Shard(1)]) @ distribute_tensor(
+        whole.t(), mesh["inner"], [Shard(0)]
+    )
     assert isinstance(product, DTensor)
     assert torch.equal(product.redistribute(mesh["inner"], [Replicate()]).to_local(), whole @ whole.t())
 
@@ -240,10 +244,14 @@ def registered(rank: int, first: str, second: str, environment: dict[str, str]) 
     import sys
 
     code = f"import {first}; import {second}; import torch.distributed as dist; print(dist.is_backend_available('gradwire'))"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    ).stdout
 
 
-@pytest.mark.parametrize(("first", "second", "autoload"), [
-    ("torch", "gradwire", "1"), ("gradwire", "torch", "1"), ("torch", "torch", "1"), ("torch", "gradwire", "0")])
+@pytest.mark.parametrize(
+    ("first", "second", "autoload"),
+    [("torch", "gradwire", "1"), ("gradwire", "torch", "1"), ("torch", "torch", "1"), ("torch", "gradwire", "0")],
+)
 def test_the_name_is_known_whoever_is_imported_first(first: str, second: str, autoload: str) -> None:
     assert registered(0, first, second, {"TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}) == "True\n"

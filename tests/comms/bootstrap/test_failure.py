@@ -23,17 +23,37 @@ def test_the_survivors_name_the_missing_rank_and_the_phase(nodes: str, victim: i
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     # The store lives in a process of its own, as under torchrun: the loss of rank 0 does not take it along.
-    server = subprocess.Popen([sys.executable, "-c", (
-        f"import time; from torch.distributed import TCPStore; s = TCPStore('127.0.0.1', {port}, is_master=True, "
-        "wait_for_workers=False); time.sleep(300)")])
+    server = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            (
+                f"import time; from torch.distributed import TCPStore; s = TCPStore('127.0.0.1', {port}, is_master=True, "
+                "wait_for_workers=False); time.sleep(300)"
+            ),
+        ]
+    )
     ranks: list[subprocess.Popen[str]] = []
     for rank in range(len(nodes)):
         environment = os.environ | {
-            "NODES": nodes, "RANK": str(rank), "WORLD_SIZE": str(len(nodes)), "LOCAL_RANK": str(rank),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-            "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        ranks.append(subprocess.Popen([sys.executable, str(SCRIPT), str(victim)], env=environment, text=True,
-                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+            "NODES": nodes,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(nodes)),
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, str(SCRIPT), str(victim)],
+                env=environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )
     try:
         outputs = [process.communicate(timeout=120) for process in ranks]
     finally:

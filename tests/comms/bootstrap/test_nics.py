@@ -22,17 +22,22 @@ CARDS = ("nic0", "nic1")
 def presences(hosts: str, nics: list[str | None], *, device: str = "cuda") -> list[Presence]:
     """One rank for each letter of `hosts`, each with a NIC; the machines have two."""
     own = Presence.here(0, len(hosts), Config(), torch.device("cpu"))
-    return [replace(own, rank=rank, host=(host, "boot", "1"), device=device, hardware=Hardware(None, None, nic, nic, CARDS))
-            for rank, (host, nic) in enumerate(zip(hosts, nics, strict=True))]
+    return [
+        replace(own, rank=rank, host=(host, "boot", "1"), device=device, hardware=Hardware(None, None, nic, nic, CARDS))
+        for rank, (host, nic) in enumerate(zip(hosts, nics, strict=True))
+    ]
 
 
-@pytest.mark.parametrize(("hosts", "nics", "told"), [
-    ("aabb", ["nic0", "nic1"] * 2, ("NIC by local rank: nic0, nic1 on all 2 nodes",)),
-    ("abab", ["nic0", "nic0", "nic1", "nic1"], ("NIC by local rank: nic0, nic1 on all 2 nodes",)),
-    ("aab", ["nic0", "nic1", "nic1"], ("NIC by local rank: nic0, nic1 on node 0; nic1 on node 1",)),
-    ("ab", [None, "nic0"], ("NIC by local rank: ? on node 0; nic0 on node 1",)),
-    ("ab", [None, None], ()),
-])
+@pytest.mark.parametrize(
+    ("hosts", "nics", "told"),
+    [
+        ("aabb", ["nic0", "nic1"] * 2, ("NIC by local rank: nic0, nic1 on all 2 nodes",)),
+        ("abab", ["nic0", "nic0", "nic1", "nic1"], ("NIC by local rank: nic0, nic1 on all 2 nodes",)),
+        ("aab", ["nic0", "nic1", "nic1"], ("NIC by local rank: nic0, nic1 on node 0; nic1 on node 1",)),
+        ("ab", [None, "nic0"], ("NIC by local rank: ? on node 0; nic0 on node 1",)),
+        ("ab", [None, None], ()),
+    ],
+)
 def test_nics_are_told_by_local_rank(hosts: str, nics: list[str | None], told: tuple[str, ...]) -> None:
     assert describe_nics(presences(hosts, nics), Config()) == told
 

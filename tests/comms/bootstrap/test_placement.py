@@ -17,14 +17,23 @@ from gradwire.comms.transport.threads import run_ranks
 
 def presences(hosts: str, locations: list[tuple[str, ...]] | None = None) -> list[Presence]:
     own = Presence.here(0, len(hosts), Config(), torch.device("cpu"))
-    return [replace(own, rank=rank, host=(host, "boot", "1"), location=locations[rank] if locations else ())
-            for rank, host in enumerate(hosts)]
+    return [
+        replace(own, rank=rank, host=(host, "boot", "1"), location=locations[rank] if locations else ())
+        for rank, host in enumerate(hosts)
+    ]
 
 
-@pytest.mark.parametrize(("hosts", "nodes"), [
-    ("aabb", ((0, 1), (2, 3))), ("abab", ((0, 2), (1, 3))), ("aaab", ((0, 1, 2), (3,))), ("baab", ((0, 3), (1, 2))),
-    ("a", ((0,),)), ("abc", ((0,), (1,), (2,))),
-])
+@pytest.mark.parametrize(
+    ("hosts", "nodes"),
+    [
+        ("aabb", ((0, 1), (2, 3))),
+        ("abab", ((0, 2), (1, 3))),
+        ("aaab", ((0, 1, 2), (3,))),
+        ("baab", ((0, 3), (1, 2))),
+        ("a", ((0,),)),
+        ("abc", ((0,), (1,), (2,))),
+    ],
+)
 def test_ranks_of_one_host_are_one_node(hosts: str, nodes: tuple[tuple[int, ...], ...]) -> None:
     assert cluster_of(presences(hosts), Config()).nodes == nodes
 

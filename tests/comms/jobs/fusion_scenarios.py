@@ -37,8 +37,14 @@ class Branches(nn.Module):
         return self.sometimes(rows) if use_all else rows
 
 
-def train(steps: int, plans: list[FusionPlan] | None = None, skip: bool = False, ddp: dict[str, object] | None = None,
-          batches: int | None = None, **options: object) -> tuple[str, HookState]:
+def train(
+    steps: int,
+    plans: list[FusionPlan] | None = None,
+    skip: bool = False,
+    ddp: dict[str, object] | None = None,
+    batches: int | None = None,
+    **options: object,
+) -> tuple[str, HookState]:
     """Trains and returns a digest of every bit of the parameters."""
     torch.manual_seed(0)
     model, state = gradwire.wrap(Branches(), base_bucket_mb=0.03, ddp_options=ddp, hostname=NODE, **options)  # type: ignore[arg-type]
@@ -57,8 +63,13 @@ def train(steps: int, plans: list[FusionPlan] | None = None, skip: bool = False,
 
 def main() -> None:
     dist.init_process_group("gloo")
-    changing = [FusionPlan(), FusionPlan(threshold_nbytes=1 << 30), FusionPlan(threshold_nbytes=40_000),
-                FusionPlan(piece_nbytes=5000), FusionPlan(threshold_nbytes=70_000, piece_nbytes=999)]
+    changing = [
+        FusionPlan(),
+        FusionPlan(threshold_nbytes=1 << 30),
+        FusionPlan(threshold_nbytes=40_000),
+        FusionPlan(piece_nbytes=5000),
+        FusionPlan(threshold_nbytes=70_000, piece_nbytes=999),
+    ]
     found: dict[str, object] = {}
     found["small"], state = train(10, fusion_mb=0.0001)
     found["small_launches"] = state.report().buckets
@@ -72,8 +83,9 @@ def main() -> None:
     found["joined_again"], _ = train(10, batches=4 + RANK, fusion_mb=25)
     found["calculated"], _ = train(12, fusion="auto", fusion_mb=0.05, plan="hierarchical")
     found["not_calculated"], _ = train(12, fusion_mb=0.05, plan="hierarchical")
-    found["tuned"], state = train(160, fusion_mb=0.05, tune=True, plan="hierarchical",
-                                  tune_profile=str(FOLDER / f"profile{RANK}.json"))
+    found["tuned"], state = train(
+        160, fusion_mb=0.05, tune=True, plan="hierarchical", tune_profile=str(FOLDER / f"profile{RANK}.json")
+    )
     found["advice"] = str(state.advise())
     found["not_tuned"], _ = train(160, fusion_mb=0.05, plan="hierarchical")
     (FOLDER / f"{RANK}.json").write_text(json.dumps(found))

@@ -34,8 +34,9 @@ def inputs(step: int, width: int = 32) -> Tensor:
     return torch.randn(4, width, generator=torch.Generator().manual_seed(100 * step + RANK))
 
 
-def train(model: nn.Module, steps: int = 4, loss: Callable[[nn.Module, int], Tensor] | None = None,
-          lr: float = 0.1) -> Tensor:
+def train(
+    model: nn.Module, steps: int = 4, loss: Callable[[nn.Module, int], Tensor] | None = None, lr: float = 0.1
+) -> Tensor:
     optimizer = torch.optim.SGD(model.parameters(), lr)
     for step in range(steps):
         optimizer.zero_grad()
@@ -44,8 +45,12 @@ def train(model: nn.Module, steps: int = 4, loss: Callable[[nn.Module, int], Ten
     return torch.cat([parameter.detach().double().reshape(-1) for parameter in model.parameters()])
 
 
-def compare(build: Callable[[], nn.Module], loss: Callable[[nn.Module, int], Tensor] | None = None,
-            wrap: Callable[[nn.Module], nn.Module] | None = None, **ddp: object) -> dict[str, object]:
+def compare(
+    build: Callable[[], nn.Module],
+    loss: Callable[[nn.Module, int], Tensor] | None = None,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+    **ddp: object,
+) -> dict[str, object]:
     """Largest difference to plain DDP, and a digest that must be equal on all ranks."""
     wrap = wrap or (lambda model: model)
     plain = train(wrap(DistributedDataParallel(build(), **ddp)), loss=loss)  # type: ignore[arg-type]
@@ -53,12 +58,18 @@ def compare(build: Callable[[], nn.Module], loss: Callable[[nn.Module, int], Ten
     state = gradwire.HookState(model, hostname=NODE)
     model.register_comm_hook(state, gradwire.comm_hook)
     hooked = train(wrap(model), loss=loss)
-    return {"difference": (plain - hooked).abs().max().item(), "digest": digest(hooked), "steps": state.steps,
-            "buckets": state.report().buckets}
+    return {
+        "difference": (plain - hooked).abs().max().item(),
+        "digest": digest(hooked),
+        "steps": state.steps,
+        "buckets": state.report().buckets,
+    }
 
 
 def digest(values: Tensor) -> str:
-    return " ".join(f"{value:.17g}" for value in values[:: max(1, values.numel() // 7)].tolist()) + repr(values.sum().item())
+    return " ".join(f"{value:.17g}" for value in values[:: max(1, values.numel() // 7)].tolist()) + repr(
+        values.sum().item()
+    )
 
 
 def default() -> dict[str, object]:
@@ -106,8 +117,9 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(32, 32, dtype=dtype)
-                                     for dtype in (torch.float32, torch.bfloat16, torch.float64)])
+        self.layers = nn.ModuleList(
+            [nn.Linear(32, 32, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+        )
 
     def forward(self, value: Tensor) -> Tensor:
         for layer in self.layers:
@@ -163,8 +175,10 @@ def compiled() -> dict[str, object]:
 
 def compiled_python_reducer() -> dict[str, object]:
     try:
-        with torch._dynamo.config.patch(optimize_ddp="python_reducer"), torch._dynamo.compiled_autograd._enable(
-                torch.compile(backend="aot_eager")):
+        with (
+            torch._dynamo.config.patch(optimize_ddp="python_reducer"),
+            torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")),
+        ):
             return compare(perceptron, wrap=lambda model: torch.compile(model, backend="aot_eager"))  # type: ignore[arg-type,return-value]
     except (RuntimeError, TypeError) as error:
         return {"error": str(error)}
@@ -221,8 +235,14 @@ def uneven_inputs() -> dict[str, object]:
 
 
 COMPRESSORS: dict[str, dict[str, object]] = {
-    "fp16": {}, "bf16": {}, "int8": {}, "int4": {}, "onebit": {"warmup_steps": 1, "momentum": 0.0}, "powersgd": {"rank": 2, "warmup_steps": 2},
-    "dgc": {"density": 0.1, "momentum": 0.0, "warmup_steps": 1}}
+    "fp16": {},
+    "bf16": {},
+    "int8": {},
+    "int4": {},
+    "onebit": {"warmup_steps": 1, "momentum": 0.0},
+    "powersgd": {"rank": 2, "warmup_steps": 2},
+    "dgc": {"density": 0.1, "momentum": 0.0, "warmup_steps": 1},
+}
 
 
 def compressed() -> dict[str, object]:
@@ -244,8 +264,9 @@ def compressed() -> dict[str, object]:
 def overflow_under_a_grad_scaler() -> dict[str, object]:
     """One rank overflows once: GradScaler skips that step on all ranks, and training goes on finite and equal."""
     model = DistributedDataParallel(perceptron())
-    state = gradwire.HookState(model, hostname=NODE, compressor="onebit",
-                               compressor_options={"warmup_steps": 0, "momentum": 0.0})
+    state = gradwire.HookState(
+        model, hostname=NODE, compressor="onebit", compressor_options={"warmup_steps": 0, "momentum": 0.0}
+    )
     model.register_comm_hook(state, gradwire.comm_hook)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     state.watch(scaler)
@@ -275,9 +296,26 @@ def registered_twice_and_copied() -> dict[str, object]:
 
 
 SCENARIOS: list[Scenario] = [
-    default, many_small_buckets, static_graph, gradient_as_bucket_view, bucket_cap_mb_list, find_unused_parameters,
-    mixed_dtypes, convolution_channels_last, sparse_embedding, no_sync, compiled, sub_group,
-    two_models, state_before_model, uneven_inputs, compressed, overflow_under_a_grad_scaler, registered_twice_and_copied, compiled_python_reducer]
+    default,
+    many_small_buckets,
+    static_graph,
+    gradient_as_bucket_view,
+    bucket_cap_mb_list,
+    find_unused_parameters,
+    mixed_dtypes,
+    convolution_channels_last,
+    sparse_embedding,
+    no_sync,
+    compiled,
+    sub_group,
+    two_models,
+    state_before_model,
+    uneven_inputs,
+    compressed,
+    overflow_under_a_grad_scaler,
+    registered_twice_and_copied,
+    compiled_python_reducer,
+]
 
 
 def run_all() -> Iterator[tuple[str, dict[str, object]]]:

@@ -16,8 +16,13 @@ logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-model, state = gradwire.wrap(nn.Sequential(*(nn.Linear(128, 128) for _ in range(8))), base_bucket_mb=0.06, fusion_mb=0.25,
-                             tune=True, tune_profile=sys.argv[1])
+model, state = gradwire.wrap(
+    nn.Sequential(*(nn.Linear(128, 128) for _ in range(8))),
+    base_bucket_mb=0.06,
+    fusion_mb=0.25,
+    tune=True,
+    tune_profile=sys.argv[1],
+)
 for _ in range(STEPS):
     model(torch.ones(4, 128)).square().mean().backward()
 dist.destroy_process_group()

@@ -31,7 +31,9 @@ def test_a_step_is_never_shorter_than_backward_or_than_the_wire() -> None:
 
 
 def test_more_backward_never_exposes_more() -> None:
-    exposed = [ask(cluster_of(4, 25), backward_ms).offer("flat").exposed_seconds for backward_ms in (0, 20, 45, 90, 400)]
+    exposed = [
+        ask(cluster_of(4, 25), backward_ms).offer("flat").exposed_seconds for backward_ms in (0, 20, 45, 90, 400)
+    ]
     assert exposed == sorted(exposed, reverse=True)
 
 

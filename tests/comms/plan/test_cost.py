@@ -16,7 +16,9 @@ ETHERNET = Link(alpha_seconds=30e-6, bytes_per_second=25e9 / 8)
 
 
 def nodes_of_8(nodes: int, nic: Link = ETHERNET, inside: Link = NVSWITCH) -> Cluster:
-    return uniform_cluster((8, nodes), [Level(name, link) for name, link in zip(LEVEL_NAMES, (inside, nic), strict=False)])
+    return uniform_cluster(
+        (8, nodes), [Level(name, link) for name, link in zip(LEVEL_NAMES, (inside, nic), strict=False)]
+    )
 
 
 def seconds(cluster: Cluster, name: str, nbytes: int = GRADIENT_NBYTES, chunks: int = 1) -> float:
@@ -72,7 +74,9 @@ def test_small_buckets_are_a_matter_of_latency(nbytes: int, flat: float, hierarc
 def test_one_tcp_stream_may_be_slower_than_the_card(gbit: float, gain: float) -> None:
     # NCCL opens one TCP stream for each channel, about two channels a card: a flat ring has 2 streams, 8 rails have 16.
     nic = Link(30e-6, 25e9 / 8, channels=2, stream_bytes_per_second=gbit * 1e9 / 8)
-    assert seconds(nodes_of_8(4, nic), "flat") / seconds(nodes_of_8(4, nic), "hierarchical") == pytest.approx(gain, rel=0.01)
+    assert seconds(nodes_of_8(4, nic), "flat") / seconds(nodes_of_8(4, nic), "hierarchical") == pytest.approx(
+        gain, rel=0.01
+    )
 
 
 def test_a_card_for_each_gpu_leaves_a_hierarchy_nothing_to_gain() -> None:
@@ -92,13 +96,17 @@ def test_one_sender_uses_one_card() -> None:
 def test_pipelining_pays_where_the_inside_of_the_node_is_slow() -> None:
     slow = nodes_of_8(8, inside=Link(5e-6, 5e9))
     assert seconds(slow, "hierarchical", chunks=4) < 0.9 * seconds(slow, "hierarchical")
-    assert seconds(nodes_of_8(4), "hierarchical", chunks=4) == pytest.approx(seconds(nodes_of_8(4), "hierarchical"), rel=0.02)
+    assert seconds(nodes_of_8(4), "hierarchical", chunks=4) == pytest.approx(
+        seconds(nodes_of_8(4), "hierarchical"), rel=0.02
+    )
 
 
 def test_encoding_and_decoding_are_paid_for() -> None:
     cluster = nodes_of_8(4)
     free = plan_all_reduce(cluster, GRADIENT_NBYTES, name="hierarchical", chunks=1, price=CodecPrice("int8", 0.25))
-    paid = plan_all_reduce(cluster, GRADIENT_NBYTES, name="hierarchical", chunks=1, price=CodecPrice("int8", 0.25, 1e-9))
+    paid = plan_all_reduce(
+        cluster, GRADIENT_NBYTES, name="hierarchical", chunks=1, price=CodecPrice("int8", 0.25, 1e-9)
+    )
     assert paid.seconds - free.seconds == pytest.approx(GRADIENT_NBYTES / 8 * 1e-9)  # each rank codes its own eighth
     assert free.bytes_by_level["inter_node"] == pytest.approx(1.5 * 0.25 * GRADIENT_NBYTES)
 
@@ -106,7 +114,9 @@ def test_encoding_and_decoding_are_paid_for() -> None:
 @pytest.mark.parametrize("counts", [(8, 2048), (8, 64, 32), (8, 16, 16, 8)])
 def test_planning_for_16384_ranks(counts: tuple[int, ...]) -> None:
     links = (NVSWITCH, ETHERNET, Link(5e-5, 1e10), Link(1e-3, 5e9))
-    cluster = uniform_cluster(counts, [Level(name, link) for name, link in zip(LEVEL_NAMES, links, strict=False)][:len(counts)])
+    cluster = uniform_cluster(
+        counts, [Level(name, link) for name, link in zip(LEVEL_NAMES, links, strict=False)][: len(counts)]
+    )
     began = time.perf_counter()
     plan = plan_all_reduce(cluster, GRADIENT_NBYTES)
     elapsed = time.perf_counter() - began
@@ -115,9 +125,18 @@ def test_planning_for_16384_ranks(counts: tuple[int, ...]) -> None:
     assert elapsed < 10  # wanted: 1 s; the rest is for a busy machine
 
 
-@pytest.mark.parametrize(("field", "value"), [("alpha_seconds", -1.0), ("alpha_seconds", float("nan")),
-                                              ("bytes_per_second", 0.0), ("bytes_per_second", float("nan")),
-                                              ("nics", 0), ("channels", 0), ("stream_bytes_per_second", -1.0)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("alpha_seconds", -1.0),
+        ("alpha_seconds", float("nan")),
+        ("bytes_per_second", 0.0),
+        ("bytes_per_second", float("nan")),
+        ("nics", 0),
+        ("channels", 0),
+        ("stream_bytes_per_second", -1.0),
+    ],
+)
 def test_a_link_that_cannot_be_is_refused(field: str, value: float) -> None:
     changes: dict[str, Any] = {field: value}
     with pytest.raises(ValueError, match=f"`{field}` is"):
@@ -132,7 +151,11 @@ def with_nic(cluster: Cluster, **measured: Any) -> Cluster:
 def test_a_gap_costs_one_chunk_nothing_and_is_hidden_while_the_link_is_busy() -> None:
     cluster = nodes_of_8(4)
     small, large = (with_nic(cluster, gap_seconds=gap) for gap in (1e-4, 1e-1))
-    assert seconds(small, "hierarchical", chunks=1) == seconds(large, "hierarchical", chunks=1) == seconds(cluster, "hierarchical")
+    assert (
+        seconds(small, "hierarchical", chunks=1)
+        == seconds(large, "hierarchical", chunks=1)
+        == seconds(cluster, "hierarchical")
+    )
     wire = 1.5 * GRADIENT_NBYTES / cluster.levels[1].link.bytes_per_second
     assert seconds(small, "hierarchical", chunks=8) < wire + seconds(cluster, "hierarchical") / 8
     assert seconds(large, "hierarchical", chunks=8) > 7 * 1e-1
@@ -142,16 +165,20 @@ def test_what_an_exchange_leaves_idle_other_chunks_fill() -> None:
     price = CodecPrice("int8", 0.25)
     poor = with_nic(nodes_of_8(4), gap_seconds=0.0, exchange_share=0.5, exchange_gap_share=0.5)
     good = with_nic(nodes_of_8(4), gap_seconds=0.0)
-    shared, whole = ({count: next(candidates(each, GRADIENT_NBYTES, "hierarchical", count, price)).seconds for count in (1, 16)}
-                  for each in (poor, good))
+    shared, whole = (
+        {count: next(candidates(each, GRADIENT_NBYTES, "hierarchical", count, price)).seconds for count in (1, 16)}
+        for each in (poor, good)
+    )
     assert shared[1] > 1.8 * whole[1]
     assert shared[16] == pytest.approx(whole[16], rel=0.1)
 
 
 def test_a_ring_of_factors_is_not_an_exchange() -> None:
     poor = with_nic(nodes_of_8(4), exchange_share=0.5)
-    ring, exchanged = (next(candidates(poor, GRADIENT_NBYTES, "hierarchical", 1, CodecPrice("x", 0.25, exchanged=each))).seconds
-                       for each in (False, True))
+    ring, exchanged = (
+        next(candidates(poor, GRADIENT_NBYTES, "hierarchical", 1, CodecPrice("x", 0.25, exchanged=each))).seconds
+        for each in (False, True)
+    )
     assert exchanged > 1.8 * ring
 
 

@@ -8,12 +8,21 @@ from gradwire.comms.plan.simulate import simulate
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, two_level_cluster, uniform_cluster
 
 MEMORY, NIC = Link(4e-6, 5e9), Link(30e-6, 25e6)
-LEVELS = tuple(Level(name, link) for name, link in zip(
-    LEVEL_NAMES, (MEMORY, NIC, Link(5e-5, 1e7), Link(1e-3, 1e6)), strict=True))
+LEVELS = tuple(
+    Level(name, link) for name, link in zip(LEVEL_NAMES, (MEMORY, NIC, Link(5e-5, 1e7), Link(1e-3, 1e6)), strict=True)
+)
 NODES = {
-    "1x1": [0], "1x2": [0, 0], "2x1": [0, 1], "2x2": [0, 0, 1, 1], "2x2 round-robin": [0, 1, 0, 1],
-    "3+1": [0, 0, 0, 1], "3+5": [0, 0, 0, 1, 1, 1, 1, 1], "4x2": [0, 0, 1, 1, 2, 2, 3, 3],
-    "2x4": [0, 0, 0, 0, 1, 1, 1, 1], "3+1+1 mixed": [0, 1, 2, 0, 0], "4x4": [r // 4 for r in range(16)],
+    "1x1": [0],
+    "1x2": [0, 0],
+    "2x1": [0, 1],
+    "2x2": [0, 0, 1, 1],
+    "2x2 round-robin": [0, 1, 0, 1],
+    "3+1": [0, 0, 0, 1],
+    "3+5": [0, 0, 0, 1, 1, 1, 1, 1],
+    "4x2": [0, 0, 1, 1, 2, 2, 3, 3],
+    "2x4": [0, 0, 0, 0, 1, 1, 1, 1],
+    "3+1+1 mixed": [0, 1, 2, 0, 0],
+    "4x4": [r // 4 for r in range(16)],
 }
 CLUSTERS = {name: two_level_cluster(nodes, MEMORY, NIC) for name, nodes in NODES.items()} | {
     "one level": uniform_cluster((4,), LEVELS[:1]),
@@ -73,7 +82,7 @@ def test_a_deep_hierarchy_sends_the_lower_bound_out_of_every_unit(counts: tuple[
     # A node, rack or region is one of M in the whole cluster: 2 (M - 1)/M S leave it, whatever is inside. For ranks
     # only what stays inside the node counts: reduce_scatter and all_gather, 2 (c - 1)/c S.
     numel = 55440
-    cluster = uniform_cluster(counts, LEVELS[:len(counts)])
+    cluster = uniform_cluster(counts, LEVELS[: len(counts)])
     plan = plan_all_reduce(cluster, 4 * numel, name="hierarchical", chunks=1)
     _, sent = simulate(cluster, plan, [np.ones(numel, dtype=np.int64)] * cluster.size)
     for number, level in enumerate(cluster.levels):

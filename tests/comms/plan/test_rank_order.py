@@ -16,8 +16,16 @@ from gradwire.comms.plan.rank_order import rank_order_ladder
 from gradwire.comms.plan.schedule import Transfer
 from gradwire.comms.transport.threads import run_ranks
 
-NODES = {"2x2": "aabb", "2x2 round-robin": "abab", "3+1": "aaab", "3x1": "abc", "4x1": "abcd", "2+2+1": "aabbc",
-         "4x2": "aabbccdd", "6x1": "abcdef"}
+NODES = {
+    "2x2": "aabb",
+    "2x2 round-robin": "abab",
+    "3+1": "aaab",
+    "3x1": "abc",
+    "4x1": "abcd",
+    "2+2+1": "aabbc",
+    "4x2": "aabbccdd",
+    "6x1": "abcdef",
+}
 CUTS = ((0, 10_007), (0, 1, 18, 5000, 10_007), (0, 4096, 8192, 10_007), (0, 333, 10_007))
 
 
@@ -35,8 +43,7 @@ def test_no_cut_changes_a_bit(nodes: str, plan: str, dtype: torch.dtype) -> None
         try:
             for cuts in CUTS:
                 flat = gradient.clone()
-                futures = [communicator.all_reduce(flat[start:stop], scale=0.25)
-                           for start, stop in pairwise(cuts)]
+                futures = [communicator.all_reduce(flat[start:stop], scale=0.25) for start, stop in pairwise(cuts)]
                 for future in futures:
                     future.wait()
                 results.append(flat)
@@ -56,7 +63,9 @@ def test_the_ladder_sums_everything_once_and_by_one_tree(members: tuple[int, ...
     start = 5
     whole = Transfer(ALL_REDUCE, 1, members, start, start + numel, ())
     ladders = {rank: rank_order_ladder(whole, rank, lambda pair: together) for rank in members}
-    held: dict[int, dict[int, str]] = {rank: {place: str(rank) for place in range(start, start + numel)} for rank in members}
+    held: dict[int, dict[int, str]] = {
+        rank: {place: str(rank) for place in range(start, start + numel)} for rank in members
+    }
     for rung in zip(*ladders.values(), strict=True):
         for transfer in dict.fromkeys(rung):
             run(transfer, held)
@@ -68,8 +77,14 @@ def test_the_ladder_sums_everything_once_and_by_one_tree(members: tuple[int, ...
 def run(transfer: Transfer, held: dict[int, dict[int, str]]) -> None:
     """Runs a collective on texts: a sum is written out in brackets, in rank order, as every member would find it."""
     for place in range(transfer.start, transfer.stop):
-        owner = next((index for index, (low, high) in enumerate(pairwise(transfer.bounds))
-                      if low <= place - transfer.start < high), None)
+        owner = next(
+            (
+                index
+                for index, (low, high) in enumerate(pairwise(transfer.bounds))
+                if low <= place - transfer.start < high
+            ),
+            None,
+        )
         if transfer.op == ALL_GATHER:
             total = held[transfer.members[owner]][place] if owner is not None else ""
         else:
@@ -86,7 +101,11 @@ def run(transfer: Transfer, held: dict[int, dict[int, str]]) -> None:
 def test_the_ladder_moves_the_bytes_of_a_ring(count: int, together: bool) -> None:
     numel = 48 * 16
     for rank in range(count):
-        ladder = rank_order_ladder(Transfer(ALL_REDUCE, 1, tuple(range(count)), 0, numel, ()), rank, lambda pair: together)
-        sent = sum(sent_nbytes(each.op, each.stop - each.start, len(each.members), each.members.index(rank), each.bounds)
-                   for each in ladder)
+        ladder = rank_order_ladder(
+            Transfer(ALL_REDUCE, 1, tuple(range(count)), 0, numel, ()), rank, lambda pair: together
+        )
+        sent = sum(
+            sent_nbytes(each.op, each.stop - each.start, len(each.members), each.members.index(rank), each.bounds)
+            for each in ladder
+        )
         assert sent == pytest.approx(2 * (count - 1) / count * numel)

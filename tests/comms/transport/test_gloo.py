@@ -70,24 +70,28 @@ def test_slices_of_any_size_are_summed_in_rank_order_by_their_owners(sizes: tupl
     def body(transport: GlooTransport) -> Tensor:
         tensor = contribution(transport.rank, sum(sizes))
         transport.reduce_scatter(tensor, bounds).wait()
-        return tensor[bounds[transport.rank]:bounds[transport.rank + 1]]
+        return tensor[bounds[transport.rank] : bounds[transport.rank + 1]]
 
     total = contribution(0, sum(sizes)).clone()
     for rank in range(1, len(sizes)):
         total += contribution(rank, sum(sizes))
     for rank, (own, _) in enumerate(on_transports(len(sizes), body)):
         assert isinstance(own, Tensor)
-        assert own.equal(total[bounds[rank]:bounds[rank + 1]])
+        assert own.equal(total[bounds[rank] : bounds[rank + 1]])
 
 
 def test_exchanges_of_both_kinds_can_be_on_their_way_together() -> None:
     def body(transport: GlooTransport) -> bool:
-        sources = [contribution(transport.rank + 10 * index, 2 * numel) for index, numel in enumerate([LARGE, SMALL] * 3)]
+        sources = [
+            contribution(transport.rank + 10 * index, 2 * numel) for index, numel in enumerate([LARGE, SMALL] * 3)
+        ]
         outputs = [torch.empty_like(source) for source in sources]
         for work in [transport.all_to_all(*pair) for pair in zip(outputs, sources, strict=True)]:
             work.wait()
         other = 1 - transport.rank
-        return all(output.chunk(2)[other].equal(contribution(other + 10 * index, output.numel()).chunk(2)[transport.rank])
-                   for index, output in enumerate(outputs))
+        return all(
+            output.chunk(2)[other].equal(contribution(other + 10 * index, output.numel()).chunk(2)[transport.rank])
+            for index, output in enumerate(outputs)
+        )
 
     assert [right for right, _ in on_transports(2, body)] == [True, True]

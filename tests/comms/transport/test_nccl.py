@@ -33,8 +33,14 @@ NODES = ["one", "one", "two", "two"]
 ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "1"}
 SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 COMPRESSORS: dict[str | None, Options] = {
-    None: {}, "fp16": {}, "bf16": {}, "int8": {}, "int4": {}, "onebit": {"warmup_steps": 0, "momentum": 0.0},
-    "dgc": {"warmup_steps": 0, "density": 0.05}, "powersgd": {"warmup_steps": 0},
+    None: {},
+    "fp16": {},
+    "bf16": {},
+    "int8": {},
+    "int4": {},
+    "onebit": {"warmup_steps": 0, "momentum": 0.0},
+    "dgc": {"warmup_steps": 0, "density": 0.05},
+    "powersgd": {"warmup_steps": 0},
 }
 SHAPES = ((96, 160), (96,), (16, 24, 3, 3), (5000,), (7,))
 STEPS = 3
@@ -56,8 +62,9 @@ class Given(nn.Module):
         self.weights = nn.ParameterList(torch.zeros(shape) for shape in SHAPES)
 
     def forward(self, gradients: list[Tensor]) -> Tensor:
-        return torch.stack([(weight * gradient).sum()
-                            for weight, gradient in zip(self.weights, gradients, strict=True)]).sum()
+        return torch.stack(
+            [(weight * gradient).sum() for weight, gradient in zip(self.weights, gradients, strict=True)]
+        ).sum()
 
 
 def given(rank: int, step: int) -> list[Tensor]:
@@ -65,19 +72,33 @@ def given(rank: int, step: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def averages(rank: int, kind: str, compressor: str | None, chunks: int = 1, pieces: int = 0, joined: bool = False,
-             shared: bool = False) -> list[Tensor]:
+def averages(
+    rank: int,
+    kind: str,
+    compressor: str | None,
+    chunks: int = 1,
+    pieces: int = 0,
+    joined: bool = False,
+    shared: bool = False,
+) -> list[Tensor]:
     """The gradients that DDP hands back in each step, on the CPU."""
     device = start(rank, kind, shared)
     model = DistributedDataParallel(Given().to(device), bucket_cap_mb=0.05)
-    state = gradwire.HookState(model, compressor=compressor, compressor_options=dict(COMPRESSORS[compressor]),
-                               plan="hierarchical", chunks=chunks)
+    state = gradwire.HookState(
+        model,
+        compressor=compressor,
+        compressor_options=dict(COMPRESSORS[compressor]),
+        plan="hierarchical",
+        chunks=chunks,
+    )
     model.register_comm_hook(state, gradwire.comm_hook)
     results = []
     for step in range(STEPS):
         model.zero_grad()
         model([gradient.to(device) for gradient in given(rank, step)]).backward()
-        results.append(torch.cat([weight.grad.view(-1) for weight in model.parameters() if weight.grad is not None]).cpu())
+        results.append(
+            torch.cat([weight.grad.view(-1) for weight in model.parameters() if weight.grad is not None]).cpu()
+        )
         if step == 0 and (pieces or joined):
             state.fuse(FusionPlan(piece_nbytes=pieces, threshold_nbytes=1 << 30 if joined else 0))
     state.close()
@@ -133,8 +154,11 @@ def mixed(rank: int, kind: str, compressor: str | None) -> tuple[Tensor, list[fl
 
 
 def check_sums(results: list[list[Tensor]]) -> None:
-    cases = [(dtype, numel) for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64)
-             for numel in (1, 17, 40_000)]
+    cases = [
+        (dtype, numel)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64)
+        for numel in (1, 17, 40_000)
+    ]
     for rank in results:
         for (dtype, numel), result in zip(3 * cases, rank, strict=True):
             assert torch.equal(result, (4 * torch.arange(numel).remainder(13) + 6).to(dtype))
@@ -161,7 +185,9 @@ class Communicators:
         self.stores: list[PrefixStore] = []
         self.ended = 0
 
-    def make(self, store: PrefixStore, rank: int, size: int, timeout: timedelta, device: torch.device) -> "Communicators":
+    def make(
+        self, store: PrefixStore, rank: int, size: int, timeout: timedelta, device: torch.device
+    ) -> "Communicators":
         self.stores.append(store)
         return self
 
@@ -173,8 +199,15 @@ def test_ranks_share_one_communicator_in_all_lanes(monkeypatch: pytest.MonkeyPat
     made, store = Communicators(), HashStore()
     monkeypatch.setattr(nccl, "make_nccl", made.make)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    groups = Groups(PollingStore(store, timedelta(seconds=1)), 1, torch.device("cuda", 0), lambda members: True, "auto",
-                    timedelta(seconds=1), lambda: None)
+    groups = Groups(
+        PollingStore(store, timedelta(seconds=1)),
+        1,
+        torch.device("cuda", 0),
+        lambda members: True,
+        "auto",
+        timedelta(seconds=1),
+        lambda: None,
+    )
     node, between = groups.get((0, 0), (0, 1)), groups.get((1, 0), (1, 3))
     assert groups.get((2, 0), (0, 1)) is node
     assert groups.get((1, 2), (1, 3)) is between
@@ -217,7 +250,9 @@ def test_gradients_are_the_cpus(processes: Processes, compressor: str | None) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("chunks", "pieces", "joined"), [(3, 0, False), (1, 10_000, False), (1, 0, True), (3, 0, True)])
+@pytest.mark.parametrize(
+    ("chunks", "pieces", "joined"), [(3, 0, False), (1, 10_000, False), (1, 0, True), (3, 0, True)]
+)
 def test_chunks_pieces_and_joined_buckets_change_no_bit(
     processes: Processes, chunks: int, pieces: int, joined: bool
 ) -> None:

@@ -52,7 +52,9 @@ def test_all_reduce_is_the_exact_sum(on_groups: OnGroups, size: int, dtype: torc
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_reduce_scatter_then_all_gather_slices_is_all_reduce(on_groups: OnGroups, size: int, dtype: torch.dtype) -> None:
+def test_reduce_scatter_then_all_gather_slices_is_all_reduce(
+    on_groups: OnGroups, size: int, dtype: torch.dtype
+) -> None:
     def body(group: ShmGroup) -> None:
         for numel in (0, 1, 17, LARGE):
             cuts = [0, numel // 3, numel // 3, numel - numel // 7, numel, numel]
@@ -96,8 +98,9 @@ def test_reduce_changes_the_root_alone(on_groups: OnGroups, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.bool, torch.int8, torch.int16, torch.complex64, torch.complex128],
-                         ids=str)
+@pytest.mark.parametrize(
+    "dtype", [*DTYPES, torch.bool, torch.int8, torch.int16, torch.complex64, torch.complex128], ids=str
+)
 def test_copies_take_every_dtype(on_groups: OnGroups, size: int, dtype: torch.dtype) -> None:
     def body(group: ShmGroup) -> None:
         everybody = [contribution(rank, 3 * size * 701, torch.int64).to(dtype) for rank in range(size)]
@@ -114,7 +117,9 @@ def test_copies_take_every_dtype(on_groups: OnGroups, size: int, dtype: torch.dt
         bounds = [0, *range(1, size), own.numel()]
         slices = own.clone()
         group.all_gather_slices(slices, bounds)
-        assert torch.equal(slices, torch.cat([everybody[rank][bounds[rank]:bounds[rank + 1]] for rank in range(size)]))
+        assert torch.equal(
+            slices, torch.cat([everybody[rank][bounds[rank] : bounds[rank + 1]] for rank in range(size)])
+        )
         group.barrier()
 
     on_groups(size, body)
@@ -178,13 +183,13 @@ def test_every_half_survives_the_way_through_float32(on_groups: OnGroups, dtype:
 def test_unaligned_views(on_groups: OnGroups, offset: int, numel: int, size: int, dtype: torch.dtype) -> None:
     def body(group: ShmGroup) -> None:
         guard = torch.full((numel + offset + 3,), 77, dtype=dtype)
-        view = guard[offset:offset + numel]
+        view = guard[offset : offset + numel]
         view.copy_(contribution(group.rank, numel, dtype))
         group.all_reduce(view)
         assert same_bits(view, total(size, numel, dtype))
         group.all_gather_slices(view, [0] * size + [numel])
         group.broadcast(view, 0)
-        assert (guard[:offset] == 77).all() and (guard[offset + numel:] == 77).all()
+        assert (guard[:offset] == 77).all() and (guard[offset + numel :] == 77).all()
 
     on_groups(size, body)
 

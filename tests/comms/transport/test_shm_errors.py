@@ -46,8 +46,9 @@ def test_arguments_are_checked_before_anything_moves() -> None:
         group.all_reduce(tensor)
 
 
-@pytest.mark.parametrize("wrong", [{"rank": 2}, {"rank": -1}, {"size": 0}, {"block_nbytes": 100},
-                                   {"timeout": timedelta(0)}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"rank": 2}, {"rank": -1}, {"size": 0}, {"block_nbytes": 100}, {"timeout": timedelta(0)}], ids=str
+)
 def test_create_names_the_bad_argument(wrong: dict[str, object]) -> None:
     arguments: dict[str, object] = {"rank": 0, "size": 2, "timeout": timedelta(seconds=5), **wrong}
     with pytest.raises(ValueError, match=f"`{next(iter(wrong))}`"):

@@ -51,7 +51,9 @@ def server() -> Iterator[TCPStore]:
 def no_leftovers() -> Iterator[None]:
     before = set(SHM.glob("gradwire-*"))
     yield
-    mine = {path for path in set(SHM.glob("gradwire-*")) - before if path.exists() and path.stat().st_uid == os.getuid()}
+    mine = {
+        path for path in set(SHM.glob("gradwire-*")) - before if path.exists() and path.stat().st_uid == os.getuid()
+    }
     assert not mine
 
 
@@ -60,8 +62,9 @@ def client(server: TCPStore) -> TCPStore:
 
 
 def make(server: TCPStore, rank: int, size: int, seconds: float = 60.0) -> ShmGroup:
-    return ShmGroup.create(client(server), rank, size, key="processes", timeout=timedelta(seconds=seconds),
-                           block_nbytes=65536)
+    return ShmGroup.create(
+        client(server), rank, size, key="processes", timeout=timedelta(seconds=seconds), block_nbytes=65536
+    )
 
 
 def exit_code(pid: int) -> int:
@@ -127,14 +130,21 @@ def test_a_rank_killed_during_set_up_leaves_nothing(server: TCPStore, no_leftove
                     if key.endswith(word):
                         os.kill(os.getpid(), signal.SIGKILL)
 
-            ShmGroup.create(Fatal(), 0, 2, key=f"dying{stop_at}",  # type: ignore[arg-type]
-                            timeout=timedelta(seconds=60), block_nbytes=65536)
+            ShmGroup.create(
+                Fatal(),
+                0,
+                2,
+                key=f"dying{stop_at}",  # type: ignore[arg-type]
+                timeout=timedelta(seconds=60),
+                block_nbytes=65536,
+            )
 
         pid = run_child(rank0)
         assert exit_code(pid) == -signal.SIGKILL
         try:
-            group = ShmGroup.create(store, 1, 2, key=f"dying{stop_at}", timeout=timedelta(seconds=0.4),
-                                    block_nbytes=65536)
+            group = ShmGroup.create(
+                store, 1, 2, key=f"dying{stop_at}", timeout=timedelta(seconds=0.4), block_nbytes=65536
+            )
         except PeerError as error:
             assert error.missing == (0,) and word != "rank0"
         else:
@@ -145,6 +155,7 @@ def test_a_rank_killed_during_set_up_leaves_nothing(server: TCPStore, no_leftove
 
 def test_a_forked_worker_neither_uses_nor_keeps_the_group_alive(server: TCPStore, no_leftovers: None) -> None:
     """Like a DataLoader worker that outlives its trainer."""
+
     def trainer() -> None:
         group = make(server, 0, 2)
         group.barrier()
@@ -189,6 +200,7 @@ def test_time_out_of_a_stopped_process(server: TCPStore, no_leftovers: None) -> 
 
 def test_full_shared_memory_names_the_remedy_on_all_ranks(server: TCPStore, no_leftovers: None) -> None:
     """A file-size limit makes the allocation fail like a full tmpfs does."""
+
     def body(rank: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
         with pytest.raises(OSError, match=r"bytes free, wanted \d+: enlarge it .*--shm-size"):
@@ -212,8 +224,9 @@ import os
 print(os.listdir("/dev/shm"))
 """
     command = f"mount -t tmpfs -o size=256k tmpfs /dev/shm && exec {sys.executable} -c '{script}'"
-    result = subprocess.run(["unshare", "--mount", "sh", "-c", command], check=False, capture_output=True, text=True,
-                            timeout=120)
+    result = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", command], check=False, capture_output=True, text=True, timeout=120
+    )
     if "permission denied" in result.stderr.lower():
         pytest.skip(f"may not mount here: {result.stderr.strip()}")
     found, left = result.stdout.splitlines()

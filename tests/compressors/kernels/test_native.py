@@ -81,9 +81,7 @@ def test_quantize_is_the_reference(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_cast_is_the_reference(
-    native_kernels: ModuleType, make_input: Maker, numel: int, dtype: torch.dtype
-) -> None:
+def test_cast_is_the_reference(native_kernels: ModuleType, make_input: Maker, numel: int, dtype: torch.dtype) -> None:
     x, residual = make_input(numel), other(numel) if numel % 2 else None
     narrow = [torch.empty(numel, dtype=dtype) for _ in range(2)]
     lefts = [torch.empty(numel + 1)[1:], torch.empty(numel)]

@@ -14,8 +14,12 @@ from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.quantize import QuantizeCodec
 
 CODECS: dict[str, PieceCodec] = {
-    "bf16": CastCodec("bfloat16"), "fp16": CastCodec("float16"), "int8": QuantizeCodec(8), "int4": QuantizeCodec(4),
-    "int4-random": QuantizeCodec(4, 7), "onebit": OneBitCodec(),
+    "bf16": CastCodec("bfloat16"),
+    "fp16": CastCodec("float16"),
+    "int8": QuantizeCodec(8),
+    "int4": QuantizeCodec(4),
+    "int4-random": QuantizeCodec(4, 7),
+    "onebit": OneBitCodec(),
 }
 CUTS = ((2500, 640), (2048, 1024), (100, 64), (10, 64), (4097, 1408))
 """(elements, elements of a piece): short last pieces, none, a piece that is not full."""
@@ -54,9 +58,11 @@ def test_each_piece_is_encoded_by_itself(codec: PieceCodec, numel: int, width: i
 @pytest.mark.parametrize(("numel", "width"), CUTS)
 def test_the_pieces_are_the_references(native_kernels: ModuleType, numel: int, width: int) -> None:
     x, residual = randn(numel, 0), randn(numel, 1)
-    for stage, first, last, nbytes in (("onebit", (), (), reference.onebit_nbytes(width)),
-                                       ("quantize", (4,), (9,), reference.quantize_nbytes(width, 4)),
-                                       ("quantize", (8,), (None,), reference.quantize_nbytes(width, 8))):
+    for stage, first, last, nbytes in (
+        ("onebit", (), (), reference.onebit_nbytes(width)),
+        ("quantize", (4,), (9,), reference.quantize_nbytes(width, 4)),
+        ("quantize", (8,), (None,), reference.quantize_nbytes(width, 8)),
+    ):
         rows = torch.zeros(2, -(-numel // width), nbytes, dtype=torch.uint8)
         lefts, decoded = torch.empty(2, numel), torch.empty(2, numel)
         for kernels, payloads, left, target in zip((native_kernels, reference), rows, lefts, decoded, strict=True):

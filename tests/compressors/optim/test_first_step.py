@@ -111,10 +111,13 @@ def test_compressors_that_rules_name_are_looked_at_too(main: str, named: str) ->
     assert torch.equal(model.head.weight, before)
 
 
-@pytest.mark.parametrize("rules", [
-    [Rule(pattern="nobody", compressor="dgc")],
-    [Rule(pattern="embedding.*"), Rule(pattern="*", max_numel=2048, compressor="int8"), Rule(compressor="dgc")],
-])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [Rule(pattern="nobody", compressor="dgc")],
+        [Rule(pattern="embedding.*"), Rule(pattern="*", max_numel=2048, compressor="int8"), Rule(compressor="dgc")],
+    ],
+)
 def test_rules_that_decide_about_no_parameter_are_not(rules: list[Rule]) -> None:
     model = TwoLayers()
     check_at_first_step(model, "fp16", {}, [*rules, Rule(pattern="late", compressor="onebit")])
@@ -126,12 +129,19 @@ def test_momentum_is_looked_for_where_the_rule_applies() -> None:
     for inside, outside in ((0.0, 0.9), (0.9, 0.0)):
         model = TwoLayers()
         check_at_first_step(model, "int8", {}, [Rule(pattern="embedding.*", compressor="dgc")])
-        optimizer = torch.optim.SGD([{"params": model.embedding.parameters(), "momentum": inside},
-                                     {"params": model.head.parameters(), "momentum": outside}], lr=0.1)
+        optimizer = torch.optim.SGD(
+            [
+                {"params": model.embedding.parameters(), "momentum": inside},
+                {"params": model.head.parameters(), "momentum": outside},
+            ],
+            lr=0.1,
+        )
         if not inside:
             take_steps(optimizer)
             continue
-        with pytest.raises(ValueError, match=r"'dgc' of the rule with pattern 'embedding\.\*'.*twice.*a group of their own"):
+        with pytest.raises(
+            ValueError, match=r"'dgc' of the rule with pattern 'embedding\.\*'.*twice.*a group of their own"
+        ):
             optimizer.step()
 
 

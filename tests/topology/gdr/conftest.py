@@ -15,7 +15,18 @@ LIBRARIES = {
     "nccl": ("libnccl.so.2", SOURCES / "nccl.c"),
     "nvml": ("libnvidia-ml.so.1", SOURCES.parents[1] / "readers" / "nvml_standin.c"),
 }
-NVML = {"GPUS": 1, "SM": 90, "LINKS": 18, "SWITCH": 1, "HIDDEN": 0, "NO_P2P": 0, "ASLEEP": 0, "LOST": 0, "MIG": 3, "INIT": 0}
+NVML = {
+    "GPUS": 1,
+    "SM": 90,
+    "LINKS": 18,
+    "SWITCH": 1,
+    "HIDDEN": 0,
+    "NO_P2P": 0,
+    "ASLEEP": 0,
+    "LOST": 0,
+    "MIG": 3,
+    "INIT": 0,
+}
 
 
 @pytest.fixture(scope="session")

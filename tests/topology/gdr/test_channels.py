@@ -14,7 +14,8 @@ channels = st.lists(
 def lines(found: list[tuple[int, str, str]]) -> list[str]:
     ends = {"send": "{0}[0] -> 9[0]", "receive": "9[0] -> {0}[0]"}
     return [
-        f"n:1:2 [0] NCCL INFO Channel 00/0 : {ends[way].format(rank)} [{way}] via NET/IB/0{gdr}" for rank, way, gdr in found
+        f"n:1:2 [0] NCCL INFO Channel 00/0 : {ends[way].format(rank)} [{way}] via NET/IB/0{gdr}"
+        for rank, way, gdr in found
     ]
 
 

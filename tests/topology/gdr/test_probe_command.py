@@ -46,8 +46,16 @@ def check(
         ("ibv_reg_mr=14 ibv_reg_dmabuf_mr=95", 2, "0 of 1 GPUs have a pair that will use GPUDirect RDMA"),
         ("ibv_reg_mr=14 ibv_reg_dmabuf_mr=95", 2, "remedy (not applied): EFAULT: no peer memory"),
         ("ibv_reg_mr=12 ibv_reg_dmabuf_mr=12", 2, "ENOMEM (Cannot allocate memory)"),
-        ("ibv_reg_mr=14 attribute_124=0", 2, "no dma-buf: cuMemGetHandleForAddressRange: CUDA_ERROR_NOT_SUPPORTED (801)"),
-        ("ibv_open_device=13", 3, "IN USE UNKNOWN U1: 0000:03:00.0 with 0000:04:00.0: ibv_open_device: Permission denied"),
+        (
+            "ibv_reg_mr=14 attribute_124=0",
+            2,
+            "no dma-buf: cuMemGetHandleForAddressRange: CUDA_ERROR_NOT_SUPPORTED (801)",
+        ),
+        (
+            "ibv_open_device=13",
+            3,
+            "IN USE UNKNOWN U1: 0000:03:00.0 with 0000:04:00.0: ibv_open_device: Permission denied",
+        ),
         ("cuMemAlloc_v2=2", 3, "no GPU memory to try with: cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY (2)"),
         ("devices=0", 2, "first cause: R3 libibverbs sees none of 1 devices"),
         ("cuInit=100", 3, "not tried: cuInit: CUDA_ERROR_NO_DEVICE (100)"),

@@ -15,7 +15,7 @@ from gradwire.topology.gdr.inputs.nccl_log import parse_nccl_log
 from gradwire.topology.gdr.job import Job, T, Told, prove_together
 from gradwire.topology.gdr.prove import prove_with_nccl
 
-CHILD = '''
+CHILD = """
 import json, os, sys
 label = sys.argv[sys.argv.index("--label") + 1]
 seen = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
@@ -26,7 +26,7 @@ if log:
     open(os.environ["NCCL_DEBUG_FILE"], "w").write(open(log).read())
 print("a library talks on stdout")
 print(json.dumps(json.loads(os.environ["CHILD_SAYS"])[label]))
-'''
+"""
 RATES = {"default": {"gigabits_per_second": 300.0}, "LOC": {"gigabits_per_second": 200.0}}
 LOG = """gpu01:4100:4100 [0] NCCL INFO NCCL version 2.27.3+cuda12.9
 gpu01:4100:4183 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/RoCE [RO]; OOB eth0:10.0.0.1<0>
@@ -94,7 +94,10 @@ def test_a_child_that_fails_is_reported_and_not_repeated(child: Act, capsys: pyt
         ([sys.executable, "-c", "print('[]')"], "[]"),
         ([sys.executable, "-c", "print('{}')"], "printed no rate"),
         ([sys.executable, "-c", "import os; os.abort()"], "crashed (SIGABRT)"),
-        ([sys.executable, "-c", "import sys; sys.exit('NCCL error: unhandled system error')"], "unhandled system error"),
+        (
+            [sys.executable, "-c", "import sys; sys.exit('NCCL error: unhandled system error')"],
+            "unhandled system error",
+        ),
     ],
 )
 def test_every_end_of_the_child_is_an_answer(monkeypatch: pytest.MonkeyPatch, words: list[str], error: str) -> None:

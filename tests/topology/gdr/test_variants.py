@@ -80,7 +80,12 @@ topology = '<system version="1"><cpu numaid="0"><pci busid="{}"/></cpu></system>
         ("G7", gpu(nvlinks_active=0), "warn", "has 0 of 18"),
         ("G8", gpu(fabric_state=3, fabric_status=0), "pass", "ready"),
         ("G8", gpu(fabric_state=3, fabric_status=999), "fail", "not ready"),
-        ("G8", all_of(nvswitch, facts(cuda_error="cuInit: CUDA_ERROR_SYSTEM_NOT_READY (802)")), "fail", "does not start"),
+        (
+            "G8",
+            all_of(nvswitch, facts(cuda_error="cuInit: CUDA_ERROR_SYSTEM_NOT_READY (802)")),
+            "fail",
+            "does not start",
+        ),
         ("G8", all_of(nvswitch, facts(cuda_error="cuInit: CUDA_ERROR_NO_DEVICE (100)")), "unknown", "not known"),
         ("G9", gpu(confidential=True), "warn", "confidential"),
         ("R1", function(NIC, vendor=1, class_code=0x020000, rdma_devices=()), "pass", "mlx5_0"),
@@ -110,7 +115,12 @@ topology = '<system version="1"><cpu numaid="0"><pci busid="{}"/></cpu></system>
         ),
         ("M3", file("boot/config-6.8.0", "# CONFIG_PCI_P2PDMA is not set"), "info", "P2PDMA"),
         ("M4", facts(nccl_version=None), "pass", "every release"),
-        ("M4", all_of(without("sys/kernel/mm"), facts(nccl_version=None, nccl_error="crashed (SIGSEGV)")), "unknown", "SIGSEGV"),
+        (
+            "M4",
+            all_of(without("sys/kernel/mm"), facts(nccl_version=None, nccl_error="crashed (SIGSEGV)")),
+            "unknown",
+            "SIGSEGV",
+        ),
         ("M4", all_of(facts(nccl_version="2.26.2"), gpu(c2c=True)), "warn", "C2C"),
         ("M4", all_of(without("sys/kernel/mm"), facts(nccl_version="2.20.5")), "pass", "uses dma-buf"),
         ("M4", all_of(without("sys/kernel/mm"), facts(nccl_version="2.11.4")), "fail", "2.11.4"),
@@ -167,7 +177,9 @@ topology = '<system version="1"><cpu numaid="0"><pci busid="{}"/></cpu></system>
         ),
         (
             "U1",
-            facts(registrations=[{"gpu": GPU, "device": "mlx5_0", "peermem_errno": 14, "note": "no dma-buf: error 801"}]),
+            facts(
+                registrations=[{"gpu": GPU, "device": "mlx5_0", "peermem_errno": 14, "note": "no dma-buf: error 801"}]
+            ),
             "fail",
             "peer memory EFAULT (Bad address), no dma-buf: error 801",
         ),

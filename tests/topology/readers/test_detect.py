@@ -21,7 +21,9 @@ def flat(machine: Machine) -> Machine:
         replace(gpu, parent=Distances(machine).cpu_of(gpu), compute_capability=None, name=None) for gpu in machine.gpus
     )
     nics = tuple(replace(nic, parent=Distances(machine).cpu_of(nic)) for nic in machine.nics)
-    return replace(machine, switches=(), links=(), links_known=False, nvswitches=(), gpus=gpus, nics=nics, sources=("sysfs",))
+    return replace(
+        machine, switches=(), links=(), links_known=False, nvswitches=(), gpus=gpus, nics=nics, sources=("sysfs",)
+    )
 
 
 def test_a_second_source_restores_what_the_first_could_not_see() -> None:
@@ -69,7 +71,9 @@ def test_a_providers_file_gives_a_virtual_machine_its_switches(systree: "SysTree
 def test_a_missing_driver_is_noted_only_where_there_is_a_gpu(systree: "SysTree") -> None:
     systree.host({0: "0-15"})
     silent = SimpleNamespace()
-    assert detect(systree.root, library=silent).notes == ("No PCI device is visible: in a container, mount the host's /sys.",)
+    assert detect(systree.root, library=silent).notes == (
+        "No PCI device is visible: in a container, mount the host's /sys.",
+    )
     systree.device("pci0000:00", "0000:01:00.0", kind=0x030200, vendor=0x10DE)
     (note,) = detect(systree.root, library=silent).notes
     assert note.startswith("NVLink and GPU models are unknown: NVML does not start")
@@ -118,7 +122,9 @@ def test_this_host_is_read_without_an_error() -> None:
 @pytest.mark.parametrize("add", [True, False])
 def test_what_is_known_is_never_overwritten(add: bool) -> None:
     whole = dgx_h100()
-    other = replace(whole, nvswitches=(NvSwitch(key="hidden"),), gpus=tuple(replace(g, name="other") for g in whole.gpus))
+    other = replace(
+        whole, nvswitches=(NvSwitch(key="hidden"),), gpus=tuple(replace(g, name="other") for g in whole.gpus)
+    )
     merged = merge(whole, other, add=add)
     assert merged.nvswitches == whole.nvswitches
     assert merged.gpus == whole.gpus

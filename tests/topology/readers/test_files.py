@@ -159,7 +159,11 @@ def test_folders_pipes_and_missing_files_are_refused(tmp_path: Path) -> None:
     import os
 
     os.mkfifo(tmp_path / "pipe")
-    for name, message in (("", "not a regular file|directory"), ("pipe", "not a regular file"), ("none", "No such file")):
+    for name, message in (
+        ("", "not a regular file|directory"),
+        ("pipe", "not a regular file"),
+        ("none", "No such file"),
+    ):
         with pytest.raises(TopologyError, match=message):
             files.read_file(tmp_path / name)
 

@@ -87,4 +87,6 @@ def test_bridges_that_form_a_ring_are_refused() -> None:
 def _ring() -> str:
     """Three bridges, each on the bus behind the one before."""
     pairs = ((1, 2), (2, 3), (3, 1))
-    return "".join(f"0{a}:00.0 PCI bridge: Intel\n\tBus: primary=0{a}, secondary=0{b}, subordinate=09\n" for a, b in pairs)
+    return "".join(
+        f"0{a}:00.0 PCI bridge: Intel\n\tBus: primary=0{a}, secondary=0{b}, subordinate=09\n" for a, b in pairs
+    )

@@ -16,7 +16,18 @@ COMPILER = shutil.which("cc") or shutil.which("gcc")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler to build the stand-in with")
 
 SOURCE = Path(__file__).with_name("nvml_standin.c")
-HEALTHY = {"GPUS": 2, "SM": 90, "LINKS": 18, "SWITCH": 1, "HIDDEN": 0, "NO_P2P": 0, "ASLEEP": 0, "LOST": 0, "MIG": 3, "INIT": 0}
+HEALTHY = {
+    "GPUS": 2,
+    "SM": 90,
+    "LINKS": 18,
+    "SWITCH": 1,
+    "HIDDEN": 0,
+    "NO_P2P": 0,
+    "ASLEEP": 0,
+    "LOST": 0,
+    "MIG": 3,
+    "INIT": 0,
+}
 SCRIPT = """
 import dataclasses, json
 from gradwire.topology.readers import nvml
@@ -37,7 +48,9 @@ def ask(tmp_path: Path) -> Ask:
         library = tmp_path / "libnvidia-ml.so.1"
         subprocess.run([str(COMPILER), "-shared", "-fPIC", "-w", *flags, str(SOURCE), "-o", str(library)], check=True)
         environment = child_environment({"LD_LIBRARY_PATH": str(tmp_path)})
-        done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, timeout=60, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, timeout=60, check=True
+        )
         result = json.loads(done.stdout)
         assert isinstance(result, dict)
         return result

@@ -20,7 +20,9 @@ def gpu_server(systree: "SysTree", gpus: int) -> None:
     """A switch per GPU with an InfiniBand card next to it, two GPUs to a NUMA node."""
     systree.host({0: "0-15", 1: "16-31"})
     for index in range(gpus):
-        chains = systree.switch(f"pci{index:04x}:00", 1 + index % 30, 0x10 + 4 * (index % 50), 2, numa=2 * index // gpus)
+        chains = systree.switch(
+            f"pci{index:04x}:00", 1 + index % 30, 0x10 + 4 * (index % 50), 2, numa=2 * index // gpus
+        )
         gpu, nic = (*chains[0], f"{index:04x}:e1:00.0"), (*chains[1], f"{index:04x}:e2:00.0")
         systree.device(*gpu, kind=0x030200, vendor=0x10DE, numa=2 * index // gpus)
         systree.device(*nic, kind=0x020700, vendor=0x15B3, numa=2 * index // gpus)
@@ -39,7 +41,10 @@ def test_each_gpu_finds_the_card_on_its_switch(systree: "SysTree") -> None:
     machine = read(systree.root)
     distances = Distances(machine)
     nearest = [distances.nearest_nics(gpu) for gpu in machine.gpus]
-    assert [(path, nics[0].ports[0].name) for path, nics in nearest] == [(PathType.PIX, "mlx5_0"), (PathType.PIX, "mlx5_1")]
+    assert [(path, nics[0].ports[0].name) for path, nics in nearest] == [
+        (PathType.PIX, "mlx5_0"),
+        (PathType.PIX, "mlx5_1"),
+    ]
     assert distances.gpu_nic(machine.gpus[0], machine.nics[1]) is PathType.SYS
     port = machine.nics[0].ports[0]
     assert (port.interfaces, port.bits_per_second, port.active) == (("ib0",), 400e9, True)
@@ -91,7 +96,9 @@ def test_a_container_sees_a_virtual_interface_and_says_so(systree: "SysTree") ->
         for file, text in (("type", "1" if name == "eth0" else "772"), ("ifindex", "2"), ("iflink", iflink)):
             systree.write(f"sys/class/net/{name}/{file}", text)
     machine = read(systree.root)
-    assert [(nic.key, nic.bus, nic.parent, nic.ports[0].virtual) for nic in machine.nics] == [("eth0", None, "numa0", True)]
+    assert [(nic.key, nic.bus, nic.parent, nic.ports[0].virtual) for nic in machine.nics] == [
+        ("eth0", None, "numa0", True)
+    ]
     assert any("virtual (a container)" in note for note in machine.notes)
 
 
@@ -158,9 +165,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     return lambda: count
 
 
-def test_reading_costs_the_same_for_every_device(
-    systree: "SysTree", tmp_path: Path, opened: Callable[[], int]
-) -> None:
+def test_reading_costs_the_same_for_every_device(systree: "SysTree", tmp_path: Path, opened: Callable[[], int]) -> None:
     counts = []
     for gpus, root in ((40, "small"), (160, "large")):
         tree = type(systree)(tmp_path / root)

@@ -44,7 +44,10 @@ def changed(change: Callable[[Graph], None]) -> str:
         (lambda graph: graph["gpus"][1].update(colour="red"), "unknown field `colour`"),
         (lambda graph: graph["gpus"][1].pop("key"), "missing 1 required"),
         (lambda graph: graph["gpus"][1].update(bus="x"), "bus id 'x'"),
-        (lambda graph: graph["gpus"].append({"key": "g", "pcie": {"gigatransfers_per_second": float("nan")}}), "is nan"),
+        (
+            lambda graph: graph["gpus"].append({"key": "g", "pcie": {"gigatransfers_per_second": float("nan")}}),
+            "is nan",
+        ),
         (lambda graph: graph.update(links=[{"a": "x", "b": "numa0", "kind": "c2c"}]), "names 'x'"),
         (lambda graph: graph.update(links=[{"a": "numa1", "b": "numa0", "kind": "rope"}]), "expected one of nvlink"),
         (lambda graph: graph.update(switches=[{"key": "0000:01:00.0", "parent": "0000:01:00.0"}]), "below itself"),

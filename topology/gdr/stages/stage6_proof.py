@@ -12,7 +12,10 @@ from gradwire.topology.gdr.nccl import within
 
 _HOST_SHARE = 0.8  # of the host-memory rate; redirected traffic loses about half (nccl-tests issue 112)
 _NOISE_SHARE = 0.95
-_ERRNO_NAMES = {**errno.errorcode, errno.EOPNOTSUPP: "EOPNOTSUPP"}  # ENOTSUP is the same number; verbs and kernel say this
+_ERRNO_NAMES = {
+    **errno.errorcode,
+    errno.EOPNOTSUPP: "EOPNOTSUPP",
+}  # ENOTSUP is the same number; verbs and kernel say this
 
 
 def registration(host: Host) -> Finding:

@@ -112,14 +112,22 @@ def test_a_new_libibverbs_over_an_old_driver(asked: Ask) -> None:
     ("plan", "broken", "healthy"),
     [
         ("cuInit=crash", {"cuda_error", "probe_error"}, {"driver_version", "verbs_devices", "nccl_version"}),
-        ("ibv_get_device_list=crash", {"verbs_error", "probe_error"}, {"driver_version", "cuda_version", "nccl_version"}),
+        (
+            "ibv_get_device_list=crash",
+            {"verbs_error", "probe_error"},
+            {"driver_version", "cuda_version", "nccl_version"},
+        ),
         ("ibv_reg_mr=crash", {"probe_error"}, {"driver_version", "cuda_version", "verbs_devices", "nccl_version"}),
         ("ncclGetVersion=crash", {"nccl_error"}, {"driver_version", "cuda_version", "verbs_devices", "registrations"}),
     ],
 )
-def test_a_library_that_crashes_spoils_its_own_answers(asked: Ask, plan: str, broken: set[str], healthy: set[str]) -> None:
+def test_a_library_that_crashes_spoils_its_own_answers(
+    asked: Ask, plan: str, broken: set[str], healthy: set[str]
+) -> None:
     found = asked(plan)
-    assert {name: found[name] for name in found if name.endswith("_error")} == dict.fromkeys(broken, "crashed (SIGSEGV)")
+    assert {name: found[name] for name in found if name.endswith("_error")} == dict.fromkeys(
+        broken, "crashed (SIGSEGV)"
+    )
     assert healthy <= set(found)
 
 
@@ -127,7 +135,11 @@ def test_missing_libraries_are_stated(tmp_path: Path) -> None:
     for name in ("cuda", "verbs", "nvml", "probe"):
         command = [sys.executable, "-m", "gradwire.topology.gdr.inputs.native", name]
         done = subprocess.run(
-            command, env=child_environment({"LD_LIBRARY_PATH": str(tmp_path)}), capture_output=True, timeout=60, check=True
+            command,
+            env=child_environment({"LD_LIBRARY_PATH": str(tmp_path)}),
+            capture_output=True,
+            timeout=60,
+            check=True,
         )
         found = json.loads(done.stdout)
         assert found.get(f"{name}_error") or found.get("gpus") or found.get("verbs_devices") is not None
