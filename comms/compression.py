@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradwire.comms.futures import FutureTensor
+from gradwire.comms.execute import Bucket
 from gradwire.comms.resume import to_rows
 from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue
 from gradwire.compressors.registry import Option
@@ -53,8 +53,6 @@ class Compression:
         self._size = size
         self._scaler: LossScaler | None = None
         self._loss_scale = 0.0
-        self._pending: list[FutureTensor] = []
-        self._transfers: list[Layout] = []
         self._last_transfers: list[Layout] = []
         self._saved_transfers: Tensor | None = None
         self._dirty = False
@@ -85,16 +83,18 @@ class Compression:
         saved, self._saved_transfers = self._saved_transfers, None
         return saved
 
-    def add(self, future: FutureTensor, layout: Layout) -> None:
-        """Takes note of a transfer of the running step."""
-        self._pending.append(future)
-        self._transfers.append(layout)
+    def end_step(self, buckets: Sequence[Bucket], transfers: Sequence[Layout]) -> None:
+        """Waits for the step's buckets and commits the state they left, or drops it where one is not finite.
 
-    def end_step(self) -> None:
-        """Waits for the step's buckets and commits the state they left, or drops it where one is not finite."""
-        pending, self._pending = self._pending, []
-        self._last_transfers, self._transfers = self._transfers, []
-        verdicts = [_is_finite(future.wait()) for future in pending]
+        Args:
+            buckets: Of the step.
+            transfers: Which parameters travelled together, in the order of the launches.
+
+        Raises:
+            BaseException: What a bucket's all-reduce failed with.
+        """
+        self._last_transfers = list(transfers)
+        verdicts = [_is_finite(_wait(bucket)) for bucket in buckets]
         finite = all(verdicts)
         self.compressor.end_step(finite)
         if finite:
@@ -129,6 +129,13 @@ class Compression:
         self._loss_scale = float(state[PREFIX + "loss_scale"])
         self._dirty = bool(dirty)
         self._saved_transfers = torch.as_tensor(state[PREFIX + "transfers"])
+
+
+def _wait(bucket: Bucket) -> Tensor:
+    value = bucket.future.wait()
+    if isinstance(value, BaseException):
+        raise value
+    return value
 
 
 def _is_finite(flat: Tensor) -> bool:

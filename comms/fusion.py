@@ -5,19 +5,16 @@ two steps. Every rank sees the same buckets in the same order, so every rank lau
 sum does not depend on where it lies (see `rank_order`), so no plan changes a bit of the result.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from gradwire.comms.futures import FutureTensor, Open, after_all, open_future, outcome, unwrap
+from gradwire.comms.execute import Bucket, Launch
 from gradwire.comms.pool import Pool
 from gradwire.compressors.base import Layout, Slice
-
-Launch = Callable[[Tensor, Layout | None], FutureTensor]
-"""(flat tensor, which parameter lies where) -> a future of the same tensor, reduced in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,32 +62,20 @@ class FusionPlan:
         return [(start, min(start + step, flat.numel())) for start in range(0, flat.numel(), step)]
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """A bucket that has come and not been launched."""
-
-    flat: Tensor
-    layout: Layout | None
-    done: Open
-
-
 class Fusion:
-    """Stands between the hook and the communicator.
+    """Decides when buckets travel, and which of them together.
 
     Args:
-        launch: Starts an all-reduce.
         plan: The plan of the first step.
     """
 
-    def __init__(self, launch: Launch, plan: FusionPlan) -> None:
-        self._launch = launch
+    def __init__(self, plan: FusionPlan) -> None:
         self._plan = plan
         self._next: FusionPlan | None = None
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[Bucket] = []
         self._sizes: list[int] = []
         self._pool = Pool()
         self.last_sizes: tuple[int, ...] = ()
-        self.launches = 0
 
     @property
     def plan(self) -> FusionPlan:
@@ -104,90 +89,71 @@ class Fusion:
         else:
             self._take_up(plan)
 
-    def add(self, flat: Tensor, layout: Layout | None = None) -> FutureTensor:
-        """Takes a bucket; launches a transfer where the plan ends one here.
-
-        Args:
-            flat: 1-D, contiguous; changed in place. Not to be touched until the future is done.
-            layout: Which parameter lies where in it.
+    def add(self, bucket: Bucket) -> list[Launch]:
+        """Takes in a bucket.
 
         Returns:
-            A future of `flat`.
+            What is to be launched now, in this order: nothing, as long as the plan ends no transfer here.
         """
-        if self._waiting and not _alike(self._waiting[0], flat, layout):
-            self._send()
-        bucket = _Waiting(flat, layout, open_future(flat))
+        launches = self._join() if self._waiting and not _alike(self._waiting[0], bucket) else []
         self._waiting.append(bucket)
-        self._sizes.append(flat.nbytes)
+        self._sizes.append(bucket.flat.nbytes)
         if self._plan.ends_transfer(self._sizes, sum(each.flat.nbytes for each in self._waiting)):
-            self._send()
-        return bucket.done.then(unwrap)
+            launches += self._join()
+        return launches
 
-    def end_step(self) -> None:
-        """Launches what is left and takes up a new plan; all ranks, at the same point of the sequence of buckets."""
-        self._send()
+    def end_step(self) -> list[Launch]:
+        """Takes up a new plan; all ranks, at the same point of the sequence of buckets.
+
+        Returns:
+            What remains to be launched.
+        """
+        launches = self._join()
         self.last_sizes = tuple(self._sizes)
         self._sizes.clear()
         if self._next is not None:
             self._take_up(self._next)
+        return launches
 
     def _take_up(self, plan: FusionPlan) -> None:
         self._plan, self._next = plan, None
         self._pool.clear()
 
-    def _send(self) -> None:
+    def _join(self) -> list[Launch]:
+        """The buckets that wait, as what is to be launched."""
         group, self._waiting = self._waiting, []
         if len(group) == 1:
-            self._send_alone(group[0])
-        elif group:
-            self._send_together(group)
+            return self._pieces(group[0])
+        return [self._joined(group)] if group else []
 
-    def _send_alone(self, bucket: _Waiting) -> None:
+    def _pieces(self, bucket: Bucket) -> list[Launch]:
         runs = self._plan.pieces(bucket.flat)
-        futures = [
-            self._start(
-                bucket.flat[start:stop],
-                bucket.layout.cut(start, stop) if bucket.layout and len(runs) > 1 else bucket.layout,
-            )
+        if len(runs) == 1:
+            return [Launch(bucket.flat, bucket.layout, (bucket,))]
+        bucket.pending = len(runs)
+        return [
+            Launch(bucket.flat[start:stop], bucket.layout.cut(start, stop) if bucket.layout else None, (bucket,))
             for start, stop in runs
         ]
-        after_all(futures, partial(_finish_alone, bucket, futures))
 
-    def _send_together(self, group: list[_Waiting]) -> None:
-        buffer = self._pool.take(sum(bucket.flat.numel() for bucket in group), group[0].flat)
-        torch.cat([bucket.flat for bucket in group], out=buffer)
-        layouts = tuple(bucket.layout for bucket in group if bucket.layout is not None)
-        future = self._start(buffer, _joined(layouts) if len(layouts) == len(group) else None)
-        future.add_done_callback(partial(self._finish_together, group, buffer))
-
-    def _start(self, flat: Tensor, layout: Layout | None) -> FutureTensor:
-        self.launches += 1
-        return self._launch(flat, layout)
-
-    def _finish_together(self, group: list[_Waiting], buffer: Tensor, future: FutureTensor) -> None:
-        """Copies the sums back and completes the buckets' futures; runs where the transfer ended."""
-        error = outcome(future)
+    def _joined(self, group: list[Bucket]) -> Launch:
         flats = [bucket.flat for bucket in group]
-        if error is None:
-            torch._foreach_copy_(flats, torch.split(buffer, [flat.numel() for flat in flats]))  # one launch on CUDA
-        self._pool.give_back(buffer)
-        for bucket in group:
-            bucket.done.set_result(bucket.flat if error is None else error)
+        buffer = self._pool.take(sum(flat.numel() for flat in flats), flats[0])
+        torch.cat(flats, out=buffer)
+        layouts = tuple(bucket.layout for bucket in group if bucket.layout is not None)
+        layout = _joined_layout(layouts) if len(layouts) == len(group) else None
+        sources = torch.split(buffer, [flat.numel() for flat in flats])
+        return Launch(buffer, layout, group, list(zip(sources, flats, strict=True)), self._pool)
 
 
-def _finish_alone(bucket: _Waiting, futures: list[FutureTensor]) -> None:
-    errors = [error for future in futures if (error := outcome(future))]
-    bucket.done.set_result(errors[0] if errors else bucket.flat)
-
-
-def _alike(first: _Waiting, flat: Tensor, layout: Layout | None) -> bool:
+def _alike(first: Bucket, other: Bucket) -> bool:
     """Whether a bucket may travel with one that waits: one tensor has one dtype, and one layout or none."""
-    same = first.flat.dtype == flat.dtype and first.flat.device == flat.device
-    return same and (first.layout is None) == (layout is None)
+    same = first.flat.dtype == other.flat.dtype and first.flat.device == other.flat.device
+    return same and (first.layout is None) == (other.layout is None)
 
 
 @lru_cache(maxsize=1024)
-def _joined(layouts: tuple[Layout, ...]) -> Layout:
+def _joined_layout(layouts: tuple[Layout, ...]) -> Layout:
     """The layout of tensors one after another."""
     slices, offset = [], 0
     for layout in layouts:

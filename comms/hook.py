@@ -1,34 +1,94 @@
 """The DDP comm hook: `model.register_comm_hook(gradwire.HookState(model), gradwire.comm_hook)`.
 
-DDP hands over buckets of gradients during backward; each goes to the communicator at once and DDP gets a future. The
-gradients arrive undivided, so the division by the world size happens here, before anything is narrowed.
+DDP hands over buckets of gradients during backward. Fusion says what is to be launched, the communicator launches it, and
+DDP gets a future. The gradients arrive undivided, so the division by the world size happens here, before anything is
+narrowed.
 """
 
 import logging
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from gradwire.comms.bootstrap.compat import GradBucket
+from gradwire.comms.autotune.consensus import Consensus
+from gradwire.comms.autotune.probe import probe
+from gradwire.comms.autotune.profile import fingerprint
+from gradwire.comms.autotune.stepwatch import StepWatch
+from gradwire.comms.autotune.tuning import Tuning
+from gradwire.comms.bootstrap.compat import GradBucket, Store, queue_end_of_backward, store_of
+from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, LossScaler
 from gradwire.comms.config import Config
-from gradwire.comms.fusion import FusionPlan
+from gradwire.comms.execute import Bucket, FutureTensor, Launch, unwrap
+from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
+from gradwire.comms.plan.advise import BUCKET_NBYTES
 from gradwire.comms.plan.job_advice import JobAdvice, advise_job
-from gradwire.comms.reducer import Reducer
 from gradwire.comms.report import Report
-from gradwire.compressors.base import StateDict, StateValue
+from gradwire.comms.resume import Resume
+from gradwire.compressors.base import Layout, StateDict, StateValue
 from gradwire.compressors.optim.first_step import check_at_first_step
 
 log = logging.getLogger("gradwire")
+
+FUSION_TIMEOUT = timedelta(seconds=30)
+"""How long `fuse()` waits for the other ranks to ask for the same."""
 
 PYTHON_REDUCER = (
     'torch.compile with optimize_ddp="python_reducer" calls the hook once a parameter from inside a compiled '
     "graph, which gradwire does not support: leave torch._dynamo.config.optimize_ddp at its default, "
     "with which compiled models work"
 )
+
+
+_numbers: "dict[str, count[int]]" = {}
+"""Process group -> numbers for the states that are made on it, in the same order on all ranks."""
+
+
+class _Connection:
+    """What a state has from the moment on at which its ranks have met.
+
+    Args:
+        group: The ranks; all of them connect their states in the same order.
+        device: Where the gradients are.
+        config: What the user set.
+        names: Which parameter is which.
+
+    Raises:
+        RuntimeError: A rank did not come within the time-out.
+        ValueError: A rank came with another world size or configuration.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, config: Config, names: ParameterNames) -> None:
+        self.group = group
+        self._config = config
+        self.compression = _compression(config, names, group)
+        store, name = store_of(group), f"hook{next(_numbers.setdefault(group.group_name, count()))}"
+        compressor = self.compression.compressor if self.compression else None
+        self.communicator = Communicator(
+            store, group.rank(), group.size(), device, config, name=name, compressor=compressor
+        )
+        threshold_nbytes = round(config.fusion_mb * 2**20)
+        self.fusion = Fusion(FusionPlan(threshold_nbytes=threshold_nbytes))
+        self.fusion_plans = self._consensus(store, f"fusion/{name}", FUSION_TIMEOUT)
+        if config.learns_cuts or config.probe:
+            probe(self.communicator, self._consensus(store, f"probe/{name}", config.timeout))
+        self.communicator.routes.settle(threshold_nbytes or BUCKET_NBYTES)
+        self.watch = StepWatch()
+        self.tuning: Tuning | None = None
+        if config.learns_cuts:
+            self.tuning = Tuning(self.communicator, self.fusion, store, name, fingerprint(names.shapes))
+
+    def _consensus(self, store: Store, name: str, timeout: timedelta) -> Consensus:
+        own = PollingStore(store, self._config.timeout)
+        return Consensus(own, self.communicator.rank, self.communicator.size, name, timeout)
 
 
 class HookState:
@@ -60,8 +120,14 @@ class HookState:
             )
         self.config = config or Config.from_env(**options)
         self.names = ParameterNames()
+        self.steps = 0
+        """Backward passes so far."""
         self._group: dist.ProcessGroup | None = None
-        self._reducer: Reducer | None = None
+        self._connection: _Connection | None = None
+        self._in_step = False
+        self._buckets: list[Bucket] = []
+        self._transfers: list[Layout] = []
+        self._resume: Resume | None = None
         if isinstance(model_or_group, nn.Module):
             self.bind(model_or_group)
         elif isinstance(model_or_group, dist.ProcessGroup):
@@ -83,19 +149,13 @@ class HookState:
             raise ValueError("`model` has no parameters: there is nothing to reduce")
         self._connect(parameter.device)
 
-    @property
-    def steps(self) -> int:
-        """Backward passes so far."""
-        return self._reducer.steps if self._reducer else 0
-
     def report(self) -> Report:
         """Calls, bytes and seconds of every phase so far, and the plans in use with their reasons.
 
         Raises:
             RuntimeError: No bucket has come yet.
         """
-        reducer = self._connected("report()")
-        return reducer.communicator.report(reducer.steps)
+        return self._connected("report()").communicator.report(self.steps)
 
     def watch(self, scaler: LossScaler) -> None:
         """Follows a torch.amp.GradScaler: residuals are rescaled when it changes its scale.
@@ -137,12 +197,30 @@ class HookState:
 
     def close(self) -> None:
         """Ends the threads and releases shared memory; happens by itself when the state is collected or at exit."""
-        if self._reducer is not None:
-            self._reducer.communicator.close()
+        if self._connection is not None:
+            self._connection.communicator.close()
 
-    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce(self, bucket: GradBucket) -> FutureTensor:
         """Averages one bucket over all ranks; the future's value is the bucket's own buffer."""
-        return self._connect(bucket.buffer().device).reduce(bucket)
+        flat = bucket.buffer()
+        connection = self._connection or self._connect(flat.device)
+        if not self._in_step:
+            self._begin_step(connection)
+        if flat.layout != torch.strided:
+            return _reduce_sparse(flat, connection)
+        layout = None
+        if connection.compression is not None:
+            parameters = tuple(map(id, bucket.parameters()))
+            layout = self.names.layouts.get(parameters) or self.names.layout(bucket)
+        arrived = Bucket.of(flat, layout)
+        self._buckets.append(arrived)
+        if self._resume is not None and layout is not None:
+            self._resume.add(arrived)
+        else:
+            self._launch(connection, connection.fusion.add(arrived))
+        if not self._in_step and bucket.is_last():
+            self._end_step()
+        return arrived.future.then(unwrap)
 
     def advise(self, optimizer: str = "sgd") -> JobAdvice:
         """Says from what this rank has measured which plan to use, whether to compress, and what could be gained at most.
@@ -153,11 +231,12 @@ class HookState:
         Raises:
             RuntimeError: Fewer than three steps have been seen.
         """
-        observed = self._reducer.watch.observed() if self._reducer else None
-        if self._reducer is None or observed is None:
+        connection = self._connection
+        observed = connection.watch.observed() if connection else None
+        if connection is None or observed is None:
             raise RuntimeError("this state has seen fewer than three steps: call advise() later")
-        routes = self._reducer.communicator.routes
-        return advise_job(routes.cluster, self._reducer.fusion.last_sizes, observed, optimizer, routes.library)
+        routes = connection.communicator.routes
+        return advise_job(routes.cluster, connection.fusion.last_sizes, observed, optimizer, routes.library)
 
     def fuse(self, plan: FusionPlan) -> None:
         """Changes which buckets travel together, from the next step on; every rank calls it between the same two steps.
@@ -166,32 +245,69 @@ class HookState:
             RuntimeError: No bucket has come yet.
             ValueError: Not all ranks ask for the same plan: refused on all of them.
         """
-        self._connected("fuse()").fuse(plan)
+        connection = self._connected("fuse()")
+        connection.fusion_plans.agree(asdict(plan))
+        connection.fusion.change(plan)
 
-    def _connected(self, call: str) -> Reducer:
-        if self._reducer is None:
+    def _connected(self, call: str) -> _Connection:
+        if self._connection is None:
             raise RuntimeError(f"this state has not seen a bucket yet: call {call} after the first backward pass")
-        return self._reducer
+        return self._connection
 
     @property
     def _compresses(self) -> bool:
-        return self._reducer is not None and self._reducer.compression is not None
+        return self._connection is not None and self._connection.compression is not None
 
     def _compressed(self) -> Compression:
-        if self._reducer is None or self._reducer.compression is None:
+        if self._connection is None or self._connection.compression is None:
             raise ValueError("`compressor` is not set, or no model is bound yet: there is no state to keep")
-        return self._reducer.compression
+        return self._connection.compression
 
-    def _connect(self, device: torch.device) -> Reducer:
-        if self._reducer is None:
+    def _connect(self, device: torch.device) -> _Connection:
+        if self._connection is None:
             if not dist.is_initialized():
                 raise RuntimeError(
                     "torch.distributed is not initialised: call dist.init_process_group() before the hook is used"
                 )
             group = self._group or dist.group.WORLD
             assert group is not None
-            self._reducer = Reducer(group, device, self.config, self.names)
-        return self._reducer
+            self._connection = _Connection(group, device, self.config, self.names)
+            weakref.finalize(self, self._connection.communicator.close)
+        return self._connection
+
+    def _begin_step(self, connection: _Connection) -> None:
+        self._in_step = queue_end_of_backward(self._end_step)
+        if connection.compression is not None:
+            connection.compression.begin_step()
+            saved = connection.compression.take_saved_transfers()
+            self._resume = None if saved is None else Resume(saved)
+
+    def _launch(self, connection: _Connection, launches: Sequence[Launch]) -> None:
+        """Starts what fusion has decided on."""
+        compression = connection.compression
+        scale = 1.0 / connection.communicator.size
+        for launch in launches:
+            if launch.layout is not None:
+                self._transfers.append(launch.layout)
+            connection.communicator.start(launch, scale=scale, flush=compression is not None and compression.flushing)
+
+    def _end_step(self) -> None:
+        """Runs once at the end of each backward pass, on all ranks at the same point of the sequence of buckets."""
+        connection = self._connected("backward()")
+        self._in_step = False
+        self.steps += 1
+        self._launch(connection, connection.fusion.end_step())
+        if self._resume is not None:
+            self._launch(connection, self._resume.end_step())
+            self._resume = None
+        buckets, self._buckets = self._buckets, []
+        transfers, self._transfers = self._transfers, []
+        if connection.compression is not None:
+            connection.compression.end_step(buckets, transfers)
+        times = [bucket.times for bucket in buckets]
+        connection.watch.step_ended(times)
+        if connection.tuning is not None:
+            connection.tuning.step_ended([each.came for each in times])
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HookState":
         """A copy of a DDP model loses its hook; its state starts anew, unbound, and says so."""
@@ -222,6 +338,26 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
     if isinstance(bucket, tuple):
         raise TypeError(PYTHON_REDUCER)
     return state.reduce(bucket)
+
+
+def _reduce_sparse(sparse: Tensor, connection: _Connection) -> FutureTensor:
+    """Sparse gradients (nn.Embedding(sparse=True)) travel as they would without a hook."""
+    work = dist.all_reduce(sparse, group=connection.group, async_op=True)
+    assert work is not None
+
+    def average(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        return done.value()[0].div_(connection.communicator.size)
+
+    future: FutureTensor = work.get_future().then(average)
+    return future
+
+
+def _compression(config: Config, names: ParameterNames, group: dist.ProcessGroup) -> Compression | None:
+    if config.compressor in (None, "none"):
+        return None
+    compression = Compression(config.compressor, config.compressor_options, config.rules, group.rank(), group.size())
+    compression.compressor.bind_model(names.numels())
+    return compression
 
 
 def _restore(config: Config) -> HookState:

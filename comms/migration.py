@@ -10,26 +10,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Compressor, Group, Layout, StateValue
-
-
-class Homes:
-    """Remembers under which layout each parameter last travelled."""
-
-    def __init__(self) -> None:
-        self._layouts: dict[str, Layout] = {}
-
-    def moves(self, layout: Layout) -> bool:
-        """Whether a bucket's layout is new for any of its parameters; from now on it is their home."""
-        homes = {id(home): home for item in layout.slices for home in [self._layouts.get(item.name)]}
-        moved = any(home is not layout and home != layout for home in homes.values())
-        if moved:
-            self._layouts.update((item.name, layout) for item in layout.slices)
-        return moved
+from gradwire.comms.transport.groups import Transport
+from gradwire.compressors.base import Compressor, Layout, StateValue
 
 
 def migrate(
-    compressor: Compressor, layout: Layout, shards: Sequence[tuple[int, int]], node: Group | None, device: torch.device
+    compressor: Compressor,
+    layout: Layout,
+    shards: Sequence[tuple[int, int]],
+    node: Transport | None,
+    device: torch.device,
 ) -> None:
     """Moves the state of a bucket's elements to the ranks of this node that own them now.
 
@@ -44,12 +34,12 @@ def migrate(
         device: Where the bucket is.
     """
     own = [layout.cut(start, stop) for start, stop in shards]
-    astray = torch.tensor(
+    misplaced = torch.tensor(
         [0 if is_settled(compressor.state_dict(), layout, own) else 1], dtype=torch.int32, device=device
     )
     if node is not None:
-        node.all_reduce(astray).wait()
-    if not astray.item():
+        node.all_reduce(misplaced).wait()
+    if not misplaced.item():
         return
     rows = compressor.export(layout, device)
     if node is not None and rows.numel():

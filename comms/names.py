@@ -19,7 +19,8 @@ class ParameterNames:
         self._names: dict[int, str] = {}
         self._parameters: list[Tensor] = []  # kept alive, so that an id cannot be given to another tensor
         self._bound = False
-        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self.layouts: dict[tuple[int, ...], Layout] = {}
+        """Of the buckets seen so far, by the ids of their parameters."""
 
     def bind(self, model: nn.Module) -> None:
         """Takes the names of `model`, without the `module.` that DDP puts in front.
@@ -40,7 +41,7 @@ class ParameterNames:
             )
         self._names = named
         self._parameters = list(inner.parameters())
-        self._layouts.clear()
+        self.layouts.clear()
         self._bound = True
 
     def numels(self) -> dict[str, int]:
@@ -64,9 +65,9 @@ class ParameterNames:
         """
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))
-        if key not in self._layouts:
-            self._layouts[key] = self._build(parameters)
-        return self._layouts[key]
+        if key not in self.layouts:
+            self.layouts[key] = self._build(parameters)
+        return self.layouts[key]
 
     def _build(self, parameters: Sequence[Tensor]) -> Layout:
         slices, start = [], 0

@@ -8,14 +8,11 @@ It launches them when backward ends: one step without overlap is the price.
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from gradwire.comms.fusion import Launch
-from gradwire.comms.futures import FutureTensor, Open, after_all, open_future, outcome, unwrap
+from gradwire.comms.execute import Bucket, Launch
 from gradwire.compressors.base import Layout, Slice
 
 log = logging.getLogger("gradwire")
@@ -58,35 +55,24 @@ def from_rows(rows: Tensor, present: Sequence[Layout]) -> list[Layout] | None:
     return layouts if _elements(layouts) == _elements(present) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    flat: Tensor
-    layout: Layout
-    done: Open
-
-
 class Resume:
     """Holds the buckets of one step, and sends them in the transfers of the step that was saved.
 
     Args:
-        launch: Starts an all-reduce.
         rows: Those transfers, as `to_rows` gives them.
     """
 
-    def __init__(self, launch: Launch, rows: Tensor) -> None:
-        self._launch = launch
+    def __init__(self, rows: Tensor) -> None:
         self._rows = rows
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
 
-    def add(self, flat: Tensor, layout: Layout) -> FutureTensor:
-        """Takes a bucket: 1-D, contiguous, changed in place; not to be touched until the future is done."""
-        bucket = _Bucket(flat, layout, open_future(flat))
+    def add(self, bucket: Bucket) -> None:
+        """Takes in a bucket, with its layout."""
         self._buckets.append(bucket)
-        return bucket.done.then(unwrap)
 
-    def end_step(self) -> None:
-        """Launches everything; all ranks, at the same point of the sequence of buckets."""
-        present = [bucket.layout for bucket in self._buckets]
+    def end_step(self) -> list[Launch]:
+        """What is to be launched; all ranks, at the same point of the sequence of buckets."""
+        present = [bucket.layout for bucket in self._buckets if bucket.layout is not None]
         transfers = from_rows(self._rows, present)
         if transfers is None:
             log.warning(
@@ -94,40 +80,30 @@ class Resume:
                 "holds of these, but not bit for bit"
             )
             transfers = present
-        buffers = [self._gather(layout) for layout in transfers]
-        futures = [self._launch(buffer, layout) for buffer, layout in zip(buffers, transfers, strict=True)]
-        after_all(futures, partial(self._finish, transfers, buffers, futures))
+        for bucket in self._buckets:
+            bucket.pending = len(transfers)
+        return [self._launch(layout) for layout in transfers]
 
-    def _gather(self, layout: Layout) -> Tensor:
-        """A buffer with the gradients of one transfer."""
-        return torch.cat([run for piece in layout.slices for run in self._runs(piece)])
+    def _launch(self, layout: Layout) -> Launch:
+        """The gradients of one transfer in a buffer of their own."""
+        runs = [run for piece in layout.slices for run in self._runs(piece)]
+        buffer = torch.cat(runs)
+        sources = torch.split(buffer, [run.numel() for run in runs])
+        return Launch(buffer, layout, self._buckets, list(zip(sources, runs, strict=True)))
 
     def _runs(self, piece: Slice) -> Iterator[Tensor]:
         """Where the elements of `piece` lie in the buckets, in order."""
         stop = piece.parameter_start + piece.numel
-        homes = sorted(
-            (home.parameter_start, number, home)
+        found = sorted(
+            (item.parameter_start, number, item)
             for number, bucket in enumerate(self._buckets)
-            for home in bucket.layout.slices
-            if home.name == piece.name
+            for item in (bucket.layout.slices if bucket.layout else ())
+            if item.name == piece.name
         )
-        for start, number, home in homes:
-            first, last = max(start, piece.parameter_start), min(start + home.numel, stop)
+        for start, number, item in found:
+            first, last = max(start, piece.parameter_start), min(start + item.numel, stop)
             if first < last:
-                yield self._buckets[number].flat[home.start + first - start : home.start + last - start]
-
-    def _finish(self, transfers: list[Layout], buffers: list[Tensor], futures: list[FutureTensor]) -> None:
-        """Copies the averages back and completes the buckets' futures."""
-        error = next((error for future in futures if (error := outcome(future))), None)
-        if error is None:
-            for layout, buffer in zip(transfers, buffers, strict=True):
-                for piece in layout.slices:
-                    start = piece.start
-                    for run in self._runs(piece):
-                        run.copy_(buffer[start : start + run.numel()])
-                        start += run.numel()
-        for bucket in self._buckets:
-            bucket.done.set_result(bucket.flat if error is None else error)
+                yield self._buckets[number].flat[item.start + first - start : item.start + last - start]
 
 
 def _names(layouts: Sequence[Layout]) -> list[str]:

@@ -1,11 +1,12 @@
-"""The contracts between a compressor, the group it talks to, and the hook that calls it.
+"""The contracts between a compressor and whoever runs it.
 
-A *codec* turns a flat tensor into a payload of fixed size and back, and never communicates. A *compressor* is an
-approximate all-reduce over a group, built on a codec or on an exchange of its own. The hook calls compressors on one
-shard at a time: the slice of a bucket that this rank owns between the phases inside the node.
+A *codec* turns a flat tensor into a payload of fixed size and back. A *compressor* is an approximate all-reduce over a
+group, built on a codec or on an exchange of its own. Neither communicates: a compressor yields the collectives that it
+needs as data, and is resumed when they are done. It works on one shard at a time: the slice of a bucket that this rank
+owns between the phases inside the node.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -29,47 +30,39 @@ class Work(Protocol):
         """
 
 
-class Peers(Protocol):
-    """A fixed set of ranks and the collectives of a two-stage exchange, each issued in the same order on all of them.
+ALL_REDUCE = "all_reduce"
+ALL_TO_ALL = "all_to_all"
+ALL_GATHER = "all_gather"
 
-    Every tensor is contiguous, on the group's device, and of the same numel and dtype on all ranks. It must stay
-    alive and unread until the returned Work has been waited for.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Collective:
+    """A collective that a compressor asks for. Whoever runs the compressor issues it, on all ranks in the same order.
+
+    Every tensor is contiguous, on one device, and of the same numel and dtype on all ranks. The compressor neither reads
+    nor writes any of them until it is resumed.
     """
 
-    @property
-    def rank(self) -> int:
-        """This rank's index in the group, 0 <= rank < size."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-
-    def all_reduce(self, tensor: Tensor) -> Work:
-        """Sums `tensor` over the ranks, in place; the same bits on all of them."""
-
-    def all_to_all(self, output: Tensor, source: Tensor) -> Work:
-        """Sends the r-th of `size` equal parts of `source` (along dim 0) to rank r; `output` has the same shape."""
-
-    def all_gather(self, output: Tensor, source: Tensor) -> Work:
-        """Fills `output` (numel = size * source.numel()) with every rank's `source`, in rank order."""
+    op: str
+    """`all_reduce`, `all_to_all` or `all_gather`: the method of a transport that carries it out."""
+    tensors: tuple[Tensor, ...]
+    """`all_reduce`: (tensor,), replaced by its sum over the ranks, the same bits on all of them. `all_to_all`: (output,
+    source) of one shape; the r-th of `size` equal parts of `source` goes to rank r. `all_gather`: (output, source);
+    `output` (numel = size * source.numel()) receives every rank's `source`, in rank order."""
 
 
-class Group(Peers, Protocol):
-    """What a transport offers: the collectives of plans as well."""
+Request = Collective | tuple[Collective, ...]
+"""What a compressor yields: one collective, or several that may be under way together."""
 
-    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
-        """Sums in place, so that `tensor[bounds[r]:bounds[r + 1]]` holds the sum on rank r.
 
-        Args:
-            tensor: 1-D; what it holds outside this rank's slice is undefined afterwards.
-            bounds: `size + 1` ascending offsets from 0 to `tensor.numel()`; empty slices are fine.
-        """
+@dataclass(frozen=True, slots=True)
+class Member:
+    """This rank's place in the group that a shard is summed over."""
 
-    def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
-        """The inverse of `reduce_scatter`: in place, every rank's slice ends up on all ranks."""
-
-    def broadcast(self, tensor: Tensor, root: int) -> Work:
-        """Copies `tensor` of rank `root` to all ranks, in place."""
+    rank: int
+    """Index in the group, 0 <= rank < size."""
+    size: int
+    """Number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +155,17 @@ class Compressor(Protocol):
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:
         """Bytes that one rank of the group sends for a shard with this layout, headers not counted."""
 
-    def all_reduce(self, shard: Tensor, layout: Layout, group: Group) -> Iterator[Work]:
+    def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Request]:
         """Replaces `shard` (1-D float32) by an approximation of its sum over the group; the same bits on all ranks.
 
-        A generator: it yields each Work it has issued and is resumed when that Work is done, so that the executor
-        can overlap several shards. The number of yields depends on the layouts and the configuration only, never on
-        values. `group` may stand for another communicator of the same ranks after each yield.
+        A generator: it yields the collectives that it needs and is resumed when they are done, so that several shards
+        overlap. The number, kinds and sizes of the collectives depend on the layouts and the configuration only, never
+        on values.
+
+        Args:
+            shard: 1-D float32, changed in place.
+            layout: Which parameter lies where in it.
+            group: The ranks to sum over.
         """
 
     def end_step(self, finite: bool) -> None:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Group, Layout, Work, check_gradient
-from gradwire.compressors.kernels.dispatch import kernels_for
+from gradwire.compressors.base import ALL_REDUCE, Collective, Layout, Member, Request, check_gradient
+from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.two_stage import TwoStage
 
 CAST_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -36,12 +36,12 @@ class CastCodec:
     def encode_residual(self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
         """See `FusedCodec.encode_residual`."""
         if flat.numel():
-            kernels_for(flat).cast_encode(flat, 1.0, residual, left, payload.view(self.dtype))
+            KERNELS_ON[flat.device.type].cast_encode(flat, 1.0, residual, left, payload.view(self.dtype))
 
     def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
         """See `FusedCodec.decode_reduce`."""
         if flat.numel():
-            kernels_for(flat).cast_decode_reduce(payloads.view(self.dtype), addend, flat)
+            KERNELS_ON[flat.device.type].cast_decode_reduce(payloads.view(self.dtype), addend, flat)
 
     def encode_pieces(
         self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
@@ -53,10 +53,14 @@ class CastCodec:
         """See `PieceCodec.decode_pieces`."""
         self.decode(payloads.view(-1)[: self.wire_nbytes(flat.numel())], flat)
 
-    def serve(self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int) -> None:
-        """See `PieceCodec.serve`."""
+    def reduce_encode(
+        self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int
+    ) -> None:
+        """See `PieceCodec.reduce_encode`."""
         if numel:
-            kernels_for(payloads).cast_serve(payloads.view(self.dtype), residual, left, answer.view(self.dtype))
+            KERNELS_ON[payloads.device.type].cast_serve(
+                payloads.view(self.dtype), residual, left, answer.view(self.dtype)
+            )
 
 
 class Cast(TwoStage):
@@ -84,13 +88,13 @@ class Cast(TwoStage):
             return round(2 * (group_size - 1) / group_size * 2 * layout.numel)
         return super().wire_nbytes(layout, group_size)
 
-    def all_reduce(self, shard: Tensor, layout: Layout, group: Group) -> Iterator[Work]:
+    def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Request]:
         """See `Compressor.all_reduce`."""
         if not self.plain or group.size == 1 or self.step < self.warmup_steps or not shard.numel():
             yield from super().all_reduce(shard, layout, group)
             return
         check_gradient(shard)
         narrow = torch.empty(shard.numel(), dtype=self.dtype, device=shard.device)
-        kernels_for(shard).cast_encode(shard, 1.0, None, None, narrow)
-        yield group.all_reduce(narrow)
-        kernels_for(shard).cast_decode_reduce(narrow.unsqueeze(0), None, shard)
+        KERNELS_ON[shard.device.type].cast_encode(shard, 1.0, None, None, narrow)
+        yield Collective(ALL_REDUCE, (narrow,))
+        KERNELS_ON[shard.device.type].cast_decode_reduce(narrow.unsqueeze(0), None, shard)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Group, Layout, Work, check_gradient, even_bounds
+from gradwire.compressors.base import ALL_REDUCE, Collective, Layout, Member, check_gradient, even_bounds
 from gradwire.compressors.stateful import Stateful
 
 CACHE_LINE_NUMEL = 16
@@ -36,13 +36,13 @@ class Dense(Stateful):
         """See `Compressor.wire_nbytes`."""
         return round(2 * (group_size - 1) / group_size * 4 * layout.numel)
 
-    def all_reduce(self, shard: Tensor, layout: Layout, group: Group) -> Iterator[Work]:
+    def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Collective]:
         """See `Compressor.all_reduce`."""
         check_gradient(shard)
         if self.momentum:
             self._fold_momentum(shard, layout)
         if group.size > 1 and shard.numel():
-            yield group.all_reduce(shard)
+            yield Collective(ALL_REDUCE, (shard,))
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
         """Nothing is ever left out: `shard` stays as it is."""

@@ -11,9 +11,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Group, Layout, Slice, Work, check_gradient, even_bounds
+from gradwire.compressors.base import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    Collective,
+    Layout,
+    Member,
+    Slice,
+    check_gradient,
+    even_bounds,
+)
 from gradwire.compressors.cast import CAST_DTYPES
-from gradwire.compressors.kernels.dispatch import kernels_for
+from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.kernels.reference.dgc import DgcRule, DgcRun, DgcState
 from gradwire.compressors.stateful import Stateful
 from gradwire.compressors.two_stage import SHARD_ALIGN
@@ -74,26 +83,26 @@ class DGC(Stateful):
         count = sum(self._count(item) for item in layout.slices)
         return (group_size - 1) * count * (INDEX_NBYTES + self.value_dtype.itemsize)
 
-    def all_reduce(self, shard: Tensor, layout: Layout, group: Group) -> Iterator[Work]:
+    def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Collective]:
         """See `Compressor.all_reduce`."""
         check_gradient(shard)
         if group.size == 1 or self.current_density == 1.0 or not shard.numel():
             self._everything(shard, layout, group.size)
             if group.size > 1 and shard.numel():
-                yield group.all_reduce(shard)
+                yield Collective(ALL_REDUCE, (shard,))
             return
         indices, values = self._select(shard, layout, group.size)
         sent = self._rounded(layout, indices, values)
-        kernels = kernels_for(shard)
+        kernels = KERNELS_ON[shard.device.type]
         if self._travels_dense(group.size):
             wide = sent.float()
             shard.zero_()
             kernels.scatter_add(indices, wide, shard)
-            yield group.all_reduce(shard)
+            yield Collective(ALL_REDUCE, (shard,))
             return
         payload = torch.cat([indices.view(torch.uint8), sent.view(torch.uint8)])
         payloads = torch.empty(group.size, payload.numel(), dtype=torch.uint8, device=shard.device)
-        yield group.all_gather(payloads, payload)
+        yield Collective(ALL_GATHER, (payloads, payload))
         shard.zero_()  # not before: out of memory leaves it intact
         split = INDEX_NBYTES * indices.numel()
         for row in payloads:
@@ -139,7 +148,7 @@ class DGC(Stateful):
         runs = [DgcRun(item.start, item.numel, self._count(item)) for item in layout.slices]
         indices = torch.empty(sum(run.count for run in runs), dtype=torch.int32, device=shard.device)
         values = torch.empty(indices.numel(), device=shard.device)
-        kernels_for(shard).dgc_step_many(
+        KERNELS_ON[shard.device.type].dgc_step_many(
             shard,
             state,
             DgcRule(self.momentum, self.nesterov),

@@ -6,7 +6,7 @@ from torch import Tensor
 from gradwire.compressors.base import Codec, Layout
 from gradwire.compressors.cast import CastCodec
 from gradwire.compressors.element_scale import ElementScale
-from gradwire.compressors.kernels.dispatch import kernels_for
+from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.kernels.reference.codecs import onebit_nbytes
 from gradwire.compressors.quantize import QuantizeCodec
 from gradwire.compressors.two_stage import TwoStage
@@ -35,27 +35,29 @@ class OneBitCodec:
     def encode_residual(self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
         """See `FusedCodec.encode_residual`."""
         if flat.numel():
-            kernels_for(flat).onebit_encode(flat, residual, left, payload)
+            KERNELS_ON[flat.device.type].onebit_encode(flat, residual, left, payload)
 
     def encode_pieces(
         self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
     ) -> None:
         """See `PieceCodec.encode_pieces`."""
-        kernels_for(flat).onebit_encode_pieces(flat, residual, left, payloads, width)
+        KERNELS_ON[flat.device.type].onebit_encode_pieces(flat, residual, left, payloads, width)
 
     def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
         """See `PieceCodec.decode_pieces`."""
-        kernels_for(flat).onebit_decode_pieces(payloads, flat, width)
+        KERNELS_ON[flat.device.type].onebit_decode_pieces(payloads, flat, width)
 
     def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
         """See `FusedCodec.decode_reduce`."""
         if flat.numel():
-            kernels_for(flat).onebit_decode_reduce(payloads, addend, flat)
+            KERNELS_ON[flat.device.type].onebit_decode_reduce(payloads, addend, flat)
 
-    def serve(self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int) -> None:
-        """See `PieceCodec.serve`."""
+    def reduce_encode(
+        self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int
+    ) -> None:
+        """See `PieceCodec.reduce_encode`."""
         if numel:
-            kernels_for(payloads).onebit_serve(payloads, residual, left, answer, numel)
+            KERNELS_ON[payloads.device.type].onebit_serve(payloads, residual, left, answer, numel)
 
 
 def _return_codec(return_bits: int) -> Codec | None:
@@ -76,13 +78,17 @@ class OneBit(TwoStage):
             applying momentum afterwards costs several points of accuracy, because what the sign leaves out is many
             gradients large and momentum amplifies it.
         warmup_steps: Steps that travel dense at the start; 0 also means that all elements of a block count as equally large.
-        return_bits: Width of the way back: 1, 8 (int8) or 16 (bfloat16). Wider costs bytes and saves the second
+        return_bits: Width of the return path: 1, 8 (int8) or 16 (bfloat16). Wider costs bytes and saves the second
             quantisation's error.
     """
 
     def __init__(self, *, momentum: float = 0.9, warmup_steps: int = 100, return_bits: int = 1) -> None:
         super().__init__(
-            "onebit", OneBitCodec(), back=_return_codec(return_bits), momentum=momentum, warmup_steps=warmup_steps
+            "onebit",
+            OneBitCodec(),
+            return_codec=_return_codec(return_bits),
+            momentum=momentum,
+            warmup_steps=warmup_steps,
         )
         self.scale = ElementScale() if warmup_steps else None
         if self.scale is not None:

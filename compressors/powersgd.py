@@ -13,13 +13,22 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Group, Layout, Slice, StateDict, StateValue, Work, check_gradient
+from gradwire.compressors.base import (
+    ALL_REDUCE,
+    Collective,
+    Layout,
+    Member,
+    Slice,
+    StateDict,
+    StateValue,
+    check_gradient,
+)
 from gradwire.compressors.cast import CAST_DTYPES, CastCodec
-from gradwire.compressors.exchange import Parts, Residuals, two_stage, two_stage_nbytes
-from gradwire.compressors.kernels.dispatch import kernels_for
+from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.kernels.hashing import hash_uniforms, mix_key, name_key
 from gradwire.compressors.matrices import MatrixSlice, as_matrix, cut_between
 from gradwire.compressors.stateful import Stateful
+from gradwire.compressors.two_stage import Parts, Residuals, two_stage, two_stage_nbytes
 
 
 class PowerSGD(Stateful):
@@ -77,14 +86,14 @@ class PowerSGD(Stateful):
         factors = sum(two_stage_nbytes(numel, group_size, self.codec, self.codec) for numel in (p, q) if matrices)
         return factors + round(ring * dense)
 
-    def all_reduce(self, shard: Tensor, layout: Layout, group: Group) -> Iterator[Work]:
+    def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Collective]:
         """See `Compressor.all_reduce`."""
         check_gradient(shard)
         matrices = [found for item in layout.slices if (found := self.matrix(item))]
         if group.size == 1 or self.step < self.warmup_steps or not matrices:
             self.flush(shard, layout)
             if group.size > 1 and shard.numel():
-                yield group.all_reduce(shard)
+                yield Collective(ALL_REDUCE, (shard,))
             return
         dense = [item for item in layout.slices if self.matrix(item) is None]
         q = [self._factor(found, shard.device) for found in matrices]
@@ -92,7 +101,7 @@ class PowerSGD(Stateful):
         q_flat, q_own = _stack(matrices, [found.columns for found in matrices], 0, shard)
         q_total = torch.empty_like(q_flat)  # before the first write to `shard`: out of memory leaves it intact
         residual, left = self._residual(shard, layout, matrices)
-        kernels = kernels_for(shard)
+        kernels = KERNELS_ON[shard.device.type]
         for found, p_part, q_part in zip(matrices, p, q, strict=True):
             kernels.powersgd_project(_view(shard, found), _maybe_view(residual, found), q_part, p_part)
         yield from self._reduce_p(p_flat, sum(part.numel() for part in p), shard, dense, group)
@@ -194,28 +203,28 @@ class PowerSGD(Stateful):
         return factor.to(device)
 
     def _reduce_p(
-        self, p_flat: Tensor, p_numel: int, shard: Tensor, dense: list[Slice], group: Group
-    ) -> Iterator[Work]:
+        self, p_flat: Tensor, p_numel: int, shard: Tensor, dense: list[Slice], group: Member
+    ) -> Iterator[Collective]:
         """Sums the factors P and the dense slices: in one collective, or the factors through the cast."""
         at = p_numel
         for item in dense:
             p_flat[at : at + item.numel] = shard[item.start : item.stop]
             at += item.numel
         if self.codec is None:
-            yield group.all_reduce(p_flat)
+            yield Collective(ALL_REDUCE, (p_flat,))
         else:
             yield from two_stage(p_flat[:p_numel], p_flat[:p_numel], group, self.codec, self.codec, Residuals())
             if dense:
-                yield group.all_reduce(p_flat[p_numel:])
+                yield Collective(ALL_REDUCE, (p_flat[p_numel:],))
         at = p_numel
         for item in dense:
             shard[item.start : item.stop] = p_flat[at : at + item.numel]
             at += item.numel
 
-    def _reduce_q(self, own: Tensor, total: Tensor, group: Group) -> Iterator[Work]:
+    def _reduce_q(self, own: Tensor, total: Tensor, group: Member) -> Iterator[Collective]:
         """Sums the factors Q into `total`; with a cast, `own` becomes this rank's share of the sum as it arrived."""
         if self.codec is None:
-            yield group.all_reduce(total)
+            yield Collective(ALL_REDUCE, (total,))
             return
         parts = Parts(own.numel(), group.size).bounds(group.rank)
         worker_left = torch.zeros_like(own)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradwire.compressors.base import Codec, Layout
-from gradwire.compressors.kernels.dispatch import kernels_for
+from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.kernels.hashing import mix_key, name_key
 from gradwire.compressors.kernels.reference.codecs import quantize_nbytes
 from gradwire.compressors.two_stage import TwoStage
@@ -38,27 +38,31 @@ class QuantizeCodec:
     def encode_residual(self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
         """See `FusedCodec.encode_residual`."""
         if flat.numel():
-            kernels_for(flat).quantize_encode(self.bits, flat, residual, left, payload, self.key)
+            KERNELS_ON[flat.device.type].quantize_encode(self.bits, flat, residual, left, payload, self.key)
 
     def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
         """See `FusedCodec.decode_reduce`."""
         if flat.numel():
-            kernels_for(flat).quantize_decode_reduce(self.bits, payloads, addend, flat)
+            KERNELS_ON[flat.device.type].quantize_decode_reduce(self.bits, payloads, addend, flat)
 
     def encode_pieces(
         self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
     ) -> None:
         """See `PieceCodec.encode_pieces`."""
-        kernels_for(flat).quantize_encode_pieces(self.bits, flat, residual, left, payloads, width, self.key)
+        KERNELS_ON[flat.device.type].quantize_encode_pieces(self.bits, flat, residual, left, payloads, width, self.key)
 
     def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
         """See `PieceCodec.decode_pieces`."""
-        kernels_for(flat).quantize_decode_pieces(self.bits, payloads, flat, width)
+        KERNELS_ON[flat.device.type].quantize_decode_pieces(self.bits, payloads, flat, width)
 
-    def serve(self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int) -> None:
-        """See `PieceCodec.serve`."""
+    def reduce_encode(
+        self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int
+    ) -> None:
+        """See `PieceCodec.reduce_encode`."""
         if numel:
-            kernels_for(payloads).quantize_serve(self.bits, payloads, residual, left, answer, numel, self.key)
+            KERNELS_ON[payloads.device.type].quantize_serve(
+                self.bits, payloads, residual, left, answer, numel, self.key
+            )
 
 
 class Quantize(TwoStage):

@@ -6,7 +6,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Compressor, Group, Layout, Slice, StateDict, StateValue, Work, check_gradient
+from gradwire.compressors.base import (
+    Collective,
+    Compressor,
+    Layout,
+    Member,
+    Request,
+    Slice,
+    StateDict,
+    StateValue,
+    check_gradient,
+)
 from gradwire.compressors.dense import Dense
 from gradwire.compressors.registry import Option, make
 from gradwire.compressors.rules import DEFAULT_RULES, Rule, rules_from
@@ -16,7 +26,7 @@ SEPARATOR = "|"
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class Selection:
     """The part of a shard that one compressor takes."""
 
     layout: Layout
@@ -25,7 +35,7 @@ class Route:
     """Where they lie in the shard; neighbours are one run."""
 
     def gather(self, shard: Tensor) -> Tensor:
-        """Returns the route's elements: a view where they are one run, else a copy."""
+        """Returns the selected elements: a view where they are one run, else a copy."""
         if len(self.runs) == 1:
             return shard[self.runs[0][0] : self.runs[0][1]]
         return torch.cat([shard[start:stop] for start, stop in self.runs])
@@ -38,8 +48,8 @@ class Route:
             at += stop - start
 
 
-def _route(slices: Sequence[tuple[int, int, int]], layout: Layout) -> Route:
-    """Makes a route of (index in the layout, start, stop) triples."""
+def _selection(slices: Sequence[tuple[int, int, int]], layout: Layout) -> Selection:
+    """Makes a selection of (index in the layout, start, stop) triples."""
     moved: list[Slice] = []
     runs: list[tuple[int, int]] = []
     at = 0
@@ -50,7 +60,7 @@ def _route(slices: Sequence[tuple[int, int, int]], layout: Layout) -> Route:
             runs[-1] = (runs[-1][0], stop)
         else:
             runs.append((start, stop))
-    return Route(Layout(tuple(moved)), tuple(runs))
+    return Selection(Layout(tuple(moved)), tuple(runs))
 
 
 class Routed:
@@ -71,7 +81,7 @@ class Routed:
         exact = Dense(momentum=getattr(self.main, "momentum", 0.0), nesterov=getattr(self.main, "nesterov", False))
         others = [exact if rule.compressor == "none" else make(rule.compressor, rule.options) for rule in self.rules]
         self.routes: tuple[Compressor, ...] = (self.main, *others)
-        self._known: dict[Layout, list[tuple[Compressor, Route]]] = {}
+        self._known: dict[Layout, list[tuple[Compressor, Selection]]] = {}
 
     def route_of(self, layout: Layout, index: int) -> int:
         """Returns the number of the route that the slice takes: 0 for the main one, else 1 + the rule's number.
@@ -88,72 +98,82 @@ class Routed:
 
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:
         """See `Compressor.wire_nbytes`."""
-        return sum(taker.wire_nbytes(route.layout, group_size) for taker, route in self._split(layout))
+        return sum(
+            compressor.wire_nbytes(selection.layout, group_size) for compressor, selection in self._split(layout)
+        )
 
-    def all_reduce(self, shard: Tensor, layout: Layout, group: Group) -> Iterator[Work]:
-        """See `Compressor.all_reduce`: the routes take turns, so that each waits while another is on the wire."""
-        check_gradient(shard)
+    def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Request]:
+        """See `Compressor.all_reduce`: the collectives of all compressors are under way together."""
+        if layout not in self._known:
+            check_gradient(shard)
         split = self._split(layout)
-        parts = [route.gather(shard) for _, route in split]
+        parts = [selection.gather(shard) for _, selection in split]
         running = [
-            taker.all_reduce(part, route.layout, group) for (taker, route), part in zip(split, parts, strict=True)
+            compressor.all_reduce(part, selection.layout, group)
+            for (compressor, selection), part in zip(split, parts, strict=True)
         ]
         while running:
-            issued = [(work, steps) for steps in running if (work := next(steps, None)) is not None]
-            for work, _ in issued:
-                yield work
-            running = [steps for _, steps in issued]
-        for (_, route), part in zip(split, parts, strict=True):
-            route.scatter(part, shard)
+            requests: list[Collective] = []
+            still = []
+            for steps in running:
+                request = next(steps, None)
+                if request is not None:
+                    requests += (request,) if isinstance(request, Collective) else request
+                    still.append(steps)
+            if requests:
+                yield tuple(requests)
+            running = still
+        for (_, selection), part in zip(split, parts, strict=True):
+            selection.scatter(part, shard)
 
     def end_step(self, finite: bool) -> None:
         """See `Compressor.end_step`."""
-        for taker in self._takers():
-            taker.end_step(finite)
+        for compressor in self._compressors():
+            compressor.end_step(finite)
 
     def rescale(self, factor: float) -> None:
         """See `Compressor.rescale`."""
-        for taker in self._takers():
-            taker.rescale(factor)
+        for compressor in self._compressors():
+            compressor.rescale(factor)
 
     def bind_model(self, numels: Mapping[str, int]) -> None:
         """See `Compressor.bind_model`."""
-        for taker in self._takers():
-            taker.bind_model(numels)
+        for compressor in self._compressors():
+            compressor.bind_model(numels)
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
         """See `Compressor.flush`."""
-        for taker, route in self._split(layout):
-            part = route.gather(shard)
-            taker.flush(part, route.layout)
-            route.scatter(part, shard)
+        for compressor, selection in self._split(layout):
+            part = selection.gather(shard)
+            compressor.flush(part, selection.layout)
+            selection.scatter(part, shard)
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
         """See `Compressor.export`: the rows of the routes, one below the other."""
-        split = {id(taker): route for taker, route in self._split(layout)}
+        split = {id(compressor): selection for compressor, selection in self._split(layout)}
         blocks = []
-        for taker in self._takers():
-            route = split.get(id(taker), Route(Layout(()), ()))
-            rows = taker.export(route.layout, device)
+        for compressor in self._compressors():
+            selection = split.get(id(compressor), Selection(Layout(()), ()))
+            rows = compressor.export(selection.layout, device)
             block = torch.zeros(len(rows), layout.numel, device=device)
             for row, target in zip(rows, block, strict=True):
-                _spread(row, route, target)
+                _spread(row, selection, target)
             blocks.append(block)
         return torch.cat(blocks)
 
     def adopt(self, layout: Layout, rows: Tensor) -> None:
         """See `Compressor.adopt`."""
-        split = {id(taker): route for taker, route in self._split(layout)}
+        split = {id(compressor): selection for compressor, selection in self._split(layout)}
         at = 0
-        for taker in self._takers():
-            count = len(taker.export(Layout(()), rows.device))
-            route = split.get(id(taker))
-            if route is not None:
-                taker.adopt(
-                    route.layout,
-                    torch.stack([route.gather(row) for row in rows[at : at + count]])
+        for compressor in self._compressors():
+            count = len(compressor.export(Layout(()), rows.device))
+            selection = split.get(id(compressor))
+            if selection is not None:
+                compressor.adopt(
+                    selection.layout,
+                    torch.stack([selection.gather(row) for row in rows[at : at + count]])
                     if count
-                    else rows[:0, : route.layout.numel],
+                    else rows[:0, : selection.layout.numel],
                 )
             at += count
 
@@ -161,8 +181,8 @@ class Routed:
         """See `Compressor.state_dict`; keys begin with the number of the route."""
         return {
             f"{number}{SEPARATOR}{key}": value
-            for number, taker in enumerate(self._takers())
-            for key, value in taker.state_dict().items()
+            for number, compressor in enumerate(self._compressors())
+            for key, value in compressor.state_dict().items()
         }
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
@@ -171,49 +191,49 @@ class Routed:
         Raises:
             ValueError: The state is of other compressors, other rules or another model; nothing was changed.
         """
-        takers = self._takers()
-        parts: list[dict[str, StateValue]] = [{} for _ in takers]
+        compressors = self._compressors()
+        parts: list[dict[str, StateValue]] = [{} for _ in compressors]
         for key, value in state.items():
             number, separator, rest = key.partition(SEPARATOR)
             if not separator or not number.isdigit() or int(number) >= len(parts):
                 raise ValueError(
-                    f"`state[{key!r}]` is no entry of compressor {self.name!r} with {len(takers)} routes: "
+                    f"`state[{key!r}]` is no entry of compressor {self.name!r} with {len(compressors)} routes: "
                     "use the compressor and the rules that saved it"
                 )
             parts[int(number)][rest] = value
-        before = [taker.state_dict() for taker in takers]
+        before = [compressor.state_dict() for compressor in compressors]
         try:
-            for taker, part in zip(takers, parts, strict=True):
-                taker.load_state_dict(part)
+            for compressor, part in zip(compressors, parts, strict=True):
+                compressor.load_state_dict(part)
         except ValueError:
-            for taker, old in zip(takers, before, strict=True):
-                taker.load_state_dict(old)
+            for compressor, old in zip(compressors, before, strict=True):
+                compressor.load_state_dict(old)
             raise
 
-    def _takers(self) -> list[Compressor]:
+    def _compressors(self) -> list[Compressor]:
         """Returns every compressor once, in the order of the routes."""
         return [
-            taker
-            for number, taker in enumerate(self.routes)
-            if all(taker is not other for other in self.routes[:number])
+            compressor
+            for number, compressor in enumerate(self.routes)
+            if all(compressor is not other for other in self.routes[:number])
         ]
 
-    def _split(self, layout: Layout) -> list[tuple[Compressor, Route]]:
+    def _split(self, layout: Layout) -> list[tuple[Compressor, Selection]]:
         """Returns the routes that have elements in `layout`, in the order of the compressors."""
         if layout not in self._known:
             places: dict[int, list[tuple[int, int, int]]] = {}
             for index, item in enumerate(layout.slices):
                 places.setdefault(self.route_of(layout, index), []).append((index, item.start, item.stop))
             self._known[layout] = [
-                (self.routes[number], _route(triples, layout)) for number, triples in sorted(places.items())
+                (self.routes[number], _selection(triples, layout)) for number, triples in sorted(places.items())
             ]
         return self._known[layout]
 
 
-def _spread(part: Tensor, route: Route, target: Tensor) -> None:
-    """Writes `part` to where the route lies in `target`."""
+def _spread(part: Tensor, selection: Selection, target: Tensor) -> None:
+    """Writes `part` to where the selection lies in `target`."""
     at = 0
-    for start, stop in route.runs:
+    for start, stop in selection.runs:
         target[start:stop] = part[at : at + stop - start]
         at += stop - start
 

@@ -1,16 +1,231 @@
-"""A compressor from any codec: two-stage exchange, worker and server residual, momentum, dense warm-up."""
+"""The two-stage all-reduce of payloads that cannot be summed, and the compressor that any codec becomes with it.
+
+All-to-all, decode and sum, all-gather: each rank owns one part of the shard. It receives everybody's payload of that
+part, sums the decoded payloads in float32, encodes the sum once more and sends it to all. With W ranks a rank sends
+2 (W - 1) / W of one payload, as the ring does, where gathering everybody's payload everywhere would send W - 1 of them.
+Owners decode their own reduced payload like everybody else, so that all ranks end with the same bits.
+Source: Tang et al., 1-bit Adam, ICML 2021, section 4.
+"""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Codec, Group, Layout, Work, check_gradient, even_bounds
-from gradwire.compressors.exchange import Parts, Residuals, two_stage, two_stage_nbytes
+from gradwire.compressors.base import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    Codec,
+    Collective,
+    Layout,
+    Member,
+    Request,
+    check_gradient,
+    even_bounds,
+)
+from gradwire.compressors.kernels.pieces import decode_each, encode_each
 from gradwire.compressors.stateful import Stateful
+
+PART_ALIGN = 64
+"""Parts start at multiples of this many elements, so that every payload is a whole number of 8-byte words."""
 
 SHARD_ALIGN = 1024
 """Shards are cut at multiples of the largest block of any codec here, so that few blocks are cut short."""
+
+
+@runtime_checkable
+class FusedCodec(Codec, Protocol):
+    """A codec that also handles the residual, and the sum of several payloads, without a pass of its own."""
+
+    def encode_residual(
+        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
+    ) -> None:
+        """Encodes p = flat + residual; writes p - decode(payload) to `new_residual`, which may be `residual`."""
+
+    def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
+        """Writes addend + decode(payloads[0]) + decode(payloads[1]) + ... into `flat`."""
+
+
+@runtime_checkable
+class PieceCodec(FusedCodec, Protocol):
+    """A codec that does each stage of the exchange at once: one launch on CUDA, however many owners there are."""
+
+    def encode_pieces(
+        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
+    ) -> None:
+        """Encodes each run of `width` elements of flat + residual into its row of `payloads`; as encode_residual."""
+
+    def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
+        """Decodes each row of `payloads` into its run of `width` elements of `flat`."""
+
+    def reduce_encode(
+        self, payloads: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor, numel: int
+    ) -> None:
+        """Encodes the sum of all payloads plus `residual` into `reduced`, and what is left out into `new_residual`."""
+
+
+def encode(codec: Codec, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor) -> None:
+    """Encodes flat + residual into `payload` and writes what the payload leaves out into `new_residual`."""
+    if isinstance(codec, FusedCodec):
+        codec.encode_residual(flat, residual, new_residual, payload)
+        return
+    p = flat if residual is None else flat + residual
+    codec.encode(p, payload)
+    if new_residual is not None:
+        decoded = torch.empty_like(p)
+        codec.decode(payload, decoded)
+        torch.sub(p, decoded, out=new_residual)
+
+
+def encode_pieces(
+    codec: Codec, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
+) -> None:
+    """Encodes each run of `width` elements of flat + residual into its row of `payloads`."""
+    if not flat.numel():
+        return
+    if isinstance(codec, PieceCodec):
+        codec.encode_pieces(flat, residual, new_residual, payloads, width)
+    else:
+        encode_each(partial(encode, codec), codec.wire_nbytes, flat, residual, new_residual, payloads, width)
+
+
+def decode_pieces(codec: Codec, payloads: Tensor, flat: Tensor, width: int) -> None:
+    """Decodes each row of `payloads` into its run of `width` elements of `flat`."""
+    if not flat.numel():
+        return
+    if isinstance(codec, PieceCodec):
+        codec.decode_pieces(payloads, flat, width)
+    else:
+        decode_each(codec.decode, codec.wire_nbytes, payloads, flat, width)
+
+
+def decode_sum(codec: Codec, payloads: Tensor, flat: Tensor) -> None:
+    """Writes the sum of the decoded rows of `payloads` into `flat`, added in row order."""
+    if isinstance(codec, FusedCodec):
+        codec.decode_reduce(payloads, None, flat)
+        return
+    decoded = torch.empty_like(flat)
+    flat.zero_()
+    for payload in payloads:
+        codec.decode(payload, decoded)
+        flat.add_(decoded)
+
+
+def reduce_encode(
+    codec: Codec,
+    return_codec: Codec,
+    payloads: Tensor,
+    residual: Tensor | None,
+    new_residual: Tensor | None,
+    reduced: Tensor,
+    numel: int,
+) -> None:
+    """The owner's stage: sums the decoded payloads, and encodes the sum plus its residual with `return_codec`."""
+    if return_codec is codec and isinstance(codec, PieceCodec):
+        codec.reduce_encode(payloads, residual, new_residual, reduced, numel)
+        return
+    total = torch.empty(numel, device=payloads.device)
+    decode_sum(codec, payloads, total)
+    encode(return_codec, total, residual, new_residual, reduced)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How a shard of `numel` elements is shared out between `size` owners."""
+
+    numel: int
+    size: int
+
+    @property
+    def width(self) -> int:
+        """Elements of a full part; the last ones may be shorter or empty."""
+        return -(-self.numel // (self.size * PART_ALIGN)) * PART_ALIGN
+
+    @property
+    def full(self) -> int:
+        """Parts of the full width."""
+        return self.numel // self.width if self.numel else 0
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """First element of the rank's part, and one past its last."""
+        return min(self.numel, rank * self.width), min(self.numel, (rank + 1) * self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class Residuals:
+    """Where two_stage finds and leaves what was left out; every tensor is 1-D float32, or None without residuals."""
+
+    worker: Tensor | None = None
+    """(numel) What this rank's payloads have left out so far."""
+    new_worker: Tensor | None = None
+    """(numel) Receives the new value."""
+    server: Tensor | None = None
+    """(own part) What this rank's reduced payloads have left out so far."""
+    new_server: Tensor | None = None
+    """(own part) Receives the new value."""
+
+
+def _blank(codec: Codec, rows: int, nbytes: int, full: int, device: torch.device) -> Tensor:
+    """Returns (rows, nbytes) uint8 for payloads, the first `full` of which fill their rows.
+
+    What nobody may write is zero, so that no old memory travels: behind a shorter payload, and all over with a user's
+    codec, which may leave bytes as they are.
+    """
+    payloads = torch.empty(rows, nbytes, dtype=torch.uint8, device=device)
+    payloads[full if isinstance(codec, PieceCodec) else 0 :].zero_()
+    return payloads
+
+
+def two_stage(
+    source: Tensor, target: Tensor, group: Member, codec: Codec, return_codec: Codec, residuals: Residuals
+) -> Iterator[Collective]:
+    """Writes an approximation of the sum over the group of source + worker residual (+ server residual) to `target`.
+
+    Args:
+        source: 1-D float32, this rank's contribution.
+        target: 1-D float32, the same bits on all ranks afterwards; may be `source`.
+        group: The ranks to sum over.
+        codec: Encodes what goes to the owners.
+        return_codec: Encodes the owners' sums.
+        residuals: Read, and its `new_*` tensors written.
+
+    Yields:
+        Two collectives: all-to-all, all-gather.
+    """
+    parts = Parts(source.numel(), group.size)
+    payloads = _blank(codec, group.size, codec.wire_nbytes(parts.width), parts.full, source.device)
+    encode_pieces(codec, source, residuals.worker, residuals.new_worker, payloads, parts.width)
+    received = torch.empty_like(payloads)
+    yield Collective(ALL_TO_ALL, (received, payloads))
+
+    start, stop = parts.bounds(group.rank)
+    reduced = _blank(
+        return_codec, 1, return_codec.wire_nbytes(parts.width), int(stop - start == parts.width), source.device
+    )[0]
+    received = received[:, : codec.wire_nbytes(stop - start)]
+    reduce_encode(
+        codec,
+        return_codec,
+        received,
+        residuals.server,
+        residuals.new_server,
+        reduced[: return_codec.wire_nbytes(stop - start)],
+        stop - start,
+    )
+    all_reduced = torch.empty(group.size, reduced.numel(), dtype=torch.uint8, device=source.device)
+    yield Collective(ALL_GATHER, (all_reduced, reduced))
+
+    decode_pieces(return_codec, all_reduced, target, parts.width)
+
+
+def two_stage_nbytes(numel: int, group_size: int, codec: Codec, return_codec: Codec) -> int:
+    """Bytes that one rank sends in `two_stage`: everybody else's parts, then its own reduced part to everybody."""
+    width = Parts(numel, group_size).width
+    return (group_size - 1) * (codec.wire_nbytes(width) + return_codec.wire_nbytes(width))
 
 
 class TwoStage(Stateful):
@@ -19,7 +234,7 @@ class TwoStage(Stateful):
     Args:
         name: What the user writes as `compressor=`.
         codec: Encodes what goes to the owners of the parts.
-        back: Encodes the owners' sums; `codec` by default.
+        return_codec: Encodes the owners' sums; `codec` by default.
         residual: Keep what a payload leaves out and add it to the next step's gradient (error feedback).
         momentum: Factor of a momentum that is folded in before the compression: u = momentum * u + gradient is
             what travels. The optimizer then runs without momentum. 0 folds in none.
@@ -33,7 +248,7 @@ class TwoStage(Stateful):
         name: str,
         codec: Codec,
         *,
-        back: Codec | None = None,
+        return_codec: Codec | None = None,
         residual: bool = True,
         momentum: float = 0.0,
         warmup_steps: int = 0,
@@ -44,10 +259,11 @@ class TwoStage(Stateful):
             raise ValueError(f"`warmup_steps` is {warmup_steps}; wanted 0 or more")
         super().__init__(name, [*(["residual", "server"] if residual else []), *(["momentum"] if momentum else [])])
         self.codec = codec
-        self.back = codec if back is None else back
+        self.return_codec = codec if return_codec is None else return_codec
         self.residual = residual
         self.momentum = momentum
         self.warmup_steps = warmup_steps
+        self._own_parts: dict[tuple[Layout, Member], Layout] = {}
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
         """See `Compressor.partition`."""
@@ -55,21 +271,23 @@ class TwoStage(Stateful):
 
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:
         """See `Compressor.wire_nbytes`."""
-        return two_stage_nbytes(layout.numel, group_size, self.codec, self.back)
+        return two_stage_nbytes(layout.numel, group_size, self.codec, self.return_codec)
 
-    def all_reduce(self, shard: Tensor, layout: Layout, group: Group) -> Iterator[Work]:
+    def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Request]:
         """See `Compressor.all_reduce`."""
-        check_gradient(shard)
+        if (layout, group) not in self._own_parts:
+            check_gradient(shard)
+            self._own_parts[layout, group] = layout.cut(*Parts(layout.numel, group.size).bounds(group.rank))
         source = self._with_momentum(shard, layout)
         if group.size == 1 or self.step < self.warmup_steps or not shard.numel():
             yield from self._dense(source, shard, layout, group)
             return
         codec = self.codec_for(layout, group.rank)
-        back = codec if self.back is self.codec else self.back
+        return_codec = codec if self.return_codec is self.codec else self.return_codec
         units = self.units_of(layout, shard.device)
         if units is not None:
             source = torch.div(source, units, out=shard)
-        yield from two_stage(source, shard, group, codec, back, self._residuals(layout, group, shard.device))
+        yield from two_stage(source, shard, group, codec, return_codec, self._residuals(layout, group, shard.device))
         if units is not None:
             shard.mul_(units)
 
@@ -111,20 +329,19 @@ class TwoStage(Stateful):
         old, new = store.read(layout, shard.device), store.stage(layout, shard.device)
         return torch.add(shard, old, alpha=self.momentum, out=new)
 
-    def _dense(self, source: Tensor, shard: Tensor, layout: Layout, group: Group) -> Iterator[Work]:
+    def _dense(self, source: Tensor, shard: Tensor, layout: Layout, group: Member) -> Iterator[Request]:
         if source is not shard:
             shard.copy_(source)
         self.flush(shard, layout)
         if group.size > 1:
-            yield group.all_reduce(shard)
+            yield Collective(ALL_REDUCE, (shard,))
             if self.step < self.warmup_steps:
                 self.observe(shard, layout)
 
-    def _residuals(self, layout: Layout, group: Group, device: torch.device) -> Residuals:
+    def _residuals(self, layout: Layout, group: Member, device: torch.device) -> Residuals:
         if not self.residual:
             return Residuals()
-        start, stop = Parts(layout.numel, group.size).bounds(group.rank)
-        part = layout.cut(start, stop)
+        part = self._own_parts[layout, group]
         worker, server = self.fields["residual"], self.fields["server"]
         if not server.has(part) and not server.covers(layout, part):
             self._fold_server(layout, device)
@@ -136,6 +353,6 @@ class TwoStage(Stateful):
         )
 
     def _fold_server(self, layout: Layout, device: torch.device) -> None:
-        """Moves what this rank's answers left out into its worker residual: the sum of both is what counts."""
+        """Moves what this rank's reduced payloads left out into its worker residual: the sum of both is what counts."""
         if self.fields["server"].holds(layout):
             self.fields["residual"].adopt(layout, self.fields["server"].export(layout, device))

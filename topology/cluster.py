@@ -155,6 +155,10 @@ class Cluster:
         """Index into `nodes` of the node that `rank` is in."""
         return next(index for index, ranks in enumerate(self.nodes) if rank in ranks)
 
+    def share_a_node(self, members: Iterable[int]) -> bool:
+        """Whether some ranks are all on one node."""
+        return len({self.unit(rank, 0) for rank in members}) == 1
+
     def crossing_level(self, source: int, target: int) -> int:
         """The highest level whose link a message between two ranks takes; 0 inside a node."""
         ours, theirs = self.locations[source], self.locations[target]

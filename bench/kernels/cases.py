@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradwire.compressors.kernels import native
 from gradwire.compressors.kernels.cuda.pack import PackTable
-from gradwire.compressors.kernels.dispatch import kernels_for
+from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.kernels.reference.dgc import DgcRule, DgcState
 from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.quantize import QuantizeCodec
@@ -56,7 +56,7 @@ def cast_case(numel: int, device: torch.device) -> Case:
         torch.empty(numel, dtype=torch.float16, device=device),
         _randn(numel, device),
     )
-    kernels = kernels_for(x[0])
+    kernels = KERNELS_ON[x[0].device.type]
 
     def composed(i: int) -> None:
         torch.mul(x[i], 0.125, out=scaled[i])
@@ -71,7 +71,7 @@ def onebit_encode_case(numel: int, device: torch.device) -> Case:
     """Signs and block scales of gradient + residual, and the new residual in place of the old."""
     g, e, p, signs = (_randn(numel, device) for _ in range(4))
     payload = torch.empty(OneBitCodec().wire_nbytes(numel), dtype=torch.uint8, device=device)
-    kernels = kernels_for(payload)
+    kernels = KERNELS_ON[payload.device.type]
 
     def composed(i: int) -> object:
         torch.add(g[i], e[i], out=p[i])
@@ -109,7 +109,7 @@ def onebit_decode_case(numel: int, device: torch.device) -> Case:
         codec.encode(x, payload)
     split = codec.wire_nbytes(numel) - numel // 8
     scales = payloads[:, :split].contiguous().view(torch.float32)
-    kernels = kernels_for(payloads)
+    kernels = KERNELS_ON[payloads.device.type]
 
     def composed(i: int) -> None:
         total = target[i].view(-1, 1024)
@@ -131,7 +131,7 @@ def quantize_case(bits: int, numel: int, device: torch.device) -> Case:
     """Block-wise min-max codes of a gradient."""
     x, codec = _randn(numel, device), QuantizeCodec(bits)
     payloads = [torch.empty(codec.wire_nbytes(numel), dtype=torch.uint8, device=device) for _ in range(2)]
-    kernels, levels, split = kernels_for(x[0]), 2**bits - 1, numel // 512 * 8
+    kernels, levels, split = KERNELS_ON[x[0].device.type], 2**bits - 1, numel // 512 * 8
     meta, codes_out = payloads[1][:split].view(torch.float32).view(-1, 2), payloads[1][split:]
     scaled = torch.empty(numel // 512, 512, device=device)
     codes = codes_out if bits == 8 else torch.empty(numel, dtype=torch.uint8, device=device)
@@ -164,7 +164,7 @@ def quantize_decode_case(bits: int, numel: int, device: torch.device) -> Case:
     payloads = torch.empty(WORKERS, codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
     for payload in payloads:
         codec.encode(x, payload)
-    kernels, split = kernels_for(payloads), numel // 512 * 8
+    kernels, split = KERNELS_ON[payloads.device.type], numel // 512 * 8
     meta, codes = payloads[:, :split].contiguous().view(torch.float32).view(WORKERS, -1, 2), payloads[:, split:]
     pairs, high = (torch.empty(numel // 2, dtype=torch.int16, device=device) for _ in range(2))
 
@@ -197,7 +197,7 @@ def dgc_case(numel: int, device: torch.device) -> Case:
     k = int(DENSITY * numel)
     indices = torch.empty(k, dtype=torch.int32, device=device)
     values = torch.empty(k, device=device)
-    kernels, rule = kernels_for(indices), DgcRule(0.9)
+    kernels, rule = KERNELS_ON[indices.device.type], DgcRule(0.9)
 
     def ours(i: int) -> None:
         kernels.dgc_step(g[i], DgcState(u[i], v[i], u[i], v[i]), rule, indices, values)
@@ -225,7 +225,7 @@ def powersgd_case(numel: int, device: torch.device) -> Case:
     g, e, copy = (_randn(side * side, device) for _ in range(3))
     q_rows, p_rows, q_sum = (torch.randn(RANK, side, device=device) for _ in range(3))
     q, p = torch.randn(side, RANK, device=device), torch.randn(side, RANK, device=device)
-    kernels = kernels_for(q)
+    kernels = KERNELS_ON[q.device.type]
 
     def ours(i: int) -> None:
         matrix, residual = g[i].view(side, side), e[i].view(side, side)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradwire.bench.kernels.cases import RANK, SETS, WORKERS, Case, all_cases
 from gradwire.compressors.kernels.cuda.pack import PackTable
-from gradwire.compressors.kernels.dispatch import kernels_for
+from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.quantize import QuantizeCodec
 
 TENSORS = 64
@@ -57,7 +57,7 @@ def fp16_decode_case(numel: int, device: torch.device) -> Case:
     """The sum of four workers' float16 payloads."""
     rows = torch.randn(WORKERS, numel, device=device).half()
     targets = [torch.empty(numel, device=device) for _ in range(SETS)]
-    kernels = kernels_for(rows)
+    kernels = KERNELS_ON[rows.device.type]
 
     def composed(i: int) -> None:
         torch.sum(rows, 0, dtype=torch.float32, out=targets[i])
@@ -79,7 +79,7 @@ def int4_decode_case(numel: int, device: torch.device) -> Case:
         codec.encode(torch.randn(numel, device=device), payload)
     head = codec.wire_nbytes(numel) - numel // 2
     ranges = payloads[:, :head].contiguous().view(torch.float32).view(WORKERS, -1, 2)
-    kernels = kernels_for(payloads)
+    kernels = KERNELS_ON[payloads.device.type]
 
     def composed(i: int) -> None:
         targets[i].zero_()
@@ -103,7 +103,7 @@ def orthogonalize_case(numel: int, device: torch.device) -> Case:
     sides = [LARGEST_SIDE * (index + 1) // MATRICES for index in range(MATRICES)]
     factors = [[torch.randn(RANK, side, device=device) for side in sides] for _ in range(SETS)]
     columns = [[factor.t().contiguous() for factor in each] for each in factors]
-    kernels, keys = kernels_for(factors[0][0]), list(range(MATRICES))
+    kernels, keys = KERNELS_ON[factors[0][0].device.type], list(range(MATRICES))
 
     def composed(i: int) -> None:
         for matrix in columns[i]:

@@ -26,7 +26,7 @@ from gradwire.bench.machine import machine_line
 from gradwire.comms.bootstrap.compat import PrefixStore, Store, store_of
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
-from gradwire.comms.transport import gloo
+from gradwire.comms.transport import torch_group
 
 LAZY = ()
 """See compare_fork: nothing is trained."""
@@ -45,14 +45,14 @@ NEVER = 1 << 40
 def exchange(place: Place, store: Store, name: str, large_nbytes: int) -> Contender:
     """An all-to-all with the ranks of the same place on the other nodes; messages from `large_nbytes` on go both ways."""
     count, seat = len(place.nodes), place.rank % place.nodes[0]
-    transport = gloo.connect(
+    transport = torch_group.connect_gloo(
         PrefixStore(f"{name}/{seat}", store), place.node, count, TIMEOUT, interface=place.interface
     )
     piece = PAYLOAD_NBYTES // (count - 1)
     source, output = torch.zeros(2, count * piece, dtype=torch.uint8)
 
     def step(_: int) -> None:
-        gloo.LARGE_NBYTES = large_nbytes
+        torch_group.LARGE_NBYTES = large_nbytes
         transport.all_to_all(output, source).wait()
 
     return Contender(name, step)
@@ -74,7 +74,7 @@ def summed(place: Place, store: Store, plan: str, chunks: int, order: str, large
     flat = torch.zeros(SUM_NUMEL)
 
     def step(_: int) -> None:
-        gloo.LARGE_NBYTES = large_nbytes
+        torch_group.LARGE_NBYTES = large_nbytes
         communicator.all_reduce(flat).wait()
 
     return Contender(name, step)
@@ -91,7 +91,7 @@ def rank_main(place: Place, arguments: list[str]) -> int:
     place.connect(TIMEOUT)
     group = dist.group.WORLD
     assert group is not None
-    store, usual = store_of(group), gloo.LARGE_NBYTES
+    store, usual = store_of(group), torch_group.LARGE_NBYTES
     if arguments == ["exchange"]:
         entrants = [exchange(place, store, "one group", NEVER), exchange(place, store, "two groups", 0)]
     else:

@@ -3,10 +3,10 @@
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradwire.comms.futures import FutureTensor
+from gradwire.comms.execute import Times
 
 STEPS_KEPT = 50
 
@@ -37,36 +37,31 @@ class StepWatch:
     """Watches the steps of one rank.
 
     Args:
-        clock: Seconds that only grow.
+        clock: Seconds that only grow; the one that buckets carry the times of.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._steps: deque[tuple[float, float, float]] = deque(maxlen=STEPS_KEPT)
-        self._first: float | None = None
         self._ended: float | None = None
-        self._running: tuple[float, float] | None = None
-        self._done = 0.0
+        self._running: tuple[float, float, Sequence[Times]] | None = None
 
-    def bucket_came(self) -> None:
-        """Notes a bucket; the first of a step closes the books of the step before."""
-        now = self._clock()
-        if self._first is None:
-            self._first = now
+    def step_ended(self, buckets: Sequence[Times]) -> None:
+        """Notes the end of a backward pass.
 
-    def watch(self, future: FutureTensor) -> None:
-        """Notes when a bucket is reduced."""
-        future.add_done_callback(self._reduced)
+        The step before it is complete only now: its last bucket may have been reduced after its own end.
 
-    def step_ended(self) -> None:
-        """Notes the end of a backward pass."""
+        Args:
+            buckets: Times of those of the step that ends now, in the order in which they came.
+        """
         now = self._clock()
         if self._running is not None and self._ended is not None:
-            step, backward = self._running
-            self._steps.append((step, backward, max(self._done - self._ended, 0.0)))
-        if self._ended is not None and self._first is not None:
-            self._running = (now - self._ended, now - self._first)
-        self._ended, self._first = now, None
+            step, backward, reduced = self._running
+            exposed = max((bucket.reduced for bucket in reduced), default=0.0) - self._ended
+            self._steps.append((step, backward, max(exposed, 0.0)))
+        if self._ended is not None and buckets:
+            self._running = (now - self._ended, now - buckets[0].came, buckets)
+        self._ended = now
 
     def observed(self) -> Observed | None:
         """Medians of the last steps; None before the third."""
@@ -74,6 +69,3 @@ class StepWatch:
             return None
         step, backward, exposed = (statistics.median(column) for column in zip(*self._steps, strict=True))
         return Observed(step, backward, exposed, len(self._steps))
-
-    def _reduced(self, _: FutureTensor) -> None:
-        self._done = max(self._done, self._clock())

@@ -46,8 +46,7 @@ class Tuning:
         self._communicator = communicator
         self._fusion = fusion
         self._clock = clock
-        self._ended = self._began = clock()
-        self._arrivals: list[float] = []
+        self._ended = clock()
         keeps = config.tune and communicator.rank == 0
         self._file = Path(config.tune_profile) if config.tune_profile and keeps else None
         self._key: dict[str, object] = {
@@ -76,19 +75,16 @@ class Tuning:
         )
         self._applied = incumbent
 
-    def bucket_came(self) -> None:
-        """Notes when a bucket came."""
-        now = self._clock()
-        if not self._arrivals:
-            self._began = now
-        self._arrivals.append(now - self._began)
+    def step_ended(self, came: Sequence[float]) -> None:
+        """Takes in the step that has just ended and applies the setting of the next; every rank, after every step.
 
-    def step_ended(self) -> None:
-        """Takes in the step that has just ended and applies the setting of the next; every rank, after every step."""
+        Args:
+            came: When each of its buckets came, by this object's clock.
+        """
         now = self._clock()
-        seen = StepSeen(now - self._ended, self._fusion.last_sizes, tuple(self._arrivals))
+        arrivals = tuple(each - came[0] for each in came)
+        seen = StepSeen(now - self._ended, self._fusion.last_sizes, arrivals)
         self._ended = now
-        self._arrivals = []
         setting = self.tuner.step_ended(seen)
         if setting != self._applied:
             self._communicator.routes.choose(setting.plan, setting.chunks, "Chosen by the tuner.")

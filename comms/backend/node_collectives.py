@@ -1,10 +1,13 @@
 """broadcast, all_gather and reduce_scatter of a process group whose ranks all share one node: through shared memory.
 
-The group has one lane and one segment of its own, made at its first collective, so it never meets the all-reduces of
-the communicator. On several nodes these collectives go to gloo or NCCL as they are.
+The group has a thread and a segment of its own, made at its first collective, so it never meets the all-reduces of the
+communicator; the thread runs the collectives in the order of the calls. On several nodes these collectives go to gloo or
+NCCL as they are.
 """
 
-from collections.abc import Callable, Iterator
+import queue
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -12,7 +15,6 @@ from torch import Tensor
 
 from gradwire.comms.backend.work import FutureTensors
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.lanes import Hop, Job, Lanes
 from gradwire.comms.transport.shm import ShmGroup
 
 
@@ -24,7 +26,7 @@ class NodeCollectives:
         rank: This rank in the group.
         size: Number of ranks, all on one node.
         timeout: For every collective.
-        name: Names the lane's thread.
+        name: Names the thread.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
@@ -32,8 +34,11 @@ class NodeCollectives:
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        self._lanes = Lanes(name)
+        self._name = name
         self._group: ShmGroup | None = None
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
 
     def broadcast(self, tensor: Tensor, root: int) -> FutureTensors:
         """Copies `tensor` of rank `root` to all ranks, in place."""
@@ -98,8 +103,12 @@ class NodeCollectives:
             self._group.abort(reason)
 
     def close(self) -> None:
-        """Ends the lane and releases the segment."""
-        self._lanes.close()
+        """Ends the thread after the calls it holds, and releases the segment."""
+        self._closed = True
+        if self._thread is not None:
+            self._calls.put(None)
+            if self._thread is not threading.current_thread():
+                self._thread.join(timeout=5.0)
         if self._group is not None:
             self._group.close()
 
@@ -109,16 +118,28 @@ class NodeCollectives:
         return self._group
 
     def _submit(self, run: Callable[[ShmGroup], None], outputs: list[Tensor]) -> FutureTensors:
+        if self._closed:
+            raise RuntimeError("gradwire is closed: its process group has been destroyed")
         done: torch.futures.Future[list[Tensor] | BaseException] = torch.futures.Future()
 
-        def steps() -> Iterator[Hop]:
-            with torch.inference_mode(any(output.is_inference() for output in outputs)), torch.no_grad():
-                run(self._connect())
-            done.set_result(outputs)
-            yield from ()
+        def call() -> None:
+            try:
+                with torch.inference_mode(any(output.is_inference() for output in outputs)), torch.no_grad():
+                    run(self._connect())
+            except BaseException as error:
+                done.set_result(error)
+            else:
+                done.set_result(outputs)
 
-        self._lanes.submit(Job(steps(), done.set_result))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        self._calls.put(call)
         return done.then(_unwrap)
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
 
 
 def _unwrap(done: "torch.futures.Future[list[Tensor] | BaseException]") -> list[Tensor]:

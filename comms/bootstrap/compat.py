@@ -11,7 +11,14 @@ from torch._C._distributed_c10d import AllgatherOptions, GradBucket, HashStore, 
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
-__all__ = ["GradBucket", "GroupName", "HashStore", "PrefixStore", "Store"]  # passed on, besides what is defined below
+__all__ = [
+    "AllgatherOptions",
+    "GradBucket",
+    "GroupName",
+    "HashStore",
+    "PrefixStore",
+    "Store",
+]  # passed on, besides what is defined below
 
 
 class TorchWork(Protocol):
@@ -73,18 +80,11 @@ def make_nccl(store: Store, rank: int, size: int, timeout: timedelta, device: to
     return cast(TorchGroup, group)
 
 
-def all_gather_single(group: TorchGroup, output: Tensor, source: Tensor) -> TorchWork:
-    """all_gather into one flat tensor; renamed in torch 2.15."""
-    method = getattr(group, "all_gather_single", None) or group._allgather_base  # type: ignore[attr-defined]
-    return cast(TorchWork, method(output, source, AllgatherOptions()))
-
-
-def all_to_all_single(
-    group: TorchGroup, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]
-) -> TorchWork:
-    """all_to_all on flat tensors; renamed in torch 2.15."""
-    method = getattr(group, "all_to_all_single", None) or group.alltoall_base
-    return cast(TorchWork, method(output, source, output_splits, source_splits, dist.AllToAllOptions()))
+_RENAMED = hasattr(dist.ProcessGroupGloo, "all_gather_single") and hasattr(dist.ProcessGroupGloo, "all_to_all_single")
+ALL_GATHER_SINGLE = "all_gather_single" if _RENAMED else "_allgather_base"
+"""Method of torch's groups: (output, source, options), flat tensors; renamed in torch 2.15."""
+ALL_TO_ALL_SINGLE = "all_to_all_single" if _RENAMED else "alltoall_base"
+"""Method of torch's groups: (output, source, output splits, source splits, options), flat tensors; renamed in 2.15."""
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> bool:

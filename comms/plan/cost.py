@@ -25,7 +25,7 @@ import numpy as np
 from gradwire.comms.plan.algorithms import flat_messages
 from gradwire.comms.plan.plan import ALL_REDUCE, REDUCE_SCATTER, RING, Phase
 from gradwire.comms.plan.schedule import child_shares
-from gradwire.comms.plan.traffic import Egress, Floats, shape_of
+from gradwire.comms.plan.traffic import Egress, Floats, Ints, shape_of, sole_owner
 from gradwire.topology.cluster import Cluster
 
 
@@ -89,6 +89,25 @@ class CostModel:
             shares *= self._shape.by_child(below, partial(_fractions, self.parts.get(below, 1)))
         return shares
 
+    def exchange(self) -> PhaseCost:
+        """An all_to_all and an all_gather of equal parts over all ranks, for each byte that one rank sends in both."""
+        size = self.cluster.size
+        egress: list[Floats] = []
+        senders: list[Ints] = []
+        nodes = self._shape.unit_ids[1] if self._shape.depth > 1 else np.zeros(size, dtype=np.intp)
+        for level, ids in enumerate(self._shape.unit_ids):
+            if level == 0:
+                inside = np.bincount(nodes)[nodes] - 1
+                egress.append(2 * inside / size)
+                senders.append((inside > 0).astype(np.intp))
+                continue
+            counts = np.bincount(ids)
+            egress.append(2 * counts * (size - counts) / size)
+            senders.append(np.where(counts < size, counts, 0))
+        booked = Egress(tuple(egress), tuple(senders))
+        alpha = max(level.link.alpha_seconds for level in self.cluster.levels)
+        return PhaseCost(2 * (size - 1) * alpha, self._slowest(booked), booked)
+
     def _whole(self, algorithm: str) -> PhaseCost:
         messages = flat_messages(self._shape, algorithm)
         crossed = self._shape.crossings(messages.sources, messages.targets)
@@ -144,18 +163,6 @@ def sent_nbytes(op: str, nbytes: float, count: int, index: int, bounds: Sequence
     if owner is not None:  # a broadcast: everybody passes it on but the last of the chain
         return 0.0 if (index + 1) % count == owner else nbytes
     return (count - 1) * own
-
-
-def sole_owner(bounds: Sequence[int]) -> int | None:
-    """The member that owns everything, where there is one: a reduce or broadcast instead of a scatter or gather."""
-    return next(
-        (
-            index
-            for index in range(len(bounds) - 1)
-            if bounds[index] == bounds[0] and bounds[index + 1] == bounds[-1] > bounds[0]
-        ),
-        None,
-    )
 
 
 def busiest_resource(phases: Sequence[tuple[int, float]]) -> tuple[int, float]:

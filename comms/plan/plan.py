@@ -1,7 +1,7 @@
-"""A plan is data: the ordered phases for one bucket, what they cost, and why they were chosen.
+"""A plan is data: the ordered phases for one bucket, how each is carried out, what they cost, and why they were chosen.
 
-`simulate.py` proves a plan on plain arrays, `execute.py` runs the very same object on real transports; nothing else
-decides how data moves.
+`schedule.py` turns a plan into transfers. The executor runs those on real transports, the simulator of the tests runs the
+same ones on plain arrays; nothing else decides how data moves.
 """
 
 from dataclasses import dataclass
@@ -31,11 +31,58 @@ class Phase:
     """Who shrinks the data of this phase; None is exact."""
     algorithm: str = RING
     """How a `whole` all_reduce runs: `ring`, `tree` (NCCL's double binary tree) or `halving_doubling`."""
+    asynchronous: bool = False
+    """Whether its collectives are still under way when they return (a network) or done (shared memory). A chunk then goes
+    on in the next lane, which waits for them, so that the chunk behind it can start this phase."""
+    in_rank_order: bool = False
+    """Whether every element is summed in the same order wherever it lies: the all_reduce is then taken apart into the
+    steps of `rank_order`. Otherwise the order is the library's own, and a ring's depends on an element's place."""
+
+    def describe(self, level_names: tuple[str, ...]) -> str:
+        """The phase in a few words.
+
+        Args:
+            level_names: Names of the cluster's levels, innermost first.
+        """
+        how = [self.compressor or "", "asynchronous" * self.asynchronous, "sums in rank order" * self.in_rank_order]
+        details = ", ".join(filter(None, how))
+        return f"{self._name()} {self.place(level_names)}" + (f" ({details})" if details else "")
+
+    def place(self, level_names: tuple[str, ...]) -> str:
+        """Where it runs: the name of its level, or `over all ranks`."""
+        return "over all ranks" if self.whole else level_names[self.level]
+
+    def _name(self) -> str:
+        if self.op != ALL_REDUCE and self.parts == 1:
+            return "reduce" if self.op == REDUCE_SCATTER else "broadcast"
+        return self.op
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective: what a phase, or one step of a phase, is for one set of ranks.
+
+    Attributes:
+        op: `reduce_scatter`, `all_reduce` or `all_gather`.
+        level: As in the phase.
+        members: Global ranks, in group order.
+        start: First element of the region.
+        stop: One past its last element.
+        bounds: `len(members) + 1` offsets relative to `start`: member k owns `bounds[k]:bounds[k + 1]` after a
+            reduce_scatter and before an all_gather. Empty for an all_reduce.
+    """
+
+    op: str
+    level: int
+    members: tuple[int, ...]
+    start: int
+    stop: int
+    bounds: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The way of one bucket.
+    """What happens to one bucket.
 
     Attributes:
         name: `flat`, `hierarchical` or `leader`; `tree` and `halving_doubling` are priced for comparison only, which
@@ -67,18 +114,10 @@ class Plan:
         Args:
             level_names: Names of the cluster's levels, innermost first.
         """
-        steps = " -> ".join(_phase_text(phase, level_names) for phase in self.phases)
+        steps = " -> ".join(phase.describe(level_names) for phase in self.phases)
         pieces = "in one piece" if self.chunks == 1 else f"in {self.chunks} pipelined chunks"
         traffic = ", ".join(f"{nbytes / 1e6:.3g} MB {name}" for name, nbytes in self.bytes_by_level.items())
         return (
             f"{self.name}: {steps or 'nothing to do'}, {pieces}; {self.nbytes / 1e6:.3g} MB predicted to take "
             f"{self.seconds * 1e3:.3g} ms and to send {traffic}. {self.why}"
         )
-
-
-def _phase_text(phase: Phase, level_names: tuple[str, ...]) -> str:
-    place = "over all ranks" if phase.whole else level_names[phase.level]
-    shrunk = f" ({phase.compressor})" if phase.compressor else ""
-    if phase.op != ALL_REDUCE and phase.parts == 1:
-        return f"{'reduce' if phase.op == REDUCE_SCATTER else 'broadcast'} {place}{shrunk}"
-    return f"{phase.op} {place}{shrunk}"

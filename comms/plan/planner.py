@@ -148,6 +148,8 @@ def make_phases(cluster: Cluster, name: str, compressor: str | None = None) -> t
 def _compressed(cluster: Cluster, phase: Phase, cost: PhaseCost, price: CodecPrice) -> PhaseCost:
     """The cost of a phase that a compressor runs, for each byte of bucket."""
     link = cluster.levels[phase.level].link
+    if phase.whole and price.exchanged:
+        cost = CostModel(cluster, {}).exchange()
     alpha, per_byte = cost.alpha_seconds * price.rounds / EXCHANGE_ROUNDS, cost.seconds_per_byte * price.ratio
     if not price.exchanged:
         return replace(cost, alpha_seconds=alpha, seconds_per_byte=per_byte)

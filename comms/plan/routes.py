@@ -1,100 +1,155 @@
-"""Which way a bucket of some size takes, worked out once for each size: its plan, and this rank's part in it."""
+"""Which plan a bucket of some size takes, and this rank's part in it: worked out once for each size."""
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from torch import Tensor
+import torch
 
 from gradwire.comms.config import Config
-from gradwire.comms.plan.codec_price import wire_ratio
-from gradwire.comms.plan.plan import Plan
+from gradwire.comms.plan.codec_price import GPU_BYTES_PER_SECOND, codec_price, wire_ratio
+from gradwire.comms.plan.cost import sent_nbytes
+from gradwire.comms.plan.plan import Phase, Plan, Transfer
 from gradwire.comms.plan.planner import plan_all_reduce, with_reason
 from gradwire.comms.plan.price import CodecPrice
-from gradwire.comms.plan.schedule import Partition, Schedule, Transfer, even_partition
+from gradwire.comms.plan.schedule import Partition, Schedule, even_partition, executable
 from gradwire.compressors.base import Compressor, Layout
 from gradwire.topology.cluster import Cluster, Level
 
 log = logging.getLogger("gradwire")
 
+COMPRESS_INSIDE_GAIN = 1.5
+"""What is compressed inside a single node of GPUs must be predicted to be so many times faster than exact. More than the
+2 % of exact plans, because a codec changes the result, and because no prediction for GPUs has been measured yet."""
+
+RouteKey = tuple[int, torch.dtype, Layout | None]
+"""Of a bucket: elements, dtype, and which parameter lies where if it may be compressed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhasePart:
+    """What one rank does in one phase, for one chunk.
+
+    Attributes:
+        phase: The phase.
+        steps: This rank's transfers, step by step. A compressed phase is one step, whose transfers are its shards.
+        layouts: Of a compressed phase, which parameter lies where in each shard; else empty.
+        whole_chunk: Whether one transfer of the first step takes all of the chunk: a factor is then applied in its pass.
+        shards: Regions of the bucket that this rank has a part in.
+        logical_numel: Elements of those.
+        sent_numel: Elements that this rank sends; of a compressed phase unknown beforehand, and 0.
+    """
+
+    phase: Phase
+    steps: tuple[tuple[Transfer, ...], ...]
+    layouts: tuple[Layout, ...]
+    whole_chunk: bool
+    shards: int
+    logical_numel: int
+    sent_numel: float
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of a bucket, and what this rank does with it.
+
+    Attributes:
+        start: First element.
+        stop: One past the last.
+        parts: Phase by phase.
+    """
+
+    start: int
+    stop: int
+    parts: tuple[PhasePart, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A plan cut to one size of bucket.
+    """A plan cut to one size of bucket, for one rank.
 
     Attributes:
         plan: What is done.
-        bounds: Where the bucket is cut into chunks: `plan.chunks + 1` ascending offsets.
-        transfers: This rank's transfers, chunk by chunk and phase by phase.
+        chunks: The pieces that the bucket is cut into, in order.
+        lanes: The lanes that each chunk of every rank comes through: one more after each asynchronous phase.
     """
 
     plan: Plan
-    bounds: tuple[int, ...]
-    transfers: list[list[list[Transfer]]]
+    chunks: tuple[Chunk, ...]
+    lanes: tuple[tuple[int, int], ...]
 
     def compressed_shards(self) -> list[tuple[int, int]]:
         """The runs of elements that this rank compresses."""
         return [
             (transfer.start, transfer.stop)
-            for chunk in self.transfers
-            for phase, transfers in zip(self.plan.phases, chunk, strict=True)
-            if phase.compressor
-            for transfer in transfers
+            for chunk in self.chunks
+            for part in chunk.parts
+            if part.phase.compressor
+            for transfer in part.steps[0]
         ]
 
+    @property
+    def shares_ownership(self) -> bool:
+        """Whether the ranks of a node compress different shards of one sum; else each rank has residuals of its own."""
+        return not any(phase.whole for phase in self.plan.phases if phase.compressor)
 
-class Routes:
-    """The ways of one communicator's buckets. All ranks ask for the same ones, and change them at the same point.
+
+class Routes(dict[RouteKey, Route]):
+    """The routes of one communicator's buckets, planned when they are first asked for.
+
+    All ranks ask for the same ones, and change them at the same point.
 
     Args:
         cluster: Where the ranks are.
         rank: This rank.
+        device_type: Where the buckets are: `cpu` or `cuda`.
         config: The plan and the number of chunks that were asked for.
-        compressor: Shrinks the phase over the slowest level of buckets that come with a layout.
-        library: Who runs a flat all-reduce: `gloo` or `nccl`.
+        compressor: Shrinks one phase of buckets that come with a layout.
     """
 
     def __init__(
-        self, cluster: Cluster, rank: int, config: Config, compressor: Compressor | None, library: str
+        self, cluster: Cluster, rank: int, device_type: str, config: Config, compressor: Compressor | None
     ) -> None:
+        super().__init__()
         self.cluster = cluster
-        self.library = library
+        self.library = "nccl" if device_type == "cuda" else "gloo"
         self.plan_name, self.chunks = config.plan, config.chunks
         self._rank = rank
-        self._may_choose = config.plan == "auto"
+        self._device_type = device_type
+        self._fixed_order = config.fuses
+        self._asked_for = config.plan
         self._why = ""
         self._measured = False
         self._compressor = compressor
-        self._known: dict[object, Route] = {}
 
-    def route(self, flat: Tensor, layout: Layout | None) -> Route:
-        """The way of a bucket.
+    def __missing__(self, key: RouteKey) -> Route:
+        numel, dtype, layout = key
+        plan = self._plan(numel * dtype.itemsize, layout)
+        self[key] = route = self.along(numel, plan, layout)
+        log.info("%d elements of %s: %s", numel, dtype, route.plan.describe(self.cluster.level_names))
+        return route
 
-        Args:
-            flat: The bucket; its size and dtype count.
-            layout: Which parameter lies where in it, if it may be compressed.
-        """
-        key = (flat.numel(), flat.dtype, layout)
-        if key not in self._known:
-            plan = self._plan(flat, layout)
-            log.info("%d elements of %s: %s", flat.numel(), flat.dtype, plan.describe(self.cluster.level_names))
-            self._known[key] = self.along(flat, plan, layout)
-        return self._known[key]
-
-    def along(self, flat: Tensor, plan: Plan, layout: Layout | None = None) -> Route:
-        """A bucket's way along any plan, whatever the planner thinks of it."""
+    def along(self, numel: int, plan: Plan, layout: Layout | None = None) -> Route:
+        """The route of a bucket along any plan, whatever the planner thinks of it."""
+        plan = executable(plan, self.cluster, self._device_type, fixed_order=self._fixed_order)
         partition = self._partition(layout)
         schedule = Schedule(self.cluster, plan)
-        bounds = partition(0, flat.numel(), plan.chunks)
-        transfers = [
-            [
-                [transfer for transfer in phase if self._rank in transfer.members]
-                for phase in schedule.transfers(stop - start, partition, start)
-            ]
-            for start, stop in pairwise(bounds)
-        ]
-        return Route(plan, bounds, transfers)
+        chunks = tuple(
+            Chunk(
+                start,
+                stop,
+                tuple(
+                    self._part(phase, steps, (start, stop), layout)
+                    for phase, steps in zip(
+                        plan.phases, schedule.transfers(stop - start, partition, start), strict=True
+                    )
+                ),
+            )
+            for start, stop in pairwise(partition(0, numel, plan.chunks))
+        )
+        hops = [(number + 1, 0) for number, phase in enumerate(plan.phases) if phase.asynchronous]
+        return Route(plan, chunks, ((0, 0), *hops))
 
     def choose(self, plan: str, chunks: int, why: str) -> None:
         """Takes one plan for every size from the next bucket on.
@@ -105,11 +160,11 @@ class Routes:
             why: The reason, as a sentence, for the report.
         """
         self.plan_name, self.chunks, self._why = plan, chunks, why
-        self._known.clear()
+        self.clear()
 
     def settle(self, nbytes: int) -> None:
         """Takes the plan that is best for `nbytes` for every size: two plans sum in two orders, one plan in one."""
-        if self._may_choose:
+        if self._asked_for == "auto":
             best = plan_all_reduce(self.cluster, nbytes, library=self.library)
             self.choose(best.name, self.chunks, f"{best.why} ({nbytes / 1e6:.3g} MB; one plan for all sizes.)")
 
@@ -117,7 +172,7 @@ class Routes:
         """Plans with these links from now on."""
         self.cluster = replace(self.cluster, levels=tuple(levels))
         self._measured = True
-        self._known.clear()
+        self.clear()
 
     def describe_links(self) -> str:
         """The rates that plans are predicted with, in one line."""
@@ -126,23 +181,74 @@ class Routes:
             for number, level in enumerate(self.cluster.levels)
             if self.cluster.widest(number) > 1
         )
-        origin = "as measured" if self._measured else "as told or presumed (`probe=True` measures them)"
+        origin = "as measured" if self._measured else "as given or assumed (`probe=True` measures them)"
         return f"links {origin}: {rates or 'none'}"
 
     def plans(self) -> list[Plan]:
         """The plans in use."""
-        return [route.plan for route in self._known.values()]
+        return [route.plan for route in self.values()]
 
-    def _plan(self, flat: Tensor, layout: Layout | None) -> Plan:
-        nodes = len(self.cluster.nodes)
-        if self._compressor is None or layout is None or nodes == 1:
-            plan = plan_all_reduce(
-                self.cluster, flat.nbytes, name=self.plan_name, chunks=self.chunks, library=self.library
+    def _plan(self, nbytes: int, layout: Layout | None) -> Plan:
+        if self._compressor is not None and layout is not None:
+            plan = self._compressed_plan(self._compressor, nbytes, layout)
+            if plan is not None:
+                return plan
+        plan = plan_all_reduce(self.cluster, nbytes, name=self.plan_name, chunks=self.chunks, library=self.library)
+        plan = with_reason(plan, self._why) if self._why else plan
+        if self._compressor is not None and layout is not None and self.cluster.size > 1:
+            return with_reason(
+                plan,
+                f"{plan.why} {self._compressor.name} was asked for, but nothing crosses between nodes: nothing is "
+                'compressed (plan="flat" compresses between all ranks).',
             )
-            return with_reason(plan, self._why) if self._why else plan
-        price = CodecPrice(self._compressor.name, wire_ratio(self._compressor, layout, nodes))
-        plan = plan_all_reduce(self.cluster, flat.nbytes, name="hierarchical", chunks=self.chunks, price=price)
-        return with_reason(plan, f"{price.name} was asked for, and works on what crosses between nodes.")
+        return plan
+
+    def _compressed_plan(self, compressor: Compressor, nbytes: int, layout: Layout) -> Plan | None:
+        """The plan with a compressor; None where there is nothing for it to do."""
+        nodes, size, name = len(self.cluster.nodes), self.cluster.size, compressor.name
+
+        def priced(plan_name: str, group_size: int, why: str) -> Plan:
+            price = CodecPrice(name, wire_ratio(compressor, layout, group_size))
+            plan = plan_all_reduce(self.cluster, nbytes, name=plan_name, chunks=self.chunks, price=price)
+            return with_reason(plan, f"{name} was asked for, {why}")
+
+        if self._asked_for == "flat" and size > 1:
+            return priced("flat", size, "and the flat plan by name: it works between all ranks.")
+        if nodes > 1:
+            plan_name = "leader" if self._asked_for == "leader" else "hierarchical"
+            return priced(plan_name, nodes, "and works on what crosses between nodes.")
+        if self._asked_for != "auto" or self.library != "nccl" or size == 1:
+            return None
+        # One node of GPUs: inside it, compression pays where the links are slow (PCIe), and costs where they are fast.
+        price = codec_price(name, layout, size, min(GPU_BYTES_PER_SECOND.values()))
+        exact = plan_all_reduce(self.cluster, nbytes, chunks=self.chunks, library=self.library)
+        gain = (
+            exact.seconds / plan_all_reduce(self.cluster, nbytes, name="flat", chunks=self.chunks, price=price).seconds
+        )
+        if gain < COMPRESS_INSIDE_GAIN:
+            return None
+        return priced(
+            "flat", size, f"and is predicted to be {gain:.2f}x faster inside this node, whose links are slow."
+        )
+
+    def _part(
+        self, phase: Phase, steps: list[list[Transfer]], run: tuple[int, int], layout: Layout | None
+    ) -> PhasePart:
+        own = [tuple(transfer for transfer in step if self._rank in transfer.members) for step in steps]
+        while len(own) > 1 and not own[-1]:
+            own.pop()
+        first = own[0] if own else ()
+        layouts: tuple[Layout, ...] = ()
+        if phase.compressor and self._compressor is not None and layout is not None:
+            layouts = tuple(layout.cut(transfer.start, transfer.stop) for transfer in first)
+        logical = sum(transfer.stop - transfer.start for transfer in first)
+        sent = 0.0 if layouts else sum(self._sent_numel(transfer) for step in own for transfer in step)
+        whole = len(first) == 1 and (first[0].start, first[0].stop) == run
+        return PhasePart(phase, tuple(own), layouts, whole, len(first), logical, sent)
+
+    def _sent_numel(self, transfer: Transfer) -> float:
+        place = transfer.members.index(self._rank)
+        return sent_nbytes(transfer.op, transfer.stop - transfer.start, len(transfer.members), place, transfer.bounds)
 
     def _partition(self, layout: Layout | None) -> Partition:
         compressor = self._compressor

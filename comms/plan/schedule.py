@@ -7,39 +7,23 @@ The all_reduce joins the owners of each region; the all_gathers walk back.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
 
-from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan
+from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan, Transfer
+from gradwire.comms.plan.rank_order import rank_ordered
+from gradwire.comms.plan.traffic import nbytes_by_level
 from gradwire.compressors.base import even_bounds
 from gradwire.topology.cluster import Cluster
 
 ALIGN_NUMEL = 16
 """Shards start at multiples of 64 bytes (of float32): a cache line, so that no two ranks write to the same one."""
 
+ELEMENT_NBYTES = 4
+"""Of float32, in which bytes are predicted; what is sent does not depend on how they are divided into elements."""
+
 Partition = Callable[[int, int, int], tuple[int, ...]]
 """(start, stop, parts) -> `parts + 1` ascending offsets from start to stop: where a region may be cut."""
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One collective of one phase.
-
-    Attributes:
-        op: As in the phase.
-        level: As in the phase.
-        members: Global ranks, in group order.
-        start: First element of the region.
-        stop: One past its last element.
-        bounds: `len(members) + 1` offsets relative to `start`: member k owns `bounds[k]:bounds[k + 1]` after a
-            reduce_scatter and before an all_gather. Empty for an all_reduce.
-    """
-
-    op: str
-    level: int
-    members: tuple[int, ...]
-    start: int
-    stop: int
-    bounds: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +57,12 @@ class Schedule:
         self._parts = {phase.level: phase.parts for phase in plan.phases if phase.op != ALL_REDUCE}
         self._children = cluster.children()
 
-    def transfers(self, numel: int, partition: Partition = even_partition, start: int = 0) -> list[list[Transfer]]:
-        """The transfers of each phase for elements `start` to `start + numel`.
+    def transfers(
+        self, numel: int, partition: Partition = even_partition, start: int = 0
+    ) -> list[list[list[Transfer]]]:
+        """The transfers of each phase for elements `start` to `start + numel`, step by step.
 
+        A phase is one step, unless its sums are made in rank order; a step begins when the one before it is done.
         Groups of one rank and empty regions are left out: there is nothing to send.
         """
         regions = {0: [_Region((), start, start + numel)]}
@@ -83,7 +70,13 @@ class Schedule:
             regions[level + 1] = [
                 smaller for region in regions[level] for smaller in _split(region, self._parts.get(level, 1), partition)
             ]
-        return [list(self._phase(phase, regions)) for phase in self.plan.phases]
+        return [self._steps(phase, list(self._phase(phase, regions))) for phase in self.plan.phases]
+
+    def _steps(self, phase: Phase, transfers: list[Transfer]) -> list[list[Transfer]]:
+        if not phase.in_rank_order:
+            return [transfers]
+        expanded = [rank_ordered(transfer, self.cluster.share_a_node) for transfer in transfers]
+        return [list(chain.from_iterable(step)) for step in zip_longest(*expanded, fillvalue=())]
 
     def _phase(self, phase: Phase, regions: dict[int, list[_Region]]) -> Iterator[Transfer]:
         if phase.whole:
@@ -119,3 +112,38 @@ def _bounds(region: _Region, phase: Phase, count: int, regions: dict[int, list[_
     smaller = [part for part in regions[phase.level + 1] if part.indices[:-1] == region.indices]
     cuts = [part.start - region.start for part in smaller] + [region.stop - region.start]
     return tuple(cuts[index] for index in child_shares(phase.parts, count))
+
+
+def executable(plan: Plan, cluster: Cluster, device_type: str, *, fixed_order: bool) -> Plan:
+    """The plan with how each of its phases is carried out.
+
+    Args:
+        plan: As the planner made it.
+        cluster: Where the ranks are.
+        device_type: Of the bucket: on a CPU the ranks of a node meet in shared memory.
+        fixed_order: Make sums between nodes in rank order. Gloo's ring sums an element in an order that depends on its
+            place; fusion moves elements to other places, so with fusion, and only then, the price of a fixed order is
+            paid. Of two ranks any order gives the same bits, and NCCL's order is its own.
+    """
+
+    def completed(phase: Phase) -> Phase:
+        local = phase.level == 0 and (not phase.whole or len(cluster.nodes) == 1)
+        asynchronous = device_type != "cpu" or not local
+        members = cluster.size if phase.whole else cluster.widest(phase.level)
+        in_rank_order = (
+            fixed_order
+            and phase.op == ALL_REDUCE
+            and phase.compressor is None
+            and device_type == "cpu"
+            and asynchronous
+            and members > 2
+        )
+        return replace(phase, asynchronous=asynchronous, in_rank_order=in_rank_order)
+
+    made = replace(plan, phases=tuple(map(completed, plan.phases)))
+    if not any(phase.in_rank_order for phase in made.phases):
+        return made
+    # Taken apart, an all_reduce sends other bytes over other links than the ring that the planner has priced.
+    numel = made.nbytes // ELEMENT_NBYTES
+    transfers = chain.from_iterable(chain.from_iterable(Schedule(cluster, made).transfers(numel)))
+    return replace(made, bytes_by_level=nbytes_by_level(cluster, transfers, ELEMENT_NBYTES))

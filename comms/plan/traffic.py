@@ -4,13 +4,14 @@ Everything here is for one byte of bucket: bytes are linear in the bucket's size
 one multiplication. Arrays instead of loops keep a cluster of 16,384 ranks well below a second.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, Transfer
 from gradwire.topology.cluster import Cluster, Unit
 
 Floats = NDArray[np.float64]
@@ -97,6 +98,68 @@ class Shape:
             booked.append(np.bincount(ids[sources[passes]], nbytes[passes], units).astype(np.float64))
             senders.append(np.bincount(ids[np.unique(sources[passes])], minlength=units).astype(np.intp))
         return Egress(tuple(booked), tuple(senders))
+
+
+def nbytes_by_level(cluster: Cluster, transfers: Iterable[Transfer], element_nbytes: int) -> dict[str, float]:
+    """For each level's name the bytes that leave its busiest unit in some transfers, all of them together.
+
+    Slices travel straight to their owner or from it, an all_reduce around a ring, a broadcast down a chain.
+
+    Args:
+        cluster: Where the ranks are.
+        transfers: Of all ranks.
+        element_nbytes: Size of an element on the wire.
+    """
+    shape = shape_of(cluster)
+    total = [np.zeros(int(ids.max()) + 1) for ids in shape.unit_ids]
+    for transfer in transfers:
+        members = np.array(transfer.members, dtype=np.intp)
+        if transfer.op == ALL_REDUCE or (transfer.op == ALL_GATHER and sole_owner(transfer.bounds) is not None):
+            sources, targets, numels = _around(members, transfer)
+            booked = list(shape.book(sources, shape.crossings(sources, targets), numels).nbytes)
+        else:
+            booked = _exchanged(shape, members, np.diff(transfer.bounds).astype(float), transfer.op)
+        for number, numel in enumerate(booked):
+            total[number] += numel * element_nbytes
+    return {level.name: float(nbytes.max()) for level, nbytes in zip(cluster.levels, total, strict=True)}
+
+
+def sole_owner(bounds: Sequence[int]) -> int | None:
+    """The member that owns everything, where there is one: a reduce or broadcast instead of a scatter or gather."""
+    return next(
+        (
+            index
+            for index in range(len(bounds) - 1)
+            if bounds[index] == bounds[0] and bounds[index + 1] == bounds[-1] > bounds[0]
+        ),
+        None,
+    )
+
+
+def _around(members: Ints, transfer: Transfer) -> tuple[Ints, Ints, Floats]:
+    """Messages around a ring (all_reduce), or down a chain from the owner (broadcast): sources, targets, elements."""
+    count, numel = len(members), transfer.stop - transfer.start
+    if transfer.op == ALL_REDUCE:
+        return members, np.roll(members, -1), np.full(count, 2 * (count - 1) / count * numel)
+    chain = np.roll(members, -(sole_owner(transfer.bounds) or 0))
+    return chain[:-1], chain[1:], np.full(count - 1, float(numel))
+
+
+def _exchanged(shape: Shape, members: Ints, owned: Floats, op: str) -> list[Floats]:
+    """What leaves each unit where every member sends to (or, gathering, is sent by) the owner of each slice."""
+    leaving: list[Floats] = []
+    for level, ids in enumerate(shape.unit_ids):
+        units = int(ids.max()) + 1
+        if level == 0:  # inside a node, rank by rank
+            nodes = shape.unit_ids[1][members] if shape.depth > 1 else np.zeros(len(members), dtype=np.intp)
+            counts, sums = np.bincount(nodes)[nodes], np.bincount(nodes, owned)[nodes]
+            sent = owned * (counts - 1) if op == ALL_GATHER else sums - owned
+            leaving.append(np.bincount(members, sent, units).astype(np.float64))
+            continue
+        counts, sums = np.bincount(ids[members], minlength=units), np.bincount(ids[members], owned, units)
+        others = sums * (len(members) - counts) if op == ALL_GATHER else counts * (owned.sum() - sums)
+        leaving.append(others.astype(np.float64))
+    return leaving
 
 
 @lru_cache(maxsize=64)

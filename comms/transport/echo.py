@@ -1,15 +1,14 @@
 """A group in which every other rank says the same as this one: what a rank computes can be timed without a network."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from gradwire.comms.transport.threads import Done
+from gradwire.comms.transport.torch_group import Done
+from gradwire.compressors.base import Member
 
 
 class EchoGroup:
-    """Rank 0 of `size` ranks that all hold the same tensors; nothing leaves the process.
+    """Rank 0 of `size` ranks that all hold the same tensors, as `Peers`; nothing leaves the process.
 
     Args:
         size: Number of ranks.
@@ -25,38 +24,27 @@ class EchoGroup:
         self.rounds = 0
         self.exchanged = False
 
+    @property
+    def member(self) -> Member:
+        """This rank's place, as compressors want it."""
+        return Member(self.rank, self.size)
+
     def all_reduce(self, tensor: Tensor) -> Done:
-        """See `Group.all_reduce`."""
+        """See `Peers.all_reduce`."""
         self.rounds += 2
         tensor.mul_(self.size)
         return Done()
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Done:
-        """See `Group.all_to_all`: everybody's first part."""
+        """See `Peers.all_to_all`: everybody's first part."""
         self.rounds += 1
         self.exchanged = True
         output.copy_(torch.cat([source.chunk(self.size)[0]] * self.size) if source.numel() else source)
         return Done()
 
     def all_gather(self, output: Tensor, source: Tensor) -> Done:
-        """See `Group.all_gather`."""
+        """See `Peers.all_gather`."""
         self.rounds += 1
         self.exchanged = True
         output.view(self.size, -1).copy_(source.view(1, -1))
-        return Done()
-
-    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int]) -> Done:
-        """See `Group.reduce_scatter`."""
-        self.rounds += 1
-        tensor[bounds[0] : bounds[1]].mul_(self.size)
-        return Done()
-
-    def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Done:
-        """See `Group.all_gather_slices`: the other slices are what this rank holds of them."""
-        self.rounds += 1
-        return Done()
-
-    def broadcast(self, tensor: Tensor, root: int) -> Done:
-        """See `Group.broadcast`."""
-        self.rounds += 1
         return Done()

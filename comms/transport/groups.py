@@ -1,7 +1,7 @@
-"""One transport group for each set of ranks and each lane, made at first use.
+"""One transport for each set of ranks and each lane, connected when it is first asked for.
 
-A group is made inside the ordered sequence of its lane, so all its members make it at the same point; the store's keys
-are named after lane and members, so no two groups can meet.
+A transport is made inside the ordered sequence of its lane, so all its members make it at the same point; the store's
+keys are named after lane and members, so no two can meet.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,25 +14,60 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import PrefixStore
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.lanes import Lane
-from gradwire.comms.transport import gloo, mpi, nccl
+from gradwire.comms.transport import mpi, nccl
 from gradwire.comms.transport.nccl import NcclTransport
 from gradwire.comms.transport.shm import ShmGroup
-from gradwire.comms.transport.torch_group import Alarm
-from gradwire.compressors.base import Group, Work
+from gradwire.comms.transport.torch_group import Alarm, connect_gloo
+from gradwire.compressors.base import Work
 
 
-class Transport(Group, Protocol):
-    """A group whose sums scale each rank's contribution: in the same pass, or once the memory they need is theirs."""
+class Transport(Protocol):
+    """The collectives of plans and compressors over a fixed set of ranks, issued in the same order on all of them.
+
+    Every tensor is contiguous, on the transport's device, and of the same numel and dtype on all ranks. It must stay
+    alive and unread until the returned Work has been waited for.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank's index in the group, 0 <= rank < size."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
-        """Sum of `scale * tensor` over the ranks, in place."""
+        """Sum of `scale * tensor` over the ranks, in place; the same bits on all of them.
+
+        The scaling happens in the same pass, or once the memory that the sum needs is there.
+        """
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Work:
-        """The same, each rank its slice."""
+        """Sums `scale * tensor` in place, so that `tensor[bounds[r]:bounds[r + 1]]` holds the sum on rank r.
+
+        Args:
+            tensor: 1-D; what it holds outside this rank's slice is undefined afterwards.
+            bounds: `size + 1` ascending offsets from 0 to `tensor.numel()`; empty slices are fine.
+            scale: Factor on every rank's contribution.
+        """
+
+    def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
+        """The inverse of `reduce_scatter`: in place, every rank's slice ends up on all ranks."""
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> Work:
+        """Sends the r-th of `size` equal parts of `source` (along dim 0) to rank r; `output` has the same shape."""
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Work:
+        """Fills `output` (numel = size * source.numel()) with every rank's `source`, in rank order."""
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work:
+        """Copies `tensor` of rank `root` to all ranks, in place."""
 
 
-class Groups:
-    """Makes and keeps the groups of one rank.
+class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
+    """The transports of one rank: `groups[lane, members]`, members being global ranks, this one among them.
+
+    On CUDA everything is issued in one order, so all lanes of a set of ranks share one communicator of NCCL.
 
     Args:
         store: A store that all ranks share, with a prefix of its own; one whose waits block nobody else.
@@ -56,6 +91,7 @@ class Groups:
         alarm: Alarm,
         interface: str | None = None,
     ) -> None:
+        super().__init__()
         if transport == "nccl" and device.type != "cuda":
             raise ValueError(f"`transport` is nccl but the gradients are on {device}; wanted gloo or auto")
         if transport == "mpi" and device.type != "cpu":
@@ -68,46 +104,37 @@ class Groups:
         self._timeout = timeout
         self._alarm = alarm
         self._interface = interface
-        self._groups: dict[tuple[Lane, tuple[int, ...]], Transport] = {}
 
-    def get(self, lane: Lane, members: tuple[int, ...]) -> Transport:
-        """The group of `members` (global ranks, this one among them) in one lane.
-
-        On CUDA all lanes share it: everything is issued in one order anyway, and a communicator of NCCL takes memory.
-        """
-        lane = lane if self._device.type == "cpu" else (0, 0)
-        key = (lane, members)
-        if key not in self._groups:
-            self._groups[key] = self._make(f"{lane[0]}.{lane[1]}/{'-'.join(map(str, members))}", members)
-        return self._groups[key]
-
-    def is_synchronous(self, members: tuple[int, ...]) -> bool:
-        """Whether collectives among these ranks are done when they return: shared memory."""
-        return self._device.type == "cpu" and self._same_node(members)
+    def __missing__(self, key: tuple[Lane, tuple[int, ...]]) -> Transport:
+        lane, members = key
+        if self._device.type == "cuda" and lane != (0, 0):
+            made = self[(0, 0), members]
+        else:
+            made = self._make(f"{lane[0]}.{lane[1]}/{'-'.join(map(str, members))}", members)
+        self[key] = made
+        return made
 
     def abort(self, reason: str) -> None:
         """Wakes the ranks of this node that wait for this one in shared memory, and tells them why."""
-        for group in list(self._groups.values()):
+        for group in list(self.values()):
             if isinstance(group, ShmGroup):
                 group.abort(reason)
 
     def close(self) -> None:
         """Releases shared memory and connections."""
-        for group in list(self._groups.values()):
-            if isinstance(group, ShmGroup | NcclTransport):
+        for (lane, _), group in list(self.items()):
+            if isinstance(group, ShmGroup) or (isinstance(group, NcclTransport) and lane == (0, 0)):
                 group.close()
-        self._groups.clear()
+        self.clear()
 
     def _make(self, name: str, members: tuple[int, ...]) -> Transport:
         index, size = members.index(self._rank), len(members)
-        if self.is_synchronous(members):
-            return ShmGroup.create(self._store, index, size, key=f"shm/{name}", timeout=self._timeout)
         if self._device.type == "cuda":
-            return nccl.connect(
-                PrefixStore(f"nccl/{name}", self._store.plain), index, size, self._timeout, self._device
-            )
+            store = PrefixStore(f"nccl/{name}", self._store.plain)
+            return nccl.connect(store, index, size, self._timeout, self._device)
+        if self._same_node(members):
+            return ShmGroup.create(self._store, index, size, key=f"shm/{name}", timeout=self._timeout)
         if self._transport == "mpi":
             return mpi.connect(PrefixStore(f"mpi/{name}", self._store), index, size, self._timeout)
-        return gloo.connect(
-            PrefixStore(f"gloo/{name}", self._store), index, size, self._timeout, self._alarm, self._interface
-        )
+        store = PrefixStore(f"gloo/{name}", self._store)
+        return connect_gloo(store, index, size, self._timeout, self._alarm, self._interface)

@@ -21,8 +21,7 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.mpi_launch import load_mpi
 from gradwire.comms.errors import PeerError
-from gradwire.comms.transport.threads import Done
-from gradwire.comms.transport.torch_group import SlicesToSum, scale_in_place
+from gradwire.comms.transport.torch_group import Done, SlicesToSum, scale_in_place
 from gradwire.compressors.base import Work, even_bounds
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> "MpiGroup
 
 
 class MpiGroup:
-    """A `Group` (see compressors.base) over MPI; all its works are asynchronous.
+    """A `Transport` (see groups.py) over MPI; all its works are asynchronous.
 
     Args:
         mpi: mpi4py's module.
@@ -99,33 +98,33 @@ class MpiGroup:
         self._seconds = timeout.total_seconds()
 
     def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
-        """See `Group.all_reduce`: an exchange of slices, then a sum and an all-gather in `wait`."""
+        """See `Transport.all_reduce`: an exchange of slices, then a sum and an all-gather in `wait`."""
         flat = tensor.view(-1)
         bounds = even_bounds(flat.numel(), self.size)
         return _Then(self._scatter(flat, bounds, scale), lambda: self._gather(self._second, flat, bounds))
 
     def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Work:
-        """See `Group.reduce_scatter`."""
+        """See `Transport.reduce_scatter`."""
         return self._scatter(tensor, bounds, scale)
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
-        """See `Group.all_gather_slices`."""
+        """See `Transport.all_gather_slices`."""
         return self._gather(self._first, tensor, bounds)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Work:
-        """See `Group.all_to_all`."""
+        """See `Transport.all_to_all`."""
         sent, received = _bytes(source), _bytes(output)
         request = self._first.Ialltoall([sent, self._mpi.BYTE], [received, self._mpi.BYTE])
         return _Request(request, (sent, received), "all_to_all", self._seconds)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
-        """See `Group.all_gather`."""
+        """See `Transport.all_gather`."""
         sent, received = _bytes(source), _bytes(output)
         request = self._first.Iallgather([sent, self._mpi.BYTE], [received, self._mpi.BYTE])
         return _Request(request, (sent, received), "all_gather", self._seconds)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
-        """See `Group.broadcast`."""
+        """See `Transport.broadcast`."""
         data = _bytes(tensor)
         return _Request(self._first.Ibcast([data, self._mpi.BYTE], root=root), (data,), "broadcast", self._seconds)
 

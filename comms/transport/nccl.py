@@ -14,7 +14,7 @@ from gradwire.comms.transport.torch_group import TorchTransport
 
 
 class NcclTransport(TorchTransport):
-    """The collectives of `Group` on one NCCL communicator."""
+    """The collectives of `Transport` on one NCCL communicator."""
 
     def close(self) -> None:
         """Waits for what is on its way and ends torch's threads for it: left to the destructor, torch aborts and warns."""

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import Store
 from gradwire._native import SHM_MAX_RANKS, SharedMemoryGroup
 from gradwire.comms.errors import MismatchError, PeerError
 from gradwire.comms.transport.segment import open_group
-from gradwire.comms.transport.threads import Done
+from gradwire.comms.transport.torch_group import Done
 
 BLOCK_NBYTES = 512 << 10
 """Staging per rank and slot. Source: bench/studies/shm_peers.py on a 2-core EPYC VM: larger blocks leave the second-level

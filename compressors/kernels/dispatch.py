@@ -118,12 +118,26 @@ class Kernels(Protocol):
         """See reference.orthogonalize_many."""
 
 
-_chosen: dict[str, Kernels] = {}
+class _KernelsByDevice(dict[str, Kernels]):
+    """Device type -> kernels, chosen when the first tensor on such a device is seen."""
+
+    def __missing__(self, device_type: str) -> Kernels:
+        register_kernels(device_type, _choose(device_type))
+        return self[device_type]
+
+
+KERNELS_ON = _KernelsByDevice()
+"""`KERNELS_ON[tensor.device.type].onebit_encode(...)`: the kernels of a device. The first choice for a device is logged.
+
+Raises:
+    CudaKernelsError: It is a CUDA tensor and CuPy, the driver or the device do not fit; the message says what to install.
+        Whoever wants torch's slower compositions instead calls `register_kernels("cuda", reference)`.
+"""
 
 
 def register_kernels(device_type: str, kernels: Kernels) -> None:
     """Uses `kernels` for tensors on `device_type` ("cpu", "cuda", ...) from now on."""
-    _chosen[device_type] = kernels
+    KERNELS_ON[device_type] = kernels
     logger.info("gradwire: %s kernels: %s", device_type, getattr(kernels, "__name__", type(kernels).__name__))
 
 
@@ -142,16 +156,3 @@ def _choose(device_type: str) -> Kernels:
         require_cupy(torch.cuda.current_device())
         return cast(Kernels, cuda)
     return cast(Kernels, reference)
-
-
-def kernels_for(tensor: Tensor) -> Kernels:
-    """Returns the kernels for this tensor's device; the first choice for a device is logged.
-
-    Raises:
-        CudaKernelsError: It is a CUDA tensor and CuPy, the driver or the device do not fit; the message says what to
-            install. Whoever wants torch's slower compositions instead calls `register_kernels("cuda", reference)`.
-    """
-    device_type = tensor.device.type
-    if device_type not in _chosen:
-        register_kernels(device_type, _choose(device_type))
-    return _chosen[device_type]

@@ -1,13 +1,13 @@
 """The compiled kernels behind tensors: each function is the twin of the one in compressors/kernels/reference/codecs.py."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from gradwire import _native
-from gradwire.compressors.kernels.pieces import decode_each, encode_each
 from gradwire.compressors.kernels.reference.dgc import DgcRule, DgcRun, DgcState, step_each
 
 
@@ -43,6 +43,37 @@ def _check_rows(name: str, rows: Tensor, nbytes: int) -> None:
             f"`{name}` is {tuple(rows.shape)} {rows.dtype} on {rows.device}; "
             f"wanted rows of at least {nbytes} contiguous bytes on the CPU"
         )
+
+
+def _encode_each(
+    encode: Callable[[Tensor, Tensor | None, Tensor | None, Tensor], None],
+    wire_nbytes: Callable[[int], int],
+    gradient: Tensor,
+    residual: Tensor | None,
+    new_residual: Tensor | None,
+    payloads: Tensor,
+    width: int,
+) -> None:
+    """Encodes each run of `width` elements into its row of `payloads`, as far as its payload goes."""
+    runs = torch.split(gradient, width), _split(residual, width), _split(new_residual, width)
+    for row, piece, old, new in zip(payloads, *runs, strict=False):
+        encode(piece, old, new, row[: wire_nbytes(piece.numel())])
+
+
+def _decode_each(
+    decode: Callable[[Tensor, Tensor], None],
+    wire_nbytes: Callable[[int], int],
+    payloads: Tensor,
+    target: Tensor,
+    width: int,
+) -> None:
+    """The inverse of `_encode_each`."""
+    for row, piece in zip(payloads, torch.split(target, width), strict=False):
+        decode(row[: wire_nbytes(piece.numel())], piece)
+
+
+def _split(flat: Tensor | None, width: int) -> Iterable[Tensor | None]:
+    return repeat(None) if flat is None else torch.split(flat, width)
 
 
 def onebit_nbytes(numel: int) -> int:
@@ -98,7 +129,7 @@ def onebit_encode_pieces(
     gradient: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
 ) -> None:
     """See reference.onebit_encode_pieces."""
-    encode_each(onebit_encode, onebit_nbytes, gradient, residual, left, payloads, width)
+    _encode_each(onebit_encode, onebit_nbytes, gradient, residual, left, payloads, width)
 
 
 def onebit_decode_reduce(payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
@@ -112,7 +143,9 @@ def onebit_decode_reduce(payloads: Tensor, addend: Tensor | None, target: Tensor
 
 def onebit_decode_pieces(payloads: Tensor, target: Tensor, width: int) -> None:
     """See reference.onebit_decode_pieces."""
-    decode_each(lambda row, piece: onebit_decode_reduce(row[None], None, piece), onebit_nbytes, payloads, target, width)
+    _decode_each(
+        lambda row, piece: onebit_decode_reduce(row[None], None, piece), onebit_nbytes, payloads, target, width
+    )
 
 
 def onebit_serve(payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int) -> None:
@@ -164,7 +197,7 @@ def quantize_encode_pieces(
     key: int | None,
 ) -> None:
     """See reference.quantize_encode_pieces."""
-    encode_each(
+    _encode_each(
         partial(quantize_encode, bits, key=key),
         partial(quantize_nbytes, bits=bits),
         gradient,
@@ -192,7 +225,7 @@ def quantize_decode_reduce(bits: int, payloads: Tensor, addend: Tensor | None, t
 
 def quantize_decode_pieces(bits: int, payloads: Tensor, target: Tensor, width: int) -> None:
     """See reference.quantize_decode_pieces."""
-    decode_each(
+    _decode_each(
         lambda row, piece: quantize_decode_reduce(bits, row[None], None, piece),
         partial(quantize_nbytes, bits=bits),
         payloads,

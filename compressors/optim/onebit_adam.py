@@ -6,8 +6,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.compressors.base import Peers
 from gradwire.compressors.optim.onebit_optimizer import FlatGroup, OneBitOptimizer
+from gradwire.compressors.optim.peers import Peers
 
 
 class OneBitAdam(OneBitOptimizer):

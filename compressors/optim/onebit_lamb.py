@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.compressors.base import Peers
 from gradwire.compressors.optim.onebit_optimizer import FlatGroup, OneBitOptimizer
+from gradwire.compressors.optim.peers import Peers
 
 COEFFICIENT_DECAY = 0.9
 """Of the running mean of a layer's coefficient, which the second stage starts from."""

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwire.compressors.base import Peers
+from gradwire.compressors.base import Member
 from gradwire.compressors.element_scale import power_of_two_
-from gradwire.compressors.exchange import Parts, Residuals, two_stage
 from gradwire.compressors.onebit import OneBitCodec
-from gradwire.compressors.optim.peers import peers_of
+from gradwire.compressors.optim.peers import Peers, carry_out, peers_of
+from gradwire.compressors.two_stage import Parts, Residuals, two_stage
 
 Loss = TypeVar("Loss")
 SAVED = ("momentum", "variance", "slow", "worker", "server", "live")
@@ -159,13 +159,14 @@ class OneBitOptimizer(Optimizer):
             Residuals(flat.worker, torch.empty_like(flat.worker), flat.server, torch.empty_like(flat.server)),
         )
         codec = OneBitCodec()
-        for work in two_stage(local, total, self.group, codec, codec, residuals):
-            work.wait()
+        carry_out(
+            two_stage(local, total, Member(self.group.rank, self.group.size), codec, codec, residuals), self.group
+        )
         momentum = torch.zeros_like(flat.momentum)
         momentum[flat.live] = total.mul_(flat.units).div_(self.group.size)
-        assert residuals.worker_left is not None
-        assert residuals.server_left is not None
-        return momentum, (flat.variance, flat.slow, residuals.worker_left, residuals.server_left)
+        assert residuals.new_worker is not None
+        assert residuals.new_server is not None
+        return momentum, (flat.variance, flat.slow, residuals.new_worker, residuals.new_server)
 
     def _freeze(self) -> None:
         for flat in self.flats:

@@ -12,7 +12,7 @@ from gradwire.comms.bootstrap import failure
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
-from gradwire.comms.transport.threads import run_ranks
+from support.threads import run_ranks
 
 Result = TypeVar("Result")
 NODES = {"2x2": "aabb", "2x2 round-robin": "abab", "3+1": "aaab", "1x3": "aaa", "3x1": "abc", "1x1": "a"}
@@ -96,7 +96,7 @@ def test_the_report_counts_the_bytes_of_the_plan() -> None:
         return str(report), {row.level: row.wire_nbytes for row in report.rows if row.op == "all_reduce"}
 
     for text, sent in on_ranks("aabb", body, plan="hierarchical"):
-        assert "links as told or presumed (`probe=True` measures them): " in text
+        assert "links as given or assumed (`probe=True` measures them): " in text
         assert "2 nodes x 2 ranks" in text
         assert "hierarchical" in text
         assert sent == {"inter_node": 128_000}  # half the bucket is this rank's shard; a ring of two sends it once

@@ -12,8 +12,9 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
-from gradwire.comms.transport.threads import run_ranks
+from gradwire.comms.execute import Bucket, Launch
 from gradwire.compressors.base import Layout, Slice, StateDict
+from support.threads import run_ranks
 
 Result = TypeVar("Result")
 SHAPES = {"first.weight": (40, 96), "first.bias": (96,), "second.weight": (64, 64), "third.weight": (30, 50)}
@@ -66,15 +67,17 @@ class Rank:
             gradients["second.weight"][5] = float("inf")
         self.compression.begin_step()
         results = {}
+        waiting: list[Bucket] = []
         for names in buckets:
             layout = layout_of(names)
             flat = torch.cat([gradients[name] for name in names])
-            future = self.communicator.all_reduce(
-                flat, scale=1 / self.communicator.size, layout=layout, flush=self.compression.flushing
+            bucket = Bucket.of(flat, layout)
+            self.communicator.start(
+                Launch(flat, layout, (bucket,)), scale=1 / self.communicator.size, flush=self.compression.flushing
             )
-            self.compression.add(future, layout)
+            waiting.append(bucket)
             results[tuple(names)] = flat
-        self.compression.end_step()
+        self.compression.end_step(waiting, [layout_of(names) for names in buckets])
         parts = {
             piece.name: flat[piece.start : piece.stop]
             for names, flat in results.items()

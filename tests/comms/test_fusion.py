@@ -12,30 +12,37 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
+from gradwire.comms.execute import Bucket, FutureTensor, Launch, finish, unwrap
 from gradwire.comms.fusion import Fusion, FusionPlan
-from gradwire.comms.futures import FutureTensor
-from gradwire.comms.transport.threads import run_ranks
 from gradwire.compressors.base import Layout, Slice
+from support.threads import run_ranks
 
 
 class Wire:
-    """Keeps what is launched until it is delivered: doubles every element, or fails."""
+    """Fusion, and what it launches, kept until it is delivered: doubles every element, or fails."""
 
-    def __init__(self) -> None:
-        self.flying: list[tuple[Tensor, Layout | None, FutureTensor]] = []
+    def __init__(self, plan: FusionPlan) -> None:
+        self.fusion = Fusion(plan)
+        self.flying: list[Launch] = []
 
-    def launch(self, flat: Tensor, layout: Layout | None) -> FutureTensor:
-        future: FutureTensor = torch.futures.Future()
-        self.flying.append((flat, layout, future))
-        return future
+    def add(self, flat: Tensor, layout: Layout | None = None) -> FutureTensor:
+        bucket = Bucket.of(flat, layout)
+        self.flying += self.fusion.add(bucket)
+        return bucket.future.then(unwrap)
+
+    def end_step(self) -> None:
+        self.flying += self.fusion.end_step()
 
     def deliver(self, error: Exception | None = None) -> None:
-        for flat, _, future in self.flying:
-            if error:
-                future.set_exception(error)  # type: ignore[arg-type]
-            else:
-                future.set_result(flat.mul_(2))
+        for launch in self.flying:
+            if error is None:
+                launch.flat.mul_(2)
+            finish(launch, error)
         self.flying.clear()
+
+
+def flying(wire: Wire) -> list[Tensor]:
+    return [launch.flat for launch in wire.flying]
 
 
 def buckets(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -60,12 +67,12 @@ def plans(draw: st.DrawFn) -> tuple[list[int], FusionPlan]:
 @given(plans())
 def test_every_bucket_is_reduced_exactly_once(case: tuple[list[int], FusionPlan]) -> None:
     sizes, plan = case
-    wire, flats = Wire(), buckets(sizes)
+    flats = buckets(sizes)
     expected = [2 * flat for flat in flats]
-    fusion = Fusion(wire.launch, plan)
-    futures = [fusion.add(flat) for flat in flats]
-    fusion.end_step()
-    assert sum(flat.numel() for flat, _, _ in wire.flying) == sum(sizes)
+    wire = Wire(plan)
+    futures = [wire.add(flat) for flat in flats]
+    wire.end_step()
+    assert sum(flat.numel() for flat in flying(wire)) == sum(sizes)
     wire.deliver()
     for flat, future, wanted in zip(flats, futures, expected, strict=True):
         assert future.done()
@@ -74,75 +81,70 @@ def test_every_bucket_is_reduced_exactly_once(case: tuple[list[int], FusionPlan]
 
 
 def test_cuts_decide_what_is_launched_when() -> None:
-    wire, flats = Wire(), buckets([4, 4, 4, 4, 4])
-    fusion = Fusion(wire.launch, FusionPlan((1, 3), (16,) * 5))
+    flats = buckets([4, 4, 4, 4, 4])
+    wire = Wire(FusionPlan((1, 3), (16,) * 5))
     launched = []
     for flat in flats:
-        fusion.add(flat)
+        wire.add(flat)
         launched.append(len(wire.flying))
     assert launched == [1, 1, 2, 2, 2]
-    fusion.end_step()
-    assert [flat.numel() for flat, _, _ in wire.flying] == [4, 8, 8]
+    wire.end_step()
+    assert [flat.numel() for flat in flying(wire)] == [4, 8, 8]
 
 
 def test_other_buckets_than_planned_fall_back_to_the_threshold() -> None:
     # DDP's first step has one bucket, and the buckets are rebuilt after it.
-    wire = Wire()
-    fusion = Fusion(wire.launch, FusionPlan((2,), (16, 16), threshold_nbytes=24))
+    wire = Wire(FusionPlan((2,), (16, 16), threshold_nbytes=24))
     for flat in buckets([4, 3, 1, 1]):
-        fusion.add(flat)
-    assert [flat.numel() for flat, _, _ in wire.flying] == [7]
+        wire.add(flat)
+    assert [flat.numel() for flat in flying(wire)] == [7]
 
 
 def test_a_new_plan_waits_for_the_end_of_the_step() -> None:
-    wire = Wire()
-    fusion = Fusion(wire.launch, FusionPlan(threshold_nbytes=1000))
-    fusion.add(torch.ones(4))
-    fusion.change(FusionPlan())
-    fusion.add(torch.ones(4))
+    wire = Wire(FusionPlan(threshold_nbytes=1000))
+    wire.add(torch.ones(4))
+    wire.fusion.change(FusionPlan())
+    wire.add(torch.ones(4))
     assert not wire.flying
-    fusion.end_step()
+    wire.end_step()
     assert len(wire.flying) == 1
-    fusion.add(torch.ones(4))
+    wire.add(torch.ones(4))
     assert len(wire.flying) == 2
 
 
 def test_buffers_in_flight_are_not_used_again_and_later_ones_are() -> None:
-    wire = Wire()
-    fusion = Fusion(wire.launch, FusionPlan(threshold_nbytes=32))
+    wire = Wire(FusionPlan(threshold_nbytes=32))
     for _ in range(2):
-        fusion.add(torch.ones(4))
-        fusion.add(torch.ones(4))
-    first, second = (flat.data_ptr() for flat, _, _ in wire.flying)
+        wire.add(torch.ones(4))
+        wire.add(torch.ones(4))
+    first, second = (flat.data_ptr() for flat in flying(wire))
     assert first != second
     wire.deliver()
     for _ in range(10):
-        fusion.add(torch.ones(4))
-        fusion.add(torch.ones(4))
+        wire.add(torch.ones(4))
+        wire.add(torch.ones(4))
         wire.deliver()
-    assert fusion._pool.allocated == 2
+    assert wire.fusion._pool.allocated == 2
 
 
 def test_dtypes_do_not_mix_and_layouts_are_joined() -> None:
-    wire = Wire()
-    fusion = Fusion(wire.launch, FusionPlan(threshold_nbytes=1 << 20))
+    wire = Wire(FusionPlan(threshold_nbytes=1 << 20))
     one, two = (Layout((Slice(name, (4,), 0, 0, 4),)) for name in "ab")
-    fusion.add(torch.ones(4), one)
-    fusion.add(torch.ones(4), two)
-    fusion.add(torch.ones(4, dtype=torch.bfloat16), one)
-    fusion.end_step()
-    assert [flat.dtype for flat, _, _ in wire.flying] == [torch.float32, torch.bfloat16]
-    layout = wire.flying[0][1]
+    wire.add(torch.ones(4), one)
+    wire.add(torch.ones(4), two)
+    wire.add(torch.ones(4, dtype=torch.bfloat16), one)
+    wire.end_step()
+    assert [flat.dtype for flat in flying(wire)] == [torch.float32, torch.bfloat16]
+    layout = wire.flying[0].layout
     assert layout is not None
     assert [(piece.name, piece.start) for piece in layout.slices] == [("a", 0), ("b", 4)]
 
 
 @pytest.mark.parametrize("threshold", [0, 1000])
 def test_a_failure_reaches_every_bucket_with_its_message(threshold: int) -> None:
-    wire = Wire()
-    fusion = Fusion(wire.launch, FusionPlan(threshold_nbytes=threshold, piece_nbytes=8))
-    futures = [fusion.add(torch.ones(4)) for _ in range(3)]
-    fusion.end_step()
+    wire = Wire(FusionPlan(threshold_nbytes=threshold, piece_nbytes=8))
+    futures = [wire.add(torch.ones(4)) for _ in range(3)]
+    wire.end_step()
     wire.deliver(RuntimeError("rank 3 is gone"))
     for future in futures:
         with pytest.raises(RuntimeError, match="rank 3 is gone"):
@@ -182,17 +184,19 @@ def test_no_plan_changes_a_bit(nodes: str) -> None:
         config = Config(hostname=nodes[rank], fusion_mb=25, timeout=timedelta(seconds=30))
         communicator = Communicator(store, rank, len(nodes), torch.device("cpu"), config, name="fusion")
         communicator.routes.settle(25 << 20)
-        fusion = Fusion(lambda flat, layout: communicator.all_reduce(flat, scale=0.25), PLANS[0])
+        fusion = Fusion(PLANS[0])
         results = []
         try:
             for plan in (*PLANS[1:], PLANS[0]):
                 generator = torch.Generator().manual_seed(rank)
                 flats = [torch.randn(numel, generator=generator) for numel in (5000, 1, 0, 3001, 1500)]
-                futures = [fusion.add(flat) for flat in flats]
+                waiting = [Bucket.of(flat) for flat in flats]
+                launches = [launch for bucket in waiting for launch in fusion.add(bucket)]
                 fusion.change(plan)
-                fusion.end_step()
-                for future in futures:
-                    future.wait()
+                for launch in launches + fusion.end_step():
+                    communicator.start(launch, scale=0.25)
+                for bucket in waiting:
+                    bucket.future.then(unwrap).wait()
                 results.append(torch.cat(flats))
         finally:
             communicator.close()

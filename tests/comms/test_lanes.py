@@ -23,7 +23,8 @@ class Recorder:
     """Runs jobs and keeps who came through which lane when."""
 
     def __init__(self) -> None:
-        self.lanes = Lanes("test")
+        self.lanes = Lanes()
+        self.current = threading.local()
         self.seen: dict[Lane, list[int]] = {}
         self.errors: list[BaseException] = []
         self.done = threading.Semaphore(0)
@@ -34,18 +35,38 @@ class Recorder:
             for target in [*((1, step) for step in range(1, rounds + 1)), (2, 0)]:
                 self.visit(number, lane, fails_in)
                 lane = target
-                yield Hop(lane, Sleep(0.002 * (number * 7 % 3)))
+                yield Hop(lane, [Sleep(0.002 * (number * 7 % 3))])
             self.visit(number, lane, fails_in)
             self.done.release()
 
-        def failed(error: BaseException) -> None:
-            self.errors.append(error)
-            self.done.release()
+        return Job(steps(), ((0, 0), (2, 0)))
 
-        return Job(steps(), failed, ((0, 0), (2, 0)))
+    def submit(self, job: Job) -> None:
+        self.open(self.lanes.submit(job))
+
+    def open(self, lanes: list[Lane]) -> None:
+        for lane in lanes:
+            threading.Thread(target=self.serve, args=(lane,), daemon=True).start()
+
+    def serve(self, lane: Lane) -> None:
+        """What the executor does in each of its threads."""
+        self.current.lane = lane
+        while (job := self.lanes.take(lane)) is not None:
+            try:
+                for work in job.works:
+                    work.wait()
+                hop = next(job.steps, None)
+            except RuntimeError as error:
+                self.errors.append(error)
+                self.done.release()
+                hop = None
+            if hop is None:
+                self.lanes.end(job)
+            else:
+                self.open(self.lanes.move(job, hop))
 
     def visit(self, number: int, lane: Lane, fails_in: Lane | None) -> None:
-        assert self.lanes.current == lane
+        assert self.current.lane == lane
         if lane == fails_in:
             raise RuntimeError(f"job {number} broke")
         self.seen.setdefault(lane, []).append(number)
@@ -59,7 +80,7 @@ class Recorder:
 def test_a_job_with_fewer_rounds_does_not_overtake() -> None:
     recorder = Recorder()
     for number in range(40):
-        recorder.lanes.submit(recorder.job(number, rounds=number * 5 % 4))
+        recorder.submit(recorder.job(number, rounds=number * 5 % 4))
     recorder.wait(40)
     assert recorder.seen[0, 0] == recorder.seen[2, 0] == list(range(40))
     assert all(numbers == sorted(numbers) for numbers in recorder.seen.values())
@@ -69,7 +90,7 @@ def test_a_job_with_fewer_rounds_does_not_overtake() -> None:
 def test_those_behind_a_job_that_fails_still_arrive(lane: Lane) -> None:
     recorder = Recorder()
     for number in range(10):
-        recorder.lanes.submit(recorder.job(number, rounds=2, fails_in=lane if number == 4 else None))
+        recorder.submit(recorder.job(number, rounds=2, fails_in=lane if number == 4 else None))
     recorder.wait(10)
     assert [str(error) for error in recorder.errors] == ["job 4 broke"]
     assert recorder.seen[2, 0] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
@@ -79,4 +100,4 @@ def test_a_closed_executor_takes_no_more_jobs() -> None:
     recorder = Recorder()
     recorder.lanes.close()
     with pytest.raises(RuntimeError, match="gradwire is closed"):
-        recorder.lanes.submit(recorder.job(0, 1))
+        recorder.submit(recorder.job(0, 1))

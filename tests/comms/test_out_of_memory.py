@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.comms import compressed
+from gradwire.comms import execute
 from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.bootstrap.store import PollingStore
-from gradwire.comms.compressed import run_compressed
-from gradwire.comms.execute import Chunk, Executor
+from gradwire.comms.execute import Bucket, Executor, Launch, Run
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.lanes import Hop
-from gradwire.comms.plan.plan import ALL_REDUCE, REDUCE_SCATTER, Phase, Plan
-from gradwire.comms.plan.schedule import Transfer
-from gradwire.comms.report import Ledger
+from gradwire.comms.plan.plan import ALL_REDUCE, REDUCE_SCATTER, Phase, Plan, Transfer
+from gradwire.comms.plan.routes import Chunk, PhasePart, Route
 from gradwire.comms.transport.echo import EchoGroup
 from gradwire.comms.transport.groups import Groups
 from gradwire.compressors.base import Compressor, Layout, Slice
 from gradwire.compressors.registry import Option
 from gradwire.compressors.routed import make_routed
+from gradwire.topology.cluster import Link, two_level_cluster
 
 Memory = Callable[[int], AbstractContextManager[object]]
 SIZE = 3
@@ -42,10 +42,6 @@ COMPRESSORS: dict[str, dict[str, Option]] = {
 }
 
 
-def nowhere(flat: Tensor, layout: Layout | None) -> torch.futures.Future[Tensor]:
-    raise AssertionError("launched without a buffer")
-
-
 def no_memory(*sizes: object, **options: object) -> Tensor:
     raise torch.OutOfMemoryError("no memory left")
 
@@ -55,15 +51,34 @@ def randn(numel: int) -> Tensor:
 
 
 def test_joined_buckets_survive(monkeypatch: pytest.MonkeyPatch) -> None:
-    fusion = Fusion(nowhere, FusionPlan(threshold_nbytes=1 << 30))
+    fusion = Fusion(FusionPlan(threshold_nbytes=1 << 30))
     flats = [torch.randn(numel) for numel in (100, 7, 33)]
     before = [flat.clone() for flat in flats]
     for flat in flats:
-        fusion.add(flat)
+        assert not fusion.add(Bucket.of(flat))
     monkeypatch.setattr(torch, "empty", no_memory)
     with pytest.raises(torch.OutOfMemoryError):
         fusion.end_step()
     assert all(torch.equal(flat, copy) for flat, copy in zip(flats, before, strict=True))
+
+
+CLUSTER = two_level_cluster([0], Link(4e-6, 5e9), Link(30e-6, 25e6))
+
+
+def an_executor(groups: Groups, compressor: Compressor | None = None) -> Executor:
+    board = FailureBoard(HashStore(), 0, 1)
+    return Executor("test", groups, 0, CLUSTER, compressor, board)
+
+
+def run_of(
+    flat: Tensor, phase: Phase, transfer: Transfer, layouts: tuple[Layout, ...], flush: bool
+) -> tuple[Run, Chunk]:
+    """One chunk with one phase, in which this rank takes part with one transfer."""
+    part = PhasePart(phase, ((transfer,),), layouts, True, 1, flat.numel(), 0.0)
+    chunk = Chunk(0, flat.numel(), (part,))
+    plan = Plan("flat", (phase,), 1, flat.nbytes, 0.0, {}, "")
+    launch = Launch(flat, None, (Bucket.of(flat),))
+    return Run(launch, Route(plan, (chunk,), ((0, 0), (1, 0))), 1 / SIZE, flush, 1), chunk
 
 
 @pytest.fixture
@@ -73,7 +88,7 @@ def executor() -> Iterator[Executor]:
     groups = Groups(
         PollingStore(HashStore(), second), 0, torch.device("cpu"), lambda members: False, "gloo", second, lambda: None
     )
-    yield Executor(groups, 0, lambda phase: True, None, Ledger(("inter_node",)))
+    yield an_executor(groups)
     groups.close()
 
 
@@ -83,14 +98,17 @@ def test_a_bucket_is_divided_once_it_has_its_buffers(
     executor: Executor, op: str, dtype: torch.dtype, full_memory: Memory
 ) -> None:
     numel, gradient = 100, randn(100).to(dtype)
-    plan = Plan("flat", (Phase(op, 0),), 1, 400, 0.0, {}, "")
     transfer = Transfer(op, 0, (0,), 0, numel, () if op == ALL_REDUCE else (0, numel))
 
     def walk(flat: Tensor) -> Iterator[Hop]:
-        return executor.walk(Chunk(flat, 0, numel, [[transfer]], 1 / 3), plan)
+        return executor.walk(*run_of(flat, Phase(op, 0, asynchronous=True), transfer, (), False))
+
+    def wait(hop: Hop) -> None:
+        for work in hop.works:
+            work.wait()
 
     for hop in walk(gradient.clone()):  # connects
-        hop.work.wait()
+        wait(hop)
     flat, allowed, rounds = gradient.clone(), 0, None
     while rounds is None:
         try:
@@ -101,13 +119,24 @@ def test_a_bucket_is_divided_once_it_has_its_buffers(
             rounds, allowed = None, allowed + 1
     assert allowed > 0 or op == ALL_REDUCE
     for last in (hop, *rounds):
-        last.work.wait()
+        wait(last)
     assert torch.equal(flat, gradient * (1 / 3))
 
 
+class Echoes(dict[object, EchoGroup]):
+    """In place of the groups: everybody else says the same as this rank."""
+
+    def __missing__(self, key: object) -> EchoGroup:
+        return EchoGroup(SIZE)
+
+
 def average(compressor: Compressor, flat: Tensor, flush: bool) -> None:
-    for work in run_compressed(compressor, [flat], [LAYOUT], [EchoGroup(SIZE)], flush, 1 / SIZE):
-        work.wait()
+    phase = Phase(ALL_REDUCE, 0, compressor=compressor.name)
+    transfer = Transfer(ALL_REDUCE, 0, tuple(range(SIZE)), 0, flat.numel(), ())
+    executor = an_executor(Echoes(), compressor)  # type: ignore[arg-type]
+    for hop in executor.walk(*run_of(flat, phase, transfer, (LAYOUT,), flush)):
+        for work in hop.works:
+            work.wait()
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -131,7 +160,7 @@ def test_a_compressed_bucket_survives_to_the_end(
 
     wanted = gradient.clone()
     assert run(wanted, nullcontext())
-    monkeypatch.setattr(compressed, "ALWAYS_GIVES", ())
+    monkeypatch.setattr(execute, "OVERCOMMITTING", ())
     flat, allowed = gradient.clone(), 0
     while not run(flat, full_memory(allowed)):
         assert torch.equal(flat, gradient), f"changed before allocation {allowed + 1}"

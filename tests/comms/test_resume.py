@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.comms.futures import FutureTensor
+from gradwire.comms.execute import Bucket, FutureTensor, finish, unwrap
 from gradwire.comms.resume import Resume, from_rows, to_rows
 from gradwire.compressors.base import Layout, Slice
 
@@ -109,48 +109,46 @@ def test_a_step_with_other_elements_is_not_forced_into_them(present: list[Layout
     assert from_rows(to_rows([layout(("a", 0, 10), ("b", 0, 10))]), present) is None
 
 
+def a_bucket(flat: Tensor, layout: Layout) -> tuple[Bucket, FutureTensor]:
+    bucket = Bucket.of(flat, layout)
+    return bucket, bucket.future.then(unwrap)
+
+
 def test_gradients_travel_in_the_saved_transfers_and_come_back_to_their_buckets() -> None:
-    seen = []
-
-    def launch(flat: Tensor, layout: Layout | None) -> FutureTensor:
-        seen.append((flat.clone(), layout))
-        done: FutureTensor = torch.futures.Future()
-        done.set_result(flat.neg_())
-        return done
-
     transfers = [layout(("b", 0, 10), ("a", 0, 4)), layout(("a", 4, 6))]
-    resume = Resume(launch, to_rows(transfers))
+    resume = Resume(to_rows(transfers))
     a, b = torch.arange(10.0), torch.arange(100.0, 110.0)
-    futures = [resume.add(a, layout(("a", 0, 10))), resume.add(b, layout(("b", 0, 10)))]
-    assert not seen
-    resume.end_step()
-    assert [each for _, each in seen] == transfers
-    assert torch.equal(seen[0][0], torch.cat([torch.arange(100.0, 110.0), torch.arange(4.0)]))
+    waiting = [a_bucket(a, layout(("a", 0, 10))), a_bucket(b, layout(("b", 0, 10)))]
+    for bucket, _ in waiting:
+        resume.add(bucket)
+    launches = resume.end_step()
+    assert [launch.layout for launch in launches] == transfers
+    assert torch.equal(launches[0].flat, torch.cat([torch.arange(100.0, 110.0), torch.arange(4.0)]))
+    for launch in launches:
+        assert not any(future.done() for _, future in waiting)
+        launch.flat.neg_()
+        finish(launch, None)
+    futures = [future for _, future in waiting]
     assert torch.equal(futures[0].wait(), -torch.arange(10.0)) and futures[0].value() is a
     assert torch.equal(futures[1].wait(), -torch.arange(100.0, 110.0)) and futures[1].value() is b
 
 
 def test_a_step_with_other_parameters_travels_as_it_comes_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    def launch(flat: Tensor, layout: Layout | None) -> FutureTensor:
-        done: FutureTensor = torch.futures.Future()
-        done.set_result(flat.neg_())
-        return done
-
-    resume = Resume(launch, to_rows([layout(("a", 0, 10), ("b", 0, 10))]))
-    future = resume.add(torch.arange(10.0), layout(("a", 0, 10)))
-    resume.end_step()
+    resume = Resume(to_rows([layout(("a", 0, 10), ("b", 0, 10))]))
+    bucket, future = a_bucket(torch.arange(10.0), layout(("a", 0, 10)))
+    resume.add(bucket)
+    for launch in resume.end_step():
+        launch.flat.neg_()
+        finish(launch, None)
     assert torch.equal(future.wait(), -torch.arange(10.0))
     assert "not bit for bit" in caplog.text
 
 
 def test_an_error_reaches_every_bucket() -> None:
-    def launch(flat: Tensor, layout: Layout | None) -> FutureTensor:
-        done: FutureTensor = torch.futures.Future()
-        done.set_exception(RuntimeError("rank 3 is missing"))  # type: ignore[arg-type]  # torch annotates it as the result
-        return done
-
-    resume = Resume(launch, to_rows([layout(("a", 0, 10))]))
-    future = resume.add(torch.zeros(10), layout(("a", 0, 10)))
-    resume.end_step()
+    resume = Resume(to_rows([layout(("a", 0, 10))]))
+    bucket, future = a_bucket(torch.zeros(10), layout(("a", 0, 10)))
+    resume.add(bucket)
+    for launch in resume.end_step():
+        finish(launch, RuntimeError("rank 3 is missing"))
     with pytest.raises(RuntimeError, match="rank 3 is missing"):
         future.wait()

@@ -1,16 +1,34 @@
 """The order in which the chunks of a bucket are issued on CUDA: the same on all ranks, phases side by side."""
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from gradwire.comms.futures import FutureTensor, after_all
+from gradwire.comms.execute import Bucket, Launch, issue_at_once
 from gradwire.comms.lanes import Hop
-from gradwire.comms.streams import STREAMS, SideStreams, take_turns
-from gradwire.comms.transport.torch_group import Works
+from gradwire.comms.streams import STREAMS, SideStreams
+
+
+class NoStreams:
+    """In place of the side streams: everything is issued as it comes."""
+
+    def begin(self, *tensors: torch.Tensor) -> None: ...
+
+    def of(self, number: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def last(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def rejoin(self) -> None: ...
+
+
+def a_launch() -> Launch:
+    flat = torch.zeros(4)
+    return Launch(flat, None, (Bucket.of(flat),))
 
 
 def issue(walks: int, phases: int) -> list[tuple[int, int]]:
@@ -19,9 +37,11 @@ def issue(walks: int, phases: int) -> list[tuple[int, int]]:
     def walk(number: int) -> Iterator[Hop]:
         for phase in range(phases):
             issued.append((number, phase))
-            yield Hop((phase, 0), Works([]))
+            yield Hop((phase, 0), [])
 
-    take_turns([walk(number) for number in range(walks)], lambda number, walk: next(walk, None) is not None)
+    launch = a_launch()
+    issue_at_once(NoStreams(), launch, [walk(number) for number in range(walks)])  # type: ignore[arg-type]
+    assert launch.buckets[0].future.done()
     return issued
 
 
@@ -38,37 +58,53 @@ def test_every_phase_of_every_chunk_is_issued_once_and_in_order(walks: int, phas
         assert [phase for each, phase in issued if each == number] == list(range(phases))
 
 
-def test_after_an_error_the_current_stream_waits_for_what_was_issued(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[SideStreams, list[tuple[str, object]], list[Mock]]]:
     """Streams that only write down who waits for whom."""
-    computing, waits, sides = Mock(), [], []
 
-    def stream(_: torch.device) -> Mock:
-        side = Mock()
-        side.wait_stream = lambda other: waits.append(("side", other))
-        sides.append(side)
-        return side
+    def make() -> tuple[SideStreams, list[tuple[str, object]], list[Mock]]:
+        computing = Mock(name="computing")
+        waits: list[tuple[str, object]] = []
+        sides: list[Mock] = []
+
+        def stream(_: torch.device) -> Mock:
+            side = Mock()
+            side.wait_stream = lambda other: waits.append(("side", other))
+            sides.append(side)
+            return side
+
+        computing.wait_stream = lambda other: waits.append(("computing", other))
+        monkeypatch.setattr(torch.cuda, "Stream", stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: computing)
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+        return SideStreams(torch.device("cuda", 0)), waits, [computing, *sides]
+
+    return make
+
+
+def test_after_an_error_the_current_stream_waits_for_what_was_issued(
+    recorded: Callable[[], tuple[SideStreams, list[tuple[str, object]], list[Mock]]],
+) -> None:
+    streams, waits, (computing, *sides) = recorded()
 
     def walk() -> Iterator[Hop]:
         waits.append(("issue", None))
         raise torch.OutOfMemoryError("no memory left")
         yield
 
-    computing.wait_stream = lambda other: waits.append(("computing", other))
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: computing)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    launch = Launch(Mock(), None, ())
     with pytest.raises(torch.OutOfMemoryError):
-        SideStreams(torch.device("cuda", 0)).run(Mock(), [walk()])
+        issue_at_once(streams, launch, [walk()])
     assert waits == [*[("side", computing)] * STREAMS, ("issue", None), *(("computing", side) for side in sides)]
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
-def test_after_all_calls_once_and_last(order: tuple[int, ...]) -> None:
-    futures: list[FutureTensor] = [torch.futures.Future() for _ in order]
-    done_at: list[int] = []
-    finished = 0
-    after_all(futures, lambda: done_at.append(finished))
-    for number in order:
-        finished += 1
-        futures[number].set_result(torch.zeros(1))
-    assert done_at == [len(order)]
+def test_futures_are_completed_behind_everything_that_was_issued(
+    recorded: Callable[[], tuple[SideStreams, list[tuple[str, object]], list[Mock]]],
+) -> None:
+    streams, waits, (computing, *sides) = recorded()
+    launch = a_launch()
+    launch = Launch(Mock(), None, launch.buckets)
+    launch.buckets[0].flat = Mock()
+    issue_at_once(streams, launch, [iter(())])
+    assert launch.buckets[0].future.done()
+    assert waits == [*[("side", computing)] * STREAMS, *(("side", side) for side in sides[1:])]

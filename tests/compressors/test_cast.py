@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from gradwire.comms.transport.threads import ThreadGroup, run_ranks
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.cast import Cast
+from gradwire.compressors.optim.peers import carry_out
+from support.threads import ThreadGroup, run_ranks
 
 LAYOUT = Layout((Slice("w", (1000,), 0, 0, 1000),))
 
@@ -15,8 +16,7 @@ def reduced(plain: bool, inputs: list[Tensor]) -> list[Tensor]:
 
     def body(rank: int) -> Tensor:
         shard, ours = inputs[rank].clone(), Cast("bf16", plain=plain)
-        for work in ours.all_reduce(shard, LAYOUT, groups[rank]):
-            work.wait()
+        carry_out(ours.all_reduce(shard, LAYOUT, groups[rank].member), groups[rank])
         return shard
 
     return run_ranks(len(inputs), body)
@@ -40,8 +40,7 @@ def test_overflow_reaches_everybody() -> None:
 
     def body(rank: int) -> Tensor:
         shard = torch.full((1000,), 1e6 if rank else 1.0)
-        for work in Cast("fp16").all_reduce(shard, LAYOUT, groups[rank]):
-            work.wait()
+        carry_out(Cast("fp16").all_reduce(shard, LAYOUT, groups[rank].member), groups[rank])
         return shard
 
     assert all(output.isinf().all() for output in run_ranks(2, body))

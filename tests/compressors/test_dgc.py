@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.comms.transport.threads import ThreadGroup, run_ranks
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.dgc import DGC
+from gradwire.compressors.optim.peers import carry_out
+from support.threads import ThreadGroup, run_ranks
 
 SIZE, NUMEL = 3, 400
 LAYOUT = Layout((Slice("w", (300,), 0, 0, 300), Slice("x", (100,), 0, 300, 100)))
@@ -51,8 +52,7 @@ def test_it_is_the_papers_algorithm(nesterov: bool, clip: float) -> None:
         outputs = []
         for step in range(steps):
             shard = gradient(rank, step)
-            for work in ours.all_reduce(shard, LAYOUT, groups[rank]):
-                work.wait()
+            carry_out(ours.all_reduce(shard, LAYOUT, groups[rank].member), groups[rank])
             ours.end_step(True)
             outputs.append(shard)
         return outputs
@@ -96,8 +96,7 @@ def test_a_nan_is_always_among_the_largest() -> None:
         shard = gradient(rank, 0)
         if rank:
             shard[11] = float("nan")
-        for work in DGC(warmup_steps=0).all_reduce(shard, LAYOUT, groups[rank]):
-            work.wait()
+        carry_out(DGC(warmup_steps=0).all_reduce(shard, LAYOUT, groups[rank].member), groups[rank])
         return shard
 
     for shard in run_ranks(2, body):

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.comms.transport.threads import ThreadGroup, run_ranks
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.element_scale import FLOOR, ElementScale
 from gradwire.compressors.onebit import OneBit
+from gradwire.compressors.optim.peers import carry_out
+from support.threads import ThreadGroup, run_ranks
 
 CPU = torch.device("cpu")
 NUMEL, WARMUP = 4000, 20
@@ -109,8 +110,7 @@ def first_compressed(warmup_steps: int) -> Tensor:
         compressor = OneBit(momentum=0.0, warmup_steps=warmup_steps)
         for step in range(warmup_steps + 1):
             shard = torch.randn(NUMEL, generator=torch.Generator().manual_seed(2 * step + rank)) * SIZES
-            for work in compressor.all_reduce(shard, layout, groups[rank]):
-                work.wait()
+            carry_out(compressor.all_reduce(shard, layout, groups[rank].member), groups[rank])
             compressor.end_step(True)
         return shard
 

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import chain
 
 import pytest
 import torch
 from torch import Tensor
 
 from gradwire.comms.transport.echo import EchoGroup
-from gradwire.compressors.base import Compressor, Layout, Work
+from gradwire.compressors.base import Compressor, Layout, Request
+from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.registry import Option, make
 
 SIZE = 3
@@ -24,15 +26,15 @@ COMPRESSORS: dict[str, Mapping[str, Option]] = {
 
 def first_round(
     compressor: Compressor, shard: Tensor, layout: Layout, memory: AbstractContextManager[object]
-) -> Iterator[Work] | None:
+) -> Iterator[Request] | None:
     """What is left to do after the first collective; None where memory was short before it."""
-    rounds = iter(compressor.all_reduce(shard, layout, EchoGroup(SIZE)))
+    rounds = compressor.all_reduce(shard, layout, EchoGroup(SIZE).member)
     try:
         with memory:
-            next(rounds)
+            first = next(rounds)
     except torch.OutOfMemoryError:
         return None
-    return rounds
+    return chain((first,), rounds)
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -44,8 +46,7 @@ def test_the_gradient_survives(
     gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
     for each in (compressor, twin):  # a first step, so that there are residuals
         each.bind_model(numels)
-        for work in each.all_reduce(gradient.clone(), layout, EchoGroup(SIZE)):
-            work.wait()
+        carry_out(each.all_reduce(gradient.clone(), layout, EchoGroup(SIZE).member), EchoGroup(SIZE))
         each.end_step(True)
     shard, allowed = gradient.clone(), 0
     while (rounds := first_round(compressor, shard, layout, full_memory(allowed))) is None:
@@ -54,6 +55,6 @@ def test_the_gradient_survives(
         allowed += 1
     assert allowed > 0 or name == "none"
     wanted = gradient.clone()
-    for work in (*rounds, *twin.all_reduce(wanted, layout, EchoGroup(SIZE))):
-        work.wait()
+    carry_out(rounds, EchoGroup(SIZE))
+    carry_out(twin.all_reduce(wanted, layout, EchoGroup(SIZE).member), EchoGroup(SIZE))
     assert torch.equal(shard, wanted), "the failures have left traces in the state"

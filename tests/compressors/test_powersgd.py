@@ -8,18 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradwire.comms.transport.threads import ThreadGroup, run_ranks
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.matrices import as_matrix, cut_between
+from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.powersgd import PowerSGD
+from support.threads import ThreadGroup, run_ranks
 
 SHAPE = (60, 80)
 LAYOUT = Layout((Slice("w", SHAPE, 0, 0, 4800),))
 
 
 def reduce(compressor: PowerSGD, shard: Tensor, group: ThreadGroup, layout: Layout = LAYOUT) -> Tensor:
-    for work in compressor.all_reduce(shard, layout, group):
-        work.wait()
+    carry_out(compressor.all_reduce(shard, layout, group.member), group)
     compressor.end_step(bool(shard.isfinite().all()))
     return shard
 

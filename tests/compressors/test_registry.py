@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.comms.transport.threads import ThreadGroup, run_ranks
 from gradwire.compressors import registry
 from gradwire.compressors.base import Codec, Compressor, Layout
+from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.registry import make, names, options_of, register, register_codec
+from support.threads import ThreadGroup, run_ranks
 
 
 class TernaryCodec:
@@ -42,8 +43,7 @@ def test_a_users_codec_obeys_the_laws(layout: Layout) -> None:
             shard = torch.randn(layout.numel, generator=torch.Generator().manual_seed(10 * step + rank))
             sent += shard
             before = groups[rank].sent_nbytes
-            for work in ours.all_reduce(shard, layout, groups[rank]):
-                work.wait()
+            carry_out(ours.all_reduce(shard, layout, groups[rank].member), groups[rank])
             assert groups[rank].sent_nbytes - before == ours.wire_nbytes(layout, size)
             ours.end_step(True)
             outputs.append(shard)
@@ -142,4 +142,4 @@ def test_gradients_that_are_no_real_floats_are_refused(dtype: torch.dtype, layou
     group = ThreadGroup.create(1)[0]
     for name in names():
         with pytest.raises(TypeError, match="`flat` has dtype"):
-            list(make(name).all_reduce(torch.zeros(layout.numel, dtype=dtype), layout, group))
+            list(make(name).all_reduce(torch.zeros(layout.numel, dtype=dtype), layout, group.member))

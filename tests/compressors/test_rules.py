@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradwire.comms.transport.threads import ThreadGroup, run_ranks
 from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.routed import Routed, make_routed
 from gradwire.compressors.rules import Rule, rules_from
+from support.threads import ThreadGroup, run_ranks
 
 
 def item(name: str, *shape: int) -> Slice:
@@ -51,8 +52,7 @@ def test_dense_parameters_arrive_exactly(name: str, layout: Layout) -> None:
         routed, outputs = make_routed(name, options), []
         for step in range(3):
             shard = torch.randn(layout.numel, generator=torch.Generator().manual_seed(step * size + rank))
-            for work in routed.all_reduce(shard, layout, groups[rank]):
-                work.wait()
+            carry_out(routed.all_reduce(shard, layout, groups[rank].member), groups[rank])
             routed.end_step(True)
             outputs.append(shard[bias.start : bias.stop].clone())
         return outputs

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.comms.transport.threads import ThreadGroup, run_ranks
 from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue
+from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.registry import make
 from gradwire.compressors.routed import Routed
+from support.threads import ThreadGroup, run_ranks
 
 NUMELS = {"a.weight": 3500, "a.bias": 37, "conv.weight": 1728, "b.weight": 2400, "cut.weight": 900}
 
@@ -24,8 +25,7 @@ def used(compressor_name: str, layout: Layout) -> Compressor:
         made.bind_model(NUMELS)
         for step in range(2):
             shard = torch.randn(layout.numel, generator=torch.Generator().manual_seed(step * 2 + rank))
-            for work in made.all_reduce(shard, layout, groups[rank]):
-                work.wait()
+            carry_out(made.all_reduce(shard, layout, groups[rank].member), groups[rank])
             made.end_step(True)
         return made
 
@@ -91,8 +91,7 @@ def test_routes_are_loaded_all_or_none(layout: Layout) -> None:
     routed = Routed("onebit", {"warmup_steps": 0})
     routed.bind_model(NUMELS)
     group = ThreadGroup.create(1)[0]
-    for work in routed.all_reduce(torch.randn(layout.numel), layout, group):
-        work.wait()
+    carry_out(routed.all_reduce(torch.randn(layout.numel), layout, group.member), group)
     routed.end_step(True)
     state = routed.state_dict()
     last = next(key for key in reversed(state) if key.startswith("1|momentum"))

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.comms.transport.threads import ThreadGroup, run_ranks
 from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.registry import make
+from support.threads import ThreadGroup, run_ranks
 
 LAYOUTS = [Layout((Slice(f"w{i}", (40, 50), 0, 0, 2000),)) for i in range(4)]
 
@@ -26,8 +27,7 @@ def outputs_of(name: str, concurrent: bool) -> list[list[Tensor]]:
             ]
 
             def drive(i: int, shards: list[Tensor] = shards) -> None:
-                for work in ours.all_reduce(shards[i], LAYOUTS[i], groups[i][rank]):
-                    work.wait()
+                carry_out(ours.all_reduce(shards[i], LAYOUTS[i], groups[i][rank].member), groups[i][rank])
 
             threads = [threading.Thread(target=drive, args=(i,)) for i in range(len(LAYOUTS))]
             for thread in threads:

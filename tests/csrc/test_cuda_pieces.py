@@ -8,13 +8,14 @@ from torch import Tensor
 
 from gradwire.comms.transport.echo import EchoGroup
 from gradwire.compressors.cast import CastCodec
-from gradwire.compressors.exchange import PieceCodec, Residuals, two_stage
 from gradwire.compressors.kernels import dispatch as kernels
 from gradwire.compressors.kernels.cuda import kernels as cuda
 from gradwire.compressors.kernels.cuda import launch as cuda_launch
 from gradwire.compressors.kernels.reference import codecs as reference
 from gradwire.compressors.onebit import OneBitCodec
+from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.quantize import QuantizeCodec
+from gradwire.compressors.two_stage import PieceCodec, Residuals, two_stage
 
 CUTS = ((2500, 640), (2048, 1024), (100, 64), (10, 64), (9001, 1408), (5000, 1000))
 CODECS: dict[str, PieceCodec] = {
@@ -91,8 +92,8 @@ def serve(
 ) -> None:
     """The codec's owner's stage by one set of kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(kernels._chosen, payloads.device.type, of)
-        codec.serve(payloads, residual, left, answer, left.numel())
+        patch.setitem(kernels.KERNELS_ON, payloads.device.type, of)
+        codec.reduce_encode(payloads, residual, left, answer, left.numel())
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -116,7 +117,7 @@ def test_an_exchange_is_three_launches(
     outputs = []
     for of, there in ((cuda, device), (reference, torch.device("cpu"))):
         monkeypatch.setattr(cuda_launch, "launch", count)
-        monkeypatch.setitem(kernels._chosen, there.type, of)
+        monkeypatch.setitem(kernels.KERNELS_ON, there.type, of)
         shard, width = randn(numel, 0).to(there), -(-numel // (64 * size)) * 64
         residuals = Residuals(
             randn(numel, 1).to(there),
@@ -124,10 +125,9 @@ def test_an_exchange_is_three_launches(
             randn(width, 2).to(there),
             torch.empty(width, device=there),
         )
-        for work in two_stage(shard, shard, EchoGroup(size), codec, codec, residuals):
-            work.wait()
+        carry_out(two_stage(shard, shard, EchoGroup(size).member, codec, codec, residuals), EchoGroup(size))
         outputs.append(
-            [tensor.cpu() for tensor in (shard, residuals.worker_left, residuals.server_left) if tensor is not None]
+            [tensor.cpu() for tensor in (shard, residuals.new_worker, residuals.new_server) if tensor is not None]
         )
     assert len(launched) == 3, launched
     assert all(torch.equal(ours, wanted) for ours, wanted in zip(*outputs, strict=True))

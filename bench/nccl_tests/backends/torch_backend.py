@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradwire.bench.nccl_tests.backends.backend import Issue, copy_first
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, NO_ARITHMETIC
-from gradwire.comms.transport.threads import Done
+from gradwire.comms.transport.torch_group import Done
 from gradwire.compressors.base import Work
 
 _OPERATIONS = {

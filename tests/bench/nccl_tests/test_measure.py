@@ -10,7 +10,7 @@ import torch.distributed as dist
 from gradwire.bench.nccl_tests.measure import IterationTimes, Timer
 from gradwire.bench.nccl_tests.options import parse
 from gradwire.comms.bootstrap.compat import HashStore
-from gradwire.comms.transport.threads import Done
+from gradwire.comms.transport.torch_group import Done
 
 
 @pytest.fixture

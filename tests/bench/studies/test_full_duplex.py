@@ -6,8 +6,8 @@ from gradwire.bench.compare.rounds import Contender
 from gradwire.bench.emulation.fork import Place
 from gradwire.bench.studies import full_duplex as both_ways
 from gradwire.comms.bootstrap.compat import HashStore, make_gloo
-from gradwire.comms.transport import gloo
-from gradwire.comms.transport.threads import run_ranks
+from gradwire.comms.transport import torch_group
+from support.threads import run_ranks
 
 
 def place(rank: int) -> Place:
@@ -16,7 +16,7 @@ def place(rank: int) -> Place:
 
 @pytest.mark.parametrize("large_nbytes", [0, both_ways.NEVER])
 def test_an_exchange_takes_one_group_or_two(large_nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "LARGE_NBYTES", gloo.LARGE_NBYTES)  # put back at the end
+    monkeypatch.setattr(torch_group, "LARGE_NBYTES", torch_group.LARGE_NBYTES)  # put back at the end
     made = list[str]()
     connect = make_gloo
 
@@ -24,7 +24,7 @@ def test_an_exchange_takes_one_group_or_two(large_nbytes: int, monkeypatch: pyte
         made.append("group")
         return connect(store, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(gloo, "make_gloo", counted)
+    monkeypatch.setattr(torch_group, "make_gloo", counted)
     store = HashStore()
 
     def body(rank: int) -> None:
@@ -38,7 +38,7 @@ def test_every_way_of_summing_makes_a_contender() -> None:
     store = HashStore()
 
     def body(rank: int) -> Contender:
-        one = both_ways.summed(place(rank), store, "flat", 2, "two groups", gloo.LARGE_NBYTES)
+        one = both_ways.summed(place(rank), store, "flat", 2, "two groups", torch_group.LARGE_NBYTES)
         one.step(0)
         return one
 

@@ -7,7 +7,7 @@ import pytest
 
 from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.bootstrap.compat import HashStore
-from gradwire.comms.transport.threads import run_ranks
+from support.threads import run_ranks
 
 
 def test_rank_0_decides_for_all() -> None:

@@ -14,8 +14,8 @@ from gradwire.comms.plan.cost import CostModel
 from gradwire.comms.plan.plan import REDUCE_SCATTER
 from gradwire.comms.plan.planner import candidates
 from gradwire.comms.plan.price import EXACT, CodecPrice
-from gradwire.comms.transport.threads import run_ranks
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
+from support.threads import run_ranks
 
 GUESS = Link(1e-4, 1e9)
 

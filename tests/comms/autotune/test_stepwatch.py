@@ -1,25 +1,24 @@
 """What is measured adds up: the step, what hides communication, what does not."""
 
 import pytest
-import torch
 
 from gradwire.comms.autotune.stepwatch import StepWatch
+from gradwire.comms.execute import Times
 
 
 def test_a_step_and_its_exposed_part() -> None:
     now = 0.0
     watch = StepWatch(lambda: now)
     for _ in range(5):
-        futures = [torch.futures.Future[torch.Tensor]() for _ in range(2)]
+        buckets = []
         now += 1.0  # forward
-        for future in futures:
-            watch.bucket_came()
-            watch.watch(future)
+        for _ in range(2):
+            buckets.append(Times(now))
             now += 0.5
-        watch.step_ended()
-        now += 0.25  # the last bucket is on its way
-        for future in futures:
-            future.set_result(torch.zeros(1))
+        watch.step_ended(buckets)
+        now += 0.25  # the last bucket is under way
+        for bucket in buckets:
+            bucket.reduced = now
         now += 0.25  # optimizer
     seen = watch.observed()
     assert seen is not None

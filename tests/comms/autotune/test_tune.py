@@ -10,8 +10,8 @@ from gradwire.comms.autotune.profile import Setting
 from gradwire.comms.autotune.propose import affine, propose
 from gradwire.comms.autotune.tune import Budget, StepSeen, Tuner
 from gradwire.comms.bootstrap.compat import HashStore
-from gradwire.comms.transport.threads import run_ranks
 from gradwire.topology.cluster import LEVEL_NAMES, Level, Link, uniform_cluster
+from support.threads import run_ranks
 
 SIZES = (100, 200, 300)
 BUDGET = Budget(listen_steps=10)

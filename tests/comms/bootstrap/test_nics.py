@@ -13,8 +13,8 @@ from gradwire.comms.bootstrap.nics import describe_nics, interface_of
 from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
-from gradwire.comms.transport import gloo
-from gradwire.comms.transport.threads import run_ranks
+from gradwire.comms.transport import torch_group
+from support.threads import run_ranks
 
 CARDS = ("nic0", "nic1")
 
@@ -67,14 +67,14 @@ def test_gloo_listens_where_it_is_told() -> None:
     store = HashStore()
 
     def run(rank: int) -> float:
-        group = gloo.connect(store, rank, 2, timedelta(seconds=20), interface="lo")
+        group = torch_group.connect_gloo(store, rank, 2, timedelta(seconds=20), interface="lo")
         tensor = torch.full((4,), float(rank + 1))
         group.all_reduce(tensor).wait()
         return tensor[0].item()
 
     assert run_ranks(2, run) == [3.0, 3.0]
     with pytest.raises(RuntimeError, match="nowhere7"):
-        gloo.connect(store, 0, 1, timedelta(seconds=5), interface="nowhere7")
+        torch_group.connect_gloo(store, 0, 1, timedelta(seconds=5), interface="nowhere7")
 
 
 def test_a_job_reports_its_nics_and_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:

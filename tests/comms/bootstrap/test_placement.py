@@ -12,7 +12,7 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.hardware import Hardware
 from gradwire.comms.bootstrap.placement import INTER_NODE, Presence, cluster_of, exchange, host_identity
 from gradwire.comms.config import Config
-from gradwire.comms.transport.threads import run_ranks
+from support.threads import run_ranks
 
 
 def presences(hosts: str, locations: list[tuple[str, ...]] | None = None) -> list[Presence]:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from gradwire.comms.plan.planner import candidates, plan_all_reduce
-from gradwire.comms.plan.simulate import simulate
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, two_level_cluster, uniform_cluster
+from support.simulate import simulate
 
 MEMORY, NIC = Link(4e-6, 5e9), Link(30e-6, 25e6)
 LEVELS = tuple(

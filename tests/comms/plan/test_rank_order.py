@@ -11,10 +11,9 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.plan.cost import sent_nbytes
-from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from gradwire.comms.plan.rank_order import rank_order_ladder
-from gradwire.comms.plan.schedule import Transfer
-from gradwire.comms.transport.threads import run_ranks
+from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Transfer
+from gradwire.comms.plan.rank_order import rank_ordered
+from support.threads import run_ranks
 
 NODES = {
     "2x2": "aabb",
@@ -59,15 +58,14 @@ def test_no_cut_changes_a_bit(nodes: str, plan: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("numel", [0, 1, 2, 3, 7, 4096])
 @pytest.mark.parametrize("members", [(0, 2, 4), (0, 2, 4, 6), (1, 2, 3, 5, 8, 9), tuple(range(8)), tuple(range(12))])
 @pytest.mark.parametrize("together", [True, False])
-def test_the_ladder_sums_everything_once_and_by_one_tree(members: tuple[int, ...], numel: int, together: bool) -> None:
+def test_the_steps_sum_everything_once_and_by_one_tree(members: tuple[int, ...], numel: int, together: bool) -> None:
     start = 5
     whole = Transfer(ALL_REDUCE, 1, members, start, start + numel, ())
-    ladders = {rank: rank_order_ladder(whole, rank, lambda pair: together) for rank in members}
     held: dict[int, dict[int, str]] = {
         rank: {place: str(rank) for place in range(start, start + numel)} for rank in members
     }
-    for rung in zip(*ladders.values(), strict=True):
-        for transfer in dict.fromkeys(rung):
+    for step in rank_ordered(whole, lambda pair: together):
+        for transfer in step:
             run(transfer, held)
     texts = {text for ours in held.values() for text in ours.values()}
     assert all(set(ours) == set(range(start, start + numel)) for ours in held.values())
@@ -98,14 +96,14 @@ def run(transfer: Transfer, held: dict[int, dict[int, str]]) -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("count", [3, 4, 6, 8, 12, 16])
-def test_the_ladder_moves_the_bytes_of_a_ring(count: int, together: bool) -> None:
+def test_the_steps_move_the_bytes_of_a_ring(count: int, together: bool) -> None:
     numel = 48 * 16
     for rank in range(count):
-        ladder = rank_order_ladder(
-            Transfer(ALL_REDUCE, 1, tuple(range(count)), 0, numel, ()), rank, lambda pair: together
-        )
+        steps = rank_ordered(Transfer(ALL_REDUCE, 1, tuple(range(count)), 0, numel, ()), lambda pair: together)
         sent = sum(
             sent_nbytes(each.op, each.stop - each.start, len(each.members), each.members.index(rank), each.bounds)
-            for each in ladder
+            for step in steps
+            for each in step
+            if rank in each.members
         )
         assert sent == pytest.approx(2 * (count - 1) / count * numel)

@@ -208,9 +208,9 @@ def test_ranks_share_one_communicator_in_all_lanes(monkeypatch: pytest.MonkeyPat
         timedelta(seconds=1),
         lambda: None,
     )
-    node, between = groups.get((0, 0), (0, 1)), groups.get((1, 0), (1, 3))
-    assert groups.get((2, 0), (0, 1)) is node
-    assert groups.get((1, 2), (1, 3)) is between
+    node, between = groups[(0, 0), (0, 1)], groups[(1, 0), (1, 3)]
+    assert groups[(2, 0), (0, 1)] is node
+    assert groups[(1, 2), (1, 3)] is between
     assert (between.rank, between.size) == (0, 2)
     assert len(made.stores) == 2
     assert all(isinstance(each.underlying_store, HashStore) for each in made.stores), "a C++ thread asks it"

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from gradwire.comms.transport.shm import ShmGroup
-from gradwire.comms.transport.threads import run_ranks
+from support.threads import run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
 HALVES = [torch.float16, torch.bfloat16]

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 
 from gradwire.comms.errors import MismatchError, PeerError
 from gradwire.comms.transport.shm import ShmGroup
-from gradwire.comms.transport.threads import run_ranks
+from support.threads import run_ranks
 
 
 class OnGroups(Protocol):

@@ -35,7 +35,7 @@ def run_child(body: Callable[[], None]) -> int:
         try:
             body()
             code = 0
-        except BaseException as error:  # noqa: BLE001 - shown by the parent's captured stderr
+        except BaseException as error:
             os.write(2, f"child: {type(error).__name__}: {error}\n".encode())
         os._exit(code)
     return pid
@@ -131,10 +131,10 @@ def test_a_rank_killed_during_set_up_leaves_nothing(server: TCPStore, no_leftove
                         os.kill(os.getpid(), signal.SIGKILL)
 
             ShmGroup.create(
-                Fatal(),
+                Fatal(),  # type: ignore[arg-type]
                 0,
                 2,
-                key=f"dying{stop_at}",  # type: ignore[arg-type]
+                key=f"dying{stop_at}",
                 timeout=timedelta(seconds=60),
                 block_nbytes=65536,
             )

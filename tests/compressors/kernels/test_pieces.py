@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.comms.transport.threads import ThreadGroup, run_ranks
 from gradwire.compressors.cast import CastCodec
-from gradwire.compressors.exchange import Parts, PieceCodec, Residuals, decode_pieces, encode_pieces, two_stage
 from gradwire.compressors.kernels.reference import codecs as reference
 from gradwire.compressors.onebit import OneBitCodec
+from gradwire.comms.transport.torch_group import Done
+from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.quantize import QuantizeCodec
+from gradwire.compressors.two_stage import Parts, PieceCodec, Residuals, decode_pieces, encode_pieces, two_stage
+from support.threads import ThreadGroup, run_ranks
 
 CODECS: dict[str, PieceCodec] = {
     "bf16": CastCodec("bfloat16"),
@@ -80,7 +82,7 @@ def test_serving_is_decoding_and_encoding(codec: PieceCodec, native_kernels: Mod
     for seed, payload in enumerate(payloads):
         codec.encode(randn(numel, seed), payload)
     residual, answers, lefts = randn(numel, 9), torch.empty(2, nbytes, dtype=torch.uint8), torch.empty(2, numel)
-    codec.serve(payloads, residual, lefts[0], answers[0], numel)
+    codec.reduce_encode(payloads, residual, lefts[0], answers[0], numel)
     total = torch.empty(numel)
     codec.decode_reduce(payloads, None, total)
     codec.encode_residual(total, residual, lefts[1], answers[1])
@@ -102,21 +104,21 @@ def test_no_old_memory_travels(codec: PieceCodec, numel: int, monkeypatch: pytes
 
         class Spy:
             rank, size = group.rank, group.size
+            all_reduce = group.all_reduce
 
-            def all_to_all(self, output: Tensor, source: Tensor) -> object:
+            def all_to_all(self, output: Tensor, source: Tensor) -> Done:
                 seen.append(source.clone())
                 return group.all_to_all(output, source)
 
-            def all_gather(self, output: Tensor, source: Tensor) -> object:
+            def all_gather(self, output: Tensor, source: Tensor) -> Done:
                 seen.append(source.clone())
                 return group.all_gather(output, source)
 
         shard = randn(numel, rank)
-        for work in two_stage(shard, shard, Spy(), codec, codec, Residuals()):  # type: ignore[arg-type]
-            work.wait()
+        carry_out(two_stage(shard, shard, group.member, codec, codec, Residuals()), Spy())
         return [*seen, shard]
 
-    monkeypatch.setattr("gradwire.compressors.exchange.torch.empty", dirty)
+    monkeypatch.setattr("gradwire.compressors.two_stage.torch.empty", dirty)
     for fill in (0x00, 0x55):
         sent[fill] = run_ranks(size, body)
     assert parts.full <= size

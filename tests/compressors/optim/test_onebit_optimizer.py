@@ -7,20 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.comms.transport.threads import ThreadGroup, run_ranks
-from gradwire.compressors.base import Group
 from gradwire.compressors.optim.onebit_adam import OneBitAdam
 from gradwire.compressors.optim.onebit_lamb import OneBitLamb
 from gradwire.compressors.optim.onebit_optimizer import OneBitOptimizer
+from gradwire.compressors.optim.peers import Peers
+from support.threads import ThreadGroup, run_ranks
 
 TARGET = torch.linspace(-1, 1, 300)
 DEAD = slice(280, 300)
-Maker = Callable[[list[Tensor], Group, int], OneBitOptimizer]
+Maker = Callable[[list[Tensor], Peers, int], OneBitOptimizer]
 
 
 @pytest.fixture(params=[OneBitAdam, OneBitLamb])
 def maker(request: pytest.FixtureRequest) -> Maker:
-    def make(parameters: list[Tensor], group: Group, freeze_step: int) -> OneBitOptimizer:
+    def make(parameters: list[Tensor], group: Peers, freeze_step: int) -> OneBitOptimizer:
         made = request.param(parameters, group, freeze_step=freeze_step, lr=0.01)
         assert isinstance(made, OneBitOptimizer)
         return made

@@ -12,7 +12,7 @@ from gradwire.topology.readers.merge import merge
 from gradwire.topology.show import nccl_xml_write
 
 if TYPE_CHECKING:
-    from tests.topology.conftest import SysTree
+    from topology.conftest import SysTree
 
 
 def flat(machine: Machine) -> Machine:

@@ -11,7 +11,7 @@ from gradwire.topology.paths import Distances, PathType
 from gradwire.topology.readers.sysfs import read
 
 if TYPE_CHECKING:
-    from tests.topology.conftest import SysTree
+    from topology.conftest import SysTree
 
 ROOT = "pci0000:00"
 
@@ -172,6 +172,6 @@ def test_reading_costs_the_same_for_every_device(systree: "SysTree", tmp_path: P
         gpu_server(tree, gpus)
         before = opened()
         machine = read(tree.root)
-        counts.append((opened() - before) / len(os.listdir(tree.root / "sys/bus/pci/devices")))  # noqa: PTH208
+        counts.append((opened() - before) / len(os.listdir(tree.root / "sys/bus/pci/devices")))
         assert len(machine.gpus) == gpus
     assert counts[1] <= counts[0] * 1.05

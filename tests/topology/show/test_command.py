@@ -15,7 +15,7 @@ from gradwire.topology.show import draw, json_form
 from gradwire.topology.show.command import main
 
 if TYPE_CHECKING:
-    from tests.topology.conftest import SysTree
+    from topology.conftest import SysTree
 
 
 @pytest.fixture

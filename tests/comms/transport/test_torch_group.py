@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, TorchGroup, make_gloo
-from gradwire.comms.transport.gloo import LARGE_NBYTES, GlooTransport
-from gradwire.comms.transport.threads import run_ranks
+from gradwire.comms.transport.torch_group import LARGE_NBYTES, GlooTransport
+from support.threads import run_ranks
 
 SMALL, LARGE = 1000, LARGE_NBYTES // 4
 """Elements of a message."""

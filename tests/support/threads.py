@@ -7,14 +7,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from gradwire.comms.transport.torch_group import Done
+from gradwire.compressors.base import Member
+
 Result = TypeVar("Result")
-
-
-class Done:
-    """A Work that has already happened."""
-
-    def wait(self) -> None:
-        """Returns at once."""
 
 
 class _Meeting:
@@ -38,6 +34,11 @@ class ThreadGroup:
         self.size = len(meeting.slots)
         self.sent_nbytes = 0
         self._meeting = meeting
+
+    @property
+    def member(self) -> Member:
+        """This rank's place, as compressors want it."""
+        return Member(self.rank, self.size)
 
     @classmethod
     def create(cls, size: int, timeout_seconds: float = 60.0) -> "list[ThreadGroup]":
@@ -111,7 +112,7 @@ def run_ranks(size: int, body: Callable[[int], Result]) -> list[Result]:
     def run(rank: int) -> None:
         try:
             results[rank] = body(rank)
-        except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+        except BaseException as error:
             errors[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(size)]

@@ -8,15 +8,15 @@ that every rank holds the sum of all ranks.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwire.comms.plan.algorithms import halving_ranks, halving_steps, tree_edges
-from gradwire.comms.plan.cost import sole_owner
-from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, HALVING_DOUBLING, TREE, Plan
-from gradwire.comms.plan.schedule import Partition, Schedule, Transfer, even_partition
+from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, HALVING_DOUBLING, TREE, Plan, Transfer
+from gradwire.comms.plan.schedule import Partition, Schedule, even_partition
+from gradwire.comms.plan.traffic import sole_owner
 from gradwire.compressors.base import even_bounds
 from gradwire.topology.cluster import Cluster
 
@@ -68,8 +68,8 @@ def simulate(
     schedule = Schedule(cluster, plan)
     cuts = partition(0, len(inputs[0]), plan.chunks)
     for start, stop in pairwise(cuts):
-        for phase, transfers in zip(plan.phases, schedule.transfers(stop - start, partition, start), strict=True):
-            for transfer in transfers:
+        for phase, steps in zip(plan.phases, schedule.transfers(stop - start, partition, start), strict=True):
+            for transfer in chain.from_iterable(steps):
                 _run(transfer, phase.algorithm, state, wires)
     return state, wires.busiest()
 
