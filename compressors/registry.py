@@ -36,7 +36,7 @@ def names() -> tuple[str, ...]:
     return tuple(_factories)
 
 
-def register(name: str, factory: Factory) -> None:
+def register_compressor(name: str, factory: Factory) -> None:
     """Makes `compressor=name` call `factory(**compressor_options)`.
 
     Args:
@@ -65,7 +65,7 @@ def register_codec(name: str, codec: Callable[[], Codec]) -> None:
     def factory(*, residual: bool = True, momentum: float = 0.0, warmup_steps: int = 0) -> Compressor:
         return TwoStage(name, codec(), residual=residual, momentum=momentum, warmup_steps=warmup_steps)
 
-    register(name, factory)
+    register_compressor(name, factory)
 
 
 def options_of(name: str) -> dict[str, Option]:

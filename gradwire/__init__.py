@@ -19,45 +19,66 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gradwire.comms.bootstrap.mpi_launch import init_mpi_process_group
     from gradwire.comms.config import Config
+    from gradwire.comms.fusion import FusionPlan
     from gradwire.comms.hook import HookState, comm_hook
     from gradwire.comms.wrap import wrap
+    from gradwire.compressors.base import Collective, Layout, Member, Slice
     from gradwire.compressors.optim.fit import check_optimizer, take_momentum
     from gradwire.compressors.optim.onebit_adam import OneBitAdam
     from gradwire.compressors.optim.onebit_lamb import OneBitLamb
+    from gradwire.compressors.registry import register_codec, register_compressor
     from gradwire.compressors.rules import Rule
 
 __version__ = "0.1.0"
-__all__ = [
-    "Config",
-    "HookState",
-    "OneBitAdam",
-    "OneBitLamb",
-    "Rule",
-    "check_optimizer",
-    "comm_hook",
-    "take_momentum",
-    "wrap",
-]
 
 _HOMES = {
+    "Collective": "gradwire.compressors.base",
     "Config": "gradwire.comms.config",
+    "FusionPlan": "gradwire.comms.fusion",
     "HookState": "gradwire.comms.hook",
+    "Layout": "gradwire.compressors.base",
+    "Member": "gradwire.compressors.base",
     "OneBitAdam": "gradwire.compressors.optim.onebit_adam",
     "OneBitLamb": "gradwire.compressors.optim.onebit_lamb",
     "Rule": "gradwire.compressors.rules",
+    "Slice": "gradwire.compressors.base",
     "check_optimizer": "gradwire.compressors.optim.fit",
     "comm_hook": "gradwire.comms.hook",
+    "init_mpi_process_group": "gradwire.comms.bootstrap.mpi_launch",
+    "register_codec": "gradwire.compressors.registry",
+    "register_compressor": "gradwire.compressors.registry",
     "take_momentum": "gradwire.compressors.optim.fit",
     "wrap": "gradwire.comms.wrap",
 }
+__all__ = [
+    "Collective",
+    "Config",
+    "FusionPlan",
+    "HookState",
+    "Layout",
+    "Member",
+    "OneBitAdam",
+    "OneBitLamb",
+    "Rule",
+    "Slice",
+    "check_optimizer",
+    "comm_hook",
+    "init_mpi_process_group",
+    "register_codec",
+    "register_compressor",
+    "take_momentum",
+    "wrap",
+]
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
     _register()
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
 
 
 def _register() -> None:

@@ -6,13 +6,21 @@ import sys
 import gradwire
 
 PUBLIC = [
+    "Collective",
     "Config",
+    "FusionPlan",
     "HookState",
+    "Layout",
+    "Member",
     "OneBitAdam",
     "OneBitLamb",
     "Rule",
+    "Slice",
     "check_optimizer",
     "comm_hook",
+    "init_mpi_process_group",
+    "register_codec",
+    "register_compressor",
     "take_momentum",
     "wrap",
 ]

@@ -2,8 +2,8 @@
 
     mpirun -n 4 python train.py        # with, in train.py:
 
-    import gradwire.comms.bootstrap.mpi_launch
-    gradwire.comms.bootstrap.mpi_launch.init_process_group("gloo")       # or backend="gradwire"
+    import gradwire
+    gradwire.init_mpi_process_group("gloo")       # or backend="gradwire"
 
 Importing this module also registers the rendezvous `mpi://` with torch:
 
@@ -81,7 +81,7 @@ def find_place() -> MpiPlace:
     return MpiPlace(world.Get_rank(), world.Get_size(), local_rank, local_world_size, address, port)
 
 
-def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> MpiPlace:
+def init_mpi_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> MpiPlace:
     """`torch.distributed.init_process_group` with the ranks and the store that MPI gives. Collective.
 
     Args:

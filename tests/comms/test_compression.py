@@ -46,10 +46,13 @@ TWO_BUCKETS = [("third.weight", "second.weight"), ("first.bias", "first.weight")
 class Rank:
     """One rank's communicator and compression, fed with buckets by hand."""
 
-    def __init__(self, store: HashStore, rank: int, nodes: str, name: str, job: str = "job") -> None:
+    def __init__(
+        self, store: HashStore, rank: int, nodes: str, name: str, job: str = "job", plan: str = "auto"
+    ) -> None:
         self.compression = Compression(name, OPTIONS[name], (), rank, len(nodes))
         config = Config(
             hostname=nodes[rank],
+            plan=plan,
             compressor=name,
             compressor_options=OPTIONS[name],
             chunks=1,
@@ -95,11 +98,11 @@ def mean_gradient(size: int, step: int) -> Tensor:
     return torch.stack([torch.cat([gradient(rank, step, name) for name in SHAPES]) for rank in range(size)]).mean(0)
 
 
-def on_ranks(nodes: str, name: str, body: Callable[[Rank], Result]) -> list[Result]:
+def on_ranks(nodes: str, name: str, body: Callable[[Rank], Result], plan: str = "auto") -> list[Result]:
     store = HashStore()
 
     def run(rank: int) -> Result:
-        end = Rank(store, rank, nodes, name)
+        end = Rank(store, rank, nodes, name, plan=plan)
         try:
             return body(end)
         finally:
@@ -109,8 +112,15 @@ def on_ranks(nodes: str, name: str, body: Callable[[Rank], Result]) -> list[Resu
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("nodes", ["aabb", "abab", "aaab"])
-def test_what_flush_returns_completes_the_sum(nodes: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "plan"),
+    [
+        *((nodes, "auto") for nodes in ("aabb", "abab", "aaab")),
+        *((nodes, "flat") for nodes in ("aaab", "aaa")),
+        ("aabb", "leader"),
+    ],
+)
+def test_what_flush_returns_completes_the_sum(nodes: str, plan: str, name: str) -> None:
     steps = 6
 
     def body(end: Rank) -> Tensor:
@@ -118,21 +128,22 @@ def test_what_flush_returns_completes_the_sum(nodes: str, name: str) -> None:
         end.compression.flushing = True
         return total + end.step(steps, ONE_BUCKET)
 
-    results = on_ranks(nodes, name, body)
+    results = on_ranks(nodes, name, body, plan)
     assert all(torch.equal(results[0], other) for other in results)
     expected = sum(mean_gradient(len(nodes), number) for number in range(steps + 1))
     lossy_without_state = {"fp16": 0.02, "bf16": 0.1}.get(name, 0.0)  # no residual: one rounding a step
     torch.testing.assert_close(results[0], torch.as_tensor(expected), rtol=1e-4, atol=2e-4 + lossy_without_state)
 
 
+@pytest.mark.parametrize("plan", ["auto", "flat", "leader"])
 @pytest.mark.parametrize("name", ["onebit", "dgc", "powersgd", "int4"])
-def test_state_moves_with_the_parameters_when_buckets_are_rebuilt(name: str) -> None:
+def test_state_moves_with_the_parameters_when_buckets_are_rebuilt(name: str, plan: str) -> None:
     def body(end: Rank) -> Tensor:
         total = end.step(0, ONE_BUCKET) + end.step(1, ONE_BUCKET) + end.step(2, TWO_BUCKETS)
         end.compression.flushing = True
         return total + end.step(3, ONE_BUCKET)
 
-    results = on_ranks("aabb", name, body)
+    results = on_ranks("aabb", name, body, plan)
     assert all(torch.equal(results[0], other) for other in results)
     expected = sum(mean_gradient(4, number) for number in range(4))
     torch.testing.assert_close(results[0], torch.as_tensor(expected), rtol=1e-4, atol=2e-4)
@@ -204,10 +215,38 @@ def test_another_world_size_takes_only_a_flushed_state() -> None:
     on_ranks("ab", "onebit", load)
 
 
-def test_one_node_has_nothing_to_compress() -> None:
+@pytest.mark.parametrize(("nodes", "plan", "place"), [("aaa", "flat", "all ranks"), ("aabb", "flat", "all ranks")])
+def test_the_flat_plan_compresses_between_all_ranks(nodes: str, plan: str, place: str) -> None:
+    """One GPU a node, or one box whose inside is the slow link: nothing overrides the plan that was asked for."""
+
+    def body(end: Rank) -> tuple[str, float, float]:
+        end.step(0, ONE_BUCKET)
+        report = end.communicator.report()
+        (row,) = report.rows
+        assert row.level == place
+        return str(report), row.logical_nbytes, row.wire_nbytes
+
+    for text, logical, sent in on_ranks(nodes, "int8", body, plan):
+        assert "flat: all_reduce over all ranks (int8" in text
+        assert "int8 was asked for, and the flat plan by name" in text
+        assert sent < 0.3 * 2 * (len(nodes) - 1) / len(nodes) * logical
+
+
+def test_the_leader_plan_compresses_between_the_leaders() -> None:
+    def body(end: Rank) -> tuple[str, list[tuple[str, float]]]:
+        end.step(0, ONE_BUCKET)
+        report = end.communicator.report()
+        return str(report), [(row.level, row.wire_nbytes) for row in report.rows]
+
+    for rank, (text, rows) in enumerate(on_ranks("aabb", "int8", body, "leader")):
+        assert "leader: reduce intra_node -> all_reduce inter_node (int8, asynchronous) -> broadcast intra_node" in text
+        assert bool(rows[1][1]) == (rank in (0, 2)), rows
+
+
+def test_one_node_has_nothing_to_compress_and_says_so() -> None:
     def body(end: Rank) -> tuple[Tensor, str]:
         return end.step(0, ONE_BUCKET), str(end.communicator.report())
 
     for result, text in on_ranks("aaa", "onebit", body):
         torch.testing.assert_close(result, mean_gradient(3, 0), rtol=1e-5, atol=1e-6)
-        assert "onebit" not in text
+        assert "onebit was asked for, but nothing crosses between nodes: nothing is compressed" in text

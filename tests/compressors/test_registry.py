@@ -7,7 +7,7 @@ from torch import Tensor
 from gradwire.compressors import registry
 from gradwire.compressors.base import Codec, Compressor, Layout
 from gradwire.compressors.optim.peers import carry_out
-from gradwire.compressors.registry import make, names, options_of, register, register_codec
+from gradwire.compressors.registry import make, names, options_of, register_codec, register_compressor
 from support.threads import ThreadGroup, run_ranks
 
 
@@ -70,7 +70,7 @@ def test_every_compressor_obeys_the_protocol() -> None:
 def test_a_taken_name_is_refused() -> None:
     with pytest.raises(ValueError, match="'int4' is taken"):
         register_codec("int4", TernaryCodec)
-    register("mine", lambda: make("none"))
+    register_compressor("mine", lambda: make("none"))
     assert options_of("mine") == {}
 
 

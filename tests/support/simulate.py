@@ -1,4 +1,4 @@
-"""Runs a plan on plain arrays in one process and counts the bytes on every link: the proof of a plan.
+"""Runs a plan's transfers on plain arrays in one process and counts the bytes on every link: the proof of a plan.
 
 Messages are real: every collective is taken apart into sends of array slices between two ranks, by the algorithm that
 the cost model prices (all_reduce as a ring, tree or halving-doubling, direct reduce_scatter and all_gather, broadcast
@@ -7,7 +7,7 @@ that every rank holds the sum of all ranks.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 
 import numpy as np
@@ -65,13 +65,24 @@ def simulate(
     """
     state = [array.copy() for array in inputs]
     wires = Wires(cluster, element_nbytes)
+    for transfer, algorithm in _transfers(cluster, plan, len(inputs[0]), partition):
+        _run(transfer, algorithm, state, wires)
+    return state, wires.busiest()
+
+
+def transfers_of(cluster: Cluster, plan: Plan, numel: int, partition: Partition = even_partition) -> Iterator[Transfer]:
+    """What `simulate` runs, chunk by chunk, phase by phase and step by step."""
+    for transfer, _ in _transfers(cluster, plan, numel, partition):
+        yield transfer
+
+
+def _transfers(cluster: Cluster, plan: Plan, numel: int, partition: Partition) -> Iterator[tuple[Transfer, str]]:
+    """Every transfer with the algorithm of its phase."""
     schedule = Schedule(cluster, plan)
-    cuts = partition(0, len(inputs[0]), plan.chunks)
-    for start, stop in pairwise(cuts):
+    for start, stop in pairwise(partition(0, numel, plan.chunks)):
         for phase, steps in zip(plan.phases, schedule.transfers(stop - start, partition, start), strict=True):
             for transfer in chain.from_iterable(steps):
-                _run(transfer, phase.algorithm, state, wires)
-    return state, wires.busiest()
+                yield transfer, phase.algorithm
 
 
 def _run(transfer: Transfer, algorithm: str, state: list[Array], wires: Wires) -> None:

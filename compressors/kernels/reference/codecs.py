@@ -5,7 +5,7 @@ Each function has a twin of the same name and signature in compressors/kernels/n
 `residual`. `payloads` is 2-D uint8, one row a worker.
 """
 
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -105,6 +105,7 @@ def cast_serve(sources: Tensor, residual: Tensor | None, left: Tensor | None, an
     cast_encode(total, 1.0, residual, left, answer)
 
 
+@lru_cache(maxsize=1024)
 def onebit_nbytes(numel: int) -> int:
     """Bytes of a 1-bit payload: a float32 scale for each block, and a bit for each element."""
     return -(-numel // ONEBIT_BLOCK) * 4 + -(-numel // 8)
@@ -205,6 +206,7 @@ QUANTIZE_BLOCK = 512
 _SMALLEST_NORMAL = 2.0**-126
 
 
+@lru_cache(maxsize=1024)
 def quantize_nbytes(numel: int, bits: int) -> int:
     """Bytes of a payload of `bits` an element: (unit, low) in float32 for each block, and the codes."""
     return -(-numel // QUANTIZE_BLOCK) * 8 + -(-numel * bits // 8)

@@ -79,7 +79,7 @@ def check_hook(place: mpi_launch.MpiPlace) -> None:
 
 
 def main() -> None:
-    place = mpi_launch.init_process_group("gloo", TIMEOUT)
+    place = mpi_launch.init_mpi_process_group("gloo", TIMEOUT)
     assert place.world_size == place.local_world_size == 4
     world = dist.group.WORLD
     assert world is not None

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from gradwire.comms.plan.planner import candidates, plan_all_reduce
+from gradwire.comms.plan.schedule import executable
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, two_level_cluster, uniform_cluster
 from support.simulate import simulate
 
@@ -58,6 +59,16 @@ def test_the_bytes_on_every_link_are_the_predicted_ones(cluster: Cluster, name: 
     plan = plan_all_reduce(cluster, 4 * numel, name=name, chunks=1)
     _, sent = simulate(cluster, plan, [np.ones(numel, dtype=np.int64)] * cluster.size)
     assert sent == pytest.approx(plan.bytes_by_level, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["flat", "hierarchical", "leader"])
+def test_the_bytes_of_sums_in_rank_order_are_predicted_too(cluster: Cluster, name: str) -> None:
+    numel = 720720
+    plan = plan_all_reduce(cluster, 4 * numel, name=name, chunks=1)
+    plan = executable(plan, cluster, "cpu", fixed_order=True)
+    results, sent = simulate(cluster, plan, [np.full(numel, rank) for rank in range(cluster.size)])
+    assert sent == pytest.approx(plan.bytes_by_level, rel=1e-4)
+    assert all((result == sum(range(cluster.size))).all() for result in results)
 
 
 @pytest.mark.parametrize(("nodes", "gain"), [(2, 1.875), (3, 1.4375), (4, 1.2917), (8, 1.125), (16, 1.0583)])

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradwire.comms.transport.torch_group import Done
 from gradwire.compressors.cast import CastCodec
 from gradwire.compressors.kernels.reference import codecs as reference
 from gradwire.compressors.onebit import OneBitCodec
-from gradwire.comms.transport.torch_group import Done
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.quantize import QuantizeCodec
 from gradwire.compressors.two_stage import Parts, PieceCodec, Residuals, decode_pieces, encode_pieces, two_stage

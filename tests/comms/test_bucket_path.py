@@ -1,0 +1,132 @@
+"""Law: a bucket passes few files on its way from the hook to the transports and back, and nothing calls back upward.
+
+Four ranks on two nodes train; in a later step everything that one bucket enters is recorded, in all threads, from the
+call of the hook until its future is done. Adding a file to the path, or a call from a lower file into a higher one,
+fails here: extend the path below only where a reader of the path would want one more stop.
+"""
+
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Protocol
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.comms.bootstrap.compat import GradBucket
+
+EXACT = (
+    "comms.hook",
+    "comms.fusion",
+    "comms.communicator",
+    "comms.execute",
+    "comms.lanes",
+    "comms.transport.shm",
+    "comms.transport.torch_group",
+)
+"""From the top to the bottom: inside the node through shared memory, between the nodes through gloo."""
+
+COMPRESSED = (
+    *EXACT,
+    "compressors.routed",
+    "compressors.two_stage",
+    "compressors.residual",
+    "compressors.quantize",
+    "compressors.kernels.native",
+)
+MOST_EXACT, MOST_COMPRESSED = 8, 12
+
+Edge = tuple[str | None, str]
+"""Whose frame is the nearest of ours above a call, and which module was called."""
+
+
+class Processes(Protocol):
+    """See conftest.py."""
+
+    def __call__(self, size: int, target: object, *arguments: object, nodes: Sequence[str]) -> list[object]: ...
+
+
+class Recorder:
+    """Writes down which module of gradwire calls which, in every thread that is started after it, while it is on."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.edges: set[Edge] = set()
+        sys.setprofile(self._seen)
+        threading.setprofile(self._seen)
+
+    def _seen(self, frame: FrameType, event: str, _: object) -> None:
+        if self.on and event == "call" and (called := module_of(frame)):
+            above = frame.f_back
+            while above is not None and module_of(above) is None:
+                above = above.f_back
+            self.edges.add((module_of(above) if above else None, called))
+
+
+def module_of(frame: FrameType) -> str | None:
+    """The module of gradwire that a frame belongs to; None for torch, Python, and code that has no file."""
+    name = str(frame.f_globals.get("__name__", ""))
+    inside = name.startswith("gradwire.") and not frame.f_code.co_filename.startswith("<")
+    return name.removeprefix("gradwire.") if inside else None
+
+
+def record(rank: int, compressor: str) -> list[Edge]:
+    """Trains on one rank, and returns what the second bucket of the fifth step entered."""
+    recorder = Recorder()
+    dist.init_process_group("gloo")
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(4)]
+    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.03)  # two layers a bucket
+    state = gradwire.HookState(model, compressor=compressor)
+    step = 0
+
+    def hook(state: gradwire.HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        recorder.on = step == 4 and bucket.index() == 1
+        future = gradwire.comm_hook(state, bucket)
+        future.wait()  # no other bucket is under way, or its frames would be seen too
+        recorder.on = False
+        return future
+
+    model.register_comm_hook(state, hook)
+    for step in range(5):
+        model(torch.randn(8, 64)).sum().backward()
+    dist.destroy_process_group()
+    sys.setprofile(None)
+    return sorted(recorder.edges, key=str)
+
+
+def upward(edges: Sequence[Edge], path: Sequence[str]) -> list[Edge]:
+    """The calls from a module into one above it, and those into modules that are not on the path."""
+    place = {name: number for number, name in enumerate(path)}
+    return [
+        (caller, called)
+        for caller, called in edges
+        if called not in place or (caller is not None and place.get(caller, len(path)) > place[called])
+    ]
+
+
+@pytest.mark.parametrize(("compressor", "path"), [("none", EXACT), ("int8", COMPRESSED)])
+def test_a_bucket_takes_the_path_and_nothing_calls_back_upward(
+    compressor: str, path: tuple[str, ...], processes: Processes
+) -> None:
+    for edges in processes(4, record, compressor, nodes=["a", "a", "b", "b"]):
+        assert isinstance(edges, list)
+        assert upward(edges, path) == []
+        assert {called for _, called in edges} == set(path)
+        assert [called for caller, called in edges if caller is None].count("comms.hook") == 1
+
+
+def test_the_path_is_short() -> None:
+    assert len(EXACT) <= MOST_EXACT
+    assert len(COMPRESSED) <= MOST_COMPRESSED
+
+
+@pytest.mark.parametrize(
+    "edge", [("comms.execute", "comms.fusion"), ("comms.hook", "comms.futures"), ("torch_group", "comms.hook")]
+)
+def test_a_detour_is_noticed(edge: Edge) -> None:
+    assert upward([(None, "comms.hook"), ("comms.hook", "comms.fusion"), edge], EXACT) == [edge]
