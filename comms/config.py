@@ -41,12 +41,12 @@ class Config:
     """Between nodes: `gloo`, `nccl` or `mpi`; `auto` goes by the tensor's device."""
 
     fusion_mb: float = 0.0
-    """Buckets travel together until they hold so many MiB; 0 sends each of DDP's buckets as it comes. For models wrapped
-    with small buckets, see `gradwire.wrap`."""
+    """Buckets travel together until they hold so many MiB; 0 sends each of DDP's buckets as it comes. For models
+    wrapped with small buckets, see `gradwire.wrap`."""
 
     fusion: str = "fixed"
-    """`fixed` joins buckets up to `fusion_mb`; `auto` watches when gradients come for the first steps and then, once, cuts
-    where the last transfer ends first. `tune` does that too, and tries before it believes."""
+    """`fixed` joins buckets up to `fusion_mb`; `auto` watches when gradients come for the first steps and then, once,
+    cuts where the last transfer ends first. `tune` does that too, and tries before it believes."""
 
     probe: bool = False
     """Measures latency and bandwidth of every level before the first step (about five seconds on 200 Mbit/s)."""
@@ -56,7 +56,7 @@ class Config:
     docs/how-to/tune.md."""
 
     tune_profile: str | None = None
-    """File that the tuner's result is kept in and read from (own on every rank; rank 0's counts); None keeps nothing."""
+    """File that the tuner's result is kept in and read from (own on every rank; rank 0's counts); None keeps none."""
 
     timeout: timedelta = timedelta(minutes=5)
     """A collective that takes longer fails on all ranks."""
@@ -71,8 +71,8 @@ class Config:
     """Bandwidth of a node towards the others, one direction; None takes the model's default."""
 
     nic_per_rank: bool = False
-    """Gloo listens on the network card that the topology gives each local rank, instead of on one interface for all; for
-    CPU hosts with several cards whose networks reach each other. Wins over GLOO_SOCKET_IFNAME."""
+    """Gloo listens on the network card that the topology gives each local rank, instead of on one interface for all;
+    for CPU hosts with several cards whose networks reach each other. Wins over GLOO_SOCKET_IFNAME."""
 
     def __post_init__(self) -> None:
         if self.compressor is not None:
@@ -95,7 +95,7 @@ class Config:
     def from_env(cls, **options: object) -> "Config":
         """The configuration that `options` and the environment give; an option wins over its variable.
 
-        Every field has a variable: GRADWIRE_ and its name in capitals, with `timeout` in GRADWIRE_TIMEOUT_SECONDS.
+        Every field has a variable: `GRADWIRE_<NAME>`, and `GRADWIRE_TIMEOUT_SECONDS` for `timeout`.
         Switches are `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`; `location` is `region/rack`;
         `compressor_options` is a JSON object and `rules` a JSON list of objects.
 
@@ -224,7 +224,7 @@ def _compressor_options(text: str) -> dict[str, object]:
     wanted = 'a JSON object such as {"rank": 2}'
     found = _json(text, wanted)
     if not isinstance(found, dict):
-        raise ValueError(wanted)
+        raise ValueError(wanted)  # noqa: TRY004  # from_env names the variable, as for every other value
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
