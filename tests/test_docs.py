@@ -2,7 +2,8 @@
 
 The blocks of a page share a namespace and run in order, in a world of one rank. Before them stand `gradwire`, `torch`,
 `nn`, `dist`, `DistributedDataParallel`, `build_model()` and `train(model, optimizer, steps)`. What a block needs beside
-these is in an HTML comment of the page, `<!-- before: ... -->`; a block that cannot run has `<!-- not run: why -->` above.
+these is in an HTML comment of the page, `<!-- before: ... -->`; a block that cannot run has a comment above it,
+`<!-- not run: why -->`.
 """
 
 import json
