@@ -164,7 +164,7 @@ def _yaml_files() -> list[Path]:
 
 @pytest.mark.parametrize("file", _yaml_files(), ids=lambda file: file.name)
 def test_workflows_and_templates_are_yaml(file: Path) -> None:
-    yaml = pytest.importorskip("yaml", reason="pyyaml reads them; it comes with the extra `docs`")
+    yaml = pytest.importorskip("yaml", reason="pyyaml reads them; it comes with the extra `test`")
     content: Any = yaml.safe_load(file.read_text())
     assert isinstance(content, dict)
     if file.parent.name == "workflows":
