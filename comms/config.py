@@ -1,6 +1,7 @@
 """One frozen `Config`: everything a user can set, checked in one place; the only reader of the environment."""
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,21 +41,22 @@ class Config:
     """Between nodes: `gloo`, `nccl` or `mpi`; `auto` goes by the tensor's device."""
 
     fusion_mb: float = 0.0
-    """Buckets travel together until they hold so many MiB; 0 sends each of DDP's buckets as it comes. For models wrapped
-    with small buckets, see `gradwire.wrap`."""
+    """Buckets travel together until they hold so many MiB; 0 sends each of DDP's buckets as it comes. For models
+    wrapped with small buckets, see `gradwire.wrap`."""
 
     fusion: str = "fixed"
-    """`fixed` joins buckets up to `fusion_mb`; `auto` watches when gradients come for the first steps and then, once, cuts
-    where the last transfer ends first. `tune` does that too, and tries before it believes."""
+    """`fixed` joins buckets up to `fusion_mb`; `auto` watches when gradients come for the first steps and then, once,
+    cuts where the last transfer ends first. `tune` does that too, and tries before it believes."""
 
     probe: bool = False
     """Measures latency and bandwidth of every level before the first step (about five seconds on 200 Mbit/s)."""
 
     tune: bool = False
-    """Measures for some steps which cuts, plan and number of chunks are fastest, and keeps those; see docs/tuning.md."""
+    """Measures for some steps which cuts, plan and number of chunks are fastest, and keeps those; see
+    docs/how-to/tune.md."""
 
     tune_profile: str | None = None
-    """File that the tuner's result is kept in and read from (own on every rank; rank 0's counts); None keeps nothing."""
+    """File that the tuner's result is kept in and read from (own on every rank; rank 0's counts); None keeps none."""
 
     timeout: timedelta = timedelta(minutes=5)
     """A collective that takes longer fails on all ranks."""
@@ -69,8 +71,8 @@ class Config:
     """Bandwidth of a node towards the others, one direction; None takes the model's default."""
 
     nic_per_rank: bool = False
-    """Gloo listens on the network card that the topology gives each local rank, instead of on one interface for all; for
-    CPU hosts with several cards whose networks reach each other. Wins over GLOO_SOCKET_IFNAME."""
+    """Gloo listens on the network card that the topology gives each local rank, instead of on one interface for all;
+    for CPU hosts with several cards whose networks reach each other. Wins over GLOO_SOCKET_IFNAME."""
 
     def __post_init__(self) -> None:
         if self.compressor is not None:
@@ -93,8 +95,9 @@ class Config:
     def from_env(cls, **options: object) -> "Config":
         """The configuration that `options` and the environment give; an option wins over its variable.
 
-        Variables: GRADWIRE_PLAN, GRADWIRE_CHUNKS, GRADWIRE_COMPRESSOR, GRADWIRE_TRANSPORT, GRADWIRE_FUSION_MB,
-        GRADWIRE_FUSION, GRADWIRE_TIMEOUT_SECONDS, GRADWIRE_HOSTNAME, GRADWIRE_LOCATION (`region/rack`), GRADWIRE_NIC_BYTES_PER_SECOND.
+        Every field has a variable: `GRADWIRE_<NAME>`, and `GRADWIRE_TIMEOUT_SECONDS` for `timeout`.
+        Switches are `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`; `location` is `region/rack`;
+        `compressor_options` is a JSON object and `rules` a JSON list of objects.
 
         Raises:
             TypeError: An option has an unknown name.
@@ -111,7 +114,7 @@ class Config:
                 try:
                     values[entry] = convert(text)
                 except ValueError as error:
-                    raise ValueError(f"`{ENVIRONMENT_PREFIX}{name}` is {text!r}: {error}") from None
+                    raise ValueError(f"`{ENVIRONMENT_PREFIX}{name}` is {text!r}; wanted {error}") from None
         return cls(**(values | options))  # type: ignore[arg-type]  # checked by name above, by value in __post_init__
 
     @property
@@ -181,22 +184,84 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"`{name}` is {value!r}; wanted one of {', '.join(choices)}")
 
 
+# Readers of one variable each. Their ValueError says what was wanted.
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("a whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("a number") from None
+
+
 def _seconds(text: str) -> timedelta:
-    return timedelta(seconds=float(text))
+    try:
+        return timedelta(seconds=float(text))
+    except (ValueError, OverflowError):
+        raise ValueError("a number of seconds") from None
+
+
+def _switch(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("1, true, yes or on; or 0, false, no or off")
+
+
+def _units(text: str) -> tuple[str, ...]:
+    return tuple(text.split("/")) if text else ()
+
+
+def _compressor_options(text: str) -> dict[str, object]:
+    wanted = 'a JSON object such as {"rank": 2}'
+    found = _json(text, wanted)
+    if not isinstance(found, dict):
+        raise ValueError(wanted)  # noqa: TRY004  # from_env names the variable, as for every other value
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def _rules(text: str) -> tuple[dict[str, object], ...]:
+    wanted = 'a JSON list of objects such as [{"pattern": "head.*"}]'
+    found = _json(text, wanted)
+    if not isinstance(found, list) or not all(isinstance(rule, dict) for rule in found):
+        raise ValueError(wanted)
+    return tuple(found)
+
+
+def _json(text: str, wanted: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{wanted} ({error})") from None
 
 
 _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "PLAN": ("plan", str),
-    "CHUNKS": ("chunks", int),
+    "CHUNKS": ("chunks", _whole_number),
     "COMPRESSOR": ("compressor", str),
+    "COMPRESSOR_OPTIONS": ("compressor_options", _compressor_options),
+    "RULES": ("rules", _rules),
     "TRANSPORT": ("transport", str),
+    "FUSION_MB": ("fusion_mb", _number),
     "FUSION": ("fusion", str),
-    "FUSION_MB": ("fusion_mb", float),
+    "PROBE": ("probe", _switch),
+    "TUNE": ("tune", _switch),
+    "TUNE_PROFILE": ("tune_profile", str),
     "TIMEOUT_SECONDS": ("timeout", _seconds),
     "HOSTNAME": ("hostname", str),
-    "LOCATION": ("location", lambda text: tuple(text.split("/"))),
-    "NIC_BYTES_PER_SECOND": ("nic_bytes_per_second", float),
+    "LOCATION": ("location", _units),
+    "NIC_BYTES_PER_SECOND": ("nic_bytes_per_second", _number),
+    "NIC_PER_RANK": ("nic_per_rank", _switch),
 }
+"""Name behind the prefix -> (field, what its text becomes); one for each field of `Config`."""
 
 _LAUNCHER_VARIABLES = (
     "RANK",

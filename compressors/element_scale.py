@@ -20,7 +20,7 @@ from gradwire.compressors.residual import ElementStore
 
 FLOOR = 0.125
 """Of the mean of a parameter's run, added to every element's unit: an element that the dense start hardly moved can still
-catch up. Measured: 0.02 to 0.5 end alike on the CNN of docs/convergence.md; a floor of 1 after a short start does not."""
+catch up. Measured: 0.02 to 0.5 end alike on the CNN of docs/reference/convergence.md; a floor of 1 after a short start does not."""
 
 EXPONENT = 0x7F800000
 """Of a float32's bits. The exponent alone makes the unit a power of two: what is divided by it and multiplied by it again is

@@ -70,7 +70,7 @@ class OneBit(TwoStage):
     """The compressor "onebit": momentum before the compression, a dense start, two residuals, units for the elements.
 
     The dense start shows how large each element usually is; afterwards elements are divided by that before their signs are
-    taken, and multiplied by it where they arrive (see `ElementScale`). Measured: without it the CNN of docs/convergence.md
+    taken, and multiplied by it where they arrive (see `ElementScale`). Measured: without it the CNN of docs/reference/convergence.md
     ended half a point of accuracy behind plain DDP, with it a tenth.
 
     Args:

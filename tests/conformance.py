@@ -45,7 +45,7 @@ LAYOUTS = {
 BY_DESIGN = {
     "test_monitored_barrier": "dist.monitored_barrier of torch before 2.15 refuses every backend that is not named gloo",
 }
-"""Differences from gloo that are meant: start of the test's name -> reason. docs/conformance.md explains them."""
+"""Differences from gloo that are meant: start of the test's name -> reason. docs/reference/conformance.md explains them."""
 
 ASK_FOR_GLOO = ("test_accumulate_gradients_no_sync",)
 """Tests that look at BACKEND while they run, to know whether to use the CPU: start of the name."""

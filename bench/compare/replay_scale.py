@@ -61,7 +61,7 @@ def plain_step_seconds(case: ReplayCase, ranks: int, bits_per_second: int) -> fl
         ranks: In all, seated node by node.
         bits_per_second: That the ring reaches between two nodes.
 
-    Source: docs/algorithms.md for the ring's bytes.
+    Source: docs/explanation/plans.md for the ring's bytes.
     """
     ring = 2 * (ranks - 1) / ranks * case.nbytes * 8 / bits_per_second
     return case.step_seconds * FORWARD_SHARE + max(case.step_seconds * (1 - FORWARD_SHARE), ring)

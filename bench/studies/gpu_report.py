@@ -1,4 +1,4 @@
-"""Everything that docs/gpu.md wants to know of a machine with a GPU, as Markdown, in under eight minutes.
+"""Everything that docs/reference/gpu.md wants to know of a machine with a GPU, as Markdown, in under eight minutes.
 
     python -m gradwire.bench.studies.gpu_report                    # on the terminal
     python -m gradwire.bench.studies.gpu_report --output FILE      # and into a file

@@ -1,4 +1,4 @@
-"""Every figure of docs/performance.md, measured again and written down with its machine, date and command.
+"""Every figure of docs/reference/performance.md, measured again and written down with its machine, date and command.
 
     python -m gradwire.bench.studies.performance              # all sections; an hour on 2 quiet cores, needs root
     python -m gradwire.bench.studies.performance hook sweep   # these alone; the others keep what the page says
@@ -16,15 +16,15 @@ from pathlib import Path
 
 from gradwire.bench.machine import machine_line
 
-PAGE = Path("docs/performance.md")
+PAGE = Path("docs/reference/performance.md")
 NOT_YET = "Not measured yet."
 
 _HEAD = """# Performance
 
 Every table says on which machine, on which day and by which command it was made; `python -m
-gradwire.bench.studies.performance` measures all of them again and rewrites this page. Seconds depend on the machine and on
-whatever else it does; ratios inside a table do not, as its rows took turns in one run. Emulated clusters are network
-namespaces on one machine, each behind a link of the stated rate; all their ranks share the machine's cores.
+gradwire.bench.studies.performance` measures all of them again and rewrites the tables. Seconds depend on the machine
+and on whatever else it does; ratios inside a table do not, as its rows took turns in one run. Emulated clusters are
+network namespaces on one machine, each behind a link of the stated rate; all their ranks share the machine's cores.
 """
 
 
@@ -54,7 +54,7 @@ SECTIONS = (
         "hook",
         "One bucket through the DDP hook",
         "16 MB at 200 Mbit. The lower bound is 2(N-1)/N of the bucket on every node's card, the limit of the link the "
-        'time that takes; speed-up is over plain DDP. "Rate unknown" is gradwire without being told how fast the '
+        'time that takes; speed-up is over plain DDP. "Rate unknown" is gradwire without knowing how fast the '
         "links are.",
         ("gradwire.bench.studies.hook_speed",),
     ),
@@ -96,16 +96,17 @@ SECTIONS = (
     ),
     Section(
         "compare",
-        "Every way of averaging gradients",
+        "Plain DDP, torch's hooks and gradwire side by side",
         "A transformer on 2 nodes of 2 ranks behind 200 Mbit. The error is that of one averaged gradient against the "
         "exact mean; compressors with feedback make up for it in later steps, and those with a momentum of their own "
         "(onebit, dgc) deliver another quantity than the mean.",
-        _compare("--megabytes", "16", "--plot", "docs/speedup.png"),
+        _compare("--megabytes", "16", "--plot", "docs/pictures/speedup.png"),
     ),
     Section(
         "swin-2x8",
         "Replay: Swin-T on 2x8 GPUs behind 25 Gbit",
-        "Real shapes and order, computation as timed waits. A connection reaches 5 Gbit, see docs/bench.md.",
+        "Real shapes and order, computation as timed waits. A connection reaches 5 Gbit, see "
+        "docs/explanation/replays.md.",
         _compare("--replay", "swin_t", "--nodes", "2", "--stream", "5gbit"),
     ),
     Section(
@@ -148,14 +149,20 @@ def split_page(text: str) -> dict[str, str]:
     return {title.strip(): body.strip() for title, body in zip(parts[1::2], parts[2::2], strict=True)}
 
 
-def write_page(bodies: dict[str, str]) -> str:
+def head_of(page: str) -> str:
+    """What a page says before its first section, which is written by hand."""
+    return re.split(r"^## ", page, maxsplit=1, flags=re.MULTILINE)[0].strip()
+
+
+def write_page(bodies: dict[str, str], head: str = _HEAD) -> str:
     """The page, with one body for each section.
 
     Args:
         bodies: By title; sections without one say that they were not measured.
+        head: What stands before the first section.
     """
     blocks = [f"## {one.title}\n\n{bodies.get(one.title) or body(one, None)}" for one in SECTIONS]
-    return "\n\n".join([_HEAD.strip(), *blocks]) + "\n"
+    return "\n\n".join([head.strip(), *blocks]) + "\n"
 
 
 def body(section: Section, output: str | None) -> str:
@@ -191,7 +198,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m gradwire.bench.studies.performance",
-        description="Measures the figures of docs/performance.md again.",
+        description="Measures the figures of docs/reference/performance.md again.",
     )
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(one.name for one in SECTIONS))
     parser.add_argument("--output", type=Path, default=PAGE, help=f"the page (default {PAGE})")
@@ -214,7 +221,8 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    bodies = split_page(options.output.read_text()) if options.output.exists() else {}
+    page = options.output.read_text() if options.output.exists() else ""
+    bodies, head = split_page(page), head_of(page) or _HEAD
     failed = False
     for section in SECTIONS:
         if options.sections and section.name not in options.sections:
@@ -226,7 +234,7 @@ def main(argv: list[str]) -> int:
             bodies[section.title] = body(section, output)
         # After each section: an hour's work is not lost to the last one.
         options.output.parent.mkdir(exist_ok=True)
-        options.output.write_text(write_page(bodies))
+        options.output.write_text(write_page(bodies, head))
     return int(failed)
 
 

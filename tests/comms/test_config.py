@@ -1,10 +1,41 @@
 """The configuration: strict about names and values; an option wins over its variable."""
 
+import dataclasses
+import re
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
 from gradwire.comms.config import Config
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "hook.md"
+
+VARIABLES: dict[str, tuple[str, str, object]] = {
+    "plan": ("GRADWIRE_PLAN", "leader", "leader"),
+    "chunks": ("GRADWIRE_CHUNKS", "4", 4),
+    "compressor": ("GRADWIRE_COMPRESSOR", "powersgd", "powersgd"),
+    "compressor_options": (
+        "GRADWIRE_COMPRESSOR_OPTIONS",
+        '{"rank": 2, "levels": [0.25, 0.0625]}',
+        {"rank": 2, "levels": (0.25, 0.0625)},
+    ),
+    "rules": ("GRADWIRE_RULES", '[{"pattern": "head.*"}]', ({"pattern": "head.*"},)),
+    "transport": ("GRADWIRE_TRANSPORT", "gloo", "gloo"),
+    "fusion_mb": ("GRADWIRE_FUSION_MB", "12.5", 12.5),
+    "fusion": ("GRADWIRE_FUSION", "auto", "auto"),
+    "probe": ("GRADWIRE_PROBE", "1", True),
+    "tune": ("GRADWIRE_TUNE", "true", True),
+    "tune_profile": ("GRADWIRE_TUNE_PROFILE", "tuned.json", "tuned.json"),
+    "timeout": ("GRADWIRE_TIMEOUT_SECONDS", "7.5", timedelta(seconds=7.5)),
+    "hostname": ("GRADWIRE_HOSTNAME", "node7", "node7"),
+    "location": ("GRADWIRE_LOCATION", "eu/rack7", ("eu", "rack7")),
+    "nic_bytes_per_second": ("GRADWIRE_NIC_BYTES_PER_SECOND", "3.125e9", 3.125e9),
+    "nic_per_rank": ("GRADWIRE_NIC_PER_RANK", "yes", True),
+}
+"""Field -> its variable, a text for it, and the value that the text stands for."""
+
+FIELDS = [entry.name for entry in dataclasses.fields(Config)]
 
 
 @pytest.mark.parametrize(
@@ -39,10 +70,51 @@ def test_variables_are_read_and_options_win(monkeypatch: pytest.MonkeyPatch) -> 
     assert (config.plan, config.timeout, config.location) == ("flat", timedelta(seconds=7.5), ("eu", "rack7"))
 
 
-def test_a_bad_variable_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRADWIRE_CHUNKS", "many")
-    with pytest.raises(ValueError, match="`GRADWIRE_CHUNKS` is 'many'"):
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_field_has_a_variable(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variable, text, value = VARIABLES[field]
+    monkeypatch.setenv(variable, text)
+    assert getattr(Config.from_env(), field) == value
+
+
+@pytest.mark.parametrize("text", ["0", "false", "No", "OFF"])
+@pytest.mark.parametrize("field", ["probe", "tune", "nic_per_rank"])
+def test_a_switch_can_be_off(field: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLES[field][0], text)
+    assert getattr(Config.from_env(), field) is False
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "wanted"),
+    [
+        ("GRADWIRE_CHUNKS", "many", "a whole number"),
+        ("GRADWIRE_FUSION_MB", "25MB", "a number"),
+        ("GRADWIRE_NIC_BYTES_PER_SECOND", "25gbit", "a number"),
+        ("GRADWIRE_TIMEOUT_SECONDS", "5m", "a number of seconds"),
+        ("GRADWIRE_TIMEOUT_SECONDS", "inf", "a number of seconds"),
+        ("GRADWIRE_PROBE", "maybe", "1, true, yes or on; or 0, false, no or off"),
+        ("GRADWIRE_TUNE", "", "1, true, yes or on; or 0, false, no or off"),
+        ("GRADWIRE_NIC_PER_RANK", "2", "1, true, yes or on; or 0, false, no or off"),
+        ("GRADWIRE_COMPRESSOR_OPTIONS", "rank=2", 'a JSON object such as {"rank": 2} (Expecting value'),
+        ("GRADWIRE_COMPRESSOR_OPTIONS", "[2]", 'a JSON object such as {"rank": 2}'),
+        ("GRADWIRE_RULES", "head.*", 'a JSON list of objects such as [{"pattern": "head.*"}] (Expecting value'),
+        ("GRADWIRE_RULES", '{"pattern": "head.*"}', "a JSON list of objects"),
+        ("GRADWIRE_RULES", '["head.*"]', "a JSON list of objects"),
+    ],
+)
+def test_a_bad_variable_is_named_with_what_was_wanted(
+    variable: str, text: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ValueError) as caught:
         Config.from_env()
+    assert str(caught.value).startswith(f"`{variable}` is {text!r}; wanted {wanted}")
+
+
+def test_the_reference_lists_every_field_with_its_variable() -> None:
+    listed = re.findall(r"^\| `(\w+)` \| `(GRADWIRE_\w+)` \|", PAGE.read_text(), re.MULTILINE)
+    assert dict(listed) == {field: variable for field, (variable, _, _) in VARIABLES.items()}
+    assert [field for field, _ in listed] == FIELDS
 
 
 def test_what_is_own_to_a_rank_is_not_compared() -> None:

@@ -22,9 +22,10 @@ from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Plan
 from gradwire.comms.plan.planner import plan_all_reduce
 from gradwire.comms.plan.routes import Routes
+from gradwire.comms.transport.torch_group import Done
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, two_level_cluster, uniform_cluster
 from support.simulate import simulate, transfers_of
-from support.threads import Done, ThreadGroup, run_ranks
+from support.threads import ThreadGroup, run_ranks
 
 LINKS = (Link(4e-6, 5e9), Link(30e-6, 25e6), Link(5e-5, 1e7), Link(1e-3, 1e6))
 LEVELS = tuple(Level(name, link) for name, link in zip(LEVEL_NAMES, LINKS, strict=True))

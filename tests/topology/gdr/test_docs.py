@@ -1,4 +1,4 @@
-"""docs/gdr.md explains every check in the words of its docstring, so neither can drift from the other."""
+"""docs/reference/gdr-check.md explains every check in the words of its docstring, so neither drifts from the other."""
 
 import inspect
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from gradwire.topology.gdr.command import parser
 from gradwire.topology.gdr.stages import CHECKS
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "gdr.md").read_text()
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "reference" / "gdr-check.md").read_text()
 
 
 @pytest.mark.parametrize("index", range(len(CHECKS)), ids=[check.name for check in CHECKS])
@@ -18,7 +18,7 @@ def test_check_is_explained(index: int) -> None:
     command = next(line for line in words.splitlines() if line.startswith("Command: ")).removeprefix("Command: ")
     kind = "advice" if check.verdict is None else check.verdict
     entry = f"- **{check.name} {check.title}** ({kind}). {words.splitlines()[0]}  \n  {command}\n"
-    assert entry in PAGE, f"docs/gdr.md lacks this entry:\n{entry}"
+    assert entry in PAGE, f"docs/reference/gdr-check.md lacks this entry:\n{entry}"
 
 
 def test_every_option_is_shown() -> None:

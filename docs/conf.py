@@ -1,0 +1,29 @@
+"""How Sphinx builds the site: `make docs`. A warning is an error there, and so is a reference that leads nowhere."""
+
+import gradwire
+
+project = "gradwire"
+author = "The gradwire developers"
+copyright = author
+release = version = gradwire.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 4
+myst_links_external_new_tab = True
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = f"gradwire {release}"
+html_show_copyright = False
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_default_options = {"exclude-members": "__init__, __new__"}
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_custom_sections = [("Source", "notes")]
+
+# Every cross-reference to a name of gradwire must lead somewhere; names of other packages have no page here.
+nitpicky = True
+nitpick_ignore_regex = [(r"py:.*", r"(?!gradwire\.).*")]

@@ -1,0 +1,173 @@
+"""The pages: every Python block of README.md and docs/ runs, links lead somewhere, folders stay small.
+
+The blocks of a page share a namespace and run in order, in a world of one rank. Before them stand `gradwire`, `torch`,
+`nn`, `dist`, `DistributedDataParallel`, `build_model()` and `train(model, optimizer, steps)`. What a block needs beside
+these is in an HTML comment of the page, `<!-- before: ... -->`; a block that cannot run has a comment above it,
+`<!-- not run: why -->`.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+MOST_NOT_RUN = 3
+"""Blocks that are marked as not run: each is a promise that nobody checks."""
+
+_PIECE = re.compile(
+    r"^<!-- before:\n(?P<before>.*?)^-->$"
+    r"|^<!-- not run: (?P<why>[^\n]+) -->\n+```python\n.*?^```$"
+    r"|^```python\n(?P<block>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def blocks(page: Path) -> list[tuple[int, str]]:
+    """(line, source) of what runs of a page, in order."""
+    text = page.read_text()
+    found = []
+    for piece in _PIECE.finditer(text):
+        kind = "before" if piece["before"] is not None else "block"
+        if piece[kind] is not None:
+            found.append((text.count("\n", 0, piece.start(kind)) + 1, piece[kind]))
+    return found
+
+
+RUNNER = """
+import json, os, sys, traceback
+
+os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+
+torch.set_num_threads(1)
+
+
+def build_model():
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4))
+
+
+def train(model, optimizer=None, steps=1):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 32)).square().mean().backward()
+        optimizer.step()
+
+
+def new_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+failures = {}
+for name, pieces in json.load(sys.stdin):
+    before = {"gradwire": gradwire, "torch": torch, "nn": nn, "dist": dist, "build_model": build_model, "train": train}
+    names = before | {"DistributedDataParallel": DistributedDataParallel, "__name__": "page"}
+    os.environ["MASTER_PORT"] = "0"
+    if not any("init_process_group" in source for _, source in pieces):
+        new_group()
+    for line, source in pieces:
+        if "init_process_group" in source:
+            import socket
+
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+        try:
+            exec(compile("\\n" * (line - 1) + source, name, "exec"), names)
+        except BaseException:
+            failures[name] = traceback.format_exc()
+            break
+    names.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+with open(sys.argv[1], "w") as file:
+    json.dump(failures, file)
+"""
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Page -> traceback, of one process that runs all pages: importing torch takes longer than they do."""
+    folder = tmp_path_factory.mktemp("pages")
+    pages = [(name, found) for name, page in zip(NAMES, PAGES, strict=True) if (found := blocks(page))]
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER, str(folder / "failures.json")],
+        input=json.dumps(pages),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    result: dict[str, str] = json.loads((folder / "failures.json").read_text())
+    return result
+
+
+@pytest.mark.parametrize("name", [name for name, page in zip(NAMES, PAGES, strict=True) if blocks(page)])
+def test_the_python_blocks_run(name: str, failures: dict[str, str]) -> None:
+    assert name not in failures, failures[name]
+
+
+def test_few_blocks_are_not_run() -> None:
+    reasons = [piece["why"] for page in PAGES for piece in _PIECE.finditer(page.read_text()) if piece["why"]]
+    assert len(reasons) <= MOST_NOT_RUN, reasons
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_python_block_escapes(name: str) -> None:
+    """Every fence that says `python` is found above: one that is indented or written otherwise would never run."""
+    text = (ROOT / name).read_text()
+    fences = len(re.findall(r"^\s*```\s*(?:python|py)\b", text, re.MULTILINE))
+    found = sum(piece["before"] is None for piece in _PIECE.finditer(text))
+    assert found == fences
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", [*NAMES, "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
+def test_links_between_pages_lead_somewhere(name: str) -> None:
+    page = ROOT / name
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path) if path else page
+        assert file.exists(), f"{name} links to {target}, which is not there"
+        assert not anchor or anchor in _anchors(file), f"{name} links to {target}, which has no such heading"
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    pages = [page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in PAGES[1:]]
+    assert [page for page in pages if page != "index" and f"\n{page}\n" not in index] == []
+
+
+def _yaml_files() -> list[Path]:
+    return [ROOT / ".pre-commit-config.yaml", *sorted((ROOT / ".github").rglob("*.yml"))]
+
+
+@pytest.mark.parametrize("file", _yaml_files(), ids=lambda file: file.name)
+def test_workflows_and_templates_are_yaml(file: Path) -> None:
+    yaml = pytest.importorskip("yaml", reason="pyyaml reads them; it comes with the extra `test`")
+    content: Any = yaml.safe_load(file.read_text())
+    assert isinstance(content, dict)
+    if file.parent.name == "workflows":
+        # YAML 1.1 reads the key `on` as true.
+        assert {"name", True, "jobs"} <= content.keys()
+        assert all("runs-on" in job and job["steps"] for job in content["jobs"].values())
