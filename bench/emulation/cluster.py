@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from gradwire.bench.emulation.launch import Outcome, RankLine, Ranks
+from gradwire.bench.emulation.launch import JobOutcome, RankLine, Ranks
 from gradwire.bench.emulation.namespaces import Holder, available
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.seats import Order, Seat, seat_ranks, torchrun_environment
@@ -45,7 +45,7 @@ class NicBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult(Outcome):
+class RunResult(JobOutcome):
     """How a command on the cluster ended, and what it put on the links."""
 
     nic_bytes: tuple[NicBytes, ...]
@@ -57,7 +57,7 @@ class RunResult(Outcome):
         return max(max(nic.tx, nic.rx) for nic in self.nic_bytes)
 
 
-class Cluster:
+class EmulatedCluster:
     """Emulated nodes, up from the start of a `with` block (or of the object) to its end.
 
     The nodes have hostnames node0, node1, ..., their own /dev/shm, processes and network; files are the machine's.

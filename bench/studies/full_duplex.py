@@ -17,9 +17,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.bench.compare.rounds import Contender, take_turns
-from gradwire.bench.emulation.cluster import Cluster
-from gradwire.bench.emulation.fork import Place, run_forked
+from gradwire.bench.contender import Contender, take_turns
+from gradwire.bench.emulation.cluster import EmulatedCluster
+from gradwire.bench.emulation.fork import ForkedRank, run_forked
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
@@ -42,7 +42,7 @@ ROUNDS = 5
 NEVER = 1 << 40
 
 
-def exchange(place: Place, store: Store, name: str, large_nbytes: int) -> Contender:
+def exchange(place: ForkedRank, store: Store, name: str, large_nbytes: int) -> Contender:
     """An all-to-all with the ranks of the same place on the other nodes; messages from `large_nbytes` on go both ways."""
     count, seat = len(place.nodes), place.rank % place.nodes[0]
     transport = gloo.connect(
@@ -58,7 +58,7 @@ def exchange(place: Place, store: Store, name: str, large_nbytes: int) -> Conten
     return Contender(name, step)
 
 
-def summed(place: Place, store: Store, plan: str, chunks: int, order: str, large_nbytes: int) -> Contender:
+def summed(place: ForkedRank, store: Store, plan: str, chunks: int, order: str, large_nbytes: int) -> Contender:
     """An exact all-reduce; in rank order where buckets may be fused, else in gloo's ring."""
     fusion = {} if order == "ring" else {"fusion_mb": 25.0}
     name = f"{plan}, {order}, {chunks}"
@@ -80,7 +80,7 @@ def summed(place: Place, store: Store, plan: str, chunks: int, order: str, large
     return Contender(name, step)
 
 
-def rank_main(place: Place, arguments: list[str]) -> int:
+def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """One rank's part; rank 0 prints the medians in seconds, by name, as one line of JSON.
 
     Args:
@@ -93,17 +93,17 @@ def rank_main(place: Place, arguments: list[str]) -> int:
     assert group is not None
     store, usual = store_of(group), gloo.LARGE_NBYTES
     if arguments == ["exchange"]:
-        entrants = [exchange(place, store, "one group", NEVER), exchange(place, store, "two groups", 0)]
+        contenders = [exchange(place, store, "one group", NEVER), exchange(place, store, "two groups", 0)]
     else:
-        entrants = [
+        contenders = [
             summed(place, store, plan, chunks, order, large)
             for plan in ("hierarchical", "flat")
             for chunks in CHUNKS
             for order, large in (("ring", usual), ("one group", NEVER), ("two groups", usual))
         ]
-    take_turns(entrants, rounds=ROUNDS, warmup=1, interface=None)
+    take_turns(contenders, rounds=ROUNDS, warmup=1, interface=None)
     if place.rank == 0:
-        print(json.dumps({one.name: statistics.median(one.seconds) for one in entrants}), flush=True)
+        print(json.dumps({one.name: statistics.median(one.seconds) for one in contenders}), flush=True)
     place.leave()
     return 0
 
@@ -120,7 +120,7 @@ def measure(case: str, nic: str, what: str) -> dict[str, float]:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
     """
     nodes = CASES[case]
-    with Cluster([1] * len(nodes), nic) as cluster:
+    with EmulatedCluster([1] * len(nodes), nic) as cluster:
         outcome = run_forked(cluster, "gradwire.bench.studies.full_duplex", [what], nodes=nodes, timeout_seconds=300)
     outcome.check()
     found: dict[str, float] = json.loads(next(line for line in outcome.output[0].splitlines() if line.startswith("{")))

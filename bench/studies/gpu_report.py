@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gradwire.bench.kernels.cases import SETS, Case
-from gradwire.bench.kernels.command import Result, measure
-from gradwire.bench.kernels.gpu_cases import gpu_cases
+from gradwire.bench.kernels.cases import SETS, KernelCase
+from gradwire.bench.kernels.command import KernelResult, measure
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies import gpu_step
+from gradwire.bench.studies.gpu_cases import gpu_cases
 from gradwire.compressors.kernels.cuda.require import CudaKernelsError, require_cupy
 
 MEBIBYTES = (25, 256)
@@ -43,7 +43,7 @@ def versions() -> str:
     )
 
 
-def launches(case: Case) -> int:
+def launches(case: KernelCase) -> int:
     """How many kernels one run of the case starts, as the profiler sees it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         case.ours(0)
@@ -52,7 +52,7 @@ def launches(case: Case) -> int:
     return sum(not name.startswith(("Memcpy", "Memset")) for name in events)
 
 
-def row(result: Result, started: int) -> str:
+def row(result: KernelResult, started: int) -> str:
     """One line of a table of kernels."""
     return (
         f"| {result.kernel} | {result.seconds * 1e6:.1f} | {result.bytes_per_second / 1e9:.0f} | {result.of_floor:.2f} | "

@@ -27,9 +27,9 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.bench.compare.rounds import Contender, take_turns
-from gradwire.bench.emulation.cluster import Cluster
-from gradwire.bench.emulation.fork import Place, run_forked
+from gradwire.bench.contender import Contender, take_turns
+from gradwire.bench.emulation.cluster import EmulatedCluster
+from gradwire.bench.emulation.fork import ForkedRank, run_forked
 from gradwire.bench.emulation.rate import format_rate, parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
@@ -46,11 +46,11 @@ CASES = {
 }
 """Name -> (ranks of each node, order of the ranks)."""
 
-PLAIN, RING, GRADWIRE, UNTOLD = "plain DDP", "gloo all_reduce", "gradwire", "gradwire, rate unknown"
+PLAIN, RING, GRADWIRE, RATE_UNKNOWN = "plain DDP", "gloo all_reduce", "gradwire", "gradwire, rate unknown"
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class HookSpeedResult:
     """What one contender came to on one cluster: medians over the rounds.
 
     Attributes:
@@ -128,7 +128,7 @@ def _step(model: DistributedDataParallel, own: Tensor, mean: Tensor | None, name
     return Contender(name, step)
 
 
-def contenders(place: Place, numel: int, bytes_per_second: float, compressors: list[str]) -> list[Contender]:
+def contenders(place: ForkedRank, numel: int, bytes_per_second: float, compressors: list[str]) -> list[Contender]:
     """The ways to average one bucket; all ranks make them in the same order."""
     # Integers whose mean is exact in float32 in whatever order they are added.
     own = torch.arange(numel, dtype=torch.float32).remainder_(1021).mul_(place.world_size).add_(place.rank)
@@ -140,7 +140,7 @@ def contenders(place: Place, numel: int, bytes_per_second: float, compressors: l
         return always + [_compressed(name, matrix_shape(numel), place.rank, bytes_per_second) for name in compressors]
     untold, flat = _ddp((numel,)), own.clone()
     _hook(untold, None)
-    return [*always, Contender(RING, lambda _: _all_reduce(flat)), _step(untold, own, mean, UNTOLD)]
+    return [*always, Contender(RING, lambda _: _all_reduce(flat)), _step(untold, own, mean, RATE_UNKNOWN)]
 
 
 def _hook(model: DistributedDataParallel, rate: float | None, compressor: str | None = None) -> None:
@@ -165,7 +165,7 @@ def _all_reduce(flat: Tensor) -> None:
     dist.all_reduce(flat)
 
 
-def rank_main(place: Place, arguments: list[str]) -> int:
+def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """One rank's part; rank 0 prints the figures as one line of JSON.
 
     Args:
@@ -183,15 +183,15 @@ def rank_main(place: Place, arguments: list[str]) -> int:
 
 
 def _measured(
-    place: Place, numel: int, rounds: int, bytes_per_second: float, names: list[str]
+    place: ForkedRank, numel: int, rounds: int, bytes_per_second: float, names: list[str]
 ) -> list[dict[str, object]]:
     """Every round of all contenders; their models are gone when it returns."""
-    entrants = contenders(place, numel, bytes_per_second, names)
-    take_turns(entrants, rounds=rounds, warmup=2, interface=place.interface)
-    return [{"name": one.name, "seconds": one.seconds, "nic_nbytes": one.nic_nbytes} for one in entrants]
+    contenders_run = contenders(place, numel, bytes_per_second, names)
+    take_turns(contenders_run, rounds=rounds, warmup=2, interface=place.interface)
+    return [{"name": one.name, "seconds": one.seconds, "nic_nbytes": one.nic_nbytes} for one in contenders_run]
 
 
-def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[str] = ()) -> list[Result]:
+def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[str] = ()) -> list[HookSpeedResult]:
     """Runs all contenders on one emulated cluster.
 
     Args:
@@ -206,7 +206,7 @@ def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[
     """
     nodes, order = CASES[case]
     bytes_per_second = parse_rate(nic, "--nic") / 8
-    with Cluster([1] * len(nodes), nic) as cluster:
+    with EmulatedCluster([1] * len(nodes), nic) as cluster:
         outcome = run_forked(
             cluster,
             "gradwire.bench.studies.hook_speed",
@@ -218,12 +218,12 @@ def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[
     outcome.check()
     lower_bound = 2 * (len(nodes) - 1) / len(nodes) * numel * 4
     line = next(line for line in outcome.output[0].splitlines() if line.startswith("["))
-    entrants = [
+    contenders_run = [
         Contender(entry["name"], print, None, entry["seconds"], entry["nic_nbytes"]) for entry in json.loads(line)
     ]
-    plain = next(one for one in entrants if one.name == PLAIN).median_seconds
+    plain = next(one for one in contenders_run if one.name == PLAIN).median_seconds
     return [
-        Result(
+        HookSpeedResult(
             case,
             one.name,
             one.median_seconds,
@@ -232,11 +232,11 @@ def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[
             lower_bound / bytes_per_second / one.median_seconds,
             plain / one.median_seconds,
         )
-        for one in entrants
+        for one in contenders_run
     ]
 
 
-def table(results: list[Result], title: str) -> Table:
+def table(results: list[HookSpeedResult], title: str) -> Table:
     """The results as a table."""
     rows = Table(title=title)
     for heading in ("cluster", "way", "s", "MB on NIC", "x lower bound", "share of limit", "speed-up"):

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gradwire.bench.emulation.fork import Place
+from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.autotune.probe import line_up, probe
 from gradwire.comms.bootstrap.compat import store_of
@@ -48,7 +48,7 @@ ON_THEIR_WAY_SECONDS = 0.1
 """For acknowledgements, before a card's bytes are read."""
 
 
-class Check:
+class CaseRunner:
     """One rank's measurements.
 
     Args:
@@ -161,7 +161,7 @@ class Check:
         return sent
 
     def slowest(self, own: list[float]) -> list[float]:
-        """Place by place the largest of all ranks' numbers."""
+        """Element by element the largest of all ranks' numbers."""
         numbers = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         return numbers.tolist()
@@ -176,7 +176,7 @@ def without_links(cluster: Cluster) -> Cluster:
 
 def _check(options: argparse.Namespace) -> int:
     """Runs the cases as one rank, the default group being up; takes it down and returns 0."""
-    check = Check(options.rounds, options.seconds)
+    check = CaseRunner(options.rounds, options.seconds)
     if check.rank == 0:
         print(json.dumps({level.name: asdict(level.link) for level in check.levels}))
     for case in options.cases.split(","):
@@ -201,7 +201,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def rank_main(place: Place, arguments: list[str]) -> int:
+def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """Runs all cases as one forked rank; returns 0.
 
     Args:

@@ -1,6 +1,6 @@
 """Does training under a compressor reach plain DDP's quality, and how soon?
 
-    python -m gradwire.bench.studies.convergence.quality --json runs.json       # every task, method and seed; an hour
+    python -m gradwire.bench.studies.convergence.training --json runs.json       # every task, method and seed; an hour
     python -m gradwire.bench.studies.convergence.speed --json runs.json         # seconds per step on emulated links; needs root
     python -m gradwire.bench.studies.convergence.show --json runs.json --page docs/convergence.md --draw docs/convergence
 
@@ -12,13 +12,11 @@ import sys
 from pathlib import Path
 
 from gradwire.bench.emulation.signals import clean_end
-from gradwire.bench.studies.convergence.methods import METHODS
-from gradwire.bench.studies.convergence.plot import draw
-from gradwire.bench.studies.convergence.quality import method_of, train
 from gradwire.bench.studies.convergence.record import Record
+from gradwire.bench.studies.convergence.show import draw, replace_tables, tables
 from gradwire.bench.studies.convergence.speed import LINKS, measure
-from gradwire.bench.studies.convergence.table import replace_tables, tables
 from gradwire.bench.studies.convergence.tasks import TASKS
+from gradwire.bench.studies.convergence.training import METHODS, method_of, train
 
 SEEDS = (0, 1, 2)
 

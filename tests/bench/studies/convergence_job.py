@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradwire.bench.studies.convergence.methods import METHODS
-from gradwire.bench.studies.convergence.quality import train
-from gradwire.bench.studies.convergence.tasks import Facts
+from gradwire.bench.studies.convergence.tasks import TaskFacts
+from gradwire.bench.studies.convergence.training import METHODS, train
 
 
 @dataclass
@@ -22,7 +21,7 @@ class Line:
     steps: int = 20
 
     def __post_init__(self) -> None:
-        self.facts = Facts(
+        self.facts = TaskFacts(
             name="line",
             title="a line",
             quality="squared error",

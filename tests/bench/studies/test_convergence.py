@@ -13,15 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.bench.studies.convergence import __main__ as convergence
-from gradwire.bench.studies.convergence import data as convergence_data
-from gradwire.bench.studies.convergence.data import data_folder, load_images, read_idx
-from gradwire.bench.studies.convergence.methods import METHODS, PLAIN, TORCH_FP16
-from gradwire.bench.studies.convergence.plot import draw
-from gradwire.bench.studies.convergence.quality import EVALUATED, Run, method_of
-from gradwire.bench.studies.convergence.reach import DENSE, seconds_to, steps_to, target
-from gradwire.bench.studies.convergence.record import Record, Speed, Timed
-from gradwire.bench.studies.convergence.table import tables
-from gradwire.bench.studies.convergence.tasks import FashionTask, SmallCnn, TextTask, share_of_peak
+from gradwire.bench.studies.convergence import tasks
+from gradwire.bench.studies.convergence.record import DENSE, Record, Speed, Timed, seconds_to, steps_to, target
+from gradwire.bench.studies.convergence.show import draw, tables
+from gradwire.bench.studies.convergence.tasks import (
+    FashionTask,
+    SmallCnn,
+    TextTask,
+    data_folder,
+    load_images,
+    read_idx,
+    share_of_peak,
+)
+from gradwire.bench.studies.convergence.training import EVALUATED, METHODS, PLAIN, TORCH_FP16, Run, method_of
 
 JOB = Path(__file__).parent / "convergence_job.py"
 ONEBIT = "gradwire onebit"
@@ -170,7 +174,7 @@ def test_images_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_without_apt_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convergence_data, "INSTALLED", Path("/nowhere/fashion-mnist"))
+    monkeypatch.setattr(tasks, "INSTALLED", Path("/nowhere/fashion-mnist"))
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(RuntimeError, match="`apt-get` is missing: put the four"):
         data_folder(tmp_path)

@@ -2,16 +2,16 @@
 
 import pytest
 
-from gradwire.bench.compare.rounds import Contender
-from gradwire.bench.emulation.fork import Place
+from gradwire.bench.contender import Contender
+from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.bench.studies import full_duplex as both_ways
 from gradwire.comms.bootstrap.compat import HashStore, make_gloo
 from gradwire.comms.transport import gloo
 from gradwire.comms.transport.threads import run_ranks
 
 
-def place(rank: int) -> Place:
-    return Place(rank, 2, rank, (1, 1), "127.0.0.1", 0, "lo")
+def place(rank: int) -> ForkedRank:
+    return ForkedRank(rank, 2, rank, (1, 1), "127.0.0.1", 0, "lo")
 
 
 @pytest.mark.parametrize("large_nbytes", [0, both_ways.NEVER])

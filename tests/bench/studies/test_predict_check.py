@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.emulation.cluster import Cluster
+from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import run_forked
 from gradwire.bench.studies.predict_check import CASES
 
@@ -62,7 +62,7 @@ class Case:
 def run_cases(nodes: list[int], names: Sequence[str]) -> list[Case]:
     """What was predicted and measured of each case."""
     cases = ",".join(f"{name}@{MEGABYTES.get(name, 26.2144)}" for name in names)
-    with Cluster([1] * len(nodes), nic="200mbit") as cluster:
+    with EmulatedCluster([1] * len(nodes), nic="200mbit") as cluster:
         result = run_forked(
             cluster,
             "gradwire.bench.studies.predict_check",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.nccl_tests.report import number_text, plain_number
+from gradwire.bench.nccl_tests.output import number_text, plain_number
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 AMAZON_TYPES = ("float", "double", "int", "half")
