@@ -16,10 +16,10 @@ until that cost is small beside them.
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 
 import torch
 from torch import Tensor, nn
@@ -207,7 +207,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: "_Context", *outputs: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.seconds:
-            time.sleep(ctx.seconds)
+            sleep(ctx.seconds)
         return outputs[0], ctx.gradient, None, None
 
 
@@ -244,7 +244,7 @@ class ReplayModel(nn.Module):
         Args:
             start: A scalar that requires a gradient.
         """
-        time.sleep(self.forward_seconds)
+        sleep(self.forward_seconds)
         for parameter, gradient, seconds in zip(self.weights, self._gradients, self.backward_seconds, strict=True):
             start = _Layer.apply(start, parameter, gradient, seconds)  # type: ignore[no-untyped-call]  # torch's
         return start

@@ -1,9 +1,7 @@
 """Replays: the published parameter counts, the shrinking, the order of the gradients, and the scale."""
 
-import itertools
 import json
 import math
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradwire.bench.compare import replay
 from gradwire.bench.compare.replay import (
     DDP_BUCKET_MEGABYTES,
     LEAST_STEP_SECONDS,
@@ -62,22 +61,18 @@ def test_the_backward_pass_is_spread_over_the_matrices() -> None:
     assert seconds == [1.5, 0.0, 1.5, 0.0]
 
 
-def test_gradients_arrive_last_layer_first_and_in_time() -> None:
+def test_gradients_arrive_last_layer_first_each_after_its_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     case = ReplayCase("three", (("a", (8, 8)), ("b", (8, 8)), ("c", (8, 8))), 0.15, "made up")
     model = ReplayModel(case, 2, 2, rank=0)
-    order: list[tuple[int, float]] = []
+    events: list[int | float] = []
+    monkeypatch.setattr(replay, "sleep", events.append)
     for number, parameter in enumerate(model.weights):
-        parameter.register_post_accumulate_grad_hook(
-            lambda _, number=number: order.append((number, time.perf_counter()))
-        )
-    began = time.perf_counter()
+        parameter.register_post_accumulate_grad_hook(lambda _, number=number: events.append(number))
     loss = model(torch.zeros((), requires_grad=True))
-    assert time.perf_counter() - began >= model.forward_seconds
+    assert events == [pytest.approx(0.1)]
     loss.backward()
-    assert [number for number, _ in order] == [2, 1, 0]
-    assert all(
-        later - sooner >= 0.9 * model.backward_seconds[0] for (_, sooner), (_, later) in itertools.pairwise(order)
-    )
+    wait = pytest.approx(0.2 / 3)
+    assert events[1:] == [wait, 2, wait, 1, wait, 0]
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.weights)
 
 

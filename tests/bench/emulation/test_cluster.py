@@ -15,6 +15,7 @@ NBYTES = 2_000_000
 SEND = f"""
 import os, socket, time
 if os.environ["RANK"] == "0":
+    started = time.perf_counter()
     for _ in range(600):
         try:
             link = socket.create_connection(("node1", 5000))
@@ -24,13 +25,14 @@ if os.environ["RANK"] == "0":
     link.sendall(bytes({NBYTES}))
     link.shutdown(socket.SHUT_WR)
     assert link.recv(1) == b"k"
+    print(time.perf_counter() - started)
 else:
     server = socket.create_server(("", 5000))
     link, _ = server.accept()
-    received, started = 0, time.perf_counter()
+    received = 0
     while chunk := link.recv(1 << 16):
         received += len(chunk)
-    print(received, time.perf_counter() - started)
+    print(received)
     link.sendall(b"k")
 """
 
@@ -61,16 +63,16 @@ def uneven() -> Iterator[EmulatedCluster]:
 def test_bytes_counted_are_bytes_sent_and_the_rate_holds(pair: EmulatedCluster) -> None:
     result = pair.run([sys.executable, "-c", SEND], timeout_seconds=60)
     result.check()
-    received, seconds = result.output[1].split()
-    assert int(received) == NBYTES
+    assert int(result.output[1]) == NBYTES
     sender, receiver = result.nic_bytes
-    # Headers are 66 of 1514 bytes a packet, fewer with segmentation offload; the way back carries acknowledgements.
+    # Headers are 66 of 1514 bytes a packet, fewer with segmentation offload; acknowledgements come back.
     assert NBYTES < sender.tx < 1.06 * NBYTES + 10_000
     assert NBYTES < receiver.rx < 1.06 * NBYTES + 10_000
     assert sender.rx < 0.1 * NBYTES and receiver.tx < 0.1 * NBYTES
     assert result.busiest_nic_bytes == max(sender.tx, receiver.rx)
-    # 0.8 s at 20 Mbit, of which the first 64 KiB are free; no link lets a byte through faster than it is rated.
-    assert float(seconds) > 0.9 * (NBYTES - 2 * 65536) * 8 / 20e6
+    # 0.8 s at 20 Mbit, of which the first 64 KiB are free; no link lets a byte through faster than it is rated. The
+    # sender's clock runs from before the first byte until the receiver has all: a busy machine can only make it longer.
+    assert float(result.output[0]) > 0.9 * (NBYTES - 2 * 65536) * 8 / 20e6
 
 
 def test_a_script_written_for_torchrun_runs_unchanged() -> None:

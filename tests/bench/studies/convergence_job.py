@@ -53,6 +53,10 @@ class Line:
 
 
 if __name__ == "__main__":
-    task = Line(sys.argv[1])
-    chosen = [method for method in METHODS[sys.argv[1]] if method.name in sys.argv[2:]]
-    print(json.dumps([asdict(train(task, method, 1)) for method in chosen]), flush=True)
+    runs = [
+        asdict(train(Line(optimizer), method, 1))
+        for optimizer, methods in METHODS.items()
+        for method in methods
+        if f"{optimizer}/{method.name}" in sys.argv[1:]
+    ]
+    print(json.dumps(runs), flush=True)

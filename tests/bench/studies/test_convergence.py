@@ -31,16 +31,16 @@ JOB = Path(__file__).parent / "convergence_job.py"
 ONEBIT = "gradwire onebit"
 
 
-def train_on_ranks(optimizer: str, *methods: str) -> dict[str, dict[str, object]]:
-    ended = subprocess.run(
-        [sys.executable, str(JOB), optimizer, *methods], check=False, capture_output=True, text=True, timeout=150
-    )
+@pytest.fixture(scope="module")
+def runs() -> dict[str, dict[str, object]]:
+    """Trainings of four ranks, by method; one job makes them all."""
+    names = [f"sgd/{name}" for name in (PLAIN, DENSE, "gradwire int8")] + ["adamw/OneBitAdam"]
+    ended = subprocess.run([sys.executable, str(JOB), *names], check=False, capture_output=True, text=True, timeout=150)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return {run["method"]: run for run in json.loads(ended.stdout.splitlines()[-1])}
 
 
-def test_runs_that_lose_nothing_end_alike_and_the_others_near_them() -> None:
-    runs = train_on_ranks("sgd", PLAIN, DENSE, "gradwire int8")
+def test_runs_that_lose_nothing_end_alike_and_the_others_near_them(runs: dict[str, dict[str, object]]) -> None:
     plain, dense, int8 = (runs[name]["curve"] for name in (PLAIN, DENSE, "gradwire int8"))
     assert [step for step, _ in plain] == [round(20 * share) for share in EVALUATED]  # type: ignore[attr-defined]
     wanted = [quality for _, quality in plain]  # type: ignore[attr-defined]
@@ -49,8 +49,8 @@ def test_runs_that_lose_nothing_end_alike_and_the_others_near_them() -> None:
     assert [quality for _, quality in int8] == pytest.approx(wanted, rel=0.05)  # type: ignore[attr-defined]
 
 
-def test_the_optimizer_that_communicates_by_itself_takes_part() -> None:
-    run = train_on_ranks("adamw", "OneBitAdam")["OneBitAdam"]
+def test_the_optimizer_that_communicates_by_itself_takes_part(runs: dict[str, dict[str, object]]) -> None:
+    run = runs["OneBitAdam"]
     curve = run["curve"]
     assert run["dense_steps"] == 4  # a fifth of twenty
     assert curve[-1][1] < curve[0][1]  # type: ignore[index]
