@@ -15,7 +15,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(slots=True)
 class Contender:
-    """One of the things that are compared: it does the same work as the others, its own way of averaging aside.
+    """One of the things that are compared: the same work for all, averaged by its own hook or algorithm.
 
     Attributes:
         name: As the table shows it.

@@ -9,7 +9,7 @@ from torch.nn import functional
 from gradwire.bench.train.model import TransformerBlock
 
 BATCHES = 4
-"""Different batches of a rank; the contenders go round them, so that no compressor sees one gradient again and again."""
+"""Different batches of a rank; the contenders go round them, so that no compressor sees one gradient over and over."""
 
 _WIDTH, _SAMPLES, _CONTEXT = 256, 4, 32
 _CHANNELS, _PIXELS = 128, 8

@@ -76,7 +76,7 @@ def vgg16() -> Iterator[Shape]:
 
 
 def bert_base() -> Iterator[Shape]:
-    """109,482,240 parameters: the encoder with its pooler, without heads. Source: Devlin et al. (NAACL 2019), section 3."""
+    """109,482,240 parameters: encoder and pooler, without heads. Source: Devlin et al. (NAACL 2019), section 3."""
     width = 768
     yield "words.weight", (30522, width)
     yield "positions.weight", (512, width)
@@ -270,7 +270,7 @@ MOST_GRADIENT_NBYTES = 9_000_000
 """With 32 ranks and five contenders the buffers then take some 5 GB."""
 
 MESSAGE_SECONDS = 130e-6
-"""Processor time of one message of gloo's ring, all told, with 16 or 32 ranks on one machine, of 60 B to 25 KB alike.
+"""Processor time of one message of gloo's ring, all included: 16 or 32 ranks on one machine, 60 B to 25 KB alike.
 
 Measured: all_reduce without a limited link, AMD EPYC, 2 cores, torch 2.13.0, 2026-11-21: 104 to 135 us at 16 ranks, 128
 to 142 us at 32.

@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks-per-node", type=int, default=1, metavar="R", help="ranks on each node (default 1)")
     parser.add_argument("--uneven", metavar="3,1", help="ranks of each node, one by one, instead of --ranks-per-node")
     parser.add_argument(
-        "--nic", metavar="RATE", help="rate of each node's link, both ways: 200mbit (default: no limit)"
+        "--nic", metavar="RATE", help="rate of each node's link, each direction: 200mbit (default: no limit)"
     )
     parser.add_argument("--order", choices=get_args(Order), default="contiguous", help="how ranks are dealt over nodes")
     parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="largest packet (default 1500)")

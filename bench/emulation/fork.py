@@ -33,8 +33,8 @@ START_TIMEOUT = timedelta(minutes=5)
 
 
 LAZY = ("torch.nn.parallel", "torch._dynamo")
-"""What torch imports late, and every rank would import for itself; the first DDP model wants the second, 800 modules. A module
-that trains nothing has a `LAZY` of its own."""
+"""What torch imports late, and every rank would import for itself; the first DDP model wants the second, 800 modules.
+A module that trains nothing has a `LAZY` of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class ForkedRank:
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
 
     def leave(self) -> None:
-        """Takes the default process group down, once all ranks have come; let go of every model before.
+        """Takes the default process group down, once all ranks have come; release every model before.
 
         A DDP model that outlives its gloo group can wait for gloo's threads for ever (torch 2.13).
         """

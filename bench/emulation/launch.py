@@ -207,7 +207,7 @@ def run_logical(
     """Runs a command as every rank on this machine, with torchrun's variables and a node's name for gradwire.
 
     Args:
-        nodes: Ranks of each node; gradwire is told by GRADWIRE_HOSTNAME which ranks share one.
+        nodes: Ranks of each node; GRADWIRE_HOSTNAME says which ranks share one.
         command: Program and arguments.
         order: How the ranks are dealt over the nodes.
         timeout_seconds: Longest time for the whole; None for no limit.

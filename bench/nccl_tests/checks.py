@@ -4,12 +4,12 @@ What a compressor loses is checked against a bound; its figures stand beside the
 as gradients are: a part that all ranks share and noise of each rank's own. One step is taken with empty residuals, so
 that the bounds below hold; s is the true sum, x_r the inputs, e the error of the result.
 
-| compressor      | bound                                            | why                                              |
-|-----------------|--------------------------------------------------|--------------------------------------------------|
-| fp16            | abs(e_i) <= 2^-10 sum_r abs(x_ri) + (n+1) 2^-24  | each input and the sum are rounded once          |
-| bf16            | abs(e_i) <= 2^-7 sum_r abs(x_ri)                 | the same with 8 bits of precision                |
-| int8, int4      | abs(e_i) <= (sum_r range(x_r) + 2 range) / (2^b - 1) | one step of a block's range, twice           |
-| any other       | norm(e) <= 2 sum_r norm(x_r)                     | a compressor is a contraction, applied twice     |
+| compressor | bound                                                | why                                          |
+|------------|------------------------------------------------------|----------------------------------------------|
+| fp16       | abs(e_i) <= 2^-10 sum_r abs(x_ri) + (n+1) 2^-24      | each input and the sum are rounded once      |
+| bf16       | abs(e_i) <= 2^-7 sum_r abs(x_ri)                     | the same with 8 bits of precision            |
+| int8, int4 | abs(e_i) <= (sum_r range(x_r) + 2 range) / (2^b - 1) | one step of a block's range, twice           |
+| any other  | norm(e) <= 2 sum_r norm(x_r)                         | a compressor is a contraction, applied twice |
 
 Source: IEEE 754-2019, section 4.3 (rounding); Karimireddy et al., Error Feedback Fixes SignSGD (ICML 2019),
 assumption A (contraction).

@@ -38,8 +38,8 @@ def opening(collective: str, options: argparse.Namespace, version: str) -> list[
         f"# gradwire bench {version}, output as nccl-tests version 2.19",
         f"# Collective test starting: {collective}",
         (
-            f"# nThread 1 nGpus {options.ngpus or 1} minBytes {options.minbytes} maxBytes {options.maxbytes} step: {step} "
-            f"warmup iters: {options.warmup_iters} iters: {options.iters} agg iters: {options.agg_iters} "
+            f"# nThread 1 nGpus {options.ngpus or 1} minBytes {options.minbytes} maxBytes {options.maxbytes} "
+            f"step: {step} warmup iters: {options.warmup_iters} iters: {options.iters} agg iters: {options.agg_iters} "
             f"validation: {options.check} graph: {options.cudagraph} unalign: 0"
         ),
         "#",

@@ -13,7 +13,7 @@ _ROOM_FOR_TEXT = 1.75
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One way.
+    """One contender.
 
     Attributes:
         name: At its left.
@@ -75,7 +75,8 @@ def draw_hook_speed(record: PlotRecord, output: Path) -> None:
     _draw(
         bars,
         f"one bucket of {record['megabytes']:g} MB through the DDP hook; nodes x ranks behind {record['nic']}",
-        "seconds, lower is better\nbeside the bars: seconds, speed-up over plain DDP on the same cluster, share of what "
+        "seconds, lower is better\nbeside the bars: seconds, speed-up over plain DDP on the same cluster, share of "
+        "what "
         "the link allows",
         [record["machine"]],
         output,

@@ -71,7 +71,7 @@ def draw_sizes(records: dict[Path, PlotRecord], output: Path) -> list[Path]:
     """Draws bus bandwidth and time over size.
 
     Args:
-        records: Files of `gradwire bench -J`, all of one collective; several are told apart by their names.
+        records: Files of `gradwire bench -J`, all of one collective; the names tell several of them apart.
         output: The pictures are named after it, with `-busbw` and `-time` before the ending.
 
     Returns:

@@ -1,9 +1,11 @@
 """What large messages between nodes take through one gloo group and through two, and what the order of sums costs.
 
-    python -m gradwire.bench.studies.full_duplex                   # 2x1, 2x2 and 4x2; needs root
-    python -m gradwire.bench.studies.full_duplex 4x2 --sums        # an all-reduce summed in rank order, beside gloo's ring
+Feeds docs/algorithms.md and docs/tuning.md.
 
-All ways take turns in one job on an emulated cluster, so that a slow moment of the machine is everybody's.
+    python -m gradwire.bench.studies.full_duplex                   # 2x1, 2x2 and 4x2; needs root
+    python -m gradwire.bench.studies.full_duplex 4x2 --sums        # all-reduces in rank order, beside gloo's ring
+
+All contenders take turns in one job on an emulated cluster, so that a slow moment of the machine is everybody's.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.transport import gloo
 
 LAZY = ()
-"""See compare_fork: nothing is trained."""
+"""See `gradwire.bench.emulation.fork`: nothing is trained."""
 
 TIMEOUT = timedelta(seconds=60)
 CASES = {"2x1": [1, 1], "2x2": [2, 2], "4x2": [2] * 4}
@@ -43,7 +45,7 @@ NEVER = 1 << 40
 
 
 def exchange(place: ForkedRank, store: Store, name: str, large_nbytes: int) -> Contender:
-    """An all-to-all with the ranks of the same place on the other nodes; messages from `large_nbytes` on go both ways."""
+    """An all-to-all with the ranks of the same index on the other nodes; from `large_nbytes` on over two groups."""
     count, seat = len(place.nodes), place.rank % place.nodes[0]
     transport = gloo.connect(
         PrefixStore(f"{name}/{seat}", store), place.node, count, TIMEOUT, interface=place.interface
@@ -109,7 +111,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
 
 def measure(case: str, nic: str, what: str) -> dict[str, float]:
-    """Median seconds of every way on one emulated cluster.
+    """Median seconds of every contender on one emulated cluster.
 
     Args:
         case: A key of `CASES`.
@@ -158,7 +160,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     unknown = [case for case in options.cases if case not in CASES]
     if unknown:
-        print(f"both_ways: `CASE` is {unknown[0]!r}; wanted one of {', '.join(CASES)}", file=sys.stderr)
+        print(f"full_duplex: `CASE` is {unknown[0]!r}; wanted one of {', '.join(CASES)}", file=sys.stderr)
         return 2
     cases = options.cases or list(CASES)
     with clean_end():

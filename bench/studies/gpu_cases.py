@@ -1,4 +1,4 @@
-"""What only a GPU is asked for: packing, sums of payloads, and the rows of many matrices; see bench/kernels/cases.py."""
+"""What `gpu_report` times for docs/gpu.md besides bench/kernels/cases.py: packing, sums of payloads, many matrices."""
 
 from collections.abc import Callable
 from itertools import accumulate, pairwise
@@ -25,7 +25,7 @@ def _parameters(numel: int, device: torch.device) -> list[list[Tensor]]:
 
 
 def pack_case(numel: int, device: torch.device) -> KernelCase:
-    """Many gradients into one bucket, scaled on the way."""
+    """Many gradients into one bucket, scaled while they move."""
     sets, buckets = _parameters(numel, device), [torch.empty(numel, device=device) for _ in range(SETS)]
     tables = [PackTable(tensors, _offsets(tensors), SCALE) for tensors in sets]
 
@@ -37,7 +37,7 @@ def pack_case(numel: int, device: torch.device) -> KernelCase:
 
 
 def unpack_case(numel: int, device: torch.device) -> KernelCase:
-    """The bucket back into the gradients, scaled on the way."""
+    """The bucket back into the gradients, scaled while it moves."""
     sets, buckets = _parameters(numel, device), [torch.randn(numel, device=device) for _ in range(SETS)]
     tables = [PackTable(tensors, _offsets(tensors), SCALE) for tensors in sets]
     pieces = [list(torch.split(bucket, [tensor.numel() for tensor in sets[0]])) for bucket in buckets]

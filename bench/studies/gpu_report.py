@@ -4,8 +4,7 @@
     python -m gradwire.bench.studies.gpu_report --output FILE      # and into a file
     python -m gradwire.bench.studies.gpu_report --no-tests         # the tables alone
 
-The tests marked `gpu` run where the checkout's tests lie beside the package. A figure belongs to the machine, the versions,
-the date and the command above it.
+The tests marked `gpu` run too. A figure belongs to the machine, the versions, the date and the command above it.
 """
 
 import argparse
@@ -55,8 +54,8 @@ def launches(case: KernelCase) -> int:
 def row(result: KernelResult, started: int) -> str:
     """One line of a table of kernels."""
     return (
-        f"| {result.kernel} | {result.seconds * 1e6:.1f} | {result.bytes_per_second / 1e9:.0f} | {result.of_floor:.2f} | "
-        f"{result.speedup:.1f} | {started} |"
+        f"| {result.kernel} | {result.seconds * 1e6:.1f} | {result.bytes_per_second / 1e9:.0f} | "
+        f"{result.of_floor:.2f} | {result.speedup:.1f} | {started} |"
     )
 
 

@@ -1,4 +1,4 @@
-"""What the hook costs a training step where there is nobody to talk to, and whether backward waits for it.
+"""What the hook costs a training step on one rank, and whether backward waits for it; `gpu_report` for docs/gpu.md.
 
 A residual network of 50 layers takes steps on one device in a world of one rank: in turns with a hook that hands every
 bucket back at once, and with gradwire's. The difference is what the hook itself puts on the compute stream.

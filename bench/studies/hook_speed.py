@@ -1,5 +1,7 @@
 """One bucket through the DDP hook, on emulated clusters: seconds and bytes on the busiest network card.
 
+Feeds docs/performance.md, docs/compressors.md and the table of README.md.
+
     python -m gradwire.bench.studies.hook_speed                       # every cluster of `CASES`; needs root
     python -m gradwire.bench.studies.hook_speed 2x2 3+1 --json FILE
     python -m gradwire.bench.studies.hook_speed 2x2 --compressor fp16,onebit,dgc,powersgd
@@ -77,7 +79,7 @@ class Given(torch.autograd.Function):
 
     @staticmethod
     def forward(context: FunctionCtx, weight: Tensor, gradient: Tensor) -> Tensor:
-        """Returns a scalar; keeps `gradient` for the way back."""
+        """Returns a scalar; keeps `gradient` for the backward pass."""
         context.save_for_backward(gradient)
         return weight.new_zeros(())
 
@@ -105,7 +107,7 @@ class OneBucket(nn.Module):
 
 
 def matrix_shape(numel: int) -> tuple[int, int]:
-    """The matrix of so many elements that is nearest to a square: PowerSGD compresses nothing that has one dimension."""
+    """The matrix of so many elements that is nearest to a square: PowerSGD leaves what has one dimension alone."""
     rows = next(rows for rows in range(math.isqrt(numel), 0, -1) if numel % rows == 0)
     return rows, numel // rows
 
@@ -117,7 +119,7 @@ def _ddp(shape: tuple[int, ...]) -> DistributedDataParallel:
 
 
 def _step(model: DistributedDataParallel, own: Tensor, mean: Tensor | None, name: str) -> Contender:
-    """A contender that takes a forward and backward pass; before the timed rounds it must give `mean`, if one is given."""
+    """A contender of one forward and backward pass; before the timed rounds it must give `mean`, if one is given."""
 
     def step(number: int) -> None:
         model.zero_grad(set_to_none=False)
@@ -129,18 +131,18 @@ def _step(model: DistributedDataParallel, own: Tensor, mean: Tensor | None, name
 
 
 def contenders(place: ForkedRank, numel: int, bytes_per_second: float, compressors: list[str]) -> list[Contender]:
-    """The ways to average one bucket; all ranks make them in the same order."""
+    """Who averages one bucket; all ranks make them in the same order."""
     # Integers whose mean is exact in float32 in whatever order they are added.
     own = torch.arange(numel, dtype=torch.float32).remainder_(1021).mul_(place.world_size).add_(place.rank)
     mean = own - place.rank + (place.world_size - 1) / 2
-    plain, told = _ddp((numel,)), _ddp((numel,))
-    _hook(told, bytes_per_second)
-    always = [_step(plain, own, mean, PLAIN), _step(told, own, mean, GRADWIRE)]
+    plain, rate_known = _ddp((numel,)), _ddp((numel,))
+    _hook(rate_known, bytes_per_second)
+    always = [_step(plain, own, mean, PLAIN), _step(rate_known, own, mean, GRADWIRE)]
     if compressors:
         return always + [_compressed(name, matrix_shape(numel), place.rank, bytes_per_second) for name in compressors]
-    untold, flat = _ddp((numel,)), own.clone()
-    _hook(untold, None)
-    return [*always, Contender(RING, lambda _: _all_reduce(flat)), _step(untold, own, mean, RATE_UNKNOWN)]
+    rate_unknown, flat = _ddp((numel,)), own.clone()
+    _hook(rate_unknown, None)
+    return [*always, Contender(RING, lambda _: _all_reduce(flat)), _step(rate_unknown, own, mean, RATE_UNKNOWN)]
 
 
 def _hook(model: DistributedDataParallel, rate: float | None, compressor: str | None = None) -> None:
@@ -154,7 +156,7 @@ def _hook(model: DistributedDataParallel, rate: float | None, compressor: str | 
 
 
 def _compressed(name: str, shape: tuple[int, int], rank: int, rate: float) -> Contender:
-    """A contender that compresses normally distributed gradients; its dense start is one of the rounds that do not count."""
+    """A contender that compresses normally distributed gradients; its dense start is among the rounds left out."""
     model = _ddp(shape)
     _hook(model, rate, name)
     own = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
@@ -186,9 +188,9 @@ def _measured(
     place: ForkedRank, numel: int, rounds: int, bytes_per_second: float, names: list[str]
 ) -> list[dict[str, object]]:
     """Every round of all contenders; their models are gone when it returns."""
-    contenders_run = contenders(place, numel, bytes_per_second, names)
-    take_turns(contenders_run, rounds=rounds, warmup=2, interface=place.interface)
-    return [{"name": one.name, "seconds": one.seconds, "nic_nbytes": one.nic_nbytes} for one in contenders_run]
+    finished = contenders(place, numel, bytes_per_second, names)
+    take_turns(finished, rounds=rounds, warmup=2, interface=place.interface)
+    return [{"name": one.name, "seconds": one.seconds, "nic_nbytes": one.nic_nbytes} for one in finished]
 
 
 def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[str] = ()) -> list[HookSpeedResult]:
@@ -199,7 +201,7 @@ def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[
         nic: Rate of each node's link.
         numel: float32 elements in the bucket.
         rounds: Timed rounds.
-        compressors: Compare these, instead of the ways without one.
+        compressors: Compare these, instead of what runs without one.
 
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
@@ -218,10 +220,10 @@ def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[
     outcome.check()
     lower_bound = 2 * (len(nodes) - 1) / len(nodes) * numel * 4
     line = next(line for line in outcome.output[0].splitlines() if line.startswith("["))
-    contenders_run = [
+    finished = [
         Contender(entry["name"], print, None, entry["seconds"], entry["nic_nbytes"]) for entry in json.loads(line)
     ]
-    plain = next(one for one in contenders_run if one.name == PLAIN).median_seconds
+    plain = next(one for one in finished if one.name == PLAIN).median_seconds
     return [
         HookSpeedResult(
             case,
@@ -232,7 +234,7 @@ def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[
             lower_bound / bytes_per_second / one.median_seconds,
             plain / one.median_seconds,
         )
-        for one in contenders_run
+        for one in finished
     ]
 
 
@@ -264,7 +266,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--nic", default="200mbit", help="rate of each node's link (default 200mbit)")
     parser.add_argument("--megabytes", type=float, default=16.0, help="size of the bucket in 10^6 bytes (default 16)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
-    parser.add_argument("--compressor", metavar="NAMES", help="compare these, with commas, instead of the ways without")
+    parser.add_argument(
+        "--compressor", metavar="NAMES", help="compare these, with commas, instead of what runs without one"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     return parser
 

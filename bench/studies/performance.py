@@ -22,8 +22,8 @@ NOT_YET = "Not measured yet."
 _HEAD = """# Performance
 
 Every table says on which machine, on which day and by which command it was made; `python -m
-gradwire.bench.studies.performance` measures all of them again and rewrites this page. Seconds depend on the machine and on
-whatever else it does; ratios inside a table do not, as its rows took turns in one run. Emulated clusters are network
+gradwire.bench.studies.performance` measures all of them again and rewrites this page. Seconds depend on the machine and
+on whatever else it does; ratios inside a table do not, as its rows took turns in one run. Emulated clusters are network
 namespaces on one machine, each behind a link of the stated rate; all their ranks share the machine's cores.
 """
 
@@ -54,7 +54,7 @@ SECTIONS = (
         "hook",
         "One bucket through the DDP hook",
         "16 MB at 200 Mbit. The lower bound is 2(N-1)/N of the bucket on every node's card, the limit of the link the "
-        'time that takes; speed-up is over plain DDP. "Rate unknown" is gradwire without being told how fast the '
+        'time that takes; speed-up is over plain DDP. "Rate unknown" is gradwire where nobody has said how fast the '
         "links are.",
         ("gradwire.bench.studies.hook_speed",),
     ),

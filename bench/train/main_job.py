@@ -1,7 +1,7 @@
 """`make run`: one training under plain DDP, gradwire and gradwire with a compressor, on two nodes of two ranks.
 
-The hooks take turns step by step in one job (see gradwire.bench.train.train) instead of running one after the other: on a
-shared machine the minutes differ more than the hooks do.
+The hooks take turns step by step in one job (see gradwire.bench.train.train) instead of running one after the other:
+on a shared machine the minutes differ more than the hooks do.
 """
 
 import argparse

@@ -62,7 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gradwire predict",
         description="Predicts the time of every plan and compressor on a cluster, and recommends one.",
-        epilog="example: gradwire predict --preset dgx_a100 --nodes 4 --nic 25gbit --gradient-mb 113.2 --backward-ms 45",
+        epilog="example: gradwire predict --preset dgx_a100 --nodes 4 --nic 25gbit --gradient-mb 113.2 "
+        "--backward-ms 45",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--preset", choices=sorted(PRESETS), help="a well-known machine")
@@ -102,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bucket-mb", type=float, default=BUCKET_NBYTES / 2**20, metavar="MIB", help="DDP's bucket_cap_mb (default 25)"
     )
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="some compressors presume SGD")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="some compressors assume SGD")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw step time over node count (needs matplotlib)")
     return parser

@@ -1,4 +1,4 @@
-"""From the command line to the backends that are measured: one for each combination with an algorithm and a compressor."""
+"""From the command line to the backends that are measured: one for each algorithm and compressor asked for."""
 
 import argparse
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Does training under a compressor reach plain DDP's quality, and how soon?
 
-    python -m gradwire.bench.studies.convergence.training --json runs.json       # every task, method and seed; an hour
-    python -m gradwire.bench.studies.convergence.speed --json runs.json         # seconds per step on emulated links; needs root
-    python -m gradwire.bench.studies.convergence.show --json runs.json --page docs/convergence.md --draw docs/convergence
+    python -m gradwire.bench.studies.convergence quality --json runs.json   # every task, method and seed; an hour
+    python -m gradwire.bench.studies.convergence speed --json runs.json     # seconds per step on emulated links; root
+    python -m gradwire.bench.studies.convergence show --json runs.json --page docs/convergence.md --draw NAME
 
 All of it goes into one file. Runs that are in it already are not repeated, so that a stopped measurement goes on.
 """

@@ -1,4 +1,4 @@
-"""What was measured, the file that holds it, and what follows: the time in which a method reaches plain DDP's quality."""
+"""What was measured, the file that holds it, and the time in which a method reaches plain DDP's quality."""
 
 import json
 import statistics

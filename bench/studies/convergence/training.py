@@ -1,8 +1,9 @@
-"""One training: which compressor under which optimizer, set up as a user would, and the quality on the way.
+"""One training: which compressor under which optimizer, set up as a user would, and the quality at each tenth of it.
 
 It runs on two logical nodes of two ranks. Time plays no part in it.
 """
 
+import importlib
 import json
 import tempfile
 from collections.abc import Callable
@@ -17,24 +18,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import gradwire
-from gradwire.bench.emulation.fork import ForkedRank, fork_ranks
+from gradwire.bench.emulation.fork import LAZY, ForkedRank, fork_ranks
 from gradwire.bench.emulation.launch import free_port
 from gradwire.bench.studies.convergence.tasks import RANKS, Task, share_of_peak
 from gradwire.compressors.registry import Option, options_of
 
 PLAIN, TORCH_FP16, ONEBIT_ADAM = "plain DDP", "torch fp16 hook", "OneBitAdam"
 FREEZE_SHARE = 0.2
-"""Of all steps that OneBitAdam takes dense. Source: Tang et al., 1-bit Adam, ICML 2021, section 5 (15 to 20 percent)."""
+"""Of all steps that OneBitAdam takes dense. Source: Tang et al., 1-bit Adam, ICML 2021, section 5 (15 to 20 %)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One way to average gradients."""
+    """How gradients are averaged."""
 
     name: str
     """As the tables show it; unique within an optimizer."""
     compressor: str | None = None
-    """gradwire's; None for torch's own ways and for OneBitAdam."""
+    """gradwire's; None for torch's own hooks and for OneBitAdam."""
     options: dict[str, Option] = field(default_factory=dict)
     """Other than the defaults."""
 
@@ -190,6 +191,8 @@ def train(task: Task, method: Method, seed: int) -> Run:
     Raises:
         RuntimeError: A rank failed; it has printed why.
     """
+    for module in LAZY:  # once here, not in every rank
+        importlib.import_module(module)
     places = [
         ForkedRank(rank, RANKS, rank // 2, (2, 2), "127.0.0.1", port, "lo")
         for port in [free_port()]

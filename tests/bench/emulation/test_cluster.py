@@ -79,7 +79,7 @@ def test_a_script_written_for_torchrun_runs_unchanged() -> None:
     with EmulatedCluster([1, 1]) as cluster:
         result = cluster.run([sys.executable, "-c", ALL_REDUCE], timeout_seconds=120)
     result.check()
-    # 2 (N - 1) / N = 1 time the 4 MiB, headers and the store's few messages; on busy cores TCP sends some packets twice.
+    # 2 (N - 1) / N = 1 time the 4 MiB, headers and the store's few messages; on busy cores TCP repeats some packets.
     assert 4 * 2**20 < result.busiest_nic_bytes < 1.15 * 4 * 2**20 + 100_000
 
 
