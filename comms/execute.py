@@ -297,7 +297,7 @@ class Executor:
                 for work in job.works:
                     work.wait()
                 hop = next(job.steps, None)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
                 self._fail(job, lane, error)
             if hop is None:
                 self._lanes.end(job)

@@ -10,7 +10,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "compare": (
         "gradwire.bench.compare.command",
-        "every way of averaging gradients, side by side, on an emulated cluster",
+        "plain DDP, torch's hooks, plans and compressors side by side, on an emulated cluster",
     ),
     "emulate": ("gradwire.bench.emulation.command", "run a command on a cluster of network namespaces on this machine"),
     "gdr-check": ("gradwire.cli.gdr_check", "is GPUDirect RDMA possible, configured, in use?"),

@@ -1,1 +1,1 @@
-"""`gradwire compare`: ways of averaging gradients side by side, real models or replayed ones."""
+"""`gradwire compare`: plans, compressors and peers side by side, on real models or replayed ones."""

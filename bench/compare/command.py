@@ -1,4 +1,4 @@
-"""`gradwire compare`: every way of averaging gradients, side by side, on one emulated cluster in one run.
+"""`gradwire compare`: plain DDP, torch's hooks, gradwire's plans and compressors, on one emulated cluster in one run.
 
 All contenders live in one process group and take turns step by step, so that whatever else the machine does slows all
 of them alike. Under torchrun, mpirun or srun the ranks that are given take part instead, on the network that is there.
@@ -18,12 +18,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gradwire.bench.compare.options import parse
-from gradwire.bench.compare.ranks import Setting, compare
-from gradwire.bench.compare.replay import load_case
-from gradwire.bench.compare.replay_scale import Scale, fit_scale, plain_step_seconds
-from gradwire.bench.compare.report import Measured, describe_emulated, report, shape
-from gradwire.bench.compare.results import Collector
-from gradwire.bench.emulation.cluster import Cluster
+from gradwire.bench.compare.ranks import CompareSettings, compare
+from gradwire.bench.compare.replay import Scale, fit_scale, load_case, plain_step_seconds
+from gradwire.bench.compare.report import Collector, Measured, describe_emulated, report, shape
+from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.command import ranks_of_nodes
 from gradwire.bench.emulation.fork import BAD_FLAG, run_forked
 from gradwire.bench.emulation.rate import parse_rate
@@ -67,9 +65,9 @@ def run_emulated(options: argparse.Namespace) -> Measured:
         if options.order == "contiguous":
             expected = scale.slow_motion * plain_step_seconds(case, sum(nodes), stream)
     link = scale.link(rate)
-    with progress_bar() as progress, Cluster([1] * len(nodes), f"{link}bit") as cluster:
+    with progress_bar() as progress, EmulatedCluster([1] * len(nodes), f"{link}bit") as cluster:
         collector = Collector(progress)
-        setting = setting_of(
+        settings = settings_of(
             options,
             scale,
             bytes_per_second=link / 8,
@@ -78,7 +76,7 @@ def run_emulated(options: argparse.Namespace) -> Measured:
         outcome = run_forked(
             cluster,
             "gradwire.bench.compare.ranks",
-            [json.dumps(asdict(setting))],
+            [json.dumps(asdict(settings))],
             nodes=nodes,
             order=options.order,
             on_line=collector.line,
@@ -106,7 +104,7 @@ def run_given(options: argparse.Namespace, start: Start) -> Measured | None:
         with progress_bar(disable=world.rank != 0) as progress:
             collector = Collector(progress)
             compare(
-                setting_of(options, scale, with_mpi=start.by == "mpirun"),
+                settings_of(options, scale, with_mpi=start.by == "mpirun"),
                 options.interface,
                 lambda text: collector.line(world.rank, text),
             )
@@ -115,7 +113,7 @@ def run_given(options: argparse.Namespace, start: Start) -> Measured | None:
         dist.destroy_process_group()
     if world.rank != 0:
         return None
-    nodes = list(Counter(seat.hostname for seat in world.seats).values())
+    nodes = list(Counter(info.hostname for info in world.ranks).values())
     return Measured(
         collector.results(counted=options.interface is not None),
         f"{shape(nodes)} ranks started by {start.by}",
@@ -125,16 +123,16 @@ def run_given(options: argparse.Namespace, start: Start) -> Measured | None:
     )
 
 
-def setting_of(
+def settings_of(
     options: argparse.Namespace,
     scale: Scale,
     *,
     bytes_per_second: float | None = None,
     stream_bytes_per_second: float | None = None,
     with_mpi: bool = False,
-) -> Setting:
-    """What the ranks are told."""
-    return Setting(
+) -> CompareSettings:
+    """What all ranks are given."""
+    return CompareSettings(
         options.model,
         options.megabytes * 1e6,
         options.replay,

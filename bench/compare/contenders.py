@@ -1,4 +1,4 @@
-"""Ways of averaging a DDP model's gradients: torch's own, gradwire's plans and compressors, MPI's all_reduce."""
+"""Who takes part: DDP as it is, torch's hooks, gradwire's plans and compressors, MPI's all_reduce."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,55 +26,54 @@ Attach = Callable[[DistributedDataParallel, float | None], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Entrant:
-    """One way.
+class ContenderSpec:
+    """A contender before it has a model: a communication hook under a name.
 
     Attributes:
         name: As the table shows it.
         attach: Registers its hook on a model of its own.
-        ours: Whether it is gradwire's.
         one_bucket: DDP must hand over all gradients at once: torch's PowerSGD and quantization hooks issue collectives
             from callbacks, whose order between two buckets differs from rank to rank, and gloo then mixes them up.
     """
 
     name: str
     attach: Attach
-    ours: bool = False
     one_bucket: bool = False
 
 
-def entrants(with_mpi: bool) -> list[Entrant]:
-    """All ways, plain DDP first.
+def contender_specs(with_mpi: bool) -> list[ContenderSpec]:
+    """All contenders, plain DDP first.
 
     Args:
         with_mpi: The ranks come from mpirun, so that MPI's all_reduce can take part.
     """
     found = [
-        Entrant(PLAIN, lambda model, rate: None),
-        Entrant(
+        ContenderSpec(PLAIN, lambda model, rate: None),
+        ContenderSpec(
             "torch fp16 hook", lambda model, rate: model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         ),
-        Entrant("torch PowerSGD rank 1", lambda model, rate: _power_sgd(model, 1), one_bucket=True),
-        Entrant("torch PowerSGD rank 4", lambda model, rate: _power_sgd(model, 4), one_bucket=True),
-        Entrant(
+        ContenderSpec("torch PowerSGD rank 1", lambda model, rate: _power_sgd(model, 1), one_bucket=True),
+        ContenderSpec("torch PowerSGD rank 4", lambda model, rate: _power_sgd(model, 4), one_bucket=True),
+        ContenderSpec(
             "torch quantization per tensor",
             lambda model, rate: _quantization(model, per_channel=False),
             one_bucket=True,
         ),
-        Entrant(
+        ContenderSpec(
             "torch quantization per channel",
             lambda model, rate: _quantization(model, per_channel=True),
             one_bucket=True,
         ),
     ]
     if with_mpi:
-        found.append(Entrant("MPI all_reduce", lambda model, rate: model.register_comm_hook(None, _mpi_all_reduce)))
-        found.append(Entrant("gradwire auto over MPI", _gradwire("auto", None, "mpi"), ours=True))
+        found.append(
+            ContenderSpec("MPI all_reduce", lambda model, rate: model.register_comm_hook(None, _mpi_all_reduce))
+        )
+        found.append(ContenderSpec("gradwire auto over MPI", _gradwire("auto", None, "mpi")))
     found += [
-        Entrant(f"gradwire {plan}", _gradwire(plan, None), ours=True)
-        for plan in ("flat", "hierarchical", "leader", "auto")
+        ContenderSpec(f"gradwire {plan}", _gradwire(plan, None)) for plan in ("flat", "hierarchical", "leader", "auto")
     ]
-    found += [Entrant(f"gradwire {name}", _gradwire("auto", name), ours=True) for name in compressor_names()]
+    found += [ContenderSpec(f"gradwire {name}", _gradwire("auto", name)) for name in compressor_names()]
     return found
 
 
@@ -83,7 +82,7 @@ def compressor_names() -> tuple[str, ...]:
     return tuple(name for name in names() if name != "none")
 
 
-def select(found: list[Entrant], wanted: str | None) -> list[Entrant]:
+def select(found: list[ContenderSpec], wanted: str | None) -> list[ContenderSpec]:
     """Those whose name contains one of the words, plain DDP always.
 
     Args:
@@ -97,7 +96,7 @@ def select(found: list[Entrant], wanted: str | None) -> list[Entrant]:
         return found
     words = [word.strip().lower() for word in wanted.split(",")]
     for word in words:
-        if not any(word in entrant.name.lower() for entrant in found):
+        if not any(word in spec.name.lower() for spec in found):
             raise ValueError(
                 f"`--only` has {word!r}, which is in no name; there are {', '.join(one.name for one in found)}"
             )

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradwire.bench.train.model import Block
+from gradwire.bench.train.model import TransformerBlock
 
 BATCHES = 4
-"""Different batches of a rank; the contenders go round them, so that no compressor sees one gradient again and again."""
+"""Different batches of a rank; the contenders go round them, so that no compressor sees one gradient over and over."""
 
 _WIDTH, _SAMPLES, _CONTEXT = 256, 4, 32
 _CHANNELS, _PIXELS = 128, 8
 _OUTPUTS = 32
 
-Loss = Callable[[nn.Module, int], Tensor]
+BatchLoss = Callable[[nn.Module, int], Tensor]
 """(model, number of the batch) -> loss of this rank's batch."""
 
 
@@ -37,7 +37,7 @@ def _cnn(nbytes: float) -> nn.Module:
 
 def _transformer(nbytes: float) -> nn.Module:
     layers = max(1, round(nbytes / (4 * 12 * _WIDTH * _WIDTH)))
-    return nn.Sequential(*(Block(_WIDTH, 4) for _ in range(layers)), nn.Linear(_WIDTH, _OUTPUTS))
+    return nn.Sequential(*(TransformerBlock(_WIDTH, 4) for _ in range(layers)), nn.Linear(_WIDTH, _OUTPUTS))
 
 
 _BUILDERS: dict[str, tuple[Callable[[float], nn.Module], tuple[int, ...]]] = {
@@ -48,7 +48,7 @@ _BUILDERS: dict[str, tuple[Callable[[float], nn.Module], tuple[int, ...]]] = {
 MODELS = tuple(_BUILDERS)
 
 
-def build(name: str, nbytes: float, rank: int) -> tuple[nn.Module, Loss]:
+def build(name: str, nbytes: float, rank: int) -> tuple[nn.Module, BatchLoss]:
     """A model with about `nbytes` of float32 gradients, the same on all ranks, and this rank's batches.
 
     Args:

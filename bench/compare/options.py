@@ -3,14 +3,14 @@
 import argparse
 from pathlib import Path
 
-from gradwire.bench.compare.contenders import entrants, select
+from gradwire.bench.compare.contenders import contender_specs, select
 from gradwire.bench.compare.models import MODELS
 from gradwire.bench.compare.replay import load_case
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.nccl_tests.options import Parser
 
-REPLAY_WAYS = "gradwire hier,gradwire fp16,gradwire powersgd,gradwire onebit"
-"""What a replay compares with plain DDP unless --only says otherwise: every step of every way is slow there."""
+REPLAY_CONTENDERS = "gradwire hier,gradwire fp16,gradwire powersgd,gradwire onebit"
+"""What a replay compares with plain DDP unless --only says otherwise: every step is slow there."""
 
 _AT_LEAST_ONE = ("rounds", "factor", "slow_motion", "batch", "nodes", "ranks_per_node")
 
@@ -41,7 +41,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parse_rate(options.nic, "--nic")
     if options.stream is not None:
         parse_rate(options.stream, "--stream")
-    select(entrants(with_mpi=True), options.only)
+    select(contender_specs(with_mpi=True), options.only)
     return options
 
 
@@ -49,7 +49,7 @@ def _fill_in(options: argparse.Namespace) -> None:
     replay: bool = options.replay is not None
     if replay:
         load_case(options.replay, options.batch)
-        options.only = options.only or REPLAY_WAYS
+        options.only = options.only or REPLAY_CONTENDERS
     if options.uneven is None:
         options.nodes = options.nodes or (4 if replay else 2)
         options.ranks_per_node = options.ranks_per_node or (8 if replay else 2)
@@ -61,16 +61,16 @@ def build_parser() -> Parser:
     """Returns the parser of the command line."""
     parser = Parser(
         prog="gradwire compare",
-        description="Every way of averaging gradients, side by side, on an emulated "
+        description="Plain DDP, torch's hooks, and gradwire's plans and compressors, side by side, on an emulated "
         "cluster. Under torchrun, mpirun or srun the ranks that were started take part instead.",
     )
     parser.add_argument("--model", choices=MODELS, default="transformer")
     parser.add_argument(
         "--megabytes", type=float, default=16.0, help="size of the gradients in 10^6 bytes (default 16)"
     )
-    parser.add_argument("--rounds", type=int, help="timed steps of each way (default 7, with --replay 2)")
+    parser.add_argument("--rounds", type=int, help="timed steps of each contender (default 7, with --replay 2)")
     parser.add_argument(
-        "--only", metavar="WORDS", help="ways whose name contains one of these, with commas between them"
+        "--only", metavar="WORDS", help="contenders whose name contains one of these, with commas between them"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (.png or .svg)")

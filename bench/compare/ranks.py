@@ -10,13 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.bench.compare.contenders import PLAIN, Entrant, entrants, select
-from gradwire.bench.compare.models import BATCHES, Loss, build
-from gradwire.bench.compare.replay import ReplayModel, load_case
-from gradwire.bench.compare.replay_scale import Scale
-from gradwire.bench.compare.rounds import Contender, take_turns
+from gradwire.bench.compare.contenders import PLAIN, ContenderSpec, contender_specs, select
+from gradwire.bench.compare.models import BATCHES, BatchLoss, build
+from gradwire.bench.compare.replay import ReplayModel, Scale, load_case
+from gradwire.bench.contender import Contender, take_turns
 from gradwire.bench.emulation.connections import limit_streams
-from gradwire.bench.emulation.fork import Place
+from gradwire.bench.emulation.fork import ForkedRank
 
 WARMUP_ROUNDS = 1
 
@@ -28,11 +27,11 @@ REPLAY_PROBE_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """What all ranks are told.
+class CompareSettings:
+    """What all ranks are given.
 
     Attributes:
-        model: One of `compare_models.MODELS`; unused with a replay.
+        model: One of `models.MODELS`; unused with a replay.
         nbytes: Wanted size of the gradients; unused with a replay.
         replay: Name or file of a replay case; None for a model that computes.
         factor: Of the replay: gradients and buckets are 1/factor.
@@ -58,26 +57,26 @@ class Setting:
     with_mpi: bool = False
 
 
-def rank_main(place: Place, arguments: list[str]) -> int:
+def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """A rank forked on an emulated node.
 
     Args:
         place: Where.
-        arguments: A `Setting` as JSON.
+        arguments: A `CompareSettings` as JSON.
     """
     place.connect()
-    compare(Setting(**json.loads(arguments[0])), place.interface, lambda text: print(text, flush=True))
+    compare(CompareSettings(**json.loads(arguments[0])), place.interface, lambda text: print(text, flush=True))
     place.leave()
     return 0
 
 
-def compare(setting: Setting, interface: str | None, line: Callable[[str], None]) -> None:
+def compare(settings: CompareSettings, interface: str | None, line: Callable[[str], None]) -> None:
     """Runs everything in the default process group.
 
     Args:
-        setting: The same on all ranks.
+        settings: The same on all ranks.
         interface: The network card whose bytes are counted; None where there is none to count.
-        line: Called on rank 0 with a record as a line of JSON: sizes, turns taken, ways that do not run, figures.
+        line: Called on rank 0 with a record as a line of JSON: sizes, turns taken, contenders that do not run, figures.
     """
 
     def say(record: dict[str, object]) -> None:
@@ -85,27 +84,27 @@ def compare(setting: Setting, interface: str | None, line: Callable[[str], None]
             line(json.dumps(record))
 
     torch.set_num_threads(1)
-    model, loss = _model(setting)
-    references = None if setting.replay else _references(model, loss)
+    model, loss = _model(settings)
+    references = None if settings.replay else _references(model, loss)
     gradient_nbytes = 4 * sum(parameter.numel() for parameter in model.parameters())
     say({"gradient_nbytes": gradient_nbytes})
     running: list[Contender] = []
     judges: list[_Judge] = []
-    for entrant in select(entrants(setting.with_mpi), setting.only):
+    for spec in select(contender_specs(settings.with_mpi), settings.only):
         judge = _Judge(references)
-        say({"turn": 0, "turns": None, "name": f"trying {entrant.name}"})
-        contender = _enter(entrant, setting, model, loss, judge)
+        say({"turn": 0, "turns": None, "name": f"trying {spec.name}"})
+        contender = _enter(spec, settings, model, loss, judge)
         if isinstance(contender, str):
-            say({"name": entrant.name, "reason": contender})
+            say({"name": spec.name, "reason": contender})
             continue
         running.append(contender)
         judges.append(judge)
-    if setting.stream_bytes_per_second is not None:
-        limit_streams(setting.stream_bytes_per_second)
+    if settings.stream_bytes_per_second is not None:
+        limit_streams(settings.stream_bytes_per_second)
     take_turns(
         running,
-        rounds=setting.rounds,
-        warmup=0 if setting.replay else WARMUP_ROUNDS,
+        rounds=settings.rounds,
+        warmup=0 if settings.replay else WARMUP_ROUNDS,
         interface=interface,
         progress=lambda name, turn, turns: say({"turn": turn, "turns": turns, "name": name}),
     )
@@ -120,11 +119,11 @@ def compare(setting: Setting, interface: str | None, line: Callable[[str], None]
         )
 
 
-def _model(setting: Setting) -> tuple[nn.Module, Loss]:
-    if setting.replay is None:
-        return build(setting.model, setting.nbytes, dist.get_rank())
-    case = load_case(setting.replay, setting.batch)
-    return ReplayModel(case, setting.factor, setting.slow_motion, dist.get_rank()), lambda module, _: module(_start())
+def _model(settings: CompareSettings) -> tuple[nn.Module, BatchLoss]:
+    if settings.replay is None:
+        return build(settings.model, settings.nbytes, dist.get_rank())
+    case = load_case(settings.replay, settings.batch)
+    return ReplayModel(case, settings.factor, settings.slow_motion, dist.get_rank()), lambda module, _: module(_start())
 
 
 def _start() -> Tensor:
@@ -159,7 +158,7 @@ def _gradients(model: nn.Module) -> Tensor:
     )
 
 
-def _references(model: nn.Module, loss: Loss) -> list[Tensor]:
+def _references(model: nn.Module, loss: BatchLoss) -> list[Tensor]:
     found = []
     for number in range(BATCHES):
         model.zero_grad()
@@ -171,11 +170,13 @@ def _references(model: nn.Module, loss: Loss) -> list[Tensor]:
     return found
 
 
-def _enter(entrant: Entrant, setting: Setting, model: nn.Module, loss: Loss, judge: _Judge) -> Contender | str:
+def _enter(
+    spec: ContenderSpec, settings: CompareSettings, model: nn.Module, loss: BatchLoss, judge: _Judge
+) -> Contender | str:
     """A contender with a model of its own, after steps that show whether it runs here; why not, if not on all ranks."""
     # The copies are alike already, and a broadcast to dozens of ranks over a slow link takes longer than a round.
     own = DistributedDataParallel(
-        copy.deepcopy(model), bucket_cap_mb=_bucket_megabytes(entrant, setting, model), init_sync=False
+        copy.deepcopy(model), bucket_cap_mb=_bucket_megabytes(spec, settings, model), init_sync=False
     )
 
     def step(number: int) -> None:
@@ -184,8 +185,8 @@ def _enter(entrant: Entrant, setting: Setting, model: nn.Module, loss: Loss, jud
 
     reason = ""
     try:
-        entrant.attach(own, setting.bytes_per_second)
-        for number in range(REPLAY_PROBE_STEPS if setting.replay else PROBE_STEPS):
+        spec.attach(own, settings.bytes_per_second)
+        for number in range(REPLAY_PROBE_STEPS if settings.replay else PROBE_STEPS):
             step(number)
     except Exception as error:  # noqa: BLE001 - a peer that cannot run here is a line of the table, whatever its reason
         text = str(error).replace("Got the following error when running the callback: ", "")
@@ -193,14 +194,14 @@ def _enter(entrant: Entrant, setting: Setting, model: nn.Module, loss: Loss, jud
     failed = torch.tensor([float(bool(reason))])
     dist.all_reduce(failed, dist.ReduceOp.MAX)
     if not failed.item():
-        return Contender(entrant.name, step, lambda number: judge.look(own.module, number))
-    if entrant.name == PLAIN:
+        return Contender(spec.name, step, lambda number: judge.look(own.module, number))
+    if spec.name == PLAIN:
         raise RuntimeError(f"plain DDP does not run: {reason}")
     return reason or "it failed on another rank"
 
 
-def _bucket_megabytes(entrant: Entrant, setting: Setting, model: nn.Module) -> float | None:
+def _bucket_megabytes(spec: ContenderSpec, settings: CompareSettings, model: nn.Module) -> float | None:
     """For DDP's `bucket_cap_mb`; None leaves it alone."""
-    if entrant.one_bucket:
+    if spec.one_bucket:
         return 2 * sum(parameter.nbytes for parameter in model.parameters()) / 2**20 + 1
-    return Scale(setting.factor, setting.slow_motion).bucket_megabytes if setting.replay else None
+    return Scale(settings.factor, settings.slow_motion).bucket_megabytes if settings.replay else None

@@ -1,21 +1,129 @@
 """A training step without its GPU: the real parameters, in the real order, with the computation as timed waits.
 
+Three parts follow each other here: the parameters of well-known networks (names and shapes alone; a test holds each to
+its published number), the model that replays them, and the scale that makes it fit a small machine.
+
 What is assumed, and stated with every result: a third of the step is the forward pass, two thirds the backward pass,
 spread evenly over the weight matrices (biases and norms come for free), gradients arriving from the last layer to the
 first. The optimizer's time is left out.
+
+The scale is less of everything by one factor, in slow motion. Gradients have 1/F of their elements, DDP's buckets and
+the links 1/F of theirs: every ratio of seconds stays. What does not shrink is what a message costs a processor, and
+dozens of ranks share a few cores here. So everything also lasts T times as long: waits T times, links 1/T of the rate,
+until that cost is small beside them.
 """
 
 import json
 import math
-import time
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 
 import torch
 from torch import Tensor, nn
 
-from gradwire.bench.compare.replay_shapes import SHAPES, Shape
+Shape = tuple[str, tuple[int, ...]]
+"""Name and shape of one parameter."""
+
+
+def _convolution(name: str, outputs: int, inputs: int, kernel: int) -> Iterator[Shape]:
+    yield f"{name}.weight", (outputs, inputs, kernel, kernel)
+
+
+def _norm(name: str, width: int) -> Iterator[Shape]:
+    yield f"{name}.weight", (width,)
+    yield f"{name}.bias", (width,)
+
+
+def _linear(name: str, outputs: int, inputs: int, bias: bool = True) -> Iterator[Shape]:
+    yield f"{name}.weight", (outputs, inputs)
+    if bias:
+        yield f"{name}.bias", (outputs,)
+
+
+def resnet50() -> Iterator[Shape]:
+    """25,557,032 parameters. Source: He et al., Deep Residual Learning (CVPR 2016), table 1 (50-layer)."""
+    yield from _convolution("stem", 64, 3, 7)
+    yield from _norm("stem.norm", 64)
+    inputs = 64
+    for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512))):
+        for block in range(blocks):
+            name = f"stage{stage}.{block}"
+            for part, (outputs, source, kernel) in enumerate(
+                ((width, inputs, 1), (width, width, 3), (4 * width, width, 1))
+            ):
+                yield from _convolution(f"{name}.{part}", outputs, source, kernel)
+                yield from _norm(f"{name}.{part}.norm", outputs)
+            if block == 0:
+                yield from _convolution(f"{name}.shortcut", 4 * width, inputs, 1)
+                yield from _norm(f"{name}.shortcut.norm", 4 * width)
+            inputs = 4 * width
+    yield from _linear("classifier", 1000, 2048)
+
+
+def vgg16() -> Iterator[Shape]:
+    """138,357,544 parameters. Source: Simonyan and Zisserman, Very Deep Networks (ICLR 2015), table 1, column D."""
+    inputs = 3
+    for number, width in enumerate((64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)):
+        yield from _convolution(f"layer{number}", width, inputs, 3)
+        yield f"layer{number}.bias", (width,)
+        inputs = width
+    yield from _linear("classifier0", 4096, 512 * 7 * 7)
+    yield from _linear("classifier1", 4096, 4096)
+    yield from _linear("classifier2", 1000, 4096)
+
+
+def bert_base() -> Iterator[Shape]:
+    """109,482,240 parameters: encoder and pooler, without heads. Source: Devlin et al. (NAACL 2019), section 3."""
+    width = 768
+    yield "words.weight", (30522, width)
+    yield "positions.weight", (512, width)
+    yield "segments.weight", (2, width)
+    yield from _norm("embedding.norm", width)
+    for layer in range(12):
+        for part in ("query", "key", "value", "output"):
+            yield from _linear(f"layer{layer}.{part}", width, width)
+        yield from _norm(f"layer{layer}.norm0", width)
+        yield from _linear(f"layer{layer}.in", 4 * width, width)
+        yield from _linear(f"layer{layer}.out", width, 4 * width)
+        yield from _norm(f"layer{layer}.norm1", width)
+    yield from _linear("pooler", width, width)
+
+
+def swin_t() -> Iterator[Shape]:
+    """28,288,354 parameters. Source: Liu et al., Swin Transformer (ICCV 2021), section 3.3 (Swin-T), window 7."""
+    width, window = 96, 7
+    yield from _convolution("patches", width, 3, 4)
+    yield "patches.bias", (width,)
+    yield from _norm("patches.norm", width)
+    for stage, (blocks, heads) in enumerate(((2, 3), (2, 6), (6, 12), (2, 24))):
+        for block in range(blocks):
+            name = f"stage{stage}.{block}"
+            yield from _norm(f"{name}.norm0", width)
+            yield f"{name}.relative_position", ((2 * window - 1) ** 2, heads)
+            yield from _linear(f"{name}.query_key_value", 3 * width, width)
+            yield from _linear(f"{name}.output", width, width)
+            yield from _norm(f"{name}.norm1", width)
+            yield from _linear(f"{name}.in", 4 * width, width)
+            yield from _linear(f"{name}.out", width, 4 * width)
+        if stage < 3:
+            yield from _norm(f"merge{stage}.norm", 4 * width)
+            yield from _linear(f"merge{stage}", 2 * width, 4 * width, bias=False)
+            width *= 2
+    yield from _norm("norm", width)
+    yield from _linear("classifier", 1000, width)
+
+
+SHAPES: dict[str, Callable[[], Iterator[Shape]]] = {
+    "resnet50": resnet50,
+    "bert_base": bert_base,
+    "vgg16": vgg16,
+    "swin_t": swin_t,
+}
+"""By the name that `--replay` takes."""
+
 
 FORWARD_SHARE = 1 / 3
 """A backward pass computes two products for each one of the forward pass."""
@@ -99,7 +207,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: "_Context", *outputs: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.seconds:
-            time.sleep(ctx.seconds)
+            sleep(ctx.seconds)
         return outputs[0], ctx.gradient, None, None
 
 
@@ -136,7 +244,7 @@ class ReplayModel(nn.Module):
         Args:
             start: A scalar that requires a gradient.
         """
-        time.sleep(self.forward_seconds)
+        sleep(self.forward_seconds)
         for parameter, gradient, seconds in zip(self.weights, self._gradients, self.backward_seconds, strict=True):
             start = _Layer.apply(start, parameter, gradient, seconds)  # type: ignore[no-untyped-call]  # torch's
         return start
@@ -156,3 +264,98 @@ def spread(shapes: Sequence[tuple[int, ...]], seconds: float) -> list[float]:
     """Each parameter's share of the backward pass: matrices alike, the rest nothing."""
     matrices = sum(len(shape) > 1 for shape in shapes)
     return [seconds / matrices if len(shape) > 1 else 0.0 for shape in shapes]
+
+
+MOST_GRADIENT_NBYTES = 9_000_000
+"""With 32 ranks and five contenders the buffers then take some 5 GB."""
+
+MESSAGE_SECONDS = 130e-6
+"""Processor time of one message of gloo's ring, all included: 16 or 32 ranks on one machine, 60 B to 25 KB alike.
+
+Measured: all_reduce without a limited link, AMD EPYC, 2 cores, torch 2.13.0, 2026-11-21: 104 to 135 us at 16 ranks, 128
+to 142 us at 32.
+"""
+
+MESSAGE_SHARE = 1 / 6
+"""A step of plain DDP shall last so long that its messages, if nothing hides them, take this part of it."""
+
+LEAST_STEP_SECONDS, MOST_STEP_SECONDS = 4.0, 11.0
+"""Bounds of that: four steps of each of five contenders take three minutes at most."""
+
+DDP_BUCKET_MEGABYTES = 25.0
+"""Source: torch.nn.parallel.DistributedDataParallel, bucket_cap_mb."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What is smaller and what is slower.
+
+    Attributes:
+        factor: Gradients, buckets and links have 1/factor of their bytes.
+        slow_motion: Everything lasts so many times as long.
+    """
+
+    factor: int = 1
+    slow_motion: int = 1
+
+    @property
+    def bucket_megabytes(self) -> float:
+        """For DDP's `bucket_cap_mb`: as many buckets as the whole network has."""
+        return DDP_BUCKET_MEGABYTES / self.factor
+
+    def link(self, bits_per_second: int) -> int:
+        """Rate of an emulated link or connection that stands for one of `bits_per_second`."""
+        return bits_per_second // (self.factor * self.slow_motion)
+
+
+def plain_step_seconds(case: ReplayCase, ranks: int, bits_per_second: int) -> float:
+    """A real step of plain DDP: a flat ring fills its link while the backward pass runs, and goes on after it.
+
+    Args:
+        case: What is replayed.
+        ranks: In all, seated node by node.
+        bits_per_second: That the ring reaches between two nodes.
+
+    Source: docs/explanation/plans.md for the ring's bytes.
+    """
+    ring = 2 * (ranks - 1) / ranks * case.nbytes * 8 / bits_per_second
+    return case.step_seconds * FORWARD_SHARE + max(case.step_seconds * (1 - FORWARD_SHARE), ring)
+
+
+def count_buckets(case: ReplayCase) -> int:
+    """Buckets that DDP makes of a network: it closes one as soon as it holds the cap or more."""
+    buckets, held = 0, 0
+    for _, shape in reversed(case.parameters):
+        held += 4 * math.prod(shape)
+        if held >= DDP_BUCKET_MEGABYTES * 2**20:
+            buckets, held = buckets + 1, 0
+    return buckets + (held > 0)
+
+
+def message_seconds(case: ReplayCase, ranks: int) -> float:
+    """What the messages of a step of plain DDP cost when all ranks share this machine's processors.
+
+    gloo's ring has 2(n-1) rounds, in each of which every rank sends two messages. Source: gloo, allreduce.cc (ring).
+    """
+    messages = count_buckets(case) * 2 * (ranks - 1) * 2 * ranks
+    return messages * MESSAGE_SECONDS / len(os.sched_getaffinity(0))
+
+
+def fit_scale(case: ReplayCase, ranks: int, bits_per_second: int, factor: int | None, slow_motion: int | None) -> Scale:
+    """The scale of a replay on emulated nodes.
+
+    Args:
+        case: What is replayed.
+        ranks: In all.
+        bits_per_second: That a ring of all ranks reaches between two real nodes.
+        factor: As the user wants it; None: the smallest power of two that leaves `MOST_GRADIENT_NBYTES`.
+        slow_motion: As the user wants it; None: what keeps the messages' part to `MESSAGE_SHARE`, within the bounds.
+    """
+    if factor is None:
+        factor = 1
+        while case.nbytes > factor * MOST_GRADIENT_NBYTES:
+            factor *= 2
+    if slow_motion is None:
+        wanted = max(LEAST_STEP_SECONDS, min(MOST_STEP_SECONDS, message_seconds(case, ranks) / MESSAGE_SHARE))
+        slow_motion = max(1, round(wanted / plain_step_seconds(case, ranks, bits_per_second)))
+    return Scale(factor, slow_motion)

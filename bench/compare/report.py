@@ -1,17 +1,89 @@
-"""What a comparison leaves behind: a table, a file of JSON, a picture."""
+"""What a comparison found, and what it leaves behind: a table, a file of JSON, a picture."""
 
 import argparse
 import json
-from dataclasses import asdict, dataclass
+import statistics
+from dataclasses import asdict, dataclass, replace
 
 from rich.console import Console
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from gradwire.bench.compare.replay import ReplayCase, load_case
-from gradwire.bench.compare.replay_scale import Scale
-from gradwire.bench.compare.results import Result
+from gradwire.bench.compare.contenders import PLAIN
+from gradwire.bench.compare.replay import ReplayCase, Scale, load_case
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.machine import machine_line
+
+
+@dataclass(frozen=True, slots=True)
+class ContenderResult:
+    """One contender's figures: medians over the rounds.
+
+    Attributes:
+        name: As the table shows it.
+        seconds: Per step, of the slowest rank; None where it does not run here.
+        nic_nbytes: Per step, the most that a node sent or received; None where it was not counted.
+        error: Relative error of the gradients; None where gradients mean nothing.
+        speed_up: Seconds of plain DDP over `seconds`.
+        reason: Why it does not run.
+    """
+
+    name: str
+    seconds: float | None = None
+    nic_nbytes: float | None = None
+    error: float | None = None
+    speed_up: float | None = None
+    reason: str | None = None
+
+
+class Collector:
+    """Takes in what rank 0 says, moves the progress bar, and keeps the figures."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task: TaskID = progress.add_task("starting", total=None)
+        self._ran: list[ContenderResult] = []
+        self._refused: list[ContenderResult] = []
+        self.gradient_nbytes = 0
+        self.other: list[str] = []
+        """Lines that are no records: warnings, tracebacks."""
+
+    def line(self, _: int, text: str) -> None:
+        """One line that a rank printed."""
+        if not text.startswith("{"):
+            self.other.append(text)
+            return
+        record = json.loads(text)
+        if "turn" in record:
+            self._progress.update(
+                self._task, total=record["turns"], completed=record["turn"], description=record["name"]
+            )
+        elif "gradient_nbytes" in record:
+            self.gradient_nbytes = record["gradient_nbytes"]
+        elif "reason" in record:
+            self._refused.append(ContenderResult(record["name"], reason=record["reason"]))
+        else:
+            self._ran.append(
+                ContenderResult(
+                    record["name"],
+                    statistics.median(record["seconds"]),
+                    statistics.median(record["nic_nbytes"]),
+                    record["error"],
+                )
+            )
+
+    def results(self, counted: bool) -> list[ContenderResult]:
+        """All figures; what does not run is at the end.
+
+        Args:
+            counted: Whether the network card's bytes mean something.
+        """
+        seconds = {one.name: one.seconds for one in self._ran if one.seconds}
+        return [
+            replace(one, nic_nbytes=one.nic_nbytes if counted else None, speed_up=seconds[PLAIN] / seconds[one.name])
+            for one in self._ran
+        ] + self._refused
+
 
 _WIDTH = 124
 _REASON_WIDTH = 60
@@ -22,7 +94,7 @@ class Measured:
     """What a comparison found.
 
     Attributes:
-        results: Of all ways.
+        results: Of all contenders.
         where: The cluster in words.
         nodes: Ranks of each node.
         gradient_nbytes: Of one step on one rank.
@@ -30,7 +102,7 @@ class Measured:
         expected_seconds: Of a replayed step of plain DDP, by its waits and its link alone; None where that is unknown.
     """
 
-    results: list[Result]
+    results: list[ContenderResult]
     where: str
     nodes: list[int]
     gradient_nbytes: int
@@ -44,7 +116,7 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
     Args:
         options: Of the command line.
         argv: As the user wrote it.
-        measured: What is to be told.
+        measured: What was found.
     """
     case = load_case(options.replay, options.batch) if options.replay else None
     what = (
@@ -78,7 +150,7 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
         draw_compare(record, options.plot)
 
 
-def table(results: list[Result]) -> Table:
+def table(results: list[ContenderResult]) -> Table:
     """The results as a table, fastest first."""
     rows = Table()
     for heading in ("way", "s per step", "MB on NIC", "gradient error", "speed-up"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from gradwire.bench.emulation.launch import Outcome, RankLine, Ranks
+from gradwire.bench.emulation.launch import JobOutcome, RankLine, Ranks
 from gradwire.bench.emulation.namespaces import Holder, available
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.seats import Order, Seat, seat_ranks, torchrun_environment
@@ -45,7 +45,7 @@ class NicBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult(Outcome):
+class RunResult(JobOutcome):
     """How a command on the cluster ended, and what it put on the links."""
 
     nic_bytes: tuple[NicBytes, ...]
@@ -57,11 +57,11 @@ class RunResult(Outcome):
         return max(max(nic.tx, nic.rx) for nic in self.nic_bytes)
 
 
-class Cluster:
+class EmulatedCluster:
     """Emulated nodes, up from the start of a `with` block (or of the object) to its end.
 
     The nodes have hostnames node0, node1, ..., their own /dev/shm, processes and network; files are the machine's.
-    There is no way out to the machine's own network. All ranks share the machine's processors. The kernel ends the
+    They cannot reach the machine's own network. All ranks share the machine's processors. The kernel ends the
     nodes with the thread that made them, so that nothing outlives a killed program: make a cluster in a thread that
     stays.
     """
@@ -71,7 +71,7 @@ class Cluster:
 
         Args:
             nodes: Ranks of each node, for example [2, 2] or [3, 1].
-            nic: Rate of each node's link, both ways, for example `200mbit`; None leaves the links unlimited.
+            nic: Rate of each node's link, each direction, for example `200mbit`; None leaves the links unlimited.
             mtu: Largest packet on the links, in bytes; 576 to 65535.
 
         Raises:

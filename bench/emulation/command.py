@@ -10,7 +10,7 @@ from typing import get_args
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.bench.emulation.cluster import Cluster, RunResult
+from gradwire.bench.emulation.cluster import EmulatedCluster, RunResult
 from gradwire.bench.emulation.namespaces import available
 from gradwire.bench.emulation.rate import format_rate, parse_rate
 from gradwire.bench.emulation.seats import Order
@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks-per-node", type=int, default=1, metavar="R", help="ranks on each node (default 1)")
     parser.add_argument("--uneven", metavar="3,1", help="ranks of each node, one by one, instead of --ranks-per-node")
     parser.add_argument(
-        "--nic", metavar="RATE", help="rate of each node's link, both ways: 200mbit (default: no limit)"
+        "--nic", metavar="RATE", help="rate of each node's link, each direction: 200mbit (default: no limit)"
     )
     parser.add_argument("--order", choices=get_args(Order), default="contiguous", help="how ranks are dealt over nodes")
     parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="largest packet (default 1500)")
@@ -68,7 +68,7 @@ def ranks_of_nodes(options: argparse.Namespace) -> list[int]:
     return [options.ranks_per_node] * int(options.nodes)
 
 
-def nic_table(cluster: Cluster, result: RunResult) -> Table:
+def nic_table(cluster: EmulatedCluster, result: RunResult) -> Table:
     """Returns the table of what each node's link carried.
 
     Args:
@@ -84,7 +84,7 @@ def nic_table(cluster: Cluster, result: RunResult) -> Table:
     return table
 
 
-def write_json(file: Path, cluster: Cluster, result: RunResult, command: list[str], order: str) -> None:
+def write_json(file: Path, cluster: EmulatedCluster, result: RunResult, command: list[str], order: str) -> None:
     """Writes what the table says, and the statuses, for programs to read.
 
     Args:
@@ -125,7 +125,7 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
         raise ValueError(f"`--grace`: found {options.grace}, wanted 0 seconds or more")
     if (reason := available()) is not None:
         raise ValueError(f"cannot emulate a cluster here: {reason}")
-    with Cluster(nodes, options.nic, options.mtu) as cluster:
+    with EmulatedCluster(nodes, options.nic, options.mtu) as cluster:
         result = cluster.run(
             command,
             order=options.order,

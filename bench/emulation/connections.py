@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _SO_MAX_PACING_RATE = 47
-"""Source: Linux include/uapi/asm-generic/socket.h; TCP paces by itself where no fq queue does, see tcp(7) and tc-fq(8)."""
+"""Source: Linux include/uapi/asm-generic/socket.h; TCP paces by itself where no fq queue does: tcp(7), tc-fq(8)."""
 
 
 def limit_streams(bytes_per_second: float) -> int:
     """Limits what each of this process's TCP connections to another node sends; those inside the node stay as they are.
 
     Args:
-        bytes_per_second: Of payload and headers, for each connection and direction; this process's side sends no faster.
+        bytes_per_second: Of payload and headers, for each connection and direction; this side sends no faster.
 
     Returns:
         Connections limited.

@@ -1,8 +1,8 @@
 """Ranks forked from one warmed process on each node, so that dozens of ranks start in seconds on a few cores.
 
 `python -m gradwire.bench.emulation.fork MODULE SHAPE ORDER ARGUMENTS...` is started once on every node (by
-`Cluster.run`); it imports torch and MODULE, then forks the ranks that sit on its node, each of which calls
-`MODULE.rank_main(Place, ARGUMENTS) -> int`.
+`EmulatedCluster.run`); it imports torch and MODULE, then forks the ranks that sit on its node, each of which calls
+`MODULE.rank_main(ForkedRank, ARGUMENTS) -> int`.
 """
 
 import gc
@@ -22,10 +22,10 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from gradwire.bench.emulation.cluster import INTERFACE, Cluster, RunResult
+from gradwire.bench.emulation.cluster import INTERFACE, EmulatedCluster, RunResult
 from gradwire.bench.emulation.launch import RankLine
-from gradwire.bench.emulation.process import die_with_parent
 from gradwire.bench.emulation.seats import seat_ranks
+from gradwire.bench.emulation.signals import die_with_parent
 from gradwire.comms.config import launcher_variables
 
 START_TIMEOUT = timedelta(minutes=5)
@@ -33,12 +33,12 @@ START_TIMEOUT = timedelta(minutes=5)
 
 
 LAZY = ("torch.nn.parallel", "torch._dynamo")
-"""What torch imports late, and every rank would import for itself; the first DDP model wants the second, 800 modules. A module
-that trains nothing has a `LAZY` of its own."""
+"""What torch imports late, and every rank would import for itself; the first DDP model wants the second, 800 modules.
+A module that trains nothing has a `LAZY` of its own."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ForkedRank:
     """Where a forked rank is, and how it reaches the others.
 
     Attributes:
@@ -69,7 +69,7 @@ class Place:
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
 
     def leave(self) -> None:
-        """Takes the default process group down, once all ranks have come; let go of every model before.
+        """Takes the default process group down, once all ranks have come; release every model before.
 
         A DDP model that outlives its gloo group can wait for gloo's threads for ever (torch 2.13).
         """
@@ -80,7 +80,7 @@ class Place:
 
 
 def run_forked(
-    cluster: Cluster,
+    cluster: EmulatedCluster,
     module: str,
     arguments: Sequence[str],
     *,
@@ -92,7 +92,7 @@ def run_forked(
     """Runs `module.rank_main` as every rank of a job on an emulated cluster.
 
     Args:
-        cluster: Made with one rank for each node: `Cluster([1] * len(nodes), nic)`.
+        cluster: Made with one rank for each node: `EmulatedCluster([1] * len(nodes), nic)`.
         module: Full name, or path, of a module with `rank_main(place, arguments) -> int`.
         arguments: Passed to every rank.
         nodes: Ranks of each node.
@@ -191,7 +191,7 @@ def main(argv: list[str]) -> int:
     for lazy in getattr(loaded, "LAZY", LAZY):
         importlib.import_module(lazy)
     places = [
-        Place(
+        ForkedRank(
             seat.rank,
             sum(nodes),
             node,

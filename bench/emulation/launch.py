@@ -2,14 +2,19 @@
 
 import select
 import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import close, killpg, pidfd_open
+from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from gradwire.bench.emulation.seats import Order, seat_ranks, torchrun_environment
 
 TERMINATE_SECONDS = 5.0
 """How long a rank may take to leave after SIGTERM before it is killed."""
@@ -19,7 +24,7 @@ RankLine = Callable[[int, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class JobOutcome:
     """How the ranks of a job ended."""
 
     returncodes: tuple[int, ...]
@@ -98,7 +103,7 @@ class Ranks:
             if self._on_line is not None:
                 self._on_line(rank, line.rstrip("\n"))
 
-    def wait(self, timeout_seconds: float | None, grace_seconds: float) -> Outcome:
+    def wait(self, timeout_seconds: float | None, grace_seconds: float) -> JobOutcome:
         """Waits until every rank has ended, or ends them.
 
         Args:
@@ -118,7 +123,7 @@ class Ranks:
         for reader in self._readers:
             # A daemon that a rank left behind may hold the pipe open; the ranks' own lines are in by then.
             reader.join(timeout=2.0)
-        return Outcome(
+        return JobOutcome(
             returncodes=tuple(process.wait() for process in self._processes),
             output=tuple("".join(lines) for lines in self._lines),
             seconds=time.monotonic() - self._started,
@@ -179,3 +184,58 @@ class Ranks:
     ) -> None:
         """Ends the ranks that still run."""
         self.stop()
+
+
+def free_port() -> int:
+    """Returns a TCP port of the loopback that nobody listens on at the moment."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def run_logical(
+    nodes: Sequence[int],
+    command: Sequence[str],
+    *,
+    order: Order = "contiguous",
+    timeout_seconds: float | None = None,
+    grace_seconds: float = 30.0,
+    environment: Mapping[str, str] | None = None,
+    on_line: RankLine | None = None,
+) -> JobOutcome:
+    """Runs a command as every rank on this machine, with torchrun's variables and a node's name for gradwire.
+
+    Args:
+        nodes: Ranks of each node; GRADWIRE_HOSTNAME says which ranks share one.
+        command: Program and arguments.
+        order: How the ranks are dealt over the nodes.
+        timeout_seconds: Longest time for the whole; None for no limit.
+        grace_seconds: How long the other ranks may go on after one has failed.
+        environment: Variables to set besides; they win.
+        on_line: Called with (rank, line) for every line printed.
+    """
+    seats = seat_ranks(nodes, order)
+    port = free_port()
+    argvs = []
+    for seat in seats:
+        variables = torchrun_environment(
+            seat, seats, master_address="127.0.0.1", master_port=port, run_id=f"logical-{port}"
+        )
+        variables |= {"GRADWIRE_HOSTNAME": f"node{seat.node}", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        variables |= environment or {}
+        words = [f"{name}={value}" for name, value in variables.items()]
+        # The kernel ends the ranks if this process is killed.
+        argvs.append(["setpriv", "--pdeathsig", "KILL", "env", *words, *command])
+    with Ranks(argvs, on_line=on_line) as ranks:
+        return ranks.wait(timeout_seconds, grace_seconds)
+
+
+def python_module(name: str, *arguments: str) -> list[str]:
+    """Returns the command line that runs a module under this interpreter.
+
+    Args:
+        name: Of the module.
+        arguments: What follows it.
+    """
+    return [str(Path(sys.executable)), "-m", name, *arguments]

@@ -37,7 +37,7 @@ def parse_rate(text: str, parameter: str) -> int:
 
 
 def format_rate(bits_per_second: int) -> str:
-    """Writes a rate the way `parse_rate` reads it, in the largest unit that keeps it a whole number.
+    """Writes a rate as `parse_rate` reads it, in the largest unit that keeps it a whole number.
 
     Args:
         bits_per_second: The rate; positive.

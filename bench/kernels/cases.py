@@ -33,7 +33,7 @@ Step = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class KernelCase:
     """One row of the table."""
 
     name: str
@@ -49,7 +49,7 @@ def _randn(numel: int, device: torch.device) -> list[Tensor]:
     return [torch.randn(numel, device=device) for _ in range(SETS)]
 
 
-def cast_case(numel: int, device: torch.device) -> Case:
+def cast_case(numel: int, device: torch.device) -> KernelCase:
     """Scale and cast to float16."""
     x, half, scaled = (
         _randn(numel, device),
@@ -62,12 +62,12 @@ def cast_case(numel: int, device: torch.device) -> Case:
         torch.mul(x[i], 0.125, out=scaled[i])
         half.copy_(scaled[i])
 
-    return Case(
+    return KernelCase(
         "fp16_encode", 6.0 * numel, lambda i: kernels.cast_encode(x[i], 0.125, None, None, half), composed, [half]
     )
 
 
-def onebit_encode_case(numel: int, device: torch.device) -> Case:
+def onebit_encode_case(numel: int, device: torch.device) -> KernelCase:
     """Signs and block scales of gradient + residual, and the new residual in place of the old."""
     g, e, p, signs = (_randn(numel, device) for _ in range(4))
     payload = torch.empty(OneBitCodec().wire_nbytes(numel), dtype=torch.uint8, device=device)
@@ -81,7 +81,7 @@ def onebit_encode_case(numel: int, device: torch.device) -> Case:
         torch.sub(p[i], signs[i], out=e[i])
         return pack_bits(p[i] >= 0), scales
 
-    return Case(
+    return KernelCase(
         "onebit_encode", 12.125 * numel, lambda i: kernels.onebit_encode(g[i], e[i], e[i], payload), composed, e
     )
 
@@ -101,7 +101,7 @@ def unpack_bits(packed: Tensor) -> Tensor:
     return (packed[:, None] >> torch.arange(8, device=packed.device) & 1).view(-1)
 
 
-def onebit_decode_case(numel: int, device: torch.device) -> Case:
+def onebit_decode_case(numel: int, device: torch.device) -> KernelCase:
     """The sum of four workers' payloads."""
     codec, target, x = OneBitCodec(), _randn(numel, device), torch.randn(numel, device=device)
     payloads = torch.empty(WORKERS, codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
@@ -118,7 +118,7 @@ def onebit_decode_case(numel: int, device: torch.device) -> Case:
             bits = unpack_bits(payloads[worker, split:]).view(-1, 1024)
             total.addcmul_(bits, 2 * scales[worker][:, None])
 
-    return Case(
+    return KernelCase(
         "onebit_decode_reduce",
         (4 + WORKERS / 8) * numel,
         lambda i: kernels.onebit_decode_reduce(payloads, None, target[i]),
@@ -127,7 +127,7 @@ def onebit_decode_case(numel: int, device: torch.device) -> Case:
     )
 
 
-def quantize_case(bits: int, numel: int, device: torch.device) -> Case:
+def quantize_case(bits: int, numel: int, device: torch.device) -> KernelCase:
     """Block-wise min-max codes of a gradient."""
     x, codec = _randn(numel, device), QuantizeCodec(bits)
     payloads = [torch.empty(codec.wire_nbytes(numel), dtype=torch.uint8, device=device) for _ in range(2)]
@@ -149,7 +149,7 @@ def quantize_case(bits: int, numel: int, device: torch.device) -> Case:
             torch.bitwise_right_shift(codes.view(torch.int16), 4, out=pairs)
             codes_out.copy_(pairs.bitwise_or_(codes.view(torch.int16)))
 
-    return Case(
+    return KernelCase(
         f"int{bits}_encode",
         (4 + bits / 8) * numel,
         lambda i: kernels.quantize_encode(bits, x[i], None, None, payloads[0], None),
@@ -158,7 +158,7 @@ def quantize_case(bits: int, numel: int, device: torch.device) -> Case:
     )
 
 
-def quantize_decode_case(bits: int, numel: int, device: torch.device) -> Case:
+def quantize_decode_case(bits: int, numel: int, device: torch.device) -> KernelCase:
     """The sum of four workers' block-wise codes."""
     codec, target, x = QuantizeCodec(bits), _randn(numel, device), torch.randn(numel, device=device)
     payloads = torch.empty(WORKERS, codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
@@ -181,7 +181,7 @@ def quantize_decode_case(bits: int, numel: int, device: torch.device) -> Case:
         for worker in range(WORKERS):
             total.addcmul_(unpacked(worker).view(-1, 512), meta[worker, :, :1])
 
-    return Case(
+    return KernelCase(
         f"int{bits}_decode_reduce",
         (4 + WORKERS * bits / 8) * numel,
         lambda i: kernels.quantize_decode_reduce(bits, payloads, None, target[i]),
@@ -190,7 +190,7 @@ def quantize_decode_case(bits: int, numel: int, device: torch.device) -> Case:
     )
 
 
-def dgc_case(numel: int, device: torch.device) -> Case:
+def dgc_case(numel: int, device: torch.device) -> KernelCase:
     """Momentum correction, selection of a thousandth, and masking; the state in place."""
     g, u, v = (_randn(numel, device) for _ in range(3))
     magnitude = torch.empty(numel, device=device)
@@ -216,10 +216,10 @@ def dgc_case(numel: int, device: torch.device) -> Case:
         v[i][chosen] = 0.0
         return sent
 
-    return Case("dgc_step", (20 + 8 * DENSITY) * numel, ours, composed, v)
+    return KernelCase("dgc_step", (20 + 8 * DENSITY) * numel, ours, composed, v)
 
 
-def powersgd_case(numel: int, device: torch.device) -> Case:
+def powersgd_case(numel: int, device: torch.device) -> KernelCase:
     """One square matrix, rank 4, against the local work of torch's powerSGD_hook with its own layout of factors."""
     side = int(numel**0.5)
     g, e, copy = (_randn(side * side, device) for _ in range(3))
@@ -246,10 +246,10 @@ def powersgd_case(numel: int, device: torch.device) -> Case:
         torch.matmul(p, q.t(), out=matrix)
         torch.sub(copy[i], g[i], out=e[i])
 
-    return Case("powersgd_step", 28.0 * side * side, ours, composed, e)
+    return KernelCase("powersgd_step", 28.0 * side * side, ours, composed, e)
 
 
-def pack_case(back: bool, numel: int, device: torch.device) -> Case:
+def pack_case(back: bool, numel: int, device: torch.device) -> KernelCase:
     """256 tensors into one bucket, scaled, or back."""
     tensors = [[torch.randn(numel // TENSORS, device=device) for _ in range(TENSORS)] for _ in range(SETS)]
     buckets, offsets = _randn(numel, device), range(0, numel, numel // TENSORS)
@@ -262,7 +262,7 @@ def pack_case(back: bool, numel: int, device: torch.device) -> Case:
             torch.mul(source, SCALE, out=target)
 
     outputs = [tensor for each in tensors for tensor in each] if back else buckets
-    return Case("unpack" if back else "pack", 8.0 * numel, lambda i: steps[i](), composed, outputs)
+    return KernelCase("unpack" if back else "pack", 8.0 * numel, lambda i: steps[i](), composed, outputs)
 
 
 def _pack_steps(
@@ -278,7 +278,7 @@ def _pack_steps(
     return [partial(move, each, offsets, SCALE, bucket) for each, bucket in zip(tensors, buckets, strict=True)]
 
 
-def all_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Case]]:
+def all_cases(numel: int, device: torch.device) -> dict[str, Callable[[], KernelCase]]:
     """Returns what makes each case, by name; buffers are made only when it is called.
 
     Args:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from gradwire.bench.kernels.cases import SETS, Case, Step, all_cases
+from gradwire.bench.kernels.cases import SETS, KernelCase, Step, all_cases
 
 _HEAD_START_CYCLES = 2_000_000
 """About a millisecond: the device waits while the host starts the kernels, so that their launches are not timed."""
@@ -26,7 +26,7 @@ DEFAULT_NUMEL = 25 * 1024 * 1024 // 4
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class KernelResult:
     """One row of the table."""
 
     kernel: str
@@ -53,7 +53,7 @@ def _seconds(step: Step, turn: int, device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def measure(case: Case, buffers: list[tuple[Tensor, Tensor]], repeats: int) -> Result:
+def measure(case: KernelCase, buffers: list[tuple[Tensor, Tensor]], repeats: int) -> KernelResult:
     """Times one case, its composition and a copy in turns.
 
     Args:
@@ -75,10 +75,10 @@ def measure(case: Case, buffers: list[tuple[Tensor, Tensor]], repeats: int) -> R
                 best[number] = min(best[number], seconds)
     copy_rate = 2 * buffers[0][0].nbytes / best[2]
     rate = case.nbytes / best[0]
-    return Result(case.name, round(case.nbytes), best[0], best[1], rate, rate / copy_rate, best[1] / best[0])
+    return KernelResult(case.name, round(case.nbytes), best[0], best[1], rate, rate / copy_rate, best[1] / best[0])
 
 
-def _table(results: list[Result], copy_note: str) -> Table:
+def _table(results: list[KernelResult], copy_note: str) -> Table:
     table = Table(title=copy_note, title_justify="left")
     for heading in ("kernel", "bytes", "ms", "GB/s", "of_floor", "torch ms", "speedup"):
         table.add_column(heading, justify="left" if heading == "kernel" else "right")

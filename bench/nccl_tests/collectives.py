@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.bench.nccl_tests.backends.backend import Issue, Way, copy_first
-from gradwire.bench.nccl_tests.verify import Inputs
+from gradwire.bench.nccl_tests.backends.backend import Backend, Issue, copy_first
+from gradwire.bench.nccl_tests.verify import ExactInputs
 
 CHUNK_NBYTES = 16
 """What a rank's part of all_gather, reduce_scatter and alltoall is rounded down to, as nccl-tests does."""
@@ -35,8 +35,8 @@ class Counts:
     output_offset: int = 0
 
 
-Prepare = Callable[[Way, Tensor, Tensor, str, int], Issue]
-"""(way, output, source, operation, root); in place, output and source share memory."""
+Prepare = Callable[[Backend, Tensor, Tensor, str, int], Issue]
+"""(backend, output, source, operation, root); in place, output and source share memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Collective:
     counts: Callable[[int, int, int], Counts]
     bus_factor: Callable[[int], float]
     prepare: Prepare
-    expected: Callable[[Inputs, Counts, int, int], Tensor | None]
+    expected: Callable[[ExactInputs, Counts, int, int], Tensor | None]
     reduces: bool = False
     rooted: bool = False
 
@@ -100,38 +100,38 @@ def _shares_memory(output: Tensor, source: Tensor) -> bool:
     return output.numel() > 0 and output.data_ptr() == source.data_ptr()
 
 
-def _all_reduce(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+def _all_reduce(backend: Backend, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
     """Torch and gradwire reduce in place; out of place means a copy first, which is part of the time."""
-    return _in_output(output, source, way.all_reduce(output, operation))
+    return _in_output(output, source, backend.all_reduce(output, operation))
 
 
-def _broadcast(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
-    issue = way.broadcast(output, root)
-    return _in_output(output, source, issue) if way.rank == root else issue
+def _broadcast(backend: Backend, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+    issue = backend.broadcast(output, root)
+    return _in_output(output, source, issue) if backend.rank == root else issue
 
 
-def _reduce(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
-    return _in_output(output, source, way.reduce(output, root, operation))
+def _reduce(backend: Backend, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+    return _in_output(output, source, backend.reduce(output, root, operation))
 
 
 def _in_output(output: Tensor, source: Tensor, issue: Issue) -> Issue:
     return issue if _shares_memory(output, source) else copy_first(output, source, issue)
 
 
-def _all_gather(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
-    return way.all_gather(output, source)
+def _all_gather(backend: Backend, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+    return backend.all_gather(output, source)
 
 
-def _reduce_scatter(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
-    return way.reduce_scatter(output, source, operation)
+def _reduce_scatter(backend: Backend, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+    return backend.reduce_scatter(output, source, operation)
 
 
-def _alltoall(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
-    return _from_aside(output, source, way.all_to_all)
+def _alltoall(backend: Backend, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+    return _from_aside(output, source, backend.all_to_all)
 
 
-def _sendrecv(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
-    return _from_aside(output, source, way.send_receive)
+def _sendrecv(backend: Backend, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+    return _from_aside(output, source, backend.send_receive)
 
 
 def _from_aside(output: Tensor, source: Tensor, prepare: Callable[[Tensor, Tensor], Issue]) -> Issue:
@@ -142,8 +142,8 @@ def _from_aside(output: Tensor, source: Tensor, prepare: Callable[[Tensor, Tenso
     return copy_first(aside, source, prepare(output, aside))
 
 
-def _barrier(way: Way, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
-    return way.barrier()
+def _barrier(backend: Backend, output: Tensor, source: Tensor, operation: str, root: int) -> Issue:
+    return backend.barrier()
 
 
 COLLECTIVES = {

@@ -12,20 +12,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table as RichTable
+from rich.table import Table
 
 import gradwire
 from gradwire.bench.emulation.fork import fork_ranks
 from gradwire.bench.machine import machine_line, memory_line, processor
-from gradwire.bench.nccl_tests import report
-from gradwire.bench.nccl_tests.backends.backend import Way
-from gradwire.bench.nccl_tests.backends.select import Choice, check_device, choices, connect, device_of
+from gradwire.bench.nccl_tests import output
+from gradwire.bench.nccl_tests.backends.backend import Backend
+from gradwire.bench.nccl_tests.backends.select import BackendSpec, backend_specs, check_device, connect, device_of
+from gradwire.bench.nccl_tests.checks import Case, ExactCheck, Loss, LossyCheck, ResultCheck, cases
 from gradwire.bench.nccl_tests.collectives import COLLECTIVES
-from gradwire.bench.nccl_tests.lossy import Loss, LossyCheck
 from gradwire.bench.nccl_tests.options import parse, sizes
+from gradwire.bench.nccl_tests.output import BenchBlock, fresh_name, now, to_json, write_csv
 from gradwire.bench.nccl_tests.ranks import Start, World, find_start, meet, speaks
-from gradwire.bench.nccl_tests.record import Block, fresh_name, now, to_json, write_csv
-from gradwire.bench.nccl_tests.table import Case, Check, ExactCheck, Row, Table, cases
+from gradwire.bench.nccl_tests.rows import RowRunner, TableRow
 from gradwire.comms.config import bench_environment, launcher_variables
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     variables = launcher_variables()
     try:
         options = parse(argv)
-        chosen = choices(options)
+        specs = backend_specs(options)
         wanted = bench_environment()
         start = find_start(variables)
         if start is not None and options.ngpus is not None:
@@ -64,29 +64,29 @@ def main(argv: list[str]) -> int:
             print(f"gradwire bench: {error}", file=sys.stderr)
         return 2
     if start is not None:
-        return _run_rank(start, options, chosen, wanted, argv)
-    return _start_ranks(options.ngpus or 1, options, chosen, wanted, argv)
+        return _run_rank(start, options, specs, wanted, argv)
+    return _start_ranks(options.ngpus or 1, options, specs, wanted, argv)
 
 
 def _start_ranks(
-    size: int, options: argparse.Namespace, chosen: list[Choice], wanted: float | None, argv: list[str]
+    size: int, options: argparse.Namespace, specs: list[BackendSpec], wanted: float | None, argv: list[str]
 ) -> int:
     """Forks the ranks of -g from this process, which has imported torch and started no thread of it yet."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
     starts = [Start("-g", rank, size, "127.0.0.1", port) for rank in range(size)]
-    return fork_ranks(starts, lambda start, _: _run_rank(start, options, chosen, wanted, argv), [])
+    return fork_ranks(starts, lambda start, _: _run_rank(start, options, specs, wanted, argv), [])
 
 
 def _run_rank(
-    start: Start, options: argparse.Namespace, chosen: list[Choice], wanted: float | None, argv: list[str]
+    start: Start, options: argparse.Namespace, specs: list[BackendSpec], wanted: float | None, argv: list[str]
 ) -> int:
     timeout = timedelta(seconds=options.timeout) if options.timeout else DEFAULT_TIMEOUT
     try:
         world = meet(start, timeout)
         try:
-            return Bench(world, options, wanted, argv, timeout).run(chosen)
+            return Bench(world, options, wanted, argv, timeout).run(specs)
         except ValueError as error:  # the same on all ranks: a flag that does not fit these ranks
             if start.rank == 0:
                 print(f"gradwire bench: {error}", file=sys.stderr, flush=True)
@@ -123,59 +123,59 @@ class Bench:
         self._cases = cases(self._collective, options, world.size)
         self._sizes = [0] if options.collective == "barrier" else sizes(options)
         # As many threads as torch would take are too many where the ranks share the cores.
-        local = sum(seat.hostname == world.seats[world.rank].hostname for seat in world.seats)
+        local = sum(info.hostname == world.ranks[world.rank].hostname for info in world.ranks)
         torch.set_num_threads(max(1, torch.get_num_threads() // local))
 
-    def run(self, chosen: list[Choice]) -> int:
+    def run(self, specs: list[BackendSpec]) -> int:
         """Runs every block, -N times; returns the exit status."""
         started, blocks = now(), []
         self._warn()
         cycle = 0
         while self._options.run_cycles == 0 or cycle < self._options.run_cycles:
-            for choice, way in connect(chosen, self._world, self._device, self._timeout, cycle):
-                blocks.append(self._block(choice, way))
+            for spec, backend in connect(specs, self._world, self._device, self._timeout, cycle):
+                blocks.append(self._block(spec, backend))
             cycle += 1
         if self._world.rank == 0:
             self._write(blocks, started)
         failed = any(
-            sum(row.wrong for row in block.rows) or report.too_slow(block.rows, self._wanted) for block in blocks
+            sum(row.wrong for row in block.rows) or output.too_slow(block.rows, self._wanted) for block in blocks
         )
         return int(failed)
 
-    def _block(self, choice: Choice, way: Way) -> Block:
+    def _block(self, spec: BackendSpec, backend: Backend) -> BenchBlock:
         """One table: from its first line to its last."""
         world, options = self._world, self._options
-        check: Check
-        lossy = LossyCheck(world.size, self._device, world.control) if choice.lossy else None
+        check: ResultCheck
+        lossy = LossyCheck(world.size, self._device, world.control) if spec.lossy else None
         check = lossy or ExactCheck(world.size, self._device)
-        runnable = self._runnable(way)
-        facts = {"ranks": f"{world.shape()}, started by {world.start.by}", **choice.facts(), **way.facts()}
-        self._say(report.opening(self._collective.title, options, gradwire.__version__))
-        self._say(report.devices(world, self._device_name()))
-        self._say(report.facts(facts))
-        self._say(report.header(options))
-        table = Table(way, self._collective, options, self._device, world.control, check)
-        rows: list[Row] = []
+        runnable = self._runnable(backend)
+        facts = {"ranks": f"{world.shape()}, started by {world.start.by}", **spec.facts(), **backend.facts()}
+        self._say(output.opening(self._collective.title, options, gradwire.__version__))
+        self._say(output.devices(world, self._device_name()))
+        self._say(output.facts(facts))
+        self._say(output.header(options))
+        table = RowRunner(backend, self._collective, options, self._device, world.control, check)
+        rows: list[TableRow] = []
         for case in runnable:
             for row in table.rows(case, self._sizes):
                 rows.append(row)
-                self._say([report.row_line(row, options)])
-        after = {key: value for key, value in way.facts().items() if facts.get(key) != value}
+                self._say([output.row_line(row, options)])
+        after = {key: value for key, value in backend.facts().items() if facts.get(key) != value}
         if options.memory:
             after["memory"] = memory_line(self._device)
-        self._say(report.facts(after))
-        self._say(report.closing(self._collective.title, rows, self._wanted))
+        self._say(output.facts(after))
+        self._say(output.closing(self._collective.title, rows, self._wanted))
         losses = lossy.losses if lossy else []
         if losses and world.rank == 0:
-            Console(stderr=True, width=132).print(loss_table(choice.compressor, losses))
-        return Block(facts | after, rows, losses)
+            Console(stderr=True, width=132).print(loss_table(spec.compressor, losses))
+        return BenchBlock(facts | after, rows, losses)
 
-    def _runnable(self, way: Way) -> list[Case]:
-        """The cases that the way can run; the others are named, and alone they are an error."""
+    def _runnable(self, backend: Backend) -> list[Case]:
+        """The cases that the backend can run; the others are named, and alone they are an error."""
         refused: dict[str, None] = {}
         found = []
         for case in self._cases:
-            reason = way.refusal(self._collective.name, case.element.name, case.operation)
+            reason = backend.refusal(self._collective.name, case.element.name, case.operation)
             if reason is None:
                 found.append(case)
             else:
@@ -201,7 +201,7 @@ class Bench:
     def _device_name(self) -> str:
         return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else processor()
 
-    def _write(self, blocks: list[Block], started: str) -> None:
+    def _write(self, blocks: list[BenchBlock], started: str) -> None:
         """The files that -J and --csv ask for."""
         if self._options.output_file is not None:
             record = to_json(
@@ -225,9 +225,9 @@ def _create(path: Path, text: str) -> None:
         file.write(text)
 
 
-def loss_table(compressor: str, losses: list[Loss]) -> RichTable:
+def loss_table(compressor: str, losses: list[Loss]) -> Table:
     """What was lost and saved, as a table of its own."""
-    table = RichTable(title=f"{compressor}: {losses[0].bound}")
+    table = Table(title=f"{compressor}: {losses[0].bound}")
     for heading in (
         "size (B)",
         "relative error",

@@ -77,12 +77,12 @@ def _root(text: str) -> int | None:
     return int(text)
 
 
-def _names(choices: tuple[str, ...]) -> "type[str]":
+def _names(known: tuple[str, ...]) -> "type[str]":
     def convert(text: str) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(text.split(",")))
-        unknown = [name for name in names if name not in choices]
+        unknown = [name for name in names if name not in known]
         if unknown:
-            raise argparse.ArgumentTypeError(f"found {unknown[0]!r}, wanted {', '.join(choices)}; commas for several")
+            raise argparse.ArgumentTypeError(f"found {unknown[0]!r}, wanted {', '.join(known)}; commas for several")
         return names
 
     return convert  # type: ignore[return-value]  # argparse takes any callable
@@ -114,7 +114,7 @@ def build_parser() -> Parser:
     _add_timing(parser)
     _add_operation(parser)
     _add_output(parser)
-    _add_ways(parser)
+    _add_backends(parser)
     return parser
 
 
@@ -242,22 +242,22 @@ def _add_output(parser: Parser) -> None:
     output.add_argument("-M", "--memory", type=_at_least(0, 1), default=0, help="shows the memory used (default 0)")
 
 
-def _add_ways(parser: Parser) -> None:
-    ways = parser.add_argument_group("what is measured (commas for several; one block each)")
-    ways.add_argument("--backend", type=_names(BACKENDS), default=("gradwire",), help=f"{', '.join(BACKENDS)}")
-    ways.add_argument(
+def _add_backends(parser: Parser) -> None:
+    backends = parser.add_argument_group("what is measured (commas for several; one block each)")
+    backends.add_argument("--backend", type=_names(BACKENDS), default=("gradwire",), help=f"{', '.join(BACKENDS)}")
+    backends.add_argument(
         "--algorithm",
         type=_names(ALGORITHMS),
         default=("auto",),
         help=f"gradwire's plan: {', '.join(ALGORITHMS)} (default auto)",
     )
-    ways.add_argument(
+    backends.add_argument(
         "--compressor",
         default="none",
         metavar="NAME",
         help="gradwire's compressor between nodes, for all_reduce (default none: exact)",
     )
-    ways.add_argument(
+    backends.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",

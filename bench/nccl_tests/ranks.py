@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
@@ -40,7 +41,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankInfo:
     """One rank as the output lists it."""
 
     rank: int
@@ -57,13 +58,13 @@ class World:
         start: How this rank came to be.
         store: Reaches all ranks.
         control: gloo, for barriers and figures; never inside the timed part.
-        seats: By rank.
+        ranks: By rank.
     """
 
     start: Start
     store: Store
     control: dist.ProcessGroup
-    seats: tuple[Seat, ...]
+    ranks: tuple[RankInfo, ...]
 
     @property
     def rank(self) -> int:
@@ -78,11 +79,11 @@ class World:
     @property
     def local_rank(self) -> int:
         """Index among the ranks of this node."""
-        return self.seats[self.rank].local_rank
+        return self.ranks[self.rank].local_rank
 
     def shape(self) -> str:
         """Nodes and ranks in words: `4 (2 nodes x 2 local ranks)`."""
-        counts = list(Counter(seat.hostname for seat in self.seats).values())
+        counts = list(Counter(info.hostname for info in self.ranks).values())
         nodes = f"{len(counts)} node{'s' if len(counts) > 1 else ''}"
         if len(set(counts)) == 1:
             return f"{self.size} ({nodes} x {counts[0]} local rank{'s' if counts[0] > 1 else ''})"
@@ -156,11 +157,20 @@ def meet(start: Start, timeout: timedelta) -> World:
     everybody: list[tuple[int, str]] = [own] * start.size
     dist.all_gather_object(everybody, own)
     seen: Counter[str] = Counter()
-    seats = []
+    ranks = []
     for rank, (pid, hostname) in enumerate(everybody):
-        seats.append(Seat(rank, pid, hostname, seen[hostname]))
+        ranks.append(RankInfo(rank, pid, hostname, seen[hostname]))
         seen[hostname] += 1
-    return World(start, PrefixStore("ways", store), control, tuple(seats))
+    return World(start, PrefixStore("backends", store), control, tuple(ranks))
+
+
+def gather(value: float, group: dist.ProcessGroup) -> list[float]:
+    """One number from every rank, by rank."""
+    size = dist.get_world_size(group)
+    own = torch.tensor([value], dtype=torch.float64)
+    found = [torch.empty(1, dtype=torch.float64) for _ in range(size)]
+    dist.all_gather(found, own, group=group)
+    return [each.item() for each in found]
 
 
 def _from_mpi(variables: Mapping[str, str]) -> Start:

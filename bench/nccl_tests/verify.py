@@ -26,7 +26,7 @@ AVERAGE_UNITS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class ExactInputs:
     """The inputs of all ranks for one operation.
 
     Attributes:
@@ -84,7 +84,7 @@ class Inputs:
         return mixed % (2 * limit + 1) - limit if signed else mixed % (limit + 1)
 
 
-def count_wrong(output: Tensor, expected: Tensor, inputs: Inputs) -> int:
+def count_wrong(output: Tensor, expected: Tensor, inputs: ExactInputs) -> int:
     """Elements of `output` that are not what they must be: exactly, but for a floating average (see `AVERAGE_UNITS`).
 
     Args:

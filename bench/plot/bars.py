@@ -4,7 +4,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradwire.bench.plot.style import BASELINE, OURS, PEERS, Record, load_pyplot, save, shown_command, strip
+from gradwire.bench.plot.style import BASELINE, OURS, PEERS, PlotRecord, load_pyplot, save, shown_command, strip
 
 _TITLE_WIDTH = 100
 _ROOM_FOR_TEXT = 1.75
@@ -13,7 +13,7 @@ _ROOM_FOR_TEXT = 1.75
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One way.
+    """One contender.
 
     Attributes:
         name: At its left.
@@ -31,7 +31,7 @@ class Bar:
         return OURS if "gradwire" in self.name else BASELINE if "plain DDP" in self.name else PEERS
 
 
-def draw_compare(record: Record, output: Path) -> None:
+def draw_compare(record: PlotRecord, output: Path) -> None:
     """Draws seconds per step as bars, the speed-up over plain DDP written on each.
 
     Args:
@@ -55,13 +55,13 @@ def draw_compare(record: Record, output: Path) -> None:
     )
 
 
-def _figures(result: Record) -> str:
+def _figures(result: PlotRecord) -> str:
     text = f"{result['seconds']:.3g} s   {result['speed_up']:.2f}x"
     text += f"   {result['nic_nbytes'] / 1e6:.3g} MB" if result["nic_nbytes"] is not None else ""
     return text + (f"   error {result['error']:.0e}" if result["error"] is not None else "")
 
 
-def draw_hook_speed(record: Record, output: Path) -> None:
+def draw_hook_speed(record: PlotRecord, output: Path) -> None:
     """Draws seconds for one bucket on each cluster as bars, from `hook_speed --json`."""
     rows = [each for each in record["results"] if each["name"] != "gloo all_reduce"][::-1]
     bars = [
@@ -75,7 +75,8 @@ def draw_hook_speed(record: Record, output: Path) -> None:
     _draw(
         bars,
         f"one bucket of {record['megabytes']:g} MB through the DDP hook; nodes x ranks behind {record['nic']}",
-        "seconds, lower is better\nbeside the bars: seconds, speed-up over plain DDP on the same cluster, share of what "
+        "seconds, lower is better\nbeside the bars: seconds, speed-up over plain DDP on the same cluster, share of "
+        "what "
         "the link allows",
         [record["machine"]],
         output,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gradwire.bench.plot.bars import draw_compare, draw_hook_speed
 from gradwire.bench.plot.sizes import draw_sizes
-from gradwire.bench.plot.style import Record
+from gradwire.bench.plot.style import PlotRecord
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -26,14 +26,14 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read(file: Path) -> Record:
+def read(file: Path) -> PlotRecord:
     """One file.
 
     Raises:
         ValueError: It is missing, or none of ours.
     """
     try:
-        record: Record = json.loads(file.read_text())
+        record: PlotRecord = json.loads(file.read_text())
     except OSError as error:
         raise ValueError(f"`FILE.json` is {file}: {error.strerror}; wanted what `gradwire bench -J` wrote") from None
     except ValueError as error:

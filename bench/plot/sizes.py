@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradwire.bench.plot.style import Record, load_pyplot, save, shown_command, strip
+from gradwire.bench.plot.style import PlotRecord, load_pyplot, save, shown_command, strip
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +31,7 @@ class Curve:
     busbw: tuple[float, ...]
 
 
-def curves(record: Record) -> list[Curve]:
+def curves(record: PlotRecord) -> list[Curve]:
     """The lines of one file of `gradwire bench -J`: one for each block."""
     found = []
     for number, block in enumerate(record["blocks"]):
@@ -67,11 +67,11 @@ def time_text(microseconds: float) -> str:
     return f"{microseconds / 1e3:g} ms" if microseconds >= 1e3 else f"{microseconds:g} us"
 
 
-def draw_sizes(records: dict[Path, Record], output: Path) -> list[Path]:
+def draw_sizes(records: dict[Path, PlotRecord], output: Path) -> list[Path]:
     """Draws bus bandwidth and time over size.
 
     Args:
-        records: Files of `gradwire bench -J`, all of one collective; several are told apart by their names.
+        records: Files of `gradwire bench -J`, all of one collective; the names tell several of them apart.
         output: The pictures are named after it, with `-busbw` and `-time` before the ending.
 
     Returns:
@@ -130,7 +130,7 @@ def _label_sizes(axes: "Axes", kind: str, sizes: list[int], collective: str) -> 
         axes.set_title(f"{collective}: how long one operation takes")
 
 
-def caption(record: Record) -> list[str]:
+def caption(record: PlotRecord) -> list[str]:
     """Machine, ranks, date and command of a bench file."""
     ranks = record["blocks"][0]["facts"].get("ranks", "")
     return [

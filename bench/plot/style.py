@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Record = dict[str, Any]
+PlotRecord = dict[str, Any]
 """What `bench -J`, `compare --json` or `hook_speed --json` wrote."""
 
 OURS, PEERS, BASELINE = "#0b6e4f", "#8d99ae", "#c1440e"

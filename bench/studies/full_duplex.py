@@ -1,9 +1,11 @@
 """What large messages between nodes take through one gloo group and through two, and what the order of sums costs.
 
-    python -m gradwire.bench.studies.full_duplex                   # 2x1, 2x2 and 4x2; needs root
-    python -m gradwire.bench.studies.full_duplex 4x2 --sums        # an all-reduce summed in rank order, beside gloo's ring
+Feeds docs/explanation/plans.md and docs/explanation/fusion.md.
 
-All ways take turns in one job on an emulated cluster, so that a slow moment of the machine is everybody's.
+    python -m gradwire.bench.studies.full_duplex                   # 2x1, 2x2 and 4x2; needs root
+    python -m gradwire.bench.studies.full_duplex 4x2 --sums        # all-reduces in rank order, beside gloo's ring
+
+All contenders take turns in one job on an emulated cluster, so that a slow moment of the machine is everybody's.
 """
 
 import argparse
@@ -17,9 +19,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.bench.compare.rounds import Contender, take_turns
-from gradwire.bench.emulation.cluster import Cluster
-from gradwire.bench.emulation.fork import Place, run_forked
+from gradwire.bench.contender import Contender, take_turns
+from gradwire.bench.emulation.cluster import EmulatedCluster
+from gradwire.bench.emulation.fork import ForkedRank, run_forked
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
@@ -29,7 +31,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.transport import torch_group
 
 LAZY = ()
-"""See compare_fork: nothing is trained."""
+"""See `gradwire.bench.emulation.fork`: nothing is trained."""
 
 TIMEOUT = timedelta(seconds=60)
 CASES = {"2x1": [1, 1], "2x2": [2, 2], "4x2": [2] * 4}
@@ -42,8 +44,8 @@ ROUNDS = 5
 NEVER = 1 << 40
 
 
-def exchange(place: Place, store: Store, name: str, large_nbytes: int) -> Contender:
-    """An all-to-all with the ranks of the same place on the other nodes; messages from `large_nbytes` on go both ways."""
+def exchange(place: ForkedRank, store: Store, name: str, large_nbytes: int) -> Contender:
+    """An all-to-all with the ranks of the same index on the other nodes; from `large_nbytes` on over two groups."""
     count, seat = len(place.nodes), place.rank % place.nodes[0]
     transport = torch_group.connect_gloo(
         PrefixStore(f"{name}/{seat}", store), place.node, count, TIMEOUT, interface=place.interface
@@ -58,7 +60,7 @@ def exchange(place: Place, store: Store, name: str, large_nbytes: int) -> Conten
     return Contender(name, step)
 
 
-def summed(place: Place, store: Store, plan: str, chunks: int, order: str, large_nbytes: int) -> Contender:
+def summed(place: ForkedRank, store: Store, plan: str, chunks: int, order: str, large_nbytes: int) -> Contender:
     """An exact all-reduce; in rank order where buckets may be fused, else in gloo's ring."""
     fusion = {} if order == "ring" else {"fusion_mb": 25.0}
     name = f"{plan}, {order}, {chunks}"
@@ -80,7 +82,7 @@ def summed(place: Place, store: Store, plan: str, chunks: int, order: str, large
     return Contender(name, step)
 
 
-def rank_main(place: Place, arguments: list[str]) -> int:
+def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """One rank's part; rank 0 prints the medians in seconds, by name, as one line of JSON.
 
     Args:
@@ -93,23 +95,23 @@ def rank_main(place: Place, arguments: list[str]) -> int:
     assert group is not None
     store, usual = store_of(group), torch_group.LARGE_NBYTES
     if arguments == ["exchange"]:
-        entrants = [exchange(place, store, "one group", NEVER), exchange(place, store, "two groups", 0)]
+        contenders = [exchange(place, store, "one group", NEVER), exchange(place, store, "two groups", 0)]
     else:
-        entrants = [
+        contenders = [
             summed(place, store, plan, chunks, order, large)
             for plan in ("hierarchical", "flat")
             for chunks in CHUNKS
             for order, large in (("ring", usual), ("one group", NEVER), ("two groups", usual))
         ]
-    take_turns(entrants, rounds=ROUNDS, warmup=1, interface=None)
+    take_turns(contenders, rounds=ROUNDS, warmup=1, interface=None)
     if place.rank == 0:
-        print(json.dumps({one.name: statistics.median(one.seconds) for one in entrants}), flush=True)
+        print(json.dumps({one.name: statistics.median(one.seconds) for one in contenders}), flush=True)
     place.leave()
     return 0
 
 
 def measure(case: str, nic: str, what: str) -> dict[str, float]:
-    """Median seconds of every way on one emulated cluster.
+    """Median seconds of every contender on one emulated cluster.
 
     Args:
         case: A key of `CASES`.
@@ -120,7 +122,7 @@ def measure(case: str, nic: str, what: str) -> dict[str, float]:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
     """
     nodes = CASES[case]
-    with Cluster([1] * len(nodes), nic) as cluster:
+    with EmulatedCluster([1] * len(nodes), nic) as cluster:
         outcome = run_forked(cluster, "gradwire.bench.studies.full_duplex", [what], nodes=nodes, timeout_seconds=300)
     outcome.check()
     found: dict[str, float] = json.loads(next(line for line in outcome.output[0].splitlines() if line.startswith("{")))
@@ -158,7 +160,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     unknown = [case for case in options.cases if case not in CASES]
     if unknown:
-        print(f"both_ways: `CASE` is {unknown[0]!r}; wanted one of {', '.join(CASES)}", file=sys.stderr)
+        print(f"full_duplex: `CASE` is {unknown[0]!r}; wanted one of {', '.join(CASES)}", file=sys.stderr)
         return 2
     cases = options.cases or list(CASES)
     with clean_end():

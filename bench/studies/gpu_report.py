@@ -4,8 +4,7 @@
     python -m gradwire.bench.studies.gpu_report --output FILE      # and into a file
     python -m gradwire.bench.studies.gpu_report --no-tests         # the tables alone
 
-The tests marked `gpu` run where the checkout's tests lie beside the package. A figure belongs to the machine, the versions,
-the date and the command above it.
+The tests marked `gpu` run too. A figure belongs to the machine, the versions, the date and the command above it.
 """
 
 import argparse
@@ -18,11 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gradwire.bench.kernels.cases import SETS, Case
-from gradwire.bench.kernels.command import Result, measure
-from gradwire.bench.kernels.gpu_cases import gpu_cases
+from gradwire.bench.kernels.cases import SETS, KernelCase
+from gradwire.bench.kernels.command import KernelResult, measure
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies import gpu_step
+from gradwire.bench.studies.gpu_cases import gpu_cases
 from gradwire.compressors.kernels.cuda.require import CudaKernelsError, require_cupy
 
 MEBIBYTES = (25, 256)
@@ -43,7 +42,7 @@ def versions() -> str:
     )
 
 
-def launches(case: Case) -> int:
+def launches(case: KernelCase) -> int:
     """How many kernels one run of the case starts, as the profiler sees it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         case.ours(0)
@@ -52,11 +51,11 @@ def launches(case: Case) -> int:
     return sum(not name.startswith(("Memcpy", "Memset")) for name in events)
 
 
-def row(result: Result, started: int) -> str:
+def row(result: KernelResult, started: int) -> str:
     """One line of a table of kernels."""
     return (
-        f"| {result.kernel} | {result.seconds * 1e6:.1f} | {result.bytes_per_second / 1e9:.0f} | {result.of_floor:.2f} | "
-        f"{result.speedup:.1f} | {started} |"
+        f"| {result.kernel} | {result.seconds * 1e6:.1f} | {result.bytes_per_second / 1e9:.0f} | "
+        f"{result.of_floor:.2f} | {result.speedup:.1f} | {started} |"
     )
 
 

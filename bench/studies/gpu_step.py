@@ -1,4 +1,4 @@
-"""What the hook costs a training step where there is nobody to talk to, and whether backward waits for it.
+"""What the hook costs a training step on one rank, and whether backward waits for it; `gpu_report` for docs/reference/gpu.md.
 
 A residual network of 50 layers takes steps on one device in a world of one rank: in turns with a hook that hands every
 bucket back at once, and with gradwire's. The difference is what the hook itself puts on the compute stream.
@@ -90,7 +90,7 @@ def nothing(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return done
 
 
-class _Trainee:
+class _TimedModel:
     """One model, and its forward and backward pass."""
 
     def __init__(self, network: nn.Module, device: torch.device, image: int, batch: int) -> None:
@@ -139,7 +139,7 @@ def measure(
         raise RuntimeError("torch.distributed is initialised: this measurement makes a world of one rank of its own")
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        bare, hooked = (_Trainee(make(), device, image, batch) for _ in range(2))
+        bare, hooked = (_TimedModel(make(), device, image, batch) for _ in range(2))
         bare.model.register_comm_hook(None, nothing)
         state = gradwire.HookState(hooked.model)
         hooked.model.register_comm_hook(state, gradwire.comm_hook)
@@ -152,7 +152,7 @@ def measure(
     return StepCost(bare_seconds, hook_seconds, blocking)
 
 
-def _blocking(trainee: _Trainee) -> tuple[str, ...]:
+def _blocking(model: _TimedModel) -> tuple[str, ...]:
     with torch.profiler.profile() as trace:
-        trainee.step()
+        model.step()
     return tuple(event.name for event in trace.events() or () if event.name in BLOCKING)

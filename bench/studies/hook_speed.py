@@ -1,5 +1,7 @@
 """One bucket through the DDP hook, on emulated clusters: seconds and bytes on the busiest network card.
 
+Feeds docs/reference/performance.md, docs/reference/compressors.md and the table of README.md.
+
     python -m gradwire.bench.studies.hook_speed                       # every cluster of `CASES`; needs root
     python -m gradwire.bench.studies.hook_speed 2x2 3+1 --json FILE
     python -m gradwire.bench.studies.hook_speed 2x2 --compressor fp16,onebit,dgc,powersgd
@@ -27,9 +29,9 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.bench.compare.rounds import Contender, take_turns
-from gradwire.bench.emulation.cluster import Cluster
-from gradwire.bench.emulation.fork import Place, run_forked
+from gradwire.bench.contender import Contender, take_turns
+from gradwire.bench.emulation.cluster import EmulatedCluster
+from gradwire.bench.emulation.fork import ForkedRank, run_forked
 from gradwire.bench.emulation.rate import format_rate, parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
@@ -46,11 +48,11 @@ CASES = {
 }
 """Name -> (ranks of each node, order of the ranks)."""
 
-PLAIN, RING, GRADWIRE, UNTOLD = "plain DDP", "gloo all_reduce", "gradwire", "gradwire, rate unknown"
+PLAIN, RING, GRADWIRE, RATE_UNKNOWN = "plain DDP", "gloo all_reduce", "gradwire", "gradwire, rate unknown"
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class HookSpeedResult:
     """What one contender came to on one cluster: medians over the rounds.
 
     Attributes:
@@ -77,7 +79,7 @@ class Given(torch.autograd.Function):
 
     @staticmethod
     def forward(context: FunctionCtx, weight: Tensor, gradient: Tensor) -> Tensor:
-        """Returns a scalar; keeps `gradient` for the way back."""
+        """Returns a scalar; keeps `gradient` for the backward pass."""
         context.save_for_backward(gradient)
         return weight.new_zeros(())
 
@@ -105,7 +107,7 @@ class OneBucket(nn.Module):
 
 
 def matrix_shape(numel: int) -> tuple[int, int]:
-    """The matrix of so many elements that is nearest to a square: PowerSGD compresses nothing that has one dimension."""
+    """The matrix of so many elements that is nearest to a square: PowerSGD leaves what has one dimension alone."""
     rows = next(rows for rows in range(math.isqrt(numel), 0, -1) if numel % rows == 0)
     return rows, numel // rows
 
@@ -117,7 +119,7 @@ def _ddp(shape: tuple[int, ...]) -> DistributedDataParallel:
 
 
 def _step(model: DistributedDataParallel, own: Tensor, mean: Tensor | None, name: str) -> Contender:
-    """A contender that takes a forward and backward pass; before the timed rounds it must give `mean`, if one is given."""
+    """A contender of one forward and backward pass; before the timed rounds it must give `mean`, if one is given."""
 
     def step(number: int) -> None:
         model.zero_grad(set_to_none=False)
@@ -128,19 +130,19 @@ def _step(model: DistributedDataParallel, own: Tensor, mean: Tensor | None, name
     return Contender(name, step)
 
 
-def contenders(place: Place, numel: int, bytes_per_second: float, compressors: list[str]) -> list[Contender]:
-    """The ways to average one bucket; all ranks make them in the same order."""
+def contenders(place: ForkedRank, numel: int, bytes_per_second: float, compressors: list[str]) -> list[Contender]:
+    """Who averages one bucket; all ranks make them in the same order."""
     # Integers whose mean is exact in float32 in whatever order they are added.
     own = torch.arange(numel, dtype=torch.float32).remainder_(1021).mul_(place.world_size).add_(place.rank)
     mean = own - place.rank + (place.world_size - 1) / 2
-    plain, told = _ddp((numel,)), _ddp((numel,))
-    _hook(told, bytes_per_second)
-    always = [_step(plain, own, mean, PLAIN), _step(told, own, mean, GRADWIRE)]
+    plain, rate_known = _ddp((numel,)), _ddp((numel,))
+    _hook(rate_known, bytes_per_second)
+    always = [_step(plain, own, mean, PLAIN), _step(rate_known, own, mean, GRADWIRE)]
     if compressors:
         return always + [_compressed(name, matrix_shape(numel), place.rank, bytes_per_second) for name in compressors]
-    untold, flat = _ddp((numel,)), own.clone()
-    _hook(untold, None)
-    return [*always, Contender(RING, lambda _: _all_reduce(flat)), _step(untold, own, mean, UNTOLD)]
+    rate_unknown, flat = _ddp((numel,)), own.clone()
+    _hook(rate_unknown, None)
+    return [*always, Contender(RING, lambda _: _all_reduce(flat)), _step(rate_unknown, own, mean, RATE_UNKNOWN)]
 
 
 def _hook(model: DistributedDataParallel, rate: float | None, compressor: str | None = None) -> None:
@@ -154,7 +156,7 @@ def _hook(model: DistributedDataParallel, rate: float | None, compressor: str | 
 
 
 def _compressed(name: str, shape: tuple[int, int], rank: int, rate: float) -> Contender:
-    """A contender that compresses normally distributed gradients; its dense start is one of the rounds that do not count."""
+    """A contender that compresses normally distributed gradients; its dense start is among the rounds left out."""
     model = _ddp(shape)
     _hook(model, rate, name)
     own = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
@@ -165,7 +167,7 @@ def _all_reduce(flat: Tensor) -> None:
     dist.all_reduce(flat)
 
 
-def rank_main(place: Place, arguments: list[str]) -> int:
+def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """One rank's part; rank 0 prints the figures as one line of JSON.
 
     Args:
@@ -183,15 +185,15 @@ def rank_main(place: Place, arguments: list[str]) -> int:
 
 
 def _measured(
-    place: Place, numel: int, rounds: int, bytes_per_second: float, names: list[str]
+    place: ForkedRank, numel: int, rounds: int, bytes_per_second: float, names: list[str]
 ) -> list[dict[str, object]]:
     """Every round of all contenders; their models are gone when it returns."""
-    entrants = contenders(place, numel, bytes_per_second, names)
-    take_turns(entrants, rounds=rounds, warmup=2, interface=place.interface)
-    return [{"name": one.name, "seconds": one.seconds, "nic_nbytes": one.nic_nbytes} for one in entrants]
+    finished = contenders(place, numel, bytes_per_second, names)
+    take_turns(finished, rounds=rounds, warmup=2, interface=place.interface)
+    return [{"name": one.name, "seconds": one.seconds, "nic_nbytes": one.nic_nbytes} for one in finished]
 
 
-def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[str] = ()) -> list[Result]:
+def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[str] = ()) -> list[HookSpeedResult]:
     """Runs all contenders on one emulated cluster.
 
     Args:
@@ -199,14 +201,14 @@ def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[
         nic: Rate of each node's link.
         numel: float32 elements in the bucket.
         rounds: Timed rounds.
-        compressors: Compare these, instead of the ways without one.
+        compressors: Compare these, instead of what runs without one.
 
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
     """
     nodes, order = CASES[case]
     bytes_per_second = parse_rate(nic, "--nic") / 8
-    with Cluster([1] * len(nodes), nic) as cluster:
+    with EmulatedCluster([1] * len(nodes), nic) as cluster:
         outcome = run_forked(
             cluster,
             "gradwire.bench.studies.hook_speed",
@@ -218,12 +220,12 @@ def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[
     outcome.check()
     lower_bound = 2 * (len(nodes) - 1) / len(nodes) * numel * 4
     line = next(line for line in outcome.output[0].splitlines() if line.startswith("["))
-    entrants = [
+    finished = [
         Contender(entry["name"], print, None, entry["seconds"], entry["nic_nbytes"]) for entry in json.loads(line)
     ]
-    plain = next(one for one in entrants if one.name == PLAIN).median_seconds
+    plain = next(one for one in finished if one.name == PLAIN).median_seconds
     return [
-        Result(
+        HookSpeedResult(
             case,
             one.name,
             one.median_seconds,
@@ -232,11 +234,11 @@ def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[
             lower_bound / bytes_per_second / one.median_seconds,
             plain / one.median_seconds,
         )
-        for one in entrants
+        for one in finished
     ]
 
 
-def table(results: list[Result], title: str) -> Table:
+def table(results: list[HookSpeedResult], title: str) -> Table:
     """The results as a table."""
     rows = Table(title=title)
     for heading in ("cluster", "way", "s", "MB on NIC", "x lower bound", "share of limit", "speed-up"):
@@ -264,7 +266,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--nic", default="200mbit", help="rate of each node's link (default 200mbit)")
     parser.add_argument("--megabytes", type=float, default=16.0, help="size of the bucket in 10^6 bytes (default 16)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
-    parser.add_argument("--compressor", metavar="NAMES", help="compare these, with commas, instead of the ways without")
+    parser.add_argument(
+        "--compressor", metavar="NAMES", help="compare these, with commas, instead of what runs without one"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     return parser
 

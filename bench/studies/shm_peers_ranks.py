@@ -1,4 +1,6 @@
-"""One turn of one peer of `shm_peers`, as a script: it also runs in venvs that hold mpi4py and nothing of ours.
+"""One turn of one peer of `shm_peers` (docs/reference/performance.md), as a script of its own.
+
+It also runs in venvs that hold mpi4py and nothing of ours.
 
 Usage: shm_peers_ranks.py PEER RANKS OUTPUT NBYTES...
 """
@@ -11,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 BUDGET_NBYTES = 128 << 20
-"""Bytes reduced per size: 2 calls of 64 MB would be too few for a median, so `CALLS` bounds the count both ways."""
+"""Bytes reduced per size: 2 calls of 64 MB would be too few for a median, so `CALLS` bounds their number."""
 CALLS = (8, 300)
 WARM_UP_CALLS = 4
 

@@ -1,8 +1,10 @@
 """What tuning is worth: a model as it was wrapped beside its twin with the tuner on, in turns, on an emulated cluster.
 
+Feeds docs/how-to/tune.md.
+
 Run it as the ranks of a job: `gradwire emulate --nodes 2 --ranks-per-node 2 --nic 200mbit -- python -m
-gradwire.bench.studies.tuned --backward-ms 160`. Rank 0 prints one JSON line. Backward sleeps, as a host does whose accelerator
-computes, so that the ranks of one machine do not wait for each other's arithmetic.
+gradwire.bench.studies.tuned --backward-ms 160`. Rank 0 prints one JSON line. Backward sleeps, as a host does whose
+accelerator computes, so that the ranks of one machine do not wait for each other's arithmetic.
 """
 
 import argparse

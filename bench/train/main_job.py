@@ -1,7 +1,7 @@
 """`make run`: one training under plain DDP, gradwire and gradwire with a compressor, on two nodes of two ranks.
 
-The hooks take turns step by step in one job (see gradwire.bench.train.train) instead of running one after the other: on a
-shared machine the minutes differ more than the hooks do.
+The hooks take turns step by step in one job (see gradwire.bench.train.train) instead of running one after the other:
+on a shared machine the minutes differ more than the hooks do.
 """
 
 import argparse
@@ -13,9 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.bench.emulation.cluster import Cluster
-from gradwire.bench.emulation.launch import Outcome
-from gradwire.bench.emulation.logical import python_module, run_logical
+from gradwire.bench.emulation.cluster import EmulatedCluster
+from gradwire.bench.emulation.launch import JobOutcome, python_module, run_logical
 from gradwire.bench.emulation.namespaces import available
 from gradwire.bench.emulation.rate import format_rate
 from gradwire.bench.emulation.signals import clean_end
@@ -34,7 +33,7 @@ console = Console(highlight=False)
 
 
 def train_on(
-    cluster: Cluster | None, hooks: list[str], *, steps: int, batch: int, show: bool = True
+    cluster: EmulatedCluster | None, hooks: list[str], *, steps: int, batch: int, show: bool = True
 ) -> list[TrainingResult]:
     """Runs the training once.
 
@@ -57,7 +56,7 @@ def train_on(
             if show and rank == 0:
                 console.print(f"  {line}", markup=False, soft_wrap=True)
 
-        outcome: Outcome
+        outcome: JobOutcome
         if cluster is not None:
             command = python_module("gradwire.bench.train.train", *words, "--nic-interface", "eth0")
             outcome = cluster.run(command, timeout_seconds=TIMEOUT_SECONDS, on_line=print_line)
@@ -86,7 +85,7 @@ def calibrate(batch: int) -> str:
         batch: Sequences per rank and step.
     """
     console.print("calibrating: a few steps of plain DDP on links without a limit ...")
-    with Cluster(NODES) as cluster:
+    with EmulatedCluster(NODES) as cluster:
         plain = train_on(cluster, ["plain"], steps=CALIBRATION_STEPS, batch=batch, show=False)[0]
     assert plain.nic_nbytes_per_step is not None
     rate = readable_rate(plain.nic_nbytes_per_step, plain.seconds_per_step)
@@ -142,7 +141,7 @@ def run(options: argparse.Namespace) -> list[TrainingResult]:
         title = "2 logical nodes x 2 ranks, loopback (no slow link: nothing to gain here)"
     else:
         rate = options.nic or calibrate(options.batch)
-        with Cluster(NODES, rate) as cluster:
+        with EmulatedCluster(NODES, rate) as cluster:
             results = train_on(cluster, hooks, steps=options.steps, batch=options.batch)
             assert cluster.nic_bits_per_second is not None
             title = f"2 nodes x 2 ranks, {format_rate(cluster.nic_bits_per_second)} links"

@@ -7,7 +7,7 @@ from torch.nn import functional
 VOCABULARY = 256
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Pre-norm attention and a two-layer perceptron, each added to its input.
 
     Source: Radford et al., Language Models are Unsupervised Multitask Learners (GPT-2), section 2.3.
@@ -58,7 +58,7 @@ class ByteTransformer(nn.Module):
             torch.manual_seed(seed)
             self.bytes = nn.Embedding(VOCABULARY, width)
             self.positions = nn.Parameter(0.02 * torch.randn(context, width))
-            self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+            self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(layers)))
             self.norm = nn.LayerNorm(width)
             self.logits = nn.Linear(width, VOCABULARY, bias=False)
             nn.init.normal_(self.bytes.weight, std=0.02)

@@ -36,14 +36,14 @@ def library_text(folder: Path | None = None) -> torch.Tensor:
     text = b"".join(file.read_bytes() for file in library_files(folder))
     if len(text) < VALIDATION_EVERY * BLOCK_NBYTES:
         raise ValueError(
-            f"`folder`: found {len(text)} bytes of Python source in {folder or sysconfig.get_path('stdlib')}, wanted at "
-            f"least {VALIDATION_EVERY * BLOCK_NBYTES}; use an interpreter with its whole standard library"
+            f"`folder`: found {len(text)} bytes of Python source in {folder or sysconfig.get_path('stdlib')}, wanted "
+            f"at least {VALIDATION_EVERY * BLOCK_NBYTES}; use an interpreter with its whole standard library"
         )
     return torch.from_numpy(np.frombuffer(bytearray(text), dtype=np.uint8))
 
 
 def split_text(text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Splits a text into (training, validation), always in the same way.
+    """Splits a text into (training, validation), always alike.
 
     Args:
         text: uint8, 1-d; every 20th block of 64 KiB goes to validation.

@@ -13,16 +13,101 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.bench.train.contender import HOOKS, Contestant, NicCounter, check_hook
-from gradwire.bench.train.model import loss_in_nats
+import gradwire
+from gradwire.bench.contender import Contender, take_turns
+from gradwire.bench.train.model import ByteTransformer, loss_in_nats
 from gradwire.bench.train.text import batch_at, library_text, split_text
+
+PEAK_LEARNING_RATE = 3e-3
+WARMUP_STEPS = 10
+HOOKS = "plain, torch-fp16, gradwire, gradwire:COMPRESSOR"
+
+
+def check_hook(hook: str) -> None:
+    """Raises ValueError unless a hook is known; what comes after gradwire's colon is for gradwire to judge.
+
+    Args:
+        hook: One of `HOOKS`.
+    """
+    if hook not in ("plain", "torch-fp16", "gradwire") and not hook.startswith("gradwire:"):
+        raise ValueError(f"`--hook`: found {hook!r}, wanted one of {HOOKS}")
+
+
+def attach_hook(model: DistributedDataParallel, hook: str) -> Callable[[], str] | None:
+    """Registers a communication hook.
+
+    Args:
+        model: Gets the hook; nothing is registered for `plain`.
+        hook: One of `HOOKS`; the word after the colon is the name of a compressor.
+
+    Returns:
+        What to call for the hook's own report; None if it has none.
+
+    Raises:
+        ValueError: if the hook is unknown.
+    """
+    check_hook(hook)
+    name, _, compressor = hook.partition(":")
+    if name == "gradwire":
+        state = gradwire.HookState(model, compressor=compressor or None)
+        model.register_comm_hook(state, gradwire.comm_hook)
+        return lambda: str(state.report())
+    if hook == "torch-fp16":
+        model.register_comm_hook(None, fp16_compress_hook)
+    return None
+
+
+class HookTraining:
+    """A model in training under one communication hook: what a contender does in its turns."""
+
+    def __init__(self, hook: str, *, steps: int, context: int) -> None:
+        """Makes the model (the same one for every hook) and registers the hook.
+
+        Args:
+            hook: One of `HOOKS`.
+            steps: Length of the learning rate's schedule.
+            context: Bytes in a sequence.
+        """
+        self.hook = hook
+        self.model = DistributedDataParallel(ByteTransformer(context=context))
+        self.report = attach_hook(self.model, hook)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95))
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: _share_of_peak(step, steps))
+        self._loss = torch.zeros(())
+        self.batch = (torch.empty(0, context), torch.empty(0, context))
+        """(inputs, targets) of the next step: (batch, context), int64."""
+        self.losses: list[float] = []
+        """Of this rank's batches, in nats per byte."""
+
+    def take_step(self, _: int) -> None:
+        """Trains on `batch`; all ranks together."""
+        self._loss = loss_in_nats(self.model, *self.batch)
+        self._loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without annotations
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def end_step(self, _: int) -> None:
+        """What no clock shall see: the schedule's step, and the loss as a number."""
+        self._schedule.step()
+        self.losses.append(self._loss.item())
+
+
+def _share_of_peak(step: int, steps: int) -> float:
+    """The learning rate's share of its peak: a linear rise, then half a cosine down to a tenth."""
+    if step < WARMUP_STEPS:
+        return (step + 1) / WARMUP_STEPS
+    progress = min(1.0, (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS))
+    return 0.55 + 0.45 * math.cos(math.pi * progress)
+
 
 VALIDATION_BATCHES = 8
 LAST_STEPS = 10
@@ -64,32 +149,54 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def train(contestants: Sequence[Contestant], text: torch.Tensor, *, steps: int, batch: int, context: int) -> None:
-    """Trains every contestant for the same steps on the same batches, in turns.
+def train(
+    trainings: Sequence[HookTraining],
+    text: torch.Tensor,
+    *,
+    steps: int,
+    batch: int,
+    context: int,
+    interface: str | None = None,
+) -> list[Contender]:
+    """Trains every model for the same steps on the same batches, in turns.
 
     Args:
-        contestants: Each changed in place.
+        trainings: Each changed in place.
         text: The training text; uint8, 1-d.
         steps: Optimizer steps of each.
         batch: Sequences per rank and step.
         context: Bytes in a sequence.
+        interface: Whose bytes are counted; None counts nothing.
+
+    Returns:
+        Seconds and bytes of each training's steps, alike on all ranks.
     """
-    rank = dist.get_rank()
-    for step in range(steps):
-        inputs, targets = batch_at(text, step, rank, batch=batch, context=context)
-        for contestant in contestants:
-            contestant.take_step(inputs, targets)
-        if rank == 0 and (step + 1) % max(1, steps // 15) == 0:
-            columns = (f"{one.hook}: loss {one.losses[-1]:.3f}, {one.seconds[-1]:.2f} s" for one in contestants)
-            print(f"step {step + 1:>4}/{steps}  " + "  |  ".join(columns), flush=True)
+    contenders = [Contender(one.hook, one.take_step, one.end_step) for one in trainings]
+
+    def draw(step: int) -> None:
+        inputs_and_targets = batch_at(text, step, dist.get_rank(), batch=batch, context=context)
+        for training in trainings:
+            training.batch = inputs_and_targets
+
+    def show(_: str, turn: int, turns: int) -> None:
+        step, unfinished = divmod(turn, len(trainings))
+        if not unfinished and step % max(1, steps // 15) == 0:
+            columns = (
+                f"{one.hook}: loss {one.losses[-1]:.3f}, {contender.seconds[-1]:.2f} s"
+                for one, contender in zip(trainings, contenders, strict=True)
+            )
+            print(f"step {step:>4}/{steps}  " + "  |  ".join(columns), flush=True)
+
+    take_turns(contenders, rounds=steps, warmup=0, interface=interface, before_round=draw, progress=show)
+    return contenders
 
 
 @torch.no_grad()
-def validate(contestant: Contestant, text: torch.Tensor, *, batch: int, context: int) -> float:
+def validate(training: HookTraining, text: torch.Tensor, *, batch: int, context: int) -> float:
     """Returns the bits per byte on text that was not trained on, the mean over all ranks.
 
     Args:
-        contestant: Left as it is.
+        training: Left as it is.
         text: The validation text; uint8, 1-d.
         batch: Sequences at a time.
         context: Bytes in a sequence.
@@ -98,41 +205,38 @@ def validate(contestant: Contestant, text: torch.Tensor, *, batch: int, context:
     for number in range(VALIDATION_BATCHES):
         inputs, targets = batch_at(text, number, dist.get_rank(), batch=batch, context=context)
         # DDP's forward would synchronise buffers; the bare model needs no other rank.
-        losses.append(loss_in_nats(contestant.model.module, inputs, targets))
+        losses.append(loss_in_nats(training.model.module, inputs, targets))
     mean = torch.stack(losses).mean()
     dist.all_reduce(mean)
     return mean.item() / dist.get_world_size() / math.log(2)
 
 
 def summarize(
-    contestant: Contestant, validation: torch.Tensor, *, batch: int, context: int, counted: bool
+    training: HookTraining, contender: Contender, validation: torch.Tensor, *, batch: int, context: int, counted: bool
 ) -> TrainingResult:
     """Brings the ranks' figures together.
 
     Args:
-        contestant: After its last step.
+        training: After its last step.
+        contender: What its steps took.
         validation: The validation text; uint8, 1-d.
         batch: Sequences at a time in validation.
         context: Bytes in a sequence.
         counted: Whether the network card's bytes were counted.
     """
-    seconds = torch.tensor(contestant.seconds)
-    nbytes = torch.stack(contestant.nic_nbytes)
-    losses = torch.tensor(contestant.losses) / dist.get_world_size()
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    dist.all_reduce(nbytes, dist.ReduceOp.MAX)
+    losses = torch.tensor(training.losses) / dist.get_world_size()
     dist.all_reduce(losses)
-    timed = slice(FIRST_STEPS if len(seconds) > FIRST_STEPS else 0, None)
+    timed = slice(FIRST_STEPS if len(losses) > FIRST_STEPS else 0, None)
     return TrainingResult(
-        hook=contestant.hook,
+        hook=training.hook,
         steps=len(losses),
-        gradient_nbytes=sum(weights.numel() * weights.element_size() for weights in contestant.model.parameters()),
-        seconds_per_step=statistics.median(seconds[timed].tolist()),
-        nic_nbytes_per_step=float(statistics.median(nbytes.amax(dim=1)[timed].tolist())) if counted else None,
+        gradient_nbytes=sum(weights.numel() * weights.element_size() for weights in training.model.parameters()),
+        seconds_per_step=statistics.median(contender.seconds[timed]),
+        nic_nbytes_per_step=float(statistics.median(contender.nic_nbytes[timed])) if counted else None,
         first_loss=losses[0].item(),
         final_loss=losses[-LAST_STEPS:].mean().item(),
-        validation_bits_per_byte=validate(contestant, validation, batch=batch, context=context),
-        report=None if contestant.report is None else contestant.report(),
+        validation_bits_per_byte=validate(training, validation, batch=batch, context=context),
+        report=None if training.report is None else training.report(),
     )
 
 
@@ -144,15 +248,17 @@ def run(options: argparse.Namespace) -> list[TrainingResult]:
     """
     shape = {"batch": options.batch, "context": options.context}
     training, validation = split_text(library_text())
-    nic = NicCounter(options.nic_interface)
     hooks = options.hook or ["plain"]
-    contestants = [Contestant(hook, steps=options.steps, context=options.context, nic=nic) for hook in hooks]
+    trainings = [HookTraining(hook, steps=options.steps, context=options.context) for hook in hooks]
     if dist.get_rank() == 0:
-        weights = sum(parameter.numel() for parameter in contestants[0].model.parameters())
+        weights = sum(parameter.numel() for parameter in trainings[0].model.parameters())
         print(f"{weights:,} parameters, {training.numel():,} bytes of text, {dist.get_world_size()} ranks", flush=True)
-    train(contestants, training, steps=options.steps, **shape)
+    contenders = train(trainings, training, steps=options.steps, interface=options.nic_interface, **shape)
     counted = options.nic_interface is not None
-    return [summarize(one, validation, counted=counted, **shape) for one in contestants]
+    return [
+        summarize(one, contender, validation, counted=counted, **shape)
+        for one, contender in zip(trainings, contenders, strict=True)
+    ]
 
 
 def check(options: argparse.Namespace) -> None:

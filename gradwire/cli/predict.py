@@ -10,11 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 from gradwire.bench.emulation.rate import parse_rate
-from gradwire.cli.predict_model import gradient_of
-from gradwire.cli.predict_plot import draw
-from gradwire.cli.predict_table import as_json, as_table
+from gradwire.cli.predict_show import as_json, as_table, draw
 from gradwire.comms.plan.advise import BUCKET_NBYTES, Advice, Workload, advise
-from gradwire.comms.plan.codec_price import codec_price
+from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_of, square_layout
 from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second, library_of
 from gradwire.compressors import registry
 from gradwire.compressors.base import Layout
@@ -64,7 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gradwire predict",
         description="Predicts the time of every plan and compressor on a cluster, and recommends one.",
-        epilog="example: gradwire predict --preset dgx_a100 --nodes 4 --nic 25gbit --gradient-mb 113.2 --backward-ms 45",
+        epilog="example: gradwire predict --preset dgx_a100 --nodes 4 --nic 25gbit --gradient-mb 113.2 "
+        "--backward-ms 45",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--preset", choices=sorted(PRESETS), help="a well-known machine")
@@ -104,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bucket-mb", type=float, default=BUCKET_NBYTES / 2**20, metavar="MIB", help="DDP's bucket_cap_mb (default 25)"
     )
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="some compressors presume SGD")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="some compressors assume SGD")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw step time over node count (needs matplotlib)")
     return parser
@@ -157,3 +156,50 @@ def main(argv: list[str]) -> int:
         print(f"gradwire predict: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def gradient_of(model: Path | None, megabytes: float | None) -> tuple[Layout, int]:
+    """The layout of a gradient and its bytes in float32.
+
+    Args:
+        model: A JSON file with the parameters, or None.
+        megabytes: Size of the gradient where there is no file; square matrices are assumed.
+
+    Raises:
+        ValueError: The file does not describe parameters.
+        OSError: The file cannot be read.
+    """
+    if model is None:
+        nbytes = round((megabytes or 0.0) * 1e6)
+        return square_layout(nbytes), nbytes
+    try:
+        shapes = [_parameter(entry) for entry in _entries(json.loads(model.read_text(encoding="utf-8")))]
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"`model-json` {model} is no JSON: {error}") from None
+    layout = layout_of(shapes)
+    if not layout.numel:
+        raise ValueError(f"`model-json` {model} has no elements; wanted at least one parameter")
+    return layout, layout.numel * ELEMENT_NBYTES
+
+
+def _entries(document: object) -> list[tuple[object, object]]:
+    """Names and shapes, unchecked, of either form."""
+    if isinstance(document, dict) and isinstance(document.get("parameters"), list):
+        document = document["parameters"]
+    if isinstance(document, dict):
+        return list(document.items())
+    if isinstance(document, list) and all(isinstance(entry, dict) for entry in document):
+        return [(entry.get("name"), entry.get("shape")) for entry in document]
+    raise ValueError('`model-json` is neither {"name": [shape], ...} nor [{"name": ..., "shape": [...]}, ...]')
+
+
+def _parameter(entry: tuple[object, object]) -> tuple[str, tuple[int, ...]]:
+    name, shape = entry
+    if not isinstance(name, str) or not isinstance(shape, list):
+        raise ValueError(  # noqa: TRY004 - the content of a file is a value, whatever its type
+            f"`model-json` has a parameter {name!r} of shape {shape!r}; wanted a name and a list of numbers"
+        )
+    for extent in shape:
+        if not isinstance(extent, int) or isinstance(extent, bool) or extent < 0:
+            raise ValueError(f"`model-json` gives {name!r} the shape {shape!r}; wanted whole numbers >= 0")
+    return name, tuple(shape)

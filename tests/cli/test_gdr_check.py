@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradwire.bench.emulation.cluster import Cluster
+from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.cli import gdr_check as gdr_job
 from gradwire.topology.gdr import command
 from gradwire.topology.gdr.compare import differences
@@ -19,7 +19,7 @@ from gradwire.topology.gdr.job import Job, T, Told
 
 @pytest.mark.netns
 def test_an_emulated_job_meets_and_rank_0_speaks() -> None:
-    with Cluster(nodes=[2, 2]) as cluster:
+    with EmulatedCluster(nodes=[2, 2]) as cluster:
         result = cluster.run([sys.executable, "-m", "gradwire", "gdr-check"], timeout_seconds=120)
     if result.returncodes[0] != 3:
         pytest.skip("this host has hardware to check")

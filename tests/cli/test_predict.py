@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.cli.predict import main
-from gradwire.cli.predict_plot import node_counts
+from gradwire.cli.predict_show import node_counts
 
 AIAK = ["--preset", "dgx_a100", "--nodes", "4", "--nic", "25gbit", "--gradient-mb", "113.2"]
 FIXTURES = Path(__file__).resolve().parents[2].parent / "shared" / "fixtures"

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from gradwire.bench.emulation.cluster import Cluster
+from gradwire.bench.emulation.cluster import EmulatedCluster
 
 
 @pytest.mark.netns
 def test_a_round_robin_job_is_told_what_it_costs() -> None:
-    with Cluster(nodes=[2, 2]) as cluster:
+    with EmulatedCluster(nodes=[2, 2]) as cluster:
         result = cluster.run([sys.executable, "-m", "gradwire", "topo"], order="round-robin", timeout_seconds=120)
     assert "4 ranks on 2 nodes" in result.output[0]
     assert "node 1 node1: ranks 1, 3" in result.output[0]

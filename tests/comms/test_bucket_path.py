@@ -92,7 +92,7 @@ def record(rank: int, compressor: str) -> list[Edge]:
         return future
 
     model.register_comm_hook(state, hook)
-    for step in range(5):
+    for step in range(5):  # noqa: B007 - the hook reads it
         model(torch.randn(8, 64)).sum().backward()
     dist.destroy_process_group()
     sys.setprofile(None)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.emulation.cluster import Cluster
+from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import run_forked
 
 SCRIPT = Path(__file__).parent / "jobs" / "compressed_nic_bytes_job.py"
@@ -27,7 +27,7 @@ SHARES = {
 
 @pytest.mark.netns
 def test_the_busiest_nic_sends_the_compressors_share() -> None:
-    with Cluster([1, 1]) as cluster:
+    with EmulatedCluster([1, 1]) as cluster:
         result = run_forked(cluster, str(SCRIPT), [], nodes=[2, 2], timeout_seconds=240)
     result.check()
     told = [json.loads(line) for text in result.output for line in text.splitlines() if line.startswith("{")]

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from gradwire.bench.emulation.cluster import Cluster
+from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import run_forked
 
 SCRIPT = Path(__file__).parent / "jobs" / "nic_bytes_job.py"
@@ -26,7 +26,7 @@ SCRIPT = Path(__file__).parent / "jobs" / "nic_bytes_job.py"
     ids=["2x2", "2x2 round-robin", "3+1", "2x4", "4x2", "4x4"],
 )
 def test_the_busiest_nic_sends_the_lower_bound(nodes: list[int], order: Literal["contiguous", "round-robin"]) -> None:
-    with Cluster([1] * len(nodes)) as cluster:
+    with EmulatedCluster([1] * len(nodes)) as cluster:
         result = run_forked(cluster, str(SCRIPT), [], nodes=nodes, order=order, timeout_seconds=240)
     result.check()
     told = [json.loads(line) for text in result.output for line in text.splitlines() if line.startswith("{")]

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gradwire.bench.kernels.cases import Case
-from gradwire.bench.kernels.gpu_cases import (
+from gradwire.bench.kernels.cases import KernelCase
+from gradwire.bench.studies.gpu_cases import (
     fp16_decode_case,
     int4_decode_case,
     orthogonalize_case,
@@ -17,7 +17,7 @@ from gradwire.bench.kernels.gpu_cases import (
 NUMEL = 16_384
 
 
-def both(case: Case) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def both(case: KernelCase) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What kernel and composition write, given the same."""
     case.ours(0)
     ours = [output.cpu().clone() for output in case.outputs]
@@ -37,7 +37,7 @@ def test_packing(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("make", [fp16_decode_case, int4_decode_case])
-def test_sums_of_payloads(device: torch.device, make: Callable[[int, torch.device], Case]) -> None:
+def test_sums_of_payloads(device: torch.device, make: Callable[[int, torch.device], KernelCase]) -> None:
     ours, composed = both(make(NUMEL, device))
     torch.testing.assert_close(ours[0], composed[0])
 

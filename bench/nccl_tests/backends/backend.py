@@ -1,4 +1,4 @@
-"""What is measured: a way of running collectives. One file for each, `way_*.py`; this one holds the contract."""
+"""What is measured: a backend that runs collectives. One file for each, `*_backend.py`; this one holds the contract."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -11,8 +11,8 @@ Issue = Callable[[], Work]
 """Issues an operation that was prepared; on the CPU its result may be read after `wait()`. Again and again."""
 
 
-class Way(Protocol):
-    """The collectives of one library among all ranks. Tensors are contiguous and 1-D, on the way's device.
+class Backend(Protocol):
+    """The collectives of one library among all ranks. Tensors are contiguous and 1-D, on the backend's device.
 
     A collective prepares and issues nothing: what can be looked up once is not looked up inside the clock, where even a
     few calls of Python show beside a collective of one microsecond.
@@ -26,7 +26,7 @@ class Way(Protocol):
         """What stands above the table, for example the plan in use."""
 
     def refusal(self, collective: str, element: str, operation: str) -> str | None:
-        """Why this way cannot run a collective on an element type with an operation; None if it can."""
+        """Why this backend cannot run a collective on an element type with an operation; None if it can."""
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
         """Reduces in place."""

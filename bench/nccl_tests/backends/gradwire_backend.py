@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.bench.nccl_tests.backends.backend import Issue
-from gradwire.bench.nccl_tests.backends.torch_backend import TorchWay
+from gradwire.bench.nccl_tests.backends.torch_backend import TorchBackend
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, MULSUM_FACTOR, NO_ARITHMETIC
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.communicator import Communicator
@@ -26,7 +26,7 @@ _MATRIX_COLUMNS = 1024
 """Low-rank compressors see the tensor as a matrix of this width, as the weight of a linear layer would be."""
 
 
-class GradwireWay:
+class GradwireBackend:
     """A communicator of all ranks, and a process group for the rest.
 
     Args:
@@ -55,7 +55,7 @@ class GradwireWay:
         self.rank = rank
         self._size = size
         self._config = config
-        self._group = TorchWay(group, "gradwire")
+        self._group = TorchBackend(group, "gradwire")
         self._communicator = Communicator(store, rank, size, device, config, name=name, compressor=compressor)
         self._compressor = compressor
         self._layouts: dict[int, Layout] = {}
@@ -63,7 +63,7 @@ class GradwireWay:
         self._generation = 0
 
     def facts(self) -> dict[str, str]:
-        """See `Way.facts`: the plans in use so far, and what was passed on."""
+        """See `Backend.facts`: the plans in use so far, and what was passed on."""
         facts = {"algorithm": self._config.plan, "compressor": self._compressor.name if self._compressor else "none"}
         plans = dict.fromkeys(_without_size(plan) for plan in self.report().plans)
         for number, plan in enumerate(plans):
@@ -100,7 +100,7 @@ class GradwireWay:
         self._layouts.clear()
 
     def refusal(self, collective: str, element: str, operation: str) -> str | None:
-        """See `Way.refusal`."""
+        """See `Backend.refusal`."""
         kind = ELEMENT_TYPES[element]
         if collective == "all_reduce" and operation in _SCALES:
             if kind.torch in NO_ARITHMETIC:
@@ -113,7 +113,7 @@ class GradwireWay:
         return self._group.refusal(collective, element, operation)
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
-        """See `Way.all_reduce`."""
+        """See `Backend.all_reduce`."""
         if operation not in _SCALES:
             return self._pass("all_reduce").all_reduce(tensor, operation)
         scale = {"sum": 1.0, "avg": 1.0 / self._size, "mulsum": MULSUM_FACTOR}[operation]
@@ -125,38 +125,38 @@ class GradwireWay:
         return lambda: _Ending(issue(), compressor)
 
     def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
-        """See `Way.reduce`."""
+        """See `Backend.reduce`."""
         return self._pass("reduce").reduce(tensor, root, operation)
 
     def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
-        """See `Way.reduce_scatter`."""
+        """See `Backend.reduce_scatter`."""
         return self._pass("reduce_scatter").reduce_scatter(output, source, operation)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Way.all_gather`."""
+        """See `Backend.all_gather`."""
         return self._pass("all_gather").all_gather(output, source)
 
     def broadcast(self, tensor: Tensor, root: int) -> Issue:
-        """See `Way.broadcast`."""
+        """See `Backend.broadcast`."""
         return self._pass("broadcast").broadcast(tensor, root)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Way.all_to_all`."""
+        """See `Backend.all_to_all`."""
         return self._pass("alltoall").all_to_all(output, source)
 
     def send_receive(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Way.send_receive`."""
+        """See `Backend.send_receive`."""
         return self._pass("sendrecv").send_receive(output, source)
 
     def barrier(self) -> Issue:
-        """See `Way.barrier`."""
+        """See `Backend.barrier`."""
         return self._pass("barrier").barrier()
 
     def close(self) -> None:
-        """See `Way.close`."""
+        """See `Backend.close`."""
         self._communicator.close()
 
-    def _pass(self, collective: str) -> TorchWay:
+    def _pass(self, collective: str) -> TorchBackend:
         self._passed_on.add(collective)
         return self._group
 

@@ -28,7 +28,7 @@ _OPERATIONS = {"sum": "SUM", "prod": "PROD", "max": "MAX", "min": "MIN"}
 _Buffer = list[object]
 
 
-class MpiWay:
+class MpiBackend:
     """MPI.COMM_WORLD; every call blocks until this rank's part is done."""
 
     def __init__(self) -> None:
@@ -38,11 +38,11 @@ class MpiWay:
         self._size: int = self._world.Get_size()
 
     def facts(self) -> dict[str, str]:
-        """See `Way.facts`."""
+        """See `Backend.facts`."""
         return {"library": self._mpi.Get_library_version().splitlines()[0].split(",")[0].strip("\0 \t")}
 
     def refusal(self, collective: str, element: str, operation: str) -> str | None:
-        """See `Way.refusal`."""
+        """See `Backend.refusal`."""
         if collective not in _REDUCTIONS:
             return None
         if ELEMENT_TYPES[element].torch not in _TYPES:
@@ -50,16 +50,16 @@ class MpiWay:
         return None if operation in _OPERATIONS else f"MPI has no {operation}"
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
-        """See `Way.all_reduce`."""
+        """See `Backend.all_reduce`."""
         return _blocking(self._world.Allreduce, self._mpi.IN_PLACE, self._typed(tensor), self._operation(operation))
 
     def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
-        """See `Way.reduce`."""
+        """See `Backend.reduce`."""
         sent, received = (self._mpi.IN_PLACE, self._typed(tensor)) if self.rank == root else (self._typed(tensor), None)
         return _blocking(self._world.Reduce, sent, received, self._operation(operation), root)
 
     def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
-        """See `Way.reduce_scatter`. In place, MPI wants the part at the start of the buffer, so a copy is made."""
+        """See `Backend.reduce_scatter`. In place, MPI wants the part at the start of the buffer, so a copy is made."""
         inside = source.data_ptr() <= output.data_ptr() < source.data_ptr() + max(1, source.nbytes)
         target = torch.empty_like(output) if inside else output
         reduce_scatter = _blocking(
@@ -68,26 +68,26 @@ class MpiWay:
         return copy_after(reduce_scatter, output, target) if inside else reduce_scatter
 
     def all_gather(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Way.all_gather`."""
+        """See `Backend.all_gather`."""
         inside = output.data_ptr() <= source.data_ptr() < output.data_ptr() + max(1, output.nbytes)
         return _blocking(self._world.Allgather, self._mpi.IN_PLACE if inside else self._raw(source), self._raw(output))
 
     def broadcast(self, tensor: Tensor, root: int) -> Issue:
-        """See `Way.broadcast`."""
+        """See `Backend.broadcast`."""
         return _blocking(self._world.Bcast, self._raw(tensor), root)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Way.all_to_all`."""
+        """See `Backend.all_to_all`."""
         return _blocking(self._world.Alltoall, self._raw(source), self._raw(output))
 
     def send_receive(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Way.send_receive`."""
+        """See `Backend.send_receive`."""
         after, before = (self.rank + 1) % self._size, (self.rank - 1) % self._size
         # Positions: buffer, destination, tag, buffer, source.
         return _blocking(self._world.Sendrecv, self._raw(source), after, 0, self._raw(output), before)
 
     def barrier(self) -> Issue:
-        """See `Way.barrier`."""
+        """See `Backend.barrier`."""
         return _blocking(self._world.Barrier)
 
     def close(self) -> None:

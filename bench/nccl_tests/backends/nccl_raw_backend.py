@@ -1,9 +1,9 @@
 """NCCL without torch in between: NVIDIA's own binding, nccl4py, on the library that torch has loaded.
 
 nccl4py looks for a libnccl that the process has mapped before it looks anywhere else, and torch has mapped its own, so
-there are never two versions in one process. What this way leaves out against `nccl` is torch's stream hand-over, watchdog
-and work objects: the difference is their price. nccl4py resolves its tensors in every call, which takes time of
-the host; `-G` takes that out.
+there are never two versions in one process. What this backend leaves out against `nccl` is
+torch's stream hand-over, watchdog and work objects: the difference is their price. nccl4py resolves its tensors in
+every call, which takes time of the host; `-G` takes that out.
 
 Source: NVIDIA NCCL documentation, "nccl4py": nccl.core, whose names alone are under its promise of versions.
 """
@@ -84,7 +84,7 @@ def _load() -> ModuleType:
     return nccl
 
 
-class NcclRawWay:
+class NcclRawBackend:
     """One communicator of all ranks; everything is issued on torch's current stream."""
 
     def __init__(self, nccl: ModuleType, communicator: RawCommunicator, rank: int, size: int) -> None:
@@ -94,7 +94,7 @@ class NcclRawWay:
         self._communicator = communicator
 
     @classmethod
-    def connect(cls, store: Store, rank: int, size: int, device: torch.device) -> "NcclRawWay":
+    def connect(cls, store: Store, rank: int, size: int, device: torch.device) -> "NcclRawBackend":
         """Makes the communicator; all ranks together.
 
         Raises:
@@ -108,12 +108,12 @@ class NcclRawWay:
         return cls(nccl, nccl.Communicator.init(size, rank, unique), rank, size)
 
     def facts(self) -> dict[str, str]:
-        """See `Way.facts`."""
+        """See `Backend.facts`."""
         versions = self._nccl.get_version()
         return {"library": f"NCCL {versions.libnccl.version} through nccl4py {versions.nccl4py}"}
 
     def refusal(self, collective: str, element: str, operation: str) -> str | None:
-        """See `Way.refusal`."""
+        """See `Backend.refusal`."""
         if collective == "barrier":
             return "NCCL has no barrier"
         if collective not in _REDUCTIONS:
@@ -123,37 +123,37 @@ class NcclRawWay:
         return None if operation in _OPERATIONS else f"NCCL has no {operation}"
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
-        """See `Way.all_reduce`."""
+        """See `Backend.all_reduce`."""
         op = self._operation(operation)
         return self._on_stream(lambda stream: self._communicator.allreduce(tensor, tensor, op, stream=stream))
 
     def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
-        """See `Way.reduce`."""
+        """See `Backend.reduce`."""
         op = self._operation(operation)
         return self._on_stream(lambda stream: self._communicator.reduce(tensor, tensor, op, root, stream=stream))
 
     def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
-        """See `Way.reduce_scatter`."""
+        """See `Backend.reduce_scatter`."""
         op = self._operation(operation)
         return self._on_stream(lambda stream: self._communicator.reduce_scatter(source, output, op, stream=stream))
 
     def all_gather(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Way.all_gather`."""
+        """See `Backend.all_gather`."""
         sent, received = _bytes(source), _bytes(output)
         return self._on_stream(lambda stream: self._communicator.allgather(sent, received, stream=stream))
 
     def broadcast(self, tensor: Tensor, root: int) -> Issue:
-        """See `Way.broadcast`."""
+        """See `Backend.broadcast`."""
         data = _bytes(tensor)
         return self._on_stream(lambda stream: self._communicator.broadcast(data, data, root, stream=stream))
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Way.all_to_all`: sends and receives in one group of calls, as nccl-tests does it."""
+        """See `Backend.all_to_all`: sends and receives in one group of calls, as nccl-tests does it."""
         sent, received = _bytes(source).chunk(self._size), _bytes(output).chunk(self._size)
         return self._exchange([(peer, sent[peer], peer, received[peer]) for peer in range(self._size)])
 
     def send_receive(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Way.send_receive`."""
+        """See `Backend.send_receive`."""
         return self._exchange(
             [((self.rank + 1) % self._size, _bytes(source), (self.rank - 1) % self._size, _bytes(output))]
         )
@@ -163,7 +163,7 @@ class NcclRawWay:
         raise NotImplementedError("NCCL has no barrier")
 
     def close(self) -> None:
-        """See `Way.close`."""
+        """See `Backend.close`."""
         torch.cuda.synchronize()
         self._communicator.destroy()
 

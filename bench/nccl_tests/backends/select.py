@@ -1,4 +1,4 @@
-"""From the command line to the ways that are measured: one for each backend, algorithm and compressor asked for."""
+"""From the command line to the backends that are measured: one for each algorithm and compressor asked for."""
 
 import argparse
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from gradwire.bench.nccl_tests.backends.backend import Way
-from gradwire.bench.nccl_tests.backends.gradwire_backend import GradwireWay
-from gradwire.bench.nccl_tests.backends.shm_backend import ShmWay
-from gradwire.bench.nccl_tests.backends.torch_backend import TorchWay
+from gradwire.bench.nccl_tests.backends.backend import Backend
+from gradwire.bench.nccl_tests.backends.gradwire_backend import GradwireBackend
+from gradwire.bench.nccl_tests.backends.shm_backend import ShmBackend
+from gradwire.bench.nccl_tests.backends.torch_backend import TorchBackend
 from gradwire.bench.nccl_tests.ranks import World
 from gradwire.comms.backend.register import register
 from gradwire.comms.bootstrap.compat import PrefixStore
@@ -24,8 +24,8 @@ _CUDA_ALONE = ("nccl", "nccl-raw")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """One block of output.
+class BackendSpec:
+    """What one block of output measures.
 
     Attributes:
         backend: As `--backend` names it.
@@ -48,7 +48,7 @@ class Choice:
         return self.compressor not in ("", "none")
 
 
-def choices(options: argparse.Namespace) -> list[Choice]:
+def backend_specs(options: argparse.Namespace) -> list[BackendSpec]:
     """Every combination that the options ask for.
 
     Raises:
@@ -70,9 +70,9 @@ def choices(options: argparse.Namespace) -> list[Choice]:
     found = []
     for backend in options.backend:
         if backend == "gradwire":
-            found += [Choice(backend, algorithm, name) for algorithm in options.algorithm for name in compressors]
+            found += [BackendSpec(backend, algorithm, name) for algorithm in options.algorithm for name in compressors]
         else:
-            found.append(Choice(backend))
+            found.append(BackendSpec(backend))
     return found
 
 
@@ -139,39 +139,39 @@ def device_of(options: argparse.Namespace, local_rank: int) -> torch.device:
 
 
 def connect(
-    chosen: list[Choice], world: World, device: torch.device, timeout: timedelta, cycle: int
-) -> Iterator[tuple[Choice, Way]]:
-    """Connects one way after the other; each is closed before the next one is made. All ranks together.
+    specs: list[BackendSpec], world: World, device: torch.device, timeout: timedelta, cycle: int
+) -> Iterator[tuple[BackendSpec, Backend]]:
+    """Connects one backend after the other; each is closed before the next one is made. All ranks together.
 
     Raises:
         RuntimeError: A library is missing, or a rank did not come.
         ValueError: A backend cannot be used on this cluster.
     """
-    for number, choice in enumerate(chosen):
-        way = _make(choice, world, device, timeout, f"bench{cycle}.{number}")
-        yield choice, way
-        way.close()
+    for number, spec in enumerate(specs):
+        backend = _make(spec, world, device, timeout, f"bench{cycle}.{number}")
+        yield spec, backend
+        backend.close()
 
 
-def _make(choice: Choice, world: World, device: torch.device, timeout: timedelta, name: str) -> Way:
+def _make(spec: BackendSpec, world: World, device: torch.device, timeout: timedelta, name: str) -> Backend:
     store = PrefixStore(name, world.store)
-    if choice.backend == "shm":
-        if len({seat.hostname for seat in world.seats}) > 1:
+    if spec.backend == "shm":
+        if len({info.hostname for info in world.ranks}) > 1:
             raise ValueError(f"`--backend` is shm, but the ranks are {world.shape()}; wanted one node")
-        return ShmWay.connect(store, world.rank, world.size, timeout)
-    if choice.backend == "mpi":
-        from gradwire.bench.nccl_tests.backends.mpi_backend import MpiWay  # mpi4py is optional
+        return ShmBackend.connect(store, world.rank, world.size, timeout)
+    if spec.backend == "mpi":
+        from gradwire.bench.nccl_tests.backends.mpi_backend import MpiBackend  # mpi4py is optional
 
-        return MpiWay()
-    if choice.backend == "nccl-raw":
-        from gradwire.bench.nccl_tests.backends.nccl_raw_backend import NcclRawWay
+        return MpiBackend()
+    if spec.backend == "nccl-raw":
+        from gradwire.bench.nccl_tests.backends.nccl_raw_backend import NcclRawBackend
 
-        return NcclRawWay.connect(store, world.rank, world.size, device)
-    if choice.backend != "gradwire":
-        return TorchWay(dist.new_group(backend=choice.backend, timeout=timeout), choice.backend)
-    config = Config.from_env(plan=choice.algorithm, timeout=timeout)
+        return NcclRawBackend.connect(store, world.rank, world.size, device)
+    if spec.backend != "gradwire":
+        return TorchBackend(dist.new_group(backend=spec.backend, timeout=timeout), spec.backend)
+    config = Config.from_env(plan=spec.algorithm, timeout=timeout)
     register()
     group = dist.new_group(backend="gradwire", timeout=timeout, pg_options=replace(config, compressor=None))
-    return GradwireWay(
-        store, world.rank, world.size, device, config, group, name=name, compressor=make_compressor(choice.compressor)
+    return GradwireBackend(
+        store, world.rank, world.size, device, config, group, name=name, compressor=make_compressor(spec.compressor)
     )

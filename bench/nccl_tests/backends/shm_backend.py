@@ -15,7 +15,7 @@ _SCALED = ("avg", "mulsum")
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 
 
-class ShmWay:
+class ShmBackend:
     """A shared-memory group of all ranks."""
 
     def __init__(self, group: ShmGroup) -> None:
@@ -23,16 +23,16 @@ class ShmWay:
         self._group = group
 
     @classmethod
-    def connect(cls, store: Store, rank: int, size: int, timeout: timedelta) -> "ShmWay":
+    def connect(cls, store: Store, rank: int, size: int, timeout: timedelta) -> "ShmBackend":
         """Meets the other ranks, all of them on this node."""
         return cls(ShmGroup.create(store, rank, size, key="bench", timeout=timeout))
 
     def facts(self) -> dict[str, str]:
-        """See `Way.facts`."""
+        """See `Backend.facts`."""
         return {"library": "gradwire shared memory"}
 
     def refusal(self, collective: str, element: str, operation: str) -> str | None:
-        """See `Way.refusal`."""
+        """See `Backend.refusal`."""
         kind = ELEMENT_TYPES[element]
         if collective == "sendrecv":
             return "shared memory has no send and receive"
@@ -49,30 +49,30 @@ class ShmWay:
         return None
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
-        """See `Way.all_reduce`."""
+        """See `Backend.all_reduce`."""
         return partial(self._group.all_reduce, tensor, *self._translate(operation))
 
     def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
-        """See `Way.reduce`."""
+        """See `Backend.reduce`."""
         return partial(self._group.reduce, tensor, root, *self._translate(operation))
 
     def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
-        """See `Way.reduce_scatter`. The group works in place on `source`; out of place the own part is copied."""
+        """See `Backend.reduce_scatter`. The group works in place on `source`; out of place the own part is copied."""
         bounds = even_bounds(source.numel(), self._group.size)
         reduce_scatter = partial(self._group.reduce_scatter, source, bounds, self._translate(operation)[0])
         part = source[bounds[self.rank] : bounds[self.rank + 1]]
         return reduce_scatter if part.data_ptr() == output.data_ptr() else copy_after(reduce_scatter, output, part)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Way.all_gather`."""
+        """See `Backend.all_gather`."""
         return partial(self._group.all_gather, output, source)
 
     def broadcast(self, tensor: Tensor, root: int) -> Issue:
-        """See `Way.broadcast`."""
+        """See `Backend.broadcast`."""
         return partial(self._group.broadcast, tensor, root)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Way.all_to_all`."""
+        """See `Backend.all_to_all`."""
         return partial(self._group.all_to_all, output, source)
 
     def send_receive(self, output: Tensor, source: Tensor) -> Issue:
@@ -80,11 +80,11 @@ class ShmWay:
         raise NotImplementedError("shared memory has no send and receive")
 
     def barrier(self) -> Issue:
-        """See `Way.barrier`."""
+        """See `Backend.barrier`."""
         return self._group.barrier
 
     def close(self) -> None:
-        """See `Way.close`."""
+        """See `Backend.close`."""
         self._group.close()
 
     def _translate(self, operation: str) -> tuple[float, str]:

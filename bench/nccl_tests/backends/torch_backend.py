@@ -22,7 +22,7 @@ _OPERATIONS = {
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 
 
-class TorchWay:
+class TorchBackend:
     """torch.distributed's own collectives on a process group.
 
     Args:
@@ -37,11 +37,11 @@ class TorchWay:
         self._backend = backend
 
     def facts(self) -> dict[str, str]:
-        """See `Way.facts`."""
+        """See `Backend.facts`."""
         return {"library": f"torch.distributed {self._backend}"}
 
     def refusal(self, collective: str, element: str, operation: str) -> str | None:
-        """See `Way.refusal`."""
+        """See `Backend.refusal`."""
         if operation == "mulsum":
             return f"torch.distributed has no mulsum on {self._backend}"
         if collective not in _REDUCTIONS:
@@ -54,15 +54,15 @@ class TorchWay:
         return None
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Issue:
-        """See `Way.all_reduce`."""
+        """See `Backend.all_reduce`."""
         return _issue(dist.all_reduce, tensor, _OPERATIONS[operation], self._group)
 
     def reduce(self, tensor: Tensor, root: int, operation: str) -> Issue:
-        """See `Way.reduce`."""
+        """See `Backend.reduce`."""
         return _issue(dist.reduce, tensor, root, _OPERATIONS[operation], self._group)
 
     def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
-        """See `Way.reduce_scatter`."""
+        """See `Backend.reduce_scatter`."""
         return _issue(
             _named("reduce_scatter_single", "reduce_scatter_tensor"),
             output,
@@ -72,19 +72,19 @@ class TorchWay:
         )
 
     def all_gather(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Way.all_gather`."""
+        """See `Backend.all_gather`."""
         return _issue(_named("all_gather_single", "all_gather_into_tensor"), output, source, self._group)
 
     def broadcast(self, tensor: Tensor, root: int) -> Issue:
-        """See `Way.broadcast`."""
+        """See `Backend.broadcast`."""
         return _issue(dist.broadcast, tensor, root, self._group)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Way.all_to_all`."""
+        """See `Backend.all_to_all`."""
         return _issue(dist.all_to_all_single, output, source, None, None, self._group)
 
     def send_receive(self, output: Tensor, source: Tensor) -> Issue:
-        """See `Way.send_receive`."""
+        """See `Backend.send_receive`."""
         if self._size == 1:
             return copy_first(output, source, Done)
         after, before = (self.rank + 1) % self._size, (self.rank - 1) % self._size
@@ -95,11 +95,11 @@ class TorchWay:
         return lambda: _All(cast(list[Work], dist.batch_isend_irecv(calls)))
 
     def barrier(self) -> Issue:
-        """See `Way.barrier`."""
+        """See `Backend.barrier`."""
         return _issue(dist.barrier, self._group)
 
     def close(self) -> None:
-        """See `Way.close`."""
+        """See `Backend.close`."""
         dist.destroy_process_group(self._group)
 
 

@@ -13,13 +13,11 @@ import sys
 from pathlib import Path
 
 from gradwire.bench.emulation.signals import clean_end
-from gradwire.bench.studies.convergence.methods import METHODS
-from gradwire.bench.studies.convergence.plot import draw
-from gradwire.bench.studies.convergence.quality import method_of, train
 from gradwire.bench.studies.convergence.record import Record
+from gradwire.bench.studies.convergence.show import draw, replace_tables, tables
 from gradwire.bench.studies.convergence.speed import LINKS, measure
-from gradwire.bench.studies.convergence.table import replace_tables, tables
 from gradwire.bench.studies.convergence.tasks import TASKS
+from gradwire.bench.studies.convergence.training import METHODS, method_of, train
 
 SEEDS = (0, 1, 2)
 

@@ -5,14 +5,14 @@ import json
 import torch
 from torch import nn
 
-from gradwire.bench.compare.rounds import Contender, take_turns
-from gradwire.bench.emulation.cluster import Cluster
-from gradwire.bench.emulation.fork import Place, run_forked
+from gradwire.bench.contender import Contender, take_turns
+from gradwire.bench.emulation.cluster import EmulatedCluster
+from gradwire.bench.emulation.fork import ForkedRank, run_forked
 from gradwire.bench.emulation.rate import format_rate, parse_rate
 from gradwire.bench.machine import machine_line
-from gradwire.bench.studies.convergence.methods import METHODS, PLAIN, Trainee, make_trainee
 from gradwire.bench.studies.convergence.record import HALF, Speed, Timed
 from gradwire.bench.studies.convergence.tasks import TASKS, Task
+from gradwire.bench.studies.convergence.training import METHODS, PLAIN, MethodTraining, make_training
 from gradwire.bench.train.main_job import readable_rate
 
 NODES = (2, 2)
@@ -49,7 +49,7 @@ def _rate_of_half(task: Task) -> tuple[str, float]:
 
 def _run(task: Task, nic: str | None, methods: list[str]) -> list[Timed]:
     bytes_per_second = 0.0 if nic is None else parse_rate(nic, "--nic") / 8
-    with Cluster([1] * len(NODES), nic) as cluster:
+    with EmulatedCluster([1] * len(NODES), nic) as cluster:
         outcome = run_forked(
             cluster,
             "gradwire.bench.studies.convergence.speed",
@@ -62,7 +62,7 @@ def _run(task: Task, nic: str | None, methods: list[str]) -> list[Timed]:
     return [Timed(**each) for each in json.loads(line)]
 
 
-def rank_main(place: Place, arguments: list[str]) -> int:
+def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """One rank's part; rank 0 prints the figures as one line of JSON.
 
     Args:
@@ -78,27 +78,27 @@ def rank_main(place: Place, arguments: list[str]) -> int:
     return 0
 
 
-def _measured(place: Place, name: str, bytes_per_second: str, *words: str) -> list[dict[str, object]]:
+def _measured(place: ForkedRank, name: str, bytes_per_second: str, *words: str) -> list[dict[str, object]]:
     """The medians of all methods; their models are gone when it returns."""
     task = TASKS[name]()
     contenders = []
     for method in METHODS[task.facts.optimizer]:
         if method.name in words:
-            trainee = make_trainee(
+            training = make_training(
                 task, method, steps=task.facts.steps, warm=True, nic_bytes_per_second=float(bytes_per_second) or None
             )
-            contenders.append(_contender(task, method.name, trainee, place.rank))
+            contenders.append(_contender(task, method.name, training, place.rank))
     take_turns(contenders, rounds=ROUNDS, warmup=WARMUP_ROUNDS, interface=place.interface)
     return [
         {"method": one.name, "seconds": one.median_seconds, "nic_nbytes": one.median_nic_nbytes} for one in contenders
     ]
 
 
-def _contender(task: Task, name: str, trainee: Trainee, rank: int) -> Contender:
+def _contender(task: Task, name: str, training: MethodTraining, rank: int) -> Contender:
     def step(number: int) -> None:
         def loss(model: nn.Module) -> torch.Tensor:
             return task.loss(model, number, rank, seed=0)
 
-        trainee.take_step(loss)
+        training.take_step(loss)
 
     return Contender(name, step)

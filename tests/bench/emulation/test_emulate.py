@@ -57,16 +57,16 @@ def test_a_machine_that_cannot_emulate_says_why(
 def test_statuses_output_and_bytes_come_out(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     words = ["--nodes", "2", "--ranks-per-node", "2", "--nic", "100mbit", "--prefix", "--json", str(file)]
-    script = "echo hello from $(hostname); sleep 0.$RANK; exit $((RANK * 2))"
+    script = "echo hello from $(hostname); exit $((RANK * 2))"
     done = subprocess.run(
         [*EMULATE, *words, "--", "sh", "-c", script], text=True, capture_output=True, timeout=60, check=False
     )
-    assert done.returncode == 2
     hosts = [0, 0, 1, 1]
     assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] hello from node{hosts[rank]}" for rank in range(4)]
     assert "bytes on the links (100mbit" in done.stderr and "node1" in done.stderr
     record = json.loads(file.read_text())
     assert record["returncodes"] == [0, 2, 4, 6]
+    assert done.returncode == record["exit_status"] in (2, 4, 6)  # of whoever failed first
     assert [nic["hostname"] for nic in record["nic_bytes"]] == ["node0", "node1"]
 
 

@@ -1,4 +1,4 @@
-"""What every rank of a test runs: the bench's way over MPI, one collective after the other in one job.
+"""What every rank of a test runs: the bench's backend over MPI, one collective after the other in one job.
 
 mpirun -n 4 python mpi_peer.py
 """

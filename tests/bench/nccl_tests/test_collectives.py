@@ -5,7 +5,7 @@ import torch
 
 from gradwire.bench.nccl_tests.collectives import COLLECTIVES
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES
-from gradwire.bench.nccl_tests.verify import Inputs
+from gradwire.bench.nccl_tests.verify import ExactInputs
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def reference(name: str, sources: list[torch.Tensor], rank: int, root: int) -> t
 def test_expected_output_is_what_the_definition_says(name: str, ranks: int) -> None:
     collective = COLLECTIVES[name]
     counts = collective.counts(10_000, ranks, 4)
-    inputs = Inputs(ranks, ELEMENT_TYPES["float"], "sum" if collective.reduces else "none", seed=1)
+    inputs = ExactInputs(ranks, ELEMENT_TYPES["float"], "sum" if collective.reduces else "none", seed=1)
     sources = [inputs.of(rank, 0, counts.source) for rank in range(ranks)]
     for rank in range(ranks):
         wanted = reference(name, sources, rank, root=ranks - 1)

@@ -1,4 +1,4 @@
-"""NCCL's ways and CUDA graphs: exact where there is a GPU, refused with what to install where there is none."""
+"""NCCL's backends and CUDA graphs: exact where there is a GPU, refused with what to install where there is none."""
 
 import subprocess
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.mark.parametrize(
     "collective", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "alltoall", "sendrecv"]
 )
-def test_a_way_of_nccl_is_exact(run_bench: Run, collective: str, backend: str) -> None:
+def test_a_backend_of_nccl_is_exact(run_bench: Run, collective: str, backend: str) -> None:
     # One rank: one GPU is enough, and NCCL refuses a second rank on it.
     done = run_bench(collective, "--backend", backend, "-b", "1K", "-e", "1M", "-f", "32", "-n", "3")
     assert done.returncode == 0, done.stderr

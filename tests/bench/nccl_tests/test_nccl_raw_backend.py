@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.bench.nccl_tests.backends import nccl_raw_backend as way_nccl_raw
+from gradwire.bench.nccl_tests.backends import nccl_raw_backend
 from gradwire.bench.nccl_tests.backends.backend import Issue
-from gradwire.bench.nccl_tests.backends.nccl_raw_backend import NcclRawWay, RawCommunicator
+from gradwire.bench.nccl_tests.backends.nccl_raw_backend import NcclRawBackend, RawCommunicator
 
 STREAM = 7
 CALLS = ("allreduce", "reduce", "reduce_scatter", "allgather", "broadcast", "send", "recv")
@@ -39,7 +39,7 @@ def recorder() -> Recorder:
 
 
 @pytest.fixture
-def way(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> NcclRawWay:
+def backend(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> NcclRawBackend:
     """Rank 1 of 3 on a communicator that sends nothing."""
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=STREAM))
     nccl = ModuleType("nccl.core")
@@ -51,13 +51,13 @@ def way(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> NcclRawWay:
         recorder.calls.append(("end", (), STREAM))
 
     nccl.__dict__.update(SUM="sum", MAX="max", AVG="avg", group=group)
-    return NcclRawWay(nccl, recorder, 1, 3)
+    return NcclRawBackend(nccl, recorder, 1, 3)
 
 
 def test_a_missing_binding_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nccl.core", None)
     with pytest.raises(RuntimeError, match=r"`--backend` is nccl-raw.*nccl4py.*pip install gradwire\[nccl\]"):
-        way_nccl_raw._load()
+        nccl_raw_backend._load()
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,12 +65,16 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl.__dict__["get_version"] = lambda: SimpleNamespace(libnccl=None)
     monkeypatch.setitem(sys.modules, "nccl.core", nccl)
     with pytest.raises(RuntimeError, match=r"`--backend` is nccl-raw.*libnccl\.so\.2.*install a CUDA build of torch"):
-        way_nccl_raw._load()
+        nccl_raw_backend._load()
 
 
-def test_reductions_go_out_as_they_are(way: NcclRawWay, recorder: Recorder) -> None:
+def test_reductions_go_out_as_they_are(backend: NcclRawBackend, recorder: Recorder) -> None:
     x, y = torch.zeros(6), torch.zeros(2)
-    issues: list[Issue] = [way.all_reduce(x, "sum"), way.reduce(x, 2, "max"), way.reduce_scatter(y, x, "avg")]
+    issues: list[Issue] = [
+        backend.all_reduce(x, "sum"),
+        backend.reduce(x, 2, "max"),
+        backend.reduce_scatter(y, x, "avg"),
+    ]
     assert not recorder.calls, "preparing issues nothing"
     for issue in issues:
         issue().wait()
@@ -82,9 +86,9 @@ def test_reductions_go_out_as_they_are(way: NcclRawWay, recorder: Recorder) -> N
     assert [tensor is x for tensor in recorder.calls[2][1][:2]] == [True, False]
 
 
-def test_what_only_moves_goes_as_bytes(way: NcclRawWay, recorder: Recorder) -> None:
+def test_what_only_moves_goes_as_bytes(backend: NcclRawBackend, recorder: Recorder) -> None:
     x, y = torch.zeros(2, dtype=torch.float64), torch.zeros(6, dtype=torch.float64)
-    for issue in (way.all_gather(y, x), way.broadcast(x, 2)):
+    for issue in (backend.all_gather(y, x), backend.broadcast(x, 2)):
         issue().wait()
     assert [name for name, _, _ in recorder.calls] == ["allgather", "broadcast"]
     assert recorder.calls[1][1][2] == 2
@@ -92,16 +96,16 @@ def test_what_only_moves_goes_as_bytes(way: NcclRawWay, recorder: Recorder) -> N
         assert all(tensor.dtype == torch.uint8 for tensor in arguments if isinstance(tensor, Tensor))
 
 
-def test_an_exchange_is_one_group(way: NcclRawWay, recorder: Recorder) -> None:
+def test_an_exchange_is_one_group(backend: NcclRawBackend, recorder: Recorder) -> None:
     x, y = torch.arange(6), torch.zeros(6, dtype=torch.int64)
-    way.all_to_all(y, x)().wait()
+    backend.all_to_all(y, x)().wait()
     assert [name for name, _, _ in recorder.calls] == ["group", *["send", "recv"] * 3, "end"]
     for peer, (_, (sent, to), _) in enumerate(recorder.calls[1:-1:2]):
         assert to == peer
         assert isinstance(sent, Tensor)
         assert torch.equal(sent.view(torch.int64), x[2 * peer : 2 * peer + 2])
     recorder.calls.clear()
-    way.send_receive(y, x)().wait()
+    backend.send_receive(y, x)().wait()
     assert [(name, rest[1:]) for name, rest, _ in recorder.calls[1:-1]] == [("send", (2,)), ("recv", (0,))]
 
 
@@ -116,9 +120,9 @@ def test_an_exchange_is_one_group(way: NcclRawWay, recorder: Recorder) -> None:
     ],
 )
 def test_what_nccl_lacks_is_refused(
-    way: NcclRawWay, collective: str, element: str, operation: str, reason: str | None
+    backend: NcclRawBackend, collective: str, element: str, operation: str, reason: str | None
 ) -> None:
-    said = way.refusal(collective, element, operation)
+    said = backend.refusal(collective, element, operation)
     assert said is None if reason is None else said is not None and reason in said
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradwire.bench.nccl_tests.ranks import Seat, Start, World, find_start, first_host
+from gradwire.bench.nccl_tests.ranks import RankInfo, Start, World, find_start, first_host
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
@@ -46,6 +46,6 @@ def test_first_host_of_a_slurm_list(nodelist: str, host: str) -> None:
     ],
 )
 def test_shape_in_words(hosts: str, text: str) -> None:
-    seats = tuple(Seat(rank, 1, host, 0) for rank, host in enumerate(hosts))
-    world = World(Start("-g", 0, len(hosts), "", 0), None, None, seats)  # type: ignore[arg-type]  # words need no store
+    ranks = tuple(RankInfo(rank, 1, host, 0) for rank, host in enumerate(hosts))
+    world = World(Start("-g", 0, len(hosts), "", 0), None, None, ranks)  # type: ignore[arg-type]  # words need no store
     assert world.shape() == text

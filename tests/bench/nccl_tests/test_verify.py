@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, NO_ARITHMETIC, ElementType
-from gradwire.bench.nccl_tests.verify import PERIOD, Inputs, count_wrong
+from gradwire.bench.nccl_tests.verify import PERIOD, ExactInputs, count_wrong
 
 REDUCING = [element for element in ELEMENT_TYPES.values() if element.torch not in NO_ARITHMETIC]
 
@@ -31,7 +31,7 @@ def reduce_in_order(values: list[torch.Tensor], operation: str) -> torch.Tensor:
 @pytest.mark.parametrize("operation", ["sum", "prod", "max", "min", "mulsum"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 32])
 def test_any_order_gives_the_expected_bits(element: ElementType, operation: str, ranks: int) -> None:
-    inputs = Inputs(ranks, element, operation, seed=3)
+    inputs = ExactInputs(ranks, element, operation, seed=3)
     values = [inputs.of(rank, 11, PERIOD + 50) for rank in range(ranks)]
     expected = inputs.reduced(11, PERIOD + 50)
     shuffler = random.Random(5)
@@ -43,7 +43,7 @@ def test_any_order_gives_the_expected_bits(element: ElementType, operation: str,
 
 @pytest.mark.parametrize("element", ELEMENT_TYPES.values(), ids=lambda element: element.name)
 def test_one_changed_element_is_counted(element: ElementType) -> None:
-    inputs = Inputs(4, element, "none", seed=0)
+    inputs = ExactInputs(4, element, "none", seed=0)
     right = inputs.of(1, 0, 1000)
     changed = right.clone()
     raw = changed.view(torch.uint8)
@@ -53,7 +53,7 @@ def test_one_changed_element_is_counted(element: ElementType) -> None:
 
 
 def test_not_a_number_is_wrong_even_for_averages() -> None:
-    inputs = Inputs(3, ELEMENT_TYPES["float"], "avg", seed=0)
+    inputs = ExactInputs(3, ELEMENT_TYPES["float"], "avg", seed=0)
     expected = inputs.reduced(0, 10)
     found = expected.clone()
     found[4] = float("nan")
@@ -62,13 +62,13 @@ def test_not_a_number_is_wrong_even_for_averages() -> None:
 
 def test_ranks_and_seeds_have_inputs_of_their_own() -> None:
     float32 = ELEMENT_TYPES["float"]
-    every = [Inputs(4, float32, "sum", seed).of(rank, 0, 512) for seed in range(3) for rank in range(4)]
+    every = [ExactInputs(4, float32, "sum", seed).of(rank, 0, 512) for seed in range(3) for rank in range(4)]
     for left, right in itertools.combinations(every, 2):
         assert (left == right).float().mean() < 0.1
 
 
 def test_a_slice_from_the_wrong_place_shows() -> None:
-    inputs = Inputs(2, ELEMENT_TYPES["float"], "sum", seed=0)
+    inputs = ExactInputs(2, ELEMENT_TYPES["float"], "sum", seed=0)
     right = inputs.reduced(0, 1 << 16)
     for shift in (1, 2, 16, 1024, 4096, 1 << 15):
         assert count_wrong(right.roll(shift), right, inputs) > 0.9 * right.numel()

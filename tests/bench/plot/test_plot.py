@@ -7,12 +7,12 @@ import pytest
 
 from gradwire.bench.plot import command as plot
 from gradwire.bench.plot.bars import draw_compare
-from gradwire.bench.plot.style import Record, load_pyplot
+from gradwire.bench.plot.style import PlotRecord, load_pyplot
 
 pytest.importorskip("matplotlib")
 
 
-def bench_record(collective: str = "all_reduce") -> Record:
+def bench_record(collective: str = "all_reduce") -> PlotRecord:
     half = {"time": 12.5, "alg_bw": 1.0, "bus_bw": 1.5, "nwrong": 0}
     rows = [
         {"size": size, "block": block, "experiment_name": collective, "out_of_place": half, "in_place": half}
@@ -33,7 +33,7 @@ def bench_record(collective: str = "all_reduce") -> Record:
     }
 
 
-def compare_record() -> Record:
+def compare_record() -> PlotRecord:
     return {
         "kind": "compare",
         "title": "a model on a cluster",

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradwire.bench.studies.convergence.methods import METHODS
-from gradwire.bench.studies.convergence.quality import train
-from gradwire.bench.studies.convergence.tasks import Facts
+from gradwire.bench.studies.convergence.tasks import TaskFacts
+from gradwire.bench.studies.convergence.training import METHODS, train
 
 
 @dataclass
@@ -22,7 +21,7 @@ class Line:
     steps: int = 20
 
     def __post_init__(self) -> None:
-        self.facts = Facts(
+        self.facts = TaskFacts(
             name="line",
             title="a line",
             quality="squared error",
@@ -54,6 +53,10 @@ class Line:
 
 
 if __name__ == "__main__":
-    task = Line(sys.argv[1])
-    chosen = [method for method in METHODS[sys.argv[1]] if method.name in sys.argv[2:]]
-    print(json.dumps([asdict(train(task, method, 1)) for method in chosen]), flush=True)
+    runs = [
+        asdict(train(Line(optimizer), method, 1))
+        for optimizer, methods in METHODS.items()
+        for method in methods
+        if f"{optimizer}/{method.name}" in sys.argv[1:]
+    ]
+    print(json.dumps(runs), flush=True)

@@ -13,30 +13,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.bench.studies.convergence import __main__ as convergence
-from gradwire.bench.studies.convergence import data as convergence_data
-from gradwire.bench.studies.convergence.data import data_folder, load_images, read_idx
-from gradwire.bench.studies.convergence.methods import METHODS, PLAIN, TORCH_FP16
-from gradwire.bench.studies.convergence.plot import draw
-from gradwire.bench.studies.convergence.quality import EVALUATED, Run, method_of
-from gradwire.bench.studies.convergence.reach import DENSE, seconds_to, steps_to, target
-from gradwire.bench.studies.convergence.record import Record, Speed, Timed
-from gradwire.bench.studies.convergence.table import tables
-from gradwire.bench.studies.convergence.tasks import FashionTask, SmallCnn, TextTask, share_of_peak
+from gradwire.bench.studies.convergence import tasks
+from gradwire.bench.studies.convergence.record import DENSE, Record, Speed, Timed, seconds_to, steps_to, target
+from gradwire.bench.studies.convergence.show import draw, tables
+from gradwire.bench.studies.convergence.tasks import (
+    FashionTask,
+    SmallCnn,
+    TextTask,
+    data_folder,
+    load_images,
+    read_idx,
+    share_of_peak,
+)
+from gradwire.bench.studies.convergence.training import EVALUATED, METHODS, PLAIN, TORCH_FP16, Run, method_of
 
 JOB = Path(__file__).parent / "convergence_job.py"
 ONEBIT = "gradwire onebit"
 
 
-def train_on_ranks(optimizer: str, *methods: str) -> dict[str, dict[str, object]]:
-    ended = subprocess.run(
-        [sys.executable, str(JOB), optimizer, *methods], check=False, capture_output=True, text=True, timeout=150
-    )
+@pytest.fixture(scope="module")
+def runs() -> dict[str, dict[str, object]]:
+    """Trainings of four ranks, by method; one job makes them all."""
+    names = [f"sgd/{name}" for name in (PLAIN, DENSE, "gradwire int8")] + ["adamw/OneBitAdam"]
+    ended = subprocess.run([sys.executable, str(JOB), *names], check=False, capture_output=True, text=True, timeout=150)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return {run["method"]: run for run in json.loads(ended.stdout.splitlines()[-1])}
 
 
-def test_runs_that_lose_nothing_end_alike_and_the_others_near_them() -> None:
-    runs = train_on_ranks("sgd", PLAIN, DENSE, "gradwire int8")
+def test_runs_that_lose_nothing_end_alike_and_the_others_near_them(runs: dict[str, dict[str, object]]) -> None:
     plain, dense, int8 = (runs[name]["curve"] for name in (PLAIN, DENSE, "gradwire int8"))
     assert [step for step, _ in plain] == [round(20 * share) for share in EVALUATED]  # type: ignore[attr-defined]
     wanted = [quality for _, quality in plain]  # type: ignore[attr-defined]
@@ -45,8 +49,8 @@ def test_runs_that_lose_nothing_end_alike_and_the_others_near_them() -> None:
     assert [quality for _, quality in int8] == pytest.approx(wanted, rel=0.05)  # type: ignore[attr-defined]
 
 
-def test_the_optimizer_that_communicates_by_itself_takes_part() -> None:
-    run = train_on_ranks("adamw", "OneBitAdam")["OneBitAdam"]
+def test_the_optimizer_that_communicates_by_itself_takes_part(runs: dict[str, dict[str, object]]) -> None:
+    run = runs["OneBitAdam"]
     curve = run["curve"]
     assert run["dense_steps"] == 4  # a fifth of twenty
     assert curve[-1][1] < curve[0][1]  # type: ignore[index]
@@ -170,7 +174,7 @@ def test_images_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_without_apt_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convergence_data, "INSTALLED", Path("/nowhere/fashion-mnist"))
+    monkeypatch.setattr(tasks, "INSTALLED", Path("/nowhere/fashion-mnist"))
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(RuntimeError, match="`apt-get` is missing: put the four"):
         data_folder(tmp_path)

@@ -2,19 +2,19 @@
 
 import pytest
 
-from gradwire.bench.compare.rounds import Contender
-from gradwire.bench.emulation.fork import Place
-from gradwire.bench.studies import full_duplex as both_ways
+from gradwire.bench.contender import Contender
+from gradwire.bench.emulation.fork import ForkedRank
+from gradwire.bench.studies import full_duplex
 from gradwire.comms.bootstrap.compat import HashStore, make_gloo
 from gradwire.comms.transport import torch_group
 from support.threads import run_ranks
 
 
-def place(rank: int) -> Place:
-    return Place(rank, 2, rank, (1, 1), "127.0.0.1", 0, "lo")
+def place(rank: int) -> ForkedRank:
+    return ForkedRank(rank, 2, rank, (1, 1), "127.0.0.1", 0, "lo")
 
 
-@pytest.mark.parametrize("large_nbytes", [0, both_ways.NEVER])
+@pytest.mark.parametrize("large_nbytes", [0, full_duplex.NEVER])
 def test_an_exchange_takes_one_group_or_two(large_nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_group, "LARGE_NBYTES", torch_group.LARGE_NBYTES)  # put back at the end
     made = list[str]()
@@ -28,17 +28,17 @@ def test_an_exchange_takes_one_group_or_two(large_nbytes: int, monkeypatch: pyte
     store = HashStore()
 
     def body(rank: int) -> None:
-        both_ways.exchange(place(rank), store, "exchange", large_nbytes).step(0)
+        full_duplex.exchange(place(rank), store, "exchange", large_nbytes).step(0)
 
     run_ranks(2, body)
     assert len(made) == 2 * (2 if large_nbytes == 0 else 1)
 
 
-def test_every_way_of_summing_makes_a_contender() -> None:
+def test_every_order_of_sums_makes_a_contender() -> None:
     store = HashStore()
 
     def body(rank: int) -> Contender:
-        one = both_ways.summed(place(rank), store, "flat", 2, "two groups", torch_group.LARGE_NBYTES)
+        one = full_duplex.summed(place(rank), store, "flat", 2, "two groups", torch_group.LARGE_NBYTES)
         one.step(0)
         return one
 
@@ -50,17 +50,17 @@ def test_the_tables_hold_every_figure(monkeypatch: pytest.MonkeyPatch, capsys: p
         f"{plan}, {order}, {chunks}": 0.5 + chunks / 1000
         for plan in ("hierarchical", "flat")
         for order in ("ring", "one group", "two groups")
-        for chunks in both_ways.CHUNKS
+        for chunks in full_duplex.CHUNKS
     }
-    monkeypatch.setattr(both_ways, "measure", lambda case, nic, what: figures)
-    assert both_ways.main(["2x1"]) == 0
+    monkeypatch.setattr(full_duplex, "measure", lambda case, nic, what: figures)
+    assert full_duplex.main(["2x1"]) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in ("2x1", "84", "172", "88"))
-    assert both_ways.main(["4x2", "--sums"]) == 0
+    assert full_duplex.main(["4x2", "--sums"]) == 0
     out = capsys.readouterr().out
-    assert "flat, two groups" in out and all(str(500 + chunks) in out for chunks in both_ways.CHUNKS)
+    assert "flat, two groups" in out and all(str(500 + chunks) in out for chunks in full_duplex.CHUNKS)
 
 
 def test_an_unknown_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert both_ways.main(["7x7"]) == 2
+    assert full_duplex.main(["7x7"]) == 2
     assert "`CASE` is '7x7'" in capsys.readouterr().err

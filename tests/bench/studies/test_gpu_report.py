@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.bench.kernels.command import Result
+from gradwire.bench.kernels.command import KernelResult
 from gradwire.bench.studies import gpu_step
 from gradwire.bench.studies.gpu_report import main, row, step_lines
 from gradwire.bench.studies.gpu_step import StepCost, residual_network
@@ -17,7 +17,7 @@ def test_without_a_gpu_it_says_what_is_missing(capsys: pytest.CaptureFixture[str
 
 
 def test_the_lines_are_rows_of_markdown() -> None:
-    result = Result("pack", 8 * 2**20, 4e-6, 1e-5, 2.097e12, 0.9, 2.5)
+    result = KernelResult("pack", 8 * 2**20, 4e-6, 1e-5, 2.097e12, 0.9, 2.5)
     assert row(result, 1) == "| pack | 4.0 | 2097 | 0.90 | 2.5 | 1 |"
     lines = list(step_lines(StepCost(0.1, 0.101, ())))
     assert lines[-1] == "| 100.00 | 101.00 | 1.00% | none |"

@@ -11,8 +11,9 @@ def test_the_library_is_real_text_and_always_the_same() -> None:
     assert text.dtype == torch.uint8 and text.dim() == 1
     assert text.numel() > 4_000_000
     assert torch.equal(text, library_text())
-    assert any(file.name == "argparse.py" for file in library_files())
-    assert not any("site-packages" in file.parts for file in library_files())
+    files = library_files()
+    assert any(file.name == "argparse.py" for file in files)
+    assert not any("site-packages" in file.parts for file in files)
 
 
 def test_files_come_in_one_order(tmp_path: Path) -> None:

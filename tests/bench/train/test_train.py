@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.emulation.logical import python_module, run_logical
+from gradwire.bench.emulation.launch import python_module, run_logical
 from gradwire.bench.train.train import main
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.emulation.cluster import Cluster
+from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.comms.autotune.tune import Budget
 
 SCRIPT = Path(__file__).parents[1] / "jobs" / "tuner_job.py"
@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[1] / "jobs" / "tuner_job.py"
 @pytest.mark.netns
 def test_the_setting_that_is_kept_was_measured_to_be_no_slower_than_the_first(tmp_path: Path) -> None:
     profile = tmp_path / "tuned.json"
-    with Cluster(nodes=[2, 2], nic="200mbit") as cluster:
+    with EmulatedCluster(nodes=[2, 2], nic="200mbit") as cluster:
         result = cluster.run([sys.executable, str(SCRIPT), str(profile)], timeout_seconds=150)
     result.check()
     kept = {match for text in result.output for match in re.findall(r"tuning took \d+ steps; keeping (.+)", text)}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire
-from gradwire.bench.emulation.fork import Place
+from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.compressors.registry import names, options_of
 
 
@@ -23,7 +23,7 @@ def sent() -> int:
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
-def rank_main(place: Place, arguments: list[str]) -> int:
+def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     torch.set_num_threads(1)
     place.connect()
     for name in names():

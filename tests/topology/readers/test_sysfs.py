@@ -172,6 +172,6 @@ def test_reading_costs_the_same_for_every_device(systree: "SysTree", tmp_path: P
         gpu_server(tree, gpus)
         before = opened()
         machine = read(tree.root)
-        counts.append((opened() - before) / len(os.listdir(tree.root / "sys/bus/pci/devices")))
+        counts.append((opened() - before) / len(os.listdir(tree.root / "sys/bus/pci/devices")))  # noqa: PTH208
         assert len(machine.gpus) == gpus
     assert counts[1] <= counts[0] * 1.05

@@ -1,35 +1,127 @@
-"""What a compressor loses: checked against a bound, with figures that stand beside the table, never in it.
+"""How a result is judged: bit by bit, or by the bound of its compressor.
 
-Inputs are drawn as gradients are: a part that all ranks share and noise of each rank's own. One step is taken with
-empty residuals, so that the bounds below hold; s is the true sum, x_r the inputs, e the error of the result.
+What a compressor loses is checked against a bound; its figures stand beside the table, never in it. Inputs are drawn
+as gradients are: a part that all ranks share and noise of each rank's own. One step is taken with empty residuals, so
+that the bounds below hold; s is the true sum, x_r the inputs, e the error of the result.
 
-| compressor      | bound                                            | why                                              |
-|-----------------|--------------------------------------------------|--------------------------------------------------|
-| fp16            | abs(e_i) <= 2^-10 sum_r abs(x_ri) + (n+1) 2^-24  | each input and the sum are rounded once          |
-| bf16            | abs(e_i) <= 2^-7 sum_r abs(x_ri)                 | the same with 8 bits of precision                |
-| int8, int4      | abs(e_i) <= (sum_r range(x_r) + 2 range) / (2^b - 1) | one step of a block's range, twice           |
-| any other       | norm(e) <= 2 sum_r norm(x_r)                     | a compressor is a contraction, applied twice     |
+| compressor | bound                                                | why                                          |
+|------------|------------------------------------------------------|----------------------------------------------|
+| fp16       | abs(e_i) <= 2^-10 sum_r abs(x_ri) + (n+1) 2^-24      | each input and the sum are rounded once      |
+| bf16       | abs(e_i) <= 2^-7 sum_r abs(x_ri)                     | the same with 8 bits of precision            |
+| int8, int4 | abs(e_i) <= (sum_r range(x_r) + 2 range) / (2^b - 1) | one step of a block's range, twice           |
+| any other  | norm(e) <= 2 sum_r norm(x_r)                         | a compressor is a contraction, applied twice |
 
 Source: IEEE 754-2019, section 4.3 (rounding); Karimireddy et al., Error Feedback Fixes SignSGD (ICML 2019),
 assumption A (contraction).
 """
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.bench.nccl_tests.backends.backend import Way
-from gradwire.bench.nccl_tests.backends.gradwire_backend import GradwireWay
+from gradwire.bench.nccl_tests.backends.backend import Backend
+from gradwire.bench.nccl_tests.backends.gradwire_backend import GradwireBackend
 from gradwire.bench.nccl_tests.collectives import Collective, Counts
-from gradwire.bench.nccl_tests.measure import gather
-from gradwire.bench.nccl_tests.table import Case
+from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, OPERATIONS, ElementType
+from gradwire.bench.nccl_tests.ranks import gather
+from gradwire.bench.nccl_tests.verify import ExactInputs, count_wrong
 from gradwire.compressors.base import Codec, Compressor
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is the same in a series of rows; `root` is -1 and `operation` `none` where the collective has none."""
+
+    element: ElementType
+    operation: str
+    root: int
+
+
+class ResultCheck(Protocol):
+    """How a result is judged."""
+
+    def wrong(
+        self, backend: Backend, collective: Collective, case: Case, counts: Counts, in_place: bool, seed: int
+    ) -> int:
+        """Runs the operation once on inputs of its own and counts this rank's wrong elements."""
+
+
+class Buffers:
+    """Memory for one operation on this rank, out of place and in place.
+
+    Args:
+        counts: Of the largest operation.
+        element: Of the elements.
+        rank: This rank.
+        device: Where.
+    """
+
+    def __init__(self, counts: Counts, element: ElementType, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        numel = max(counts.source, counts.output)
+        # Zeros: sums of any number of iterations stay finite, and every page exists before the clock starts.
+        # Written, not torch.zeros: pages that were never written are all one page, which no cache ever misses.
+        self.source, self.output = (torch.empty(numel, dtype=element.torch, device=device) for _ in range(2))
+        self.source.view(torch.uint8).zero_()
+        self.output.view(torch.uint8).zero_()
+
+    def views(self, counts: Counts, in_place: bool) -> tuple[Tensor, Tensor]:
+        """(output, source) of one operation."""
+        if not in_place:
+            return self.output[: counts.output], self.source[: counts.source]
+        first, second = self._rank * counts.output_offset, self._rank * counts.source_offset
+        return self.output[first : first + counts.output], self.output[second : second + counts.source]
+
+
+class ExactCheck:
+    """Compares bit by bit with what the inputs must give."""
+
+    def __init__(self, ranks: int, device: torch.device) -> None:
+        self._ranks = ranks
+        self._device = device
+
+    def wrong(
+        self, backend: Backend, collective: Collective, case: Case, counts: Counts, in_place: bool, seed: int
+    ) -> int:
+        """See `ResultCheck.wrong`."""
+        inputs = ExactInputs(self._ranks, case.element, case.operation, seed)
+        buffers = Buffers(counts, case.element, backend.rank, self._device)
+        output, source = buffers.views(counts, in_place)
+        source.copy_(inputs.of(backend.rank, 0, counts.source).to(self._device))
+        collective.prepare(backend, output, source, case.operation, max(case.root, 0))().wait()
+        expected = collective.expected(inputs, counts, backend.rank, max(case.root, 0))
+        return 0 if expected is None else count_wrong(output, expected, inputs)
+
+
+def cases(collective: Collective, options: argparse.Namespace, ranks: int) -> list[Case]:
+    """Every combination of element type, operation and root that the options ask for.
+
+    Raises:
+        ValueError: `-r` is no rank.
+    """
+    if options.root is not None and options.root >= ranks:
+        raise ValueError(f"`-r` is {options.root}; wanted a rank below {ranks}, or all")
+    elements = list(ELEMENT_TYPES) if options.datatype == "all" else [options.datatype]
+    operations = ["none"]
+    if collective.reduces:
+        operations = list(OPERATIONS) if options.op == "all" else [options.op]
+    roots = [-1]
+    if collective.rooted:
+        roots = list(range(ranks)) if options.root is None else [options.root]
+    return [
+        Case(ELEMENT_TYPES[element], operation, root)
+        for element in elements
+        for operation in operations
+        for root in roots
+    ]
+
 
 _SHARED, _OWN = 1.0, 0.5
 """Standard deviations of the two parts of a gradient."""
@@ -121,18 +213,20 @@ class LossyCheck:
         self.losses: list[Loss] = []
         """Of the out-of-place halves, in the order of the rows."""
 
-    def wrong(self, way: Way, collective: Collective, case: Case, counts: Counts, in_place: bool, seed: int) -> int:
-        """See `Check.wrong`."""
+    def wrong(
+        self, backend: Backend, collective: Collective, case: Case, counts: Counts, in_place: bool, seed: int
+    ) -> int:
+        """See `ResultCheck.wrong`."""
         numel = counts.source
         if not numel:
             return 0
-        lossy = cast(GradwireWay, way)
+        lossy = cast(GradwireBackend, backend)
         inputs = gradients(self._ranks, numel, seed)
-        source = inputs[way.rank].clone().to(self._device)
+        source = inputs[backend.rank].clone().to(self._device)
         output = source if in_place else torch.empty_like(source)
         before = lossy.sent_nbytes()
         lossy.forget()
-        collective.prepare(way, output, source, case.operation, 0)().wait()
+        collective.prepare(backend, output, source, case.operation, 0)().wait()
         result = output.cpu() * (self._ranks if case.operation == "avg" else 1)
         if not in_place:
             sent = [now - then for now, then in zip(lossy.sent_nbytes(), before, strict=True)]

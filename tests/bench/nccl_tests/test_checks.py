@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradwire.bench.nccl_tests.lossy import bound_of, coding_seconds, count_outside, gradients
+from gradwire.bench.nccl_tests.checks import bound_of, coding_seconds, count_outside, gradients
 from gradwire.compressors.registry import make, names
 
 

@@ -1,4 +1,4 @@
-"""What only a GPU is asked for: packing, sums of payloads, and the rows of many matrices; see bench/kernels/cases.py."""
+"""What `gpu_report` times for docs/reference/gpu.md besides bench/kernels/cases.py: packing, sums of payloads, many matrices."""
 
 from collections.abc import Callable
 from itertools import accumulate, pairwise
@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from gradwire.bench.kernels.cases import RANK, SETS, WORKERS, Case, all_cases
+from gradwire.bench.kernels.cases import RANK, SETS, WORKERS, KernelCase, all_cases
 from gradwire.compressors.kernels.cuda.pack import PackTable
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.quantize import QuantizeCodec
@@ -24,8 +24,8 @@ def _parameters(numel: int, device: torch.device) -> list[list[Tensor]]:
     return [[torch.randn(stop - start, device=device) for start, stop in pairwise(bounds)] for _ in range(SETS)]
 
 
-def pack_case(numel: int, device: torch.device) -> Case:
-    """Many gradients into one bucket, scaled on the way."""
+def pack_case(numel: int, device: torch.device) -> KernelCase:
+    """Many gradients into one bucket, scaled while they move."""
     sets, buckets = _parameters(numel, device), [torch.empty(numel, device=device) for _ in range(SETS)]
     tables = [PackTable(tensors, _offsets(tensors), SCALE) for tensors in sets]
 
@@ -33,11 +33,11 @@ def pack_case(numel: int, device: torch.device) -> Case:
         torch.cat(sets[i], out=buckets[i])
         buckets[i].mul_(SCALE)
 
-    return Case("pack", 8.0 * numel, lambda i: tables[i].pack(buckets[i]), composed, buckets)
+    return KernelCase("pack", 8.0 * numel, lambda i: tables[i].pack(buckets[i]), composed, buckets)
 
 
-def unpack_case(numel: int, device: torch.device) -> Case:
-    """The bucket back into the gradients, scaled on the way."""
+def unpack_case(numel: int, device: torch.device) -> KernelCase:
+    """The bucket back into the gradients, scaled while it moves."""
     sets, buckets = _parameters(numel, device), [torch.randn(numel, device=device) for _ in range(SETS)]
     tables = [PackTable(tensors, _offsets(tensors), SCALE) for tensors in sets]
     pieces = [list(torch.split(bucket, [tensor.numel() for tensor in sets[0]])) for bucket in buckets]
@@ -46,14 +46,14 @@ def unpack_case(numel: int, device: torch.device) -> Case:
         torch._foreach_copy_(sets[i], pieces[i])
         torch._foreach_mul_(sets[i], SCALE)
 
-    return Case("unpack", 8.0 * numel, lambda i: tables[i].unpack(buckets[i]), composed, sets[0])
+    return KernelCase("unpack", 8.0 * numel, lambda i: tables[i].unpack(buckets[i]), composed, sets[0])
 
 
 def _offsets(tensors: list[Tensor]) -> list[int]:
     return list(accumulate((tensor.numel() for tensor in tensors[:-1]), initial=0))
 
 
-def fp16_decode_case(numel: int, device: torch.device) -> Case:
+def fp16_decode_case(numel: int, device: torch.device) -> KernelCase:
     """The sum of four workers' float16 payloads."""
     rows = torch.randn(WORKERS, numel, device=device).half()
     targets = [torch.empty(numel, device=device) for _ in range(SETS)]
@@ -62,7 +62,7 @@ def fp16_decode_case(numel: int, device: torch.device) -> Case:
     def composed(i: int) -> None:
         torch.sum(rows, 0, dtype=torch.float32, out=targets[i])
 
-    return Case(
+    return KernelCase(
         "fp16_decode_reduce",
         (4.0 + 2 * WORKERS) * numel,
         lambda i: kernels.cast_decode_reduce(rows, None, targets[i]),
@@ -71,7 +71,7 @@ def fp16_decode_case(numel: int, device: torch.device) -> Case:
     )
 
 
-def int4_decode_case(numel: int, device: torch.device) -> Case:
+def int4_decode_case(numel: int, device: torch.device) -> KernelCase:
     """The sum of four workers' 4-bit payloads."""
     codec, targets = QuantizeCodec(4), [torch.empty(numel, device=device) for _ in range(SETS)]
     payloads = torch.empty(WORKERS, codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
@@ -89,7 +89,7 @@ def int4_decode_case(numel: int, device: torch.device) -> Case:
             unit, low = ranges[worker, :, :1], ranges[worker, :, 1:]
             targets[i].view(-1, 512).add_(torch.addcmul(low, codes, unit))
 
-    return Case(
+    return KernelCase(
         "int4_decode_reduce",
         (4.0 + WORKERS / 2) * numel,
         lambda i: kernels.quantize_decode_reduce(4, payloads, None, targets[i]),
@@ -98,7 +98,7 @@ def int4_decode_case(numel: int, device: torch.device) -> Case:
     )
 
 
-def orthogonalize_case(numel: int, device: torch.device) -> Case:
+def orthogonalize_case(numel: int, device: torch.device) -> KernelCase:
     """The factors of 50 matrices, rank 4, up to 8192 long, against a loop of torch.linalg.qr; `numel` is not used."""
     sides = [LARGEST_SIDE * (index + 1) // MATRICES for index in range(MATRICES)]
     factors = [[torch.randn(RANK, side, device=device) for side in sides] for _ in range(SETS)]
@@ -109,7 +109,7 @@ def orthogonalize_case(numel: int, device: torch.device) -> Case:
         for matrix in columns[i]:
             torch.linalg.qr(matrix, out=(matrix, torch.empty(0, device=device)))
 
-    return Case(
+    return KernelCase(
         "orthogonalize_50",
         8.0 * RANK * sum(sides),
         lambda i: kernels.orthogonalize_many(factors[i], keys),
@@ -118,7 +118,7 @@ def orthogonalize_case(numel: int, device: torch.device) -> Case:
     )
 
 
-def gpu_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Case]]:
+def gpu_cases(numel: int, device: torch.device) -> dict[str, Callable[[], KernelCase]]:
     """Returns what makes each case, by name: those of `gradwire bench kernels`, then this file's.
 
     Args:
@@ -132,7 +132,7 @@ def gpu_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Case]]
         "int4_decode_reduce": int4_decode_case,
         "orthogonalize_50": orthogonalize_case,
     }
-    made: dict[str, Callable[[], Case]] = {
+    made: dict[str, Callable[[], KernelCase]] = {
         name: lambda make=make: make(numel, device)  # type: ignore[misc]
         for name, make in own.items()
     }

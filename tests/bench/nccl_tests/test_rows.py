@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.bench.nccl_tests.measure import IterationTimes, Timer
 from gradwire.bench.nccl_tests.options import parse
+from gradwire.bench.nccl_tests.rows import IterationTimes, Timer
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.transport.torch_group import Done
 

@@ -1,15 +1,21 @@
-"""Times one operation at one size, as nccl-tests does: one clock around all iterations, unless asked otherwise."""
+"""The rows of a table: buffers, times and checks of one backend over all sizes. No output here, see `output.py`.
+
+One clock runs around all iterations, as in nccl-tests, unless asked otherwise.
+"""
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from gradwire.bench.nccl_tests.backends.backend import Issue
+from gradwire.bench.nccl_tests.backends.backend import Backend, Issue
+from gradwire.bench.nccl_tests.checks import Buffers, Case, ResultCheck
+from gradwire.bench.nccl_tests.collectives import Collective, Counts
+from gradwire.bench.nccl_tests.ranks import gather
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +172,8 @@ class Timer:
 
     def _over_ranks(self, seconds: float) -> float:
         everybody = gather(seconds, self._control)
-        choices: Sequence[Callable[[list[float]], float]] = (lambda every: every[0], statistics.fmean, min, max)
-        return choices[self._average](everybody)
+        figures: Sequence[Callable[[list[float]], float]] = (lambda every: every[0], statistics.fmean, min, max)
+        return figures[self._average](everybody)
 
 
 def _iterate(issues: Sequence[Issue]) -> None:
@@ -175,10 +181,111 @@ def _iterate(issues: Sequence[Issue]) -> None:
         work.wait()
 
 
-def gather(value: float, group: dist.ProcessGroup) -> list[float]:
-    """One number from every rank, by rank."""
-    size = dist.get_world_size(group)
-    own = torch.tensor([value], dtype=torch.float64)
-    found = [torch.empty(1, dtype=torch.float64) for _ in range(size)]
-    dist.all_gather(found, own, group=group)
-    return [each.item() for each in found]
+@dataclass(frozen=True, slots=True)
+class RowHalf:
+    """One half of a row: out of place, or in place.
+
+    Attributes:
+        timing: How long an operation took.
+        algbw: Bytes of the row per second, in GB/s.
+        busbw: What the slowest link carries, in GB/s.
+        wrong: Elements that are wrong, over all ranks; None: not checked.
+    """
+
+    timing: Timing
+    algbw: float
+    busbw: float
+    wrong: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """One size of one collective, element type, operation and root."""
+
+    nbytes: int
+    count: int
+    element: str
+    operation: str
+    root: int
+    out_of_place: RowHalf
+    in_place: RowHalf
+
+    @property
+    def wrong(self) -> int:
+        """Wrong elements of both halves."""
+        return (self.out_of_place.wrong or 0) + (self.in_place.wrong or 0)
+
+
+class RowRunner:
+    """Runs one backend through its sizes; all ranks together.
+
+    Args:
+        backend: What is measured.
+        collective: Which one.
+        options: Of the command line.
+        device: Of the tensors.
+        control: Group of all ranks for barriers and figures.
+        check: Judges the results.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        collective: Collective,
+        options: argparse.Namespace,
+        device: torch.device,
+        control: dist.ProcessGroup,
+        check: ResultCheck,
+    ) -> None:
+        self._backend = backend
+        self._collective = collective
+        self._options = options
+        self._device = device
+        self._control = control
+        self._check = check
+        self._ranks = dist.get_world_size(control)
+        self._timer = Timer(options, device, control)
+
+    def rows(self, case: Case, row_sizes: list[int]) -> Iterator[TableRow]:
+        """Warms up at every size, then gives one row after the other."""
+        counts = list(dict.fromkeys(self._counts(case, nbytes) for nbytes in row_sizes))
+        together = self._options.agg_iters
+        buffers = [Buffers(counts[-1], case.element, self._backend.rank, self._device) for _ in range(together)]
+        for each in counts:
+            self._timer.warm_up(self._issues(case, each, buffers, in_place=False), self._options.warmup_iters)
+        for each in counts:
+            yield self._row(case, each, buffers)
+
+    def _counts(self, case: Case, nbytes: int) -> Counts:
+        return self._collective.counts(nbytes // case.element.nbytes, self._ranks, case.element.nbytes)
+
+    def _row(self, case: Case, counts: Counts, buffers: list[Buffers]) -> TableRow:
+        nbytes = max(counts.source, counts.output) * case.element.nbytes
+        halves = [self._half(case, counts, buffers, nbytes, in_place) for in_place in (False, True)]
+        return TableRow(nbytes, counts.shown, case.element.name, case.operation, case.root, halves[0], halves[1])
+
+    def _half(self, case: Case, counts: Counts, buffers: list[Buffers], nbytes: int, in_place: bool) -> RowHalf:
+        timing = self._timer.time(self._issues(case, counts, buffers, in_place))
+        algbw = nbytes / timing.seconds / 1e9 if timing.seconds else 0.0
+        return RowHalf(
+            timing,
+            algbw,
+            algbw * self._collective.bus_factor(self._ranks),
+            self._wrong(case, counts, in_place) if self._options.check else None,
+        )
+
+    def _wrong(self, case: Case, counts: Counts, in_place: bool) -> int:
+        own = sum(
+            self._check.wrong(self._backend, self._collective, case, counts, in_place, 2 * seed + in_place)
+            for seed in range(self._options.check)
+        )
+        total = torch.tensor([own])
+        dist.all_reduce(total, group=self._control)
+        return int(total.item())
+
+    def _issues(self, case: Case, counts: Counts, buffers: list[Buffers], in_place: bool) -> list[Issue]:
+        """One for each pair of buffers."""
+        return [
+            self._collective.prepare(self._backend, *buffer.views(counts, in_place), case.operation, max(case.root, 0))
+            for buffer in buffers
+        ]

@@ -15,7 +15,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(slots=True)
 class Contender:
-    """One way of doing the same work.
+    """One of the things that are compared: the same work for all, averaged by its own hook or algorithm.
 
     Attributes:
         name: As the table shows it.
@@ -60,6 +60,7 @@ def take_turns(
     warmup: int,
     interface: str | None,
     group: dist.ProcessGroup | None = None,
+    before_round: Callable[[int], None] | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Lets every contender do its step in every round; all ranks call this together.
@@ -70,10 +71,13 @@ def take_turns(
         warmup: Rounds before them that are not kept: connections are made and DDP rebuilds its buckets there.
         interface: Whose bytes are counted, for example `eth0`; None counts nothing.
         group: Used for the barriers and to bring the figures together; never inside the timed part.
+        before_round: Called with the number of each round before its turns, outside the clock.
         progress: Called on rank 0.
     """
     turns = 0
     for number in range(warmup + rounds):
+        if before_round is not None:
+            before_round(number)
         for contender in contenders:
             # The barriers stand outside the clock: nobody's bytes or waits leak into another contender's turn.
             dist.barrier(group)

@@ -1,0 +1,253 @@
+"""One training: which compressor under which optimizer, set up as a user would, and the quality at each tenth of it.
+
+It runs on two logical nodes of two ranks. Time plays no part in it.
+"""
+
+import importlib
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import gradwire
+from gradwire.bench.emulation.fork import LAZY, ForkedRank, fork_ranks
+from gradwire.bench.emulation.launch import free_port
+from gradwire.bench.studies.convergence.tasks import RANKS, Task, share_of_peak
+from gradwire.compressors.registry import Option, options_of
+
+PLAIN, TORCH_FP16, ONEBIT_ADAM = "plain DDP", "torch fp16 hook", "OneBitAdam"
+FREEZE_SHARE = 0.2
+"""Of all steps that OneBitAdam takes dense. Source: Tang et al., 1-bit Adam, ICML 2021, section 5 (15 to 20 %)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """How gradients are averaged."""
+
+    name: str
+    """As the tables show it; unique within an optimizer."""
+    compressor: str | None = None
+    """gradwire's; None for torch's own hooks and for OneBitAdam."""
+    options: dict[str, Option] = field(default_factory=dict)
+    """Other than the defaults."""
+
+
+def _gradwire(name: str, **options: Option) -> Method:
+    words = "".join(f", {key} {value}" for key, value in options.items())
+    return Method(f"gradwire {name}{words}", name, options)
+
+
+_EVERYWHERE = (
+    Method(PLAIN),
+    Method(TORCH_FP16),
+    *(_gradwire(name) for name in ("none", "fp16", "bf16", "int8", "int4", "powersgd")),
+)
+METHODS = {
+    "sgd": (
+        *_EVERYWHERE,
+        _gradwire("onebit"),
+        _gradwire("onebit", return_bits=8),
+        _gradwire("dgc"),
+        _gradwire("dgc", density=0.01),
+    ),
+    "adamw": (*_EVERYWHERE, Method(ONEBIT_ADAM)),
+}
+"""By optimizer; the first is what the others are compared with."""
+
+
+@dataclass(frozen=True, slots=True)
+class MethodTraining:
+    """One model in training on one rank."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    dense_steps: int
+    """Steps at the start that travel as they would without a compressor."""
+
+    def take_step(self, loss: Callable[[nn.Module], object]) -> None:
+        """One optimizer step; all ranks together.
+
+        Args:
+            loss: Of the model, on this rank's batch: a scalar tensor.
+        """
+        self.optimizer.zero_grad()
+        loss(self.model).backward()  # type: ignore[attr-defined]
+        self.optimizer.step()
+
+
+def make_training(
+    task: Task,
+    method: Method,
+    *,
+    steps: int,
+    seed: int = 0,
+    node: str | None = None,
+    nic_bytes_per_second: float | None = None,
+    warm: bool = False,
+) -> MethodTraining:
+    """Sets a model up as a user would; all ranks make the same ones in the same order.
+
+    Args:
+        task: Gives model and optimizer.
+        method: One of `METHODS`.
+        steps: Length of the run.
+        seed: Of the weights.
+        node: Name of this rank's node; None asks the machine.
+        nic_bytes_per_second: Of the links; None leaves it to gradwire's default.
+        warm: Compress from the second step on, as for timing.
+    """
+    model = task.model(seed)
+    if method.name == ONEBIT_ADAM:
+        return _onebit_adam(task, model, 1 if warm else round(FREEZE_SHARE * steps))
+    optimizer = task.optimizer(model.parameters())
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if method.name == TORCH_FP16:
+        wrapped.register_comm_hook(None, fp16_compress_hook)
+    if method.compressor is None:
+        return MethodTraining(wrapped, optimizer, 0)
+    options = {**options_of(method.compressor), **method.options}
+    if options.get("momentum") and method.compressor != "none":
+        options |= gradwire.take_momentum(optimizer)
+    if method.compressor == "none":
+        options = {}
+    elif warm and "warmup_steps" in options:
+        options["warmup_steps"] = 1
+    gradwire.check_optimizer(method.compressor, optimizer, options)
+    state = gradwire.HookState(
+        wrapped,
+        compressor=method.compressor,
+        compressor_options=options,
+        hostname=node,
+        nic_bytes_per_second=nic_bytes_per_second,
+    )
+    wrapped.register_comm_hook(state, gradwire.comm_hook)
+    return MethodTraining(wrapped, optimizer, int(options.get("warmup_steps") or 0))  # type: ignore[arg-type]
+
+
+def _onebit_adam(task: Task, model: nn.Module, freeze_step: int) -> MethodTraining:
+    """OneBitAdam with the hyper-parameters of the task's own optimizer; it communicates by itself, without DDP."""
+    settings = task.optimizer(model.parameters()).defaults
+    optimizer = gradwire.OneBitAdam(
+        model.parameters(),
+        freeze_step=freeze_step,
+        lr=settings["lr"],
+        betas=settings["betas"],
+        eps=settings["eps"],
+        weight_decay=settings["weight_decay"],
+    )
+    return MethodTraining(model, optimizer, freeze_step)
+
+
+EVALUATED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
+"""Shares of the run after which the quality is measured; denser where the runs reach their last quality."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one training run came to."""
+
+    task: str
+    method: str
+    seed: int
+    dense_steps: int
+    """At the start, sent as without a compressor."""
+    curve: tuple[tuple[int, float], ...]
+    """(steps taken, quality), ascending."""
+
+    @property
+    def final(self) -> float:
+        """Quality at the end."""
+        return self.curve[-1][1]
+
+
+def method_of(task: Task, name: str) -> Method:
+    """Returns the method of that name under the task's optimizer.
+
+    Raises:
+        ValueError: There is none.
+    """
+    found = {method.name: method for method in METHODS[task.facts.optimizer]}
+    if name not in found:
+        raise ValueError(f"`--method` is {name!r}; {task.facts.name} has {', '.join(found)}")
+    return found[name]
+
+
+def train(task: Task, method: Method, seed: int) -> Run:
+    """Trains once on forked ranks.
+
+    Args:
+        task: Loaded, so that the ranks share its data.
+        method: One of the task's.
+        seed: Of weights and batches.
+
+    Raises:
+        RuntimeError: A rank failed; it has printed why.
+    """
+    for module in LAZY:  # once here, not in every rank
+        importlib.import_module(module)
+    places = [
+        ForkedRank(rank, RANKS, rank // 2, (2, 2), "127.0.0.1", port, "lo")
+        for port in [free_port()]
+        for rank in range(RANKS)
+    ]
+    with tempfile.TemporaryDirectory(prefix="gradwire-convergence-") as folder:
+        file = Path(folder, "run.json")
+
+        def rank_main(place: ForkedRank, _: list[str]) -> int:
+            place.connect()
+            run = train_as_rank(task, method, seed, place)
+            if place.rank == 0:
+                file.write_text(json.dumps(asdict(run)))
+            place.leave()
+            return 0
+
+        status = fork_ranks(places, rank_main, [])
+        if status:
+            raise RuntimeError(f"a rank of {task.facts.name}, {method.name}, seed {seed} ended with status {status}")
+        return run_from(json.loads(file.read_text()))
+
+
+def run_from(record: dict[str, object]) -> Run:
+    """Returns the run that `asdict` and JSON made a record of."""
+    curve = record["curve"]
+    assert isinstance(curve, list)
+    return Run(**{**record, "curve": tuple((int(step), float(value)) for step, value in curve)})  # type: ignore[arg-type]
+
+
+def train_as_rank(task: Task, method: Method, seed: int, place: ForkedRank) -> Run:
+    """One rank's part of a run.
+
+    Args:
+        task: What is trained.
+        method: How gradients are averaged.
+        seed: Of weights and batches.
+        place: Of this rank; the default process group is connected.
+    """
+    torch.set_num_threads(1)
+    steps = task.facts.steps
+    training = make_training(task, method, steps=steps, seed=seed, node=f"node{place.node}")
+    schedule = torch.optim.lr_scheduler.LambdaLR(training.optimizer, lambda step: share_of_peak(step, steps))
+    marks = {max(1, round(steps * share)) for share in EVALUATED}
+    curve = []
+    for step in range(steps):
+        training.take_step(lambda model, step=step: task.loss(model, step, place.rank, seed))  # type: ignore[misc]
+        schedule.step()
+        if step + 1 in marks:
+            curve.append((step + 1, _quality(task, training, place.rank)))
+    return Run(task.facts.name, method.name, seed, training.dense_steps, tuple(curve))
+
+
+@torch.no_grad()
+def _quality(task: Task, training: MethodTraining, rank: int) -> float:
+    model = getattr(training.model, "module", training.model)
+    total = task.score(model, rank)
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
