@@ -11,10 +11,11 @@ PciRole = Literal["gpu", "nic", "nvswitch", "cpu", "switch", "other"]
 
 NVIDIA, AMD_GPU, MELLANOX, BROADCOM_LSI, AMAZON = 0x10DE, 0x1002, 0x15B3, 0x1000, 0x1D0F
 CRAY, HPE, MICROSOFT, RED_HAT = 0x17DB, 0x1590, 0x1414, 0x1B36
+BROADCOM, INTEL, CHELSIO, PENSANDO = 0x14E4, 0x8086, 0x1425, 0x1DD8
 
 VENDOR_NAMES = {
     NVIDIA: "NVIDIA", AMD_GPU: "AMD", MELLANOX: "Mellanox", BROADCOM_LSI: "Broadcom", AMAZON: "Amazon",
-    CRAY: "Cray", HPE: "HPE", 0x14E4: "Broadcom", 0x8086: "Intel", 0x1022: "AMD", 0x11F8: "Microchip",
+    CRAY: "Cray", HPE: "HPE", BROADCOM: "Broadcom", INTEL: "Intel", 0x1022: "AMD", 0x11F8: "Microchip",
     0x10B5: "PLX", MICROSOFT: "Microsoft", RED_HAT: "QEMU", 0x1AF4: "virtio", 0x15AD: "VMware", 0x1AE0: "Google",
     0x104C: "Texas Instruments", 0x1A03: "ASPEED", 0x102B: "Matrox",
 }  # fmt: skip

@@ -12,9 +12,8 @@ from gradwire.topology.gdr.inputs.topology_file import STANDARD_PATH, TAGS, File
 from gradwire.topology.gdr.nccl import LEVELS, Version, default_level, parse_level, parse_version
 from gradwire.topology.gdr.process_context import ProcessContext, read_process_context
 from gradwire.topology.gdr.rdma import RdmaDevice, rdma_capable, read_rdma_devices
+from gradwire.topology.pci_ids import NVIDIA
 from gradwire.topology.readers.pci import PciFunction, PciTree, path_type
-
-NVIDIA = 0x10DE
 
 Pair = tuple[str, str]
 """(bus id of the GPU, bus id of the NIC)."""

@@ -4,18 +4,9 @@ import re
 from dataclasses import dataclass
 
 from gradwire.topology.gdr.inputs.files import Files
+from gradwire.topology.pci_ids import AMAZON, BROADCOM, CHELSIO, CRAY, HPE, INTEL, MELLANOX, PENSANDO
 from gradwire.topology.readers.pci import PciFunction, PciTree
 
-MELLANOX, BROADCOM, INTEL, AMAZON, CRAY, HPE, CHELSIO, PENSANDO = (
-    0x15B3,
-    0x14E4,
-    0x8086,
-    0x1D0F,
-    0x17DB,
-    0x1590,
-    0x1425,
-    0x1DD8,
-)
 E810 = frozenset((0x1591, 0x1592, 0x1593, 0x1599, 0x159A, 0x159B, 0x579C, 0x579D, 0x579E, 0x579F))
 """Intel E810 and E825 functions, served by irdma. Source: Linux drivers/net/ethernet/intel/ice/ice_devids.h."""
 EFA = range(0xEFA0, 0xEFA4)

@@ -8,12 +8,13 @@ from tempfile import TemporaryDirectory
 
 from gradwire.topology.gdr.capture import CaptureError, opened_capture
 from gradwire.topology.gdr.example import ExampleMachine
-from gradwire.topology.gdr.host import NVIDIA, Host
+from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.inputs.collect import collect
 from gradwire.topology.gdr.inputs.environment import parse_environment, read_environment
 from gradwire.topology.gdr.inputs.files import Files
 from gradwire.topology.gdr.inputs.nccl_log import NcclLog, read_nccl_log
 from gradwire.topology.gdr.inputs.texts import parse_nvlink_status, parse_perftest
+from gradwire.topology.pci_ids import NVIDIA
 from gradwire.topology.readers.lspci import read_tree as read_lspci_tree
 from gradwire.topology.readers.pci import PciTree
 from gradwire.topology.readers.pci_sysfs import read_tree

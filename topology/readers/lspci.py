@@ -17,9 +17,12 @@ from gradwire.topology.graph import Machine, PcieLink
 from gradwire.topology.pci_ids import (
     AMAZON,
     AMD_GPU,
+    BROADCOM,
     BROADCOM_LSI,
+    CHELSIO,
     CRAY,
     HPE,
+    INTEL,
     MELLANOX,
     MICROSOFT,
     NVIDIA,
@@ -56,7 +59,7 @@ CLASSES = {
 VENDORS = (
     ("NVIDIA", NVIDIA), ("Advanced Micro Devices, Inc. [AMD/ATI]", AMD_GPU), ("Mellanox", MELLANOX),
     ("Broadcom / LSI", BROADCOM_LSI), ("Amazon", AMAZON), ("Cray", CRAY), ("Hewlett Packard", HPE),
-    ("Broadcom", 0x14E4), ("Intel", 0x8086), ("Chelsio", 0x1425), ("PMC-Sierra", 0x11F8),
+    ("Broadcom", BROADCOM), ("Intel", INTEL), ("Chelsio", CHELSIO), ("PMC-Sierra", 0x11F8),
     ("Microsoft", MICROSOFT), ("Red Hat", RED_HAT), ("VMware", 0x15AD),
 )  # fmt: skip
 """Beginning of a description -> vendor id, for text without the numbers of -nn."""

@@ -3,7 +3,7 @@
 import re
 
 from gradwire.topology.gdr.glue import driver_flavour, peermem_known, peermem_path
-from gradwire.topology.gdr.host import NVIDIA, Host
+from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.model import (
     CheckOutcome,
     Finding,
@@ -16,6 +16,7 @@ from gradwire.topology.gdr.model import (
     unknown,
     warned,
 )
+from gradwire.topology.pci_ids import NVIDIA
 
 DATA_CENTRE = {
     0x1DB1: "V100 SXM2 16GB",

@@ -12,7 +12,7 @@ from gradwire.topology.gdr.glue import (
 from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.model import Finding, GdrCheck, Verdict, failed, informed, passed, unknown, warned
 from gradwire.topology.gdr.nccl import DMABUF_SINCE, MODULE_PATH_SINCE
-from gradwire.topology.gdr.rdma import AMAZON, CRAY, HPE
+from gradwire.topology.pci_ids import AMAZON, CRAY, HPE
 
 _SYMBOLS = re.compile(r"(disagrees about version of|[Uu]nknown) symbol (\w*peer_memory\w*)")
 

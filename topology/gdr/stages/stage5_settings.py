@@ -17,8 +17,8 @@ from gradwire.topology.gdr.model import (
     warned,
 )
 from gradwire.topology.gdr.nccl import DYNAMIC_GID_SINCE, LEVELS, parse_level, within
-from gradwire.topology.gdr.rdma import AMAZON
 from gradwire.topology.gdr.stages.stage4_path import hca_matches
+from gradwire.topology.pci_ids import AMAZON
 
 _UNKNOWN = unknown("the environment is not known", "give --env FILE: the output of env, or /proc/PID/environ")
 _DOCUMENTED = """IB_DISABLE NET NET_PLUGIN IB_HCA NET_GDR_LEVEL NET_GDR_READ NET_GDR_C2C DMABUF_ENABLE IB_GID_INDEX
