@@ -27,8 +27,8 @@ class Link:
         gap_seconds: What each further chunk takes of the processor, all its phases together, while alpha passes unseen
             behind other chunks; None: not known, and alpha keeps the link.
         ring_share: Part of the bandwidth that one ring over all ranks reaches: inside a node it goes through sockets.
-        exchange_share: Part of the bandwidth that a lone exchange of payloads (all_to_all, then all_gather) reaches: each
-            of its two rounds waits for the last message.
+        exchange_share: Part of the bandwidth that a lone exchange of payloads (all_to_all, then all_gather) reaches:
+            each of its two rounds waits for the last message.
         exchange_gap_share: Part of such an exchange that keeps the link; other chunks fill the rest.
         exchange_alpha_seconds: For each message of such an exchange; None: as for any other.
         on_processor: Whether the processor itself moves the bytes (shared memory), which cannot encode meanwhile.

@@ -146,7 +146,7 @@ class NvSwitch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class DeviceLink:
     """A connection outside the PCIe tree, the same in both directions."""
 
     a: str
@@ -188,7 +188,7 @@ class Machine:
     gpus: tuple[Gpu, ...] = ()
     nics: tuple[Nic, ...] = ()
     nvswitches: tuple[NvSwitch, ...] = ()
-    links: tuple[Link, ...] = ()
+    links: tuple[DeviceLink, ...] = ()
     links_known: bool = False
     """Whether the source would have shown NVLink or xGMI, so that none in `links` means that there is none."""
     given_paths: tuple[GivenPath, ...] = ()

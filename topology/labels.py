@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from gradwire.topology.bandwidth import nic_bytes_per_second, pcie_bytes_per_second
-from gradwire.topology.graph import Cpu, Gpu, Link, Machine, Nic, PcieLink, PciSwitch
+from gradwire.topology.graph import Cpu, DeviceLink, Gpu, Machine, Nic, PcieLink, PciSwitch
 from gradwire.topology.paths import Distances, PathType
 from gradwire.topology.pci_ids import VENDOR_NAMES
 
@@ -134,9 +134,9 @@ class Labels:
         return self._gpus[gpu.key]
 
     @cached_property
-    def bundles(self) -> Mapping[str, list[Link]]:
+    def bundles(self) -> Mapping[str, list[DeviceLink]]:
         """GPU -> its NVLink and xGMI bundles."""
-        bundles: dict[str, list[Link]] = {gpu.key: [] for gpu in self.machine.gpus}
+        bundles: dict[str, list[DeviceLink]] = {gpu.key: [] for gpu in self.machine.gpus}
         for link in self.machine.links:
             if link.kind in ("nvlink", "xgmi"):
                 for end in (link.a, link.b):

@@ -1,7 +1,7 @@
 """From a machine to the two numbers a planner needs about each level: bytes per second, and seconds per message.
 
 Bandwidths are NCCL's usable figures, not data-sheet ones. A number that nobody published or measured is None; the
-planner then has to be told (or to measure).
+caller then has to give it (or to measure).
 """
 
 import time
@@ -49,8 +49,8 @@ def levels_of(machine: Machine, *, host_memory_bytes_per_second: float | None = 
     """
     if not machine.gpus:
         rate = host_memory_bytes_per_second
-        told = "given by the caller" if rate is not None else "unknown until measured"
-        source = f"host memory: {told}; alpha assumed"
+        origin = "given by the caller" if rate is not None else "unknown until measured"
+        source = f"host memory: {origin}; alpha assumed"
         intra = LevelEstimate(
             name="intra_node", bytes_per_second=rate, alpha_seconds=HOST_MEMORY_ALPHA_SECONDS, source=source
         )
@@ -95,12 +95,14 @@ def _inter_node(machine: Machine) -> LevelEstimate:
     total = sum(known) if machine.gpus else max(known, default=None)
     rdma = bool(cards) and all(_is_rdma(nic) for nic in cards)
     alpha = ALPHA_SECONDS["network"] if rdma else TCP_ALPHA_SECONDS
-    told = "unknown: no card reports its line rate" if not known else f"line rate of {len(known)} of {len(rates)} cards"
+    origin = (
+        "unknown: no card reports its line rate" if not known else f"line rate of {len(known)} of {len(rates)} cards"
+    )
     return LevelEstimate(
         name="inter_node",
         bytes_per_second=total or None,
         alpha_seconds=alpha,
-        source=f"{told}; alpha: {_TUNING if rdma else 'TCP, assumed'}",
+        source=f"{origin}; alpha: {_TUNING if rdma else 'TCP, assumed'}",
     )
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Gpu, Machine, Nic, PciSwitch
-from gradwire.topology.pci_ids import BROADCOM_LSI
+from gradwire.topology.pci_ids import broadcom_generation
 
 
 class PathType(Enum):
@@ -33,7 +33,7 @@ class PathType(Enum):
 
 
 GDR_BY_DEFAULT = frozenset({PathType.LOC, PathType.PIX, PathType.PXB, PathType.P2C})
-"""Paths on which NCCL uses GPUDirect RDMA unless told otherwise (P2C from NCCL 2.27 on)."""
+"""Paths on which NCCL uses GPUDirect RDMA unless configured otherwise (P2C from NCCL 2.27 on)."""
 
 MAX_DEVICES = 512
 """More GPUs or more NICs than this are no machine; the limit keeps a hostile file from costing quadratic time."""
@@ -56,26 +56,16 @@ def path_of_printed(name: str) -> PathType | None:
     return PathType.NVL if name.startswith("NV") and name[2:].isdigit() else _PRINTED.get(name)
 
 
-def broadcom_generation(switch: PciSwitch, level: int) -> int:
-    """Returns 4 or 5 for a Broadcom PEX switch that shows itself as two stacked ones, else 0.
-
-    Args:
-        switch: The switch.
-        level: 0 for the upper one of a stack, 1 for the lower one.
-    """
-    subsystem = switch.subsystem_device or 0
-    if (switch.vendor, switch.subsystem_vendor) != (BROADCOM_LSI, BROADCOM_LSI):
-        return 0
-    if switch.device == 0xC010 and subsystem >> 12 == 0xA:
-        return 4
-    return 5 if switch.device == 0xC030 and subsystem >> 12 == level else 0
+def _generation(switch: PciSwitch, level: int) -> int:
+    """Returns `broadcom_generation` of a switch."""
+    return broadcom_generation(switch.vendor, switch.device, switch.subsystem_vendor, switch.subsystem_device, level)
 
 
 class Distances:
-    """Answers for one machine; every question costs constant time after a linear preparation."""
+    """The paths between the devices of one machine; each look-up costs constant time after a linear preparation."""
 
     def __init__(self, machine: Machine) -> None:
-        """Prepares the answers.
+        """Indexes the machine.
 
         Args:
             machine: What to measure.
@@ -94,12 +84,12 @@ class Distances:
         self._given = {frozenset((path.a, path.b)): path_of_printed(path.name) for path in machine.given_paths}
 
     def _stacked(self) -> dict[str, str]:
-        """Returns lower half -> upper half of every stacked Broadcom switch; NCCL takes the two for one."""
+        """Returns lower half -> upper half of every stacked Broadcom switch; NCCL treats the two as one."""
         fused = {}
         for key, switch in self._switches.items():
             upper = self._switches.get(switch.parent or "")
-            generation = 0 if upper is None else broadcom_generation(upper, 0)
-            if upper is not None and generation and broadcom_generation(switch, 1) == generation:
+            generation = 0 if upper is None else _generation(upper, 0)
+            if upper is not None and generation and _generation(switch, 1) == generation:
                 fused[key] = upper.key
         return fused
 
@@ -130,7 +120,7 @@ class Distances:
         return self._tops[device.parent][1] if device.parent in self._tops else device.parent
 
     def _tree_path(self, a: Gpu | Nic, b: Gpu | Nic) -> PathType | None:
-        """Returns the type of the way through the PCI tree."""
+        """Returns the type of the path through the PCI tree."""
         if a.parent is None or b.parent is None:
             return None
         above_a, above_b = self._place(a.parent), self._place(b.parent)
@@ -148,7 +138,7 @@ class Distances:
         return PathType.SYS if known else None
 
     def _path(self, a: Gpu | Nic, b: Gpu | Nic) -> PathType | None:
-        """Returns what the source states, else the way through the PCI tree."""
+        """Returns what the source states, else the path through the PCI tree."""
         pair = frozenset((a.key, b.key))
         return self._given[pair] if pair in self._given else self._tree_path(a, b)
 
@@ -238,7 +228,7 @@ class Distances:
         return best, tuple(nic for path, nic in paths if path is best)
 
     def qualifies_for_gdr(self, gpu: Gpu, nic: Nic) -> bool:
-        """Returns whether NCCL would use GPUDirect RDMA for a pair, as far as the machine's description tells.
+        """Returns whether NCCL would use GPUDirect RDMA for a pair, as far as the machine's description says.
 
         Args:
             gpu: A GPU of the machine.

@@ -1,7 +1,7 @@
 """What a PCI bus id, class code and vendor id mean.
 
-Source: PCI Code and ID Assignment Specification 1.11 (class codes); NCCL v2.30 src/graph/topo.cc (which class NCCL takes
-for which node); the public PCI ID repository (vendors).
+Source: PCI Code and ID Assignment Specification 1.11 (class codes); NCCL v2.30 src/graph/topo.cc (which class is which
+node for NCCL); the public PCI ID repository (vendors).
 """
 
 import re
@@ -11,10 +11,11 @@ PciRole = Literal["gpu", "nic", "nvswitch", "cpu", "switch", "other"]
 
 NVIDIA, AMD_GPU, MELLANOX, BROADCOM_LSI, AMAZON = 0x10DE, 0x1002, 0x15B3, 0x1000, 0x1D0F
 CRAY, HPE, MICROSOFT, RED_HAT = 0x17DB, 0x1590, 0x1414, 0x1B36
+BROADCOM, INTEL, CHELSIO, PENSANDO = 0x14E4, 0x8086, 0x1425, 0x1DD8
 
 VENDOR_NAMES = {
     NVIDIA: "NVIDIA", AMD_GPU: "AMD", MELLANOX: "Mellanox", BROADCOM_LSI: "Broadcom", AMAZON: "Amazon",
-    CRAY: "Cray", HPE: "HPE", 0x14E4: "Broadcom", 0x8086: "Intel", 0x1022: "AMD", 0x11F8: "Microchip",
+    CRAY: "Cray", HPE: "HPE", BROADCOM: "Broadcom", INTEL: "Intel", 0x1022: "AMD", 0x11F8: "Microchip",
     0x10B5: "PLX", MICROSOFT: "Microsoft", RED_HAT: "QEMU", 0x1AF4: "virtio", 0x15AD: "VMware", 0x1AE0: "Google",
     0x104C: "Texas Instruments", 0x1A03: "ASPEED", 0x102B: "Matrox",
 }  # fmt: skip
@@ -73,6 +74,28 @@ def role_of_function(class_code: int, vendor: int | None) -> PciRole:
     if role == "nvswitch" and vendor != NVIDIA:
         return "other"
     return role
+
+
+def broadcom_generation(
+    vendor: int | None, device: int | None, subsystem_vendor: int | None, subsystem_device: int | None, level: int
+) -> int:
+    """Returns 4 or 5 for a Broadcom PEX switch of that PCIe generation that shows itself as two stacked ones, else 0.
+
+    Args:
+        vendor: Of the switch's upstream port, as the following three.
+        device: PCI device id.
+        subsystem_vendor: PCI subsystem vendor id.
+        subsystem_device: PCI subsystem id.
+        level: 0 for the upper one of the stack, 1 for a lower one (Gen5 tells them apart in its subsystem id).
+
+    Source: NCCL src/graph/topo.cc (getBcmGen).
+    """
+    if (vendor, subsystem_vendor) != (BROADCOM_LSI, BROADCOM_LSI):
+        return 0
+    half = (subsystem_device or 0) >> 12
+    if (device, half) == (0xC010, 0xA):
+        return 4
+    return 5 if (device, half) == (0xC030, level) else 0
 
 
 def is_virtual_bridge(bus: str, vendor: int | None, device: int | None) -> bool:

@@ -7,7 +7,7 @@ it there: two GPUs and two NICs below each stack of switches, all at PXB.
 from dataclasses import replace
 
 from gradwire.topology.bandwidth import nvlink_bytes_per_second
-from gradwire.topology.graph import Cpu, Gpu, Link, Machine, Nic, NvSwitch, PcieLink, PciSwitch, Port
+from gradwire.topology.graph import Cpu, DeviceLink, Gpu, Machine, Nic, NvSwitch, PcieLink, PciSwitch, Port
 
 GEN4, GEN5 = (PcieLink(gigatransfers_per_second=rate, lanes=16) for rate in (16.0, 32.0))
 
@@ -78,7 +78,9 @@ def _sxm(machine: Machine, gpus: list[Gpu], bundles: tuple[int, ...]) -> Machine
     """Returns the machine with GPUs that are joined by one NVSwitch per entry of `bundles` (links to that switch)."""
     nvswitches = tuple(NvSwitch(key=f"0000:{0xF0 + i:02x}:00.0") for i in range(len(bundles)))
     links = tuple(
-        Link(a=gpu.key, b=switch.key, kind="nvlink", count=count, bytes_per_second=nvlink_bytes_per_second(gpu, count))
+        DeviceLink(
+            a=gpu.key, b=switch.key, kind="nvlink", count=count, bytes_per_second=nvlink_bytes_per_second(gpu, count)
+        )
         for gpu in gpus
         for switch, count in zip(nvswitches, bundles, strict=True)
     )

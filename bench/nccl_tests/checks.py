@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gradwire.bench.nccl_tests.backends.backend import Backend
 from gradwire.bench.nccl_tests.backends.gradwire_backend import GradwireBackend
-from gradwire.bench.nccl_tests.collectives import Collective, Counts
+from gradwire.bench.nccl_tests.collectives import CollectiveSpec, Counts
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, OPERATIONS, ElementType
 from gradwire.bench.nccl_tests.ranks import gather
 from gradwire.bench.nccl_tests.verify import ExactInputs, count_wrong
@@ -48,7 +48,7 @@ class ResultCheck(Protocol):
     """How a result is judged."""
 
     def wrong(
-        self, backend: Backend, collective: Collective, case: Case, counts: Counts, in_place: bool, seed: int
+        self, backend: Backend, collective: CollectiveSpec, case: Case, counts: Counts, in_place: bool, seed: int
     ) -> int:
         """Runs the operation once on inputs of its own and counts this rank's wrong elements."""
 
@@ -88,7 +88,7 @@ class ExactCheck:
         self._device = device
 
     def wrong(
-        self, backend: Backend, collective: Collective, case: Case, counts: Counts, in_place: bool, seed: int
+        self, backend: Backend, collective: CollectiveSpec, case: Case, counts: Counts, in_place: bool, seed: int
     ) -> int:
         """See `ResultCheck.wrong`."""
         inputs = ExactInputs(self._ranks, case.element, case.operation, seed)
@@ -100,7 +100,7 @@ class ExactCheck:
         return 0 if expected is None else count_wrong(output, expected, inputs)
 
 
-def cases(collective: Collective, options: argparse.Namespace, ranks: int) -> list[Case]:
+def cases(collective: CollectiveSpec, options: argparse.Namespace, ranks: int) -> list[Case]:
     """Every combination of element type, operation and root that the options ask for.
 
     Raises:
@@ -214,7 +214,7 @@ class LossyCheck:
         """Of the out-of-place halves, in the order of the rows."""
 
     def wrong(
-        self, backend: Backend, collective: Collective, case: Case, counts: Counts, in_place: bool, seed: int
+        self, backend: Backend, collective: CollectiveSpec, case: Case, counts: Counts, in_place: bool, seed: int
     ) -> int:
         """See `ResultCheck.wrong`."""
         numel = counts.source

@@ -40,7 +40,7 @@ Prepare = Callable[[Backend, Tensor, Tensor, str, int], Issue]
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class CollectiveSpec:
     """What the bench knows about a collective.
 
     Attributes:
@@ -149,7 +149,7 @@ def _barrier(backend: Backend, output: Tensor, source: Tensor, operation: str, r
 COLLECTIVES = {
     each.name: each
     for each in (
-        Collective(
+        CollectiveSpec(
             "all_reduce",
             "all_reduce",
             _whole,
@@ -158,7 +158,7 @@ COLLECTIVES = {
             lambda inputs, counts, rank, root: inputs.reduced(0, counts.output),
             reduces=True,
         ),
-        Collective(
+        CollectiveSpec(
             "all_gather",
             "all_gather",
             _gathered,
@@ -168,7 +168,7 @@ COLLECTIVES = {
                 [(each, 0) for each in range(inputs.ranks)], counts.source
             ),
         ),
-        Collective(
+        CollectiveSpec(
             "reduce_scatter",
             "reduce_scatter",
             _scattered,
@@ -177,7 +177,7 @@ COLLECTIVES = {
             lambda inputs, counts, rank, root: inputs.reduced(rank * counts.output, counts.output),
             reduces=True,
         ),
-        Collective(
+        CollectiveSpec(
             "broadcast",
             "broadcast",
             _whole,
@@ -186,7 +186,7 @@ COLLECTIVES = {
             lambda inputs, counts, rank, root: inputs.of(root, 0, counts.output),
             rooted=True,
         ),
-        Collective(
+        CollectiveSpec(
             "reduce",
             "reduce",
             _whole,
@@ -196,7 +196,7 @@ COLLECTIVES = {
             reduces=True,
             rooted=True,
         ),
-        Collective(
+        CollectiveSpec(
             "alltoall",
             "alltoall",
             _exchanged,
@@ -206,7 +206,7 @@ COLLECTIVES = {
                 [(each, rank * counts.shown) for each in range(inputs.ranks)], counts.shown
             ),
         ),
-        Collective(
+        CollectiveSpec(
             "sendrecv",
             "sendrecv",
             _whole,
@@ -214,7 +214,7 @@ COLLECTIVES = {
             _sendrecv,
             lambda inputs, counts, rank, root: inputs.of((rank - 1) % inputs.ranks, 0, counts.output),
         ),
-        Collective(
+        CollectiveSpec(
             "barrier",
             "barrier",
             lambda count, ranks, nbytes: Counts(0, 0, 0),

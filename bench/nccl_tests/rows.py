@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from gradwire.bench.nccl_tests.backends.backend import Backend, Issue
 from gradwire.bench.nccl_tests.checks import Buffers, Case, ResultCheck
-from gradwire.bench.nccl_tests.collectives import Collective, Counts
+from gradwire.bench.nccl_tests.collectives import CollectiveSpec, Counts
 from gradwire.bench.nccl_tests.ranks import gather
 
 
@@ -231,7 +231,7 @@ class RowRunner:
     def __init__(
         self,
         backend: Backend,
-        collective: Collective,
+        collective: CollectiveSpec,
         options: argparse.Namespace,
         device: torch.device,
         control: dist.ProcessGroup,

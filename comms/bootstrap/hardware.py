@@ -3,11 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gradwire.topology.assign import fastest_nics, nic_for_local_rank
-from gradwire.topology.graph import Nic
-from gradwire.topology.labels import nic_name
-from gradwire.topology.levels import levels_of
-from gradwire.topology.readers.detect import detect
+from gradwire.topology.host_summary import host_summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +33,11 @@ def hardware(local_rank: int | None, device_type: str) -> Hardware:
         local_rank: Index of this rank on its host; None where the launcher did not say.
         device_type: `cpu` or `cuda`: where the gradients are.
     """
-    machine = detect()
-    intra, inter = levels_of(machine)
-    nic = nic_for_local_rank(machine, local_rank) if local_rank is not None else None
+    host = host_summary(local_rank)
     return Hardware(
-        intra_node=intra.bytes_per_second if device_type == "cuda" else None,
-        inter_node=inter.bytes_per_second,
-        nic=nic_name(nic) if nic else None,
-        interface=_interface(nic) if nic else None,
-        fastest=tuple(nic_name(fast) for fast in fastest_nics(machine.nics)),
+        intra_node=host.intra_node_bytes_per_second if device_type == "cuda" else None,
+        inter_node=host.inter_node_bytes_per_second,
+        nic=host.nic,
+        interface=host.interface,
+        fastest=host.fastest_nics,
     )
-
-
-def _interface(nic: Nic) -> str | None:
-    """The network interface of the first port that is not down."""
-    up = (port for port in nic.ports if port.active is not False)
-    return next((name for port in up for name in port.interfaces), None)

@@ -48,7 +48,7 @@ def carry_out(requests: Iterator[Request], peers: Peers) -> None:
             work.wait()
 
 
-class TorchWork:
+class TorchPeersWork:
     """A collective of torch.distributed."""
 
     def __init__(self, work: dist.Work | None) -> None:
@@ -68,17 +68,17 @@ class TorchPeers:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
-    def all_reduce(self, tensor: Tensor) -> TorchWork:
+    def all_reduce(self, tensor: Tensor) -> TorchPeersWork:
         """See `Peers.all_reduce`."""
-        return TorchWork(dist.all_reduce(tensor, group=self._group, async_op=True))
+        return TorchPeersWork(dist.all_reduce(tensor, group=self._group, async_op=True))
 
-    def all_to_all(self, output: Tensor, source: Tensor) -> TorchWork:
+    def all_to_all(self, output: Tensor, source: Tensor) -> TorchPeersWork:
         """See `Peers.all_to_all`."""
-        return TorchWork(dist.all_to_all_single(output, source, group=self._group, async_op=True))
+        return TorchPeersWork(dist.all_to_all_single(output, source, group=self._group, async_op=True))
 
-    def all_gather(self, output: Tensor, source: Tensor) -> TorchWork:
+    def all_gather(self, output: Tensor, source: Tensor) -> TorchPeersWork:
         """See `Peers.all_gather`."""
-        return TorchWork(
+        return TorchPeersWork(
             dist.all_gather(list(output.view(self.size, -1)), source.view(-1), group=self._group, async_op=True)
         )
 

@@ -1,20 +1,80 @@
-"""`gradwire gdr-check`: this machine; under torchrun, every host of the job, and which one is the odd one out.
+"""`gradwire gdr-check`: is GPUDirect RDMA possible, configured, in use? On this machine, or on every host of a job.
 
-torchrun --nnodes 2 --nproc-per-node 8 ... -m gradwire gdr-check [--prove]
+    torchrun --nnodes 2 --nproc-per-node 8 ... -m gradwire gdr-check [--prove]
+
+In a job every host is checked, and the report names the one that differs from the others.
 """
 
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
+from rich.console import Console
+
+from gradwire.cli.pipe import reader_may_leave
 from gradwire.comms.config import local_rank, world_size
-from gradwire.topology.gdr import command
-from gradwire.topology.gdr.job import Job
+from gradwire.topology.gdr.capture import write_capture
+from gradwire.topology.gdr.compare import differences
+from gradwire.topology.gdr.host import Host
+from gradwire.topology.gdr.job import JobRank, exchange_results, prove_together
+from gradwire.topology.gdr.nccl import parse_version
+from gradwire.topology.gdr.render import print_report, report_json
+from gradwire.topology.gdr.runner import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, exit_code, run_checks
+from gradwire.topology.gdr.sources import HostInputs, SourceError, opened_host, read_text
 
 T = TypeVar("T")
 
 JOB_OPTIONS = frozenset({"--json", "--prove", "--all-pairs"})
 """With any other option not the job is looked at, but a description: by the first rank of each host."""
+PROVE_COMMAND = (sys.executable, "-P", "-m", "gradwire.cli.gdr_prove")
+"""The all-reduce that `--prove` runs in a child process of every rank."""
 _TIMEOUT = timedelta(minutes=10)  # a probe with two all-reduces may take six
+_EPILOG = """exit code: 0 pass, 1 warning, 2 failure or bad usage, 3 not known (or nothing to check).
+Nothing is changed on the machine; remedies are printed. As root more can be seen (ACS)."""
+_PIPE_WIDTH = 160
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of `gradwire gdr-check`."""
+    parse = argparse.ArgumentParser(
+        prog="gradwire gdr-check",
+        description="Is GPUDirect RDMA possible, configured, in use? Judged for every GPU-NIC pair.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = parse.add_mutually_exclusive_group()
+    source.add_argument(
+        "--root", type=Path, metavar="DIR", help="look at a captured tree, or a host mounted in a container"
+    )
+    source.add_argument("--from", type=Path, dest="archive", metavar="FILE.tar.gz", help="look at what --capture wrote")
+    source.add_argument("--example", action="store_true", help="show what a healthy, made-up machine looks like")
+    source.add_argument(
+        "--compare", type=Path, nargs="+", metavar="JSON", help="compare the --json of the hosts of a job"
+    )
+    parse.add_argument(
+        "--capture", type=Path, metavar="FILE.tar.gz", help="write what the checks read, without secrets"
+    )
+    parse.add_argument("--lspci", type=Path, metavar="FILE", help="take the PCI tree from the output of lspci -vvvnn")
+    parse.add_argument(
+        "--env", type=Path, metavar="FILE", help="judge these variables: output of env, or /proc/PID/environ"
+    )
+    parse.add_argument("--nccl-log", type=Path, metavar="FILE", help="a log written with NCCL_DEBUG=INFO")
+    parse.add_argument("--nccl-version", metavar="X.Y.Z", help="where neither log nor wheel says")
+    parse.add_argument("--nvlink", type=Path, metavar="FILE", help="output of nvidia-smi nvlink --status")
+    parse.add_argument(
+        "--perftest", type=Path, nargs=2, metavar=("HOST", "GPU"), help="ib_write_bw without and with --use_cuda"
+    )
+    parse.add_argument(
+        "--prove", action="store_true", help="register GPU memory with the NICs; under torchrun also all-reduce"
+    )
+    parse.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parse.add_argument("--all-pairs", action="store_true", help="show every pair, not only each GPU's nearest NICs")
+    return parse
 
 
 def main(argv: list[str]) -> int:
@@ -24,20 +84,109 @@ def main(argv: list[str]) -> int:
         argv: Words after `gdr-check`.
     """
     if world_size() == 1:
-        return command.main(argv)
+        return check(argv)
     if not JOB_OPTIONS.issuperset(argv):
-        return 0 if local_rank() else command.main(argv)
+        return 0 if local_rank() else check(argv)
     import torch.distributed as dist  # here, because `gradwire gdr-check` on one machine needs no torch
 
     from gradwire.comms.bootstrap.placement import host_identity
 
     def gather(own: T) -> list[T]:
-        told = [own] * dist.get_world_size()
-        dist.all_gather_object(told, own)
-        return told
+        everybody = [own] * dist.get_world_size()
+        dist.all_gather_object(everybody, own)
+        return everybody
 
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     try:
-        return command.main(argv, Job(dist.get_rank(), host_identity(), gather))
+        return check(argv, JobRank(dist.get_rank(), host_identity(), gather))
     finally:
         dist.destroy_process_group()
+
+
+def check(argv: Sequence[str], job: JobRank | None = None) -> int:
+    """Runs the checks that the options ask for.
+
+    Args:
+        argv: Words after `gdr-check`.
+        job: The job that this process is a rank of; then only rank 0 prints.
+
+    Returns:
+        0 pass, 1 warning, 2 failure or bad usage, 3 not known.
+    """
+    parse = parser()
+    try:
+        options = parse.parse_args(argv)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    try:
+        return _compare(options.compare, options.json) if options.compare else _check(options, job)
+    except SourceError as error:
+        print(f"gradwire gdr-check: {error}", file=sys.stderr)
+        return EXIT_FAIL
+
+
+def _check(options: argparse.Namespace, job: JobRank | None) -> int:
+    inputs = HostInputs(
+        root=options.root,
+        archive=options.archive,
+        lspci=options.lspci,
+        env=options.env,
+        nccl_log=options.nccl_log,
+        nvlink=options.nvlink,
+        perftest=tuple(options.perftest or ()),
+        prove=options.prove,
+        example=options.example,
+    )
+    if options.prove and not inputs.live:
+        raise SourceError("`--prove` needs this machine itself: leave out --root, --from and --lspci")
+    if options.nccl_version and parse_version(options.nccl_version) is None:
+        raise SourceError(f"`--nccl-version` {options.nccl_version}: want three numbers, 2.27.3")
+    with opened_host(inputs) as host:
+        if options.nccl_version:
+            host.facts = replace(host.facts, nccl_version=options.nccl_version)
+        if job is not None and options.prove and host.log is None:
+            prove_together(host, job, PROVE_COMMAND)
+        if job is not None:
+            exchange_results(host, job)
+        return _report(host, options, prints=job is None or job.rank == 0)
+
+
+def _report(host: Host, options: argparse.Namespace, *, prints: bool) -> int:
+    report = run_checks(host)
+    status = exit_code(host, report, asked_for_proof=options.prove)
+    if not prints:
+        return status
+    with reader_may_leave():
+        if options.json:
+            print(json.dumps(report_json(host, report, status), indent=1))
+        else:
+            width = None if sys.stdout.isatty() else _PIPE_WIDTH
+            print_report(host, report, Console(emoji=False, width=width), options.all_pairs)  # 0000:cd:00.0 is no disc
+    if options.capture is not None:
+        try:
+            count = write_capture(options.capture, host)
+        except OSError as error:
+            raise SourceError(f"`--capture` {options.capture}: {error.strerror or error}") from error
+        print(f"wrote {count} files to {options.capture}", file=sys.stderr)
+    return status
+
+
+def _compare(paths: list[Path], as_json: bool) -> int:
+    """Names the odd host out; 0 when all agree, 2 when one differs, 3 with a single host."""
+    results: list[dict[str, object]] = []
+    for path in paths:
+        try:
+            result = json.loads(read_text(path, "--compare"))
+        except (ValueError, RecursionError) as error:
+            raise error if isinstance(error, SourceError) else SourceError(f"`--compare` {path}: no JSON") from error
+        if not isinstance(result, dict) or not isinstance(result.get("checks"), list):
+            raise SourceError(f"`--compare` {path}: want the output of `gradwire gdr-check --json`")
+        results.append({"name": path.stem, **result})
+    found = differences(results)
+    agreed = f"{len(results)} hosts agree" if len(results) > 1 else "one host only: nothing to compare it with"
+    shown = json.dumps({"hosts": [result["name"] for result in results], "differences": found}, indent=1)
+    with reader_may_leave():
+        print(shown if as_json else "\n".join(found) or agreed)
+    if len(results) < 2:
+        return EXIT_UNKNOWN
+    return EXIT_FAIL if found else EXIT_PASS

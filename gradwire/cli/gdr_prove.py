@@ -1,4 +1,4 @@
-"""One all-reduce among the ranks of torchrun, timed: the child that `gradwire gdr-check --prove` runs and whose log it reads."""
+"""One timed all-reduce among the ranks of torchrun: `gradwire gdr-check --prove` runs it and reads its NCCL log."""
 
 import argparse
 import json

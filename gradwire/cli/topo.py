@@ -1,75 +1,151 @@
-"""`gradwire topo`: this machine; under torchrun, the cluster, its NICs, which nodes differ, which ranks are badly placed.
+"""`gradwire topo`: what this machine, or a described one, looks like; under torchrun, the whole cluster.
 
-torchrun --nnodes 4 --nproc-per-node 8 ... -m gradwire topo
+    torchrun --nnodes 4 --nproc-per-node 8 ... -m gradwire topo
+
+In a job without options it shows every node, the NIC of each rank, which nodes differ and which ranks are badly placed.
 """
 
+import argparse
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rich.console import Console
 
+from gradwire.cli.pipe import reader_may_leave
 from gradwire.comms.config import local_rank, world_size
 from gradwire.topology.assign import nic_for_local_rank
 from gradwire.topology.compare import RankPlacement, compare
+from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Machine
 from gradwire.topology.labels import nic_name
-from gradwire.topology.readers.detect import detect
-from gradwire.topology.show import command, json_form
-from gradwire.topology.show.draw import summary, tree
+from gradwire.topology.readers.detect import LIVE, detect
+from gradwire.topology.readers.files import read_file
+from gradwire.topology.show import draw, json_form, nccl_xml_write
+from gradwire.topology.show.svg import svg
+
+PIPE_WIDTH = 400
+"""Columns where nobody looks at a terminal, so that no line is broken."""
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """What one rank says: where it is, and its machine as JSON."""
-
-    host: tuple[str, ...]
-    local_rank: int
-    machine: str
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command's options."""
+    options = argparse.ArgumentParser(
+        prog="gradwire topo",
+        description="Shows CPUs, PCIe switches, GPUs, NICs and links: as a tree unless told otherwise.",
+    )
+    options.add_argument("--matrix", action="store_true", help="distances of all GPUs and NICs, as nvidia-smi topo -m")
+    options.add_argument("--json", action="store_true", help="everything, for programs")
+    options.add_argument("--svg", metavar="FILE", type=Path, help="write a picture")
+    options.add_argument("--nccl-xml", metavar="FILE", type=Path, help="write a file for NCCL_TOPO_FILE")
+    source = options.add_mutually_exclusive_group()
+    source.add_argument(
+        "--from",
+        metavar="FILE",
+        type=Path,
+        dest="description",
+        help="read NCCL XML, nvidia-smi topo -m, lspci -vvv or this command's JSON instead of this machine",
+    )
+    source.add_argument("--root", metavar="DIR", type=Path, default=LIVE, help="read sys/ and proc/ below this folder")
+    return options
 
 
 def main(argv: list[str]) -> int:
     """Runs `gradwire topo` and returns its exit status.
 
     Args:
-        argv: Words after `topo`; with any of them the options of one machine apply, on rank 0 alone.
+        argv: Words after `topo`; in a job with any of them the options of one machine apply, on rank 0 alone.
     """
     if world_size() == 1:
-        return command.main(argv)
+        return show_machine(argv)
     import torch.distributed as dist  # here, because `gradwire topo` on one machine needs no torch
 
     from gradwire.comms.bootstrap.placement import host_identity
 
     dist.init_process_group("gloo")
     try:
-        visits: list[Visit] = [Visit((), 0, "")] * dist.get_world_size()
-        dist.all_gather_object(visits, Visit(host_identity(), local_rank() or 0, json_form.write(detect())))
+        ranks: list[RankMachine] = [RankMachine((), 0, "")] * dist.get_world_size()
+        dist.all_gather_object(ranks, RankMachine(host_identity(), local_rank() or 0, json_form.write(detect())))
         if dist.get_rank() != 0:
             return 0
-        return command.main(argv) if argv else show(visits)
+        return show_machine(argv) if argv else show_job(ranks)
     finally:
         dist.destroy_process_group()
 
 
-def show(visits: list[Visit]) -> int:
+def show_machine(argv: list[str]) -> int:
+    """Shows one machine as the options say; returns 0, or 2 where the input or a file could not be used.
+
+    Args:
+        argv: Words after `gradwire topo`.
+    """
+    options = parser().parse_args(argv)
+    try:
+        machine = read_file(options.description) if options.description is not None else detect(options.root)
+        _write_files(machine, options.svg, options.nccl_xml)
+        with reader_may_leave():
+            _print(machine, options)
+    except (TopologyError, OSError) as error:
+        print(f"gradwire topo: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _print(machine: Machine, options: argparse.Namespace) -> None:
+    """Prints what was asked for, the tree where nothing was."""
+    if options.json:
+        print(json_form.write(machine))
+    if options.matrix:
+        print(draw.matrix(machine))
+    if not (options.json or options.matrix or options.svg or options.nccl_xml):
+        width = None if sys.stdout.isatty() else PIPE_WIDTH
+        Console(highlight=False, emoji=False, width=width).print(draw.tree(machine))  # 0000:cd:00.0 is no disc
+
+
+def _write_files(machine: Machine, picture: Path | None, nccl_xml: Path | None) -> None:
+    """Writes the files that were asked for, and says so on stderr."""
+    if picture is not None:
+        picture.write_text(svg(machine), encoding="utf-8")
+        print(f"wrote {picture}", file=sys.stderr)
+    if nccl_xml is not None:
+        text = nccl_xml_write.write(machine)
+        nccl_xml.write_text(text, encoding="utf-8")
+        count = nccl_xml_write.element_count(text)
+        limit = nccl_xml_write.NCCL_MAX_NODES
+        over = f"; NCCL refuses more than {limit} elements, this has {count}" if count > limit else ""
+        print(f"wrote {nccl_xml}{over}", file=sys.stderr)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMachine:
+    """What one rank of a job reports: the host it is on, and its machine as JSON."""
+
+    host: tuple[str, ...]
+    local_rank: int
+    machine: str
+
+
+def show_job(reports: list[RankMachine]) -> int:
     """Prints each kind of machine once, the ranks of each node, and what is wrong; 1 where something is."""
     console = Console(file=sys.stdout, emoji=False)
-    hosts = list(dict.fromkeys(visit.host for visit in visits))
-    machines = [json_form.read(next(visit.machine for visit in visits if visit.host == host)) for host in hosts]
-    console.print(f"{len(visits)} ranks on {len(hosts)} {'node' if len(hosts) == 1 else 'nodes'}")
+    hosts = list(dict.fromkeys(report.host for report in reports))
+    machines = [json_form.read(next(report.machine for report in reports if report.host == host)) for host in hosts]
+    console.print(f"{len(reports)} ranks on {len(hosts)} {'node' if len(hosts) == 1 else 'nodes'}")
     for number, host in enumerate(hosts):
-        ranks = [rank for rank, visit in enumerate(visits) if visit.host == host]
+        ranks = [rank for rank, report in enumerate(reports) if report.host == host]
         console.print(
-            f"node {number} {host[0]}: ranks {', '.join(map(str, ranks))}; {summary(machines[number])}", highlight=False
+            f"node {number} {host[0]}: ranks {', '.join(map(str, ranks))}; {draw.summary(machines[number])}",
+            highlight=False,
         )
-        nics = [nic_for_local_rank(machines[number], visits[rank].local_rank) for rank in ranks]
+        nics = [nic_for_local_rank(machines[number], reports[rank].local_rank) for rank in ranks]
         console.print(f"  NIC by rank: {', '.join(nic_name(nic) if nic else '?' for nic in nics)}", highlight=False)
     kinds: dict[str, list[str]] = {}
     for number, machine in enumerate(machines):
         kinds.setdefault(json_form.write(replace(machine, hostname=None)), []).append(str(number))
     for kind, numbers in kinds.items():
         name = f"node{'' if len(numbers) == 1 else 's'} {', '.join(numbers)}"
-        console.print(tree(replace(json_form.read(kind), hostname=name)))
-    findings = compare(machines, [_placement(rank, visit, hosts, machines) for rank, visit in enumerate(visits)])
+        console.print(draw.tree(replace(json_form.read(kind), hostname=name)))
+    findings = compare(machines, [_placement(rank, report, hosts, machines) for rank, report in enumerate(reports)])
     for finding in findings:
         console.print(f"- {finding}", highlight=False)
     if not findings:
@@ -77,9 +153,9 @@ def show(visits: list[Visit]) -> int:
     return 1 if findings else 0
 
 
-def _placement(rank: int, visit: Visit, hosts: list[tuple[str, ...]], machines: list[Machine]) -> RankPlacement:
-    node = hosts.index(visit.host)
+def _placement(rank: int, report: RankMachine, hosts: list[tuple[str, ...]], machines: list[Machine]) -> RankPlacement:
+    node = hosts.index(report.host)
     gpus = len(machines[node].gpus)
-    nic = nic_for_local_rank(machines[node], visit.local_rank)
+    nic = nic_for_local_rank(machines[node], report.local_rank)
     port = nic.ports[0].name if nic is not None and nic.ports else None
-    return RankPlacement(rank=rank, node=node, gpu=visit.local_rank % gpus if gpus else None, nic=port)
+    return RankPlacement(rank=rank, node=node, gpu=report.local_rank % gpus if gpus else None, nic=port)

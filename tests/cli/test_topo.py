@@ -1,11 +1,89 @@
-"""`gradwire topo` across a job: every node is there, a bad placement is named; alone it needs no torch."""
+"""`gradwire topo`: one machine as tree, matrix, picture and files; a whole job; without torch where one suffices."""
 
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from gradwire.bench.emulation.cluster import EmulatedCluster
+from gradwire.cli.topo import main
+from gradwire.topology.graph import Gpu, Machine
+from gradwire.topology.presets import dgx_a100
+from gradwire.topology.readers.files import read_file
+from gradwire.topology.show import draw, json_form
+
+
+@pytest.fixture
+def described(tmp_path: Path) -> str:
+    file = tmp_path / "machine.json"
+    file.write_text(json_form.write(dgx_a100()))
+    return str(file)
+
+
+def test_the_tree_shows_every_device(described: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--from", described]) == 0
+    shown = capsys.readouterr().out
+    for name in (*(f"GPU{i} " for i in range(8)), *(f"mlx5_{i} " for i in range(10)), "NUMA 7", "NVLink x12, 240 GB/s"):
+        assert name in shown
+
+
+def test_matrix_and_json_and_files(described: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--from", described, "--matrix"]) == 0
+    assert draw.matrix(dgx_a100()) in capsys.readouterr().out
+    assert main(["--from", described, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["n_gpu"] == 8
+    picture, file = tmp_path / "a.svg", tmp_path / "a.xml"
+    assert main(["--from", described, "--svg", str(picture), "--nccl-xml", str(file)]) == 0
+    assert capsys.readouterr().out == ""
+    ElementTree.fromstring(picture.read_text())
+    assert len(read_file(file).gpus) == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [(["topo"], 0), (["topo", "--json"], 0), (["gdr-check", "--example"], 0), (["gdr-check", "--root", "."], 2)],
+)
+def test_a_reader_that_leaves_early_is_no_error(words: list[str], status: int, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "gradwire", *words], stdout=writer, stderr=subprocess.PIPE, check=False, cwd=tmp_path
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (status, b"")
+
+
+def test_a_bus_id_is_no_emoji(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`:cd:` and `:ab:` are pictures in rich's markup."""
+    gpus = tuple(Gpu(key=bus, bus=bus) for bus in ("0000:cd:00.0", "0000:ab:00.0"))
+    (tmp_path / "a.json").write_text(json_form.write(Machine(gpus=gpus)))
+    assert main(["--from", str(tmp_path / "a.json")]) == 0
+    shown = capsys.readouterr().out
+    assert all(gpu.key in shown for gpu in gpus)
+
+
+def test_this_machine_and_a_captured_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "NUMA" in capsys.readouterr().out
+    for path, text in (("sys/devices/system/node/node0/cpulist", "0-15"), ("proc/sys/kernel/hostname", "testhost")):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(f"{text}\n")
+    assert main(["--root", str(tmp_path)]) == 0
+    assert "testhost" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [["--from", "/nonexistent"], ["--root", "/nonexistent"], ["--svg", "/nonexistent/a.svg"]]
+)
+def test_what_cannot_be_used_is_one_line_and_status_two(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("gradwire topo: ")
 
 
 @pytest.mark.netns

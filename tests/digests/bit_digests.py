@@ -69,8 +69,9 @@ def _first(*homes: str) -> Any:
 
 
 FusionPlan: Any = _first("gradwire:FusionPlan", "gradwire.comms.fusion:FusionPlan", "gradwire.fusion:FusionPlan")
-register_codec: Any = _first("gradwire:register_codec", "gradwire.compressors.registry:register_codec",
-                             "gradwire.compressors:register_codec")
+register_codec: Any = _first(
+    "gradwire:register_codec", "gradwire.compressors.registry:register_codec", "gradwire.compressors:register_codec"
+)
 native: Any = _first("gradwire._native")
 """Its `limit_isa` holds the compiled kernels down to an instruction set; only `--isa` needs it."""
 
@@ -203,10 +204,21 @@ def integers(numel: int, dtype: torch.dtype, step: int, rank: int) -> Tensor:
 # --- Models whose gradients are given. ---
 
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
-    "small": {"embedding.weight": (97, 64), "layers.0.weight": (96, 80), "layers.0.bias": (96,), "scale": (),
-              "layers.1.weight": (129, 67), "layers.1.bias": (129,), "stem.weight": (24, 13, 3, 3), "stem.bias": (24,),
-              "layers.2.weight": (101, 180), "layers.2.bias": (101,), "edge.weight": (32, 32), "head.weight": (33, 31),
-              "one.weight": (1,)},
+    "small": {
+        "embedding.weight": (97, 64),
+        "layers.0.weight": (96, 80),
+        "layers.0.bias": (96,),
+        "scale": (),
+        "layers.1.weight": (129, 67),
+        "layers.1.bias": (129,),
+        "stem.weight": (24, 13, 3, 3),
+        "stem.bias": (24,),
+        "layers.2.weight": (101, 180),
+        "layers.2.bias": (101,),
+        "edge.weight": (32, 32),
+        "head.weight": (33, 31),
+        "one.weight": (1,),
+    },
     "large": {"layer.weight": (601, 501), "layer.bias": (601,)},
 }
 """Name of a model -> its parameters. `edge` is as small as a matrix that is compressed can be, `head` one element smaller."""
@@ -225,7 +237,9 @@ class GivenGradients(nn.Module):
         channels_last: Whether four-dimensional ones lie in memory so.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtypes: Sequence[torch.dtype], channels_last: bool) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], dtypes: Sequence[torch.dtype], channels_last: bool
+    ) -> None:
         super().__init__()
         for number, (name, shape) in enumerate(shapes.items()):
             *path, leaf = name.split(".")
@@ -243,8 +257,11 @@ class GivenGradients(nn.Module):
         """Returns the sum of parameter times gradient over the parameters that have one."""
         named = list(self.named_parameters())
         order = ORDER if len(named) == len(ORDER) else range(len(named))
-        parts = [(named[place][1] * gradients[named[place][0]]).sum().double()
-                 for place in order if named[place][0] in gradients]
+        parts = [
+            (named[place][1] * gradients[named[place][0]]).sum().double()
+            for place in order
+            if named[place][0] in gradients
+        ]
         return torch.stack(parts).sum()
 
 
@@ -274,8 +291,14 @@ Plans = Callable[[Sequence[int]], Sequence[Any]]
 
 def _changing(sizes: Sequence[int]) -> Sequence[Any]:
     """Plans of every kind."""
-    return [FusionPlan(), FusionPlan(threshold_nbytes=1 << 30), FusionPlan(threshold_nbytes=40_000),
-            FusionPlan(piece_nbytes=5000), *_cuts(sizes), FusionPlan(threshold_nbytes=70_000, piece_nbytes=9_999)]
+    return [
+        FusionPlan(),
+        FusionPlan(threshold_nbytes=1 << 30),
+        FusionPlan(threshold_nbytes=40_000),
+        FusionPlan(piece_nbytes=5000),
+        *_cuts(sizes),
+        FusionPlan(threshold_nbytes=70_000, piece_nbytes=9_999),
+    ]
 
 
 def _cuts(sizes: Sequence[int]) -> Sequence[Any]:
@@ -377,12 +400,16 @@ class _Trainer:
         module = GivenGradients(SHAPES[case.model], case.dtypes, case.channels_last)
         config = gradwire.Config.from_env(timeout=TIMEOUT, **options)
         if case.make == "wrap":
-            self.ddp, self.state = gradwire.wrap(module, base_bucket_mb=bucket_mb, config=config, ddp_options=dict(case.ddp))
+            self.ddp, self.state = gradwire.wrap(
+                module, base_bucket_mb=bucket_mb, config=config, ddp_options=dict(case.ddp)
+            )
         else:
-            self.ddp = DistributedDataParallel(module, bucket_cap_mb=bucket_mb, process_group=self.group,
-                                               **case.ddp)  # type: ignore[arg-type]
-            self.state = (gradwire.HookState(config=config) if case.make == "unbound"
-                          else gradwire.HookState(self.ddp, config=config))
+            self.ddp = DistributedDataParallel(module, bucket_cap_mb=bucket_mb, process_group=self.group, **case.ddp)  # type: ignore[arg-type]
+            self.state = (
+                gradwire.HookState(config=config)
+                if case.make == "unbound"
+                else gradwire.HookState(self.ddp, config=config)
+            )
             self.ddp.register_comm_hook(self.state, self._hook)
         if case.watch:
             self.state.watch(self.scaler)
@@ -613,9 +640,14 @@ COMPRESSED: dict[str, tuple[str, dict[str, object]]] = {
 MAIN = ("fp16", "bf16-residual", "int8", "int4-stochastic", "onebit-warmup-1", "dgc-warmup-8", "powersgd-rank-2")
 """Those that are tried with everything else."""
 
-_RULES = {"rules": (gradwire.Rule(pattern="embedding.*", compressor="int8"), {"pattern": "edge.*"},
-                    gradwire.Rule(pattern="layers.1.*", max_dim=1, compressor="bf16", options={"residual": True}),
-                    gradwire.Rule(max_numel=8000, compressor="powersgd", options={"rank": 1, "warmup_steps": 0}))}
+_RULES = {
+    "rules": (
+        gradwire.Rule(pattern="embedding.*", compressor="int8"),
+        {"pattern": "edge.*"},
+        gradwire.Rule(pattern="layers.1.*", max_dim=1, compressor="bf16", options={"residual": True}),
+        gradwire.Rule(max_numel=8000, compressor="powersgd", options={"rank": 1, "warmup_steps": 0}),
+    )
+}
 
 
 class Ternary:
@@ -706,8 +738,13 @@ def interplay_cases(names: Sequence[str]) -> Iterator[tuple[str, Case]]:
         yield f"{place}/resume-other-buckets", replace(_with(case, **_RULES), resume_before=13, resume_bucket_mb=0.02)
         yield f"{place}/flush-and-resume", replace(case, flush_before=(12,), resume_before=13)
         yield f"{place}/loss-scale", replace(case, scales={0: 1024.0, 7: 512.0, 15: 2048.0, 16: 1.0})
-        yield f"{place}/not-finite", replace(case, not_finite={0: (0, float("inf")), 6: (1, float("inf")), 7: (2, float("nan")),
-                                                               20: (3, float("-inf"))})
+        yield (
+            f"{place}/not-finite",
+            replace(
+                case,
+                not_finite={0: (0, float("inf")), 6: (1, float("inf")), 7: (2, float("nan")), 20: (3, float("-inf"))},
+            ),
+        )
         for dtype in FLOATS[1:]:
             yield f"{place}/{_name(dtype)}", replace(case, dtypes=(dtype,))
 
@@ -715,11 +752,22 @@ def interplay_cases(names: Sequence[str]) -> Iterator[tuple[str, Case]]:
 def scaled_cases() -> Iterator[tuple[str, Case]]:
     """A scaler that is watched, and models that are unlike the small one."""
     yield "with/dgc-warmup-8/scaler", replace(_compressed("dgc-warmup-8"), watch=True, scales={3: 64.0, 15: 32.0})
-    yield "with/int8/scaler", replace(_compressed("int8"), watch=True, scales={0: 256.0, 15: 128.0},
-                                      not_finite={14: (1, float("inf"))}, resume_before=22)
+    yield (
+        "with/int8/scaler",
+        replace(
+            _compressed("int8"),
+            watch=True,
+            scales={0: 256.0, 15: 128.0},
+            not_finite={14: (1, float("inf"))},
+            resume_before=22,
+        ),
+    )
     yield "with/int8/plan-hierarchical", _with(_compressed("int8"), plan="hierarchical")
     yield "with/int8/mixed-dtypes", replace(_compressed("int8"), dtypes=MIXED)
-    yield "with/onebit-warmup-1/large", replace(_with(_compressed("onebit-warmup-1"), **SLOW_NIC), model="large", bucket_mb=25)
+    yield (
+        "with/onebit-warmup-1/large",
+        replace(_with(_compressed("onebit-warmup-1"), **SLOW_NIC), model="large", bucket_mb=25),
+    )
 
 
 def ddp_cases() -> Iterator[tuple[str, Case]]:
@@ -774,7 +822,10 @@ def backend_cases(layout: str) -> Iterator[tuple[str, Case]]:
     nodewise: dict[str, tuple[Body, Sequence[torch.dtype]]] = {
         "broadcast": (_broadcast, (torch.float32, torch.bfloat16, torch.int64)),
         "all_gather": (_all_gather, (torch.float32, torch.float16, torch.uint8)),
-        "reduce_scatter-sum": (partial(_reduce_scatter, add), (torch.float32, torch.float64, torch.bfloat16, torch.int32)),
+        "reduce_scatter-sum": (
+            partial(_reduce_scatter, add),
+            (torch.float32, torch.float64, torch.bfloat16, torch.int32),
+        ),
     }
     if not several:  # gloo cannot average
         nodewise["reduce_scatter-avg"] = (partial(_reduce_scatter, average), FLOATS)
@@ -789,10 +840,17 @@ def cases(layout: str) -> dict[str, Case]:
     """Returns the cases of one job by name."""
     found: list[tuple[str, Case]] = []
     if layout == "2x4":
-        few = ("exact/auto/chunks-0", "exact/flat/chunks-3", "exact/hierarchical/chunks-3", "exact/hierarchical/bfloat16",
-               "exact/leader/chunks-0")
+        few = (
+            "exact/auto/chunks-0",
+            "exact/flat/chunks-3",
+            "exact/hierarchical/chunks-3",
+            "exact/hierarchical/bfloat16",
+            "exact/leader/chunks-0",
+        )
         found += [(name, case) for name, case in exact_cases(layout) if name in few]
-        found += [(name, case) for name, case in fusion_cases() if name in ("fusion/flat/changing", "fusion/hierarchical/all")]
+        found += [
+            (name, case) for name, case in fusion_cases() if name in ("fusion/flat/changing", "fusion/hierarchical/all")
+        ]
         found += compressor_cases(MAIN)
     else:
         found += [*exact_cases(layout), *fusion_cases()]
@@ -800,8 +858,11 @@ def cases(layout: str) -> dict[str, Case]:
     if layout == "2x2":
         found += [*interplay_cases(MAIN[1:]), *scaled_cases(), *ddp_cases(), *optimizer_cases()]
     if layout == "3+1":
-        found += [(name, case) for name, case in interplay_cases(MAIN[2:])
-                  if name.endswith(("/chunks-3", "/fusion-changing", "/rules", "/resume-other-buckets", "/not-finite"))]
+        found += [
+            (name, case)
+            for name, case in interplay_cases(MAIN[2:])
+            if name.endswith(("/chunks-3", "/fusion-changing", "/rules", "/resume-other-buckets", "/not-finite"))
+        ]
     if layout in ("1x4", "2x2", "3+1"):
         found += backend_cases(layout)
     return {f"{layout}/{name}": case for name, case in found}
@@ -822,11 +883,21 @@ class Settings:
     """Of torch, in each rank."""
 
 
-def run_rank(rank: int, layout: str, names: Sequence[str], port: int, settings: Settings, answers: "Connection[Any, Any]") -> None:
+def run_rank(
+    rank: int, layout: str, names: Sequence[str], port: int, settings: Settings, answers: "Connection[Any, Any]"
+) -> None:
     """A rank of a job: sends its answer to each case: (text of an error, output, own, transfers)."""
     nodes = LAYOUTS[layout]
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
-                       "WORLD_SIZE": str(len(nodes)), "GRADWIRE_HOSTNAME": nodes[rank], "GLOO_SOCKET_IFNAME": "lo"})
+    os.environ.update(
+        {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(nodes)),
+            "GRADWIRE_HOSTNAME": nodes[rank],
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+    )
     torch.set_num_threads(settings.threads)
     try:
         if settings.isa:
@@ -889,7 +960,11 @@ def _collect(name: str, pipes: Sequence["Connection[Any, Any]"]) -> Record:
     outputs, own, transfers = zip(*answers, strict=True)
     if len(set(outputs)) > 1:
         raise RuntimeError(f"{name}: the ranks have different outputs: {', '.join(outputs)}")
-    return {"output": outputs[0], "state": {str(rank): each for rank, each in enumerate(own)}, "transfers": transfers[0]}
+    return {
+        "output": outputs[0],
+        "state": {str(rank): each for rank, each in enumerate(own)},
+        "transfers": transfers[0],
+    }
 
 
 def run_all(settings: Settings) -> dict[str, Record]:
@@ -932,8 +1007,11 @@ def compare(file: Path, settings: Settings, portable: bool) -> int:
     Returns:
         1 where there is a difference, else 0.
     """
-    wanted = {name: entry for name, entry in _read(file).items()
-              if fnmatchcase(name, f"*{settings.only}*") and (entry.get("portable") or not portable)}
+    wanted = {
+        name: entry
+        for name, entry in _read(file).items()
+        if fnmatchcase(name, f"*{settings.only}*") and (entry.get("portable") or not portable)
+    }
     found = run_all(settings)
     problems = [f"{name}: is in no file" for name in found if name not in wanted and not portable]
     for name, entry in wanted.items():
@@ -961,8 +1039,11 @@ def vary(file: Path, settings: Settings) -> int:
         print(variation, file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             target = Path(folder) / "varied.json"
-            subprocess.run([sys.executable, __file__, "record", str(target), "--only", settings.only, *options],
-                           env=os.environ | variables, check=True)
+            subprocess.run(
+                [sys.executable, __file__, "record", str(target), "--only", settings.only, *options],
+                env=os.environ | variables,
+                check=True,
+            )
             varied = _read(target)
         for name, found in minds.items():
             if name not in varied or differences(entries[name], varied[name]):
@@ -991,9 +1072,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("command", choices=("record", "compare", "vary"))
     parser.add_argument("file", type=Path, help="JSON file of digests")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="part of the names of the cases; may hold * and ?")
-    parser.add_argument("--portable", action="store_true", help="compare: only cases that are portable, for another machine")
-    parser.add_argument("--isa", default="", choices=("", "plain", "avx2", "avx512"), help="limit of the compiled kernels")
+    parser.add_argument(
+        "--only", default="", metavar="PATTERN", help="part of the names of the cases; may hold * and ?"
+    )
+    parser.add_argument(
+        "--portable", action="store_true", help="compare: only cases that are portable, for another machine"
+    )
+    parser.add_argument(
+        "--isa", default="", choices=("", "plain", "avx2", "avx512"), help="limit of the compiled kernels"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of torch, in each rank")
     chosen = parser.parse_args(argv)
     for name in [name for name in os.environ if name.startswith("GRADWIRE_")]:
@@ -1002,7 +1089,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = Settings(chosen.only, chosen.isa, chosen.threads)
     if chosen.command == "record":
         return record(chosen.file, settings)
-    return compare(chosen.file, settings, chosen.portable) if chosen.command == "compare" else vary(chosen.file, settings)
+    return (
+        compare(chosen.file, settings, chosen.portable) if chosen.command == "compare" else vary(chosen.file, settings)
+    )
 
 
 if __name__ == "__main__":

@@ -110,7 +110,8 @@ def test_a_range_without_an_end_in_sight_is_bounded() -> None:
     ("text", "expected"),
     [
         ("00000000:3B:00.0", "0000:3b:00.0"), ("3b:00.0", "0000:3b:00.0"), ("10000:e1:00.0", "10000:e1:00.0"),
-        ("0000:3b:00.8", None), ("3b:00", None), ("", None), ("0000:3b:00.0\n", "0000:3b:00.0"), ("fffffff:ffff:ff", None),
+        ("0000:3b:00.8", None), ("3b:00", None), ("", None), ("0000:3b:00.0\n", "0000:3b:00.0"),
+        ("fffffff:ffff:ff", None),
     ],
 )  # fmt: skip
 def test_bus_ids(text: str, expected: str | None) -> None:
@@ -121,7 +122,8 @@ def test_bus_ids(text: str, expected: str | None) -> None:
     ("code", "vendor", "in_a_file", "on_a_bus"),
     [
         (0x030200, 0x10DE, "gpu", "gpu"), (0x030000, 0x102B, "gpu", "other"), (0x120000, 0x1002, "gpu", "gpu"),
-        (0x020700, 0x15B3, "nic", "nic"), (0x068000, 0x10DE, "nvswitch", "nvswitch"), (0x068000, 0x8086, "nvswitch", "other"),
+        (0x020700, 0x15B3, "nic", "nic"), (0x068000, 0x10DE, "nvswitch", "nvswitch"),
+        (0x068000, 0x8086, "nvswitch", "other"),
         (0x060400, 0x1000, "switch", "switch"), (0x068001, None, "cpu", "cpu"), (0x010802, 0x144D, "other", "other"),
     ],
 )  # fmt: skip

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from gradwire.topology.assign import nearest_nics, nic_for_gpu, nic_for_local_rank, nics_of_gpus
-from gradwire.topology.graph import Link, Machine, Nic, Port
+from gradwire.topology.graph import DeviceLink, Machine, Nic, Port
 from gradwire.topology.levels import levels_of, measure_host_memory
 from gradwire.topology.paths import Distances, PathType
 from gradwire.topology.presets import cpu_only, dgx_a100, dgx_h100, pcie_box
@@ -37,7 +37,7 @@ def test_latency_grows_with_the_distance(preset: Machine) -> None:
 
 def test_nvlink_that_does_not_join_all_gpus_is_not_the_bottleneck() -> None:
     box = pcie_box()
-    pair = Link(a=box.gpus[0].key, b=box.gpus[1].key, kind="nvlink", count=4, bytes_per_second=48e9)
+    pair = DeviceLink(a=box.gpus[0].key, b=box.gpus[1].key, kind="nvlink", count=4, bytes_per_second=48e9)
     assert levels_of(replace(box, links=(pair,)))[0].bytes_per_second == 10e9
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.topology.errors import TopologyError
-from gradwire.topology.graph import Cpu, Gpu, Link, Machine, Nic, NvSwitch, PciSwitch, Port
+from gradwire.topology.graph import Cpu, DeviceLink, Gpu, Machine, Nic, NvSwitch, PciSwitch, Port
 from gradwire.topology.paths import GDR_BY_DEFAULT, Distances, PathType, path_of_printed
 from gradwire.topology.presets import dgx_a100, dgx_h100, pcie_box
 
@@ -34,7 +34,7 @@ def machines(draw: st.DrawFn) -> Machine:
     ]  # fmt: skip
     pairs = [(a.key, b.key) for i, a in enumerate(gpus) for b in gpus[i + 1 :]]
     joined = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=5)) if pairs else []
-    links = tuple(Link(a=a, b=b, kind="nvlink", count=2) for a, b in joined)
+    links = tuple(DeviceLink(a=a, b=b, kind="nvlink", count=2) for a, b in joined)
     return Machine(cpus=tuple(cpus), switches=tuple(switches), gpus=tuple(gpus), nics=tuple(nics), links=links)
 
 
@@ -109,7 +109,7 @@ def test_stacked_broadcom_switches_count_as_one(device: int, upper: int, lower: 
 
 def test_a_chip_to_chip_link_turns_the_way_through_the_cpu_into_p2c() -> None:
     box = pcie_box(2)
-    grace = replace(box, links=(Link(a=box.gpus[0].key, b="numa0", kind="c2c"),))
+    grace = replace(box, links=(DeviceLink(a=box.gpus[0].key, b="numa0", kind="c2c"),))
     assert Distances(box).gpu_nic(box.gpus[0], box.nics[0]) is PathType.PHB
     assert Distances(grace).gpu_nic(box.gpus[0], box.nics[0]) is PathType.P2C
     assert Distances(grace).qualifies_for_gdr(box.gpus[0], box.nics[0])
@@ -118,7 +118,7 @@ def test_a_chip_to_chip_link_turns_the_way_through_the_cpu_into_p2c() -> None:
 def test_two_hops_of_nvlink_are_nvb() -> None:
     box = pcie_box(3)
     keys = [gpu.key for gpu in box.gpus]
-    chained = replace(box, links=tuple(Link(a=a, b=b, kind="nvlink") for a, b in pairwise(keys)))
+    chained = replace(box, links=tuple(DeviceLink(a=a, b=b, kind="nvlink") for a, b in pairwise(keys)))
     distances = Distances(chained)
     assert distances.gpu_gpu(box.gpus[0], box.gpus[1]) is PathType.NVL
     assert distances.gpu_gpu(box.gpus[0], box.gpus[2]) is PathType.NVB
@@ -175,6 +175,6 @@ def test_printed_names(name: str, expected: PathType | None) -> None:
 
 def test_hidden_switch_joins_all_gpus() -> None:
     box = pcie_box(3)
-    links = tuple(Link(a=gpu.key, b="hidden", kind="nvlink", count=18) for gpu in box.gpus)
+    links = tuple(DeviceLink(a=gpu.key, b="hidden", kind="nvlink", count=18) for gpu in box.gpus)
     machine = replace(box, links=links, nvswitches=(NvSwitch(key="hidden"),))
     assert Distances(machine).gpu_gpu(box.gpus[0], box.gpus[2]) is PathType.NVL

@@ -1,4 +1,4 @@
-"""A healthy machine that exists on paper alone: one H100 and one RoCE NIC below one switch."""
+"""A made-up healthy machine: one H100 and one RoCE NIC below one switch."""
 
 import shutil
 from collections.abc import Mapping
@@ -9,9 +9,10 @@ from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.inputs.facts import facts_from_json
 from gradwire.topology.gdr.inputs.files import Files
 from gradwire.topology.gdr.inputs.nccl_log import parse_nccl_log
-from gradwire.topology.gdr.inputs.pci_files import tree_files
-from gradwire.topology.readers.pci import PciFunction, PciTree, read_tree
+from gradwire.topology.gdr.pci_files import tree_files
+from gradwire.topology.readers.pci import PciFunction, PciTree
 from gradwire.topology.readers.pci_config import ConfigSpace
+from gradwire.topology.readers.pci_sysfs import read_tree
 
 ROOT_PORT, SWITCH, GPU_PORT, NIC_PORT = "0000:00:01.0", "0000:01:00.0", "0000:02:00.0", "0000:02:01.0"
 GPU, NIC = "0000:03:00.0", "0000:04:00.0"
@@ -135,8 +136,8 @@ class ExampleMachine:
             self.write(path, text)
         self.link("sys/class/infiniband/mlx5_0/device", f"sys/bus/pci/devices/{NIC}")
         self.log = [
-            f"node:1:1 [0] NCCL INFO Channel 00/0 : {a}[0] -> {b}[0] [{way}] via NET/IB/0/GDRDMA"
-            for a, b, way in ((0, 1, "send"), (1, 0, "receive"))
+            f"node:1:1 [0] NCCL INFO Channel 00/0 : {a}[0] -> {b}[0] [{direction}] via NET/IB/0/GDRDMA"
+            for a, b, direction in ((0, 1, "send"), (1, 0, "receive"))
         ]
 
     def write(self, path: str, text: str | bytes) -> None:

@@ -1,4 +1,4 @@
-"""The two ways to hand GPU memory to a NIC, link by link: peer memory (a kernel module) and dma-buf."""
+"""The two mechanisms that give a NIC access to GPU memory: peer memory (a kernel module) and dma-buf."""
 
 import re
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ PEERMEM_PATHS = (
 
 
 @dataclass(frozen=True, slots=True)
-class ChainLink:
+class DmabufCondition:
     """One condition of dma-buf; `good` None is unknown."""
 
     name: str
@@ -23,7 +23,7 @@ class ChainLink:
 
 
 def peermem_path(host: Host) -> str | None:
-    """The path that tells NCCL that peer memory is loaded; None when there is none."""
+    """The path by which NCCL sees that peer memory is loaded; None when there is none."""
     return next((path for path in PEERMEM_PATHS if host.files.state(path) == "present"), None)
 
 
@@ -47,38 +47,44 @@ def kernel_version(host: Host) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def dmabuf_chain(host: Host) -> tuple[ChainLink, ...]:
+def dmabuf_chain(host: Host) -> tuple[DmabufCondition, ...]:
     """Everything that has to hold for dma-buf, in the order in which it is worth repairing.
 
     Source: NVIDIA GPU Operator documentation, GPUDirect RDMA, prerequisites; Linux 5.12 (RDMA dma-buf), rdma-core 34.
     """
     kernel, flavour = kernel_version(host), driver_flavour(host)
-    answers = [host.gpu_facts(gpu.bus_id).dmabuf_supported for gpu in host.gpus]
+    supported = [host.gpu_facts(gpu.bus_id).dmabuf_supported for gpu in host.gpus]
     cuda = host.facts.cuda_version
     return (
-        ChainLink("kernel", None if kernel is None else kernel >= (5, 12), f"kernel {kernel}, 5.12 or later is needed"),
+        DmabufCondition(
+            "kernel", None if kernel is None else kernel >= (5, 12), f"kernel {kernel}, 5.12 or later is needed"
+        ),
         _kernel_option(host),
-        ChainLink("module", None if flavour is None else flavour == "open", f"{flavour or 'unknown'} kernel module"),
-        ChainLink("CUDA", None if cuda is None else cuda >= 11070, f"driver for CUDA {cuda}, 11070 or later is needed"),
-        ChainLink("GPU", _all(answers), "attribute 124 (DMA_BUF_SUPPORTED)"),
-        ChainLink("rdma-core", host.facts.verbs_dmabuf, "ibv_reg_dmabuf_mr in libibverbs (rdma-core 34)"),
+        DmabufCondition(
+            "module", None if flavour is None else flavour == "open", f"{flavour or 'unknown'} kernel module"
+        ),
+        DmabufCondition(
+            "CUDA", None if cuda is None else cuda >= 11070, f"driver for CUDA {cuda}, 11070 or later is needed"
+        ),
+        DmabufCondition("GPU", _all(supported), "attribute 124 (DMA_BUF_SUPPORTED)"),
+        DmabufCondition("rdma-core", host.facts.verbs_dmabuf, "ibv_reg_dmabuf_mr in libibverbs (rdma-core 34)"),
     )
 
 
-def _all(answers: list[bool | None]) -> bool | None:
-    if False in answers:
+def _all(supported: list[bool | None]) -> bool | None:
+    if False in supported:
         return False
-    return True if answers and all(answers) else None
+    return True if supported and all(supported) else None
 
 
-def _kernel_option(host: Host) -> ChainLink:
+def _kernel_option(host: Host) -> DmabufCondition:
     """CONFIG_PCI_P2PDMA, from the kernel's configuration where a distribution ships it."""
     release = host.facts.kernel or host.files.text("proc/sys/kernel/osrelease")
     found = host.files.find(f"boot/config-{release}", r"^CONFIG_PCI_P2PDMA=y$") if release else None
-    return ChainLink("P2PDMA", None if found is None else bool(found), "CONFIG_PCI_P2PDMA=y in the kernel")
+    return DmabufCondition("P2PDMA", None if found is None else bool(found), "CONFIG_PCI_P2PDMA=y in the kernel")
 
 
-def chain_state(chain: tuple[ChainLink, ...]) -> bool | None:
+def chain_state(chain: tuple[DmabufCondition, ...]) -> bool | None:
     """False when a link is broken, True when all hold; a missing kernel configuration file alone does not matter."""
     if any(link.good is False for link in chain):
         return False

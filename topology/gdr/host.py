@@ -1,26 +1,26 @@
 """Everything the checks may look at, derived once: GPUs, NICs, pairs, settings, versions."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from gradwire.topology.gdr.inputs.environment import Setting, merge, parse_nccl_conf
-from gradwire.topology.gdr.inputs.facts import Facts, GpuFacts
+from gradwire.topology.gdr.inputs.environment import EffectiveSetting, merge, parse_nccl_conf
+from gradwire.topology.gdr.inputs.facts import GpuFacts, HostFacts
 from gradwire.topology.gdr.inputs.files import Files
 from gradwire.topology.gdr.inputs.nccl_log import NcclLog
-from gradwire.topology.gdr.inputs.topology_file import STANDARD_PATH, TAGS, file_path_type, read_places
-from gradwire.topology.gdr.inputs.topology_file import Place as TopologyPlace
-from gradwire.topology.gdr.model import Finding, Outcome, Pair, worst
+from gradwire.topology.gdr.inputs.topology_file import STANDARD_PATH, TAGS, FilePosition, file_path_type, read_positions
 from gradwire.topology.gdr.nccl import LEVELS, Version, default_level, parse_level, parse_version
-from gradwire.topology.gdr.place import Place, find_place
+from gradwire.topology.gdr.process_context import ProcessContext, read_process_context
 from gradwire.topology.gdr.rdma import RdmaDevice, rdma_capable, read_rdma_devices
+from gradwire.topology.pci_ids import NVIDIA
 from gradwire.topology.readers.pci import PciFunction, PciTree, path_type
 
-NVIDIA = 0x10DE
+Pair = tuple[str, str]
+"""(bus id of the GPU, bus id of the NIC)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Nic:
+class RdmaNic:
     """One NIC that could do RDMA: a PCI function and the RDMA devices on it."""
 
     function: PciFunction
@@ -43,7 +43,7 @@ class Host:
 
     files: Files
     tree: PciTree
-    facts: Facts = field(default_factory=Facts)
+    facts: HostFacts = field(default_factory=HostFacts)
     environment: Mapping[str, str] | None = None
     """Filtered variables; None is unknown, {} is none set."""
     log: NcclLog | None = None
@@ -57,16 +57,16 @@ class Host:
     """Measured Gb/s: `host`, `gdr` (perftest), `default`, `LOC` (the same all-reduce with two levels)."""
 
     @cached_property
-    def place(self) -> Place:
-        """Where the process stands."""
-        return find_place(self.files, "KUBERNETES_SERVICE_HOST" in (self.environment or {}))
+    def process(self) -> ProcessContext:
+        """What this process runs as and in, which decides what it can see."""
+        return read_process_context(self.files, "KUBERNETES_SERVICE_HOST" in (self.environment or {}))
 
     @cached_property
     def gpus(self) -> tuple[PciFunction, ...]:
         """NVIDIA GPUs on the bus; in a container those it was given, though sysfs shows them all."""
         gpus = tuple(function for function in self.tree.of_class(0x03) if function.vendor == NVIDIA)
         given = {gpu.bus_id for gpu in self.facts.gpus or ()}
-        return tuple(gpu for gpu in gpus if gpu.bus_id in given or not given or self.place.container == "")
+        return tuple(gpu for gpu in gpus if gpu.bus_id in given or not given or self.process.container == "")
 
     @cached_property
     def rdma_devices(self) -> tuple[RdmaDevice, ...] | None:
@@ -74,7 +74,7 @@ class Host:
         return read_rdma_devices(self.files, self.tree)
 
     @cached_property
-    def capable(self) -> tuple[Nic, ...]:
+    def capable(self) -> tuple[RdmaNic, ...]:
         """Every PCI function that could do RDMA; functions handed to virtual machines are left out."""
         found: dict[str, list[RdmaDevice]] = {}
         for device in self.rdma_devices or ():
@@ -84,10 +84,10 @@ class Host:
             idle = function.is_virtual and not function.driver
             if rdma_capable(function) and function.driver != "vfio-pci" and not idle:
                 found.setdefault(bus_id, [])
-        return tuple(Nic(self.tree.functions[bus_id], tuple(found[bus_id])) for bus_id in sorted(found))
+        return tuple(RdmaNic(self.tree.functions[bus_id], tuple(found[bus_id])) for bus_id in sorted(found))
 
     @cached_property
-    def nics(self) -> tuple[Nic, ...]:
+    def nics(self) -> tuple[RdmaNic, ...]:
         """The NICs that pairs are built with: those with an RDMA device, all capable ones when none has."""
         return tuple(nic for nic in self.capable if nic.devices) or self.capable
 
@@ -103,14 +103,14 @@ class Host:
         }
 
     def _distance(self, gpu: str, nic: str) -> str | None:
-        path = file_path_type(self.file_places, gpu, nic) or path_type(self.tree, gpu, nic)
+        path = file_path_type(self.file_positions, gpu, nic) or path_type(self.tree, gpu, nic)
         return "P2C" if path == "PHB" and self.gpu_facts(gpu).c2c else path
 
     @cached_property
-    def file_places(self) -> dict[str, TopologyPlace]:
+    def file_positions(self) -> dict[str, FilePosition]:
         """Where devices hang according to the topology file that NCCL reads; empty without one."""
         named = self.setting("NCCL_TOPO_FILE")
-        return read_places(self.files.find((named or STANDARD_PATH).lstrip("/"), TAGS) or ())
+        return read_positions(self.files.find((named or STANDARD_PATH).lstrip("/"), TAGS) or ())
 
     @cached_property
     def best_pairs(self) -> tuple[Pair, ...]:
@@ -123,7 +123,7 @@ class Host:
         return tuple(best)
 
     @cached_property
-    def settings(self) -> dict[str, Setting] | None:
+    def settings(self) -> dict[str, EffectiveSetting] | None:
         """Variables of the process over the configuration files; None when the environment is unknown."""
         if self.environment is None:
             return None
@@ -149,19 +149,3 @@ class Host:
     def gdr_level(self) -> str:
         """The level in force: the variable's, else NCCL's default."""
         return parse_level(self.setting("NCCL_NET_GDR_LEVEL") or "") or default_level(self.nccl_version)
-
-    def judge_pairs(self, judge: Callable[[str, str], tuple[Outcome, str]], remedy: str = "") -> Finding:
-        """Judges every pair; the host's outcome is the worst among each GPU's nearest NICs.
-
-        Args:
-            judge: (GPU, NIC) -> outcome and words.
-            remedy: Printed unless all is well.
-        """
-        pairs = {pair: judge(*pair) for pair in self.distances}
-        if not pairs:
-            return Finding(Outcome.UNKNOWN, "no GPU-NIC pair is known")
-        outcome = worst([pairs[pair][0] for pair in self.best_pairs])
-        blamed = [pair for pair in self.best_pairs if pairs[pair][0] == outcome]
-        first = pairs[blamed[0]][1]
-        text = f"{first} ({len(blamed)} of {len(self.best_pairs)} nearest pairs)"
-        return Finding(outcome, text, "" if outcome in (Outcome.PASS, Outcome.INFO) else remedy, pairs)

@@ -1,6 +1,6 @@
-"""The ranks of a job meet: each tells what its host found and what its log shows, and all know it afterwards."""
+"""The ranks of a job exchange what their hosts found and what their logs show, so that every rank knows all of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -14,15 +14,15 @@ T = TypeVar("T")
 
 
 class Gather(Protocol):
-    """Hands a rank's word to all the others, and returns everybody's in the order of the ranks."""
+    """All-gathers one object of each rank, in the order of the ranks."""
 
     def __call__(self, own: T, /) -> list[T]:
         """Waits for all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """This rank's place, and how it reaches the others."""
+class JobRank:
+    """One rank of the job, and how it exchanges objects with the others."""
 
     rank: int
     host: tuple[str, ...]
@@ -31,33 +31,38 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What one rank says."""
+class RankResult:
+    """What one rank reports to the others."""
 
     host: tuple[str, ...]
     result: Mapping[str, object]
     log: NcclLog | None
 
 
-def prove_together(host: Host, job: Job) -> None:
+def prove_together(host: Host, job: JobRank, command: Sequence[str]) -> None:
     """All-reduces among all ranks and gives the host what this rank saw of it, in place.
 
     Where one host has nothing to try it with, none does: the others would only wait for it.
+
+    Args:
+        host: The machine.
+        job: This rank and the others.
+        command: The all-reduce, see `prove_with_nccl`.
     """
     places = job.gather((job.host, nothing_to_check(host)))
     if any(nothing for _, nothing in places):
         host.proof_error = "no all-reduce: " + next(f"{name[0]} has {nothing}" for name, nothing in places if nothing)
         return
-    proof = prove_with_nccl(one_host=len({name for name, _ in places}) == 1, rank=job.rank)
+    proof = prove_with_nccl(command, one_host=len({name for name, _ in places}) == 1, rank=job.rank)
     host.log, host.proof_error = proof.log, proof.error
     host.bandwidths = {**host.bandwidths, **proof.gigabits_per_second}
 
 
-def meet(host: Host, job: Job) -> None:
+def exchange_results(host: Host, job: JobRank) -> None:
     """Gives the host, in place, the channels of every rank's log and, unless none has any, the results of all hosts."""
     report = run_checks(host)
-    told = job.gather(Told(job.host, report_json(host, report, exit_code(host, report)), host.log))
-    host.log = merged_logs([one.log for one in told if one.log is not None])
-    results = {one.host: one.result for one in reversed(told)}  # the lowest rank of a host speaks for it
+    gathered = job.gather(RankResult(job.host, report_json(host, report, exit_code(host, report)), host.log))
+    host.log = merged_logs([one.log for one in gathered if one.log is not None])
+    results = {one.host: one.result for one in reversed(gathered)}  # the lowest rank of a host stands for it
     if any(not result.get("nothing") for result in results.values()):
-        host.peers = tuple({"name": name[0], **results[name]} for name in dict.fromkeys(one.host for one in told))
+        host.peers = tuple({"name": name[0], **results[name]} for name in dict.fromkeys(one.host for one in gathered))

@@ -1,19 +1,14 @@
-"""The words of the checker: outcomes, verdicts, findings, checks."""
+"""What a check is and what it finds: outcomes, verdicts, findings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from gradwire.topology.gdr.host import Host
-
-Pair = tuple[str, str]
-"""(bus id of the GPU, bus id of the NIC)."""
+from gradwire.topology.gdr.host import Host, Pair
 
 
-class Outcome(StrEnum):
+class CheckOutcome(StrEnum):
     """What one check found; UNKNOWN is an outcome of its own and never becomes PASS."""
 
     PASS = "pass"
@@ -25,7 +20,7 @@ class Outcome(StrEnum):
 
 
 class Verdict(StrEnum):
-    """The three questions that are answered apart for every pair."""
+    """The three questions about every pair: possible, configured, in use."""
 
     POSSIBLE = "possible"
     """Does the hardware path allow it?"""
@@ -35,36 +30,43 @@ class Verdict(StrEnum):
     """Did a log or a probe show it?"""
 
 
-BADNESS = (Outcome.SKIPPED, Outcome.INFO, Outcome.PASS, Outcome.WARN, Outcome.UNKNOWN, Outcome.FAIL)
+BADNESS = (
+    CheckOutcome.SKIPPED,
+    CheckOutcome.INFO,
+    CheckOutcome.PASS,
+    CheckOutcome.WARN,
+    CheckOutcome.UNKNOWN,
+    CheckOutcome.FAIL,
+)
 """Outcomes from harmless to bad: not knowing is worse than a warning, for it may hide a failure."""
 
 
-def worst(outcomes: list[Outcome]) -> Outcome:
+def worst(outcomes: list[CheckOutcome]) -> CheckOutcome:
     """The worst of some outcomes; SKIPPED for none."""
-    return max(outcomes, key=BADNESS.index, default=Outcome.SKIPPED)
+    return max(outcomes, key=BADNESS.index, default=CheckOutcome.SKIPPED)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """What a check found on this host, and for single pairs where they differ."""
 
-    outcome: Outcome
+    outcome: CheckOutcome
     text: str
     """One sentence that names the thing found."""
     remedy: str = ""
     """What a person can do; printed, never applied."""
-    pairs: Mapping[Pair, tuple[Outcome, str]] = field(default_factory=lambda: MappingProxyType({}))
+    pairs: Mapping[Pair, tuple[CheckOutcome, str]] = field(default_factory=lambda: MappingProxyType({}))
     """Outcome and words for each pair, from checks that look at pairs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class GdrCheck:
     """One row of the checklist."""
 
     name: str
     """`G1`: stage letter and number."""
     title: str
-    function: "Callable[[Host], Finding]"
+    function: Callable[[Host], Finding]
     verdict: Verdict | None = None
     """The question it decides; None for advice."""
     needs: tuple[str, ...] = ()
@@ -72,33 +74,51 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CheckResult:
     """A check and what came of it."""
 
-    check: Check
+    check: GdrCheck
     finding: Finding
 
 
 def passed(text: str) -> Finding:
     """A finding that is as it should be."""
-    return Finding(Outcome.PASS, text)
+    return Finding(CheckOutcome.PASS, text)
 
 
 def informed(text: str) -> Finding:
     """A finding that is neither good nor bad."""
-    return Finding(Outcome.INFO, text)
+    return Finding(CheckOutcome.INFO, text)
 
 
 def warned(text: str, remedy: str = "") -> Finding:
     """A finding that costs speed or may surprise."""
-    return Finding(Outcome.WARN, text, remedy)
+    return Finding(CheckOutcome.WARN, text, remedy)
 
 
 def failed(text: str, remedy: str = "") -> Finding:
     """A finding that keeps GPUDirect RDMA from working."""
-    return Finding(Outcome.FAIL, text, remedy)
+    return Finding(CheckOutcome.FAIL, text, remedy)
 
 
 def unknown(text: str, remedy: str = "") -> Finding:
     """Something that cannot be known from here, with what would make it known."""
-    return Finding(Outcome.UNKNOWN, text, remedy)
+    return Finding(CheckOutcome.UNKNOWN, text, remedy)
+
+
+def judge_pairs(host: Host, judge: Callable[[str, str], tuple[CheckOutcome, str]], remedy: str = "") -> Finding:
+    """Judges every GPU-NIC pair; the host's outcome is the worst among each GPU's nearest NICs.
+
+    Args:
+        host: The machine.
+        judge: (GPU, NIC) -> outcome and words.
+        remedy: Printed unless all is well.
+    """
+    pairs = {pair: judge(*pair) for pair in host.distances}
+    if not pairs:
+        return unknown("no GPU-NIC pair is known")
+    outcome = worst([pairs[pair][0] for pair in host.best_pairs])
+    blamed = [pair for pair in host.best_pairs if pairs[pair][0] == outcome]
+    first = pairs[blamed[0]][1]
+    text = f"{first} ({len(blamed)} of {len(host.best_pairs)} nearest pairs)"
+    return Finding(outcome, text, "" if outcome in (CheckOutcome.PASS, CheckOutcome.INFO) else remedy, pairs)

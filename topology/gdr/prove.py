@@ -1,8 +1,8 @@
-"""Runs a small NCCL all-reduce in a child process and reads the log it leaves; torch stays out of topology."""
+"""Runs a small NCCL all-reduce in a child process, whose command the caller gives, and reads the log it leaves."""
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,9 +10,6 @@ from tempfile import TemporaryDirectory
 from gradwire.topology.gdr.inputs.child import run_child
 from gradwire.topology.gdr.inputs.environment import child_environment
 from gradwire.topology.gdr.inputs.nccl_log import NcclLog, read_nccl_log
-
-CHILD = (sys.executable, "-P", "-m", "gradwire.cli.gdr_prove")
-"""Takes `--label NAME` and prints {"gigabits_per_second": ...} or {"error": ...} as its last line."""
 
 _SECONDS = 180.0
 _LOGGING = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,ENV"}
@@ -32,10 +29,12 @@ class Proof:
     """Why something is missing."""
 
 
-def prove_with_nccl(*, one_host: bool, rank: int) -> Proof:
+def prove_with_nccl(command: Sequence[str], *, one_host: bool, rank: int) -> Proof:
     """All-reduces twice among the ranks of torchrun: as configured, and with GPUDirect RDMA off.
 
     Args:
+        command: The all-reduce: a program that takes `--label NAME` and prints {"gigabits_per_second": ...} or
+            {"error": ...} as its last line.
         one_host: All ranks share a host; they are kept from NVLink and shared memory then, so that they use the NICs.
         rank: Named in messages.
     """
@@ -45,7 +44,9 @@ def prove_with_nccl(*, one_host: bool, rank: int) -> Proof:
     with TemporaryDirectory(prefix="gradwire-gdr-") as folder:
         for label, level in _RUNS:
             path = Path(folder) / f"{label}.log"
-            rate, error = _run(label, child_environment({**fixed, **level, "NCCL_DEBUG_FILE": str(path)}))
+            rate, error = _run(
+                [*command, "--label", label], child_environment({**fixed, **level, "NCCL_DEBUG_FILE": str(path)})
+            )
             if label == "default" and path.is_file():
                 log = read_nccl_log(path)
             if rate is None:  # the other ranks stopped as well: a second run would only wait for them
@@ -56,14 +57,14 @@ def prove_with_nccl(*, one_host: bool, rank: int) -> Proof:
     return Proof(log, rates, error)
 
 
-def _run(label: str, environment: Mapping[str, str]) -> tuple[float | None, str]:
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> tuple[float | None, str]:
     """The rate of one all-reduce, or why there is none."""
-    ended = run_child([*CHILD, "--label", label], _SECONDS, environment)
+    ended = run_child(command, _SECONDS, environment)
     lines = ended.output.decode("utf-8", "replace").strip().splitlines()
     try:
-        answer = json.loads(lines[-1])
+        result = json.loads(lines[-1])
     except (IndexError, ValueError):
-        return None, ended.last_words
-    if not isinstance(answer, dict) or not isinstance(answer.get("gigabits_per_second"), float):
-        return None, str(answer.get("error", "the child printed no rate") if isinstance(answer, dict) else answer)[:300]
-    return answer["gigabits_per_second"], ""
+        return None, ended.explanation
+    if not isinstance(result, dict) or not isinstance(result.get("gigabits_per_second"), float):
+        return None, str(result.get("error", "the child printed no rate") if isinstance(result, dict) else result)[:300]
+    return result["gigabits_per_second"], ""

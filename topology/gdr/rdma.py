@@ -4,18 +4,9 @@ import re
 from dataclasses import dataclass
 
 from gradwire.topology.gdr.inputs.files import Files
+from gradwire.topology.pci_ids import AMAZON, BROADCOM, CHELSIO, CRAY, HPE, INTEL, MELLANOX, PENSANDO
 from gradwire.topology.readers.pci import PciFunction, PciTree
 
-MELLANOX, BROADCOM, INTEL, AMAZON, CRAY, HPE, CHELSIO, PENSANDO = (
-    0x15B3,
-    0x14E4,
-    0x8086,
-    0x1D0F,
-    0x17DB,
-    0x1590,
-    0x1425,
-    0x1DD8,
-)
 E810 = frozenset((0x1591, 0x1592, 0x1593, 0x1599, 0x159A, 0x159B, 0x579C, 0x579D, 0x579E, 0x579F))
 """Intel E810 and E825 functions, served by irdma. Source: Linux drivers/net/ethernet/intel/ice/ice_devids.h."""
 EFA = range(0xEFA0, 0xEFA4)
@@ -58,7 +49,7 @@ class Gid:
 
 
 @dataclass(frozen=True, slots=True)
-class Port:
+class RdmaPort:
     """One port of an RDMA device; None is unknown."""
 
     number: str
@@ -80,7 +71,7 @@ class RdmaDevice:
     bus_id: str | None
     hca_type: str | None
     firmware: str | None
-    ports: tuple[Port, ...]
+    ports: tuple[RdmaPort, ...]
     verbs: bool = True
     """False for Slingshot: libfabric's cxi provider, no verbs."""
 
@@ -130,18 +121,18 @@ def _read_device(files: Files, folder: str, name: str, owners: dict[str, str]) -
     return RdmaDevice(name, bus_id, files.text(f"{top}/hca_type"), files.text(f"{top}/fw_ver"), ports)
 
 
-def _read_slingshot_port(files: Files, net: str) -> Port:
+def _read_slingshot_port(files: Files, net: str) -> RdmaPort:
     """Slingshot has no verbs port: its network interface (hsn0) stands for it."""
     state = files.text(f"sys/class/net/{net}/operstate")
     speed = files.text(f"sys/class/net/{net}/speed") or ""
     megabits = int(speed) if re.fullmatch(r"[0-9]{1,8}", speed) else None
     rate = None if megabits is None else megabits / 1000
-    return Port(net, "ACTIVE" if state == "up" else state and state.upper(), None, "Slingshot", rate)
+    return RdmaPort(net, "ACTIVE" if state == "up" else state and state.upper(), None, "Slingshot", rate)
 
 
-def _read_port(files: Files, top: str) -> Port:
+def _read_port(files: Files, top: str) -> RdmaPort:
     layer = files.text(f"{top}/link_layer")
-    return Port(
+    return RdmaPort(
         number=top.rpartition("/")[2],
         state=_after_colon(files.text(f"{top}/state")),
         physical=_after_colon(files.text(f"{top}/phys_state")),
@@ -155,7 +146,7 @@ def _read_gids(files: Files, top: str) -> tuple[Gid, ...]:
     indices = sorted(int(name) for name in files.names(f"{top}/gids") or () if re.fullmatch(r"[0-9]{1,4}", name))
     found = []
     for index in indices[:_MAX_GIDS]:
-        # Unused slots refuse to tell their type: the cheap question first.
+        # Unused slots have no readable type: that is the cheap test.
         kind = files.text(f"{top}/gid_attrs/types/{index}")
         if kind:
             gid = files.text(f"{top}/gids/{index}") or ""

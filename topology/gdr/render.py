@@ -4,19 +4,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gradwire.topology.gdr.channels import DIRECTIONS, channel_json, channel_rows
-from gradwire.topology.gdr.host import Host
+from gradwire.topology.gdr.host import Host, Pair
 from gradwire.topology.gdr.inputs.nccl_log import NcclLog
-from gradwire.topology.gdr.model import Outcome, Pair, Verdict
-from gradwire.topology.gdr.runner import Report, usable_gpus
+from gradwire.topology.gdr.model import CheckOutcome, Verdict
+from gradwire.topology.gdr.runner import GdrReport, usable_gpus
+from gradwire.topology.readers.affinity import ranges
+
+DIRECTIONS = ("send", "receive")
 
 _STYLES = {
-    Outcome.PASS: "green",
-    Outcome.INFO: "cyan",
-    Outcome.WARN: "yellow",
-    Outcome.FAIL: "bold red",
-    Outcome.UNKNOWN: "magenta",
-    Outcome.SKIPPED: "dim",
+    CheckOutcome.PASS: "green",
+    CheckOutcome.INFO: "cyan",
+    CheckOutcome.WARN: "yellow",
+    CheckOutcome.FAIL: "bold red",
+    CheckOutcome.UNKNOWN: "magenta",
+    CheckOutcome.SKIPPED: "dim",
 }
 _FORMAT = 1
 _LENGTH = 600
@@ -27,11 +29,11 @@ def _plain(text: str) -> str:
     return escape("".join(c if c.isprintable() else "?" for c in text[:_LENGTH]))
 
 
-def _coloured(outcome: Outcome) -> str:
+def _coloured(outcome: CheckOutcome) -> str:
     return f"[{_STYLES[outcome]}]{outcome.upper()}[/]"
 
 
-def print_report(host: Host, report: Report, console: Console, all_pairs: bool = False) -> None:
+def print_report(host: Host, report: GdrReport, console: Console, all_pairs: bool = False) -> None:
     """Prints checks, pairs and verdicts.
 
     Args:
@@ -49,8 +51,8 @@ def print_report(host: Host, report: Report, console: Console, all_pairs: bool =
         console.print(_channel_table(host.log))
     if report.pairs:
         console.print(_pair_table(host, report, list(report.pairs) if all_pairs else list(host.best_pairs)))
-        for verdict, answer in report.verdicts.items():
-            console.print(f"[bold]{verdict.upper():<11}[/]{_coloured(answer.outcome)}  {_plain(answer.because)}")
+        for verdict, judgement in report.verdicts.items():
+            console.print(f"[bold]{verdict.upper():<11}[/]{_coloured(judgement.outcome)}  {_plain(judgement.because)}")
         good, unsure, count = usable_gpus(host, report)
         unclear = f", unknown for {unsure}" if unsure else ""
         console.print(f"{good} of {count} GPUs have a pair that will use GPUDirect RDMA{unclear}")
@@ -60,7 +62,7 @@ def print_report(host: Host, report: Report, console: Console, all_pairs: bool =
             console.print(f"[bold]remedy[/] (not applied): {_plain(report.cause.finding.remedy)}")
 
 
-def _check_table(report: Report) -> Table:
+def _check_table(report: GdrReport) -> Table:
     table = Table(title="GPUDirect RDMA checklist", title_justify="left", expand=False)
     for column in ("", "check", "outcome", "found", "remedy (not applied)"):
         table.add_column(column, overflow="fold")
@@ -80,25 +82,27 @@ def _channel_table(log: NcclLog) -> Table:
     return table
 
 
-def _pair_table(host: Host, report: Report, pairs: list[Pair]) -> Table:
+def _pair_table(host: Host, report: GdrReport, pairs: list[Pair]) -> Table:
     table = Table(title="pairs", title_justify="left")
     for column in ("GPU", "NIC", "path", *Verdict, "because"):
         table.add_column(str(column), overflow="fold")
     names = {nic.bus_id: nic.name for nic in host.nics}
     for pair in pairs:
-        answers = report.pairs[pair]
-        decisive = next((a for a in answers.values() if a.outcome not in (Outcome.PASS, Outcome.SKIPPED)), None)
+        judgements = report.pairs[pair]
+        decisive = next(
+            (a for a in judgements.values() if a.outcome not in (CheckOutcome.PASS, CheckOutcome.SKIPPED)), None
+        )
         table.add_row(
             pair[0],
             pair[1] if names[pair[1]] == pair[1] else _plain(f"{names[pair[1]]} {pair[1]}"),
             host.distances[pair] or "?",
-            *(_coloured(answers[verdict].outcome) for verdict in Verdict),
+            *(_coloured(judgements[verdict].outcome) for verdict in Verdict),
             _plain(decisive.because) if decisive else "",
         )
     return table
 
 
-def report_json(host: Host, report: Report, status: int) -> dict[str, object]:
+def report_json(host: Host, report: GdrReport, status: int) -> dict[str, object]:
     """The report as plain data.
 
     Args:
@@ -114,8 +118,8 @@ def report_json(host: Host, report: Report, status: int) -> dict[str, object]:
         "exit": status,
         "nothing": report.nothing or None,
         "gpus": {"count": count, "will_use_gdr": good, "unknown": unsure},
-        "verdicts": {str(verdict): str(answer.outcome) for verdict, answer in report.verdicts.items()},
-        "because": {str(verdict): answer.because for verdict, answer in report.verdicts.items()},
+        "verdicts": {str(verdict): str(judgement.outcome) for verdict, judgement in report.verdicts.items()},
+        "because": {str(verdict): judgement.because for verdict, judgement in report.verdicts.items()},
         "cause": None if report.cause is None else report.cause.check.name,
         "versions": {
             "nccl": ".".join(map(str, version)) if version else None,
@@ -139,14 +143,48 @@ def report_json(host: Host, report: Report, status: int) -> dict[str, object]:
     }
 
 
-def _pair_json(host: Host, report: Report, pair: Pair) -> dict[str, object]:
+def _pair_json(host: Host, report: GdrReport, pair: Pair) -> dict[str, object]:
     nic = next(nic for nic in host.nics if nic.bus_id == pair[1])
-    answers = report.pairs[pair].items()
+    judgements = report.pairs[pair].items()
     return {
         "gpu": pair[0],
         "nic": pair[1],
         "device": nic.name,
         "path": host.distances[pair],
         "nearest": pair in host.best_pairs,
-        **{str(verdict): {"outcome": str(a.outcome), "because": a.because} for verdict, a in answers},
+        **{str(verdict): {"outcome": str(a.outcome), "because": a.because} for verdict, a in judgements},
     }
+
+
+def channel_counts(log: NcclLog) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Rank -> (channels with GDRDMA, all network channels), sending and receiving."""
+    ranks = sorted({rank for counter in (log.gdr_channels, log.staged_channels) for rank, _ in counter})
+    return {
+        rank: tuple(
+            (
+                log.gdr_channels[rank, direction],
+                log.gdr_channels[rank, direction] + log.staged_channels[rank, direction],
+            )
+            for direction in DIRECTIONS
+        )
+        for rank in ranks
+    }
+
+
+def channel_rows(log: NcclLog) -> list[tuple[str, ...]]:
+    """(ranks, sending, receiving), ranks with the same counts in one row: (`0-2, 5`, `8 of 8`, `0 of 8`)."""
+    alike: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for rank, counts in channel_counts(log).items():
+        alike.setdefault(counts, []).append(rank)
+    return [
+        (ranges(ranks).replace(",", ", "), *(f"{good} of {total}" if total else "-" for good, total in counts))
+        for counts, ranks in alike.items()
+    ]
+
+
+def channel_json(log: NcclLog) -> list[dict[str, int]]:
+    """A row for each rank: `rank`, `send_gdr`, `send`, `receive_gdr`, `receive`."""
+    return [
+        {"rank": rank, "send_gdr": send[0], "send": send[1], "receive_gdr": receive[0], "receive": receive[1]}
+        for rank, (send, receive) in channel_counts(log).items()
+    ]

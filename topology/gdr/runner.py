@@ -3,36 +3,36 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradwire.topology.gdr.host import Host
-from gradwire.topology.gdr.model import Check, Finding, Outcome, Pair, Result, Verdict, unknown, worst
+from gradwire.topology.gdr.host import Host, Pair
+from gradwire.topology.gdr.model import CheckOutcome, CheckResult, Finding, GdrCheck, Verdict, unknown, worst
 from gradwire.topology.gdr.stages import CHECKS
 
 EXIT_PASS, EXIT_WARN, EXIT_FAIL, EXIT_UNKNOWN = range(4)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One verdict's answer and the check that decided it."""
+class Judgement:
+    """The outcome of one verdict, and the check that decided it."""
 
-    outcome: Outcome
+    outcome: CheckOutcome
     because: str
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class GdrReport:
     """What a run found."""
 
-    results: tuple[Result, ...]
-    pairs: dict[Pair, dict[Verdict, Answer]]
-    verdicts: dict[Verdict, Answer]
+    results: tuple[CheckResult, ...]
+    pairs: dict[Pair, dict[Verdict, Judgement]]
+    verdicts: dict[Verdict, Judgement]
     """For the host: the worst among each GPU's nearest NICs."""
     nothing: str = ""
     """Why there was nothing to check."""
 
     @property
-    def cause(self) -> Result | None:
+    def cause(self) -> CheckResult | None:
         """The first blocking failure in the checklist's order."""
-        return next((result for result in self.results if result.finding.outcome is Outcome.FAIL), None)
+        return next((result for result in self.results if result.finding.outcome is CheckOutcome.FAIL), None)
 
 
 def nothing_to_check(host: Host) -> str:
@@ -45,7 +45,7 @@ def nothing_to_check(host: Host) -> str:
     return f"{len(host.gpus)} NVIDIA GPUs and {len(host.capable)} RDMA NICs on the PCI bus"
 
 
-def run_checks(host: Host, checks: Sequence[Check] = CHECKS) -> Report:
+def run_checks(host: Host, checks: Sequence[GdrCheck] = CHECKS) -> GdrReport:
     """Runs the checks in order.
 
     Args:
@@ -55,16 +55,18 @@ def run_checks(host: Host, checks: Sequence[Check] = CHECKS) -> Report:
     nothing = nothing_to_check(host)
     if nothing:
         checks = [check for check in checks if check.name in _given(host)]
-    results: list[Result] = []
-    blamed: dict[str, Result] = {}
+    results: list[CheckResult] = []
+    blamed: dict[str, CheckResult] = {}
     for check in checks:
         cause = next((blamed[name] for name in check.needs if name in blamed), None)
-        result = Result(check, _skipped(cause) if cause else _run(check, host))
+        result = CheckResult(check, _skipped(cause) if cause else _run(check, host))
         results.append(result)
-        if cause or result.finding.outcome is Outcome.FAIL:
+        if cause or result.finding.outcome is CheckOutcome.FAIL:
             blamed[check.name] = cause or result
-    pairs = {pair: {verdict: _answer(results, verdict, pair) for verdict in Verdict} for pair in _pairs(host, nothing)}
-    return Report(tuple(results), pairs, {v: _host_answer(host, results, pairs, v) for v in Verdict}, nothing)
+    pairs = {
+        pair: {verdict: _judgement(results, verdict, pair) for verdict in Verdict} for pair in _pairs(host, nothing)
+    }
+    return GdrReport(tuple(results), pairs, {v: _host_judgement(host, results, pairs, v) for v in Verdict}, nothing)
 
 
 def _given(host: Host) -> set[str]:
@@ -85,18 +87,18 @@ def _pairs(host: Host, nothing: str) -> list[Pair]:
     return [] if nothing else list(host.distances)
 
 
-def _skipped(cause: Result) -> Finding:
-    return Finding(Outcome.SKIPPED, f"skipped because {cause.check.name} failed: {cause.finding.text}")
+def _skipped(cause: CheckResult) -> Finding:
+    return Finding(CheckOutcome.SKIPPED, f"skipped because {cause.check.name} failed: {cause.finding.text}")
 
 
-def _run(check: Check, host: Host) -> Finding:
+def _run(check: GdrCheck, host: Host) -> Finding:
     try:
         return check.function(host)
     except Exception as error:  # noqa: BLE001 - one check must never take the others down
         return unknown(f"the check itself failed: {type(error).__name__}: {str(error)[:200]}", "report this as a bug")
 
 
-def _answer(results: Sequence[Result], verdict: Verdict, pair: Pair | None) -> Answer:
+def _judgement(results: Sequence[CheckResult], verdict: Verdict, pair: Pair | None) -> Judgement:
     """The worst outcome of a verdict's checks for one pair, and the first check that has it."""
     rows = []
     for result in results:
@@ -104,51 +106,55 @@ def _answer(results: Sequence[Result], verdict: Verdict, pair: Pair | None) -> A
             outcome, text = result.finding.pairs.get(pair or ("", ""), (result.finding.outcome, result.finding.text))
             rows.append((outcome, f"{result.check.name}: {text}"))
     if verdict is Verdict.IN_USE:  # one piece of evidence is enough; the other may be missing
-        rows = [row for row in rows if row[0] is not Outcome.UNKNOWN] or rows
+        rows = [row for row in rows if row[0] is not CheckOutcome.UNKNOWN] or rows
     outcome = worst([row[0] for row in rows])
-    if outcome is Outcome.INFO:
-        outcome = Outcome.PASS
-    if outcome is Outcome.PASS and verdict is not Verdict.IN_USE:
-        return Answer(outcome, "nothing speaks against it")
-    return Answer(outcome, next((text for found, text in rows if found is outcome), "no evidence was given"))
+    if outcome is CheckOutcome.INFO:
+        outcome = CheckOutcome.PASS
+    if outcome is CheckOutcome.PASS and verdict is not Verdict.IN_USE:
+        return Judgement(outcome, "nothing speaks against it")
+    return Judgement(outcome, next((text for found, text in rows if found is outcome), "no evidence was given"))
 
 
-def _host_answer(host: Host, results: Sequence[Result], pairs: dict[Pair, dict[Verdict, Answer]], v: Verdict) -> Answer:
+def _host_judgement(
+    host: Host, results: Sequence[CheckResult], pairs: dict[Pair, dict[Verdict, Judgement]], v: Verdict
+) -> Judgement:
     best = [pairs[pair][v] for pair in host.best_pairs if pair in pairs]
     if not best:
-        return _answer(results, v, None)
-    outcome = worst([answer.outcome for answer in best])
-    return next(answer for answer in best if answer.outcome is outcome)
+        return _judgement(results, v, None)
+    outcome = worst([judgement.outcome for judgement in best])
+    return next(judgement for judgement in best if judgement.outcome is outcome)
 
 
-def usable_gpus(host: Host, report: Report) -> tuple[int, int, int]:
+def usable_gpus(host: Host, report: GdrReport) -> tuple[int, int, int]:
     """(GPUs with a pair that will use GDR, GPUs for which that is not known, GPUs)."""
     good, unsure = set(), set()
-    for (gpu, _), answers in report.pairs.items():
-        outcomes = {answers[Verdict.POSSIBLE].outcome, answers[Verdict.CONFIGURED].outcome}
-        if answers[Verdict.IN_USE].outcome is Outcome.FAIL:  # tried, and it did not work
+    for (gpu, _), judgements in report.pairs.items():
+        outcomes = {judgements[Verdict.POSSIBLE].outcome, judgements[Verdict.CONFIGURED].outcome}
+        if judgements[Verdict.IN_USE].outcome is CheckOutcome.FAIL:  # tried, and it did not work
             continue
-        if outcomes <= {Outcome.PASS, Outcome.WARN}:
+        if outcomes <= {CheckOutcome.PASS, CheckOutcome.WARN}:
             good.add(gpu)
-        elif Outcome.FAIL not in outcomes and Outcome.SKIPPED not in outcomes:
+        elif CheckOutcome.FAIL not in outcomes and CheckOutcome.SKIPPED not in outcomes:
             unsure.add(gpu)
     return len(good), len(unsure - good), len(host.gpus)
 
 
-def exit_code(host: Host, report: Report, asked_for_proof: bool = False) -> int:
+def exit_code(host: Host, report: GdrReport, asked_for_proof: bool = False) -> int:
     """0 pass, 1 warn, 2 fail, 3 unknown: not knowing ranks above a warning, for it may hide a failure.
 
     Args:
         host: The machine.
         report: What the run found.
-        asked_for_proof: --prove was given, so a missing proof is an answer that is missing.
+        asked_for_proof: --prove was given, so without a proof the result is not known.
     """
     outcomes = [result.finding.outcome for result in report.results]
-    if Outcome.FAIL in outcomes:
+    if CheckOutcome.FAIL in outcomes:
         return EXIT_FAIL
     decisive = [Verdict.POSSIBLE, Verdict.CONFIGURED] if not report.nothing else []
     decisive += [Verdict.IN_USE] if asked_for_proof or host.log is not None else []
-    if not decisive or any(report.verdicts[v].outcome in (Outcome.UNKNOWN, Outcome.SKIPPED) for v in decisive):
-        known = {Outcome.PASS, Outcome.WARN} & set(outcomes)
-        return EXIT_UNKNOWN if decisive or not known else int(Outcome.WARN in outcomes)
-    return EXIT_WARN if Outcome.WARN in outcomes else EXIT_PASS
+    if not decisive or any(
+        report.verdicts[v].outcome in (CheckOutcome.UNKNOWN, CheckOutcome.SKIPPED) for v in decisive
+    ):
+        known = {CheckOutcome.PASS, CheckOutcome.WARN} & set(outcomes)
+        return EXIT_UNKNOWN if decisive or not known else int(CheckOutcome.WARN in outcomes)
+    return EXIT_WARN if CheckOutcome.WARN in outcomes else EXIT_PASS

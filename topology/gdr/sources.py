@@ -6,16 +6,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from gradwire.topology.gdr.capture import CaptureError, opened_capture
 from gradwire.topology.gdr.example import ExampleMachine
-from gradwire.topology.gdr.host import NVIDIA, Host
-from gradwire.topology.gdr.inputs.capture import CaptureError, opened_capture
+from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.inputs.collect import collect
 from gradwire.topology.gdr.inputs.environment import parse_environment, read_environment
 from gradwire.topology.gdr.inputs.files import Files
-from gradwire.topology.gdr.inputs.lspci import parse_lspci
 from gradwire.topology.gdr.inputs.nccl_log import NcclLog, read_nccl_log
 from gradwire.topology.gdr.inputs.texts import parse_nvlink_status, parse_perftest
-from gradwire.topology.readers.pci import PciTree, read_tree
+from gradwire.topology.pci_ids import NVIDIA
+from gradwire.topology.readers.lspci import read_tree as read_lspci_tree
+from gradwire.topology.readers.pci import PciTree
+from gradwire.topology.readers.pci_sysfs import read_tree
 
 LIVE_ROOT = Path("/")
 """Where this machine itself is looked at."""
@@ -27,7 +29,7 @@ class SourceError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
+class HostInputs:
     """What the command line names."""
 
     root: Path | None = None
@@ -49,7 +51,7 @@ class Inputs:
 
 
 @contextmanager
-def opened_host(inputs: Inputs) -> Iterator[Host]:
+def opened_host(inputs: HostInputs) -> Iterator[Host]:
     """Reads the host that the inputs describe; temporary folders are gone afterwards.
 
     Raises:
@@ -72,7 +74,7 @@ def opened_host(inputs: Inputs) -> Iterator[Host]:
 
 
 @contextmanager
-def _bare_host(inputs: Inputs) -> Iterator[Host]:
+def _bare_host(inputs: HostInputs) -> Iterator[Host]:
     if inputs.archive is not None:
         try:
             with opened_capture(inputs.archive) as capture:
@@ -96,7 +98,7 @@ def _bare_host(inputs: Inputs) -> Iterator[Host]:
         yield _live_host(inputs)
 
 
-def _live_host(inputs: Inputs) -> Host:
+def _live_host(inputs: HostInputs) -> Host:
     host = Host(Files(LIVE_ROOT), read_tree(LIVE_ROOT), environment=read_environment())
     switches = any(function.vendor == NVIDIA for function in host.tree.of_class(0x06))
     host.facts = collect(LIVE_ROOT, bool(host.gpus and (host.capable or host.rdma_devices)), switches, inputs.prove)
@@ -104,10 +106,10 @@ def _live_host(inputs: Inputs) -> Host:
     return Host(host.files, host.tree, host.facts, host.environment)
 
 
-def _tree(inputs: Inputs, root: Path) -> PciTree:
+def _tree(inputs: HostInputs, root: Path) -> PciTree:
     if inputs.lspci is None:
         return read_tree(root)
-    tree = parse_lspci(read_text(inputs.lspci, "--lspci").splitlines(keepends=True))
+    tree = read_lspci_tree(read_text(inputs.lspci, "--lspci").splitlines(keepends=True))
     if not tree.functions:
         raise SourceError(f"`--lspci` {inputs.lspci}: {tree.problems[0]}")
     return tree

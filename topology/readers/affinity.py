@@ -1,4 +1,4 @@
-"""The two ways of writing a set of processor cores: `0-23,48-71` and NCCL's `ffffff00,0000ffff`."""
+"""The two notations for a set of processor cores: `0-23,48-71` and NCCL's `ffffff00,0000ffff`."""
 
 import re
 
@@ -38,9 +38,11 @@ def members(cores: str) -> list[int]:
         cores: `0-23,48-71`.
     """
     found: set[int] = set()
-    for match in re.finditer(r"(\d{1,6})(?:-(\d{1,6}))?", cores):
-        first, last = int(match[1]), int(match[2] or match[1])
-        found.update(range(first, min(last, MAX_CORES) + 1))
+    for part in cores.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part.strip())
+        if match is not None:
+            first, last = int(match[1]), int(match[2] or match[1])
+            found.update(range(first, min(last, MAX_CORES) + 1))
     return sorted(found)
 
 

@@ -1,25 +1,24 @@
 """This host's Machine, from whatever there is: sysfs, NVML, and the file a cloud provider left for NCCL."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Machine
-from gradwire.topology.readers import nvml
-from gradwire.topology.readers.files import read_text
-from gradwire.topology.readers.merge import merge
-from gradwire.topology.readers.nccl_xml import read as read_nccl_xml
-from gradwire.topology.readers.nvml_calls import Library
+from gradwire.topology.pci_ids import NVIDIA
 from gradwire.topology.readers.sysfs import read as read_sysfs
 
 PROVIDED = "var/run/nvidia-topologyd/virtualTopology.xml"
 """Where NCCL itself looks when NCCL_TOPO_FILE is not set. Source: NCCL v2.30 src/graph/topo.cc."""
 
+DRIVER_FILES = ("dev/nvidiactl", "dev/dxg", "dev/nvgpu", "dev/nvhost-ctrl", "proc/driver/nvidia")
+"""Each shows an NVIDIA driver where the GPU itself is not on the visible PCI bus: containers, WSL, Jetson."""
+
 LIVE = Path("/")
 
 
-def detect(root: Path = LIVE, *, library: Library | None = None) -> Machine:
+def detect(root: Path = LIVE, *, library: ModuleType | SimpleNamespace | None = None) -> Machine:
     """Returns the machine; what no source could tell is None, and `notes` says which source was missing.
 
     Args:
@@ -30,29 +29,52 @@ def detect(root: Path = LIVE, *, library: Library | None = None) -> Machine:
         TopologyError: The root has no `sys` folder.
     """
     machine = read_sysfs(root)
-    if root == LIVE or library is not None:
-        machine = _with_nvml(machine, nvml.read(library))
+    if library is not None or (root == LIVE and _has_driver(machine, root)):
+        machine = _with_nvml(machine, library)
     provided = root / PROVIDED
-    if provided.is_file():
-        try:
-            machine = merge(machine, read_nccl_xml(read_text(provided)), add=False)
-        except TopologyError as error:
-            machine = replace(machine, notes=(*machine.notes, f"{provided} was left out: {error}"))
-    return machine
+    return _with_file(machine, provided) if provided.is_file() else machine
 
 
-def _with_nvml(machine: Machine, reading: nvml.NvmlReading) -> Machine:
+def _has_driver(machine: Machine, root: Path) -> bool:
+    """Returns whether there may be an NVIDIA driver: on a host without one NVML need not be loaded to say so."""
+    return any(gpu.vendor == NVIDIA for gpu in machine.gpus) or any((root / name).exists() for name in DRIVER_FILES)
+
+
+def _with_file(machine: Machine, provided: Path) -> Machine:
+    """Returns the machine with what the provider's file adds, or with a note why it was left out."""
+    from gradwire.topology.readers.files import read_text  # here, because few hosts have such a file
+    from gradwire.topology.readers.merge import merge
+    from gradwire.topology.readers.nccl_xml import read as read_nccl_xml
+
+    try:
+        return merge(machine, read_nccl_xml(read_text(provided)), add=False)
+    except TopologyError as error:
+        return replace(machine, notes=(*machine.notes, f"{provided} was left out: {error}"))
+
+
+def _with_nvml(machine: Machine, library: ModuleType | SimpleNamespace | None) -> Machine:
     """Returns the machine with what the driver knows, or with a note where it should have known something."""
+    from gradwire.topology.readers import nvml  # here, because hosts without a GPU need neither
+    from gradwire.topology.readers.merge import merge
+
+    reading = nvml.read(library)
     if reading.reason is not None:
-        expected = any(gpu.vendor == 0x10DE for gpu in machine.gpus)
+        expected = any(gpu.vendor == NVIDIA for gpu in machine.gpus)
         note = f"NVLink and GPU models are unknown: {reading.reason}."
         return replace(machine, notes=(*machine.notes, note)) if expected else machine
+    doubts = []
+    if reading.unresolved:
+        doubts.append(
+            f"{reading.unresolved} NVLinks are up and do not say where they lead: the driver hides their far end."
+        )
+    if reading.silent:
+        doubts.append(f"{reading.silent} GPUs are counted by the driver and do not answer: see dmesg for Xid 79.")
     driver = Machine(
         gpus=reading.gpus,
         links=reading.links,
         links_known=not reading.unresolved,
         nvswitches=reading.nvswitches,
-        notes=tuple(_doubts(reading)),
+        notes=tuple(doubts),
         sources=("nvml",),
     )
     merged = merge(machine, driver, add=True)
@@ -63,11 +85,3 @@ def _with_nvml(machine: Machine, reading: nvml.NvmlReading) -> Machine:
         if gpu.parent in cpus and gpu.parent is not None and gpu.key in reading.c2c
     ]
     return replace(merged, links=(*merged.links, *coherent))
-
-
-def _doubts(reading: nvml.NvmlReading) -> Iterator[str]:
-    """Yields what the driver left open."""
-    if reading.unresolved:
-        yield f"{reading.unresolved} NVLinks are up and do not say where they lead: the driver hides their far end."
-    if reading.silent:
-        yield f"{reading.silent} GPUs are counted by the driver and do not answer: see dmesg for Xid 79."

@@ -5,38 +5,22 @@ bridges at a time; the functions of a multi-port card and its virtual functions 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice, takewhile
 from typing import TypedDict
 
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Cpu, Gpu, Machine, Nic, NvSwitch, PcieLink, PciSwitch, Port
 from gradwire.topology.pci_ids import PciRole, is_virtual_bridge, role_of_function
+from gradwire.topology.readers.pci import PciFunction
 
 MAX_DEPTH = 64
 """Bridges above a device; PCI has 256 buses in a domain and real machines stack six."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PciEntry:
-    """One function of one PCI device, before anybody says what it is for."""
-
-    bus: str
-    class_code: int
-    vendor: int | None = None
-    device: int | None = None
-    subsystem_vendor: int | None = None
-    subsystem_device: int | None = None
-    bridge: str | None = None
-    """Bus id of the bridge right above; None below a root complex."""
-    root: str | None = None
-    """Name of the root complex (`pci0000:15`); None where the place in the tree is unknown."""
-    numa: int | None = None
-    pcie: PcieLink | None = None
-    driver: str | None = None
-    name: str | None = None
-    physical_function: str | None = None
-    """Bus id of the physical function, for an SR-IOV virtual function."""
+LinkOf = Callable[[PciFunction, PciFunction | None], PcieLink | None]
+"""(function, bridge above it) -> the link between them; None where nothing is known about it."""
 
 
 class _Identity(TypedDict):
@@ -62,46 +46,45 @@ def card_of(bus: str) -> str:
 class Forest:
     """The functions of one machine, and for each the switches and the CPU above it."""
 
-    def __init__(self, functions: Sequence[PciEntry], cpus: Sequence[Cpu]) -> None:
-        """Takes the functions in.
+    def __init__(self, functions: Iterable[PciFunction], cpus: Sequence[Cpu], link_of: LinkOf) -> None:
+        """Stores the functions.
 
         Args:
             functions: All functions, bridges included, each bus id once.
             cpus: The NUMA nodes, where they are known already; others are added as functions name them.
+            link_of: What the source knows about the link of a function.
         """
-        self._functions = {function.bus: function for function in functions}
+        self._functions = {function.bus_id: function for function in functions}
+        self._link_of = link_of
         self._cpus = {cpu.numa: cpu for cpu in cpus}
         self._unknown: dict[str, Cpu] = {}
         self._only = cpus[0] if len(cpus) == 1 else None
 
-    def _above(self, function: PciEntry) -> list[PciEntry]:
+    def _above(self, function: PciFunction) -> list[PciFunction]:
         """Returns the bridges above a function, nearest first."""
-        chain: list[PciEntry] = []
-        bridge = function.bridge
-        while bridge is not None and bridge in self._functions:
-            chain.append(self._functions[bridge])
-            if len(chain) > MAX_DEPTH:
-                raise TopologyError(f"more than {MAX_DEPTH} PCI bridges above {function.bus}: they form a cycle")
-            bridge = chain[-1].bridge
+        known = takewhile(self._functions.__contains__, function.parents or ())
+        chain = [self._functions[bus] for bus in islice(known, MAX_DEPTH + 1)]
+        if len(chain) > MAX_DEPTH:
+            raise TopologyError(f"more than {MAX_DEPTH} PCI bridges above {function.bus_id}: they form a cycle")
         return chain
 
-    def _cpu(self, function: PciEntry, chain: Sequence[PciEntry]) -> str | None:
+    def _cpu(self, function: PciFunction, chain: Sequence[PciFunction]) -> str | None:
         """Returns the key of the CPU a function hangs off: by NUMA node, else one per root complex."""
-        numa = next((step.numa for step in (function, *chain) if step.numa is not None), None)
+        nodes = (step.numa_node for step in (function, *chain))
+        numa = next((node for node in nodes if node is not None and node >= 0), None)
         if numa is not None:
             return self._cpus.setdefault(numa, Cpu(key=f"numa{numa}", numa=numa)).key
         if self._only is not None:
             return self._only.key
-        if function.root is None:
-            return None
-        return self._unknown.setdefault(function.root, Cpu(key=f"numa?@{function.root}")).key
+        root = function.host_bridge
+        return None if root is None else self._unknown.setdefault(root, Cpu(key=f"numa?@{root}")).key
 
-    def _parents(self, role: PciRole) -> dict[str, list[PciEntry]]:
+    def _parents(self, role: PciRole) -> dict[str, list[PciFunction]]:
         """Returns every function of a role with the switches above it, nearest first."""
         return {
             bus: self._above(function)[1::2]
             for bus, function in self._functions.items()
-            if role_of_function(function.class_code, function.vendor) == role
+            if role_of_function(function.class_code or 0, function.vendor) == role
         }
 
     def build(self, ports: Mapping[str, Sequence[Port]]) -> Machine:
@@ -111,9 +94,7 @@ class Forest:
             ports: Bus id of a function -> the network ports found on it.
         """
         gpus, cards = self._parents("gpu"), self._parents("nic")
-        switches = {
-            step.bus: self._functions[step.bus] for steps in (*gpus.values(), *cards.values()) for step in steps
-        }
+        switches = {step.bus_id: step for steps in (*gpus.values(), *cards.values()) for step in steps}
         machine = Machine(
             switches=tuple(self._switch(function) for _, function in sorted(switches.items())),
             gpus=tuple(self._gpu(bus, steps) for bus, steps in sorted(gpus.items())),
@@ -123,16 +104,16 @@ class Forest:
         known = [cpu for _, cpu in sorted(self._cpus.items(), key=lambda item: (item[0] is None, item[0]))]
         return replace(machine, cpus=(*known, *(self._unknown[root] for root in sorted(self._unknown))))
 
-    def _parent(self, function: PciEntry, steps: Sequence[PciEntry]) -> str | None:
+    def _parent(self, function: PciFunction, steps: Sequence[PciFunction]) -> str | None:
         """Returns the key of the switch above, or of the CPU where there is none."""
-        return steps[0].bus if steps else self._cpu(function, self._above(function))
+        return steps[0].bus_id if steps else self._cpu(function, self._above(function))
 
-    def _switch(self, function: PciEntry) -> PciSwitch:
-        virtual = is_virtual_bridge(function.bus, function.vendor, function.device)
+    def _switch(self, function: PciFunction) -> PciSwitch:
+        virtual = is_virtual_bridge(function.bus_id, function.vendor, function.device)
         parent = self._parent(function, self._above(function)[1::2])
-        return PciSwitch(key=function.bus, virtual=virtual, **self._identity(function, parent))
+        return PciSwitch(key=function.bus_id, virtual=virtual, **self._identity(function, parent))
 
-    def _identity(self, function: PciEntry, parent: str | None) -> _Identity:
+    def _identity(self, function: PciFunction, parent: str | None) -> _Identity:
         """Returns what every device says in its own function, and where it hangs."""
         return _Identity(
             parent=parent,
@@ -143,19 +124,21 @@ class Forest:
             pcie=self._link(function),
         )
 
-    def _link(self, function: PciEntry) -> PcieLink | None:
+    def _link(self, function: PciFunction) -> PcieLink | None:
         """Returns a function's link, marked virtual where the bridge it hangs off is."""
-        if function.pcie is None:
+        bridge = next(iter(self._above(function)), None)
+        link = self._link_of(function, bridge)
+        if link is None:
             return None
-        ends = [function, *self._above(function)[:1]]
-        return replace(function.pcie, virtual=any(is_virtual_bridge(end.bus, end.vendor, end.device) for end in ends))
+        ends = (function,) if bridge is None else (function, bridge)
+        return replace(link, virtual=any(is_virtual_bridge(end.bus_id, end.vendor, end.device) for end in ends))
 
-    def _gpu(self, bus: str, steps: Sequence[PciEntry]) -> Gpu:
+    def _gpu(self, bus: str, steps: Sequence[PciFunction]) -> Gpu:
         function = self._functions[bus]
         own = self._identity(function, self._parent(function, steps))
         return Gpu(key=bus, bus=bus, name=function.name, class_code=function.class_code, **own)
 
-    def _nics(self, cards: Mapping[str, list[PciEntry]], ports: Mapping[str, Sequence[Port]]) -> tuple[Nic, ...]:
+    def _nics(self, cards: Mapping[str, list[PciFunction]], ports: Mapping[str, Sequence[Port]]) -> tuple[Nic, ...]:
         """Returns one NIC per card: its physical functions and their ports, its virtual functions counted.
 
         The card goes by function 0 unless that is something else than a NIC.
@@ -177,7 +160,7 @@ class Forest:
             for card, buses in functions.items()
         )
 
-    def _nic(self, bus: str, steps: Sequence[PciEntry]) -> Nic:
+    def _nic(self, bus: str, steps: Sequence[PciFunction]) -> Nic:
         function = self._functions[bus]
         own = self._identity(function, self._parent(function, steps))
         return Nic(key=bus, bus=bus, name=function.name, class_code=function.class_code, driver=function.driver, **own)

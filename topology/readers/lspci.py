@@ -1,42 +1,74 @@
-"""`lspci -vvv` (with or without -nn) -> Machine.
+"""The text of `lspci -vvv` (with or without -nn, -D): what a colleague pastes into a ticket.
 
-The bus numbers of bridges give the tree. Without -v there are no bridges' bus numbers and no NUMA nodes, so nothing is
-known about distances and every path is unknown.
+`read_tree` gives the PCI tree, which the GPUDirect-RDMA checks look at; `read` gives the Machine in it. The bus numbers
+of bridges give the tree. Without -v there are no bridges' bus numbers and no NUMA nodes, so nothing is known about
+distances and every path is unknown. ACS and read requests need -vvv and root.
+
+Source: lspci(8); PCI Local Bus 3.0 section 3.2.2.3 (type 1 header: primary and secondary bus).
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Machine, PcieLink
-from gradwire.topology.pci_ids import AMAZON, AMD_GPU, BROADCOM_LSI, CRAY, HPE, MELLANOX, NVIDIA, normal_bus_id
-from gradwire.topology.readers.forest import Forest, PciEntry
+from gradwire.topology.pci_ids import (
+    AMAZON,
+    AMD_GPU,
+    BROADCOM,
+    BROADCOM_LSI,
+    CHELSIO,
+    CRAY,
+    HPE,
+    INTEL,
+    MELLANOX,
+    MICROSOFT,
+    NVIDIA,
+    RED_HAT,
+    normal_bus_id,
+    role_of_function,
+)
+from gradwire.topology.readers.forest import Forest
+from gradwire.topology.readers.pci import PciFunction, PciTree
+from gradwire.topology.readers.pci_config import REDIRECT_BITS, ConfigSpace
 
 HEAD = re.compile(
-    r"((?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]) (.+?)(?: \[([0-9a-f]{4})\])?: (.*)", re.IGNORECASE
+    r"((?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]) (.{1,80}?)(?: \[([0-9a-f]{4})\])?: (.{0,300})", re.IGNORECASE
 )
 """`19:00.0 3D controller [0302]: NVIDIA Corporation GH100 [10de:2330] (rev a1)`."""
 _IDS = re.compile(r"\[([0-9a-f]{4}):([0-9a-f]{4})\]", re.IGNORECASE)
 _BUSES = re.compile(r"Bus: primary=([0-9a-f]{2}), secondary=([0-9a-f]{2})", re.IGNORECASE)
-_LINK = re.compile(r"LnkSta:\s*Speed (?:([0-9]{1,3}(?:\.[0-9])?)\s*GT/s|\S+).*?Width x([0-9]{1,2})\b")
+_LINK_NOW, _LINK_MOST = (
+    re.compile(
+        rf"{word}:.{{0,40}}?Speed (?:([0-9]{{1,3}}(?:\.[0-9]{{1,2}})?)\s*GT/s|\S+).{{0,60}}?Width x([0-9]{{1,2}})\b"
+    )
+    for word in ("LnkSta", "LnkCap")
+)
+"""(GT/s, lanes) of the link as it is and as the function could have it; newer versions write `Speed unknown`."""
 
 CLASSES = {
     "VGA compatible controller": 0x030000, "3D controller": 0x030200, "Display controller": 0x038000,
     "Processing accelerators": 0x120000, "Ethernet controller": 0x020000, "Infiniband controller": 0x020700,
-    "InfiniBand controller": 0x020700, "Network controller": 0x028000, "PCI bridge": 0x060400, "Bridge": 0x068000,
+    "InfiniBand controller": 0x020700, "Network controller": 0x028000, "PCI bridge": 0x060400,
+    "Host bridge": 0x060000, "Bridge": 0x068000,
 }  # fmt: skip
-"""lspci's word for a class -> its code; only the classes that matter here."""
+"""lspci's word for a class -> its code; only the classes that matter here. Source: pci.ids, section C."""
 
 VENDORS = (
     ("NVIDIA", NVIDIA), ("Advanced Micro Devices, Inc. [AMD/ATI]", AMD_GPU), ("Mellanox", MELLANOX),
     ("Broadcom / LSI", BROADCOM_LSI), ("Amazon", AMAZON), ("Cray", CRAY), ("Hewlett Packard", HPE),
-    ("Broadcom", 0x14E4), ("Intel", 0x8086), ("Microsoft", 0x1414), ("Red Hat", 0x1B36), ("VMware", 0x15AD),
+    ("Broadcom", BROADCOM), ("Intel", INTEL), ("Chelsio", CHELSIO), ("PMC-Sierra", 0x11F8),
+    ("Microsoft", MICROSOFT), ("Red Hat", RED_HAT), ("VMware", 0x15AD),
 )  # fmt: skip
 """Beginning of a description -> vendor id, for text without the numbers of -nn."""
 
-Block = tuple[int, str, list[str]]
-"""Line number, first line, further lines of one function."""
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_ACS_BITS = {"SrcValid": 0, "TransBlk": 1} | {name: bit for bit, name in REDIRECT_BITS.items()}
+_MAX_FUNCTIONS = 65_536
+_MAX_LINES = 5_000_000
+_MAX_LINES_OF_A_FUNCTION = 1000
 
 
 def looks_like_lspci(text: str) -> bool:
@@ -48,6 +80,15 @@ def looks_like_lspci(text: str) -> bool:
     return any(HEAD.match(line) for line in text.splitlines())
 
 
+def read_tree(lines: Iterable[str]) -> PciTree:
+    """Returns the PCI tree of a listing; of a function that is listed twice the last entry counts.
+
+    Args:
+        lines: What lspci printed, with or without line ends. Never raises; what is not there is None.
+    """
+    return _tree(list(_listed(lines)))
+
+
 def read(text: str) -> Machine:
     """Returns the machine that a listing describes.
 
@@ -55,60 +96,124 @@ def read(text: str) -> Machine:
         text: What `lspci -vvv`, `lspci -vvvnn` or `lspci -nn` printed.
 
     Raises:
-        TopologyError: There is no PCI function in the text, or one is listed twice.
+        TopologyError: There is no PCI function in the text, one is listed twice, or bridges form a cycle.
     """
-    blocks = list(_blocks(text))
-    if not blocks:
+    listed = list(_listed(text.splitlines()))
+    if not listed:
         raise TopologyError("no PCI function found; expected the output of `lspci -vvv`")
-    functions: dict[str, PciEntry] = {}
-    behind: dict[tuple[str, str], str] = {}
-    for line, head, body in blocks:
-        function = _function(head, "\n".join(body))
-        if function.bus in functions:
-            raise TopologyError(f"PCI function {function.bus} is listed twice", line=line)
-        functions[function.bus] = function
-        buses = _BUSES.search("\n".join(body))
-        if buses is not None and buses[2] != "00":
-            behind[function.bus.split(":")[0], buses[2].lower()] = function.bus
-    verbose = any(body for _, _, body in blocks)
-    placed = [_placed(function, behind) if verbose else function for function in functions.values()]
-    machine = Forest(placed, ()).build({})
+    seen: set[str] = set()
+    for entry in listed:
+        if entry.bus_id in seen:
+            raise TopologyError(f"PCI function {entry.bus_id} is listed twice", line=entry.line)
+        seen.add(entry.bus_id)
+    functions = list(_tree(listed).functions.values())
+    for function in functions:
+        role = role_of_function(function.class_code or 0, function.vendor)
+        if function.parents is None and role in ("gpu", "nic", "nvswitch"):
+            raise TopologyError(f"the PCI bridges above {function.bus_id} form a cycle")
+    verbose = any(entry.body for entry in listed)
+    if verbose:
+        functions = [replace(function, host_bridge=f"pci{function.bus_id[:-5]}") for function in functions]
+    machine = Forest(functions, (), _link).build({})
     return replace(machine, notes=_notes(verbose, text), sources=("lspci",))
 
 
-def _blocks(text: str) -> Iterator[Block]:
-    """Yields one block per function; lines that belong to none are skipped."""
-    block: Block | None = None
-    for number, line in enumerate(text.splitlines(), start=1):
-        if HEAD.match(line):
-            if block is not None:
-                yield block
-            block = (number, line, [])
-        elif block is not None and line[:1] in ("\t", " "):
-            block[2].append(line)
-    if block is not None:
-        yield block
+@dataclass(slots=True)
+class _Listed:
+    """One function as it stands in the text."""
+
+    line: int
+    """Number of its first line, from 1."""
+    bus_id: str
+    kind: str
+    """Name of its class."""
+    class_id: str | None
+    """Class and subclass in hexadecimal, with -nn."""
+    description: str
+    body: list[str] = field(default_factory=list)
+    """Its further lines."""
+    ended: bool = False
+    """A blank line came after it: what follows without indentation is something else."""
+
+    @property
+    def text(self) -> str:
+        """The further lines in one piece."""
+        return "\n".join(self.body)
 
 
-def _function(head: str, body: str) -> PciEntry:
-    """Returns one function; the head is known to match."""
-    match = HEAD.match(head)
-    assert match is not None
-    bus = normal_bus_id(match[1])
-    assert bus is not None
-    ids = _IDS.findall(match[4])
-    vendor = int(ids[-1][0], 16) if ids else next((code for name, code in VENDORS if match[4].startswith(name)), None)
-    numa = re.search(r"NUMA node: ([0-9]{1,5})\b", body)
-    driver = re.search(r"Kernel driver in use: (\S+)", body)
-    return PciEntry(
-        bus=bus,
-        class_code=int(match[3], 16) << 8 if match[3] else CLASSES.get(match[2], 0),
-        vendor=vendor,
-        device=int(ids[-1][1], 16) if ids else _device_by_name(match[4]),
-        numa=int(numa[1]) if numa else None,
-        pcie=_link(body),
+def _listed(lines: Iterable[str]) -> Iterator[_Listed]:
+    """Yields the functions of a listing; lines that belong to none are skipped."""
+    entry: _Listed | None = None
+    count = 0
+    for number, raw in enumerate(lines, start=1):
+        line = raw[:1000].rstrip("\r\n")
+        match = HEAD.match(line)
+        if match is not None or number > _MAX_LINES:
+            if entry is not None:
+                yield entry
+            count += 1
+            if match is None or count > _MAX_FUNCTIONS:
+                return
+            bus_id = normal_bus_id(match[1])
+            assert bus_id is not None  # the pattern of a head is that of a bus id
+            entry = _Listed(number, bus_id, match[2], match[3], match[4])
+        elif entry is not None:
+            entry.ended |= not line.strip()
+            belongs = line[:1] in ("\t", " ") or not entry.ended
+            if belongs and line.strip() and len(entry.body) < _MAX_LINES_OF_A_FUNCTION:
+                entry.body.append(line)
+    if entry is not None:
+        yield entry
+
+
+def _tree(listed: list[_Listed]) -> PciTree:
+    """Builds the tree from buses: a function on bus B hangs below the bridge whose secondary bus is B."""
+    above: dict[tuple[str, str], str] = {}
+    for entry in listed:
+        buses = _BUSES.search(entry.text)
+        if buses is not None and buses[2] != "00":
+            above[entry.bus_id[:-8], buses[2].lower()] = entry.bus_id
+    functions = {entry.bus_id: _function(entry, _chain(entry.bus_id, above)) for entry in listed}
+    problems = () if functions else ("no line begins with a bus id: is this the output of lspci?",)
+    return PciTree(MappingProxyType(dict(sorted(functions.items()))), problems)
+
+
+def _chain(bus_id: str, above: dict[tuple[str, str], str]) -> tuple[str, ...] | None:
+    """Bridges above a function; None when the buses run in a circle."""
+    chain: list[str] = []
+    domain, bus = bus_id[:-8], bus_id[-7:-5]
+    while (bridge := above.get((domain, bus))) is not None:
+        if bridge in chain or bridge == bus_id:
+            return None
+        chain.append(bridge)
+        bus = bridge[-7:-5]
+    return tuple(chain)
+
+
+def _function(entry: _Listed, parents: tuple[str, ...] | None) -> PciFunction:
+    """Returns one function with everything that its lines say."""
+    text, description = entry.text, entry.description
+    ids = _IDS.findall(description)
+    by_name = next((code for name, code in VENDORS if description.startswith(name)), None)
+    driver = re.search(r"Kernel driver in use: (\S{1,40})", text)
+    sizes = re.findall(r"Region \d: Memory .{1,100}?\[size=(\d{1,4})([KMGT]?)\]", text)
+    now, most = _LINK_NOW.search(text), _LINK_MOST.search(text)
+    return PciFunction(
+        bus_id=entry.bus_id,
+        class_code=int(entry.class_id, 16) << 8 if entry.class_id else CLASSES.get(entry.kind.strip()),
+        vendor=int(ids[-1][0], 16) if ids else by_name,
+        device=int(ids[-1][1], 16) if ids else _device_by_name(description),
+        parents=parents,
+        name=re.sub(r" \(rev .*| \[[0-9a-f]{4}:[0-9a-f]{4}\].*", "", description),
         driver=driver[1] if driver else None,
-        name=re.sub(r" \(rev .*| \[[0-9a-f]{4}:[0-9a-f]{4}\].*", "", match[4]),
+        numa_node=_number(r"NUMA node: (\d{1,5})\b", text),
+        current_gigatransfers=float(now[1]) if now and now[1] else None,
+        current_width=int(now[2]) if now else None,
+        max_gigatransfers=float(most[1]) if most and most[1] else None,
+        max_width=int(most[2]) if most else None,
+        iommu_group=_number(r"IOMMU group: (\d{1,6})", text),
+        bar_nbytes=tuple(int(count) * _UNITS[unit] for count, unit in sizes),
+        config=_config(text),
     )
 
 
@@ -120,23 +225,41 @@ def _device_by_name(description: str) -> int | None:
     return {"PEX880xx": 0xC010, "PEX890xx": 0xC030}.get(next(iter(re.findall(r"PEX8[89]0xx", description)), ""))
 
 
-def _link(body: str) -> PcieLink | None:
-    """Returns the link status, or None for a function without one."""
-    match = _LINK.search(body)
-    if match is None:
+def _number(pattern: str, text: str) -> int | None:
+    match = re.search(pattern, text)
+    return int(match[1]) if match else None
+
+
+def _config(text: str) -> ConfigSpace:
+    """What -vvv decodes; without root lspci says `Capabilities: <access denied>`, without -v nothing."""
+    if "Capabilities: [" not in text:
+        return ConfigSpace(header_only=True)
+    acs = re.search(r"ACSCtl:\s*(.{1,120})", text)
+    word = None if acs is None else sum(1 << bit for name, bit in _ACS_BITS.items() if f"{name}+" in acs[1])
+    ats = re.search(r"ATSCtl:\s*Enable([+-])", text)
+    ordering = re.search(r"RlxdOrd([+-])", text)
+    return ConfigSpace(
+        header_only=False,
+        pci_express="Express (v" in text,
+        extended=bool(re.search(r"Capabilities: \[[0-9a-f]{3} v", text)) or "Express (v" not in text,
+        acs_control=word,
+        ats_enabled=ats[1] == "+" if ats else None,
+        relaxed_ordering=ordering[1] == "+" if ordering else None,
+        max_payload_nbytes=_number(r"DevCtl:(?:.|\n){1,400}?MaxPayload (\d{3,4}) bytes", text),
+        max_read_request_nbytes=_number(r"MaxReadReq (\d{3,4}) bytes", text),
+    )
+
+
+def _link(function: PciFunction, bridge: PciFunction | None) -> PcieLink | None:
+    """Returns the link status as the listing has it, or None for a function without one."""
+    del bridge
+    if function.current_width is None:
         return None
-    return PcieLink(gigatransfers_per_second=float(match[1]) if match[1] else None, lanes=int(match[2]))
-
-
-def _placed(function: PciEntry, behind: dict[tuple[str, str], str]) -> PciEntry:
-    """Returns the function with its bridge, which is the one whose secondary bus it sits on, or its root complex."""
-    domain, bus, _ = function.bus.split(":")
-    bridge = behind.get((domain, bus))
-    return replace(function, bridge=None if bridge == function.bus else bridge, root=f"pci{domain}:{bus}")
+    return PcieLink(gigatransfers_per_second=function.current_gigatransfers, lanes=function.current_width)
 
 
 def _notes(verbose: bool, text: str) -> tuple[str, ...]:
-    """Returns what this listing cannot tell."""
+    """Returns what this listing cannot show."""
     notes = ["lspci does not know network ports, their speed or NVLink."]
     if not verbose:
         notes.append("The listing has no bridges' bus numbers: use `lspci -vvv`; every distance is unknown.")

@@ -36,8 +36,8 @@ def merge(first: Machine, second: Machine, *, add: bool) -> Machine:
     cpus = _united(first.cpus, second.cpus, add=True)
     gpus, nics = _united(first.gpus, second.gpus, add=add), _united(first.nics, second.nics, add=False)
     known = {gpu.key for gpu in gpus} | {nic.key for nic in nics}
-    strangers = [device.key for device in _devices(second) if device.key not in known]
-    notes = [f"{', '.join(second.sources)} names {key}, which this host does not have." for key in strangers]
+    foreign = [device.key for device in _devices(second) if device.key not in known]
+    notes = [f"{', '.join(second.sources)} names {key}, which this host does not have." for key in foreign]
     return replace(
         first,
         hostname=first.hostname or second.hostname,

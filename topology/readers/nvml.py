@@ -1,17 +1,26 @@
-"""GPUs, NVLink and NVSwitch through NVIDIA's management library; `nvidia-smi -q` and `nvidia-smi nvlink -s` in one.
+"""What NVML knows of the GPUs, as `nvidia-smi -q` and `nvidia-smi nvlink -s` print it.
 
-The library is asked, never trusted to be there: without a driver the reading is empty and says why. NVML knows no
-network cards.
+`read` gives what belongs in a Machine: GPUs, NVLinks, NVSwitches. `gdr_facts` gives what the GPUDirect-RDMA checks ask
+for besides: BAR1, links that are up, the fabric's state, MIG, confidential computing. Without a driver both are empty
+and say why. NVML knows no network cards.
 """
 
+import ctypes
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gradwire.topology.bandwidth import nvlink_bytes_per_second
-from gradwire.topology.graph import Gpu, Link, NvSwitch, PcieLink
+from gradwire.topology.graph import DeviceLink, Gpu, NvSwitch, PcieLink
 from gradwire.topology.pci_ids import NVIDIA
-from gradwire.topology.readers.nvml_calls import C2C_LINK_COUNT, C2C_MEGABYTES_PER_SECOND, Library, NvmlCalls
+from gradwire.topology.readers.nvml_calls import (
+    C2C_LINK_COUNT,
+    C2C_MEGABYTES_PER_SECOND,
+    NOT_INSTALLED,
+    Library,
+    NvmlCalls,
+    start_nvml,
+)
 
 PCIE_GENERATIONS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 REMOTE_GPU, REMOTE_SWITCH = 0, 2
@@ -24,17 +33,17 @@ HIDDEN = "fffffff"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlReading:
-    """What the library told, or why it told nothing."""
+    """What the library said, or why it said nothing."""
 
     gpus: tuple[Gpu, ...] = ()
-    links: tuple[Link, ...] = ()
+    links: tuple[DeviceLink, ...] = ()
     nvswitches: tuple[NvSwitch, ...] = ()
-    c2c: Mapping[str, Link] = field(default_factory=dict)
+    c2c: Mapping[str, DeviceLink] = field(default_factory=dict)
     """GPU -> its chip-to-chip link, whose other end is the CPU above the GPU; the driver does not name that."""
     unresolved: int = 0
     """NVLinks that are up and do not say where they lead."""
     silent: int = 0
-    """GPUs that the driver counts and that do not answer."""
+    """GPUs that the driver counts and that do not respond."""
     reason: str | None = None
     """Why there are no GPUs in it; None where there are."""
 
@@ -54,16 +63,12 @@ def read(library: Library | None = None) -> NvmlReading:
     Args:
         library: Anything with pynvml's functions; the installed nvidia-ml-py by default.
     """
-    if library is None:
-        try:
-            import pynvml  # the driver is optional, and so is this
-        except ImportError:
-            return NvmlReading(reason="nvidia-ml-py is not installed (pip install nvidia-ml-py)")
-        library = pynvml
-    nvml = NvmlCalls(library)
-    started = nvml.error_of("nvmlInit")
-    if started is not None:
-        return NvmlReading(reason=f"NVML does not start: {started}")
+    nvml, problem = start_nvml(library)
+    if nvml is None:
+        missing = problem == NOT_INSTALLED
+        return NvmlReading(
+            reason=f"{problem} (pip install nvidia-ml-py)" if missing else f"NVML does not start: {problem}"
+        )
     try:
         return _read(nvml)
     finally:
@@ -91,9 +96,16 @@ def _read(nvml: NvmlCalls) -> NvmlReading:
     )
 
 
+def _identity(nvml: NvmlCalls, handle: object) -> tuple[str | None, str | None, int | None]:
+    """Returns a GPU's bus id, its name and the bytes of its memory."""
+    bus, _ = nvml.bus_id("nvmlDeviceGetPciInfo", handle)
+    name = nvml.text("nvmlDeviceGetName", handle)
+    return bus, name, nvml.number_in("total", "nvmlDeviceGetMemoryInfo", handle)
+
+
 def _gpu(nvml: NvmlCalls, handle: object, index: int) -> Gpu:
     """Returns one GPU."""
-    bus, _ = nvml.bus_id("nvmlDeviceGetPciInfo", handle)
+    bus, name, memory_nbytes = _identity(nvml, handle)
     capability = nvml.call("nvmlDeviceGetCudaComputeCapability", handle)
     pair = capability if isinstance(capability, tuple | list) and len(capability) == 2 else None
     rate = PCIE_GENERATIONS.get(nvml.integer("nvmlDeviceGetMaxPcieLinkGeneration", handle) or 0)
@@ -102,10 +114,10 @@ def _gpu(nvml: NvmlCalls, handle: object, index: int) -> Gpu:
         key=bus or f"GPU{index}",
         bus=bus,
         index=index,
-        name=nvml.text("nvmlDeviceGetName", handle),
+        name=name,
         vendor=NVIDIA,
         compute_capability=int(pair[0]) * 10 + int(pair[1]) if pair else None,
-        memory_nbytes=nvml.number_in("total", "nvmlDeviceGetMemoryInfo", handle),
+        memory_nbytes=memory_nbytes,
         pcie=PcieLink(gigatransfers_per_second=rate, lanes=lanes) if rate or lanes else None,
     )
 
@@ -137,13 +149,13 @@ def _bundles(nvml: NvmlCalls, handle: object, gpu: Gpu, known: frozenset[str]) -
     return found
 
 
-def _links(gpus: Iterable[Gpu], bundles: Mapping[str, _Bundles]) -> tuple[Link, ...]:
+def _links(gpus: Iterable[Gpu], bundles: Mapping[str, _Bundles]) -> tuple[DeviceLink, ...]:
     """Returns the bundles, one between two GPUs counted once."""
-    links: dict[frozenset[str], Link] = {}
+    links: dict[frozenset[str], DeviceLink] = {}
     for gpu in gpus:
         for (target, _), number in bundles[gpu.key].ends.items():
             rate = nvlink_bytes_per_second(gpu, number)
-            link = Link(a=gpu.key, b=target, kind="nvlink", count=number, bytes_per_second=rate)
+            link = DeviceLink(a=gpu.key, b=target, kind="nvlink", count=number, bytes_per_second=rate)
             links.setdefault(frozenset((gpu.key, target)), link)
     return tuple(links.values())
 
@@ -153,11 +165,78 @@ def _switches(bundles: Iterable[_Bundles]) -> list[str]:
     return sorted({target for bundle in bundles for target, is_switch in bundle.ends if is_switch})
 
 
-def _c2c(nvml: NvmlCalls, handle: object, gpu: Gpu) -> Link | None:
+def _c2c(nvml: NvmlCalls, handle: object, gpu: Gpu) -> DeviceLink | None:
     """Returns the chip-to-chip link between a GPU and its CPU (Grace), or None where there is none."""
     count = nvml.field(handle, C2C_LINK_COUNT)
     if not count:
         return None
     megabytes = nvml.field(handle, C2C_MEGABYTES_PER_SECOND)
     rate = None if megabytes is None else megabytes * 1e6 * count
-    return Link(a=gpu.key, b="", kind="c2c", count=count, bytes_per_second=rate)
+    return DeviceLink(a=gpu.key, b="", kind="c2c", count=count, bytes_per_second=rate)
+
+
+def gdr_facts(library: Library | None = None) -> dict[str, object]:
+    """Returns what the GPUDirect-RDMA checks ask of NVML, under the names of gdr's HostFacts and GpuFacts.
+
+    Driver version and per GPU: name, BAR1, memory, NVLinks, fabric, MIG; `nvml_error` where the driver does not start.
+
+    Args:
+        library: Anything with pynvml's functions; the installed nvidia-ml-py by default.
+    """
+    nvml, problem = start_nvml(library)
+    if nvml is None:
+        return {"nvml_error": problem}
+    everywhere = _confidential(nvml)
+    gpus = [_gpu_facts(nvml, handle) | everywhere for handle in nvml.handles().values()]
+    version = nvml.text("nvmlSystemGetDriverVersion")
+    return {"driver_version": version, "gpus": [gpu for gpu in gpus if gpu.get("bus_id")]}
+
+
+def _gpu_facts(nvml: NvmlCalls, handle: object) -> dict[str, object]:
+    """Returns the facts of one GPU that are known: old drivers and virtual GPUs refuse some."""
+    bus, name, memory_nbytes = _identity(nvml, handle)
+    links = [active for link in range(nvml.max_nvlinks) if (active := nvml.link_is_active(handle, link)) is not None]
+    c2c = nvml.field(handle, C2C_LINK_COUNT)
+    facts: dict[str, object] = {
+        "bus_id": bus,
+        "name": name,
+        "bar1_nbytes": nvml.number_in("bar1Total", "nvmlDeviceGetBAR1MemoryInfo", handle),
+        "memory_nbytes": memory_nbytes,
+        "nvlinks": len(links),
+        "nvlinks_active": sum(links),
+        "mig": _mig(nvml, handle),
+        "c2c": None if c2c is None else c2c > 0,
+    }
+    facts |= _fabric(nvml, handle, "V") or _fabric(nvml, handle, "")
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _mig(nvml: NvmlCalls, handle: object) -> bool | None:
+    """Returns whether MIG is on; a GPU that has no MIG has it off. Source: nvml.h, NVML_DEVICE_MIG_ENABLE."""
+    modes = nvml.call("nvmlDeviceGetMigMode", handle)  # current, pending
+    if isinstance(modes, list | tuple) and modes:
+        return bool(modes[0] == 1)
+    return False if nvml.lacks("nvmlDeviceGetMigMode", handle) else None
+
+
+def _confidential(nvml: NvmlCalls) -> dict[str, object]:
+    """Returns the state of confidential computing, which is one of the whole system.
+
+    Source: nvml.h, nvmlConfComputeSystemState_t.
+    """
+    feature = nvml.number_in("ccFeature", "nvmlSystemGetConfComputeState")
+    return {} if feature is None else {"confidential": bool(feature)}
+
+
+def _fabric(nvml: NvmlCalls, handle: object, suffix: str) -> dict[str, object]:
+    """Returns the state of the fabric registration.
+
+    Suffix `V` is the versioned call, none the one that is deprecated from CUDA 13 on.
+    """
+    info = nvml.call(f"c_nvmlGpuFabricInfo{suffix}_t")
+    if not isinstance(info, ctypes.Structure):
+        return {}
+    if nvml.error_of(f"nvmlDeviceGetGpuFabricInfo{suffix}", handle, ctypes.byref(info)) is not None:
+        return {}
+    state, status = getattr(info, "state", None), getattr(info, "status", None)
+    return {} if state is None else {"fabric_state": int(state), "fabric_status": int(status or 0)}

@@ -1,6 +1,6 @@
-"""NVIDIA's management library, asked by the names of its functions: whatever it cannot answer is None.
+"""NVIDIA's management library (NVML) behind calls that never raise: whatever it cannot say is None.
 
-Old drivers lack functions, virtual GPUs and MIG slices refuse some, and a GPU that fell off the bus refuses all of them.
+Old drivers lack functions, virtual GPUs and MIG slices refuse some, and a GPU that fell off the bus refuses all.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,14 @@ DEFAULT_NVLINKS = 18
 NVLINK_STATE, C2C_LINK_COUNT, C2C_MEGABYTES_PER_SECOND = 165, 170, 172
 """Fields of nvmlDeviceGetFieldValues; the last is the rate of one active link. Source: nvml.h, NVML_FI_DEV_*."""
 NVLINK_ACTIVE, NVLINK_ASLEEP = 1, 2
-"""Values of that state; a link of an idle GPU may sleep, and wakes when it is used. Source: nvml.h, NVML_NVLINK_STATE_*."""
+"""Values of that state; a link of an idle GPU may sleep, and wakes when it is used.
+
+Source: nvml.h, NVML_NVLINK_STATE_*.
+"""
 
 Library = ModuleType | SimpleNamespace
+
+NOT_INSTALLED = "nvidia-ml-py is not installed"
 
 
 class NvmlCalls:
@@ -64,7 +69,7 @@ class NvmlCalls:
             return None
 
     def lacks(self, name: str, *arguments: object) -> bool:
-        """Returns whether the driver says that this GPU has no such thing, which is an answer.
+        """Returns whether the driver says that this GPU has no such thing, which is knowledge too.
 
         Args:
             name: The function.
@@ -155,6 +160,23 @@ class NvmlCalls:
         except ValueError:  # the binding decodes when the field is read
             written = ""
         return normal_bus_id(written), written
+
+
+def start_nvml(library: Library | None = None) -> tuple[NvmlCalls | None, str]:
+    """Returns the library after starting it, or None and why it does not start.
+
+    Args:
+        library: Anything with pynvml's functions; the installed nvidia-ml-py by default.
+    """
+    if library is None:
+        try:
+            import pynvml  # the driver is optional, and so is this
+        except ImportError:
+            return None, NOT_INSTALLED
+        library = pynvml
+    nvml = NvmlCalls(library)
+    problem = nvml.error_of("nvmlInit")
+    return (nvml, "") if problem is None else (None, problem)
 
 
 def text_of(found: object) -> str | None:

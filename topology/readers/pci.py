@@ -1,33 +1,14 @@
-"""The PCI tree below a root folder: `lspci -tvv` from sysfs, of this machine or of a captured one."""
+"""The PCI functions of a machine and the bridges above them, whichever source they were read from."""
 
-import errno
-import os
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 
-from gradwire.topology.readers.pci_attributes import (
-    BUS_ID,
-    Attributes,
-    bar_nbytes,
-    bus_id,
-    children,
-    gigatransfers,
-    integer,
-    parents,
-)
+from gradwire.topology.pci_ids import broadcom_generation
 from gradwire.topology.readers.pci_config import ConfigSpace
 
-DEVICES = "sys/bus/pci/devices"
 PATH_TYPES = ("LOC", "PIX", "PXB", "PHB", "SYS")
 """Names that PCI alone can tell apart, nearest first. Source: NCCL src/include/graph.h."""
-
-_MAX_FUNCTIONS = 65536
-_ENDPOINTS = (0x02, 0x03, 0x12)  # network, display, accelerator
-_HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +27,8 @@ class PciFunction:
     """Bus ids of the bridges above, nearest first, root port last; None when the tree does not say."""
     host_bridge: str | None = None
     """Kernel name of the host bridge, `pci0000:00`."""
+    name: str | None = None
+    """Model, where the source tells it (lspci does, sysfs does not)."""
     driver: str | None = None
     numa_node: int | None = None
     """-1 is the kernel's "no node"."""
@@ -156,96 +139,16 @@ def _switches(tree: PciTree, bus_id: str, flatten: bool) -> list[str] | None:
         return None
     switches = list(chain[1::2])
     if flatten:
-        generations = [(broadcom_generation(tree, s, 1), broadcom_generation(tree, s, 0)) for s in switches]
+        generations = [(_generation(tree, s, 1), _generation(tree, s, 0)) for s in switches]
         for index in range(len(switches) - 2, -1, -1):
             if generations[index][0] and generations[index][0] == generations[index + 1][1]:
                 switches[index] = switches[index + 1]
     return list(dict.fromkeys(switches))
 
 
-def broadcom_generation(tree: PciTree, bus_id: str, level: int) -> int:
-    """4 or 5 for a Broadcom PEX switch of that PCIe generation that NCCL flattens, else 0.
-
-    Args:
-        tree: The tree that holds the bridge.
-        bus_id: The switch's upstream port.
-        level: 0 for the outer half of the switch, 1 for an inner one (Gen5 tells them apart in its subsystem id).
-
-    Source: NCCL src/graph/topo.cc (getBcmGen).
-    """
+def _generation(tree: PciTree, bus_id: str, level: int) -> int:
+    """`broadcom_generation` of the bridge with this bus id; 0 where it is not in the tree."""
     bridge = tree.functions.get(bus_id)
-    if bridge is None or bridge.vendor != 0x1000 or bridge.subsystem_vendor != 0x1000:
+    if bridge is None:
         return 0
-    half = (bridge.subsystem_device or 0) >> 12
-    if (bridge.device, half) == (0xC010, 0xA):
-        return 4
-    return 5 if (bridge.device, half) == (0xC030, level) else 0
-
-
-def read_tree(root: Path) -> PciTree:
-    """Reads every PCI function below `root`; never raises, what cannot be read is None and named in `problems`.
-
-    Args:
-        root: Folder that holds `sys/`: `/` for this machine, else a captured tree.
-    """
-    top = root / DEVICES
-    try:
-        names = sorted(entry.name for entry in top.iterdir())
-    except OSError as error:
-        return PciTree(problems=(f"{top}: {error.strerror}",))
-    problems = [f"{top}: `{name}` is no bus id" for name in names if not BUS_ID.fullmatch(name)][:8]
-    functions: dict[str, PciFunction] = {}
-    base = root.resolve()
-    for name in [name for name in names if BUS_ID.fullmatch(name)][:_MAX_FUNCTIONS]:
-        try:
-            functions[name] = _read_function(base, top / name, name)
-        except (OSError, RuntimeError) as error:  # RuntimeError: a symlink loop, before Python 3.13
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else "symlink loop"
-            problems.append(f"{top / name}: {reason}")
-    return PciTree(MappingProxyType(functions), tuple(problems))
-
-
-def _read_function(base: Path, link: Path, name: str) -> PciFunction:
-    folder = link.resolve(strict=True)
-    if not folder.is_relative_to(base):
-        raise OSError(errno.EXDEV, "leads out of the root folder")
-    present = {entry.name for entry in folder.iterdir()}
-    with _opened(folder) as handle:
-        read = Attributes(handle, present)
-        class_code = read.number("class")
-        base_class = None if class_code is None else class_code >> 16
-        endpoint = base_class in _ENDPOINTS
-        return PciFunction(
-            bus_id=name,
-            class_code=class_code,
-            vendor=read.number("vendor"),
-            device=read.number("device"),
-            subsystem_vendor=read.number("subsystem_vendor"),
-            subsystem_device=read.number("subsystem_device"),
-            parents=parents(folder, base),
-            host_bridge=next((part for part in reversed(folder.parts) if _HOST_BRIDGE.fullmatch(part)), None),
-            driver=read.link("driver"),
-            numa_node=read.number("numa_node"),
-            local_cpulist=read.text("local_cpulist") if endpoint else None,
-            current_gigatransfers=gigatransfers(read.text("current_link_speed")),
-            max_gigatransfers=gigatransfers(read.text("max_link_speed")),
-            current_width=read.number("current_link_width"),
-            max_width=read.number("max_link_width"),
-            physical_function=bus_id(read.link("physfn")),
-            virtual_functions=tuple(sorted(filter(None, (bus_id(read.link(f)) for f in present if f[:6] == "virtfn")))),
-            iommu_group=integer(read.link("iommu_group")),
-            net_devices=children(folder / "net") if "net" in present else (),
-            rdma_devices=children(folder / "infiniband") if "infiniband" in present else (),
-            bar_nbytes=bar_nbytes(read.text("resource")) if base_class in (0x03, 0x12) else (),
-            config=read.config() if endpoint or base_class == 0x06 else None,
-            unreadable=tuple(read.unreadable),
-        )
-
-
-@contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
+    return broadcom_generation(bridge.vendor, bridge.device, bridge.subsystem_vendor, bridge.subsystem_device, level)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradwire.topology.errors import TopologyError
-from gradwire.topology.graph import Cpu, Defect, GivenPath, Gpu, Link, Machine, Nic, NvSwitch, Port
+from gradwire.topology.graph import Cpu, Defect, DeviceLink, GivenPath, Gpu, Machine, Nic, NvSwitch, Port
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\x1b[@-_]")
 """Terminal escapes: colours, cursor movement, titles."""
@@ -124,7 +124,7 @@ def _read_row(matrix: _Matrix, name: str, rest: str) -> None:
 
 
 def _tail_cell(matrix: _Matrix, name: str, title: str) -> str | None:
-    """Returns an affinity cell of a row, or None where it is empty or cannot be told from its neighbour."""
+    """Returns an affinity cell of a row, or None where it is empty or cannot be told apart from its neighbour."""
     if title not in matrix.tail or name not in matrix.rests:
         return None
     rest = matrix.rests[name]
@@ -207,17 +207,17 @@ def _short(matrix: _Matrix) -> list[Defect]:
     return [Defect(kind="short_row", where=name) for name in short]
 
 
-def _links(matrix: _Matrix, gpus: Sequence[str]) -> tuple[Link, ...]:
+def _links(matrix: _Matrix, gpus: Sequence[str]) -> tuple[DeviceLink, ...]:
     """Returns the NVLink bundles between GPUs; their speed is unknown, as the GPU's generation is."""
     known = set(gpus)
     return tuple(
-        Link(a=path.a, b=path.b, kind="nvlink", count=int(path.name[2:]))
+        DeviceLink(a=path.a, b=path.b, kind="nvlink", count=int(path.name[2:]))
         for path in _paths(matrix)
         if path.a in known and path.b in known and re.fullmatch(r"NV\d+", path.name)
     )
 
 
-def _switched(links: Sequence[Link], gpus: Sequence[str]) -> bool:
+def _switched(links: Sequence[DeviceLink], gpus: Sequence[str]) -> bool:
     """Returns whether some GPU would need more links than exist, which only an NVLink switch explains."""
     sums = dict.fromkeys(gpus, 0)
     for link in links:
@@ -226,13 +226,13 @@ def _switched(links: Sequence[Link], gpus: Sequence[str]) -> bool:
     return max(sums.values(), default=0) > MAX_NVLINKS_OF_A_GPU
 
 
-def _through_switch(links: Sequence[Link], gpus: Sequence[str]) -> tuple[Link, ...]:
+def _through_switch(links: Sequence[DeviceLink], gpus: Sequence[str]) -> tuple[DeviceLink, ...]:
     """Returns one bundle per GPU to the switch in place of the pairs."""
     widest = dict.fromkeys(gpus, 0)
     for link in links:
         widest[link.a] = max(widest[link.a], link.count)
         widest[link.b] = max(widest[link.b], link.count)
-    return tuple(Link(a=gpu, b="hidden", kind="nvlink", count=count) for gpu, count in widest.items() if count)
+    return tuple(DeviceLink(a=gpu, b="hidden", kind="nvlink", count=count) for gpu, count in widest.items() if count)
 
 
 def _shows_nvlink(text: str) -> bool:
@@ -241,7 +241,7 @@ def _shows_nvlink(text: str) -> bool:
 
 
 def _notes(matrix: _Matrix, text: str, defects: Sequence[Defect]) -> list[str]:
-    """Returns what this text cannot tell."""
+    """Returns what this text cannot show."""
     notes = ["The matrix shows only cards with verbs: Slingshot (cxi) and EFA cards are invisible to nvidia-smi."]
     if not _shows_nvlink(text):
         notes.append("NVLink is unknown: no NV# in the text, as with `topo -mp`, which hides it.")

@@ -11,8 +11,9 @@ from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Cpu, Machine, Nic, PcieLink
 from gradwire.topology.pci_ids import AMD_GPU
 from gradwire.topology.readers.affinity import members
-from gradwire.topology.readers.forest import Forest, PciEntry
-from gradwire.topology.readers.pci import PciFunction, PciTree, read_tree
+from gradwire.topology.readers.forest import Forest
+from gradwire.topology.readers.pci import PciFunction, PciTree
+from gradwire.topology.readers.pci_sysfs import read_tree
 from gradwire.topology.readers.small_files import names_in, number_of, text_of
 from gradwire.topology.readers.sysfs_ports import FoundPorts, find_ports
 
@@ -36,7 +37,7 @@ def read(root: Path) -> Machine:
     tree = read_tree(root)
     cpus = _cpus(root)
     found = find_ports(root)
-    machine = Forest([_entry(function, tree) for function in tree.functions.values()], cpus).build(found.by_bus)
+    machine = Forest(tree.functions.values(), cpus, _link).build(found.by_bus)
     only = cpus[0].key if len(cpus) == 1 else None
     return replace(
         machine,
@@ -45,25 +46,6 @@ def read(root: Path) -> Machine:
         notes=(*_notes(machine, tree), *found.notes),
         sources=("sysfs",),
         virtual=_is_virtual(root),
-    )
-
-
-def _entry(function: PciFunction, tree: PciTree) -> PciEntry:
-    """Returns a function as the forest wants it."""
-    above = function.parents
-    return PciEntry(
-        bus=function.bus_id,
-        class_code=function.class_code or 0,
-        vendor=function.vendor,
-        device=function.device,
-        subsystem_vendor=function.subsystem_vendor,
-        subsystem_device=function.subsystem_device,
-        bridge=above[0] if above else None,
-        root=function.host_bridge,
-        numa=None if function.numa_node is None or function.numa_node < 0 else function.numa_node,
-        pcie=_link(function, tree.functions.get(above[0]) if above else None),
-        driver=function.driver,
-        physical_function=function.physical_function,
     )
 
 
@@ -125,7 +107,7 @@ def _is_virtual(root: Path) -> bool | None:
 
 
 def _without_pci(found: FoundPorts, machine: Machine, only: str | None) -> list[Nic]:
-    """Returns the ports that no PCI card explains as NICs of their own; the only CPU, if there is one, is above them."""
+    """Returns the ports without a PCI card as NICs of their own; the only CPU, if there is one, is above them."""
     known = {nic.key for nic in machine.nics}
     loose = [port for port in found.loose if port.name not in known]
     return [Nic(key=port.name, parent=only, ports=(port,)) for port in loose]

@@ -4,17 +4,14 @@ import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 from xml.sax import SAXException, SAXParseException
 from xml.sax.handler import ContentHandler
+from xml.sax.xmlreader import AttributesImpl, Locator
 
 from defusedxml import DefusedXmlException  # type: ignore[import-untyped]  # ships no annotations
 from defusedxml.sax import parse  # type: ignore[import-untyped]
 
 from gradwire.topology.errors import TopologyError
-
-if TYPE_CHECKING:
-    from xml.sax.xmlreader import AttributesImpl, Locator
 
 MAX_DEPTH = 64
 """Nested elements; NCCL's own parser stops at 256 nodes in all."""
@@ -78,10 +75,10 @@ class _Builder(ContentHandler):
         self._count = 0
         self._locator: Locator | None = None
 
-    def setDocumentLocator(self, locator: "Locator") -> None:
+    def setDocumentLocator(self, locator: Locator) -> None:
         self._locator = locator
 
-    def startElement(self, name: str, attrs: "AttributesImpl") -> None:
+    def startElement(self, name: str, attrs: AttributesImpl) -> None:
         line = (self._locator.getLineNumber() if self._locator else None) or 0
         self._count += 1
         if len(self._open) >= MAX_DEPTH:

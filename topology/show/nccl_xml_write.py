@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from xml.sax.saxutils import quoteattr
 
 from gradwire.topology.errors import TopologyError
-from gradwire.topology.graph import Cpu, Gpu, Link, Machine, Nic, PcieLink, PciSwitch, Port
+from gradwire.topology.graph import Cpu, DeviceLink, Gpu, Machine, Nic, PcieLink, PciSwitch, Port
 from gradwire.topology.readers.affinity import mask_of_cores
-from gradwire.topology.readers.nccl_xml_links import HIDDEN_PEER
+from gradwire.topology.readers.nccl_xml import HIDDEN_PEER
 from gradwire.topology.readers.xml_tree import allowed
 
 NCCL_MAX_NODES = 256
@@ -83,7 +83,7 @@ class _Writer:
         items: list[PciSwitch | Gpu | Nic] = [*machine.switches, *machine.gpus, *machine.nics]
         for item in items:
             self.below.setdefault(item.parent, []).append(item)
-        self.links: dict[str, list[Link]] = {}
+        self.links: dict[str, list[DeviceLink]] = {}
         for link in machine.links:
             for end in {link.a} if link.kind == "pci_peer" else {link.a, link.b}:
                 self.links.setdefault(end, []).append(link)
@@ -160,7 +160,7 @@ class _Writer:
             self._line(depth + 1, "</gpu>")
         self._line(depth, "</pci>")
 
-    def _gpu_link(self, gpu: Gpu, link: Link) -> str:
+    def _gpu_link(self, gpu: Gpu, link: DeviceLink) -> str:
         """Returns one <nvlink>, <xgmi> or <c2c>."""
         if link.kind == "c2c":
             rate = None if link.bytes_per_second is None else round(link.bytes_per_second / max(link.count, 1) / 1e6)

@@ -10,7 +10,7 @@ from gradwire.topology.graph import Gpu, Machine, Nic
 from gradwire.topology.labels import Labels, gigabytes
 from gradwire.topology.readers.xml_tree import allowed
 from gradwire.topology.show.draw import summary
-from gradwire.topology.show.svg_layout import LEAF_HEIGHT, MARGIN, SOCKET_GAP, TOP, Box, Edge, Layout, layout
+from gradwire.topology.show.svg_layout import LEAF_HEIGHT, MARGIN, SOCKET_GAP, TOP, Box, Drawing, Edge, layout
 
 INK, PALE_INK, PAPER = "#1f2933", "#616e7c", "#ffffff"
 GDR, FAR, NVLINK = "#12855b", "#d9730d", "#6b46c1"
@@ -93,7 +93,7 @@ def _socket(box: Box) -> str:
     )
 
 
-def _between_cpus(machine: Machine, plan: Layout) -> Iterable[str]:
+def _between_cpus(machine: Machine, plan: Drawing) -> Iterable[str]:
     """Yields the connections between neighbouring NUMA nodes, with their rate."""
     cpus = sorted((plan.boxes[cpu.key] for cpu in machine.cpus if cpu.numa is not None), key=lambda box: box.x)
     rates = {cpu.key: socket_bytes_per_second(cpu) for cpu in machine.cpus}
@@ -152,7 +152,7 @@ def _pairs(labels: Labels) -> list[tuple[Gpu, Nic, str, bool]]:
     return pairs[:MAX_ARCS]
 
 
-def _arcs(labels: Labels, plan: Layout) -> tuple[list[str], float]:
+def _arcs(labels: Labels, plan: Drawing) -> tuple[list[str], float]:
     """Returns the curves between GPUs and NICs below the row of devices, and how far down they reach."""
     drawn: list[str] = []
     names: list[str] = []
@@ -162,10 +162,10 @@ def _arcs(labels: Labels, plan: Layout) -> tuple[list[str], float]:
         a, b = plan.boxes[gpu.key], plan.boxes[nic.key]
         y, dip = a.bottom, min(18 + 0.16 * abs(a.middle - b.middle), 130)
         lean = 10 if b.middle > a.middle else -10
-        x1, x2 = a.middle + lean, b.middle - lean
+        x1, x2, low = a.middle + lean, b.middle - lean, y + dip * 1.33
         colour, dash = (GDR, "") if good else (FAR, ' stroke-dasharray="6 4"')
         drawn.append(
-            f'<path d="M{x1:.1f} {y:.1f} C{x1:.1f} {y + dip * 1.33:.1f} {x2:.1f} {y + dip * 1.33:.1f} {x2:.1f} {y:.1f}" '
+            f'<path d="M{x1:.1f} {y:.1f} C{x1:.1f} {low:.1f} {x2:.1f} {low:.1f} {x2:.1f} {y:.1f}" '
             f'fill="none" stroke="{colour}" stroke-width="2.4"{dash}/>'
         )
         spot = (path, round((x1 + x2) / 40))
@@ -178,7 +178,7 @@ def _arcs(labels: Labels, plan: Layout) -> tuple[list[str], float]:
     return [*drawn, *names], deepest
 
 
-def _fabric(labels: Labels, plan: Layout, y: float) -> tuple[list[str], float]:
+def _fabric(labels: Labels, plan: Drawing, y: float) -> tuple[list[str], float]:
     """Returns the NVLink or xGMI fabric as a bar below the GPUs it joins, or as curves, and its lower edge."""
     machine = labels.machine
     joined = [gpu for gpu in machine.gpus if labels.bundles[gpu.key]]

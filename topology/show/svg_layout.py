@@ -64,7 +64,7 @@ class Edge:
 
 
 @dataclass(slots=True)
-class Layout:
+class Drawing:
     """Everything that has been placed."""
 
     boxes: dict[str, Box] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Layout:
     leaves_bottom: float = 0
 
 
-def layout(labels: Labels) -> Layout:
+def layout(labels: Labels) -> Drawing:
     """Returns the places of all boxes.
 
     Args:
@@ -110,7 +110,7 @@ class _Placer:
     def __init__(self, labels: Labels) -> None:
         self.labels = labels
         self.machine: Machine = labels.machine
-        self.layout = Layout()
+        self.layout = Drawing()
         self.x: float = MARGIN + 8
         self.switches = {switch.key: switch for switch in self.machine.switches}
         self.below: dict[str | None, list[str]] = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gradwire.bench.machine import machine_line
 from gradwire.bench.studies.convergence.tasks import TaskFacts
-from gradwire.bench.studies.convergence.training import ONEBIT_ADAM, PLAIN, Run, run_from
+from gradwire.bench.studies.convergence.training import ONEBIT_ADAM, PLAIN, TrainingRun, run_from
 
 HALF = 1.0
 """Share of the rate at which plain DDP spends half of its step on the link."""
@@ -56,7 +56,7 @@ class Record:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self.runs: list[Run] = []
+        self.runs: list[TrainingRun] = []
         self.speeds: list[Speed] = []
         self.machine = machine_line()
         if not file.exists():
@@ -74,7 +74,7 @@ class Record:
         """Whether that training was done."""
         return any((run.task, run.method, run.seed) == (task, method, seed) for run in self.runs)
 
-    def runs_of(self, task: str, method: str) -> list[Run]:
+    def runs_of(self, task: str, method: str) -> list[TrainingRun]:
         """The runs of all seeds."""
         return [run for run in self.runs if (run.task, run.method) == (task, method)]
 
@@ -87,7 +87,7 @@ class Record:
         half = self.speed_of(task, HALF)
         return None if half is None else (half.nic, half.free_seconds)
 
-    def add_run(self, run: Run) -> None:
+    def add_run(self, run: TrainingRun) -> None:
         """Adds a run and writes the file."""
         self.runs.append(run)
         self._write()
@@ -122,13 +122,13 @@ class Ending:
     high: float
 
 
-def ending(runs: Sequence[Run]) -> Ending:
+def ending(runs: Sequence[TrainingRun]) -> Ending:
     """Returns mean and extremes of the runs' final quality."""
     finals = [run.final for run in runs]
     return Ending(statistics.fmean(finals), min(finals), max(finals))
 
 
-def mean_curve(runs: Sequence[Run]) -> list[tuple[int, float]]:
+def mean_curve(runs: Sequence[TrainingRun]) -> list[tuple[int, float]]:
     """Returns (steps, mean quality over the seeds): the runs were measured after the same steps."""
     return [
         (points[0][0], statistics.fmean(quality for _, quality in points))
@@ -136,7 +136,7 @@ def mean_curve(runs: Sequence[Run]) -> list[tuple[int, float]]:
     ]
 
 
-def plain_runs(record: Record, task: str, method: str) -> list[Run]:
+def plain_runs(record: Record, task: str, method: str) -> list[TrainingRun]:
     """Returns plain DDP's runs of the seeds that the method was trained with: weights and batches are theirs too."""
     seeds = {run.seed for run in record.runs_of(task, method)}
     return [run for run in record.runs_of(task, PLAIN) if run.seed in seeds]
@@ -173,7 +173,7 @@ def steps_to(curve: Sequence[tuple[int, float]], wanted: float, higher_is_better
     return None
 
 
-def seconds_after(steps: float, run: Run, speed: Speed) -> float:
+def seconds_after(steps: float, run: TrainingRun, speed: Speed) -> float:
     """Returns how long so many steps take on a link; the dense ones at the start count as dense.
 
     Args:

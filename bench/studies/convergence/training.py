@@ -151,7 +151,7 @@ EVALUATED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrainingRun:
     """What one training run came to."""
 
     task: str
@@ -180,7 +180,7 @@ def method_of(task: Task, name: str) -> Method:
     return found[name]
 
 
-def train(task: Task, method: Method, seed: int) -> Run:
+def train(task: Task, method: Method, seed: int) -> TrainingRun:
     """Trains once on forked ranks.
 
     Args:
@@ -215,14 +215,14 @@ def train(task: Task, method: Method, seed: int) -> Run:
         return run_from(json.loads(file.read_text()))
 
 
-def run_from(record: dict[str, object]) -> Run:
+def run_from(record: dict[str, object]) -> TrainingRun:
     """Returns the run that `asdict` and JSON made a record of."""
     curve = record["curve"]
     assert isinstance(curve, list)
-    return Run(**{**record, "curve": tuple((int(step), float(value)) for step, value in curve)})  # type: ignore[arg-type]
+    return TrainingRun(**{**record, "curve": tuple((int(step), float(value)) for step, value in curve)})  # type: ignore[arg-type]
 
 
-def train_as_rank(task: Task, method: Method, seed: int, place: ForkedRank) -> Run:
+def train_as_rank(task: Task, method: Method, seed: int, place: ForkedRank) -> TrainingRun:
     """One rank's part of a run.
 
     Args:
@@ -242,7 +242,7 @@ def train_as_rank(task: Task, method: Method, seed: int, place: ForkedRank) -> R
         schedule.step()
         if step + 1 in marks:
             curve.append((step + 1, _quality(task, training, place.rank)))
-    return Run(task.facts.name, method.name, seed, training.dense_steps, tuple(curve))
+    return TrainingRun(task.facts.name, method.name, seed, training.dense_steps, tuple(curve))
 
 
 @torch.no_grad()

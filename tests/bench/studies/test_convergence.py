@@ -25,7 +25,7 @@ from gradwire.bench.studies.convergence.tasks import (
     read_idx,
     share_of_peak,
 )
-from gradwire.bench.studies.convergence.training import EVALUATED, METHODS, PLAIN, TORCH_FP16, Run, method_of
+from gradwire.bench.studies.convergence.training import EVALUATED, METHODS, PLAIN, TORCH_FP16, TrainingRun, method_of
 
 JOB = Path(__file__).parent / "convergence_job.py"
 ONEBIT = "gradwire onebit"
@@ -56,8 +56,10 @@ def test_the_optimizer_that_communicates_by_itself_takes_part(runs: dict[str, di
     assert curve[-1][1] < curve[0][1]  # type: ignore[index]
 
 
-def a_run(method: str, seed: int, *qualities: float, dense_steps: int = 0) -> Run:
-    return Run("fashion", method, seed, dense_steps, tuple((100 * (at + 1), each) for at, each in enumerate(qualities)))
+def a_run(method: str, seed: int, *qualities: float, dense_steps: int = 0) -> TrainingRun:
+    return TrainingRun(
+        "fashion", method, seed, dense_steps, tuple((100 * (at + 1), each) for at, each in enumerate(qualities))
+    )
 
 
 def a_record(file: Path) -> Record:

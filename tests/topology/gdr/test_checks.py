@@ -1,4 +1,4 @@
-"""Every check of the checklist shows pass, bad (warn or fail) and unknown, each on a machine that differs in one thing."""
+"""Every check shows pass, bad (warn or fail) and unknown, each on a machine that differs in one thing."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.topology.gdr.example import GPU, GPU_PORT, NIC, NIC_PORT, ExampleMachine
-from gradwire.topology.gdr.model import Outcome
+from gradwire.topology.gdr.model import CheckOutcome
 from gradwire.topology.gdr.stages import CHECKS
 from gradwire.topology.readers.pci_config import ConfigSpace
 
@@ -226,9 +226,9 @@ CASES: dict[str, tuple[Change, Change, Change]] = {
     ),
 }
 EXPECTED = (
-    ("pass", {Outcome.PASS}),
-    ("bad", {Outcome.WARN, Outcome.FAIL}),
-    ("unknown", {Outcome.UNKNOWN}),
+    ("pass", {CheckOutcome.PASS}),
+    ("bad", {CheckOutcome.WARN, CheckOutcome.FAIL}),
+    ("unknown", {CheckOutcome.UNKNOWN}),
 )
 
 
@@ -246,7 +246,7 @@ def test_check(check: object, kind: int, tmp_path: Path) -> None:
     finding = row.function(machine.host())
     assert finding.outcome in EXPECTED[kind][1], finding
     assert finding.text and "\n" not in finding.text
-    if finding.outcome in (Outcome.WARN, Outcome.FAIL):
+    if finding.outcome in (CheckOutcome.WARN, CheckOutcome.FAIL):
         assert finding.remedy, "a bad finding says what to do"
 
 

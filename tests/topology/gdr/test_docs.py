@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.topology.gdr.command import parser
+from gradwire.cli.gdr_check import parser
 from gradwire.topology.gdr.stages import CHECKS
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "reference" / "gdr-check.md").read_text()

@@ -1,15 +1,16 @@
-"""`gradwire gdr-check --prove` from the drivers' calls to the table and the exit code, on a healthy machine with stand-ins."""
+"""`gradwire gdr-check --prove` from the drivers' calls to table and exit code, on a healthy machine with stand-ins."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from gradwire.topology.gdr import command, sources
+from gradwire.cli import gdr_check
+from gradwire.topology.gdr import sources
 from gradwire.topology.gdr.example import ExampleMachine
-from gradwire.topology.gdr.inputs import ask
+from gradwire.topology.gdr.inputs import collect
 
-Check = Callable[..., tuple[int, str]]
+GdrCheck = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def check(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> Check:
+) -> GdrCheck:
     """Returns a function from what the drivers do to the exit code and the text, its lines joined."""
     machine = ExampleMachine(tmp_path / "tree")
     machine.write_tree()
@@ -30,7 +31,7 @@ def check(
             machine.remove("sys/module/nvidia_peermem", "sys/kernel/mm/memory_peers")
         for name, value in standins(plan, old=old).items():
             monkeypatch.setenv(name, value)
-        status = command.main(["--prove"])
+        status = gdr_check.main(["--prove"])
         assert complaints() == []
         return status, " ".join(capsys.readouterr().out.replace("│", " ").split())
 
@@ -64,19 +65,19 @@ def check(
         ("active_mtu=3", 1, "1024"),
     ],
 )
-def test_what_the_drivers_do_is_what_the_table_says(check: Check, plan: str, status: int, words: str) -> None:
+def test_what_the_drivers_do_is_what_the_table_says(check: GdrCheck, plan: str, status: int, words: str) -> None:
     found, text = check(plan)
     assert words in text
     assert found == status, text
 
 
-def test_a_probe_that_hangs_is_unknown(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "SECONDS", 10.0)
+def test_a_probe_that_hangs_is_unknown(check: GdrCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collect, "LIBRARY_SECONDS", 10.0)
     status, text = check("ibv_reg_mr=hang")
     assert status == 3 and "IN USE UNKNOWN U1: no answer within 10 s" in text
 
 
-def test_an_old_driver_serves_through_peer_memory_and_not_without(check: Check) -> None:
+def test_an_old_driver_serves_through_peer_memory_and_not_without(check: GdrCheck) -> None:
     status, text = check("attribute_124=0 cuDriverGetVersion=11040", old=("cuda", "verbs"))
     assert "peer memory ok, no dma-buf: this libibverbs has no ibv_reg_dmabuf_mr" in text
     assert status == 1 and "libibverbs lacks ibv_reg_mr_iova2" in text, "relaxed ordering is what it costs"

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.topology.gdr import command, prove, sources
+from gradwire.cli import gdr_check
+from gradwire.topology.gdr import sources
 from gradwire.topology.gdr.example import ExampleMachine
 from gradwire.topology.gdr.inputs.environment import child_environment
 from gradwire.topology.gdr.inputs.nccl_log import parse_nccl_log
-from gradwire.topology.gdr.job import Job, T, Told, prove_together
+from gradwire.topology.gdr.job import JobRank, RankResult, T, prove_together
 from gradwire.topology.gdr.prove import prove_with_nccl
 
 CHILD = """
@@ -46,7 +47,7 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Act:
     """Returns a function that sets what the child will say and log; it returns the file of what the child was given."""
     script = tmp_path / "child.py"
     script.write_text(CHILD)
-    monkeypatch.setattr(prove, "CHILD", (sys.executable, str(script)))
+    monkeypatch.setattr(gdr_check, "PROVE_COMMAND", (sys.executable, str(script)))
 
     def act(says: dict[str, object] = RATES, log: str = "") -> Path:  # type: ignore[assignment]  # a plain constant
         (tmp_path / "log").write_text(log)
@@ -60,7 +61,7 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Act:
 
 def test_log_and_rates_of_both_runs(child: Act) -> None:
     seen = child(log=LOG.format(near=0, far=1, receive="/GDRDMA"))
-    proof = prove_with_nccl(one_host=False, rank=0)
+    proof = prove_with_nccl(gdr_check.PROVE_COMMAND, one_host=False, rank=0)
     assert proof.log is not None and proof.log.gdr_channels.total() == 4 and proof.error == ""
     assert proof.gigabits_per_second == {"default": 300.0, "LOC": 200.0}
     runs = [json.loads(line) for line in seen.read_text().splitlines()]
@@ -71,13 +72,13 @@ def test_log_and_rates_of_both_runs(child: Act) -> None:
 
 def test_ranks_of_one_host_are_kept_to_the_nics(child: Act) -> None:
     seen = child()
-    prove_with_nccl(one_host=True, rank=0)
+    prove_with_nccl(gdr_check.PROVE_COMMAND, one_host=True, rank=0)
     assert all(json.loads(line)["NCCL_P2P_DISABLE"] == "1" for line in seen.read_text().splitlines())
 
 
 def test_a_child_that_fails_is_reported_and_not_repeated(child: Act, capsys: pytest.CaptureFixture[str]) -> None:
     seen = child({"default": {"error": "torch sees no CUDA device: the all-reduce was not run"}})
-    proof = prove_with_nccl(one_host=False, rank=7)
+    proof = prove_with_nccl(gdr_check.PROVE_COMMAND, one_host=False, rank=7)
     assert (proof.log, proof.gigabits_per_second) == (None, {})
     assert proof.error == "all-reduce (default): torch sees no CUDA device: the all-reduce was not run"
     assert capsys.readouterr().err == f"gradwire gdr-check: rank 7: {proof.error}\n"
@@ -100,15 +101,16 @@ def test_a_child_that_fails_is_reported_and_not_repeated(child: Act, capsys: pyt
         ),
     ],
 )
-def test_every_end_of_the_child_is_an_answer(monkeypatch: pytest.MonkeyPatch, words: list[str], error: str) -> None:
-    monkeypatch.setattr(prove, "CHILD", words)
-    assert error in prove_with_nccl(one_host=True, rank=0).error
+def test_every_end_of_the_child_is_described(words: list[str], error: str) -> None:
+    assert error in prove_with_nccl(words, one_host=True, rank=0).error
 
 
 def test_where_one_host_has_nothing_to_try_none_does(child: Act, tmp_path: Path) -> None:
     seen = child()
     host = ExampleMachine(tmp_path / "tree").host()
-    prove_together(host, Job(0, ("gpu01",), lambda own: [own, (("gpu02",), "0 NVIDIA GPUs")]))
+    prove_together(
+        host, JobRank(0, ("gpu01",), lambda own: [own, (("gpu02",), "0 NVIDIA GPUs")]), gdr_check.PROVE_COMMAND
+    )
     assert host.proof_error == "no all-reduce: gpu02 has 0 NVIDIA GPUs"
     assert not seen.exists(), "nobody waits for gpu02"
 
@@ -122,12 +124,12 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: list[str], 
     def gather(own: T) -> list[T]:
         return [own, *(stranger(own, index, text) for index, text in enumerate(others, 1))]
 
-    return command.main(["--prove", *words], Job(0, ("gpu01",), gather))
+    return gdr_check.check(["--prove", *words], JobRank(0, ("gpu01",), gather))
 
 
 def stranger(own: T, index: int, log: str) -> T:
     """The same answer from another host."""
-    if isinstance(own, Told):
+    if isinstance(own, RankResult):
         return replace(own, host=(f"gpu0{index + 1}",), log=parse_nccl_log(log.splitlines()))
     return own
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gradwire.topology.gdr.example import GPU, GPU_PORT, NIC, NIC_PORT, ExampleMachine
-from gradwire.topology.gdr.model import Check, Finding, Outcome, Verdict
-from gradwire.topology.gdr.runner import Report, exit_code, nothing_to_check, run_checks, usable_gpus
+from gradwire.topology.gdr.model import CheckOutcome, Finding, GdrCheck, Verdict
+from gradwire.topology.gdr.runner import GdrReport, exit_code, nothing_to_check, run_checks, usable_gpus
 from gradwire.topology.readers.pci_config import ConfigSpace
 
 Machine = ExampleMachine
@@ -19,11 +19,11 @@ def machine(tmp_path: Path) -> ExampleMachine:
     return ExampleMachine(tmp_path)
 
 
-def outcome(report: Report, name: str) -> Finding:
+def outcome(report: GdrReport, name: str) -> Finding:
     return next(result.finding for result in report.results if result.check.name == name)
 
 
-def run(machine: ExampleMachine) -> tuple[Report, int]:
+def run(machine: ExampleMachine) -> tuple[GdrReport, int]:
     host = machine.host()
     report = run_checks(host)
     return report, exit_code(host, report)
@@ -33,7 +33,7 @@ def test_a_healthy_machine_passes_all_three(machine: ExampleMachine) -> None:
     host = machine.host()
     report = run_checks(host)
     assert exit_code(host, report) == 0 and report.cause is None
-    assert {answer.outcome for answer in report.verdicts.values()} == {Outcome.PASS}
+    assert {answer.outcome for answer in report.verdicts.values()} == {CheckOutcome.PASS}
     assert usable_gpus(host, report) == (1, 0, 1)
 
 
@@ -43,18 +43,18 @@ def test_the_first_cause_is_named_and_what_depends_on_it_is_skipped(machine: Exa
     machine.functions[NIC] = replace(machine.functions[NIC], rdma_devices=())
     report, status = run(machine)
     assert status == 2 and report.cause is not None and report.cause.check.name == "G1"
-    assert outcome(report, "M1").outcome is Outcome.SKIPPED
+    assert outcome(report, "M1").outcome is CheckOutcome.SKIPPED
     assert outcome(report, "M1").text.startswith("skipped because G1 failed")
     assert outcome(report, "M4").text.startswith("skipped because G1 failed"), "the root, not the link in between"
     assert outcome(report, "R2").text.startswith("skipped because R1 failed")
-    assert outcome(report, "V1").outcome is Outcome.PASS, "what does not depend on it still runs"
+    assert outcome(report, "V1").outcome is CheckOutcome.PASS, "what does not depend on it still runs"
 
 
 def test_verdicts_are_not_mixed(machine: ExampleMachine) -> None:
     """Possible and configured although a log shows staging; in use although nothing is known of the configuration."""
     machine.log = ["NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0"]
     report, status = run(machine)
-    assert [report.verdicts[v].outcome for v in Verdict] == [Outcome.PASS, Outcome.PASS, Outcome.FAIL]
+    assert [report.verdicts[v].outcome for v in Verdict] == [CheckOutcome.PASS, CheckOutcome.PASS, CheckOutcome.FAIL]
     assert status == 2
     assert report.verdicts[Verdict.IN_USE].because.startswith("U3")
 
@@ -70,8 +70,8 @@ def test_not_root_is_unknown_and_never_pass(machine: ExampleMachine) -> None:
     for bus_id, function in machine.functions.items():
         machine.functions[bus_id] = replace(function, config=ConfigSpace(header_only=True))
     report, status = run(machine)
-    assert outcome(report, "P5").outcome is Outcome.UNKNOWN
-    assert report.verdicts[Verdict.POSSIBLE].outcome is Outcome.UNKNOWN and status == 3
+    assert outcome(report, "P5").outcome is CheckOutcome.UNKNOWN
+    assert report.verdicts[Verdict.POSSIBLE].outcome is CheckOutcome.UNKNOWN and status == 3
     assert "P5" in report.verdicts[Verdict.POSSIBLE].because
 
 
@@ -111,9 +111,9 @@ def test_acs_is_judged_on_the_way_between_the_two(machine: ExampleMachine) -> No
     machine.link("sys/class/infiniband/mlx5_1/device", f"sys/bus/pci/devices/{far.bus_id}")
     report, _ = run(machine)
     pairs = outcome(report, "P5").pairs
-    assert pairs[GPU, NIC][0] is Outcome.PASS and pairs[GPU, far.bus_id][0] is Outcome.FAIL
-    assert report.pairs[GPU, NIC][Verdict.POSSIBLE].outcome is Outcome.PASS
-    assert report.pairs[GPU, far.bus_id][Verdict.POSSIBLE].outcome is Outcome.FAIL
+    assert pairs[GPU, NIC][0] is CheckOutcome.PASS and pairs[GPU, far.bus_id][0] is CheckOutcome.FAIL
+    assert report.pairs[GPU, NIC][Verdict.POSSIBLE].outcome is CheckOutcome.PASS
+    assert report.pairs[GPU, far.bus_id][Verdict.POSSIBLE].outcome is CheckOutcome.FAIL
 
 
 def test_default_level_and_variable_decide_about_a_pair_through_the_host_bridge(machine: ExampleMachine) -> None:
@@ -122,14 +122,14 @@ def test_default_level_and_variable_decide_about_a_pair_through_the_host_bridge(
         machine.functions[bus_id] = replace(machine.functions[bus_id], parents=(port,))
     report, status = run(machine)
     assert status == 2 and "PHB is beyond P2C, the default" in report.verdicts[Verdict.CONFIGURED].because
-    assert report.verdicts[Verdict.POSSIBLE].outcome is Outcome.WARN
+    assert report.verdicts[Verdict.POSSIBLE].outcome is CheckOutcome.WARN
     machine.environment = {"NCCL_NET_GDR_LEVEL": "PHB"}
-    assert run(machine)[0].verdicts[Verdict.CONFIGURED].outcome is Outcome.PASS
+    assert run(machine)[0].verdicts[Verdict.CONFIGURED].outcome is CheckOutcome.PASS
     machine.environment = {}
     machine.facts["gpus"][0]["c2c"] = True  # type: ignore[index]
-    assert run(machine)[0].verdicts[Verdict.CONFIGURED].outcome is Outcome.PASS, "Grace: P2C is within the default"
+    assert run(machine)[0].verdicts[Verdict.CONFIGURED].outcome is CheckOutcome.PASS, "Grace: P2C is within the default"
     machine.facts["nccl_version"] = "2.26.2"
-    assert run(machine)[0].verdicts[Verdict.CONFIGURED].outcome is Outcome.FAIL, "2.26 leaves C2C off"
+    assert run(machine)[0].verdicts[Verdict.CONFIGURED].outcome is CheckOutcome.FAIL, "2.26 leaves C2C off"
 
 
 def test_hidden_settings_are_found(machine: ExampleMachine) -> None:
@@ -137,19 +137,21 @@ def test_hidden_settings_are_found(machine: ExampleMachine) -> None:
     report, status = run(machine)
     assert status == 2 and outcome(report, "V1").text == "NCCL_IB_DISABLE=1 (/etc/nccl.conf)"
     machine.environment = {"NCCL_IB_DISABLE": "0"}
-    assert outcome(run(machine)[0], "V1").outcome is Outcome.PASS, "the process wins over the file"
+    assert outcome(run(machine)[0], "V1").outcome is CheckOutcome.PASS, "the process wins over the file"
 
 
 def test_dmabuf_serves_without_peer_memory_and_the_other_way_round(machine: ExampleMachine) -> None:
     machine.remove("sys/module/nvidia_peermem", "sys/kernel/mm/memory_peers")
     report, status = run(machine)
-    assert status == 0 and "dma-buf" in outcome(report, "M1").text and outcome(report, "M2").outcome is Outcome.INFO
+    assert (
+        status == 0 and "dma-buf" in outcome(report, "M1").text and outcome(report, "M2").outcome is CheckOutcome.INFO
+    )
     machine.facts["kernel"] = "4.18.0"
     report, status = run(machine)
     assert status == 2 and "breaks at kernel" in outcome(report, "M1").text
     machine.write("sys/module/nvidia_peermem/version", "1")
     report, status = run(machine)
-    assert status == 0 and outcome(report, "M3").outcome is Outcome.INFO
+    assert status == 0 and outcome(report, "M3").outcome is CheckOutcome.INFO
 
 
 def test_the_container_that_was_not_given_its_rdma(machine: ExampleMachine) -> None:
@@ -174,10 +176,11 @@ def test_a_check_that_fails_itself_is_unknown(machine: ExampleMachine) -> None:
     def broken(host: object) -> Finding:
         raise ZeroDivisionError("oops")
 
-    checks = [Check("X1", "broken", broken, Verdict.POSSIBLE)]
+    checks = [GdrCheck("X1", "broken", broken, Verdict.POSSIBLE)]
     report = run_checks(machine.host(), checks)
     assert (
-        report.results[0].finding.outcome is Outcome.UNKNOWN and "ZeroDivisionError" in report.results[0].finding.text
+        report.results[0].finding.outcome is CheckOutcome.UNKNOWN
+        and "ZeroDivisionError" in report.results[0].finding.text
     )
 
 
@@ -186,12 +189,12 @@ def test_rdma_devices_without_a_home_are_unknown_and_the_second_port_of_a_bond_i
 ) -> None:
     machine.functions[NIC] = replace(machine.functions[NIC], rdma_devices=())
     machine.remove("sys/class/infiniband/mlx5_0/device")
-    assert outcome(run(machine)[0], "R1").outcome is Outcome.UNKNOWN
+    assert outcome(run(machine)[0], "R1").outcome is CheckOutcome.UNKNOWN
     machine.remove("sys/class/infiniband")
     twin = replace(machine.functions[NIC], bus_id="0000:04:00.1", net_devices=())
     machine.functions |= {twin.bus_id: twin, NIC: replace(machine.functions[NIC], rdma_devices=("mlx5_bond_0",))}
     machine.write("sys/class/infiniband/mlx5_bond_0/hca_type", "MT41692")
-    assert outcome(run(machine)[0], "R1").outcome is Outcome.PASS
+    assert outcome(run(machine)[0], "R1").outcome is CheckOutcome.PASS
 
 
 def test_in_a_container_only_the_gpus_it_was_given_count(machine: ExampleMachine) -> None:

@@ -41,8 +41,10 @@ SEEDS = tuple(
 )
 WORDS = (
     b"<", b">", b'"', b"/>", b"</pci>", b"<pci ", b"<gpu>", b"&amp;", b"&#0;", b"]]>", b"<!DOCTYPE s [", b"<?xml ?>",
-    b"\xff\xfe", b"\x00", b"\x1b[31m", b"\xc3\x28", b"\t", b"\n", b"99999999999999999999", b"-1", b"NaN", b"1e999", b"0x",
-    b"0000:01:00.0", b"0000:11:00.0", b"fffffff:ffff:ff", b"NV99", b"GPU0", b"NIC0", b"PIX", b"null", b"[", b"{", b"true",
+    b"\xff\xfe", b"\x00", b"\x1b[31m", b"\xc3\x28", b"\t", b"\n", b"99999999999999999999", b"-1", b"NaN", b"1e999",
+    b"0x",
+    b"0000:01:00.0", b"0000:11:00.0", b"fffffff:ffff:ff", b"NV99", b"GPU0", b"NIC0", b"PIX", b"null", b"[", b"{",
+    b"true",
     b"secondary=00", b"subordinate=", b"NUMA node: 9", "\u202e\u0660".encode(), b'"parent": "0000:01:00.0"',
 )  # fmt: skip
 """What hostile or damaged files are made of."""
@@ -143,7 +145,8 @@ def test_each_kind_is_recognised_by_its_content(tmp_path: Path, fixtures: Path) 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "not recognised"), (b"\x7fELF\0\0", "NUL bytes"), (b"hello", "not recognised"), (b"[1]", "without the key"),
+        (b"", "not recognised"), (b"\x7fELF\0\0", "NUL bytes"), (b"hello", "not recognised"), 
+        (b"[1]", "without the key"),
         (b"{}", "without the key `graph`"), (b"{", "line 1: not JSON"), (b"[" * 100_000, "not JSON"),
     ],
 )  # fmt: skip

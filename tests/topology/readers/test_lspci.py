@@ -79,6 +79,19 @@ def test_broken_listings_are_refused(text: str, message: str) -> None:
         lspci.read(text)
 
 
+def test_the_tree_and_the_machine_are_read_from_the_same_lines() -> None:
+    tree, machine = lspci.read_tree((ROOT + GPU).splitlines()), lspci.read(ROOT + GPU)
+    function = tree.functions["0000:05:00.0"]
+    assert (function.vendor, function.driver, function.numa_node) == (0x10DE, "nvidia", 0)
+    assert machine.gpus[0].pcie == PcieLink(gigatransfers_per_second=function.current_gigatransfers, lanes=16)
+    assert lspci.read_tree((GPU + GPU).splitlines()).functions.keys() == {"0000:05:00.0"}
+
+
+def test_a_ticket_that_lost_the_indentation_is_read_and_what_follows_is_not() -> None:
+    text = (ROOT + GPU).replace("\t", "") + "\nNUMA node: 7\n"
+    assert lspci.read(text).gpus == lspci.read(ROOT + GPU).gpus
+
+
 def test_bridges_that_form_a_ring_are_refused() -> None:
     with pytest.raises(TopologyError, match="form a cycle"):
         lspci.read(_ring() + GPU.replace("05:00.0", "01:01.0"))

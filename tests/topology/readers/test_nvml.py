@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradwire.topology.graph import Link
+from gradwire.topology.graph import DeviceLink
 from gradwire.topology.readers import nvml
 
 
@@ -56,8 +56,10 @@ def test_gpus_and_their_links_to_a_switch() -> None:
 def test_direct_links_count_once() -> None:
     reading = nvml.read(library((8, 0), links=4, switch=False))
     assert reading.links == (
-        Link(a="0000:4c:00.0", b="0000:3b:00.0", kind="nvlink", count=4, bytes_per_second=80e9),
-    ) or reading.links == (Link(a="0000:3b:00.0", b="0000:4c:00.0", kind="nvlink", count=4, bytes_per_second=80e9),)
+        DeviceLink(a="0000:4c:00.0", b="0000:3b:00.0", kind="nvlink", count=4, bytes_per_second=80e9),
+    ) or reading.links == (
+        DeviceLink(a="0000:3b:00.0", b="0000:4c:00.0", kind="nvlink", count=4, bytes_per_second=80e9),
+    )
 
 
 def test_a_hidden_far_end_is_a_switch() -> None:

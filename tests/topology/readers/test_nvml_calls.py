@@ -1,4 +1,4 @@
-"""NVIDIA's own binding over a library with the signatures of nvml.h, built on the spot: no GPU, every structure real."""
+"""NVIDIA's own binding over a library with the signatures of nvml.h, built here: no GPU, every structure real."""
 
 import json
 import shutil
@@ -31,8 +31,8 @@ HEALTHY = {
 SCRIPT = """
 import dataclasses, json
 from gradwire.topology.readers import nvml
-from gradwire.topology.gdr.inputs.native_nvml import nvml_answers
-print(json.dumps({"topo": dataclasses.asdict(nvml.read()), "gdr": nvml_answers()}))
+from gradwire.topology.readers.nvml import gdr_facts
+print(json.dumps({"topo": dataclasses.asdict(nvml.read()), "gdr": gdr_facts()}))
 """
 
 Answers = dict[str, dict[str, object]]

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.topology.readers.pci import PATH_TYPES, PciTree, path_type, read_tree
+from gradwire.topology.readers.pci import PATH_TYPES, PciTree, path_type
 from gradwire.topology.readers.pci_config import decode, decode_bytes
+from gradwire.topology.readers.pci_sysfs import read_tree
 
 Add = Callable[..., Path]
 

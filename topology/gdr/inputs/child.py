@@ -1,4 +1,4 @@
-"""Child processes that may crash or hang: their end is an answer, and waiting for it has a limit."""
+"""Runs child processes that may crash or hang: with a time limit, and with a description of how they ended."""
 
 import signal
 import subprocess
@@ -9,25 +9,25 @@ _GRACE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """What a child left."""
+class ChildExit:
+    """How a child process ended, and what it wrote."""
 
     code: int | None
-    """Its exit code, negative for a signal; None when it was given up."""
+    """Its exit code, negative for a signal; None when it was killed or never ran."""
     output: bytes = b""
     errors: bytes = b""
-    trouble: str = ""
+    problem: str = ""
     """`crashed (SIGSEGV)`, `no answer within 60 s`, ...; empty when it ended with 0."""
 
     @property
-    def last_words(self) -> str:
+    def explanation(self) -> str:
         """How it ended, with the last line that it wrote to stderr."""
         lines = self.errors.decode("utf-8", "replace").strip().splitlines()
-        return f"{self.trouble or 'no usable answer'}{f': {lines[-1][:300]}' if lines else ''}"
+        return f"{self.problem or 'no usable answer'}{f': {lines[-1][:300]}' if lines else ''}"
 
 
-def run_child(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> Ended:
-    """Runs a command to its end, or gives it up.
+def run_child(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> ChildExit:
+    """Runs a command to its end, or kills it after a time.
 
     Args:
         command: Program and arguments.
@@ -38,25 +38,25 @@ def run_child(command: Sequence[str], seconds: float, environment: Mapping[str, 
     try:
         child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
     except OSError as error:
-        return Ended(None, trouble=f"{command[0]}: {error.strerror or error}")
+        return ChildExit(None, problem=f"{command[0]}: {error.strerror or error}")
     try:
         output, errors = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        return _given_up(child, seconds)
-    return Ended(child.returncode, output, errors, _trouble(child.returncode))
+        return _killed(child, seconds)
+    return ChildExit(child.returncode, output, errors, _problem(child.returncode))
 
 
-def _given_up(child: subprocess.Popen[bytes], seconds: float) -> Ended:
-    """Kills a child; one that sleeps inside a broken driver cannot be killed, and is left behind rather than waited for."""
+def _killed(child: subprocess.Popen[bytes], seconds: float) -> ChildExit:
+    """Kills a child; one that sleeps inside a broken driver cannot be killed, and is not waited for any longer."""
     child.kill()
     try:
         output, errors = child.communicate(timeout=_GRACE_SECONDS)
     except subprocess.TimeoutExpired as still:
         output, errors = still.stdout or b"", still.stderr or b""
-    return Ended(None, output, errors, f"no answer within {seconds:g} s")
+    return ChildExit(None, output, errors, f"no answer within {seconds:g} s")
 
 
-def _trouble(code: int) -> str:
+def _problem(code: int) -> str:
     if code >= 0:
         return f"exit code {code}" if code else ""
     try:

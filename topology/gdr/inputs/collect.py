@@ -1,43 +1,87 @@
-"""Collects, on the live host, what no file says; every question has a time limit and a stated failure."""
+"""Collects on the live host what no file says, from driver libraries and commands, each with a time limit.
 
+Each library is asked in a child process of its own, all at once: one that crashes or hangs costs only its own facts.
+"""
+
+import json
 import os
 import platform
 import re
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
-from gradwire.topology.gdr.inputs.ask import ask_libraries
 from gradwire.topology.gdr.inputs.child import run_child
-from gradwire.topology.gdr.inputs.facts import Facts, facts_from_json
+from gradwire.topology.gdr.inputs.facts import HostFacts, RawFacts, facts_from_json
 
+LIBRARY_SECONDS = 60.0  # cuInit on eight GPUs without persistence mode takes up to half of this
+_LIBRARIES = ("nvml", "cuda", "verbs", "nccl")
+_MAX_NBYTES = 1 << 20
 _COMMAND_SECONDS = 5.0
 _LOG_PATTERN = re.compile(r"peer_mem|peermem|DMAR|AMD-Vi|iommu", re.IGNORECASE)
 _WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
-def collect(root: Path, hardware: bool, switches: bool, prove: bool) -> Facts:
+def collect(root: Path, hardware: bool, switches: bool, prove: bool) -> HostFacts:
     """Asks the libraries and the system.
 
     Args:
         root: `/`.
-        hardware: There are GPUs and NICs; without them no library is asked, which keeps the answer fast.
+        hardware: There are GPUs and NICs; without them no library is asked, which keeps it fast.
         switches: There are NVSwitches, so the fabric manager matters.
         prove: Also register GPU memory.
     """
-    answers: dict[str, object] = {"kernel": platform.release(), "shm_nbytes": _shm_nbytes(root / "dev/shm")}
+    facts: dict[str, object] = {"kernel": platform.release(), "shm_nbytes": _shm_nbytes(root / "dev/shm")}
     if hardware:
-        answers |= {"nccl_version": _wheel_version()}
-        answers |= {name: value for name, value in ask_libraries(prove).items() if value is not None}
-        answers |= {"device_files": _try_device_files(root), "kernel_log": _kernel_log(root / "dev/kmsg")}
-        answers |= {"user_conf": _user_conf(), "ofed_version": _first_line(("ofed_info", "-s"))}
+        facts |= {"nccl_version": _wheel_version()}
+        facts |= {name: value for name, value in ask_libraries(prove).items() if value is not None}
+        facts |= {"device_files": _try_device_files(root), "kernel_log": _kernel_log(root / "dev/kmsg")}
+        facts |= {"user_conf": _user_conf(), "ofed_version": _first_line(("ofed_info", "-s"))}
     if switches:
         state = _first_line(("systemctl", "is-active", "nvidia-fabricmanager"))
-        answers["fabric_manager_active"] = None if state is None else state == "active"
+        facts["fabric_manager_active"] = None if state is None else state == "active"
         version = re.search(r"\d{3}\.\d+(\.\d+)?", _first_line(("nv-fabricmanager", "--version")) or "")
-        answers["fabric_manager_version"] = version[0] if version else None
-    return facts_from_json(answers)
+        facts["fabric_manager_version"] = version[0] if version else None
+    return facts_from_json(facts)
+
+
+def ask_libraries(prove: bool) -> RawFacts:
+    """The facts of all libraries.
+
+    Args:
+        prove: Also register GPU memory.
+    """
+    names = (*_LIBRARIES, "probe") if prove else _LIBRARIES
+    with ThreadPoolExecutor(len(names)) as pool:
+        return merged(pool.map(_ask_library, names))
+
+
+def _ask_library(name: str) -> RawFacts:
+    """The facts that one child prints, or how it ended.
+
+    -P keeps the current folder off the child's module path: a prolog runs as root wherever it was started.
+    """
+    ended = run_child([sys.executable, "-P", "-m", "gradwire.topology.gdr.inputs.native", name], LIBRARY_SECONDS)
+    try:
+        facts = json.loads(ended.output[-_MAX_NBYTES:])
+    except ValueError:
+        return {f"{name}_error": ended.explanation}
+    return facts if isinstance(facts, dict) else {f"{name}_error": "no answer"}
+
+
+def merged(parts: Iterable[RawFacts]) -> RawFacts:
+    """All facts; what several libraries say about one GPU is joined by its bus id."""
+    everything: RawFacts = {}
+    gpus: dict[str, RawFacts] = {}
+    for part in parts:
+        everything |= part
+        listed = part.get("gpus")
+        for gpu in listed if isinstance(listed, list) else ():
+            gpus.setdefault(gpu["bus_id"], {}).update(gpu)
+    return everything | ({"gpus": list(gpus.values())} if "gpus" in everything else {})
 
 
 def _first_line(command: Sequence[str]) -> str | None:

@@ -13,7 +13,7 @@ _ASSIGNMENT = re.compile(r"^([A-Z][A-Z0-9_]{1,80})=(.*)$")
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class EffectiveSetting:
     """One variable and where it was set."""
 
     value: str
@@ -49,17 +49,17 @@ def parse_nccl_conf(text: str) -> dict[str, str]:
     return {match[1]: match[2].strip()[:_VALUE_LENGTH] for match in matches if match and match[1].startswith("NCCL_")}
 
 
-def merge(environment: Mapping[str, str], files: Mapping[str, Mapping[str, str]]) -> dict[str, Setting]:
+def merge(environment: Mapping[str, str], files: Mapping[str, Mapping[str, str]]) -> dict[str, EffectiveSetting]:
     """Lays the files below the environment: NCCL never overwrites what is set already, so the first one wins.
 
     Args:
         environment: Variables of the process.
         files: nccl.conf path -> its variables, in the order NCCL reads them.
     """
-    settings = {name: Setting(value, "environment") for name, value in environment.items()}
+    settings = {name: EffectiveSetting(value, "environment") for name, value in environment.items()}
     for path, values in files.items():
         for name, value in values.items():
-            settings.setdefault(name, Setting(value, path))
+            settings.setdefault(name, EffectiveSetting(value, path))
     return settings
 
 

@@ -1,8 +1,11 @@
-"""What no file says: answers of NVML, libcuda, libibverbs and the kernel log, as plain data that can be captured."""
+"""What no file says: facts from NVML, libcuda, libibverbs and the kernel log, as plain data that can be captured."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import get_type_hints
+
+RawFacts = dict[str, object]
+"""Facts as a library's child process prints them in JSON, under the names of the fields below."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +45,8 @@ class Registration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """Everything that was asked of libraries; None is "not asked or no answer"."""
+class HostFacts:
+    """Everything that libraries were asked for; None is "not asked, or not known"."""
 
     kernel: str | None = None
     """Release, `5.15.0-105-generic`."""
@@ -54,7 +57,7 @@ class Facts:
     cuda_error: str | None = None
     gpus: tuple[GpuFacts, ...] | None = None
     verbs_error: str | None = None
-    """Why libibverbs did not answer."""
+    """Why libibverbs could not be asked."""
     verbs_devices: tuple[str, ...] | None = None
     """What ibv_get_device_list returned."""
     verbs_dmabuf: bool | None = None
@@ -87,11 +90,11 @@ class Facts:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-def facts_from_json(data: object) -> Facts:
+def facts_from_json(data: object) -> HostFacts:
     """Reads facts that somebody else may have written: fields of the wrong kind count as unknown."""
     if not isinstance(data, Mapping):
-        return Facts()
-    return Facts(**_known(Facts, data))  # type: ignore[arg-type]  # _known keeps only values of each field's own type
+        return HostFacts()
+    return HostFacts(**_known(HostFacts, data))  # type: ignore[arg-type]  # _known keeps only values of each field's own type
 
 
 def _known(kind: type, data: Mapping[object, object]) -> dict[str, object]:

@@ -18,8 +18,8 @@ _MAX_MATCHES = 100_000
 class Files:
     """Read access below a root folder. Nothing raises; what was asked for is remembered, and nothing else.
 
-    Paths are relative to the root, without a leading slash. A path that leaves the root (through a symbolic link) counts
-    as unreadable.
+    Paths are relative to the root, without a leading slash. A path that leaves the root (through a symbolic link)
+    counts as unreadable.
     """
 
     def __init__(self, root: Path, denied: frozenset[str] = frozenset()) -> None:

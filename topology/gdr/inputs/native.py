@@ -1,28 +1,47 @@
-"""One driver library is asked and its answers printed; run as a child, so that a crash or a hang there is survived."""
+"""The child process that asks one driver library and prints its facts, so that a crash or a hang stays in there."""
 
+import ctypes
 import json
 import sys
 from collections.abc import Callable
 
-from gradwire.topology.gdr.inputs.native_cuda import cuda_answers
-from gradwire.topology.gdr.inputs.native_nccl import nccl_answers
-from gradwire.topology.gdr.inputs.native_nvml import Answers, nvml_answers
-from gradwire.topology.gdr.inputs.native_verbs import verbs_answers
+from gradwire.topology.gdr.inputs.facts import RawFacts
+from gradwire.topology.gdr.inputs.native_cuda import cuda_facts
+from gradwire.topology.gdr.inputs.native_verbs import verbs_facts
 from gradwire.topology.gdr.inputs.registration import prove
+from gradwire.topology.readers.nvml import gdr_facts
 
-QUESTIONS: dict[str, Callable[[], Answers]] = {
-    "nvml": nvml_answers,
-    "cuda": cuda_answers,
-    "verbs": verbs_answers,
-    "nccl": nccl_answers,
+
+def nccl_facts() -> RawFacts:
+    """Version of libnccl.so.2 where the loader finds it, and whether a network plugin is there. Source: nccl.h."""
+    facts: RawFacts = {}
+    version = ctypes.c_int()
+    try:
+        if ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version)) == 0:
+            facts["nccl_version"] = str(version.value)
+    except (OSError, AttributeError):  # not in the loader's path; the caller may know a wheel's version
+        pass
+    try:
+        ctypes.CDLL("libnccl-net.so")
+        facts["nccl_plugin"] = True
+    except OSError:
+        facts["nccl_plugin"] = False
+    return facts
+
+
+LIBRARIES: dict[str, Callable[[], RawFacts]] = {
+    "nvml": gdr_facts,
+    "cuda": cuda_facts,
+    "verbs": verbs_facts,
+    "nccl": nccl_facts,
     "probe": prove,
 }
-"""Whom to ask -> the function that asks; what a library leaves unanswered is told as NAME_error."""
+"""Library -> the function that asks it; where it cannot be asked, the facts have NAME_error instead."""
 
 
 def main(argv: list[str]) -> int:
-    """Prints the answers to one question as a JSON object."""
-    print(json.dumps(QUESTIONS[argv[0]]()))
+    """Prints the facts of one library as a JSON object."""
+    print(json.dumps(LIBRARIES[argv[0]]()))
     return 0
 
 

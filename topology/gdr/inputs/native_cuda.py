@@ -1,10 +1,13 @@
-"""The few calls of the CUDA driver that are needed, with their prototypes. Source: cuda.h; CUDA driver API reference."""
+"""The few calls of the CUDA driver that are needed, with their prototypes.
+
+Source: cuda.h; CUDA driver API reference.
+"""
 
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gradwire.topology.gdr.inputs.native_nvml import Answers
+from gradwire.topology.gdr.inputs.facts import RawFacts
 from gradwire.topology.pci_ids import normal_bus_id
 
 LIBRARY = "libcuda.so.1"
@@ -127,7 +130,7 @@ class Cuda:
         return self.number("cuMemGetHandleForAddressRange", address, nbytes, _DMA_BUF_FD, 0)
 
 
-def cuda_answers() -> Answers:
+def cuda_facts() -> RawFacts:
     """CUDA version and attributes 116 and 124 of every GPU; `cuda_error` when there is no usable driver."""
     try:
         cuda = Cuda()

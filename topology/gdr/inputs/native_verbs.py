@@ -1,11 +1,14 @@
-"""The few verbs that are needed, with their prototypes. Source: rdma-core libibverbs/verbs.h and its manual pages."""
+"""The few libibverbs calls that are needed, with their prototypes.
+
+Source: rdma-core libibverbs/verbs.h and its manual pages.
+"""
 
 import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gradwire.topology.gdr.inputs.native_nvml import Answers
+from gradwire.topology.gdr.inputs.facts import RawFacts
 from gradwire.topology.readers.nvml_calls import text_of
 
 LIBRARY = "libibverbs.so.1"
@@ -34,7 +37,7 @@ class VerbsError(Exception):
     """A call that returned nothing; says which, and what errno says about it."""
 
     def __init__(self, name: str, code: int) -> None:
-        """Takes the call and its errno, 0 when it set none."""
+        """Names the call and its errno, 0 when it set none."""
         super().__init__(f"{name}: {os.strerror(code) if code else 'failed without an errno'}")
         self.code = code
 
@@ -77,7 +80,7 @@ class Verbs:
         count = ctypes.c_int()
         try:
             address = self.made("ibv_get_device_list", ctypes.byref(count))
-        except VerbsError:  # a kernel without RDMA answers ENOSYS: no devices
+        except VerbsError:  # a kernel without RDMA returns ENOSYS: no devices
             yield {}
             return
         try:
@@ -136,7 +139,7 @@ class Verbs:
         return _MTU_BASE_NBYTES << number if not failed and 1 <= number <= 5 else None
 
 
-def verbs_answers() -> Answers:
+def verbs_facts() -> RawFacts:
     """Devices of libibverbs, their MTU, and which calls it has; `verbs_error` when it cannot be loaded."""
     try:
         verbs = Verbs()

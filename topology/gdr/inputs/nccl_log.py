@@ -51,7 +51,7 @@ class NcclLog:
 
     @property
     def network_channels(self) -> int:
-        """Channels that cross the network, either way."""
+        """Channels that cross the network, sending and receiving."""
         return self.gdr_channels.total() + self.staged_channels.total()
 
 

@@ -1,17 +1,17 @@
-"""The one proof no setting can fake: allocate GPU memory and register it with every NIC, both ways."""
+"""Proof by doing: allocate GPU memory and register it with every NIC, through peer memory and through dma-buf."""
 
 import os
 
+from gradwire.topology.gdr.inputs.facts import RawFacts
 from gradwire.topology.gdr.inputs.native_cuda import Cuda, CudaError
-from gradwire.topology.gdr.inputs.native_nvml import Answers
 from gradwire.topology.gdr.inputs.native_verbs import Verbs, VerbsError
 
 _NBYTES = 2 << 20  # one large page: dma-buf export wants page-aligned ranges
 _ACCESS = 1 | 2 | 4  # IBV_ACCESS_LOCAL_WRITE, REMOTE_WRITE, REMOTE_READ
 
 
-def prove() -> Answers:
-    """Tries every GPU with every device; a library that is missing is an answer of its own.
+def prove() -> RawFacts:
+    """Tries every GPU with every device; a library that is missing is reported as `probe_error`.
 
     Source: ibv_reg_mr(3), ibv_reg_dmabuf_mr(3); CUDA driver API, cuMemGetHandleForAddressRange.
     """
@@ -26,7 +26,7 @@ def prove() -> Answers:
     return {"registrations": rows} if rows else {"probe_error": tried}
 
 
-def _prove_gpu(cuda: Cuda, verbs: Verbs, gpu: int, devices: dict[str, int]) -> list[Answers]:
+def _prove_gpu(cuda: Cuda, verbs: Verbs, gpu: int, devices: dict[str, int]) -> list[RawFacts]:
     bus_id = cuda.bus_id(gpu)
     try:
         with cuda.memory(gpu, _NBYTES) as address:
@@ -39,8 +39,8 @@ def _prove_gpu(cuda: Cuda, verbs: Verbs, gpu: int, devices: dict[str, int]) -> l
         return [{"gpu": bus_id, "device": name, "note": note} for name in devices]
 
 
-def _register(cuda: Cuda, verbs: Verbs, device: int, address: int) -> Answers:
-    """Registers one buffer with one device; the errno of each way, 0 for success."""
+def _register(cuda: Cuda, verbs: Verbs, device: int, address: int) -> RawFacts:
+    """Registers one buffer with one device; the errno of peer memory and of dma-buf, 0 for success."""
     try:
         with verbs.opened(device) as context, verbs.domain(context) as domain:
             peermem = _errno(verbs, "ibv_reg_mr", domain, address, _NBYTES, _ACCESS)
@@ -49,7 +49,7 @@ def _register(cuda: Cuda, verbs: Verbs, device: int, address: int) -> Answers:
         return {"note": str(error)}
 
 
-def _register_dmabuf(cuda: Cuda, verbs: Verbs, domain: int, address: int) -> Answers:
+def _register_dmabuf(cuda: Cuda, verbs: Verbs, domain: int, address: int) -> RawFacts:
     if not verbs.has("ibv_reg_dmabuf_mr"):
         return {"note": "no dma-buf: this libibverbs has no ibv_reg_dmabuf_mr"}
     try:

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 TAGS = r"</?(?:system|cpu|pci)\b[^<>]{0,2000}>"
 """The tags that hold the tree. Only they are searched for: no entity is expanded, no guid is captured."""
 STANDARD_PATH = "var/run/nvidia-topologyd/virtualTopology.xml"
-"""What NCCL reads without being told to. Source: NCCL src/graph/topo.cc (NCCL_TOPO_XML_FILE default)."""
+"""What NCCL reads by default. Source: NCCL src/graph/topo.cc (NCCL_TOPO_XML_FILE default)."""
 
 _MAX_DEPTH = 64
 
-Place = tuple[str, tuple[str, ...]]
+FilePosition = tuple[str, tuple[str, ...]]
 """(NUMA id of the CPU, bus ids of the switches above, nearest first)."""
 
 
-def read_places(tags: Sequence[str]) -> dict[str, Place]:
+def read_positions(tags: Sequence[str]) -> dict[str, FilePosition]:
     """Finds where each PCI device of a topology hangs.
 
     Args:
@@ -22,7 +22,7 @@ def read_places(tags: Sequence[str]) -> dict[str, Place]:
 
     Source: NCCL src/graph/xml.h: `pci` elements nest below `cpu` as the switches do.
     """
-    places: dict[str, Place] = {}
+    positions: dict[str, FilePosition] = {}
     numa = ""
     above: list[str] = []
     for tag in tags:
@@ -32,10 +32,10 @@ def read_places(tags: Sequence[str]) -> dict[str, Place]:
             numa, above = _attribute(tag, "numaid"), []
         elif tag.startswith("<pci") and len(above) < _MAX_DEPTH:
             bus_id = _attribute(tag, "busid").lower()
-            places.setdefault(bus_id, (numa, tuple(reversed(above))))
+            positions.setdefault(bus_id, (numa, tuple(reversed(above))))
             above = above if tag.endswith("/>") else [*above, bus_id]
-    places.pop("", None)
-    return places
+    positions.pop("", None)
+    return positions
 
 
 def _attribute(tag: str, name: str) -> str:
@@ -43,11 +43,11 @@ def _attribute(tag: str, name: str) -> str:
     return match[1] if match else ""
 
 
-def file_path_type(places: Mapping[str, Place], one: str, other: str) -> str | None:
+def file_path_type(positions: Mapping[str, FilePosition], one: str, other: str) -> str | None:
     """Path type between two devices of the file; None when it lacks one of them."""
-    if one not in places or other not in places:
+    if one not in positions or other not in positions:
         return None
-    (first_numa, first), (second_numa, second) = places[one], places[other]
+    (first_numa, first), (second_numa, second) = positions[one], positions[other]
     if first and second and first[0] == second[0]:
         return "PIX"
     if set(first) & set(second):

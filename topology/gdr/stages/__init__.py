@@ -1,10 +1,9 @@
 """The checklist, in its order: one module a stage."""
 
-from gradwire.topology.gdr.model import Check
+from gradwire.topology.gdr.model import GdrCheck
 from gradwire.topology.gdr.stages import (
     stage0_environment,
     stage1_gpu,
-    stage2_limits,
     stage2_rdma,
     stage3_glue,
     stage4_path,
@@ -12,11 +11,10 @@ from gradwire.topology.gdr.stages import (
     stage6_proof,
 )
 
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[GdrCheck, ...] = (
     *stage0_environment.CHECKS,
     *stage1_gpu.CHECKS,
     *stage2_rdma.CHECKS,
-    *stage2_limits.CHECKS,
     *stage3_glue.CHECKS,
     *stage4_path.CHECKS,
     *stage5_settings.CHECKS,

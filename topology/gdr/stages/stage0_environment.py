@@ -1,8 +1,8 @@
 """Stage 0, where am I: what can be seen from here at all."""
 
 from gradwire.topology.gdr.host import Host
-from gradwire.topology.gdr.model import Check, Finding, Verdict, failed, passed, unknown, warned
-from gradwire.topology.gdr.place import CAP_SYS_ADMIN
+from gradwire.topology.gdr.model import Finding, GdrCheck, Verdict, failed, passed, unknown, warned
+from gradwire.topology.gdr.process_context import CAP_SYS_ADMIN
 
 
 def where_am_i(host: Host) -> Finding:
@@ -11,13 +11,13 @@ def where_am_i(host: Host) -> Finding:
     Command: `id -u; grep CapEff /proc/self/status; cat /proc/1/cgroup; systemd-detect-virt`
     Source: Linux Documentation/PCI/sysfs-pci.rst (config), capabilities(7).
     """
-    if host.place.root is None:
+    if host.process.root is None:
         return unknown("/proc/self/status cannot be read", "mount /proc")
-    if not host.place.root or host.place.can(CAP_SYS_ADMIN) is False:
+    if not host.process.root or host.process.can(CAP_SYS_ADMIN) is False:
         return warned(
-            f"{host.place}: ACS and other PCI settings are hidden", "run as root on the host, or with CAP_SYS_ADMIN"
+            f"{host.process}: ACS and other PCI settings are hidden", "run as root on the host, or with CAP_SYS_ADMIN"
         )
-    return passed(str(host.place))
+    return passed(str(host.process))
 
 
 def sysfs_readable(host: Host) -> Finding:
@@ -52,7 +52,7 @@ def kernel_command_line(host: Host) -> Finding:
 
 
 CHECKS = (
-    Check("E0", "where am I", where_am_i),
-    Check("E1", "PCI bus visible", sysfs_readable, Verdict.POSSIBLE),
-    Check("E2", "kernel command line", kernel_command_line),
+    GdrCheck("E0", "where am I", where_am_i),
+    GdrCheck("E1", "PCI bus visible", sysfs_readable, Verdict.POSSIBLE),
+    GdrCheck("E2", "kernel command line", kernel_command_line),
 )

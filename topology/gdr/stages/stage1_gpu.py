@@ -3,8 +3,20 @@
 import re
 
 from gradwire.topology.gdr.glue import driver_flavour, peermem_known, peermem_path
-from gradwire.topology.gdr.host import NVIDIA, Host
-from gradwire.topology.gdr.model import Check, Finding, Outcome, Verdict, failed, informed, passed, unknown, warned
+from gradwire.topology.gdr.host import Host
+from gradwire.topology.gdr.model import (
+    CheckOutcome,
+    Finding,
+    GdrCheck,
+    Verdict,
+    failed,
+    informed,
+    judge_pairs,
+    passed,
+    unknown,
+    warned,
+)
+from gradwire.topology.pci_ids import NVIDIA
 
 DATA_CENTRE = {
     0x1DB1: "V100 SXM2 16GB",
@@ -57,21 +69,23 @@ def gpu_can_register(host: Host) -> Finding:
     Source: CUDA driver API; GPUDirect RDMA guide, section 1.1 (Tesla and Quadro class).
     """
 
-    def judge(gpu: str, nic: str) -> tuple[Outcome, str]:
+    def judge(gpu: str, nic: str) -> tuple[CheckOutcome, str]:
         del nic
         facts, function = host.gpu_facts(gpu), host.tree.functions[gpu]
         name = facts.name or DATA_CENTRE.get(function.device or 0, "")
         if facts.gdr_supported is not None:
-            return (Outcome.PASS if facts.gdr_supported else Outcome.FAIL), f"attribute 116 is {facts.gdr_supported:d}"
+            return (
+                CheckOutcome.PASS if facts.gdr_supported else CheckOutcome.FAIL
+            ), f"attribute 116 is {facts.gdr_supported:d}"
         if "GeForce" in name:
-            return Outcome.FAIL, f"{name} has no GPUDirect RDMA"
+            return CheckOutcome.FAIL, f"{name} has no GPUDirect RDMA"
         if _PROFESSIONAL.search(name):
-            return Outcome.PASS, f"{name} has GPUDirect RDMA"
+            return CheckOutcome.PASS, f"{name} has GPUDirect RDMA"
         why = host.facts.cuda_error or "no libcuda, no NVML"
-        return Outcome.UNKNOWN, f"GPU {function.device or 0:04x} was not asked: {why}"
+        return CheckOutcome.UNKNOWN, f"GPU {function.device or 0:04x} was not asked: {why}"
 
-    return host.judge_pairs(
-        judge, "use a data-centre or professional GPU; where unknown, run with the driver's libraries"
+    return judge_pairs(
+        host, judge, "use a data-centre or professional GPU; where unknown, run with the driver's libraries"
     )
 
 
@@ -99,13 +113,13 @@ def gpu_dmabuf(host: Host) -> Finding:
     Command: `python -c "cuDeviceGetAttribute(124)"` (CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED)
     Source: NCCL src/misc/cudawrap.cc and src/transport/net_ib (dmaBufSupported).
     """
-    answers = [host.gpu_facts(gpu.bus_id).dmabuf_supported for gpu in host.gpus]
+    exported = [host.gpu_facts(gpu.bus_id).dmabuf_supported for gpu in host.gpus]
     version = host.facts.cuda_version
-    if version is not None and version >= 11070 and answers and all(answers):
+    if version is not None and version >= 11070 and exported and all(exported):
         return passed(f"every GPU exports dma-buf, CUDA {version // 1000}.{version % 1000 // 10}")
     if peermem_path(host):
         return informed("not needed: peer memory is loaded")
-    if False in answers or (version is not None and version < 11070):
+    if False in exported or (version is not None and version < 11070):
         return failed("a GPU or its driver cannot export dma-buf", "driver for CUDA 11.7 or later, open kernel module")
     why = f"libcuda: {host.facts.cuda_error}" if host.facts.cuda_error else "libcuda was not asked"
     return unknown(why, "run where libcuda.so.1 is installed and starts")
@@ -137,7 +151,7 @@ def gpu_link(host: Host) -> Finding:
     Command: `nvidia-smi --query-gpu=pcie.link.width.current,pcie.link.width.max --format=csv`
     Source: Linux Documentation/ABI/testing/sysfs-bus-pci (current_link_width).
     """
-    if host.place.virtual:
+    if host.process.virtual:
         return informed("virtual machine: link speed and width mean nothing")
     widths = [(gpu.bus_id, gpu.current_width, _most_lanes(host, gpu.bus_id)) for gpu in host.gpus]
     narrow = [f"{bus_id} x{now} of x{most}" for bus_id, now, most in widths if now and most and now < most]
@@ -197,7 +211,12 @@ def fabric_manager(host: Host) -> Finding:
         return failed(f"CUDA does not start: {host.facts.cuda_error}", remedy)
     if any(state[0] != 3 or state[1] not in (None, 0) for state in known):
         return failed(f"GPU fabric not ready: states {sorted({str(s[0]) for s in known})}", remedy)
-    if host.facts.fabric_manager_active is False and switches and not host.place.virtual and not host.place.container:
+    if (
+        host.facts.fabric_manager_active is False
+        and switches
+        and not host.process.virtual
+        and not host.process.container
+    ):
         return failed("nvidia-fabricmanager is not active", remedy)
     versions = {host.facts.fabric_manager_version, host.facts.driver_version} - {None}
     if switches and host.facts.fabric_manager_version and len(versions) == 2:
@@ -224,13 +243,13 @@ def mig_and_confidential(host: Host) -> Finding:
 
 
 CHECKS = (
-    Check("G1", "NVIDIA driver", driver_loaded, Verdict.CONFIGURED, ("E1",)),
-    Check("G2", "GPU supports GDR", gpu_can_register, Verdict.POSSIBLE, ("E1",)),
-    Check("G3", "kernel module flavour", module_flavour, Verdict.CONFIGURED, ("G1",)),
-    Check("G4", "dma-buf on the GPU", gpu_dmabuf, Verdict.CONFIGURED, ("G1",)),
-    Check("G5", "BAR1 size", bar1, None, ("E1",)),
-    Check("G6", "PCIe link of the GPU", gpu_link, None, ("E1",)),
-    Check("G7", "NVLink", nvlink, None, ("G1",)),
-    Check("G8", "fabric manager", fabric_manager, None, ("G1",)),
-    Check("G9", "MIG and confidential mode", mig_and_confidential, None, ("G1",)),
+    GdrCheck("G1", "NVIDIA driver", driver_loaded, Verdict.CONFIGURED, ("E1",)),
+    GdrCheck("G2", "GPU supports GDR", gpu_can_register, Verdict.POSSIBLE, ("E1",)),
+    GdrCheck("G3", "kernel module flavour", module_flavour, Verdict.CONFIGURED, ("G1",)),
+    GdrCheck("G4", "dma-buf on the GPU", gpu_dmabuf, Verdict.CONFIGURED, ("G1",)),
+    GdrCheck("G5", "BAR1 size", bar1, None, ("E1",)),
+    GdrCheck("G6", "PCIe link of the GPU", gpu_link, None, ("E1",)),
+    GdrCheck("G7", "NVLink", nvlink, None, ("G1",)),
+    GdrCheck("G8", "fabric manager", fabric_manager, None, ("G1",)),
+    GdrCheck("G9", "MIG and confidential mode", mig_and_confidential, None, ("G1",)),
 )

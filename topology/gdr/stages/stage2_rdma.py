@@ -1,13 +1,18 @@
-"""Stage 2, the RDMA devices: are they there, given to us, up, addressed."""
+"""Stage 2, the RDMA devices: present, accessible, up, addressed, and with enough locked and shared memory."""
 
 import errno
+import re
 
 from gradwire.topology.gdr.host import Host
-from gradwire.topology.gdr.model import Check, Finding, Verdict, failed, informed, passed, unknown, warned
+from gradwire.topology.gdr.model import Finding, GdrCheck, Verdict, failed, informed, passed, unknown, warned
 from gradwire.topology.gdr.nccl import DYNAMIC_GID_SINCE
-from gradwire.topology.gdr.rdma import MODULES, Port, pcie_gigabits
+from gradwire.topology.gdr.process_context import CAP_IPC_LOCK
+from gradwire.topology.gdr.rdma import MODULES, RdmaPort, pcie_gigabits
 
 _JUMBO_NBYTES = 4200  # Ethernet MTU that holds a 4096-byte RDMA payload and its headers
+_COUNTERS = ("out_of_sequence", "packet_seq_err", "local_ack_timeout_err")
+_MEMLOCK_FLOOR_NBYTES = 64 << 20
+_SHM_FLOOR_NBYTES = 1 << 30
 
 
 def devices_of_hardware(host: Host) -> Finding:
@@ -42,7 +47,10 @@ def device_files(host: Host) -> Finding:
     Command: `ls -l /dev/infiniband/uverbs*; ls -l /dev/cxi*`
     Source: rdma-core Documentation/udev.md; nccl issue 1925.
     """
-    remedy = "docker: --device=/dev/infiniband; Kubernetes: request the RDMA device plugin's resource; else modprobe ib_uverbs"
+    remedy = (
+        "docker: --device=/dev/infiniband; Kubernetes: request the RDMA device plugin's resource; "
+        "else modprobe ib_uverbs"
+    )
     names = host.files.names("dev/infiniband") or ()
     verbs = [f"/dev/infiniband/{name}" for name in names if name.startswith("uverbs")]
     slingshot = [f"/dev/{device.name}" for device in host.rdma_devices or () if not device.verbs]
@@ -51,7 +59,7 @@ def device_files(host: Host) -> Finding:
         return unknown("/dev cannot be seen", "run on the host, or capture there")
     if not verbs and not cxi:
         found = f"sysfs lists {len(host.rdma_devices or ())} RDMA devices, /dev/infiniband has none"
-        return failed(f"{found}: RDMA was bought, this {host.place.container or 'host'} was not given it", remedy)
+        return failed(f"{found}: RDMA was bought, this {host.process.container or 'host'} was not given it", remedy)
     opened = host.facts.device_files
     if opened is None:
         return unknown(f"{len(verbs + cxi)} device files, not tried to open", "run on the live host")
@@ -86,7 +94,7 @@ def user_space(host: Host) -> Finding:
     return passed(f"libibverbs sees {len(found)} devices")
 
 
-def _ports(host: Host) -> list[tuple[str, Port]]:
+def _ports(host: Host) -> list[tuple[str, RdmaPort]]:
     devices = host.rdma_devices or ()
     return [(device.name, port) for device in devices if not device.software for port in device.ports]
 
@@ -119,7 +127,7 @@ def link_layer_and_speed(host: Host) -> Finding:
     for nic in host.nics:
         fastest = max((port.gigabits or 0 for device in nic.devices for port in device.ports), default=0)
         speed, width = nic.function.current_gigatransfers, nic.function.current_width
-        if fastest and speed and width and not host.place.virtual and pcie_gigabits(speed, width) < fastest:
+        if fastest and speed and width and not host.process.virtual and pcie_gigabits(speed, width) < fastest:
             slow.append(f"{nic.name}: {fastest:g} Gb/s port on {pcie_gigabits(speed, width):.0f} Gb/s of PCIe")
     if slow:
         return warned("; ".join(slow[:4]), "move the NIC to a faster or wider slot")
@@ -210,13 +218,97 @@ def mtu(host: Host) -> Finding:
     return passed(f"{known} ports large enough") if known else unknown("MTU not known", "ibv_devinfo")
 
 
+def lossless_ethernet(host: Host) -> Finding:
+    """RoCE loses speed, not correctness, when frames are dropped: retransmission counters should be zero.
+
+    Command: `grep . /sys/class/infiniband/*/ports/*/hw_counters/{out_of_sequence,packet_seq_err}; mlnx_qos -i DEV`
+    Source: NVIDIA, Understanding mlx5 Linux counters (HW counters).
+    """
+    ports = [(d.name, port) for d in host.rdma_devices or () for port in d.ports if port.link_layer]
+    ethernet = [(name, port.number) for name, port in ports if port.link_layer == "Ethernet"]
+    if ports and not ethernet:
+        return informed("no RoCE port: InfiniBand and Slingshot are lossless by themselves")
+    counts: dict[str, int] = {}
+    for name, number in ethernet:
+        for counter in _COUNTERS:
+            text = host.files.text(f"sys/class/infiniband/{name}/ports/{number}/hw_counters/{counter}")
+            if text and re.fullmatch(r"[0-9]{1,20}", text):
+                counts[f"{name}/{counter}"] = int(text)
+    lossy = [f"{name} {count}" for name, count in counts.items() if count]
+    if lossy:
+        remedy = "priority flow control or ECN on switch and NIC (mlnx_qos --pfc), NCCL_IB_TC as the site says"
+        return warned(f"retransmissions: {', '.join(lossy[:4])}", remedy)
+    return passed(f"{len(counts)} retransmission counters are zero") if counts else unknown("no counters can be read")
+
+
+def locked_memory(host: Host) -> Finding:
+    """Registered memory is locked memory: the limit has to allow it.
+
+    Command: `ulimit -l; grep locked /proc/self/limits`
+    Source: NCCL user guide, Troubleshooting, section Memory issues; nccl-tests issue 206.
+    """
+    lines = host.files.find("proc/self/limits", r"^Max locked memory .*$")
+    words = lines[0].split() if lines else []
+    if len(words) < 4:
+        return unknown("/proc/self/limits cannot be read", "ulimit -l")
+    remedy = (
+        "docker --ulimit memlock=-1; limits.conf; systemd LimitMEMLOCK=infinity; Slurm PropagateResourceLimitsExcept"
+    )
+    soft = words[3]
+    if soft == "unlimited":
+        return passed("unlimited")
+    if not soft.isdigit() or len(soft) > 20:
+        return unknown(f"limit `{soft[:20]}` is no number")
+    if int(soft) < _MEMLOCK_FLOOR_NBYTES and not (host.process.root and host.process.can(CAP_IPC_LOCK)):
+        return failed(f"{int(soft) >> 10} KiB of locked memory", remedy)
+    return warned(f"{int(soft) >> 20} MiB of locked memory", remedy)
+
+
+def shared_memory(host: Host) -> Finding:
+    """NCCL's transport inside a node needs room in /dev/shm (Docker gives 64 MiB).
+
+    Command: `df /dev/shm`
+    Source: NCCL user guide, Troubleshooting, section Shared memory.
+    """
+    nbytes = host.facts.shm_nbytes
+    if nbytes is None:
+        return unknown("/dev/shm was not asked", "run on the live host")
+    if nbytes < _SHM_FLOOR_NBYTES:
+        return warned(f"{nbytes >> 20} MiB", "docker --shm-size=16g; Kubernetes: emptyDir with medium Memory")
+    return passed(f"{nbytes >> 20} MiB")
+
+
+def container_network(host: Host) -> Finding:
+    """In a container the network interfaces behind the RoCE addresses are there too.
+
+    Command: `ls /sys/class/net; cat /sys/class/infiniband/*/ports/*/gid_attrs/ndevs/*`
+    Source: nccl issue 1573.
+    """
+    if host.process.container == "":
+        return passed("no container")
+    interfaces = host.files.names("sys/class/net")
+    wanted = {g.net_device for d in host.rdma_devices or () for port in d.ports for g in port.gids if g.net_device}
+    if interfaces is None or host.process.container is None:
+        return unknown("the network namespace cannot be seen")
+    missing = sorted(wanted - set(interfaces))
+    if missing:
+        return warned(
+            f"RoCE interfaces not in this namespace: {', '.join(missing[:8])}", "hostNetwork, or a CNI for RDMA"
+        )
+    return passed(f"{len(wanted)} RoCE interfaces visible")
+
+
 CHECKS = (
-    Check("R1", "RDMA devices", devices_of_hardware, Verdict.CONFIGURED, ("E1",)),
-    Check("R2", "device files", device_files, Verdict.CONFIGURED, ("R1",)),
-    Check("R3", "user-space verbs", user_space, Verdict.CONFIGURED, ("R1", "R2")),
-    Check("R4", "port state", port_state, Verdict.CONFIGURED, ("R1",)),
-    Check("R5", "link layer and speed", link_layer_and_speed, None, ("R1",)),
-    Check("R6", "hardware, not software", real_hardware, Verdict.POSSIBLE, ("E1",)),
-    Check("R7", "RoCE address", roce_address, Verdict.CONFIGURED, ("R1", "R4")),
-    Check("R8", "MTU", mtu, None, ("R1",)),
+    GdrCheck("R1", "RDMA devices", devices_of_hardware, Verdict.CONFIGURED, ("E1",)),
+    GdrCheck("R2", "device files", device_files, Verdict.CONFIGURED, ("R1",)),
+    GdrCheck("R3", "user-space verbs", user_space, Verdict.CONFIGURED, ("R1", "R2")),
+    GdrCheck("R4", "port state", port_state, Verdict.CONFIGURED, ("R1",)),
+    GdrCheck("R5", "link layer and speed", link_layer_and_speed, None, ("R1",)),
+    GdrCheck("R6", "hardware, not software", real_hardware, Verdict.POSSIBLE, ("E1",)),
+    GdrCheck("R7", "RoCE address", roce_address, Verdict.CONFIGURED, ("R1", "R4")),
+    GdrCheck("R8", "MTU", mtu, None, ("R1",)),
+    GdrCheck("R9", "lossless Ethernet", lossless_ethernet, None, ("R1",)),
+    GdrCheck("R10", "locked memory", locked_memory, Verdict.CONFIGURED, ()),
+    GdrCheck("R11", "/dev/shm", shared_memory, None, ()),
+    GdrCheck("R12", "container network", container_network, None, ("R1",)),
 )

@@ -1,4 +1,4 @@
-"""Stage 3, the glue: some way for the NIC's driver to reach the GPU's memory."""
+"""Stage 3, the glue: the mechanism by which the NIC's driver reaches the GPU's memory, peer memory or dma-buf."""
 
 import re
 
@@ -10,9 +10,9 @@ from gradwire.topology.gdr.glue import (
     peermem_path,
 )
 from gradwire.topology.gdr.host import Host
-from gradwire.topology.gdr.model import Check, Finding, Verdict, failed, informed, passed, unknown, warned
+from gradwire.topology.gdr.model import Finding, GdrCheck, Verdict, failed, informed, passed, unknown, warned
 from gradwire.topology.gdr.nccl import DMABUF_SINCE, MODULE_PATH_SINCE
-from gradwire.topology.gdr.rdma import AMAZON, CRAY, HPE
+from gradwire.topology.pci_ids import AMAZON, CRAY, HPE
 
 _SYMBOLS = re.compile(r"(disagrees about version of|[Uu]nknown) symbol (\w*peer_memory\w*)")
 
@@ -157,11 +157,11 @@ def vendor_path(host: Host) -> Finding:
 
 
 CHECKS = (
-    Check("M1", "a way to register GPU memory", some_mechanism, Verdict.CONFIGURED, ("G1", "R1")),
-    Check("M2", "peer memory", peermem_quality, None, ("G1", "R1")),
-    Check("M3", "dma-buf chain", dmabuf_quality, None, ("G1", "R1")),
-    Check("M4", "NCCL knows the way", nccl_and_mechanism, Verdict.CONFIGURED, ("M1",)),
-    Check("M5", "driver and firmware levels", stack_level, None, ("R1",)),
-    Check("M6", "GDRCopy", gdrcopy, None, ()),
-    Check("M7", "vendor plugin", vendor_path, Verdict.CONFIGURED, ("R1",)),
+    GdrCheck("M1", "a way to register GPU memory", some_mechanism, Verdict.CONFIGURED, ("G1", "R1")),
+    GdrCheck("M2", "peer memory", peermem_quality, None, ("G1", "R1")),
+    GdrCheck("M3", "dma-buf chain", dmabuf_quality, None, ("G1", "R1")),
+    GdrCheck("M4", "NCCL knows the way", nccl_and_mechanism, Verdict.CONFIGURED, ("M1",)),
+    GdrCheck("M5", "driver and firmware levels", stack_level, None, ("R1",)),
+    GdrCheck("M6", "GDRCopy", gdrcopy, None, ()),
+    GdrCheck("M7", "vendor plugin", vendor_path, Verdict.CONFIGURED, ("R1",)),
 )

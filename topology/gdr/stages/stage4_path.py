@@ -1,12 +1,28 @@
-"""Stage 4, the path: distance, assignment, IOMMU, ACS on the bridges between GPU and NIC."""
+"""Stage 4, the path between GPU and NIC: distance, assignment, IOMMU, ACS, PCIe registers and links, NUMA."""
 
+import re
 from collections import Counter
+from collections.abc import Callable
 
 from gradwire.topology.gdr.host import Host
-from gradwire.topology.gdr.model import Check, Finding, Outcome, Verdict, informed, passed, unknown, warned
+from gradwire.topology.gdr.model import (
+    CheckOutcome,
+    Finding,
+    GdrCheck,
+    Verdict,
+    informed,
+    judge_pairs,
+    passed,
+    unknown,
+    warned,
+)
 from gradwire.topology.gdr.nccl import within
-from gradwire.topology.gdr.stages.stage4_registers import CHECKS as REGISTER_CHECKS
+from gradwire.topology.gdr.rdma import pcie_gigabits
+from gradwire.topology.readers.affinity import members
 from gradwire.topology.readers.pci import PciFunction
+from gradwire.topology.readers.pci_config import ConfigSpace
+
+_READ_REQUEST_NBYTES = 4096  # what NVIDIA's and Oracle's tuning scripts set on ConnectX cards
 
 
 def distance(host: Host) -> Finding:
@@ -16,16 +32,16 @@ def distance(host: Host) -> Finding:
     Source: NCCL src/graph/paths.cc (ncclTopoCheckGdr): default level PXB, P2C with a chip-to-chip link.
     """
 
-    def judge(gpu: str, nic: str) -> tuple[Outcome, str]:
+    def judge(gpu: str, nic: str) -> tuple[CheckOutcome, str]:
         path = host.distances[gpu, nic]
         if path is None:
-            return Outcome.UNKNOWN, f"{gpu} to {nic}: the PCI tree does not say"
+            return CheckOutcome.UNKNOWN, f"{gpu} to {nic}: the PCI tree does not say"
         if path in ("PIX", "PXB", "P2C"):
-            return Outcome.PASS, f"{gpu} to {nic} is {path}"
-        return Outcome.WARN, f"{gpu} to {nic} is {path}: not by default"
+            return CheckOutcome.PASS, f"{gpu} to {nic} is {path}"
+        return CheckOutcome.WARN, f"{gpu} to {nic} is {path}: not by default"
 
     remedy = "move the card below the GPU's switch; or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default"
-    return host.judge_pairs(judge, remedy)
+    return judge_pairs(host, judge, remedy)
 
 
 def assignment(host: Host) -> Finding:
@@ -93,16 +109,18 @@ def iommu(host: Host) -> Finding:
     if not groups:
         return passed("no IOMMU groups: off")
 
-    def judge(gpu: str, nic: str) -> tuple[Outcome, str]:
+    def judge(gpu: str, nic: str) -> tuple[CheckOutcome, str]:
         kinds = [_domain(host, host.tree.functions[bus_id]) for bus_id in (gpu, nic)]
         if None in kinds:
-            return Outcome.UNKNOWN, f"{gpu}, {nic}: IOMMU domain type not known"
+            return CheckOutcome.UNKNOWN, f"{gpu}, {nic}: IOMMU domain type not known"
         translated = any(str(kind).startswith("DMA") for kind in kinds)
-        return (Outcome.WARN if translated else Outcome.PASS), f"{gpu}, {nic}: IOMMU {' and '.join(map(str, kinds))}"
+        return (
+            CheckOutcome.WARN if translated else CheckOutcome.PASS
+        ), f"{gpu}, {nic}: IOMMU {' and '.join(map(str, kinds))}"
 
-    if host.place.virtual:
+    if host.process.virtual:
         return informed("virtual machine: the host's IOMMU decides")
-    return host.judge_pairs(judge, "kernel command line iommu=pt, or VT-d/AMD-Vi off in the firmware")
+    return judge_pairs(host, judge, "kernel command line iommu=pt, or VT-d/AMD-Vi off in the firmware")
 
 
 def _domain(host: Host, function: PciFunction) -> str | None:
@@ -119,22 +137,22 @@ def access_control(host: Host) -> Finding:
     Source: NCCL user guide, Troubleshooting, section PCI Access Control Services; PCIe Base 5.0 section 7.7.8.3.
     """
 
-    def judge(gpu: str, nic: str) -> tuple[Outcome, str]:
+    def judge(gpu: str, nic: str) -> tuple[CheckOutcome, str]:
         if host.distances[gpu, nic] in ("PHB", "SYS", "P2C"):
-            return Outcome.INFO, f"{gpu} to {nic} goes through the CPU anyway"
+            return CheckOutcome.INFO, f"{gpu} to {nic} goes through the CPU anyway"
         between = host.tree.bridges_between(gpu, nic)
         bits = {bridge: _redirect(host, bridge) for bridge in between or ()}
         on = [f"{bridge} {'+ '.join(names)}+" for bridge, names in bits.items() if names]
         if on:
-            return Outcome.FAIL, f"ACS redirects between {gpu} and {nic}: {'; '.join(on)}"
+            return CheckOutcome.FAIL, f"ACS redirects between {gpu} and {nic}: {'; '.join(on)}"
         if between is None or None in bits.values():
-            return Outcome.UNKNOWN, f"{gpu} to {nic}: ACS bits cannot be read"
-        return Outcome.PASS, f"none of {len(bits)} bridges between {gpu} and {nic} redirects"
+            return CheckOutcome.UNKNOWN, f"{gpu} to {nic}: ACS bits cannot be read"
+        return CheckOutcome.PASS, f"none of {len(bits)} bridges between {gpu} and {nic} redirects"
 
-    if host.place.virtual:
+    if host.process.virtual:
         return informed("virtual machine: ACS must stay on, ATS decides (P6)")
-    finding = host.judge_pairs(judge, "run as root on the host")
-    if finding.outcome is not Outcome.FAIL:
+    finding = judge_pairs(host, judge, "run as root on the host")
+    if finding.outcome is not CheckOutcome.FAIL:
         return finding
     bridges = sorted(
         {b for pair in host.best_pairs for b in host.tree.bridges_between(*pair) or () if _redirect(host, b)}
@@ -148,11 +166,189 @@ def _redirect(host: Host, bridge: str) -> tuple[str, ...] | None:
     return None if function is None or function.config is None else function.config.acs_redirect
 
 
+def _registers(host: Host, read: Callable[[ConfigSpace], bool | None]) -> tuple[list[str], bool]:
+    """NICs for which a register is bad, and whether every NIC's register is known."""
+    values = {nic.name: read(nic.function.config) if nic.function.config else None for nic in host.nics}
+    return [name for name, good in values.items() if good is False], bool(values) and None not in values.values()
+
+
+def address_translation(host: Host) -> Finding:
+    """In a virtual machine ATS lets traffic between devices skip the host's IOMMU.
+
+    Command: `lspci -vvv -s NIC | grep ATSCtl; mlxconfig -d NIC q ATS_ENABLED`
+    Source: NCCL user guide, Troubleshooting, section PCI Access Control Services (virtual machines).
+    """
+    if host.process.virtual is None:
+        return unknown("virtual machine or not?")
+    if not host.process.virtual:
+        return passed("bare metal needs no ATS")
+    off, known = _registers(host, _ats)
+    if off:
+        return warned(f"ATS off on {', '.join(off[:8])}", "mlxconfig -d NIC set ATS_ENABLED=1 on the host, reboot")
+    return passed("ATS on") if known else unknown("ATS bits cannot be read", "run as root")
+
+
+def _ats(config: ConfigSpace) -> bool | None:
+    """Without the capability ATS is as good as off."""
+    return False if config.ats_enabled is None and config.extended else config.ats_enabled
+
+
+def read_requests(host: Host) -> Finding:
+    """Large read requests keep a NIC busy; GPU and NIC agree about the payload.
+
+    Command: `lspci -vvv -s NIC | grep -E "MaxPayload|MaxReadReq"`
+    Source: PCIe Base 5.0 section 7.5.3.4; Oracle oci-hpc tuning scripts (MaxReadReq 4096).
+    """
+    small, known = _registers(host, lambda config: _at_least(config.max_read_request_nbytes, _READ_REQUEST_NBYTES))
+    if small:
+        return warned(f"MaxReadReq below 4096 on {', '.join(small[:8])}", "setpci -s NIC CAP_EXP+8.w=5000:7000")
+    payloads = {
+        f.config.max_payload_nbytes
+        for pair in host.best_pairs
+        for f in map(host.tree.functions.get, pair)
+        if f and f.config
+    }
+    if known and len(payloads - {None}) > 1:
+        return warned(
+            f"MaxPayload differs: {sorted(p for p in payloads if p)}", "pci=pcie_bus_perf on the kernel command line"
+        )
+    return (
+        passed("MaxReadReq 4096 and equal payloads")
+        if known
+        else unknown("Device Control cannot be read", "run as root")
+    )
+
+
+def _at_least(value: int | None, floor: int) -> bool | None:
+    return None if value is None else value >= floor
+
+
+def relaxed_ordering(host: Host) -> Finding:
+    """The NIC may reorder writes; matters most on AMD and in virtual machines.
+
+    Command: `lspci -vvv -s NIC | grep RlxdOrd; grep -F "[RO]" NCCL_LOG`
+    Source: NCCL user guide, NCCL_IB_PCI_RELAXED_ORDERING; src/transport/net_ib (ibv_reg_mr_iova2).
+    """
+    remedy = "mlxconfig -d NIC set PCI_WR_ORDERING=1; NCCL_IB_PCI_RELAXED_ORDERING=1; rdma-core with IBVERBS_1.8"
+    if host.log is not None and host.log.relaxed_ordering is not None:
+        return passed("NCCL's log says [RO]") if host.log.relaxed_ordering else warned("NCCL's log lacks [RO]", remedy)
+    off, known = _registers(host, lambda config: config.relaxed_ordering)
+    if off:
+        return warned(f"off on {', '.join(off[:8])}", remedy)
+    if host.facts.verbs_relaxed_ordering is False:
+        return warned("libibverbs lacks ibv_reg_mr_iova2", remedy)
+    return passed("on") if known else unknown("Device Control cannot be read", "run as root")
+
+
+def nic_link(host: Host) -> Finding:
+    """No link on the way, from the NIC up to the GPU, is narrower than the card or slower than the port.
+
+    Command: `lspci -vvv -s BDF | grep LnkSta` for the NIC and each bridge
+    Source: Linux Documentation/ABI/testing/sysfs-bus-pci; PCIe Base 5.0 section 4.2 (encoding).
+    """
+    if host.process.virtual:
+        return informed("virtual machine: link speed and width mean nothing")
+    narrow, known = [], 0
+    for nic in host.nics:
+        chain = (
+            nic.bus_id,
+            *(b for pair in host.best_pairs if pair[1] == nic.bus_id for b in host.tree.bridges_between(*pair) or ()),
+        )
+        links = {bus_id: host.tree.functions[bus_id] for bus_id in chain if bus_id in host.tree.functions}
+        known += bool(nic.function.current_width and nic.function.max_width)
+        narrow += [
+            _describe(f) for f in links.values() if _below(f) and (f.bus_id == nic.bus_id or _port_slow(f, links))
+        ]
+    if narrow:
+        return warned(
+            f"reduced links: {', '.join(dict.fromkeys(narrow))}", "reseat the card; look at slot, riser, firmware"
+        )
+    return (
+        passed(f"{known} NICs at full width")
+        if known and known == len(host.nics)
+        else unknown("link widths unreadable")
+    )
+
+
+def _below(function: PciFunction) -> bool:
+    now, most = function.current_width, function.max_width
+    slow = (function.current_gigatransfers or 0) < (function.max_gigatransfers or 0) and bool(
+        function.current_gigatransfers
+    )
+    return bool(now and most and now < most) or (slow and function.base_class == 0x02)
+
+
+def _port_slow(port: PciFunction, links: dict[str, PciFunction]) -> bool:
+    """A port that is wider than the card below it is no fault: it counts only when it is the bottleneck."""
+    rates = [
+        pcie_gigabits(f.current_gigatransfers, f.current_width)
+        for f in links.values()
+        if f.current_gigatransfers and f.current_width and f.base_class == 0x02
+    ]
+    if not rates or not port.current_gigatransfers or not port.current_width:
+        return False
+    return pcie_gigabits(port.current_gigatransfers, port.current_width) < min(rates)
+
+
+def _describe(function: PciFunction) -> str:
+    return f"{function.bus_id} {function.current_gigatransfers or 0:g} GT/s x{function.current_width}"
+
+
+def numa(host: Host) -> Finding:
+    """The kernel knows each device's node, and this process may run near them.
+
+    Command: `cat /sys/bus/pci/devices/BDF/numa_node; taskset -pc $$`
+    Source: NCCL src/graph/xml.cc (numaid, affinity); Linux Documentation/ABI/testing/sysfs-bus-pci.
+    """
+    functions = [*host.gpus, *(nic.function for nic in host.nics)]
+    nodes = {f.bus_id: f.numa_node for f in functions}
+    lost = [bus_id for bus_id, node in nodes.items() if node == -1]
+    status = host.files.find("proc/self/status", r"^Cpus_allowed_list:.*$")
+    allowed = set(members(status[0].partition(":")[2])) if status else None
+    if lost and len(host.files.names("sys/devices/system/node") or ()) and len(_nodes(host)) > 1:
+        return warned(f"no NUMA node: {', '.join(lost[:4])}", "firmware, hypervisor or numa=off hides it")
+    cpus = {f.bus_id: set(members(f.local_cpulist or "")) for f in functions}
+    far = [bus_id for bus_id, near in cpus.items() if near and allowed and not near & allowed]
+    if far:
+        return warned(f"bound away from {', '.join(far[:4])}", "numactl --cpunodebind, Slurm --gpu-bind=closest")
+    if not nodes or None in nodes.values() or allowed is None:
+        return unknown("NUMA nodes or this process's CPUs are not known")
+    return passed(f"nodes {', '.join(sorted({str(node) for node in nodes.values()}))}")
+
+
+def _nodes(host: Host) -> list[str]:
+    return [name for name in host.files.names("sys/devices/system/node") or () if re.fullmatch(r"node\d+", name)]
+
+
+def virtual_topology(host: Host) -> Finding:
+    """A virtual machine without PCI topology needs NCCL_TOPO_FILE, or NCCL takes every path for PHB.
+
+    Command: `lspci -tv; echo $NCCL_TOPO_FILE`
+    Source: NCCL user guide, NCCL_TOPO_FILE; nccl issues 921 and 1843; Azure azhpc-images topology folder.
+    """
+    if host.process.virtual is None:
+        return unknown("virtual machine or not?")
+    if not host.process.virtual:
+        return passed("bare metal")
+    if host.file_positions:
+        return passed("a topology file describes the machine")
+    if not host.distances or any(path not in ("PHB", "SYS") for path in host.distances.values()):
+        return passed("topology is visible") if host.distances else unknown("no pair is known")
+    if host.settings is None:
+        return unknown("flat virtual machine; NCCL_TOPO_FILE not known", "give --env FILE")
+    return warned("the virtual machine hides its PCI topology", "NCCL_TOPO_FILE: Azure, OCI, AWS and IBM ship one")
+
+
 CHECKS = (
-    Check("P1", "distance", distance, Verdict.POSSIBLE, ("E1",)),
-    Check("P2", "a NIC for every GPU", assignment, None, ("P1",)),
-    Check("P3", "foreign NICs", foreign_nics, None, ("P1",)),
-    Check("P4", "IOMMU", iommu, Verdict.POSSIBLE, ("P1",)),
-    Check("P5", "ACS between GPU and NIC", access_control, Verdict.POSSIBLE, ("P1",)),
-    *REGISTER_CHECKS,
+    GdrCheck("P1", "distance", distance, Verdict.POSSIBLE, ("E1",)),
+    GdrCheck("P2", "a NIC for every GPU", assignment, None, ("P1",)),
+    GdrCheck("P3", "foreign NICs", foreign_nics, None, ("P1",)),
+    GdrCheck("P4", "IOMMU", iommu, Verdict.POSSIBLE, ("P1",)),
+    GdrCheck("P5", "ACS between GPU and NIC", access_control, Verdict.POSSIBLE, ("P1",)),
+    GdrCheck("P6", "ATS", address_translation, None, ("P1",)),
+    GdrCheck("P7", "read request size", read_requests, None, ("P1",)),
+    GdrCheck("P8", "relaxed ordering", relaxed_ordering, None, ("R1",)),
+    GdrCheck("P9", "PCIe link of the NIC", nic_link, None, ("R1",)),
+    GdrCheck("P10", "NUMA", numa, None, ("E1", "R1")),
+    GdrCheck("P11", "virtual topology", virtual_topology, None, ("P1",)),
 )

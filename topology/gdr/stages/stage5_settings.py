@@ -5,28 +5,40 @@ import re
 
 from gradwire.topology.gdr.glue import chain_state, dmabuf_chain, peermem_path
 from gradwire.topology.gdr.host import Host
-from gradwire.topology.gdr.model import Check, Finding, Outcome, Verdict, failed, passed, unknown, warned
+from gradwire.topology.gdr.model import (
+    CheckOutcome,
+    Finding,
+    GdrCheck,
+    Verdict,
+    failed,
+    judge_pairs,
+    passed,
+    unknown,
+    warned,
+)
 from gradwire.topology.gdr.nccl import DYNAMIC_GID_SINCE, LEVELS, parse_level, within
-from gradwire.topology.gdr.rdma import AMAZON
 from gradwire.topology.gdr.stages.stage4_path import hca_matches
+from gradwire.topology.pci_ids import AMAZON
 
 _UNKNOWN = unknown("the environment is not known", "give --env FILE: the output of env, or /proc/PID/environ")
-_DOCUMENTED = """IB_DISABLE NET NET_PLUGIN IB_HCA NET_GDR_LEVEL NET_GDR_READ NET_GDR_C2C DMABUF_ENABLE IB_GID_INDEX P2P_DISABLE
-SHM_DISABLE P2P_LEVEL SOCKET_IFNAME TOPO_FILE TOPO_DUMP_FILE DEBUG DEBUG_SUBSYS DEBUG_FILE IB_TC IB_SL IB_TIMEOUT
-IB_RETRY_CNT IB_QPS_PER_CONNECTION IB_SPLIT_DATA_ON_QPS IB_PCI_RELAXED_ORDERING IB_ADAPTIVE_ROUTING IB_ROCE_VERSION_NUM
-IB_ADDR_FAMILY IB_ADDR_RANGE IB_CUDA_SUPPORT IB_MERGE_VFS IB_MERGE_NICS IB_DATA_DIRECT IB_ECE_ENABLE SOCKET_FAMILY
-SOCKET_NTHREADS NSOCKS_PERTHREAD CROSS_NIC PXN_DISABLE P2P_PXN_LEVEL P2P_DIRECT_DISABLE BUFFSIZE NTHREADS MIN_NCHANNELS
-MAX_NCHANNELS MIN_CTAS MAX_CTAS CGA_CLUSTER_SIZE ALGO PROTO NVLS_ENABLE NVB_DISABLE IGNORE_CPU_AFFINITY IGNORE_DISABLED_P2P
-CONF_FILE COMM_ID COMM_BLOCKING LAUNCH_MODE CHECK_POINTERS COLLNET_ENABLE COLLNET_NODE_THRESHOLD GRAPH_FILE GRAPH_DUMP_FILE
-GRAPH_REGISTER GRAPH_MIXING_SUPPORT TUNER_PLUGIN TUNER_CONFIG_PATH PROFILER_PLUGIN MNNVL_ENABLE MNNVL_UUID MNNVL_CLIQUE_ID
-CUMEM_ENABLE CUMEM_HOST_ENABLE LOCAL_REGISTER NET_SHARED_BUFFERS NET_SHARED_COMMS SINGLE_RING_THRESHOLD OOB_NET_ENABLE
-OOB_NET_IFNAME SET_THREAD_NAME SET_STACK_SIZE SET_CPU_STACK_SIZE NVLSTREE_MAX_CHUNKSIZE WORK_FIFO_BYTES RAS_ENABLE RAS_ADDR
-PROGRESS_APPENDOP_FREQ GDRCOPY_ENABLE GDRCOPY_SYNC_ENABLE GDRCOPY_FLUSH_ENABLE GDR_FLUSH_DISABLE HOSTID NETDEVS_POLICY
-SYM_CTAS WIN_ENABLE RUNTIME_CONNECT NET_OVERHEAD IB_AR_THRESHOLD IB_FIFO_TC IB_PKEY IB_USE_INLINE IB_WARN_RAIL_LOCAL
-LL_BUFFSIZE LL128_BUFFSIZE TOPO_DUMP_FILE_RANK UNPACK_MEM DEBUG_TIMESTAMP_FORMAT DEBUG_TIMESTAMP_LEVELS WARN_ENABLE_DEBUG_INFO
-ALLOC_P2P_NET_LL_BUFFERS LEGACY_CUDA_REGISTER CREATE_THREAD_CONTEXT DUMP_TOPO VERSION IB_SUBNET_AWARE_ROUTING P2P_NET_CHUNKSIZE
-NCHANNELS_PER_NET_PEER P2P_READ_ENABLE THREAD_THRESHOLDS CHUNK_SIZE BLOCKING_WAIT ASYNC_ERROR_HANDLING TIMEOUT DESYNC_DEBUG
-TRACE_BUFFER_SIZE ENABLE_MONITORING USE_TENSOR_REGISTER_ALLOCATOR_HOOK NVLS_NCHANNELS FASTRAK_CTRL_DEV FASTRAK_IFNAME"""
+_DOCUMENTED = """IB_DISABLE NET NET_PLUGIN IB_HCA NET_GDR_LEVEL NET_GDR_READ NET_GDR_C2C DMABUF_ENABLE IB_GID_INDEX
+P2P_DISABLE SHM_DISABLE P2P_LEVEL SOCKET_IFNAME TOPO_FILE TOPO_DUMP_FILE DEBUG DEBUG_SUBSYS DEBUG_FILE IB_TC IB_SL
+IB_TIMEOUT IB_RETRY_CNT IB_QPS_PER_CONNECTION IB_SPLIT_DATA_ON_QPS IB_PCI_RELAXED_ORDERING IB_ADAPTIVE_ROUTING
+IB_ROCE_VERSION_NUM IB_ADDR_FAMILY IB_ADDR_RANGE IB_CUDA_SUPPORT IB_MERGE_VFS IB_MERGE_NICS IB_DATA_DIRECT
+IB_ECE_ENABLE SOCKET_FAMILY SOCKET_NTHREADS NSOCKS_PERTHREAD CROSS_NIC PXN_DISABLE P2P_PXN_LEVEL P2P_DIRECT_DISABLE
+BUFFSIZE NTHREADS MIN_NCHANNELS MAX_NCHANNELS MIN_CTAS MAX_CTAS CGA_CLUSTER_SIZE ALGO PROTO NVLS_ENABLE NVB_DISABLE
+IGNORE_CPU_AFFINITY IGNORE_DISABLED_P2P CONF_FILE COMM_ID COMM_BLOCKING LAUNCH_MODE CHECK_POINTERS COLLNET_ENABLE
+COLLNET_NODE_THRESHOLD GRAPH_FILE GRAPH_DUMP_FILE GRAPH_REGISTER GRAPH_MIXING_SUPPORT TUNER_PLUGIN TUNER_CONFIG_PATH
+PROFILER_PLUGIN MNNVL_ENABLE MNNVL_UUID MNNVL_CLIQUE_ID CUMEM_ENABLE CUMEM_HOST_ENABLE LOCAL_REGISTER
+NET_SHARED_BUFFERS NET_SHARED_COMMS SINGLE_RING_THRESHOLD OOB_NET_ENABLE OOB_NET_IFNAME SET_THREAD_NAME SET_STACK_SIZE
+SET_CPU_STACK_SIZE NVLSTREE_MAX_CHUNKSIZE WORK_FIFO_BYTES RAS_ENABLE RAS_ADDR PROGRESS_APPENDOP_FREQ GDRCOPY_ENABLE
+GDRCOPY_SYNC_ENABLE GDRCOPY_FLUSH_ENABLE GDR_FLUSH_DISABLE HOSTID NETDEVS_POLICY SYM_CTAS WIN_ENABLE RUNTIME_CONNECT
+NET_OVERHEAD IB_AR_THRESHOLD IB_FIFO_TC IB_PKEY IB_USE_INLINE IB_WARN_RAIL_LOCAL LL_BUFFSIZE LL128_BUFFSIZE
+TOPO_DUMP_FILE_RANK UNPACK_MEM DEBUG_TIMESTAMP_FORMAT DEBUG_TIMESTAMP_LEVELS WARN_ENABLE_DEBUG_INFO
+ALLOC_P2P_NET_LL_BUFFERS LEGACY_CUDA_REGISTER CREATE_THREAD_CONTEXT DUMP_TOPO VERSION IB_SUBNET_AWARE_ROUTING
+P2P_NET_CHUNKSIZE NCHANNELS_PER_NET_PEER P2P_READ_ENABLE THREAD_THRESHOLDS CHUNK_SIZE BLOCKING_WAIT
+ASYNC_ERROR_HANDLING TIMEOUT DESYNC_DEBUG TRACE_BUFFER_SIZE ENABLE_MONITORING USE_TENSOR_REGISTER_ALLOCATOR_HOOK
+NVLS_NCHANNELS FASTRAK_CTRL_DEV FASTRAK_IFNAME"""
 KNOWN = frozenset(f"NCCL_{word}" for word in _DOCUMENTED.split())
 """Names that NCCL, its plugins or torch read. Source: NCCL user guide and src/**/*.cc (NCCL_PARAM)."""
 
@@ -69,18 +81,18 @@ def gdr_level(host: Host) -> Finding:
         return _UNKNOWN
     level, value = host.gdr_level, host.setting("NCCL_NET_GDR_LEVEL")
 
-    def judge(gpu: str, nic: str) -> tuple[Outcome, str]:
+    def judge(gpu: str, nic: str) -> tuple[CheckOutcome, str]:
         path = host.distances[gpu, nic]
         if path is None:
-            return Outcome.UNKNOWN, f"{gpu} to {nic}: distance not known, level {level}"
+            return CheckOutcome.UNKNOWN, f"{gpu} to {nic}: distance not known, level {level}"
         if within(path, level):
-            return Outcome.PASS, f"{gpu} to {nic}: {path} is within {level}"
-        return Outcome.FAIL, f"{gpu} to {nic}: {path} is beyond {level}{'' if value else ', the default'}"
+            return CheckOutcome.PASS, f"{gpu} to {nic}: {path} is within {level}"
+        return CheckOutcome.FAIL, f"{gpu} to {nic}: {path} is beyond {level}{'' if value else ', the default'}"
 
-    finding = host.judge_pairs(judge, "move the card, or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default")
+    finding = judge_pairs(host, judge, "move the card, or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default")
     doubt = _doubt_about_level(host, value, level)
-    if finding.outcome is Outcome.PASS and doubt:
-        return Finding(Outcome.WARN, *doubt, finding.pairs)
+    if finding.outcome is CheckOutcome.PASS and doubt:
+        return Finding(CheckOutcome.WARN, *doubt, finding.pairs)
     return finding
 
 
@@ -234,13 +246,13 @@ def vendor_settings(host: Host) -> Finding:
 
 
 CHECKS = (
-    Check("V1", "RDMA not switched off", rdma_switched_off, Verdict.CONFIGURED, ()),
-    Check("V2", "GDR level", gdr_level, Verdict.CONFIGURED, ("R1",)),
-    Check("V3", "dma-buf not switched off", dmabuf_switched_off, Verdict.CONFIGURED, ()),
-    Check("V4", "GID index", gid_index, None, ()),
-    Check("V5", "left-over debugging", left_over_debugging, None, ()),
-    Check("V6", "socket interface", socket_interface, None, ()),
-    Check("V7", "spelling", spelling, None, ()),
-    Check("V8", "topology file", topology_file, None, ()),
-    Check("V9", "cloud settings", vendor_settings, None, ()),
+    GdrCheck("V1", "RDMA not switched off", rdma_switched_off, Verdict.CONFIGURED, ()),
+    GdrCheck("V2", "GDR level", gdr_level, Verdict.CONFIGURED, ("R1",)),
+    GdrCheck("V3", "dma-buf not switched off", dmabuf_switched_off, Verdict.CONFIGURED, ()),
+    GdrCheck("V4", "GID index", gid_index, None, ()),
+    GdrCheck("V5", "left-over debugging", left_over_debugging, None, ()),
+    GdrCheck("V6", "socket interface", socket_interface, None, ()),
+    GdrCheck("V7", "spelling", spelling, None, ()),
+    GdrCheck("V8", "topology file", topology_file, None, ()),
+    GdrCheck("V9", "cloud settings", vendor_settings, None, ()),
 )

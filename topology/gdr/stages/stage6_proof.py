@@ -7,7 +7,17 @@ from gradwire.topology.gdr.compare import differences
 from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.inputs.facts import Registration
 from gradwire.topology.gdr.inputs.nccl_log import NcclLog
-from gradwire.topology.gdr.model import Check, Finding, Outcome, Verdict, failed, passed, unknown, warned
+from gradwire.topology.gdr.model import (
+    CheckOutcome,
+    Finding,
+    GdrCheck,
+    Verdict,
+    failed,
+    judge_pairs,
+    passed,
+    unknown,
+    warned,
+)
 from gradwire.topology.gdr.nccl import within
 
 _HOST_SHARE = 0.8  # of the host-memory rate; redirected traffic loses about half (nccl-tests issue 112)
@@ -30,22 +40,22 @@ def registration(host: Host) -> Finding:
     by_pair = {(attempt.gpu, attempt.device): attempt for attempt in attempts}
     names = {nic.bus_id: [device.name for device in nic.devices] for nic in host.nics}
 
-    def judge(gpu: str, nic: str) -> tuple[Outcome, str]:
+    def judge(gpu: str, nic: str) -> tuple[CheckOutcome, str]:
         mine = [by_pair[gpu, name] for name in names[nic] if (gpu, name) in by_pair]
         good = [attempt for attempt in mine if 0 in (attempt.peermem_errno, attempt.dmabuf_errno)]
         if good:
-            return Outcome.PASS, f"{gpu} with {good[0].device}: {_ways(good[0])}"
+            return CheckOutcome.PASS, f"{gpu} with {good[0].device}: {_registration_text(good[0])}"
         if not mine or all(attempt.peermem_errno is attempt.dmabuf_errno is None for attempt in mine):
-            return Outcome.UNKNOWN, f"{gpu} with {nic}: {(mine and mine[0].note) or 'not tried'}"
-        return Outcome.FAIL, f"{gpu} with {mine[0].device}: {_ways(mine[0])}"
+            return CheckOutcome.UNKNOWN, f"{gpu} with {nic}: {(mine and mine[0].note) or 'not tried'}"
+        return CheckOutcome.FAIL, f"{gpu} with {mine[0].device}: {_registration_text(mine[0])}"
 
-    return host.judge_pairs(
-        judge, "EFAULT: no peer memory; EOPNOTSUPP: driver without dma-buf; ENOMEM: ulimit -l; see M1"
+    return judge_pairs(
+        host, judge, "EFAULT: no peer memory; EOPNOTSUPP: driver without dma-buf; ENOMEM: ulimit -l; see M1"
     )
 
 
-def _ways(attempt: Registration) -> str:
-    """`peer memory EFAULT (Bad address), dma-buf ok`; a way that was not tried has its reason in the note."""
+def _registration_text(attempt: Registration) -> str:
+    """`peer memory EFAULT (Bad address), dma-buf ok`; one that was not tried has its reason in the note."""
     words = []
     for name, code in (("peer memory", attempt.peermem_errno), ("dma-buf", attempt.dmabuf_errno)):
         if code is not None:
@@ -90,8 +100,8 @@ def nccl_log(host: Host) -> Finding:
         return failed(f"0 of {log.network_channels} network channels use GDRDMA; {reasons}", remedy)
     if log.staged_channels:
         lacking = [
-            f"rank {rank} {way} {log.gdr_channels[rank, way]}/{log.gdr_channels[rank, way] + count}"
-            for (rank, way), count in sorted(log.staged_channels.items())
+            f"rank {rank} {direction} {log.gdr_channels[rank, direction]}/{log.gdr_channels[rank, direction] + count}"
+            for (rank, direction), count in sorted(log.staged_channels.items())
         ]
         found = f"{log.gdr_channels.total()} of {log.network_channels} channels use GDRDMA: {', '.join(lacking[:6])}"
         return warned("; ".join([found, *log.reasons]), remedy)
@@ -147,9 +157,9 @@ def agreement(host: Host) -> Finding:
 
 
 CHECKS = (
-    Check("U1", "registration probe", registration, Verdict.IN_USE, ()),
-    Check("U2", "perftest", perftest, None, ()),
-    Check("U3", "NCCL log", nccl_log, Verdict.IN_USE, ()),
-    Check("U4", "with and without GDR", with_and_without, None, ()),
-    Check("U5", "agreement of the job", agreement, None, ()),
+    GdrCheck("U1", "registration probe", registration, Verdict.IN_USE, ()),
+    GdrCheck("U2", "perftest", perftest, None, ()),
+    GdrCheck("U3", "NCCL log", nccl_log, Verdict.IN_USE, ()),
+    GdrCheck("U4", "with and without GDR", with_and_without, None, ()),
+    GdrCheck("U5", "agreement of the job", agreement, None, ()),
 )

@@ -4,13 +4,13 @@ import sys
 
 import pytest
 
-from gradwire.topology.gdr.inputs import ask
+from gradwire.topology.gdr.inputs import collect
 from gradwire.topology.gdr.inputs.child import run_child
 
 
 def run(code: str) -> tuple[int | None, str, str]:
     ended = run_child([sys.executable, "-c", code], 60.0)
-    return ended.code, ended.output.decode(), ended.last_words
+    return ended.code, ended.output.decode(), ended.explanation
 
 
 def test_a_good_end() -> None:
@@ -27,18 +27,18 @@ def test_a_crash_has_its_signal() -> None:
 
 def test_a_program_that_is_not_there() -> None:
     ended = run_child(["/nowhere/tool"], 1.0)
-    assert (ended.code, ended.trouble) == (None, "/nowhere/tool: No such file or directory")
+    assert (ended.code, ended.problem) == (None, "/nowhere/tool: No such file or directory")
 
 
 def test_a_child_that_hangs_is_given_up_and_what_it_said_is_kept() -> None:
     ended = run_child(["/bin/sh", "-c", "echo half; exec sleep 100"], 5.0)
-    assert (ended.code, ended.output, ended.last_words) == (None, b"half\n", "no answer within 5 s")
+    assert (ended.code, ended.output, ended.explanation) == (None, b"half\n", "no answer within 5 s")
 
 
 def test_a_child_that_cannot_be_killed_is_left_behind() -> None:
     """A grandchild holds the pipe open, as a process asleep in a driver would."""
     ended = run_child(["/bin/sh", "-c", "sleep 8; echo late"], 1.0)
-    assert (ended.code, ended.output, ended.last_words) == (None, b"", "no answer within 1 s")
+    assert (ended.code, ended.output, ended.explanation) == (None, b"", "no answer within 1 s")
 
 
 @pytest.mark.parametrize(("executable", "words"), [("/bin/false", "exit code 1"), ("/bin/echo", "no usable answer")])
@@ -46,4 +46,4 @@ def test_a_library_whose_child_prints_no_json_is_an_answer(
     monkeypatch: pytest.MonkeyPatch, executable: str, words: str
 ) -> None:
     monkeypatch.setattr("sys.executable", executable)
-    assert ask.ask_libraries(prove=False) == {f"{name}_error": words for name in ("nvml", "cuda", "verbs", "nccl")}
+    assert collect.ask_libraries(prove=False) == {f"{name}_error": words for name in ("nvml", "cuda", "verbs", "nccl")}

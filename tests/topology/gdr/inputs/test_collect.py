@@ -8,7 +8,7 @@ import pytest
 
 from gradwire.topology.gdr.inputs import collect
 from gradwire.topology.gdr.inputs.facts import GpuFacts, facts_from_json
-from gradwire.topology.gdr.inputs.native_nvml import nvml_answers
+from gradwire.topology.readers.nvml import gdr_facts
 
 
 def test_without_hardware_no_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_nvml_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in functions.items():
         setattr(nvml, name, value)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    facts = facts_from_json({**nvml_answers(), "gpus": nvml_answers()["gpus"]})
+    facts = facts_from_json({**gdr_facts(), "gpus": gdr_facts()["gpus"]})
     assert facts.driver_version == "535.54.03"
     assert facts.gpus == (
         GpuFacts(
@@ -97,6 +97,6 @@ def test_nvml_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
     nvml.NVMLError, nvml.nvmlInit = NvmlError, refuse  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert nvml_answers() == {"nvml_error": "Driver Not Loaded"}
+    assert gdr_facts() == {"nvml_error": "Driver Not Loaded"}
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert nvml_answers() == {"nvml_error": "nvidia-ml-py is not installed"}
+    assert gdr_facts() == {"nvml_error": "nvidia-ml-py is not installed"}

@@ -1,6 +1,7 @@
-"""Mutated inputs: every parser answers or refuses by name, whatever it is fed.
+"""Mutated inputs: every parser returns a result or refuses by name, whatever it is fed.
 
-A few hundred examples run by default; `python tests/topology/gdr/inputs/test_fuzz.py 100000` spreads that many over all parsers.
+A few hundred examples run by default; `python tests/topology/gdr/inputs/test_fuzz.py 100000` spreads that many over
+all parsers.
 """
 
 import gzip
@@ -16,24 +17,25 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gradwire.topology.gdr.capture import CaptureError, opened_capture, write_capture
 from gradwire.topology.gdr.compare import differences
 from gradwire.topology.gdr.example import NIC, ExampleMachine
 from gradwire.topology.gdr.host import Host
-from gradwire.topology.gdr.inputs.capture import CaptureError, opened_capture, write_capture
 from gradwire.topology.gdr.inputs.environment import parse_environment, parse_nccl_conf
 from gradwire.topology.gdr.inputs.facts import facts_from_json
 from gradwire.topology.gdr.inputs.files import Files
-from gradwire.topology.gdr.inputs.lspci import parse_lspci
 from gradwire.topology.gdr.inputs.nccl_log import parse_nccl_log
 from gradwire.topology.gdr.inputs.texts import parse_nvlink_status, parse_perftest
 from gradwire.topology.gdr.runner import exit_code, run_checks
-from gradwire.topology.readers.pci import PciTree, path_type, read_tree
+from gradwire.topology.readers.lspci import read_tree as read_lspci_tree
+from gradwire.topology.readers.pci import PciTree, path_type
 from gradwire.topology.readers.pci_config import decode_bytes
+from gradwire.topology.readers.pci_sysfs import read_tree
 
 LSPCI = """0000:00:01.0 PCI bridge [0604]: Broadcom / LSI PEX890xx [1000:c030] (prog-if 00 [Normal decode])
 \tNUMA node: 0
 \tBus: primary=00, secondary=01, subordinate=03, sec-latency=0
-\tCapabilities: [68] Express (v2) Downstream Port (Slot+), MSI 00
+\tCapabilities: [68] Express (v2) Downstream RdmaPort (Slot+), MSI 00
 \t\tDevCtl:\tCorrErr+ RlxdOrd+ ExtTag+
 \t\t\tMaxPayload 256 bytes, MaxReadReq 4096 bytes
 \t\tLnkCap:\tPort #0, Speed 32GT/s, Width x16, ASPM not supported
@@ -108,7 +110,7 @@ def good_json() -> str:
 
 def test_everything_good_is_taken() -> None:
     """The seeds themselves parse, so the mutations start from within."""
-    assert len(parse_lspci(LSPCI.splitlines(keepends=True)).functions) == 2
+    assert len(read_lspci_tree(LSPCI.splitlines(keepends=True)).functions) == 2
     assert parse_nccl_log(LOG.splitlines()).gdr_channels
     assert decode_bytes(CONFIG).acs_redirect == ()
     assert facts_from_json(json.loads(good_json())).gpus
@@ -118,7 +120,7 @@ def test_everything_good_is_taken() -> None:
 @given(edits)
 def test_lspci(changes: list[tuple[int, str, bytes]]) -> None:
     text = mutated(LSPCI.encode(), changes).decode("utf-8", "replace")
-    tree = parse_lspci(text.splitlines(keepends=True))
+    tree = read_lspci_tree(text.splitlines(keepends=True))
     for one in tree.functions:
         for other in tree.functions:
             path_type(tree, one, other)

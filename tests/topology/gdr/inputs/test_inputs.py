@@ -6,13 +6,13 @@ import pytest
 
 from gradwire.topology.gdr.compare import differences
 from gradwire.topology.gdr.inputs.environment import merge, parse_environment, parse_nccl_conf, read_environment
-from gradwire.topology.gdr.inputs.facts import Facts, GpuFacts, facts_from_json
+from gradwire.topology.gdr.inputs.facts import GpuFacts, HostFacts, facts_from_json
 from gradwire.topology.gdr.inputs.files import Files
 from gradwire.topology.gdr.inputs.texts import parse_nvlink_status, parse_perftest
-from gradwire.topology.gdr.place import find_place
+from gradwire.topology.gdr.process_context import read_process_context
 from gradwire.topology.gdr.rdma import Gid, gigabits, pcie_gigabits, read_rdma_devices
 from gradwire.topology.gdr.stages.stage4_path import hca_matches
-from gradwire.topology.gdr.stages.stage4_registers import parse_cpu_list
+from gradwire.topology.readers.affinity import members
 from gradwire.topology.readers.pci import PciTree
 
 SHARED = Path(__file__).resolve().parents[4].parent / "shared" / "fixtures"
@@ -53,7 +53,7 @@ def test_facts_survive_json_and_refuse_other_kinds() -> None:
         "verbs_dmabuf": 1,
         "active_mtu": [1],
     }
-    assert facts_from_json(strange) == Facts() == facts_from_json([]) == facts_from_json({"gpus": None, 3: 4})
+    assert facts_from_json(strange) == HostFacts() == facts_from_json([]) == facts_from_json({"gpus": None, 3: 4})
     assert facts_from_json({"gpus": [1, {"bus_id": 7}]}).gpus == (GpuFacts(),)
 
 
@@ -104,7 +104,7 @@ def test_device_lists(value: str, name: str, expected: bool) -> None:
 
 
 def test_small_parsers() -> None:
-    assert parse_cpu_list("0-2,7") == {0, 1, 2, 7} and parse_cpu_list("x") == set() == parse_cpu_list("")
+    assert members("0-2,7") == [0, 1, 2, 7] and members("x") == [] == members("")
     assert gigabits("400 Gb/sec (4X NDR)") == 400 and gigabits("fast") is None
     assert round(pcie_gigabits(16, 16)) == 252 and pcie_gigabits(2.5, 1) == 2
     scopes = [Gid(0, gid, "", "").scope for gid in ("fe80:0::1", "0000:0000", "2001:db8:0:0:0:0:0:1")]
@@ -122,10 +122,10 @@ def test_comparison_without_majority_and_of_foreign_json() -> None:
 
 
 def test_place(tmp_path: Path) -> None:
-    assert str(find_place(Files(tmp_path), False)) == "user unknown, container unknown, machine unknown"
+    assert str(read_process_context(Files(tmp_path), False)) == "user unknown, container unknown, machine unknown"
     (tmp_path / "proc/1").mkdir(parents=True)
     (tmp_path / "proc/1/cgroup").write_text("12:cpu:/kubepods/burstable/podabc\n")
-    assert find_place(Files(tmp_path), False).container == "kubernetes"
+    assert read_process_context(Files(tmp_path), False).container == "kubernetes"
     for text, expected in (("0::/init.scope\n", ""), ("0::/\n", None), ("0::/system.slice/docker-1.scope\n", "docker")):
         (tmp_path / "proc/1/cgroup").write_text(text)
-        assert find_place(Files(tmp_path), False).container == expected
+        assert read_process_context(Files(tmp_path), False).container == expected

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.topology.gdr.inputs.ask import ask_libraries, merged
+from gradwire.topology.gdr.inputs.collect import ask_libraries, merged
 from gradwire.topology.gdr.inputs.environment import child_environment
 
 GPU = "0000:03:00.0"
@@ -84,7 +84,8 @@ def test_what_the_libraries_say_about_themselves(asked: Ask) -> None:
     assert found["cuda_version"] == 12080 and found["driver_version"] == "580.65.06"
     assert found["gpus"] == [
         {
-            "bus_id": GPU, "name": "NVIDIA H100 80GB HBM3", "bar1_nbytes": 128 << 30, "memory_nbytes": 80 << 30, "mig": False,
+            "bus_id": GPU, "name": "NVIDIA H100 80GB HBM3", "bar1_nbytes": 128 << 30, "memory_nbytes": 80 << 30,
+            "mig": False,
             "nvlinks": 18, "nvlinks_active": 18, "fabric_state": 3, "fabric_status": 0, "confidential": False,
             "gdr_supported": True, "dmabuf_supported": True,
         }

@@ -6,7 +6,7 @@ import pytest
 
 from gradwire.topology.gdr.example import ExampleMachine
 from gradwire.topology.gdr.inputs.nccl_log import parse_nccl_log, read_nccl_log
-from gradwire.topology.gdr.model import Finding, Outcome
+from gradwire.topology.gdr.model import CheckOutcome, Finding
 from gradwire.topology.gdr.nccl import default_level, parse_level, parse_version, path_name
 from gradwire.topology.gdr.stages.stage6_proof import nccl_log
 
@@ -31,14 +31,14 @@ def test_enabled_for_every_card_and_used_by_none(tmp_path: Path) -> None:
     assert log.version == (2, 29, 7) and log.networks == {"AWS Libfabric"}
     assert log.hcas == {f"cxi{index}": True for index in range(4)} and log.nearest == "PHB"
     finding = judged(lines, tmp_path)
-    assert finding.outcome is Outcome.FAIL and "PHB" in finding.text and "4 NICs say Enabled" in finding.text
+    assert finding.outcome is CheckOutcome.FAIL and "PHB" in finding.text and "4 NICs say Enabled" in finding.text
 
 
 @real
 def test_rdma_was_bought_and_sockets_are_used(tmp_path: Path) -> None:
     lines = (LOGS / "simllm-vastai-h200-socket-only.log").read_text().splitlines()
     finding = judged(lines, tmp_path)
-    assert finding.outcome is Outcome.FAIL and "Socket" in finding.text
+    assert finding.outcome is CheckOutcome.FAIL and "Socket" in finding.text
 
 
 def test_channels_are_counted_by_rank_and_direction(tmp_path: Path) -> None:
@@ -47,17 +47,17 @@ def test_channels_are_counted_by_rank_and_direction(tmp_path: Path) -> None:
     log = parse_nccl_log(lines)
     assert dict(log.gdr_channels) == {(0, "send"): 2, (0, "receive"): 1}
     assert dict(log.staged_channels) == {(1, "send"): 1, (4, "receive"): 1}
-    assert judged(lines, tmp_path).outcome is Outcome.WARN
+    assert judged(lines, tmp_path).outcome is CheckOutcome.WARN
 
 
 @pytest.mark.parametrize("via", ["NET/IB/0/GDRDMA", "NET/IB/0/GDRDMA(PCI)/Shared", "NET/AWS Libfabric/0/GDRDMA"])
 def test_every_spelling_of_gdrdma(via: str, tmp_path: Path) -> None:
-    assert judged([channel(0, 1, "send", via)], tmp_path).outcome is Outcome.PASS
+    assert judged([channel(0, 1, "send", via)], tmp_path).outcome is CheckOutcome.PASS
 
 
 def test_one_direction_alone_is_a_warning_that_names_it(tmp_path: Path) -> None:
     finding = judged([channel(0, 1, "send"), channel(1, 0, "receive", "NET/IB/0")], tmp_path)
-    assert finding.outcome is Outcome.WARN and "rank 0 receive 0/1" in finding.text
+    assert finding.outcome is CheckOutcome.WARN and "rank 0 receive 0/1" in finding.text
 
 
 def test_the_reason_is_named_whatever_the_numbers_of_the_release(tmp_path: Path) -> None:
@@ -65,20 +65,23 @@ def test_the_reason_is_named_whatever_the_numbers_of_the_release(tmp_path: Path)
         reason = f"GPU Direct RDMA Disabled for GPU ca000 / HCA 0 (distance {number} > {level})"
         lines = [f"NCCL version {release}+cuda12", f"NCCL INFO {reason}", channel(0, 1, "send", "NET/IB/0")]
         finding = judged(lines, tmp_path)
-        assert finding.outcome is Outcome.FAIL and "path PHB is beyond level P" in finding.text, finding
+        assert finding.outcome is CheckOutcome.FAIL and "path PHB is beyond level P" in finding.text, finding
 
 
 @pytest.mark.parametrize(
     ("lines", "outcome"),
     [
-        ([], Outcome.UNKNOWN),
-        (["NCCL INFO NET/IB : No device found."], Outcome.FAIL),
-        (["NCCL INFO NET/0 :GPU/0-3000 (3/24.0/PHB)", "NCCL_NET_GDR_LEVEL set by environment to PHB"], Outcome.UNKNOWN),
-        (["NCCL INFO NET/0 :GPU/0-3000 (3/24.0/PIX)"], Outcome.UNKNOWN),
-        (["NCCL INFO Using network Socket", "NCCL INFO Using network IB"], Outcome.UNKNOWN),
+        ([], CheckOutcome.UNKNOWN),
+        (["NCCL INFO NET/IB : No device found."], CheckOutcome.FAIL),
+        (
+            ["NCCL INFO NET/0 :GPU/0-3000 (3/24.0/PHB)", "NCCL_NET_GDR_LEVEL set by environment to PHB"],
+            CheckOutcome.UNKNOWN,
+        ),
+        (["NCCL INFO NET/0 :GPU/0-3000 (3/24.0/PIX)"], CheckOutcome.UNKNOWN),
+        (["NCCL INFO Using network Socket", "NCCL INFO Using network IB"], CheckOutcome.UNKNOWN),
     ],
 )
-def test_without_channel_lines(lines: list[str], outcome: Outcome, tmp_path: Path) -> None:
+def test_without_channel_lines(lines: list[str], outcome: CheckOutcome, tmp_path: Path) -> None:
     assert judged(lines, tmp_path).outcome is outcome
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gradwire.topology.gdr.example import GPU, NIC, ExampleMachine
-from gradwire.topology.gdr.inputs.topology_file import TAGS, file_path_type, read_places
+from gradwire.topology.gdr.inputs.topology_file import TAGS, file_path_type, read_positions
 
 XML = Path(__file__).resolve().parents[4].parent / "shared" / "fixtures" / "nccl_xml"
 real = pytest.mark.skipif(not XML.is_dir(), reason=f"no {XML}")
@@ -15,7 +15,7 @@ real = pytest.mark.skipif(not XML.is_dir(), reason=f"no {XML}")
 def distances(name: str) -> list[str]:
     """Each GPU's nearest NIC, by name, in a real file; GPU and NIC are told by their PCI class."""
     text = (XML / name).read_text()
-    places = read_places(re.findall(TAGS, text))
+    places = read_positions(re.findall(TAGS, text))
     pci = re.findall(r'<pci busid="([^"]+)" class="0x0(2|3)', text)
     gpus, nics = ([bus_id.lower() for bus_id, kind in pci if kind == digit] for digit in "32")
     order = ["PIX", "PXB", "PHB", "SYS"]
@@ -53,5 +53,5 @@ def test_a_virtual_machine_with_a_file_is_judged_by_it(tmp_path: Path) -> None:
 
 def test_broken_files_say_nothing() -> None:
     deep = ['<pci busid="0000:00:00.0">'] * 100_000
-    assert len(read_places(deep)) == 1
-    assert read_places(["</pci>", "</cpu>", "<pci>", "<cpu", '<pci busid="">']) == {}
+    assert len(read_positions(deep)) == 1
+    assert read_positions(["</pci>", "</cpu>", "<pci>", "<cpu", '<pci busid="">']) == {}

@@ -1,19 +1,98 @@
-"""Attributes of one device folder of sysfs: small, capped reads that cannot block, loop or leave the folder."""
+"""The PCI tree below a root folder: `lspci -tvv` from sysfs, of this machine or of a captured one.
 
+Attributes are small, capped reads that cannot block, loop or leave the device's folder.
+"""
+
+import errno
 import os
 import re
 import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
+from gradwire.topology.readers.pci import PciFunction, PciTree
 from gradwire.topology.readers.pci_config import ConfigSpace, decode
 
+DEVICES = "sys/bus/pci/devices"
 BUS_ID = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
+_MAX_FUNCTIONS = 65536
+_ENDPOINTS = (0x02, 0x03, 0x12)  # network, display, accelerator
+_HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 _PAGE_NBYTES = 4096  # a sysfs attribute never exceeds a page
 _MAX_CHILDREN = 256
 _SAFE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no symlink, no waiting for a fifo's writer
+
+
+def read_tree(root: Path) -> PciTree:
+    """Reads every PCI function below `root`; never raises, what cannot be read is None and named in `problems`.
+
+    Args:
+        root: Folder that holds `sys/`: `/` for this machine, else a captured tree.
+    """
+    top = root / DEVICES
+    try:
+        names = sorted(entry.name for entry in top.iterdir())
+    except OSError as error:
+        return PciTree(problems=(f"{top}: {error.strerror}",))
+    problems = [f"{top}: `{name}` is no bus id" for name in names if not BUS_ID.fullmatch(name)][:8]
+    functions: dict[str, PciFunction] = {}
+    base = root.resolve()
+    for name in [name for name in names if BUS_ID.fullmatch(name)][:_MAX_FUNCTIONS]:
+        try:
+            functions[name] = _read_function(base, top / name, name)
+        except (OSError, RuntimeError) as error:  # RuntimeError: a symlink loop, before Python 3.13
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else "symlink loop"
+            problems.append(f"{top / name}: {reason}")
+    return PciTree(MappingProxyType(functions), tuple(problems))
+
+
+def _read_function(base: Path, link: Path, name: str) -> PciFunction:
+    folder = link.resolve(strict=True)
+    if not folder.is_relative_to(base):
+        raise OSError(errno.EXDEV, "leads out of the root folder")
+    present = {entry.name for entry in folder.iterdir()}
+    with _opened(folder) as handle:
+        read = Attributes(handle, present)
+        class_code = read.number("class")
+        base_class = None if class_code is None else class_code >> 16
+        endpoint = base_class in _ENDPOINTS
+        return PciFunction(
+            bus_id=name,
+            class_code=class_code,
+            vendor=read.number("vendor"),
+            device=read.number("device"),
+            subsystem_vendor=read.number("subsystem_vendor"),
+            subsystem_device=read.number("subsystem_device"),
+            parents=parents(folder, base),
+            host_bridge=next((part for part in reversed(folder.parts) if _HOST_BRIDGE.fullmatch(part)), None),
+            driver=read.link("driver"),
+            numa_node=read.number("numa_node"),
+            local_cpulist=read.text("local_cpulist") if endpoint else None,
+            current_gigatransfers=gigatransfers(read.text("current_link_speed")),
+            max_gigatransfers=gigatransfers(read.text("max_link_speed")),
+            current_width=read.number("current_link_width"),
+            max_width=read.number("max_link_width"),
+            physical_function=bus_id(read.link("physfn")),
+            virtual_functions=tuple(sorted(filter(None, (bus_id(read.link(f)) for f in present if f[:6] == "virtfn")))),
+            iommu_group=integer(read.link("iommu_group")),
+            net_devices=children(folder / "net") if "net" in present else (),
+            rdma_devices=children(folder / "infiniband") if "infiniband" in present else (),
+            bar_nbytes=bar_nbytes(read.text("resource")) if base_class in (0x03, 0x12) else (),
+            config=read.config() if endpoint or base_class == 0x06 else None,
+            unreadable=tuple(read.unreadable),
+        )
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 class Attributes:
@@ -115,7 +194,7 @@ def parents(folder: Path, base: Path) -> tuple[str, ...] | None:
         if BUS_ID.fullmatch(part):
             chain.append(part)
         else:
-            return tuple(chain) if re.fullmatch(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}", part) or chain else None
+            return tuple(chain) if _HOST_BRIDGE.fullmatch(part) or chain else None
     return None
 
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.topology.gdr.channels import channel_counts, channel_json, channel_rows
 from gradwire.topology.gdr.inputs.nccl_log import NcclLog, merged_logs, parse_nccl_log
+from gradwire.topology.gdr.render import channel_counts, channel_json, channel_rows
 
 channels = st.lists(
     st.tuples(st.integers(0, 5), st.sampled_from(["send", "receive"]), st.sampled_from(["", "/GDRDMA"])), max_size=40

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.topology.gdr.capture import INDEX, CaptureError, opened_capture, write_capture
 from gradwire.topology.gdr.example import GPU, NIC, ExampleMachine
 from gradwire.topology.gdr.host import Host
-from gradwire.topology.gdr.inputs.capture import INDEX, CaptureError, opened_capture, write_capture
 from gradwire.topology.gdr.inputs.files import Files
 from gradwire.topology.gdr.runner import run_checks
-from gradwire.topology.readers.pci import read_tree
+from gradwire.topology.readers.pci_sysfs import read_tree
 
 ENTRY = json.dumps({"format": 1, "links": {}, "present": [], "unreadable": [], "environment": {}, "facts": {}}).encode()
 

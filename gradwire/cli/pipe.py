@@ -1,4 +1,4 @@
-"""Printing to a reader that may leave early."""
+"""Printing into a pipe whose reader may stop early, such as `| head`."""
 
 import os
 import sys

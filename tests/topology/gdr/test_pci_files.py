@@ -7,12 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.topology.gdr.example import ExampleMachine
-from gradwire.topology.gdr.inputs.lspci import parse_lspci
-from gradwire.topology.gdr.inputs.pci_files import config_bytes, tree_files
-from gradwire.topology.readers.pci import PciTree, path_type, read_tree
+from gradwire.topology.gdr.pci_files import config_bytes, tree_files
+from gradwire.topology.readers.lspci import read_tree as read_lspci_tree
+from gradwire.topology.readers.pci import PciTree, path_type
 from gradwire.topology.readers.pci_config import decode_bytes
+from gradwire.topology.readers.pci_sysfs import read_tree
 
-LSPCI = Path(__file__).resolve().parents[4].parent / "shared" / "fixtures" / "lspci" / "h100-sxm-pex890-lspci-vvv.txt"
+LSPCI = Path(__file__).resolve().parents[3].parent / "shared" / "fixtures" / "lspci" / "h100-sxm-pex890-lspci-vvv.txt"
 
 
 def written(tree: PciTree, root: Path) -> PciTree:
@@ -33,7 +34,7 @@ def test_the_example_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not LSPCI.is_file(), reason=f"no {LSPCI}")
 def test_a_real_tree_comes_back(tmp_path: Path) -> None:
-    tree = parse_lspci(LSPCI.read_text(errors="replace").splitlines(keepends=True))
+    tree = read_lspci_tree(LSPCI.read_text(errors="replace").splitlines(keepends=True))
     again = written(tree, tmp_path)
     ends = [f.bus_id for f in tree.of_class(0x02, 0x03)]
     for one in ends:

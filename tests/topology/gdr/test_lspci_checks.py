@@ -6,12 +6,12 @@ import pytest
 
 from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.inputs.files import Files
-from gradwire.topology.gdr.inputs.lspci import parse_lspci
-from gradwire.topology.gdr.model import Outcome
+from gradwire.topology.gdr.model import CheckOutcome
 from gradwire.topology.gdr.runner import exit_code, run_checks
 from gradwire.topology.gdr.stages.stage4_path import access_control
+from gradwire.topology.readers.lspci import read_tree as read_lspci_tree
 
-LSPCI = Path(__file__).resolve().parents[4].parent / "shared" / "fixtures" / "lspci"
+LSPCI = Path(__file__).resolve().parents[3].parent / "shared" / "fixtures" / "lspci"
 real = pytest.mark.skipif(not LSPCI.is_dir(), reason=f"no {LSPCI}")
 
 
@@ -21,7 +21,7 @@ def read(name: str) -> list[str]:
 
 @real
 def test_h100_pairs_and_registers(tmp_path: Path) -> None:
-    tree = parse_lspci(read("h100-sxm-pex890-lspci-vvv.txt"))
+    tree = read_lspci_tree(read("h100-sxm-pex890-lspci-vvv.txt"))
     host = Host(Files(tmp_path), tree)
     assert len(tree.functions) == 517 and len(host.gpus) == 8
     pairs = {(gpu[5:7], nic[5:7]) for gpu, nic in host.best_pairs}
@@ -48,8 +48,8 @@ def test_h100_acs_is_on_elsewhere_and_passes(tmp_path: Path) -> None:
     lines = read("h100-sxm-pex890-lspci-vvv.txt")
     assert any("ACSCtl" in line and "ReqRedir+" in line for line in lines), "what a grep would raise the alarm for"
     finding = access_control(_bare_metal(tmp_path, lines))
-    assert finding.outcome is Outcome.PASS
-    assert {outcome for outcome, _ in finding.pairs.values()} == {Outcome.PASS, Outcome.INFO}
+    assert finding.outcome is CheckOutcome.PASS
+    assert {outcome for outcome, _ in finding.pairs.values()} == {CheckOutcome.PASS, CheckOutcome.INFO}
 
 
 @real
@@ -59,8 +59,8 @@ def test_h100_acs_on_the_path_fails_for_that_pair_alone(tmp_path: Path) -> None:
     at = next(index for index in range(start, len(lines)) if "ACSCtl" in lines[index])
     lines[at] = lines[at].replace("ReqRedir-", "ReqRedir+")
     finding = access_control(_bare_metal(tmp_path, lines))
-    failed = {pair for pair, (outcome, _) in finding.pairs.items() if outcome is Outcome.FAIL}
-    assert finding.outcome is Outcome.FAIL and failed == {("0000:3b:00.0", "0000:3c:00.0")}
+    failed = {pair for pair, (outcome, _) in finding.pairs.items() if outcome is CheckOutcome.FAIL}
+    assert finding.outcome is CheckOutcome.FAIL and failed == {("0000:3b:00.0", "0000:3c:00.0")}
     assert "setpci -s 0000:39:02.0 ECAP_ACS+0x6.w=0000" in finding.remedy
 
 
@@ -68,18 +68,18 @@ def _bare_metal(folder: Path, lines: list[str]) -> Host:
     (folder / "proc").mkdir()
     (folder / "proc/cpuinfo").write_text("flags : fpu\n")
     (folder / "sys/class/dmi/id").mkdir(parents=True)
-    return Host(Files(folder), parse_lspci(lines))
+    return Host(Files(folder), read_lspci_tree(lines))
 
 
 @real
 def test_text_without_the_rest_of_the_machine_is_unknown(tmp_path: Path) -> None:
-    host = Host(Files(tmp_path), parse_lspci(read("h100-sxm-pex890-lspci-vvv.txt")))
+    host = Host(Files(tmp_path), read_lspci_tree(read("h100-sxm-pex890-lspci-vvv.txt")))
     assert exit_code(host, run_checks(host)) == 3
 
 
 @real
 def test_azure_virtual_machine_has_no_tree() -> None:
-    tree = parse_lspci(read("azure-nd-a100v4-lspci-nn.txt"))
+    tree = read_lspci_tree(read("azure-nd-a100v4-lspci-nn.txt"))
     gpus = [f for f in tree.of_class(0x03) if f.vendor == 0x10DE]
     assert len(gpus) == 8 and {gpu.device for gpu in gpus} == {0x20B2}
     assert sum(f.vendor == 0x15B3 and f.class_code == 0x020700 for f in tree.functions.values()) == 8
@@ -89,11 +89,11 @@ def test_azure_virtual_machine_has_no_tree() -> None:
 def test_buses_in_a_circle_and_foreign_text() -> None:
     ring = ["01:00.0 PCI bridge: X\n", "\tBus: primary=02, secondary=01, subordinate=02\n"]
     ring += ["02:00.0 PCI bridge: Y\n", "\tBus: primary=01, secondary=02, subordinate=02\n"]
-    assert {f.parents for f in parse_lspci(ring).functions.values()} == {None}
-    assert parse_lspci(["<html>", "\x00\xff", ""]).problems
+    assert {f.parents for f in read_lspci_tree(ring).functions.values()} == {None}
+    assert read_lspci_tree(["<html>", "\x00\xff", ""]).problems
 
 
 def test_not_root_means_unknown() -> None:
     text = ["01:00.0 Ethernet controller: Mellanox Technologies\n", "\tCapabilities: <access denied>\n"]
-    config = parse_lspci(text).functions["0000:01:00.0"].config
+    config = read_lspci_tree(text).functions["0000:01:00.0"].config
     assert config is not None and config.header_only and config.acs_redirect is None

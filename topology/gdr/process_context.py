@@ -1,4 +1,4 @@
-"""Where this process stands: container or not, virtual machine or not, root or not."""
+"""What this process runs as and in: root or not, container or not, virtual machine or not."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ _HYPERVISORS = ("qemu", "kvm", "vmware", "xen", "microsoft corporation", "amazon
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessContext:
     """What decides which facts can be seen; None is unknown."""
 
     container: str | None
@@ -34,7 +34,7 @@ class Place:
         return f"{user}, {container}, {machine}"
 
 
-def find_place(files: Files, kubernetes: bool) -> Place:
+def read_process_context(files: Files, kubernetes: bool) -> ProcessContext:
     """Reads /proc and DMI.
 
     Args:
@@ -44,7 +44,7 @@ def find_place(files: Files, kubernetes: bool) -> Place:
     status = files.find("proc/self/status", r"^(Uid|CapEff):.*$")
     words = {line.split(":")[0]: line.split(":")[1].split() for line in status or ()}
     uid = words.get("Uid", [])
-    return Place(
+    return ProcessContext(
         container="kubernetes" if kubernetes else _container(files),
         virtual=_virtual(files),
         root=uid[1] == "0" if len(uid) > 1 else None,

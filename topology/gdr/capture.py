@@ -1,4 +1,4 @@
-"""What to send to a colleague: an archive of only what the checks read, and the wary reader of such archives."""
+"""Captures: an archive of only what the checks read, and its reader, which trusts no archive."""
 
 import gzip
 import io
@@ -14,8 +14,8 @@ from typing import IO
 
 from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.inputs.environment import read_environment
-from gradwire.topology.gdr.inputs.facts import Facts, facts_from_json
-from gradwire.topology.gdr.inputs.pci_files import tree_files
+from gradwire.topology.gdr.inputs.facts import HostFacts, facts_from_json
+from gradwire.topology.gdr.pci_files import tree_files
 
 INDEX = "gradwire-gdr.json"
 FORMAT = 1
@@ -38,7 +38,7 @@ class Capture:
     denied: frozenset[str]
     """Paths that could not be read where the capture was made."""
     environment: Mapping[str, str] | None
-    facts: Facts
+    facts: HostFacts
 
 
 def write_capture(path: Path, host: Host) -> int:
@@ -171,9 +171,8 @@ def _restore(root: Path, raw: bytes) -> Capture:
     except (ValueError, RecursionError) as error:
         raise CaptureError(f"{INDEX} is no JSON") from error
     if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise CaptureError(
-            f"{INDEX} has format {str(index)[:40] if not isinstance(index, dict) else index.get('format')}, not {FORMAT}"
-        )
+        found = index.get("format") if isinstance(index, dict) else str(index)[:40]
+        raise CaptureError(f"{INDEX} has format {found}, not {FORMAT}")
     for name in _strings(index.get("present")):
         place = root / _inside(name)
         if not place.exists() and not any(parent.is_file() for parent in place.parents if parent != root):
@@ -192,7 +191,7 @@ def _restore(root: Path, raw: bytes) -> Capture:
 
 
 def _link(root: Path, name: str, target: str) -> None:
-    """A relative link, made only where nothing is yet and no link lies on the way."""
+    """A relative link, made only where nothing is yet and never through another link."""
     place = root / name
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,35 @@
+"""What a rank learns of its own machine, and how little of this folder that takes."""
+
+import subprocess
+import sys
+
+from gradwire.topology.host_summary import host_summary
+from gradwire.topology.levels import levels_of
+from gradwire.topology.readers.detect import detect
+
+OFFLINE = {"files", "lspci", "smi", "nccl_xml", "xml_tree"}
+"""Readers of files that people give to `gradwire topo`; a rank reads none."""
+
+
+def loaded(script: str) -> set[str]:
+    """The modules of topology that a fresh process has after a script."""
+    script += "\nimport sys; print([name for name in sys.modules if name.startswith('gradwire.topology.')])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return {name.removeprefix("gradwire.topology.") for name in eval(done.stdout)}
+
+
+def test_the_summary_is_that_of_the_whole_machine() -> None:
+    summary, (intra, inter) = host_summary(0), levels_of(detect())
+    assert summary.intra_node_bytes_per_second == intra.bytes_per_second
+    assert summary.inter_node_bytes_per_second == inter.bytes_per_second
+    assert host_summary(None).nic is None and host_summary(None).fastest_nics == summary.fastest_nics
+
+
+def test_importing_it_loads_nothing_else() -> None:
+    assert loaded("import gradwire.topology.host_summary") == {"host_summary"}
+
+
+def test_a_rank_loads_no_reader_of_files() -> None:
+    names = loaded("from gradwire.topology.host_summary import host_summary; host_summary(0)")
+    assert not {f"readers.{name}" for name in OFFLINE} & names
+    assert not any(name.startswith(("show", "gdr")) for name in names)

@@ -1,0 +1,45 @@
+"""What a rank needs to know of its own machine: how fast it is inside and outwards, and its NICs by name."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSummary:
+    """This machine in two rates and a few names; None is unknown (a virtual NIC, a link nobody published)."""
+
+    intra_node_bytes_per_second: float | None
+    """Per GPU, inside the node, one direction."""
+    inter_node_bytes_per_second: float | None
+    """Of the whole node, over the NICs that its GPUs drive, one direction."""
+    nic: str | None
+    """The NIC that the rank should drive."""
+    interface: str | None
+    """Network interface of that NIC's first port that is not down."""
+    fastest_nics: tuple[str, ...]
+    """All NICs of the machine that are as fast as its fastest."""
+
+
+def host_summary(local_rank: int | None) -> HostSummary:
+    """Reads this machine's topology and returns what a rank needs of it.
+
+    The readers are imported here: importing the comm hook needs none of them, and only a communicator calls this.
+
+    Args:
+        local_rank: Index of the rank on this machine; None where the launcher did not say, and no NIC is chosen then.
+    """
+    from gradwire.topology.assign import fastest_nics, nic_for_local_rank
+    from gradwire.topology.labels import nic_name
+    from gradwire.topology.levels import levels_of
+    from gradwire.topology.readers.detect import detect
+
+    machine = detect()
+    intra, inter = levels_of(machine)
+    nic = nic_for_local_rank(machine, local_rank) if local_rank is not None else None
+    up = () if nic is None else (port for port in nic.ports if port.active is not False)
+    return HostSummary(
+        intra_node_bytes_per_second=intra.bytes_per_second,
+        inter_node_bytes_per_second=inter.bytes_per_second,
+        nic=nic_name(nic) if nic else None,
+        interface=next((name for port in up for name in port.interfaces), None),
+        fastest_nics=tuple(nic_name(fast) for fast in fastest_nics(machine.nics)),
+    )
