@@ -1,20 +1,23 @@
 """Digests of what gradwire computes, to show that a change of the code changes no bit.
 
-    python tests/bit_digests.py record digests.json                # on the code before the change
-    python tests/bit_digests.py compare digests.json               # on the code after it
-    python tests/bit_digests.py vary digests.json                  # which of them another machine should get too
+    python tests/digests/bit_digests.py record digests.json      # on the code before the change
+    python tests/digests/bit_digests.py compare digests.json     # on the code after it
+    python tests/digests/bit_digests.py vary digests.json        # which of them another machine should get too
 
-A file holds one entry a case: `output`, the SHA-256 of what all ranks got alike (of every step's averaged gradients, say);
-`state`, one of what each rank holds for itself (its state dict, say); `transfers`, how many all-reduces the hook ran. `vary`
-adds `portable`, and in `differs_with` the variations under which a case that is not portable comes out otherwise. A NaN
-counts as any NaN; every other bit counts.
+A file holds one entry a case: `output`, the SHA-256 of what all ranks got alike (of every step's averaged gradients,
+say); `state`, one of what each rank holds for itself (its state dict, say); `transfers`, how many all-reduces the hook
+ran. `vary` adds `portable`, and in `differs_with` the variations under which a case that is not portable comes out
+otherwise. A NaN counts as any NaN; every other bit counts.
 
-Ranks are processes of this machine, nodes are logical. DDP is real, its buckets and their rebuild in the second step too,
-but gradients are given: the loss is the sum of parameter times gradient, and the gradients come from integer hashes and
-powers of two, so that no matrix product, library or processor has a say in them.
+`recorded.json` beside this file holds one short digest for each portable case, as version 0.1.0 computed it;
+`test_bit_digests.py` compares some of them, `python tests/digests/test_bit_digests.py` all.
 
-Not here: `tune=True` and `probe=True`, whose choices depend on a clock; CUDA, NCCL and MPI; a compressor together with a
-plan other than `auto` and `hierarchical`; torch.compile; sparse gradients.
+Ranks are processes of this machine, nodes are logical. DDP is real, its buckets and their rebuild in the second step
+too, but gradients are given: the loss is the sum of parameter times gradient, and the gradients come from integer
+hashes and powers of two, so that no matrix product, library or processor has a say in them.
+
+Not here: `tune=True` and `probe=True`, whose choices depend on a clock; CUDA, NCCL and MPI; a compressor together with
+a plan other than `auto` and `hierarchical`; torch.compile; sparse gradients.
 """
 
 import argparse
@@ -221,9 +224,9 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "large": {"layer.weight": (601, 501), "layer.bias": (601,)},
 }
-"""Name of a model -> its parameters. `edge` is as small as a matrix that is compressed can be, `head` one element smaller."""
+"""Name of a model -> its parameters. `edge` is as small as a compressed matrix can be, `head` one element smaller."""
 ORDER = (3, 0, 6, 1, 9, 4, 12, 2, 11, 5, 8, 10, 7)
-"""In which parameters are used: another order than the declared one, so that DDP's rebuilt buckets are not its first."""
+"""In which parameters are used: not the declared order, so that DDP's rebuilt buckets are not its first."""
 MIXED = (torch.float32, torch.bfloat16, torch.float64)
 """Dtypes that the parameters of a mixed model have in turn."""
 
@@ -876,11 +879,15 @@ class Settings:
     """What all jobs of a run have in common, and what of it must change no portable result."""
 
     only: str = ""
-    """Part of the names of the cases to run; may hold * and ?."""
+    """Parts of the names of the cases to run, separated by semicolons; may hold * and ?."""
     isa: str = ""
     """Instruction set to hold the compiled kernels down to; empty takes what the processor has."""
     threads: int = 1
     """Of torch, in each rank."""
+
+    def takes(self, name: str) -> bool:
+        """Whether a case is to be run."""
+        return any(fnmatchcase(name, f"*{part}*") for part in self.only.split(";"))
 
 
 def run_rank(
@@ -971,7 +978,7 @@ def run_all(settings: Settings) -> dict[str, Record]:
     """Runs all cases, and says on stderr how far it is."""
     found: dict[str, Record] = {}
     for layout in LAYOUTS:
-        names = [name for name in cases(layout) if fnmatchcase(name, f"*{settings.only}*")]
+        names = [name for name in cases(layout) if settings.takes(name)]
         if names:
             began = time.monotonic()
             found |= run_job(layout, names, settings)
@@ -1010,7 +1017,7 @@ def compare(file: Path, settings: Settings, portable: bool) -> int:
     wanted = {
         name: entry
         for name, entry in _read(file).items()
-        if fnmatchcase(name, f"*{settings.only}*") and (entry.get("portable") or not portable)
+        if settings.takes(name) and (entry.get("portable") or not portable)
     }
     found = run_all(settings)
     problems = [f"{name}: is in no file" for name in found if name not in wanted and not portable]
@@ -1034,7 +1041,7 @@ def differences(wanted: Record, found: Record) -> list[str]:
 def vary(file: Path, settings: Settings) -> int:
     """Records everything again under each variation, and notes in the file which cases do not mind."""
     entries = _read(file)
-    minds: dict[str, list[str]] = {name: [] for name in entries if fnmatchcase(name, f"*{settings.only}*")}
+    minds: dict[str, list[str]] = {name: [] for name in entries if settings.takes(name)}
     for variation, (options, variables) in VARIATIONS.items():
         print(variation, file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
@@ -1073,7 +1080,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=("record", "compare", "vary"))
     parser.add_argument("file", type=Path, help="JSON file of digests")
     parser.add_argument(
-        "--only", default="", metavar="PATTERN", help="part of the names of the cases; may hold * and ?"
+        "--only",
+        default="",
+        metavar="PATTERN",
+        help="parts of the names of the cases, separated by semicolons; may hold * and ?",
     )
     parser.add_argument(
         "--portable", action="store_true", help="compare: only cases that are portable, for another machine"
