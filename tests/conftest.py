@@ -29,6 +29,34 @@ def no_gpu() -> str | None:
     return None if torch.cuda.is_available() else f"no CUDA device (torch {torch.__version__})"
 
 
+SLOW_FIXTURES = {"processes", "_server"}
+"""Tests that use them start ranks as processes."""
+SLOW_FOLDERS = (
+    "tests/bench/studies",
+    "tests/bench/train",
+    "tests/comms/backend/test_conformance.py",
+    "tests/comms/backend/test_process_group_jobs.py",
+    "tests/comms/bootstrap/test_failure.py",
+    "tests/csrc",
+    "tests/cli/test_gdr",
+    "tests/digests",
+    "tests/test_docs.py",
+    "tests/test_examples.py",
+    "tests/topology/gdr/inputs",
+    "tests/topology/gdr/test_probe_command.py",
+    "tests/topology/readers/test_files.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what `make test-fast` leaves out: processes, emulated clusters, studies, compilers."""
+    for item in items:
+        starts_ranks = SLOW_FIXTURES & set(getattr(item, "fixturenames", ()))
+        emulated = item.get_closest_marker("netns") or item.get_closest_marker("mpi")
+        if starts_ranks or emulated or item.nodeid.startswith(SLOW_FOLDERS):
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and (without := no_gpu()) is not None:
         pytest.skip(without)

@@ -132,6 +132,7 @@ bool Meeting::check_peers(double waited_seconds, const char* what, Failure& fail
     if (!alive) dead.push_back(peer);
   }
   if (!dead.empty()) {
+    if (is_poisoned(failure)) return false;  // it has given a reason before it left
     return give_up(name_ranks(dead) + (dead.size() == 1 ? " has" : " have") +
                    " died or closed the group before completing " + what, dead, failure);
   }

@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from support.shared_memory import left_since, segments
+
 SCRIPT = Path(__file__).parents[1] / "jobs" / "failure_job.py"
-
-
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("gradwire-*")}
 
 
 @pytest.mark.parametrize(("nodes", "victim"), [("aabb", 3), ("aab", 0)])
 def test_the_survivors_name_the_missing_rank_and_the_phase(nodes: str, victim: int) -> None:
-    before = shared_memory()
+    before = segments()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -70,4 +68,4 @@ def test_the_survivors_name_the_missing_rank_and_the_phase(nodes: str, victim: i
             assert f"rank {victim} of {len(nodes)} is missing" in told["error"], told
             assert any(name in told["error"] for name in ("reduce_scatter", "all_reduce", "all_gather"))
             assert told["seconds"] < 30
-    assert shared_memory() <= before
+    assert not left_since(before)

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Protocol
 
 import pytest
@@ -12,6 +11,7 @@ from torch._C._distributed_c10d import HashStore
 
 from gradwire.comms.errors import MismatchError, PeerError
 from gradwire.comms.transport.shm import ShmGroup
+from support.shared_memory import left_since, segments
 from support.threads import run_ranks
 
 
@@ -106,11 +106,11 @@ def test_abort_wakes_every_waiter_with_the_reason(on_groups: OnGroups) -> None:
 
 
 def test_a_rank_that_never_comes_to_create() -> None:
-    before = set(Path("/dev/shm").glob("gradwire-*"))
+    before = segments()
     with pytest.raises(PeerError, match=r"ranks \(1, 2\) did not come") as caught:
         ShmGroup.create(HashStore(), 0, 3, key="lonely", timeout=timedelta(seconds=0.3))
     assert caught.value.missing == (1, 2)
-    assert set(Path("/dev/shm").glob("gradwire-*")) <= before
+    assert not left_since(before)
 
 
 def test_ranks_that_disagree_about_the_group() -> None:

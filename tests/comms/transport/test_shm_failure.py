@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from gradwire.comms.errors import PeerError
 from gradwire.comms.transport import segment
 from gradwire.comms.transport.shm import ShmGroup
+from support.shared_memory import left_since, segments
 
-SHM = Path("/dev/shm")
 HOST = "127.0.0.1"
 
 
@@ -49,12 +49,9 @@ def server() -> Iterator[TCPStore]:
 
 @pytest.fixture
 def no_leftovers() -> Iterator[None]:
-    before = set(SHM.glob("gradwire-*"))
+    before = segments()
     yield
-    mine = {
-        path for path in set(SHM.glob("gradwire-*")) - before if path.exists() and path.stat().st_uid == os.getuid()
-    }
-    assert not mine
+    assert not left_since(before)
 
 
 def client(server: TCPStore) -> TCPStore:
