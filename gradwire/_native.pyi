@@ -1,7 +1,7 @@
 """Types of the compiled module `gradwire._native` (csrc/cpu).
 
-Tensors are passed as addresses (`tensor.data_ptr()`, 0 for None): the callers in compressors/kernels/native.py check device,
-dtype, contiguity and length first. Every function releases the GIL.
+Tensors are passed as addresses (`tensor.data_ptr()`, 0 for None): the callers in compressors/kernels/native.py check
+device, dtype, contiguity and length first. Every function releases the GIL.
 """
 
 from collections.abc import Sequence

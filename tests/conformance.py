@@ -43,9 +43,9 @@ LAYOUTS = {
 """What is run: name -> (backend, node of each rank)."""
 
 BY_DESIGN = {
-    "test_monitored_barrier": "dist.monitored_barrier of torch before 2.15 refuses every backend that is not named gloo",
+    "test_monitored_barrier": "dist.monitored_barrier of torch before 2.15 refuses every backend not named gloo",
 }
-"""Differences from gloo that are meant: start of the test's name -> reason. docs/reference/conformance.md explains them."""
+"""Differences from gloo that are meant: start of the test's name -> reason; see docs/reference/conformance.md."""
 
 ASK_FOR_GLOO = ("test_accumulate_gradients_no_sync",)
 """Tests that look at BACKEND while they run, to know whether to use the CPU: start of the name."""
@@ -136,7 +136,7 @@ def judge(result: unittest.TestResult, seconds: float) -> Outcome:
 
 
 def run_layout(layout: str, names: list[str], outcomes_file: Path, seconds: float) -> dict[str, Outcome]:
-    """Runs one layout in a process of its own, after what the file holds of an earlier run; ranks write to a log beside it.
+    """Runs one layout in a process of its own, after what the file holds of an earlier run; ranks log beside it.
 
     Returns:
         The outcomes of all runs; after each test they are in the file as well.

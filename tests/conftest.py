@@ -1,7 +1,7 @@
 """Marks of the whole suite, and the inputs that every kernel is tried on.
 
-What a machine cannot run is skipped with the reason, or fails where it is required. torch is imported where it is needed:
-most of the suite's folders do without it.
+What a machine cannot run is skipped with the reason, or fails where it is required. torch is imported where it is
+needed: most of the suite's folders do without it.
 """
 
 from __future__ import annotations

@@ -32,6 +32,9 @@ def test_the_public_names_are_these() -> None:
 
 
 def test_importing_gradwire_alone_imports_no_torch_and_no_cupy() -> None:
-    script = "import sys, gradwire, gradwire.topology.readers.detect; print([name for name in ('torch', 'cupy') if name in sys.modules])"
+    script = (
+        "import sys, gradwire, gradwire.topology.readers.detect\n"
+        "print([name for name in ('torch', 'cupy') if name in sys.modules])"
+    )
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "[]"

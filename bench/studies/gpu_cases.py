@@ -1,4 +1,4 @@
-"""What `gpu_report` times for docs/reference/gpu.md besides bench/kernels/cases.py: packing, sums of payloads, many matrices."""
+"""What `gpu_report` times for docs/reference/gpu.md besides bench/kernels/cases.py: packing, sums, many matrices."""
 
 from collections.abc import Callable
 from itertools import accumulate, pairwise

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 SECONDS = 20.0
-"""Segments live for milliseconds, until all ranks have mapped them; what is still there after so long was left behind."""
+"""Segments live for milliseconds, until all ranks have mapped them; what is there after so long was left behind."""
 
 
 def segments() -> set[Path]:
