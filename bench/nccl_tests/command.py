@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     """Runs the bench as one rank of a job, or starts the ranks; returns the exit status.
 
     Args:
-        argv: CollectiveSpec and flags; or `kernels` and what that takes.
+        argv: A collective and flags; or `kernels` and what that takes.
 
     Returns:
         0; 1 if a result is wrong, the mean is below NCCL_TESTS_MIN_BW, or a rank failed; 2 for a bad flag.

@@ -36,7 +36,7 @@ def opening(collective: str, options: argparse.Namespace, version: str) -> list[
     step = f"{plain_number(options.stepfactor)}(factor)" if options.stepfactor > 1 else f"{options.stepbytes}(bytes)"
     return [
         f"# gradwire bench {version}, output as nccl-tests version 2.19",
-        f"# CollectiveSpec test starting: {collective}",
+        f"# Collective test starting: {collective}",
         (
             f"# nThread 1 nGpus {options.ngpus or 1} minBytes {options.minbytes} maxBytes {options.maxbytes} "
             f"step: {step} warmup iters: {options.warmup_iters} iters: {options.iters} agg iters: {options.agg_iters} "
@@ -140,7 +140,7 @@ def closing(collective: str, rows: list[TableRow], wanted: float | None) -> list
         f"# {'Out of bounds values':<20s} : {wrong} {'OK' if not wrong else 'FAILED'}",
         f"# {'Avg bus bandwidth':<20s} : {plain_number(mean_busbw(rows))}{verdict}",
         "#",
-        f"# CollectiveSpec test concluded: {collective}",
+        f"# Collective test concluded: {collective}",
         "#",
     ]
 

@@ -68,8 +68,10 @@ class GradwireBackend:
         plans = dict.fromkeys(_without_size(plan) for plan in self.report().plans)
         for number, plan in enumerate(plans):
             facts["plan" if len(plans) == 1 else f"plan {number + 1}"] = plan
-        if self._compressor and len(self._communicator.cluster.nodes) == 1:
-            facts["note"] = "one node: nothing is compressed, as only the phase between nodes ever is"
+        if self._compressor and plans and not any(f"({self._compressor.name}" in plan for plan in plans):
+            facts["note"] = (
+                "one node: nothing crosses between nodes, so nothing is compressed; the flat plan compresses"
+            )
         if self._passed_on:
             facts["through the process group"] = ", ".join(sorted(self._passed_on))
         return facts
@@ -90,9 +92,11 @@ class GradwireBackend:
         return sum(row.logical_nbytes for row in chosen), sum(row.wire_nbytes for row in chosen)
 
     def shard_numel(self, numel: int) -> int:
-        """Elements of a tensor of `numel` that this rank encodes: its shard of the node's sum."""
+        """Elements of a tensor of `numel` that this rank encodes: its shard of the node's sum, or all of them."""
         cluster = self._communicator.cluster
-        return max(1, numel // len(cluster.ranks(cluster.unit(self.rank, 0)))) if len(cluster.nodes) > 1 else numel
+        if len(cluster.nodes) == 1 or self._config.plan == "flat":
+            return numel
+        return max(1, numel // len(cluster.ranks(cluster.unit(self.rank, 0))))
 
     def forget(self) -> None:
         """The next all-reduce finds no residual: its parameter has a new name."""

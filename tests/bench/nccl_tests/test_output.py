@@ -58,6 +58,10 @@ def check_rules(text: str) -> None:
     assert float(strict[1]) == float(mentions[0].split()[-1]) == float(mentions[0].split()[5])
     assert re.search(r"^# Out of bounds values\s*: 0 OK$", text, re.MULTILINE)
     assert "FAILED" not in text
+    begins, ends = (
+        re.search(rf"^# Collective test {word}: (\w+)$", text, re.MULTILINE) for word in ("starting", "concluded")
+    )
+    assert begins is not None and ends is not None and begins[1] == ends[1]
     assert any(re.match(r"#\s+Rank\s+0 .*\bdevice\s+0 ", line) for line in lines)
     rows = superbench_rows(text)
     assert len(rows) == len(data)
