@@ -24,17 +24,21 @@ if TYPE_CHECKING:
     from gradwire.comms.fusion import FusionPlan
     from gradwire.comms.hook import HookState, comm_hook
     from gradwire.comms.wrap import wrap
-    from gradwire.compressors.base import Collective, Layout, Member, Slice
+    from gradwire.compressors.base import Codec, Collective, Compressor, Layout, Member, Slice
     from gradwire.compressors.optim.fit import check_optimizer, take_momentum
     from gradwire.compressors.optim.onebit_adam import OneBitAdam
     from gradwire.compressors.optim.onebit_lamb import OneBitLamb
     from gradwire.compressors.registry import register_codec, register_compressor
     from gradwire.compressors.rules import Rule
+    from gradwire.topology.levels import levels_of
+    from gradwire.topology.readers.detect import detect_machine
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Codec": "gradwire.compressors.base",
     "Collective": "gradwire.compressors.base",
+    "Compressor": "gradwire.compressors.base",
     "Config": "gradwire.comms.config",
     "FusionPlan": "gradwire.comms.fusion",
     "HookState": "gradwire.comms.hook",
@@ -46,14 +50,18 @@ _HOMES = {
     "Slice": "gradwire.compressors.base",
     "check_optimizer": "gradwire.compressors.optim.fit",
     "comm_hook": "gradwire.comms.hook",
+    "detect_machine": "gradwire.topology.readers.detect",
     "init_mpi_process_group": "gradwire.comms.bootstrap.mpi_launch",
+    "levels_of": "gradwire.topology.levels",
     "register_codec": "gradwire.compressors.registry",
     "register_compressor": "gradwire.compressors.registry",
     "take_momentum": "gradwire.compressors.optim.fit",
     "wrap": "gradwire.comms.wrap",
 }
 __all__ = [
+    "Codec",
     "Collective",
+    "Compressor",
     "Config",
     "FusionPlan",
     "HookState",
@@ -65,7 +73,9 @@ __all__ = [
     "Slice",
     "check_optimizer",
     "comm_hook",
+    "detect_machine",
     "init_mpi_process_group",
+    "levels_of",
     "register_codec",
     "register_compressor",
     "take_momentum",
@@ -76,7 +86,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
-    _register()
+    if not _HOMES[name].startswith("gradwire.topology"):  # which needs no torch
+        _register()
     value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
     return value
 

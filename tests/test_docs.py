@@ -116,6 +116,14 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return result
 
 
+def test_pages_import_public_names_alone() -> None:
+    """What a page has users import, `gradwire` itself offers."""
+    for page in PAGES:
+        for line, code in blocks(page):
+            inner = re.findall(r"(?:from|import) (gradwire\.[\w.]+)", code)
+            assert not inner, f"{page.name}:{line} imports {inner[0]}: make it a public name of gradwire"
+
+
 @pytest.mark.parametrize("name", [name for name, page in zip(NAMES, PAGES, strict=True) if blocks(page)])
 def test_the_python_blocks_run(name: str, failures: dict[str, str]) -> None:
     assert name not in failures, failures[name]

@@ -6,7 +6,9 @@ import sys
 import gradwire
 
 PUBLIC = [
+    "Codec",
     "Collective",
+    "Compressor",
     "Config",
     "FusionPlan",
     "HookState",
@@ -18,7 +20,9 @@ PUBLIC = [
     "Slice",
     "check_optimizer",
     "comm_hook",
+    "detect_machine",
     "init_mpi_process_group",
+    "levels_of",
     "register_codec",
     "register_compressor",
     "take_momentum",

@@ -30,9 +30,9 @@ def host_summary(local_rank: int | None) -> HostSummary:
     from gradwire.topology.assign import fastest_nics, nic_for_local_rank
     from gradwire.topology.labels import nic_name
     from gradwire.topology.levels import levels_of
-    from gradwire.topology.readers.detect import detect
+    from gradwire.topology.readers.detect import detect_machine
 
-    machine = detect()
+    machine = detect_machine()
     intra, inter = levels_of(machine)
     nic = nic_for_local_rank(machine, local_rank) if local_rank is not None else None
     up = () if nic is None else (port for port in nic.ports if port.active is not False)

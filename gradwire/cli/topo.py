@@ -19,7 +19,7 @@ from gradwire.topology.compare import RankPlacement, compare
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Machine
 from gradwire.topology.labels import nic_name
-from gradwire.topology.readers.detect import LIVE, detect
+from gradwire.topology.readers.detect import LIVE, detect_machine
 from gradwire.topology.readers.files import read_file
 from gradwire.topology.show import draw, json_form, nccl_xml_write
 from gradwire.topology.show.svg import svg
@@ -65,7 +65,9 @@ def main(argv: list[str]) -> int:
     dist.init_process_group("gloo")
     try:
         ranks: list[RankMachine] = [RankMachine((), 0, "")] * dist.get_world_size()
-        dist.all_gather_object(ranks, RankMachine(host_identity(), local_rank() or 0, json_form.write(detect())))
+        dist.all_gather_object(
+            ranks, RankMachine(host_identity(), local_rank() or 0, json_form.write(detect_machine()))
+        )
         if dist.get_rank() != 0:
             return 0
         return show_machine(argv) if argv else show_job(ranks)
@@ -81,7 +83,7 @@ def show_machine(argv: list[str]) -> int:
     """
     options = parser().parse_args(argv)
     try:
-        machine = read_file(options.description) if options.description is not None else detect(options.root)
+        machine = read_file(options.description) if options.description is not None else detect_machine(options.root)
         _write_files(machine, options.svg, options.nccl_xml)
         with reader_may_leave():
             _print(machine, options)

@@ -5,7 +5,7 @@ import sys
 
 from gradwire.topology.host_summary import host_summary
 from gradwire.topology.levels import levels_of
-from gradwire.topology.readers.detect import detect
+from gradwire.topology.readers.detect import detect_machine
 
 OFFLINE = {"files", "lspci", "smi", "nccl_xml", "xml_tree"}
 """Readers of files that people give to `gradwire topo`; a rank reads none."""
@@ -19,7 +19,7 @@ def loaded(script: str) -> set[str]:
 
 
 def test_the_summary_is_that_of_the_whole_machine() -> None:
-    summary, (intra, inter) = host_summary(0), levels_of(detect())
+    summary, (intra, inter) = host_summary(0), levels_of(detect_machine())
     assert summary.intra_node_bytes_per_second == intra.bytes_per_second
     assert summary.inter_node_bytes_per_second == inter.bytes_per_second
     assert host_summary(None).nic is None and host_summary(None).fastest_nics == summary.fastest_nics

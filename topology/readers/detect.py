@@ -18,7 +18,7 @@ DRIVER_FILES = ("dev/nvidiactl", "dev/dxg", "dev/nvgpu", "dev/nvhost-ctrl", "pro
 LIVE = Path("/")
 
 
-def detect(root: Path = LIVE, *, library: ModuleType | SimpleNamespace | None = None) -> Machine:
+def detect_machine(root: Path = LIVE, *, library: ModuleType | SimpleNamespace | None = None) -> Machine:
     """Returns the machine; what no source could tell is None, and `notes` says which source was missing.
 
     Args:

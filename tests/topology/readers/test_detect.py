@@ -7,7 +7,7 @@ import pytest
 from gradwire.topology.graph import Gpu, Machine, Nic, NvSwitch
 from gradwire.topology.paths import Distances, PathType
 from gradwire.topology.presets import dgx_h100
-from gradwire.topology.readers.detect import PROVIDED, detect
+from gradwire.topology.readers.detect import PROVIDED, detect_machine
 from gradwire.topology.readers.merge import merge
 from gradwire.topology.show import nccl_xml_write
 
@@ -56,14 +56,14 @@ def test_a_providers_file_gives_a_virtual_machine_its_switches(systree: "SysTree
         numa = int(str(Distances(whole).cpu_of(device))[4:])
         kind = 0x030200 if device in whole.gpus else 0x020700
         systree.device("pci0000:00", device.key, kind=kind, vendor=0x10DE if kind == 0x030200 else 0x15B3, numa=numa)
-    before = detect(systree.root)
+    before = detect_machine(systree.root)
     systree.write(PROVIDED, nccl_xml_write.write(whole))
-    after = detect(systree.root)
+    after = detect_machine(systree.root)
     assert Distances(before).nearest_nics(before.gpus[0])[0] is PathType.PHB
     assert Distances(after).nearest_nics(after.gpus[0])[0] is PathType.PIX
     assert after.sources == ("sysfs", "NCCL XML")
     systree.write(PROVIDED, "<graphs/>")
-    broken = detect(systree.root)
+    broken = detect_machine(systree.root)
     assert broken.gpus == before.gpus
     assert any("was left out" in note and "graph file" in note for note in broken.notes)
 
@@ -71,11 +71,11 @@ def test_a_providers_file_gives_a_virtual_machine_its_switches(systree: "SysTree
 def test_a_missing_driver_is_noted_only_where_there_is_a_gpu(systree: "SysTree") -> None:
     systree.host({0: "0-15"})
     silent = SimpleNamespace()
-    assert detect(systree.root, library=silent).notes == (
+    assert detect_machine(systree.root, library=silent).notes == (
         "No PCI device is visible: in a container, mount the host's /sys.",
     )
     systree.device("pci0000:00", "0000:01:00.0", kind=0x030200, vendor=0x10DE)
-    (note,) = detect(systree.root, library=silent).notes
+    (note,) = detect_machine(systree.root, library=silent).notes
     assert note.startswith("NVLink and GPU models are unknown: NVML does not start")
 
 
@@ -89,7 +89,7 @@ def test_the_driver_names_the_gpus_that_sysfs_found(systree: "SysTree") -> None:
         nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(busId="00000000:01:00.0"),
         nvmlDeviceGetName=lambda handle: b"NVIDIA L4",
     )
-    (gpu,) = detect(systree.root, library=library).gpus
+    (gpu,) = detect_machine(systree.root, library=library).gpus
     assert (gpu.name, gpu.index, gpu.parent) == ("NVIDIA L4", 0, "numa0")
 
 
@@ -108,13 +108,13 @@ def test_grace_reaches_its_nic_through_the_chip_to_chip_link(systree: "SysTree")
             for field, _ in fields
         ],
     )
-    machine = detect(systree.root, library=library)
+    machine = detect_machine(systree.root, library=library)
     assert Distances(machine).nearest_nics(machine.gpus[0])[0] is PathType.P2C
     assert machine.links[0].bytes_per_second == 440e9
 
 
 def test_this_host_is_read_without_an_error() -> None:
-    machine = detect()
+    machine = detect_machine()
     assert machine.cpus
     assert "sysfs" in machine.sources
 
