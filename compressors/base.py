@@ -39,8 +39,8 @@ ALL_GATHER = "all_gather"
 class Collective:
     """A collective that a compressor asks for. Whoever runs the compressor issues it, on all ranks in the same order.
 
-    Every tensor is contiguous, on one device, and of the same numel and dtype on all ranks. The compressor neither reads
-    nor writes any of them until it is resumed.
+    Every tensor is contiguous, on one device, and of the same numel and dtype on all ranks. The compressor neither
+    reads nor writes any of them until it is resumed.
     """
 
     op: str

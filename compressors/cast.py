@@ -33,10 +33,12 @@ class CastCodec:
         """See `Codec.decode`."""
         self.decode_reduce(payload.unsqueeze(0), None, flat)
 
-    def encode_residual(self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
+    def encode_residual(
+        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
+    ) -> None:
         """See `FusedCodec.encode_residual`."""
         if flat.numel():
-            KERNELS_ON[flat.device.type].cast_encode(flat, 1.0, residual, left, payload.view(self.dtype))
+            KERNELS_ON[flat.device.type].cast_encode(flat, 1.0, residual, new_residual, payload.view(self.dtype))
 
     def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
         """See `FusedCodec.decode_reduce`."""
@@ -44,22 +46,22 @@ class CastCodec:
             KERNELS_ON[flat.device.type].cast_decode_reduce(payloads.view(self.dtype), addend, flat)
 
     def encode_pieces(
-        self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
+        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
     ) -> None:
         """See `PieceCodec.encode_pieces`: the payloads lie one behind the other as the payload of all would."""
-        self.encode_residual(flat, residual, left, payloads.view(-1)[: self.wire_nbytes(flat.numel())])
+        self.encode_residual(flat, residual, new_residual, payloads.view(-1)[: self.wire_nbytes(flat.numel())])
 
     def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
         """See `PieceCodec.decode_pieces`."""
         self.decode(payloads.view(-1)[: self.wire_nbytes(flat.numel())], flat)
 
     def reduce_encode(
-        self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int
+        self, payloads: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor, numel: int
     ) -> None:
         """See `PieceCodec.reduce_encode`."""
         if numel:
-            KERNELS_ON[payloads.device.type].cast_serve(
-                payloads.view(self.dtype), residual, left, answer.view(self.dtype)
+            KERNELS_ON[payloads.device.type].cast_reduce_encode(
+                payloads.view(self.dtype), residual, new_residual, reduced.view(self.dtype)
             )
 
 

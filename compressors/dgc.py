@@ -23,7 +23,7 @@ from gradwire.compressors.base import (
 )
 from gradwire.compressors.cast import CAST_DTYPES
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
-from gradwire.compressors.kernels.reference.dgc import DgcRule, DgcRun, DgcState
+from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState
 from gradwire.compressors.stateful import Stateful
 from gradwire.compressors.two_stage import SHARD_ALIGN
 
@@ -134,7 +134,7 @@ class DGC(Stateful):
         )
 
     def _scales(self, shard: Tensor, layout: Layout, group_size: int) -> Tensor | None:
-        """The factors that clip each parameter's gradient, float32; found on the device, so that the host need not wait."""
+        """Returns the factor that clips each slice's gradient, float32; computed on the device, without a wait."""
         if not self.clip_norm:
             return None
         limit = self.clip_norm * group_size**-0.5

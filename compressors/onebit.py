@@ -7,7 +7,7 @@ from gradwire.compressors.base import Codec, Layout
 from gradwire.compressors.cast import CastCodec
 from gradwire.compressors.element_scale import ElementScale
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
-from gradwire.compressors.kernels.reference.codecs import onebit_nbytes
+from gradwire.compressors.kernels.reference import onebit_nbytes
 from gradwire.compressors.quantize import QuantizeCodec
 from gradwire.compressors.two_stage import TwoStage
 
@@ -32,16 +32,18 @@ class OneBitCodec:
         """See `Codec.decode`."""
         self.decode_reduce(payload.unsqueeze(0), None, flat)
 
-    def encode_residual(self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
+    def encode_residual(
+        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
+    ) -> None:
         """See `FusedCodec.encode_residual`."""
         if flat.numel():
-            KERNELS_ON[flat.device.type].onebit_encode(flat, residual, left, payload)
+            KERNELS_ON[flat.device.type].onebit_encode(flat, residual, new_residual, payload)
 
     def encode_pieces(
-        self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
+        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
     ) -> None:
         """See `PieceCodec.encode_pieces`."""
-        KERNELS_ON[flat.device.type].onebit_encode_pieces(flat, residual, left, payloads, width)
+        KERNELS_ON[flat.device.type].onebit_encode_pieces(flat, residual, new_residual, payloads, width)
 
     def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
         """See `PieceCodec.decode_pieces`."""
@@ -53,11 +55,11 @@ class OneBitCodec:
             KERNELS_ON[flat.device.type].onebit_decode_reduce(payloads, addend, flat)
 
     def reduce_encode(
-        self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int
+        self, payloads: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor, numel: int
     ) -> None:
         """See `PieceCodec.reduce_encode`."""
         if numel:
-            KERNELS_ON[payloads.device.type].onebit_serve(payloads, residual, left, answer, numel)
+            KERNELS_ON[payloads.device.type].onebit_reduce_encode(payloads, residual, new_residual, reduced, numel)
 
 
 def _return_codec(return_bits: int) -> Codec | None:
@@ -69,15 +71,16 @@ def _return_codec(return_bits: int) -> Codec | None:
 class OneBit(TwoStage):
     """The compressor "onebit": momentum before the compression, a dense start, two residuals, units for the elements.
 
-    The dense start shows how large each element usually is; afterwards elements are divided by that before their signs are
-    taken, and multiplied by it where they arrive (see `ElementScale`). Measured: without it the CNN of docs/reference/convergence.md
-    ended half a point of accuracy behind plain DDP, with it a tenth.
+    The dense start shows how large each element usually is; afterwards elements are divided by that before their signs
+    are taken, and multiplied by it where they arrive (see `ElementScale`). Measured: without it the CNN of
+    docs/reference/convergence.md ended half a point of accuracy behind plain DDP, with it a tenth.
 
     Args:
         momentum: Folded in before the compression; the optimizer then runs without. Compressing plain gradients and
             applying momentum afterwards costs several points of accuracy, because what the sign leaves out is many
             gradients large and momentum amplifies it.
-        warmup_steps: Steps that travel dense at the start; 0 also means that all elements of a block count as equally large.
+        warmup_steps: Steps that travel dense at the start; 0 also means that all elements of a block count as equally
+            large.
         return_bits: Width of the return path: 1, 8 (int8) or 16 (bfloat16). Wider costs bytes and saves the second
             quantisation's error.
     """

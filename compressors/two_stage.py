@@ -27,7 +27,7 @@ from gradwire.compressors.base import (
     check_gradient,
     even_bounds,
 )
-from gradwire.compressors.kernels.pieces import decode_each, encode_each
+from gradwire.compressors.kernels.reference.pieces import decode_each, encode_each
 from gradwire.compressors.stateful import Stateful
 
 PART_ALIGN = 64

@@ -1,4 +1,4 @@
-"""A torch process group as `Peers`: for optimizers, which communicate from the training thread, by torch's own calls."""
+"""A torch process group as `Peers`: for optimizers, which communicate from the training thread by torch's calls."""
 
 from collections.abc import Iterator
 from typing import Protocol

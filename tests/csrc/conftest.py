@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gradwire.compressors.kernels.cuda import launch as cuda_launch
-from gradwire.compressors.kernels.cuda.source import FOLDER, KERNELS, kernel_source
+from gradwire.compressors.kernels.cuda.load import ENTRY_POINTS, FOLDER, kernel_source
 
 NUMELS = (1, 7, 33, 129, 513, 1023, 1024, 1025, 4097, 9001)
 
@@ -27,12 +27,12 @@ class Emulator:
     """Compiled kernels whose threads are fibers; see cuda_on_cpu.h."""
 
     def __init__(self, folder: Path) -> None:
-        self._libraries = {name: self._build(folder, name) for name in KERNELS}
+        self._libraries = {name: self._build(folder, name) for name in ENTRY_POINTS}
 
     @staticmethod
     def _build(folder: Path, name: str) -> ctypes.CDLL:
         source, library = folder / f"{name}.cpp", folder / f"{name}.so"
-        launchers = "\n".join(f"EMULATE({kernel})" for kernel in KERNELS[name])
+        launchers = "\n".join(f"EMULATE({kernel})" for kernel in ENTRY_POINTS[name])
         source.write_text(f'#include "cuda_on_cpu.h"\n{kernel_source(name)}\n{launchers}\n')
         subprocess.run(
             [

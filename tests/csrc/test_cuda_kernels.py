@@ -1,4 +1,4 @@
-"""Law: every CUDA kernel equals its torch twin, on any input and any length, on a GPU and with its source on the CPU."""
+"""Law: every CUDA kernel equals its torch twin, on any input and length, on a GPU and with its source on the CPU."""
 
 import inspect
 from collections.abc import Callable
@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.compressors.kernels.cuda import kernels as cuda
+from gradwire.compressors.kernels import cuda, reference
 from gradwire.compressors.kernels.dispatch import Kernels
-from gradwire.compressors.kernels.reference import codecs as reference
 
 Maker = Callable[[int], Tensor]
 
@@ -47,13 +46,13 @@ def given(device: torch.device, tensor: Tensor) -> Tensor:
 def test_onebit_is_the_reference(device: torch.device, make_input: Maker, numel: int, aligned: bool) -> None:
     x, residual = make_input(numel), other(numel) if numel % 2 else None
     gradient = x.clone().to(device) if aligned else given(device, x)
-    nbytes, head = cuda.onebit_nbytes(numel), -(-numel // 1024) * 4
-    ours, left = torch.empty(nbytes, dtype=torch.uint8, device=device), torch.empty(numel, device=device)
-    wanted, wanted_left = torch.empty(nbytes, dtype=torch.uint8), torch.empty(numel)
-    cuda.onebit_encode(gradient, to(device, residual), left, ours)
-    reference.onebit_encode(x, residual, wanted_left, wanted)
+    nbytes, head = reference.onebit_nbytes(numel), -(-numel // 1024) * 4
+    ours, new_residual = torch.empty(nbytes, dtype=torch.uint8, device=device), torch.empty(numel, device=device)
+    wanted, wanted_residual = torch.empty(nbytes, dtype=torch.uint8), torch.empty(numel)
+    cuda.onebit_encode(gradient, to(device, residual), new_residual, ours)
+    reference.onebit_encode(x, residual, wanted_residual, wanted)
     assert_same_payload(ours, wanted, head)
-    assert_same(left, wanted_left)
+    assert_same(new_residual, wanted_residual)
 
     table = torch.empty(3, nbytes + (0 if aligned else 1), dtype=torch.uint8)[:, :nbytes]
     table[:] = wanted
@@ -65,10 +64,10 @@ def test_onebit_is_the_reference(device: torch.device, make_input: Maker, numel:
     cuda.onebit_decode_reduce(there, to(device, residual), target)
     reference.onebit_decode_reduce(table, residual, wanted_target)
     assert_same(target, wanted_target)
-    cuda.onebit_serve(there, to(device, residual), left, ours, numel)
-    reference.onebit_serve(table, residual, wanted_left, wanted, numel)
+    cuda.onebit_reduce_encode(there, to(device, residual), new_residual, ours, numel)
+    reference.onebit_reduce_encode(table, residual, wanted_residual, wanted, numel)
     assert_same_payload(ours, wanted, head)
-    assert_same(left, wanted_left)
+    assert_same(new_residual, wanted_residual)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -78,13 +77,13 @@ def test_quantize_is_the_reference(
 ) -> None:
     x, residual = make_input(numel), other(numel) if numel % 2 else None
     gradient = given(device, x) if key is None else x.clone().to(device)
-    nbytes, head = cuda.quantize_nbytes(numel, bits), -(-numel // 512) * 8
-    ours, left = torch.empty(nbytes, dtype=torch.uint8, device=device), torch.empty(numel, device=device)
-    wanted, wanted_left = torch.empty(nbytes, dtype=torch.uint8), torch.empty(numel)
-    cuda.quantize_encode(bits, gradient, to(device, residual), left, ours, key)
-    reference.quantize_encode(bits, x, residual, wanted_left, wanted, key)
+    nbytes, head = reference.quantize_nbytes(numel, bits), -(-numel // 512) * 8
+    ours, new_residual = torch.empty(nbytes, dtype=torch.uint8, device=device), torch.empty(numel, device=device)
+    wanted, wanted_residual = torch.empty(nbytes, dtype=torch.uint8), torch.empty(numel)
+    cuda.quantize_encode(bits, gradient, to(device, residual), new_residual, ours, key)
+    reference.quantize_encode(bits, x, residual, wanted_residual, wanted, key)
     assert_same_payload(ours, wanted, head)
-    assert_same(left, wanted_left)
+    assert_same(new_residual, wanted_residual)
     target, wanted_target = torch.empty(numel, device=device), torch.empty(numel)
     table = torch.stack([wanted, wanted])
     cuda.quantize_decode_reduce(bits, table.to(device), to(device, residual), target)
@@ -96,12 +95,12 @@ def test_quantize_is_the_reference(
 def test_cast_is_the_reference(device: torch.device, make_input: Maker, numel: int, dtype: torch.dtype) -> None:
     x, residual = make_input(numel), other(numel) if numel % 2 else None
     gradient = given(device, x) if numel % 3 else x.clone().to(device)
-    ours, left = torch.empty(numel, dtype=dtype, device=device), torch.empty(numel, device=device)
-    wanted, wanted_left = torch.empty(numel, dtype=dtype), torch.empty(numel)
-    cuda.cast_encode(gradient, 0.125, to(device, residual), left, ours)
-    reference.cast_encode(x, 0.125, residual, wanted_left, wanted)
+    ours, new_residual = torch.empty(numel, dtype=dtype, device=device), torch.empty(numel, device=device)
+    wanted, wanted_residual = torch.empty(numel, dtype=dtype), torch.empty(numel)
+    cuda.cast_encode(gradient, 0.125, to(device, residual), new_residual, ours)
+    reference.cast_encode(x, 0.125, residual, wanted_residual, wanted)
     assert_same(ours.float(), wanted.float())
-    assert_same(left, wanted_left)
+    assert_same(new_residual, wanted_residual)
     target, wanted_target = torch.empty(numel, device=device), torch.empty(numel)
     for addend, sources in ((residual, torch.stack([wanted, wanted])), (None, wanted.unsqueeze(0))):
         cuda.cast_decode_reduce(sources.to(device), to(device, addend), target)
@@ -125,7 +124,7 @@ def test_a_residual_may_be_replaced_in_place(device: torch.device) -> None:
     numel = 3000
     x, residual = other(numel), other(numel).flip(0).clone()
     ours, wanted = residual.to(device, copy=True), torch.empty(numel)
-    payload = torch.empty(cuda.onebit_nbytes(numel), dtype=torch.uint8)
+    payload = torch.empty(reference.onebit_nbytes(numel), dtype=torch.uint8)
     cuda.onebit_encode(x.clone().to(device), ours, ours, payload.to(device))
     reference.onebit_encode(x, residual, wanted, payload)
     assert_same(ours, wanted)
