@@ -1,4 +1,4 @@
-"""float16 and bfloat16 on the wire, float32 in the sums."""
+"""float16 and bfloat16 payloads, float32 sums."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,14 @@ CAST_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class CastCodec:
-    """Rounds to float16 or bfloat16, to nearest with ties to even; overflow becomes inf and stays inf."""
+    """Rounds to float16 or bfloat16, to nearest with ties to even; overflow becomes inf and stays inf.
+
+    Args:
+        dtype: "float16" or "bfloat16".
+
+    Raises:
+        ValueError: `dtype` is neither.
+    """
 
     def __init__(self, dtype: str) -> None:
         if dtype not in CAST_DTYPES:
@@ -48,7 +55,7 @@ class CastCodec:
     def encode_pieces(
         self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
     ) -> None:
-        """See `PieceCodec.encode_pieces`: the payloads lie one behind the other as the payload of all would."""
+        """See `PieceCodec.encode_pieces`: side by side, the payloads are the payload of the whole tensor."""
         self.encode_residual(flat, residual, new_residual, payloads.view(-1)[: self.wire_nbytes(flat.numel())])
 
     def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
@@ -73,7 +80,10 @@ class Cast(TwoStage):
         plain: One narrow all_reduce, summed in the narrow dtype, instead of the two-stage exchange that sums in
             float32: what torch's fp16_compress_hook does.
         residual: Feed the rounding error back; not with `plain`.
-        warmup_steps: Steps that travel dense at the start.
+        warmup_steps: Steps at the start whose gradients are sent dense.
+
+    Raises:
+        ValueError: `residual` is True with `plain`, or `warmup_steps` is negative.
     """
 
     def __init__(self, name: str, *, plain: bool = False, residual: bool = False, warmup_steps: int = 0) -> None:

@@ -63,26 +63,30 @@ class OneBitCodec:
 
 
 def _return_codec(return_bits: int) -> Codec | None:
+    """Returns the codec of the return path; None is the one-bit codec itself."""
     if return_bits not in (1, 8, 16):
         raise ValueError(f"`return_bits` is {return_bits}; wanted 1, 8 or 16")
     return {1: None, 8: QuantizeCodec(8), 16: CastCodec("bfloat16")}[return_bits]
 
 
 class OneBit(TwoStage):
-    """The compressor "onebit": momentum before the compression, a dense start, two residuals, units for the elements.
+    """The compressor "onebit": momentum before the compression, a dense start, two residuals, a unit for each element.
 
     The dense start shows how large each element usually is; afterwards elements are divided by that before their signs
-    are taken, and multiplied by it where they arrive (see `ElementScale`). Measured: without it the CNN of
+    are taken, and multiplied by it after decoding (see `ElementScale`). Measured: without it the CNN of
     docs/reference/convergence.md ended half a point of accuracy behind plain DDP, with it a tenth.
 
     Args:
         momentum: Folded in before the compression; the optimizer then runs without. Compressing plain gradients and
             applying momentum afterwards costs several points of accuracy, because what the sign leaves out is many
             gradients large and momentum amplifies it.
-        warmup_steps: Steps that travel dense at the start; 0 also means that all elements of a block count as equally
-            large.
-        return_bits: Width of the return path: 1, 8 (int8) or 16 (bfloat16). Wider costs bytes and saves the second
-            quantisation's error.
+        warmup_steps: Steps at the start whose gradients are sent dense; 0 also means that all elements of a block count
+            as equally large.
+        return_bits: Bits an element on the return path, from the owners to all: 1, 8 (int8) or 16 (bfloat16). More bits
+            cost bytes and make the error of the second quantisation smaller.
+
+    Raises:
+        ValueError: An option is out of range.
     """
 
     def __init__(self, *, momentum: float = 0.9, warmup_steps: int = 100, return_bits: int = 1) -> None:

@@ -77,7 +77,10 @@ class Quantize(TwoStage):
         stochastic: Round at random without bias, instead of to the nearest level.
         seed: Of the random rounding; the numbers depend on (seed, step, rank, parameter, element) alone.
         residual: Feed the rounding error back.
-        warmup_steps: Steps that travel dense at the start.
+        warmup_steps: Steps at the start whose gradients are sent dense.
+
+    Raises:
+        ValueError: `warmup_steps` is negative.
     """
 
     def __init__(

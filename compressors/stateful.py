@@ -23,11 +23,7 @@ class Stateful:
         self._numels: dict[str, int] = {}
 
     def bind_model(self, numels: Mapping[str, int]) -> None:
-        """Tells which parameters the model has, so that another model's state can be refused.
-
-        Args:
-            numels: Elements of each parameter, by name.
-        """
+        """See `Compressor.bind_model`."""
         self._numels = dict(numels)
 
     def end_step(self, finite: bool) -> None:
@@ -42,7 +38,7 @@ class Stateful:
             store.rescale(factor)
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
-        """Removes and returns all that is stored about the elements of `layout`.
+        """See `Compressor.export`: removes and returns all that is stored about the elements of `layout`.
 
         Returns:
             2-D float32 (fields, layout.numel), zero where this rank holds nothing: the sum of the ranks' exports is
@@ -54,7 +50,7 @@ class Stateful:
         return rows
 
     def adopt(self, layout: Layout, rows: Tensor) -> None:
-        """Adds `rows`, as returned by `export` for this layout, to the state."""
+        """See `Compressor.adopt`."""
         for store, row in zip(self.fields.values(), rows, strict=True):
             store.adopt(layout, row)
 
@@ -89,13 +85,13 @@ class Stateful:
             raise ValueError(f"`state['step']` is {step!r}; wanted the number of steps, an integer >= 0")
         pieces: dict[str, list[Piece]] = {field: [] for field in self.fields}
         for key, value in state.items():
-            if key not in ("compressor", "step") and not self._takes(key, value):
+            if key not in ("compressor", "step") and not self._checks(key, value):
                 piece = self._check_piece(key, value, pieces)
                 pieces[key.split("/", 1)[0]].append(piece)
         return pieces
 
-    def _takes(self, key: str, value: StateValue) -> bool:
-        """Whether an entry is none of the element stores': for compressors with state of other shapes."""
+    def _checks(self, key: str, value: StateValue) -> bool:
+        """Whether a subclass has checked the entry itself, because it belongs to state of another shape."""
         return False
 
     def _check_piece(self, key: str, value: StateValue, pieces: dict[str, list[Piece]]) -> Piece:
@@ -119,7 +115,7 @@ class Stateful:
         """Refuses an entry for a parameter that the model does not have, or has with fewer than `stop` elements.
 
         Raises:
-            ValueError: As said; never where `bind_model` was not called.
+            ValueError: The model has no such parameter, or it is smaller; never where `bind_model` was not called.
         """
         if not self._numels:
             return

@@ -1,11 +1,11 @@
-"""What OneBitAdam and OneBitLamb share: two stages, momentum on one bit, a mask, and state that can be saved.
+"""What OneBitAdam and OneBitLamb share: two stages, momentum sent with one bit an element, and state that can be saved.
 
 Until `freeze_step` the gradients are averaged exactly and both moments follow them. From then on the second moment
-stays as it is, each rank adds its own gradient to the common momentum, and only the momentum travels, one bit an
+stays as it is, each rank adds its own gradient to the common momentum, and only the momentum is sent, one bit an
 element with residuals on both stages. The optimizer does the communication: train without DDP (start from the same
 weights on all ranks), or in `no_sync()`.
 Source: Tang et al., 1-bit Adam, ICML 2021, algorithm 1. Ours are the memory of the frozen variance (`MEMORY_SHARE`) and
-the units that the momentum is measured in while it travels (`FlatGroup.units`).
+the units that the momentum is measured in while it is sent (`FlatGroup.units`).
 """
 
 from collections.abc import Callable, Iterable
@@ -44,13 +44,13 @@ class FlatGroup:
     variance: Tensor
     """Second moment, the same on all ranks; frozen in the second stage."""
     slow: Tensor
-    """The same with a longer memory; empty in the second stage, and where `betas` remember as long."""
+    """The variance with a longer memory; empty in the second stage, and where `betas` remember as long."""
     worker: Tensor
     """What this rank's payloads left out, of the live elements; empty in the first stage."""
     server: Tensor
-    """What this rank's answers left out; empty in the first stage."""
+    """What this rank's reduced payloads left out; empty in the first stage."""
     live: Tensor
-    """int64 places of the elements that ever had a gradient: one bit cannot say zero, so the others do not travel."""
+    """int64 places of the elements that ever had a gradient: one bit cannot say zero, so the others are not sent."""
     units: Tensor
     """Of the live elements, what their momentum is measured in while it travels: as their step sizes, so that the noise
     of one bit is alike for all of them. Residuals are kept in units too."""
@@ -62,7 +62,7 @@ def units_of(flat: FlatGroup) -> Tensor:
 
 
 class OneBitOptimizer(Optimizer):
-    """Base of the two-stage optimizers; subclasses say how the moments become an update.
+    """Base of the two-stage optimizers; subclasses implement `apply`, which turns the moments into an update.
 
     Args:
         parameters: As for any torch optimizer; float32.
