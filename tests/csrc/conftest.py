@@ -1,9 +1,12 @@
 """The CUDA kernels on what this machine has: their own source on the CPU, or a GPU."""
 
 import ctypes
+import functools
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +30,9 @@ class Emulator:
     """Compiled kernels whose threads are fibers; see cuda_on_cpu.h."""
 
     def __init__(self, folder: Path) -> None:
-        self._libraries = {name: self._build(folder, name) for name in ENTRY_POINTS}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            libraries = pool.map(functools.partial(self._build, folder), ENTRY_POINTS)
+        self._libraries = dict(zip(ENTRY_POINTS, libraries, strict=True))
 
     @staticmethod
     def _build(folder: Path, name: str) -> ctypes.CDLL:
@@ -43,6 +48,7 @@ class Emulator:
                 "-shared",
                 "-ffp-contract=off",
                 "-fno-strict-aliasing",
+                "-U_FORTIFY_SOURCE",  # its longjmp takes a jump to another stack for an error
                 "-Wno-unknown-pragmas",
                 f"-I{Path(__file__).parent}",
                 f"-I{FOLDER}",
