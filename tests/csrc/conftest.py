@@ -5,7 +5,7 @@ import functools
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -101,6 +101,19 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         yield torch.device("cpu")
 
 
-@pytest.fixture(params=NUMELS)
-def numel(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
+@pytest.fixture
+def each_numel() -> Callable[[Callable[[int], None]], None]:
+    """A function that runs a check on each number of elements, and says with which one it failed.
+
+    One test for all of them: pytest would take longer to set a test up than the check takes.
+    """
+
+    def run(check: Callable[[int], None]) -> None:
+        for numel in NUMELS:
+            try:
+                check(numel)
+            except Exception as error:
+                error.add_note(f"with {numel} elements")
+                raise
+
+    return run

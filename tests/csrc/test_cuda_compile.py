@@ -49,6 +49,8 @@ def test_nvcc_finds_nothing_to_warn_about(name: str, tmp_path: Path) -> None:
             "all-warnings",
             "-Xptxas",
             "-v",
+            "--threads",
+            "0",  # as many as there are processors
             f"-I{FOLDER}",
             *targets,
             "-fatbin",

@@ -14,6 +14,7 @@ from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState
 from gradwire.compressors.kernels.reference import pack as reference_pack
 
 Maker = Callable[[int], Tensor]
+EachNumel = Callable[[Callable[[int], None]], None]
 
 
 def assert_same(ours: Tensor, wanted: Tensor) -> None:
@@ -41,13 +42,16 @@ def run_dgc(
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("density", [0.001, 0.3, 1.0])
 def test_dgc_is_the_reference(
-    device: torch.device, make_input: Maker, numel: int, nesterov: bool, density: float
+    device: torch.device, make_input: Maker, each_numel: EachNumel, nesterov: bool, density: float
 ) -> None:
-    inputs, k = [make_input(numel), other(numel), other(numel).flip(0).clone()], max(1, int(density * numel))
-    rule = DgcRule(0.9, nesterov, 0.5)
-    wanted = run_dgc(reference.dgc_step, torch.device("cpu"), inputs, rule, k)
-    for ours, twin in zip(run_dgc(cuda.dgc_step, device, inputs, rule, k), wanted, strict=True):
-        assert_same(ours, twin)
+    def check(numel: int) -> None:
+        inputs, k = [make_input(numel), other(numel), other(numel).flip(0).clone()], max(1, int(density * numel))
+        rule = DgcRule(0.9, nesterov, 0.5)
+        wanted = run_dgc(reference.dgc_step, torch.device("cpu"), inputs, rule, k)
+        for ours, twin in zip(run_dgc(cuda.dgc_step, device, inputs, rule, k), wanted, strict=True):
+            assert_same(ours, twin)
+
+    each_numel(check)
 
 
 @pytest.mark.parametrize("kind", ["spread", "lumpy", "equal", "mostly_zero", "ordered"])

@@ -13,6 +13,7 @@ from gradwire.compressors.kernels.reference import DgcRule, DgcState
 from gradwire.compressors.kernels.reference import pack as reference_pack
 
 Maker = Callable[[int], Tensor]
+EachNumel = Callable[[Callable[[int], None]], None]
 
 
 def assert_same(ours: Tensor, wanted: Tensor) -> None:
@@ -30,72 +31,83 @@ def payload_of(nbytes: int) -> Tensor:
 
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_onebit_is_the_reference(
-    native_kernels: ModuleType, make_input: Maker, numel: int, with_residual: bool
+    native_kernels: ModuleType, make_input: Maker, each_numel: EachNumel, with_residual: bool
 ) -> None:
-    x, residual = make_input(numel), other(numel) if with_residual else None
-    payloads = [payload_of(reference.onebit_nbytes(numel)) for _ in range(2)]
-    new_residuals = [torch.empty(numel + 1)[1:], torch.empty(numel)]
-    for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
-        kernels.onebit_encode(x, residual, new_residual, payload)
-    split = reference.onebit_nbytes(numel) - -(-numel // 8)
-    assert torch.equal(payloads[0][split:], payloads[1][split:])
-    assert_same(payloads[0][:split].view(torch.float32), payloads[1][:split].view(torch.float32))
-    assert_same(new_residuals[0], new_residuals[1])
+    def check(numel: int) -> None:
+        x, residual = make_input(numel), other(numel) if with_residual else None
+        payloads = [payload_of(reference.onebit_nbytes(numel)) for _ in range(2)]
+        new_residuals = [torch.empty(numel + 1)[1:], torch.empty(numel)]
+        for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
+            kernels.onebit_encode(x, residual, new_residual, payload)
+        split = reference.onebit_nbytes(numel) - -(-numel // 8)
+        assert torch.equal(payloads[0][split:], payloads[1][split:])
+        assert_same(payloads[0][:split].view(torch.float32), payloads[1][:split].view(torch.float32))
+        assert_same(new_residuals[0], new_residuals[1])
 
-    table = torch.stack([payloads[0], payloads[1].flip(0), payloads[0]])
-    table[1] = payloads[1]
-    targets = [torch.empty(numel + 1)[1:], torch.empty(numel)]
-    for kernels, target in zip((native_kernels, reference), targets, strict=True):
-        kernels.onebit_decode_reduce(table, residual, target)
-    assert_same(targets[0], targets[1])
-    for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
-        kernels.onebit_reduce_encode(table, residual, new_residual, payload, numel)
-    assert_same(new_residuals[0], new_residuals[1])
-    assert torch.equal(payloads[0][split:], payloads[1][split:])
+        table = torch.stack([payloads[0], payloads[1].flip(0), payloads[0]])
+        table[1] = payloads[1]
+        targets = [torch.empty(numel + 1)[1:], torch.empty(numel)]
+        for kernels, target in zip((native_kernels, reference), targets, strict=True):
+            kernels.onebit_decode_reduce(table, residual, target)
+        assert_same(targets[0], targets[1])
+        for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
+            kernels.onebit_reduce_encode(table, residual, new_residual, payload, numel)
+        assert_same(new_residuals[0], new_residuals[1])
+        assert torch.equal(payloads[0][split:], payloads[1][split:])
+
+    each_numel(check)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("key", [None, 0xFFFFFFFF])
 def test_quantize_is_the_reference(
-    native_kernels: ModuleType, make_input: Maker, numel: int, bits: int, key: int | None
+    native_kernels: ModuleType, make_input: Maker, each_numel: EachNumel, bits: int, key: int | None
 ) -> None:
-    x, residual = make_input(numel), other(numel) if numel % 2 else None
-    payloads = [payload_of(reference.quantize_nbytes(numel, bits)) for _ in range(2)]
-    new_residuals = [torch.empty(numel + 1)[1:], torch.empty(numel)]
-    for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
-        kernels.quantize_encode(bits, x, residual, new_residual, payload, key)
-    split = reference.quantize_nbytes(numel, bits) - -(-numel * bits // 8)
-    assert torch.equal(payloads[0][split:], payloads[1][split:])
-    assert_same(payloads[0][:split].view(torch.float32), payloads[1][:split].view(torch.float32))
-    assert_same(new_residuals[0], new_residuals[1])
-    targets = [torch.empty(numel + 1)[1:], torch.empty(numel)]
-    for kernels, target in zip((native_kernels, reference), targets, strict=True):
-        kernels.quantize_decode_reduce(bits, torch.stack(payloads), residual, target)
-    assert_same(targets[0], targets[1])
-    table, reduced_payloads = torch.stack([payloads[1]] * 3), [torch.empty_like(payload) for payload in payloads]
-    for kernels, reduced, new_residual in zip(
-        (native_kernels, reference), reduced_payloads, new_residuals, strict=True
-    ):
-        kernels.quantize_reduce_encode(bits, table, residual, new_residual, reduced, numel, key)
-    assert torch.equal(reduced_payloads[0][split:], reduced_payloads[1][split:])
-    assert_same(reduced_payloads[0][:split].view(torch.float32), reduced_payloads[1][:split].view(torch.float32))
-    assert_same(new_residuals[0], new_residuals[1])
+    def check(numel: int) -> None:
+        x, residual = make_input(numel), other(numel) if numel % 2 else None
+        payloads = [payload_of(reference.quantize_nbytes(numel, bits)) for _ in range(2)]
+        new_residuals = [torch.empty(numel + 1)[1:], torch.empty(numel)]
+        for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
+            kernels.quantize_encode(bits, x, residual, new_residual, payload, key)
+        split = reference.quantize_nbytes(numel, bits) - -(-numel * bits // 8)
+        assert torch.equal(payloads[0][split:], payloads[1][split:])
+        assert_same(payloads[0][:split].view(torch.float32), payloads[1][:split].view(torch.float32))
+        assert_same(new_residuals[0], new_residuals[1])
+        targets = [torch.empty(numel + 1)[1:], torch.empty(numel)]
+        for kernels, target in zip((native_kernels, reference), targets, strict=True):
+            kernels.quantize_decode_reduce(bits, torch.stack(payloads), residual, target)
+        assert_same(targets[0], targets[1])
+        table, reduced_payloads = torch.stack([payloads[1]] * 3), [torch.empty_like(payload) for payload in payloads]
+        for kernels, reduced, new_residual in zip(
+            (native_kernels, reference), reduced_payloads, new_residuals, strict=True
+        ):
+            kernels.quantize_reduce_encode(bits, table, residual, new_residual, reduced, numel, key)
+        assert torch.equal(reduced_payloads[0][split:], reduced_payloads[1][split:])
+        assert_same(reduced_payloads[0][:split].view(torch.float32), reduced_payloads[1][:split].view(torch.float32))
+        assert_same(new_residuals[0], new_residuals[1])
+
+    each_numel(check)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_cast_is_the_reference(native_kernels: ModuleType, make_input: Maker, numel: int, dtype: torch.dtype) -> None:
-    x, residual = make_input(numel), other(numel) if numel % 2 else None
-    narrow = [torch.empty(numel, dtype=dtype) for _ in range(2)]
-    new_residuals = [torch.empty(numel + 1)[1:], torch.empty(numel)]
-    for kernels, target, new_residual in zip((native_kernels, reference), narrow, new_residuals, strict=True):
-        kernels.cast_encode(x, 0.125, residual, new_residual, target)
-    assert_same(narrow[0].float(), narrow[1].float())
-    assert_same(new_residuals[0], new_residuals[1])
-    targets = [torch.empty(numel + 1)[1:], torch.empty(numel)]
-    for addend, sources in ((residual, torch.stack(narrow)), (None, narrow[0].unsqueeze(0))):
-        for kernels, target in zip((native_kernels, reference), targets, strict=True):
-            kernels.cast_decode_reduce(sources, addend, target)
-        assert_same(targets[0], targets[1])
+def test_cast_is_the_reference(
+    native_kernels: ModuleType, make_input: Maker, each_numel: EachNumel, dtype: torch.dtype
+) -> None:
+    def check(numel: int) -> None:
+        x, residual = make_input(numel), other(numel) if numel % 2 else None
+        narrow = [torch.empty(numel, dtype=dtype) for _ in range(2)]
+        new_residuals = [torch.empty(numel + 1)[1:], torch.empty(numel)]
+        for kernels, target, new_residual in zip((native_kernels, reference), narrow, new_residuals, strict=True):
+            kernels.cast_encode(x, 0.125, residual, new_residual, target)
+        assert_same(narrow[0].float(), narrow[1].float())
+        assert_same(new_residuals[0], new_residuals[1])
+        targets = [torch.empty(numel + 1)[1:], torch.empty(numel)]
+        for addend, sources in ((residual, torch.stack(narrow)), (None, narrow[0].unsqueeze(0))):
+            for kernels, target in zip((native_kernels, reference), targets, strict=True):
+                kernels.cast_decode_reduce(sources, addend, target)
+            assert_same(targets[0], targets[1])
+
+    each_numel(check)
 
 
 def test_every_half_survives_the_way_there_and_back(native_kernels: ModuleType) -> None:
@@ -112,17 +124,20 @@ def test_every_half_survives_the_way_there_and_back(native_kernels: ModuleType) 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("density", [0.001, 0.3, 1.0])
 def test_dgc_is_the_reference(
-    native_kernels: ModuleType, make_input: Maker, numel: int, nesterov: bool, density: float
+    native_kernels: ModuleType, make_input: Maker, each_numel: EachNumel, nesterov: bool, density: float
 ) -> None:
-    x, k = make_input(numel), max(1, int(density * numel))
-    rule, results = DgcRule(0.9, nesterov, 0.5), []
-    for kernels in (native_kernels, reference):
-        state = DgcState(other(numel), other(numel).flip(0).clone(), torch.empty(numel), torch.empty(numel))
-        indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
-        kernels.dgc_step(x, state, rule, indices, values)
-        results.append((indices, values, state.velocity_out, state.total_out))
-    for ours, wanted in zip(*results, strict=True):
-        assert_same(ours, wanted)
+    def check(numel: int) -> None:
+        x, k = make_input(numel), max(1, int(density * numel))
+        rule, results = DgcRule(0.9, nesterov, 0.5), []
+        for kernels in (native_kernels, reference):
+            state = DgcState(other(numel), other(numel).flip(0).clone(), torch.empty(numel), torch.empty(numel))
+            indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
+            kernels.dgc_step(x, state, rule, indices, values)
+            results.append((indices, values, state.velocity_out, state.total_out))
+        for ours, wanted in zip(*results, strict=True):
+            assert_same(ours, wanted)
+
+    each_numel(check)
 
 
 def test_dgc_selects_exactly_on_a_large_input(native_kernels: ModuleType) -> None:
