@@ -159,7 +159,7 @@ def onebit_reduce_encode(
     _check(numel, torch.float32, residual=residual, new_residual=new_residual)
     _check(onebit_nbytes(numel), torch.uint8, reduced=reduced)
     _check_rows("payloads", payloads, onebit_nbytes(numel))
-    _native.onebit_serve(
+    _native.onebit_reduce_encode(
         payloads.data_ptr(),
         payloads.stride(0),
         len(payloads),
@@ -248,7 +248,7 @@ def quantize_reduce_encode(
     _check(numel, torch.float32, residual=residual, new_residual=new_residual)
     _check(quantize_nbytes(numel, bits), torch.uint8, reduced=reduced)
     _check_rows("payloads", payloads, quantize_nbytes(numel, bits))
-    _native.quantize_serve(
+    _native.quantize_reduce_encode(
         bits,
         payloads.data_ptr(),
         payloads.stride(0),

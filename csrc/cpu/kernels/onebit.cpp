@@ -57,5 +57,5 @@ void bind_onebit(nanobind::module_& m) {
   const nanobind::call_guard<nanobind::gil_scoped_release> unlocked;
   m.def("onebit_encode", &onebit_encode, unlocked);
   m.def("onebit_decode_reduce", &onebit_decode_reduce, unlocked);
-  m.def("onebit_serve", &onebit_reduce_encode, unlocked);
+  m.def("onebit_reduce_encode", &onebit_reduce_encode, unlocked);
 }

@@ -83,5 +83,5 @@ void bind_quantize(nanobind::module_& m) {
   const nanobind::call_guard<nanobind::gil_scoped_release> unlocked;
   m.def("quantize_encode", &quantize_encode, unlocked);
   m.def("quantize_decode_reduce", &quantize_decode_reduce, unlocked);
-  m.def("quantize_serve", &quantize_reduce_encode, unlocked);
+  m.def("quantize_reduce_encode", &quantize_reduce_encode, unlocked);
 }
