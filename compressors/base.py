@@ -1,4 +1,4 @@
-"""The contracts between a compressor and whoever runs it.
+"""The contracts between a compressor and its caller.
 
 A *codec* turns a flat tensor into a payload of fixed size and back. A *compressor* is an approximate all-reduce over a
 group, built on a codec or on an exchange of its own. Neither communicates: a compressor yields the collectives that it
@@ -37,7 +37,7 @@ ALL_GATHER = "all_gather"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collective:
-    """A collective that a compressor asks for. Whoever runs the compressor issues it, on all ranks in the same order.
+    """A collective that a compressor needs. Its caller issues it, on all ranks in the same order.
 
     Every tensor is contiguous, on one device, and of the same numel and dtype on all ranks. The compressor neither
     reads nor writes any of them until it is resumed.

@@ -17,7 +17,7 @@ from gradwire.compressors.two_stage import TwoStage
 Option = bool | int | float | str | None | tuple[float, ...]
 """What an option's value may be."""
 Factory = Callable[..., Compressor]
-"""Makes a compressor; its keyword-only parameters, each with a default, are the options."""
+"""Makes a compressor; its keyword-only parameters are the options."""
 
 _factories: dict[str, Factory] = {
     "none": Dense,
@@ -43,9 +43,8 @@ def register_compressor(name: str, factory: Factory) -> None:
 
     Args:
         name: Must be new.
-        factory: Returns a new `Compressor`, whose `name` should be `name`. Its keyword-only parameters, each with a
-            default, are the options; unknown options are refused before it is called, and so are values of another
-            type than the default's.
+        factory: Returns a new `Compressor`, whose `name` should be `name`. Its keyword-only parameters are the options;
+            unknown options are refused before it is called, and so are values of another type than the default's.
 
     Raises:
         ValueError: `name` is already registered.

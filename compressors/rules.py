@@ -25,9 +25,9 @@ class Rule:
 
     def matches(self, item: Slice) -> bool:
         """Whether the rule applies to the parameter that `item` is a part of."""
-        return self.takes(item.name, item.shape)
+        return self.matches_parameter(item.name, item.shape)
 
-    def takes(self, name: str, shape: Sequence[int]) -> bool:
+    def matches_parameter(self, name: str, shape: Sequence[int]) -> bool:
         """Whether the rule applies to a parameter of that name and shape."""
         return (
             fnmatchcase(name, self.pattern)
@@ -45,7 +45,7 @@ Source: both the authors' DGC code and PowerSGD (NeurIPS 2019, section 3) leave 
 
 def first_match(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> Rule | None:
     """Returns the rule that decides about a parameter, or None where the main compressor is used."""
-    return next((rule for rule in rules if rule.takes(name, shape)), None)
+    return next((rule for rule in rules if rule.matches_parameter(name, shape)), None)
 
 
 def rules_from(items: Sequence[Rule | Mapping[str, object]]) -> tuple[Rule, ...]:

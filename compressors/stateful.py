@@ -12,7 +12,14 @@ from gradwire.compressors.residual import ElementStore, Piece
 class Stateful:
     """State of one compressor on one rank: named element stores, the step count, and the model's parameters.
 
-    A key of the state dict is `<field>/<start>/<parameter name>`: the run of that parameter from element `start` on.
+    A compressor derives from it and implements `partition`, `wire_nbytes`, `all_reduce` and `flush`. In a step it reads
+    `self.fields[field].read(layout, device)` and writes into `self.fields[field].stage(layout, device)`, which
+    `end_step` commits or discards. A key of the state dict is `<field>/<start>/<parameter name>`: the run of that
+    parameter from element `start` on.
+
+    Args:
+        name: What the user writes as `compressor=`.
+        fields: Names of what is stored for each gradient element: "residual", "momentum".
     """
 
     def __init__(self, name: str, fields: Iterable[str] = ()) -> None:

@@ -31,8 +31,8 @@ MEMORY_SHARE, LONGEST_MEMORY = 0.25, 1000
 """The variance that is frozen remembers at least this share of the first stage, and no more steps than Adam's default
 does (1 / (1 - 0.999)). A gradient that comes once in two hundred steps, as a rare token's does, has left a short memory
 by the time of the freeze, and its next step would be hundreds of learning rates long. Measured: with betas[1] = 0.95
-the transformer of docs/reference/convergence.md came to nothing soon after the freeze; with this memory it ends where
-Adam ends, to a few hundredths of a bit. With betas[1] = 0.999 the variance is the paper's."""
+the training of the transformer of docs/reference/convergence.md failed soon after the freeze; with this memory it ends
+where Adam ends, to a few hundredths of a bit. With betas[1] = 0.999 the variance is the paper's."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class FlatGroup:
     live: Tensor
     """int64 places of the elements that ever had a gradient: one bit cannot say zero, so the others are not sent."""
     units: Tensor
-    """Of the live elements, what their momentum is measured in while it travels: as their step sizes, so that the noise
+    """Of the live elements, what their momentum is measured in while it is sent: as their step sizes, so that the noise
     of one bit is alike for all of them. Residuals are kept in units too."""
 
 

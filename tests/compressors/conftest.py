@@ -23,7 +23,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(params=["plain", "avx2", "avx512"])
 def native_kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """The compiled kernels, held down to one instruction set."""
+    """The compiled kernels, limited to one instruction set."""
     best = _native.isa()
     _native.limit_isa(request.param)
     if _native.isa() != request.param:

@@ -120,7 +120,7 @@ def test_cast_is_the_reference(
     each_numel(check)
 
 
-def test_every_half_survives_the_way_there_and_back(device: torch.device) -> None:
+def test_every_half_survives_the_round_trip(device: torch.device) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
         wide = torch.empty(1 << 16, device=device)

@@ -110,7 +110,7 @@ def test_cast_is_the_reference(
     each_numel(check)
 
 
-def test_every_half_survives_the_way_there_and_back(native_kernels: ModuleType) -> None:
+def test_every_half_survives_the_round_trip(native_kernels: ModuleType) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
         wide, back = torch.empty(1 << 16), torch.empty(1 << 16, dtype=dtype)
