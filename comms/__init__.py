@@ -1,1 +1,1 @@
-"""What way does a bucket take?"""
+"""How a bucket of gradients is averaged over all ranks: plans, transports, the DDP hook, the backend."""

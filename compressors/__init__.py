@@ -1,1 +1,1 @@
-"""How do fewer bytes say the same?"""
+"""Gradient compression: codecs, the exchanges around them, their kernels, and optimizers that communicate."""

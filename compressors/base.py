@@ -1,4 +1,4 @@
-"""The contracts between a compressor and whoever runs it.
+"""The contracts between a compressor and its caller.
 
 A *codec* turns a flat tensor into a payload of fixed size and back. A *compressor* is an approximate all-reduce over a
 group, built on a codec or on an exchange of its own. Neither communicates: a compressor yields the collectives that it
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 StateValue = Tensor | int | float | str
-"""What a state may hold."""
+"""What an entry of a state may be."""
 StateDict = dict[str, StateValue]
-"""Flat and plain, so that `torch.load(weights_only=True)` and torch.distributed.checkpoint take it."""
+"""Flat and plain, so that `torch.load(weights_only=True)` and torch.distributed.checkpoint accept it."""
 
 
 class Work(Protocol):
-    """A collective that has been issued."""
+    """A collective that has been issued and may still be under way."""
 
     def wait(self) -> None:
         """Returns when the result may be read (on CUDA: by work queued later on the current stream).
@@ -37,10 +37,10 @@ ALL_GATHER = "all_gather"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collective:
-    """A collective that a compressor asks for. Whoever runs the compressor issues it, on all ranks in the same order.
+    """A collective that a compressor needs. Its caller issues it, on all ranks in the same order.
 
-    Every tensor is contiguous, on one device, and of the same numel and dtype on all ranks. The compressor neither reads
-    nor writes any of them until it is resumed.
+    Every tensor is contiguous, on one device, and of the same numel and dtype on all ranks. The compressor neither
+    reads nor writes any of them until it is resumed.
     """
 
     op: str
@@ -119,66 +119,110 @@ def even_bounds(numel: int, parts: int, align: int = 1) -> tuple[int, ...]:
 
 
 class Codec(Protocol):
-    """encode(flat tensor) -> payload, decode(payload) -> flat tensor. No state, no communication.
+    """A flat tensor -> a payload of fixed size -> an approximation of the tensor. No state, no communication.
 
-    The payload's size depends on numel alone. Every rank that decodes a payload gets the same bits.
+    The three methods are all that a user's codec needs: `register_codec` adds residuals and the exchange. Every rank
+    that decodes a payload must get the same bits. A NaN or inf must not decode to finite numbers only, so that every
+    rank sees that the step is not finite. Methods may be called from several threads at once, and with zero elements.
+
+    A codec that can add the residual, or encode a shard's parts together, faster than one step after the other offers
+    `FusedCodec` or `PieceCodec` (compressors/two_stage.py) as well.
     """
 
     def wire_nbytes(self, numel: int) -> int:
-        """Size of the payload of `numel` elements, in bytes."""
+        """Returns the bytes of the payload of `numel` elements; they depend on `numel` alone."""
 
     def encode(self, flat: Tensor, payload: Tensor) -> None:
-        """Writes `flat` (1-D float32) into `payload` (1-D uint8, `wire_nbytes(flat.numel())` long)."""
+        """Encodes a tensor.
+
+        Args:
+            flat: 1-D float32; must not be changed.
+            payload: 1-D uint8 on the same device, `wire_nbytes(flat.numel())` long, overwritten. It may start at any
+                byte, so `payload[:4].view(torch.float32)` may fail: assign to it instead.
+        """
 
     def decode(self, payload: Tensor, flat: Tensor) -> None:
-        """Writes the approximation that `payload` describes into `flat` (1-D float32)."""
+        """Decodes a payload.
+
+        Args:
+            payload: 1-D uint8, as `encode` wrote it, on any rank; must not be changed. It may start at any byte: clone
+                what is viewed as a wider dtype.
+            flat: 1-D float32 on the same device, overwritten with the approximation.
+        """
 
 
 @runtime_checkable
 class Compressor(Protocol):
     """An approximate all-reduce over one group, with the state (residuals, momenta, factors) that it needs.
 
-    One instance serves all buckets of one model on one rank; state is keyed by parameter name and slice. State
-    changes of a step are staged and take effect in `end_step`, so that a step with a non-finite gradient leaves it
-    as it was.
+    One instance compresses all buckets of one model on one rank; state is keyed by parameter name and slice. State
+    changes of a step are staged and take effect in `end_step`, so that a step with a non-finite gradient leaves the
+    state as it was. `all_reduce` and `flush` may run in several threads at once, each on another shard; the other
+    methods run while none of them does.
+
+    `Stateful` (compressors/stateful.py) implements everything but `partition`, `wire_nbytes`, `all_reduce` and `flush`.
     """
 
     name: str
     """What the user writes: `compressor="onebit"`."""
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
-        """Where a bucket with this layout may be cut into `parts` shards (`parts + 1` offsets).
+        """Cuts a bucket into shards: PowerSGD between whole matrices, block codecs at block boundaries.
 
-        PowerSGD deals out whole matrices; block codecs cut at block boundaries.
+        Args:
+            layout: Of the bucket.
+            parts: Number of shards.
+
+        Returns:
+            `parts + 1` ascending offsets from 0 to `layout.numel`; a shard may be empty.
         """
 
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:
-        """Bytes that one rank of the group sends for a shard with this layout, headers not counted."""
+        """Returns the bytes that one rank of the group sends for a shard with this layout, headers not counted."""
 
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Request]:
-        """Replaces `shard` (1-D float32) by an approximation of its sum over the group; the same bits on all ranks.
+        """Replaces `shard` by an approximation of its sum over the group; the same bits on all ranks.
 
         A generator: it yields the collectives that it needs and is resumed when they are done, so that several shards
-        overlap. The number, kinds and sizes of the collectives depend on the layouts and the configuration only, never
-        on values.
+        overlap. The number, kinds and sizes of the collectives depend on the layout, the step and the configuration
+        only, never on values: otherwise the ranks would disagree about what comes next.
+
+        Args:
+            shard: 1-D contiguous float32, changed in place.
+            layout: Which parameter lies where in it.
+            group: The ranks to sum over, and this rank among them.
+
+        Yields:
+            A collective, or several that may be under way together.
+
+        Raises:
+            TypeError: `shard` is complex or of an integer dtype.
+            ValueError: `shard` is not 1-D and contiguous.
+        """
+
+    def end_step(self, finite: bool) -> None:
+        """Ends a step, on all ranks alike.
+
+        Args:
+            finite: Whether the step's outputs were finite on all ranks: True commits the staged state, False drops it.
+        """
+
+    def flush(self, shard: Tensor, layout: Layout) -> None:
+        """Adds this rank's residual to `shard`, before a dense all-reduce.
+
+        The residual is set to zero when the step commits; momenta stay.
 
         Args:
             shard: 1-D float32, changed in place.
             layout: Which parameter lies where in it.
-            group: The ranks to sum over.
-        """
-
-    def end_step(self, finite: bool) -> None:
-        """Ends a step on all ranks alike: commits the staged state, or drops it where the output was not finite."""
-
-    def flush(self, shard: Tensor, layout: Layout) -> None:
-        """Adds what this rank still holds back for `layout` to `shard`, in place, before a dense all-reduce.
-
-        The residual is forgotten when the step commits; momenta stay.
         """
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
         """Removes and returns the state of the elements of `layout`.
+
+        Args:
+            layout: Of a bucket or a part of one.
+            device: Where the result shall be.
 
         Returns:
             2-D float32 (rows, layout.numel), zero where this rank holds nothing; the number of rows depends on the
@@ -187,23 +231,31 @@ class Compressor(Protocol):
         """
 
     def adopt(self, layout: Layout, rows: Tensor) -> None:
-        """Adds `rows`, as `export` returns them for this layout, to the state."""
+        """Adds `rows` (2-D float32, as `export` returns them for this layout) to the state."""
 
     def bind_model(self, numels: Mapping[str, int]) -> None:
-        """Tells the elements of each parameter, by name, so that another model's state can be refused."""
+        """Sets the model, so that another model's state can be refused.
+
+        Args:
+            numels: Elements of each parameter, by name.
+        """
 
     def rescale(self, factor: float) -> None:
-        """Multiplies residuals and momenta by `factor`: the loss scale has changed."""
+        """Multiplies residuals and momenta by `factor`, because the loss scale has changed."""
 
     def state_dict(self) -> StateDict:
-        """This rank's state, keyed by parameter name and slice."""
+        """Returns a copy of this rank's committed state, keyed by parameter name and slice."""
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
-        """Restores `state_dict()`'s result; checks all of it before it changes anything."""
+        """Restores `state_dict()`'s result.
+
+        Raises:
+            ValueError: The state is of another compressor or another model, or is damaged; nothing was changed.
+        """
 
 
 def check_gradient(flat: Tensor) -> None:
-    """Refuses what no compressor can take.
+    """Refuses what no compressor can compress.
 
     Raises:
         TypeError: `flat` is complex or of an integer dtype.
@@ -218,8 +270,3 @@ def check_gradient(flat: Tensor) -> None:
         raise ValueError(
             f"`flat` has shape {tuple(flat.shape)}; wanted a contiguous 1-D tensor: pass tensor.contiguous().view(-1)"
         )
-
-
-def staging(numel: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An uninitialised 1-D buffer of `numel` elements on the device of `like`."""
-    return torch.empty(numel, dtype=dtype, device=like.device)

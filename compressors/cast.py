@@ -1,4 +1,4 @@
-"""float16 and bfloat16 on the wire, float32 in the sums."""
+"""float16 and bfloat16 payloads, float32 sums."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,14 @@ CAST_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class CastCodec:
-    """Rounds to float16 or bfloat16, to nearest with ties to even; overflow becomes inf and stays inf."""
+    """Rounds to float16 or bfloat16, to nearest with ties to even; overflow becomes inf and stays inf.
+
+    Args:
+        dtype: "float16" or "bfloat16".
+
+    Raises:
+        ValueError: `dtype` is neither.
+    """
 
     def __init__(self, dtype: str) -> None:
         if dtype not in CAST_DTYPES:
@@ -33,10 +40,12 @@ class CastCodec:
         """See `Codec.decode`."""
         self.decode_reduce(payload.unsqueeze(0), None, flat)
 
-    def encode_residual(self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
+    def encode_residual(
+        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
+    ) -> None:
         """See `FusedCodec.encode_residual`."""
         if flat.numel():
-            KERNELS_ON[flat.device.type].cast_encode(flat, 1.0, residual, left, payload.view(self.dtype))
+            KERNELS_ON[flat.device.type].cast_encode(flat, 1.0, residual, new_residual, payload.view(self.dtype))
 
     def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
         """See `FusedCodec.decode_reduce`."""
@@ -44,22 +53,22 @@ class CastCodec:
             KERNELS_ON[flat.device.type].cast_decode_reduce(payloads.view(self.dtype), addend, flat)
 
     def encode_pieces(
-        self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
+        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
     ) -> None:
-        """See `PieceCodec.encode_pieces`: the payloads lie one behind the other as the payload of all would."""
-        self.encode_residual(flat, residual, left, payloads.view(-1)[: self.wire_nbytes(flat.numel())])
+        """See `PieceCodec.encode_pieces`: side by side, the payloads are the payload of the whole tensor."""
+        self.encode_residual(flat, residual, new_residual, payloads.view(-1)[: self.wire_nbytes(flat.numel())])
 
     def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
         """See `PieceCodec.decode_pieces`."""
         self.decode(payloads.view(-1)[: self.wire_nbytes(flat.numel())], flat)
 
     def reduce_encode(
-        self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int
+        self, payloads: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor, numel: int
     ) -> None:
         """See `PieceCodec.reduce_encode`."""
         if numel:
-            KERNELS_ON[payloads.device.type].cast_serve(
-                payloads.view(self.dtype), residual, left, answer.view(self.dtype)
+            KERNELS_ON[payloads.device.type].cast_reduce_encode(
+                payloads.view(self.dtype), residual, new_residual, reduced.view(self.dtype)
             )
 
 
@@ -71,7 +80,10 @@ class Cast(TwoStage):
         plain: One narrow all_reduce, summed in the narrow dtype, instead of the two-stage exchange that sums in
             float32: what torch's fp16_compress_hook does.
         residual: Feed the rounding error back; not with `plain`.
-        warmup_steps: Steps that travel dense at the start.
+        warmup_steps: Steps at the start whose gradients are sent dense.
+
+    Raises:
+        ValueError: `residual` is True with `plain`, or `warmup_steps` is negative.
     """
 
     def __init__(self, name: str, *, plain: bool = False, residual: bool = False, warmup_steps: int = 0) -> None:

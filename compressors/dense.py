@@ -1,4 +1,4 @@
-"""The compressor "none": an exact all-reduce, with the momentum that a lossy neighbour may ask for."""
+"""The compressor "none": an exact all-reduce, with a momentum for use beside a lossy compressor."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,10 @@ class Dense(Stateful):
     Args:
         momentum: Folds in u = momentum * u + gradient first: for biases beside a compressor that takes over the
             optimizer's momentum. 0 folds in none.
-        nesterov: What travels is gradient + momentum * u instead of u.
+        nesterov: Sends gradient + momentum * u instead of u.
+
+    Raises:
+        ValueError: `momentum` is out of range.
     """
 
     def __init__(self, *, momentum: float = 0.0, nesterov: bool = False) -> None:
@@ -45,7 +48,7 @@ class Dense(Stateful):
             yield Collective(ALL_REDUCE, (shard,))
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
-        """Nothing is ever left out: `shard` stays as it is."""
+        """See `Compressor.flush`; there is no residual, so `shard` stays as it is."""
 
     def _fold_momentum(self, shard: Tensor, layout: Layout) -> None:
         store = self.fields["momentum"]

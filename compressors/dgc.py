@@ -1,4 +1,4 @@
-"""Deep gradient compression: only the largest accumulated gradients travel, a thousandth of them by default.
+"""Deep gradient compression: only the largest accumulated gradients are sent, a thousandth of them by default.
 
 The optimizer's momentum moves in here (momentum correction), because a gradient that waits many steps would otherwise
 miss it; the optimizer then runs without momentum.
@@ -23,26 +23,31 @@ from gradwire.compressors.base import (
 )
 from gradwire.compressors.cast import CAST_DTYPES
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
-from gradwire.compressors.kernels.reference.dgc import DgcRule, DgcRun, DgcState
+from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState
 from gradwire.compressors.stateful import Stateful
 from gradwire.compressors.two_stage import SHARD_ALIGN
 
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
 """Source: Lin et al., ICLR 2018, section 3.3: four epochs of rising sparsity before the final one."""
 INDEX_NBYTES = 4
+"""Of an int32."""
 
 
 class DGC(Stateful):
     """The compressor "dgc".
 
     Args:
-        density: Share of each parameter's elements that travels, 0 < density <= 1; at least one element does.
+        density: Share of each parameter's elements that is sent, 0 < density <= 1; at least one element is.
         momentum: Of the momentum correction; the optimizer runs without.
         nesterov: Nesterov's momentum instead of the heavy ball.
         clip_norm: Clips each parameter's local gradient to this norm times group size^-1/2 before it is accumulated;
             0 clips nothing.
         warmup_steps: Steps over which the density falls from 0.25 to `density`, in four equal stages.
-        value_dtype: "float32", "float16" or "bfloat16": what the values travel as; the rounding stays in the total.
+        value_dtype: "float32", "float16" or "bfloat16": the dtype in which the values are sent; the rounding error
+            stays in the total.
+
+    Raises:
+        ValueError: An option is out of range.
     """
 
     def __init__(
@@ -78,7 +83,7 @@ class DGC(Stateful):
 
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:
         """See `Compressor.wire_nbytes`; of the current step's density."""
-        if self._travels_dense(group_size):
+        if self._is_sent_dense(group_size):
             return round(2 * (group_size - 1) / group_size * 4 * layout.numel)
         count = sum(self._count(item) for item in layout.slices)
         return (group_size - 1) * count * (INDEX_NBYTES + self.value_dtype.itemsize)
@@ -94,7 +99,7 @@ class DGC(Stateful):
         indices, values = self._select(shard, layout, group.size)
         sent = self._rounded(layout, indices, values)
         kernels = KERNELS_ON[shard.device.type]
-        if self._travels_dense(group.size):
+        if self._is_sent_dense(group.size):
             wide = sent.float()
             shard.zero_()
             kernels.scatter_add(indices, wide, shard)
@@ -111,13 +116,13 @@ class DGC(Stateful):
             )
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
-        """Adds what was not sent yet to `shard`, in place; it is forgotten when the step commits, the momentum not."""
+        """See `Compressor.flush`: the total is the residual."""
         total = self.fields["total"]
         if total.holds(layout):
             shard.add_(total.read(layout, shard.device))
             total.stage(layout, shard.device).zero_()
 
-    def _travels_dense(self, group_size: int) -> bool:
+    def _is_sent_dense(self, group_size: int) -> bool:
         """Whether a sum of sparse tensors costs less as a dense one: from 1 / group_size of the elements on."""
         return self.current_density * group_size >= 1.0
 
@@ -134,7 +139,7 @@ class DGC(Stateful):
         )
 
     def _scales(self, shard: Tensor, layout: Layout, group_size: int) -> Tensor | None:
-        """The factors that clip each parameter's gradient, float32; found on the device, so that the host need not wait."""
+        """Returns the factor that clips each slice's gradient, float32; computed on the device, without a wait."""
         if not self.clip_norm:
             return None
         limit = self.clip_norm * group_size**-0.5
@@ -160,7 +165,7 @@ class DGC(Stateful):
         return indices, values
 
     def _rounded(self, layout: Layout, indices: Tensor, values: Tensor) -> Tensor:
-        """Returns the values as they travel, and puts what the rounding takes away back into the staged total."""
+        """Returns the values as they are sent, and puts the rounding error into the staged total."""
         sent = values.to(self.value_dtype)
         if self.value_dtype != torch.float32:
             staged = self.fields["total"].stage(layout, values.device)
@@ -168,7 +173,7 @@ class DGC(Stateful):
         return sent
 
     def _everything(self, shard: Tensor, layout: Layout, group_size: int) -> None:
-        """Momentum as usual, and nothing held back: the shard becomes what the whole total would send."""
+        """Updates the momentum as usual, and replaces the shard by the whole total: nothing stays behind."""
         state = self._state(layout, shard.device)
         scales = self._scales(shard, layout, group_size)
         for number, item in enumerate(layout.slices):

@@ -1,4 +1,4 @@
-"""Which parameters of a shard PowerSGD takes as matrices, and where shards may be cut so that none is torn."""
+"""Which parameters of a shard PowerSGD compresses as matrices, and where shards may be cut so that none is divided."""
 
 import bisect
 import math
@@ -20,7 +20,7 @@ class MatrixSlice:
 
 
 def as_matrix(item: Slice, rank: int, min_compression_rate: float) -> MatrixSlice | None:
-    """Returns the slice as a matrix, or None where it is not whole, not 2-D, or would hardly shrink.
+    """Returns the slice as a matrix, or None where it is not whole, not 2-D, or would not shrink enough.
 
     Source: torch's PowerSGDState: compressed only if (rows + columns) * rank * min_compression_rate < rows * columns.
     """
@@ -35,14 +35,19 @@ def as_matrix(item: Slice, rank: int, min_compression_rate: float) -> MatrixSlic
 
 
 def cut_between(layout: Layout, parts: int, whole: Callable[[Slice], bool]) -> tuple[int, ...]:
-    """Cuts a bucket into `parts` runs, never inside a slice that is `whole`, so that the longest is as short as can be.
+    """Cuts a bucket into `parts` runs, never inside a slice that is `whole`, the longest as short as possible.
+
+    Args:
+        layout: Of the bucket.
+        parts: Number of runs; the last may be empty.
+        whole: Whether a slice must stay in one run.
 
     Returns:
         `parts + 1` ascending offsets from 0 to layout.numel.
     """
     edges = [0]
     for item in layout.slices:
-        if not whole(item):  # may be cut anywhere: 64 places are as good as all
+        if not whole(item):  # may be cut anywhere: 64 places are enough
             step = max(1, -(-item.numel // 64))
             edges += range(item.start + step, item.stop, step)
         edges.append(item.stop)

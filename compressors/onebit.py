@@ -7,7 +7,7 @@ from gradwire.compressors.base import Codec, Layout
 from gradwire.compressors.cast import CastCodec
 from gradwire.compressors.element_scale import ElementScale
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
-from gradwire.compressors.kernels.reference.codecs import onebit_nbytes
+from gradwire.compressors.kernels.reference import onebit_nbytes
 from gradwire.compressors.quantize import QuantizeCodec
 from gradwire.compressors.two_stage import TwoStage
 
@@ -32,16 +32,18 @@ class OneBitCodec:
         """See `Codec.decode`."""
         self.decode_reduce(payload.unsqueeze(0), None, flat)
 
-    def encode_residual(self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
+    def encode_residual(
+        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
+    ) -> None:
         """See `FusedCodec.encode_residual`."""
         if flat.numel():
-            KERNELS_ON[flat.device.type].onebit_encode(flat, residual, left, payload)
+            KERNELS_ON[flat.device.type].onebit_encode(flat, residual, new_residual, payload)
 
     def encode_pieces(
-        self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
+        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
     ) -> None:
         """See `PieceCodec.encode_pieces`."""
-        KERNELS_ON[flat.device.type].onebit_encode_pieces(flat, residual, left, payloads, width)
+        KERNELS_ON[flat.device.type].onebit_encode_pieces(flat, residual, new_residual, payloads, width)
 
     def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
         """See `PieceCodec.decode_pieces`."""
@@ -53,33 +55,38 @@ class OneBitCodec:
             KERNELS_ON[flat.device.type].onebit_decode_reduce(payloads, addend, flat)
 
     def reduce_encode(
-        self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int
+        self, payloads: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor, numel: int
     ) -> None:
         """See `PieceCodec.reduce_encode`."""
         if numel:
-            KERNELS_ON[payloads.device.type].onebit_serve(payloads, residual, left, answer, numel)
+            KERNELS_ON[payloads.device.type].onebit_reduce_encode(payloads, residual, new_residual, reduced, numel)
 
 
 def _return_codec(return_bits: int) -> Codec | None:
+    """Returns the codec of the return path; None is the one-bit codec itself."""
     if return_bits not in (1, 8, 16):
         raise ValueError(f"`return_bits` is {return_bits}; wanted 1, 8 or 16")
     return {1: None, 8: QuantizeCodec(8), 16: CastCodec("bfloat16")}[return_bits]
 
 
 class OneBit(TwoStage):
-    """The compressor "onebit": momentum before the compression, a dense start, two residuals, units for the elements.
+    """The compressor "onebit": momentum before the compression, a dense start, two residuals, a unit for each element.
 
-    The dense start shows how large each element usually is; afterwards elements are divided by that before their signs are
-    taken, and multiplied by it where they arrive (see `ElementScale`). Measured: without it the CNN of docs/reference/convergence.md
-    ended half a point of accuracy behind plain DDP, with it a tenth.
+    The dense start shows how large each element usually is; afterwards elements are divided by that before their signs
+    are taken, and multiplied by it after decoding (see `ElementScale`). Measured: without it the CNN of
+    docs/reference/convergence.md ended half a point of accuracy behind plain DDP, with it a tenth.
 
     Args:
         momentum: Folded in before the compression; the optimizer then runs without. Compressing plain gradients and
             applying momentum afterwards costs several points of accuracy, because what the sign leaves out is many
             gradients large and momentum amplifies it.
-        warmup_steps: Steps that travel dense at the start; 0 also means that all elements of a block count as equally large.
-        return_bits: Width of the return path: 1, 8 (int8) or 16 (bfloat16). Wider costs bytes and saves the second
-            quantisation's error.
+        warmup_steps: Steps at the start whose gradients are sent dense; 0 also means that all elements of a block count
+            as equally large.
+        return_bits: Bits an element on the return path, from the owners to all: 1, 8 (int8) or 16 (bfloat16). More bits
+            cost bytes and make the error of the second quantisation smaller.
+
+    Raises:
+        ValueError: An option is out of range.
     """
 
     def __init__(self, *, momentum: float = 0.9, warmup_steps: int = 100, return_bits: int = 1) -> None:

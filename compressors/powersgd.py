@@ -1,10 +1,10 @@
-"""PowerSGD: a gradient matrix travels as two thin factors, found by one step of power iteration with a warm start.
+"""PowerSGD: a gradient matrix is sent as two thin factors, found by one step of power iteration with a warm start.
 
     D_w = gradient_w + residual_w         P = orthonormal(sum_w D_w Q)
     Q_w = D_w^T P                         out = P (sum_w Q_w)^T        residual_w = D_w - P Q_w^T
 
 The residual is what this rank's own factor leaves out, not its distance from the mean of all ranks: the sum of the
-outputs is the same, and the residual stays bounded instead of wandering off.
+outputs is the same, and the residual stays bounded.
 Source: Vogels et al., PowerSGD, NeurIPS 2019, algorithms 1 and 2.
 """
 
@@ -36,12 +36,15 @@ class PowerSGD(Stateful):
 
     Args:
         rank: Columns of the factors: the more, the closer and the larger.
-        warmup_steps: Steps that travel dense at the start (torch: start_powerSGD_iter).
-        min_compression_rate: Matrices that shrink by less travel dense, exactly.
+        warmup_steps: Steps at the start whose gradients are sent dense (torch: start_powerSGD_iter).
+        min_compression_rate: Matrices that shrink by less are sent dense, exactly.
         use_error_feedback: Keep what the factors leave out and add it to the next step's gradient.
         warm_start: Begin with the last step's factor instead of random numbers.
         random_seed: Of the first factors.
-        factor_dtype: "float32", "float16" or "bfloat16": what the factors travel as.
+        factor_dtype: "float32", "float16" or "bfloat16": the dtype in which the factors are sent.
+
+    Raises:
+        ValueError: An option is out of range.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class PowerSGD(Stateful):
         self._staged_factors: dict[str, Tensor] = {}
 
     def matrix(self, item: Slice) -> MatrixSlice | None:
-        """Returns the slice as the matrix it is compressed as, or None where it travels dense."""
+        """Returns the slice as the matrix it is compressed as, or None where it is sent dense."""
         return as_matrix(item, self.rank, self.min_compression_rate)
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
@@ -100,7 +103,7 @@ class PowerSGD(Stateful):
         p_flat, p = _stack(matrices, [found.rows for found in matrices], sum(item.numel for item in dense), shard)
         q_flat, q_own = _stack(matrices, [found.columns for found in matrices], 0, shard)
         q_total = torch.empty_like(q_flat)  # before the first write to `shard`: out of memory leaves it intact
-        residual, left = self._residual(shard, layout, matrices)
+        residual, new_residual = self._residual(shard, layout, matrices)
         kernels = KERNELS_ON[shard.device.type]
         for found, p_part, q_part in zip(matrices, p, q, strict=True):
             kernels.powersgd_project(_view(shard, found), _maybe_view(residual, found), q_part, p_part)
@@ -112,11 +115,11 @@ class PowerSGD(Stateful):
         yield from self._reduce_q(q_flat, q_total, group)
         q_sum = [q_total[part.storage_offset() : part.storage_offset() + part.numel()].view_as(part) for part in q_own]
         for found, p_part, own, total in zip(matrices, p, q_own, q_sum, strict=True):
-            kernels.powersgd_restore(_view(shard, found), _maybe_view(left, found), p_part, own, total)
+            kernels.powersgd_restore(_view(shard, found), _maybe_view(new_residual, found), p_part, own, total)
             self._staged_factors[found.item.name] = total
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
-        """Adds what was left out so far to `shard`, in place; it is forgotten when the step commits."""
+        """See `Compressor.flush`."""
         store = self.fields.get("residual")
         if store is not None and store.holds(layout):
             shard.add_(store.read(layout, shard.device))
@@ -164,7 +167,7 @@ class PowerSGD(Stateful):
         }
         self._staged_factors.clear()
 
-    def _takes(self, key: str, value: StateValue) -> bool:
+    def _checks(self, key: str, value: StateValue) -> bool:
         if not key.startswith("factor/"):
             return False
         if not isinstance(value, Tensor) or value.dim() != 2 or value.dtype != torch.float32:
@@ -180,16 +183,16 @@ class PowerSGD(Stateful):
     def _residual(
         self, shard: Tensor, layout: Layout, matrices: list[MatrixSlice]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the residual and where the new one goes; what belongs to dense slices is paid back here."""
+        """Returns the residual and the buffer for the new one; the residual of dense slices is added to them here."""
         store = self.fields.get("residual")
         if store is None:
             return None, None
-        residual, left = store.read(layout, shard.device), store.stage(layout, shard.device)
+        residual, new_residual = store.read(layout, shard.device), store.stage(layout, shard.device)
         for item in layout.slices:
             if self.matrix(item) is None:
                 shard[item.start : item.stop] += residual[item.start : item.stop]
-                left[item.start : item.stop] = 0.0
-        return residual, left
+                new_residual[item.start : item.stop] = 0.0
+        return residual, new_residual
 
     def _key(self, found: MatrixSlice) -> int:
         return mix_key(self.random_seed, self.step, name_key(found.item.name))
@@ -222,17 +225,17 @@ class PowerSGD(Stateful):
             at += item.numel
 
     def _reduce_q(self, own: Tensor, total: Tensor, group: Member) -> Iterator[Collective]:
-        """Sums the factors Q into `total`; with a cast, `own` becomes this rank's share of the sum as it arrived."""
+        """Sums the factors Q into `total`; with a cast, `own` becomes this rank's part of the sum, as rounded."""
         if self.codec is None:
             yield Collective(ALL_REDUCE, (total,))
             return
         parts = Parts(own.numel(), group.size).bounds(group.rank)
-        worker_left = torch.zeros_like(own)
-        server_left = torch.zeros(parts[1] - parts[0], device=own.device)
-        residuals = Residuals(None, worker_left, None, server_left)
+        new_worker = torch.zeros_like(own)
+        new_server = torch.zeros(parts[1] - parts[0], device=own.device)
+        residuals = Residuals(None, new_worker, None, new_server)
         yield from two_stage(own, total, group, self.codec, self.codec, residuals)
-        own.sub_(worker_left)
-        own[parts[0] : parts[1]].sub_(server_left)
+        own.sub_(new_worker)
+        own[parts[0] : parts[1]].sub_(new_server)
 
 
 def _stack(matrices: list[MatrixSlice], widths: list[int], extra: int, like: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from gradwire.compressors.base import Codec, Layout
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.kernels.hashing import mix_key, name_key
-from gradwire.compressors.kernels.reference.codecs import quantize_nbytes
+from gradwire.compressors.kernels.reference import quantize_nbytes
 from gradwire.compressors.two_stage import TwoStage
 
 
@@ -35,10 +35,12 @@ class QuantizeCodec:
         """See `Codec.decode`."""
         self.decode_reduce(payload.unsqueeze(0), None, flat)
 
-    def encode_residual(self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
+    def encode_residual(
+        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
+    ) -> None:
         """See `FusedCodec.encode_residual`."""
         if flat.numel():
-            KERNELS_ON[flat.device.type].quantize_encode(self.bits, flat, residual, left, payload, self.key)
+            KERNELS_ON[flat.device.type].quantize_encode(self.bits, flat, residual, new_residual, payload, self.key)
 
     def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
         """See `FusedCodec.decode_reduce`."""
@@ -46,22 +48,24 @@ class QuantizeCodec:
             KERNELS_ON[flat.device.type].quantize_decode_reduce(self.bits, payloads, addend, flat)
 
     def encode_pieces(
-        self, flat: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
+        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
     ) -> None:
         """See `PieceCodec.encode_pieces`."""
-        KERNELS_ON[flat.device.type].quantize_encode_pieces(self.bits, flat, residual, left, payloads, width, self.key)
+        KERNELS_ON[flat.device.type].quantize_encode_pieces(
+            self.bits, flat, residual, new_residual, payloads, width, self.key
+        )
 
     def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
         """See `PieceCodec.decode_pieces`."""
         KERNELS_ON[flat.device.type].quantize_decode_pieces(self.bits, payloads, flat, width)
 
     def reduce_encode(
-        self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int
+        self, payloads: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor, numel: int
     ) -> None:
         """See `PieceCodec.reduce_encode`."""
         if numel:
-            KERNELS_ON[payloads.device.type].quantize_serve(
-                self.bits, payloads, residual, left, answer, numel, self.key
+            KERNELS_ON[payloads.device.type].quantize_reduce_encode(
+                self.bits, payloads, residual, new_residual, reduced, numel, self.key
             )
 
 
@@ -73,7 +77,10 @@ class Quantize(TwoStage):
         stochastic: Round at random without bias, instead of to the nearest level.
         seed: Of the random rounding; the numbers depend on (seed, step, rank, parameter, element) alone.
         residual: Feed the rounding error back.
-        warmup_steps: Steps that travel dense at the start.
+        warmup_steps: Steps at the start whose gradients are sent dense.
+
+    Raises:
+        ValueError: `warmup_steps` is negative.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Compressors by name: the table, the strict check of options, and the way in for a user's own."""
+"""Compressors by name: the table, the strict check of options, and the registration of a user's own."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -32,19 +32,22 @@ _factories: dict[str, Factory] = {
 
 
 def names() -> tuple[str, ...]:
-    """Returns what `compressor=` takes, in the order of registration."""
+    """Returns the values that `compressor=` accepts, in the order of registration."""
     return tuple(_factories)
 
 
 def register_compressor(name: str, factory: Factory) -> None:
     """Makes `compressor=name` call `factory(**compressor_options)`.
 
+    Call it on every rank, before the compressor is named.
+
     Args:
         name: Must be new.
-        factory: Its keyword-only parameters are the options; unknown ones are refused before it is called.
+        factory: Returns a new `Compressor`, whose `name` should be `name`. Its keyword-only parameters are the options;
+            unknown options are refused before it is called, and so are values of another type than the default's.
 
     Raises:
-        ValueError: `name` is taken.
+        ValueError: `name` is already registered.
     """
     if name in _factories:
         raise ValueError(f"`name` {name!r} is taken; registered are {', '.join(_factories)}: choose another")
@@ -54,12 +57,15 @@ def register_compressor(name: str, factory: Factory) -> None:
 def register_codec(name: str, codec: Callable[[], Codec]) -> None:
     """Makes `compressor=name` use a user's codec, with residuals and the two-stage exchange around it.
 
+    Call it on every rank, before the compressor is named. The options of the compressor are `residual` (True),
+    `momentum` (0.0) and `warmup_steps` (0); see `TwoStage`.
+
     Args:
         name: Must be new.
-        codec: Called once a compressor; the options are those of TwoStage but `back`.
+        codec: A class, or a function without arguments, that returns a `Codec`; called once for each compressor made.
 
     Raises:
-        ValueError: `name` is taken.
+        ValueError: `name` is already registered.
     """
 
     def factory(*, residual: bool = True, momentum: float = 0.0, warmup_steps: int = 0) -> Compressor:
@@ -71,8 +77,11 @@ def register_codec(name: str, codec: Callable[[], Codec]) -> None:
 def options_of(name: str) -> dict[str, Option]:
     """Returns the options of a compressor and their defaults.
 
+    Args:
+        name: One of `names()`.
+
     Raises:
-        ValueError: No such compressor.
+        ValueError: No compressor is registered under that name.
     """
     if name not in _factories:
         raise ValueError(f"`compressor` is {name!r}; wanted one of {', '.join(_factories)}")
@@ -89,7 +98,7 @@ def make(name: str, options: Mapping[str, Option] | None = None) -> Compressor:
 
     Raises:
         ValueError: An unknown compressor or option, or a value out of range.
-        TypeError: A value of another kind than the option's default.
+        TypeError: A value of another type than the option's default.
     """
     valid = options_of(name)
     for option, value in (options or {}).items():
@@ -98,12 +107,12 @@ def make(name: str, options: Mapping[str, Option] | None = None) -> Compressor:
                 f"`compressor_options` has {option!r}, which {name!r} does not take; "
                 f"it takes {', '.join(sorted(valid)) or 'no options'}"
             )
-        _check_kind(name, option, value, valid[option])
+        _check_type(name, option, value, valid[option])
     return _factories[name](**dict(options or {}))
 
 
-def _check_kind(name: str, option: str, value: Option, default: Option) -> None:
-    """Refuses a value of another kind than the default's; an int passes as a float, a bool as nothing else."""
+def _check_type(name: str, option: str, value: Option, default: Option) -> None:
+    """Refuses a value of another type than the default's; an int passes for a float, but a bool for neither."""
     if default is None or value is None or isinstance(default, type):  # a user's option may have no default
         return
     kind = type(default)

@@ -21,7 +21,7 @@ class _Shard:
     spare: Tensor | None = None
     staged: bool = False
     settled: bool = False
-    """Whether `ElementStore.settle` has been here."""
+    """Whether `ElementStore.settle` has replaced its zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ElementStore:
         self._lock = threading.Lock()
 
     def read(self, layout: Layout, device: torch.device) -> Tensor:
-        """Returns the committed values for `layout`, 1-D; a view of the store, to be left unchanged."""
+        """Returns the committed values for `layout`, 1-D float32; a view of the store, not to be changed."""
         with self._lock:
             shard = self._shards.get(layout)
             if shard is None:
@@ -60,7 +60,7 @@ class ElementStore:
             return shard.value
 
     def settle(self, layout: Layout, device: torch.device, default: float) -> Tensor:
-        """Returns what `read` does, after a lasting `default` has taken the place of every zero."""
+        """Returns what `read` does, after replacing every stored zero by `default`, in the store too."""
         value = self.read(layout, device)
         with self._lock:
             shard = self._shards[layout]
@@ -70,7 +70,7 @@ class ElementStore:
         return value
 
     def stage(self, layout: Layout, device: torch.device) -> Tensor:
-        """Returns an uninitialised 1-D buffer for the values that take effect at `commit`."""
+        """Returns an uninitialised 1-D float32 buffer for the values that take effect at `commit`."""
         value = self.read(layout, device)
         with self._lock:
             shard = self._shards[layout]
@@ -86,7 +86,7 @@ class ElementStore:
                 shard.value, shard.spare, shard.staged = shard.spare, shard.value, False
 
     def drop(self) -> None:
-        """Forgets what was staged: the stored values stay as they are."""
+        """Discards what was staged: the stored values stay as they are."""
         for shard in self._shards.values():
             shard.staged = False
 
@@ -116,7 +116,7 @@ class ElementStore:
             return self._assemble(layout, device) if shard is None else shard.value.to(device)
 
     def adopt(self, layout: Layout, flat: Tensor) -> None:
-        """Adds `flat` (1-D, layout.numel) to the stored values of `layout`, and keeps a copy of the sum."""
+        """Adds `flat` (1-D float32, layout.numel) to the stored values of `layout`; keeps a copy, not `flat`."""
         with self._lock:
             shard = self._shards.pop(layout, None)
             held = self._assemble(layout, flat.device) if shard is None else shard.value.to(flat.device)
@@ -136,7 +136,7 @@ class ElementStore:
         yield from sorted(everything, key=lambda piece: (piece.name, piece.start))
 
     def replace(self, pieces: list[Piece]) -> None:
-        """Forgets everything and holds `pieces` instead."""
+        """Replaces everything that is stored by `pieces`."""
         with self._lock:
             self._shards.clear()
             self._pieces = list(pieces)

@@ -1,4 +1,4 @@
-"""Several compressors side by side: each takes the parameters that the rules give it."""
+"""Several compressors side by side: the rules say which one compresses a parameter."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ SEPARATOR = "|"
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The part of a shard that one compressor takes."""
+    """The part of a shard that one compressor handles."""
 
     layout: Layout
     """As the compressor sees it: its slices, moved together."""
@@ -69,7 +69,11 @@ class Routed:
     Args:
         name: The main compressor.
         options: Of the main compressor.
-        rules: The first that matches a parameter decides; parameters that none matches take the main compressor.
+        rules: The first that matches a parameter decides; parameters that none matches go to the main compressor.
+
+    Raises:
+        ValueError: An unknown compressor or option, or a value out of range.
+        TypeError: An option's value of the wrong type.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class Routed:
         self._known: dict[Layout, list[tuple[Compressor, Selection]]] = {}
 
     def route_of(self, layout: Layout, index: int) -> int:
-        """Returns the number of the route that the slice takes: 0 for the main one, else 1 + the rule's number.
+        """Returns the number of the slice's compressor in `routes`: 0 for the main one, else 1 + the rule's number.
 
         A bucket whose slices are ordered by it costs no copy, because every route is then one run.
         """
@@ -250,6 +254,6 @@ def make_routed(
 
     Raises:
         ValueError: An unknown compressor, option or rule field, or a value out of range.
-        TypeError: An option's value of the wrong kind.
+        TypeError: An option's value of the wrong type.
     """
     return make(name, options) if name == "none" and not rules else Routed(name, options, rules_from(rules))

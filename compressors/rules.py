@@ -19,15 +19,15 @@ class Rule:
     max_numel: int | None = None
     """Matches parameters of at most this many elements; None matches any."""
     compressor: str = "none"
-    """What the parameters that match travel with."""
+    """Name of the compressor for the parameters that match."""
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     """Options of that compressor."""
 
     def matches(self, item: Slice) -> bool:
         """Whether the rule applies to the parameter that `item` is a part of."""
-        return self.takes(item.name, item.shape)
+        return self.matches_parameter(item.name, item.shape)
 
-    def takes(self, name: str, shape: Sequence[int]) -> bool:
+    def matches_parameter(self, name: str, shape: Sequence[int]) -> bool:
         """Whether the rule applies to a parameter of that name and shape."""
         return (
             fnmatchcase(name, self.pattern)
@@ -37,15 +37,15 @@ class Rule:
 
 
 DEFAULT_RULES = (Rule(max_dim=1), Rule(max_numel=1023))
-"""Biases, norms and whatever is smaller than a block travel dense: they cost few bytes and react badly to noise.
+"""Biases, norms and whatever is smaller than a block are sent dense: they cost few bytes and are sensitive to noise.
 
 Source: both the authors' DGC code and PowerSGD (NeurIPS 2019, section 3) leave parameters of one dimension dense.
 """
 
 
 def first_match(rules: Sequence[Rule], name: str, shape: Sequence[int]) -> Rule | None:
-    """Returns the rule that decides about a parameter, or None where the main compressor takes it."""
-    return next((rule for rule in rules if rule.takes(name, shape)), None)
+    """Returns the rule that decides about a parameter, or None where the main compressor is used."""
+    return next((rule for rule in rules if rule.matches_parameter(name, shape)), None)
 
 
 def rules_from(items: Sequence[Rule | Mapping[str, object]]) -> tuple[Rule, ...]:

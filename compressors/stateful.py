@@ -12,7 +12,14 @@ from gradwire.compressors.residual import ElementStore, Piece
 class Stateful:
     """State of one compressor on one rank: named element stores, the step count, and the model's parameters.
 
-    A key of the state dict is `<field>/<start>/<parameter name>`: the run of that parameter from element `start` on.
+    A compressor derives from it and implements `partition`, `wire_nbytes`, `all_reduce` and `flush`. In a step it reads
+    `self.fields[field].read(layout, device)` and writes into `self.fields[field].stage(layout, device)`, which
+    `end_step` commits or discards. A key of the state dict is `<field>/<start>/<parameter name>`: the run of that
+    parameter from element `start` on.
+
+    Args:
+        name: What the user writes as `compressor=`.
+        fields: Names of what is stored for each gradient element: "residual", "momentum".
     """
 
     def __init__(self, name: str, fields: Iterable[str] = ()) -> None:
@@ -23,11 +30,7 @@ class Stateful:
         self._numels: dict[str, int] = {}
 
     def bind_model(self, numels: Mapping[str, int]) -> None:
-        """Tells which parameters the model has, so that another model's state can be refused.
-
-        Args:
-            numels: Elements of each parameter, by name.
-        """
+        """See `Compressor.bind_model`."""
         self._numels = dict(numels)
 
     def end_step(self, finite: bool) -> None:
@@ -42,7 +45,7 @@ class Stateful:
             store.rescale(factor)
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
-        """Removes and returns all that is stored about the elements of `layout`.
+        """See `Compressor.export`: removes and returns all that is stored about the elements of `layout`.
 
         Returns:
             2-D float32 (fields, layout.numel), zero where this rank holds nothing: the sum of the ranks' exports is
@@ -54,7 +57,7 @@ class Stateful:
         return rows
 
     def adopt(self, layout: Layout, rows: Tensor) -> None:
-        """Adds `rows`, as returned by `export` for this layout, to the state."""
+        """See `Compressor.adopt`."""
         for store, row in zip(self.fields.values(), rows, strict=True):
             store.adopt(layout, row)
 
@@ -89,13 +92,13 @@ class Stateful:
             raise ValueError(f"`state['step']` is {step!r}; wanted the number of steps, an integer >= 0")
         pieces: dict[str, list[Piece]] = {field: [] for field in self.fields}
         for key, value in state.items():
-            if key not in ("compressor", "step") and not self._takes(key, value):
+            if key not in ("compressor", "step") and not self._checks(key, value):
                 piece = self._check_piece(key, value, pieces)
                 pieces[key.split("/", 1)[0]].append(piece)
         return pieces
 
-    def _takes(self, key: str, value: StateValue) -> bool:
-        """Whether an entry is none of the element stores': for compressors with state of other shapes."""
+    def _checks(self, key: str, value: StateValue) -> bool:
+        """Whether a subclass has checked the entry itself, because it belongs to state of another shape."""
         return False
 
     def _check_piece(self, key: str, value: StateValue, pieces: dict[str, list[Piece]]) -> Piece:
@@ -119,7 +122,7 @@ class Stateful:
         """Refuses an entry for a parameter that the model does not have, or has with fewer than `stop` elements.
 
         Raises:
-            ValueError: As said; never where `bind_model` was not called.
+            ValueError: The model has no such parameter, or it is smaller; never where `bind_model` was not called.
         """
         if not self._numels:
             return

@@ -1,4 +1,4 @@
-"""The two-stage all-reduce of payloads that cannot be summed, and the compressor that any codec becomes with it.
+"""The two-stage all-reduce of payloads that cannot be summed, and the compressor that it makes of any codec.
 
 All-to-all, decode and sum, all-gather: each rank owns one part of the shard. It receives everybody's payload of that
 part, sums the decoded payloads in float32, encodes the sum once more and sends it to all. With W ranks a rank sends
@@ -27,7 +27,7 @@ from gradwire.compressors.base import (
     check_gradient,
     even_bounds,
 )
-from gradwire.compressors.kernels.pieces import decode_each, encode_each
+from gradwire.compressors.kernels.reference.pieces import decode_each, encode_each
 from gradwire.compressors.stateful import Stateful
 
 PART_ALIGN = 64
@@ -39,37 +39,73 @@ SHARD_ALIGN = 1024
 
 @runtime_checkable
 class FusedCodec(Codec, Protocol):
-    """A codec that also handles the residual, and the sum of several payloads, without a pass of its own."""
+    """A codec that also handles the residual, and the sum of several payloads, without an extra pass over memory."""
 
     def encode_residual(
         self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
     ) -> None:
-        """Encodes p = flat + residual; writes p - decode(payload) to `new_residual`, which may be `residual`."""
+        """Encodes p = flat + residual.
+
+        Args:
+            flat: (n) float32.
+            residual: (n) float32, or None.
+            new_residual: (n) float32, overwritten with p - decode(payload); may be `residual`, or None.
+            payload: (wire_nbytes(n)) uint8, overwritten.
+        """
 
     def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
-        """Writes addend + decode(payloads[0]) + decode(payloads[1]) + ... into `flat`."""
+        """Writes addend + decode(payloads[0]) + decode(payloads[1]) + ..., in this order, into `flat`.
+
+        Args:
+            payloads: (workers, wire_nbytes(n)) uint8; rows may be apart.
+            addend: (n) float32, or None.
+            flat: (n) float32, overwritten.
+        """
 
 
 @runtime_checkable
 class PieceCodec(FusedCodec, Protocol):
-    """A codec that does each stage of the exchange at once: one launch on CUDA, however many owners there are."""
+    """A codec that does each stage of the exchange in one call: one launch on CUDA, however many owners there are."""
 
     def encode_pieces(
         self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
     ) -> None:
-        """Encodes each run of `width` elements of flat + residual into its row of `payloads`; as encode_residual."""
+        """Encodes each run of `width` elements of flat + residual into its row of `payloads`, as encode_residual.
+
+        Args:
+            flat: (n) float32, n >= 1.
+            residual: (n) float32, or None.
+            new_residual: (n) float32, overwritten with what the payloads leave out; may be `residual`, or None.
+            payloads: (pieces, wire_nbytes(width)) uint8; each row is overwritten up to its payload's own size, and all
+                of it where the piece is full.
+            width: Elements of a piece; the last piece may be shorter.
+        """
 
     def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
-        """Decodes each row of `payloads` into its run of `width` elements of `flat`."""
+        """Decodes each row of `payloads` into its run of `width` elements of `flat`.
+
+        Args:
+            payloads: (pieces, wire_nbytes(width)) uint8.
+            flat: (n) float32, n >= 1, overwritten.
+            width: Elements of a piece; the last piece may be shorter.
+        """
 
     def reduce_encode(
         self, payloads: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor, numel: int
     ) -> None:
-        """Encodes the sum of all payloads plus `residual` into `reduced`, and what is left out into `new_residual`."""
+        """Encodes the sum of the decoded payloads plus `residual`: the owner's stage.
+
+        Args:
+            payloads: (workers, wire_nbytes(numel)) uint8; rows may be apart.
+            residual: (numel) float32, or None.
+            new_residual: (numel) float32, overwritten with what `reduced` leaves out; may be `residual`, or None.
+            reduced: (wire_nbytes(numel)) uint8, overwritten.
+            numel: Elements of the owner's part; may be 0.
+        """
 
 
 def encode(codec: Codec, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor) -> None:
-    """Encodes flat + residual into `payload` and writes what the payload leaves out into `new_residual`."""
+    """Does what FusedCodec.encode_residual does, with any codec."""
     if isinstance(codec, FusedCodec):
         codec.encode_residual(flat, residual, new_residual, payload)
         return
@@ -84,7 +120,7 @@ def encode(codec: Codec, flat: Tensor, residual: Tensor | None, new_residual: Te
 def encode_pieces(
     codec: Codec, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
 ) -> None:
-    """Encodes each run of `width` elements of flat + residual into its row of `payloads`."""
+    """Does what PieceCodec.encode_pieces does, with any codec and any number of elements."""
     if not flat.numel():
         return
     if isinstance(codec, PieceCodec):
@@ -94,7 +130,7 @@ def encode_pieces(
 
 
 def decode_pieces(codec: Codec, payloads: Tensor, flat: Tensor, width: int) -> None:
-    """Decodes each row of `payloads` into its run of `width` elements of `flat`."""
+    """Does what PieceCodec.decode_pieces does, with any codec and any number of elements."""
     if not flat.numel():
         return
     if isinstance(codec, PieceCodec):
@@ -104,7 +140,7 @@ def decode_pieces(codec: Codec, payloads: Tensor, flat: Tensor, width: int) -> N
 
 
 def decode_sum(codec: Codec, payloads: Tensor, flat: Tensor) -> None:
-    """Writes the sum of the decoded rows of `payloads` into `flat`, added in row order."""
+    """Does what FusedCodec.decode_reduce does without an addend, with any codec."""
     if isinstance(codec, FusedCodec):
         codec.decode_reduce(payloads, None, flat)
         return
@@ -124,7 +160,7 @@ def reduce_encode(
     reduced: Tensor,
     numel: int,
 ) -> None:
-    """The owner's stage: sums the decoded payloads, and encodes the sum plus its residual with `return_codec`."""
+    """Does what PieceCodec.reduce_encode does, with any two codecs: `return_codec` encodes the sum."""
     if return_codec is codec and isinstance(codec, PieceCodec):
         codec.reduce_encode(payloads, residual, new_residual, reduced, numel)
         return
@@ -135,7 +171,7 @@ def reduce_encode(
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How a shard of `numel` elements is shared out between `size` owners."""
+    """How a shard of `numel` elements is divided between `size` owners."""
 
     numel: int
     size: int
@@ -147,17 +183,17 @@ class Parts:
 
     @property
     def full(self) -> int:
-        """Parts of the full width."""
+        """Number of parts of the full width."""
         return self.numel // self.width if self.numel else 0
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """First element of the rank's part, and one past its last."""
+        """Returns the first element of the rank's part, and one past its last."""
         return min(self.numel, rank * self.width), min(self.numel, (rank + 1) * self.width)
 
 
 @dataclass(frozen=True, slots=True)
 class Residuals:
-    """Where two_stage finds and leaves what was left out; every tensor is 1-D float32, or None without residuals."""
+    """The residuals of one exchange; every tensor is 1-D float32, or None without residuals."""
 
     worker: Tensor | None = None
     """(numel) What this rank's payloads have left out so far."""
@@ -172,8 +208,8 @@ class Residuals:
 def _blank(codec: Codec, rows: int, nbytes: int, full: int, device: torch.device) -> Tensor:
     """Returns (rows, nbytes) uint8 for payloads, the first `full` of which fill their rows.
 
-    What nobody may write is zero, so that no old memory travels: behind a shorter payload, and all over with a user's
-    codec, which may leave bytes as they are.
+    What may stay unwritten is zero, so that no old memory is sent: the bytes behind a shorter payload, and with a
+    user's codec, which need not write every byte, the whole tensor.
     """
     payloads = torch.empty(rows, nbytes, dtype=torch.uint8, device=device)
     payloads[full if isinstance(codec, PieceCodec) else 0 :].zero_()
@@ -191,7 +227,7 @@ def two_stage(
         group: The ranks to sum over.
         codec: Encodes what goes to the owners.
         return_codec: Encodes the owners' sums.
-        residuals: Read, and its `new_*` tensors written.
+        residuals: Read; its `new_*` tensors are overwritten.
 
     Yields:
         Two collectives: all-to-all, all-gather.
@@ -223,7 +259,7 @@ def two_stage(
 
 
 def two_stage_nbytes(numel: int, group_size: int, codec: Codec, return_codec: Codec) -> int:
-    """Bytes that one rank sends in `two_stage`: everybody else's parts, then its own reduced part to everybody."""
+    """Returns the bytes that one rank sends in `two_stage`: the others' parts, then its reduced part to each."""
     width = Parts(numel, group_size).width
     return (group_size - 1) * (codec.wire_nbytes(width) + return_codec.wire_nbytes(width))
 
@@ -238,7 +274,10 @@ class TwoStage(Stateful):
         residual: Keep what a payload leaves out and add it to the next step's gradient (error feedback).
         momentum: Factor of a momentum that is folded in before the compression: u = momentum * u + gradient is
             what travels. The optimizer then runs without momentum. 0 folds in none.
-        warmup_steps: Steps that travel dense at the start.
+        warmup_steps: Steps at the start whose gradients are sent dense.
+
+    Raises:
+        ValueError: `momentum` or `warmup_steps` is out of range.
 
     Source: Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, algorithm 2 (residual).
     """
@@ -296,28 +335,28 @@ class TwoStage(Stateful):
         return self.codec
 
     def units_of(self, layout: Layout, device: torch.device) -> Tensor | None:
-        """Returns what each element is divided by before it is encoded; residuals are kept in these units too.
+        """Returns what each element is divided by before it is encoded, (layout.numel) float32; None for nothing.
 
-        None divides by nothing: compressors that know the elements' sizes override this. All ranks of a group must have
-        the same bits.
+        Residuals are kept in these units too. Compressors that know the elements' sizes override this; all ranks of a
+        group must return the same bits.
         """
         return None
 
     def observe(self, total: Tensor, layout: Layout) -> None:
-        """Is shown the sum of every dense step of the start, the same on all ranks; to be overridden."""
+        """Is called with the sum of every dense step at the start, 1-D float32, the same bits on all ranks."""
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
-        """Adds what this rank has left out so far to `shard`, in place; it is forgotten when the step commits."""
+        """See `Compressor.flush`; both residuals count."""
         if not self.residual:
             return
         self._fold_server(layout, shard.device)
         if self.fields["residual"].holds(layout):
-            left_out, units = self.fields["residual"].read(layout, shard.device), self.units_of(layout, shard.device)
-            shard.add_(left_out if units is None else left_out * units)
+            residual, units = self.fields["residual"].read(layout, shard.device), self.units_of(layout, shard.device)
+            shard.add_(residual if units is None else residual * units)
             self.fields["residual"].stage(layout, shard.device).zero_()
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
-        """See `Stateful.export`; what the server left out is counted with the worker's."""
+        """See `Stateful.export`; the server residual is added to the worker residual."""
         if self.residual:
             self._fold_server(layout, device)
         return super().export(layout, device)
@@ -353,6 +392,6 @@ class TwoStage(Stateful):
         )
 
     def _fold_server(self, layout: Layout, device: torch.device) -> None:
-        """Moves what this rank's reduced payloads left out into its worker residual: the sum of both is what counts."""
+        """Adds this rank's server residual to its worker residual, which has the same effect on the next sum."""
         if self.fields["server"].holds(layout):
             self.fields["residual"].adopt(layout, self.fields["server"].export(layout, device))

@@ -1,1 +1,1 @@
-"""What do the machines look like?"""
+"""What the machines of a job consist of, and how fast their links are. Needs no torch."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradwire.compressors.kernels import native
 from gradwire.compressors.kernels.cuda.pack import PackTable
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
-from gradwire.compressors.kernels.reference.dgc import DgcRule, DgcState
+from gradwire.compressors.kernels.reference import DgcRule, DgcState
 from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.quantize import QuantizeCodec
 

@@ -1,4 +1,4 @@
-"""The door to the kernels: picks the compiled ones, CUDA's or the reference by the tensor's device."""
+"""Chooses the kernels by the tensor's device: the compiled ones, CUDA's, or the reference."""
 
 import logging
 from collections.abc import Sequence
@@ -7,31 +7,35 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from gradwire.compressors.kernels.reference import codecs as reference
-from gradwire.compressors.kernels.reference.dgc import DgcRule, DgcRun, DgcState
+from gradwire.compressors.kernels import reference
+from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState
 
 logger = logging.getLogger("gradwire")
 
 
 class Kernels(Protocol):
-    """What a set of kernels offers; compressors/kernels/reference/codecs.py documents and defines each of them."""
+    """What a set of kernels offers; compressors/kernels/reference/ defines and documents each of them."""
 
     def cast_encode(
-        self, gradient: Tensor, scale: float, residual: Tensor | None, left: Tensor | None, target: Tensor
+        self, gradient: Tensor, scale: float, residual: Tensor | None, new_residual: Tensor | None, target: Tensor
     ) -> None:
         """See reference.cast_encode."""
 
     def cast_decode_reduce(self, sources: Tensor, addend: Tensor | None, target: Tensor) -> None:
         """See reference.cast_decode_reduce."""
 
-    def cast_serve(self, sources: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor) -> None:
-        """See reference.cast_serve."""
+    def cast_reduce_encode(
+        self, sources: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor
+    ) -> None:
+        """See reference.cast_reduce_encode."""
 
-    def onebit_encode(self, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
+    def onebit_encode(
+        self, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
+    ) -> None:
         """See reference.onebit_encode."""
 
     def onebit_encode_pieces(
-        self, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
+        self, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
     ) -> None:
         """See reference.onebit_encode_pieces."""
 
@@ -41,17 +45,17 @@ class Kernels(Protocol):
     def onebit_decode_reduce(self, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
         """See reference.onebit_decode_reduce."""
 
-    def onebit_serve(
-        self, payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int
+    def onebit_reduce_encode(
+        self, payloads: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor, numel: int
     ) -> None:
-        """See reference.onebit_serve."""
+        """See reference.onebit_reduce_encode."""
 
     def quantize_encode(
         self,
         bits: int,
         gradient: Tensor,
         residual: Tensor | None,
-        left: Tensor | None,
+        new_residual: Tensor | None,
         payload: Tensor,
         key: int | None,
     ) -> None:
@@ -62,7 +66,7 @@ class Kernels(Protocol):
         bits: int,
         gradient: Tensor,
         residual: Tensor | None,
-        left: Tensor | None,
+        new_residual: Tensor | None,
         payloads: Tensor,
         width: int,
         key: int | None,
@@ -75,17 +79,17 @@ class Kernels(Protocol):
     def quantize_decode_reduce(self, bits: int, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
         """See reference.quantize_decode_reduce."""
 
-    def quantize_serve(
+    def quantize_reduce_encode(
         self,
         bits: int,
         payloads: Tensor,
         residual: Tensor | None,
-        left: Tensor | None,
-        answer: Tensor,
+        new_residual: Tensor | None,
+        reduced: Tensor,
         numel: int,
         key: int | None,
     ) -> None:
-        """See reference.quantize_serve."""
+        """See reference.quantize_reduce_encode."""
 
     def dgc_step(self, gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
         """See reference.dgc_step."""
@@ -111,7 +115,9 @@ class Kernels(Protocol):
     def powersgd_back_project(self, matrix: Tensor, p: Tensor, q: Tensor) -> None:
         """See reference.powersgd_back_project."""
 
-    def powersgd_restore(self, matrix: Tensor, left: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor) -> None:
+    def powersgd_restore(
+        self, matrix: Tensor, new_residual: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor
+    ) -> None:
         """See reference.powersgd_restore."""
 
     def orthogonalize_many(self, matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
@@ -127,21 +133,30 @@ class _KernelsByDevice(dict[str, Kernels]):
 
 
 KERNELS_ON = _KernelsByDevice()
-"""`KERNELS_ON[tensor.device.type].onebit_encode(...)`: the kernels of a device. The first choice for a device is logged.
+"""The kernels for each device type: `KERNELS_ON[tensor.device.type].onebit_encode(...)`.
+
+They are chosen, and the choice is logged, when the first tensor of a device type is seen. To use torch's slower
+compositions on CUDA instead, call `register_kernels("cuda", reference)` before.
 
 Raises:
-    CudaKernelsError: It is a CUDA tensor and CuPy, the driver or the device do not fit; the message says what to install.
-        Whoever wants torch's slower compositions instead calls `register_kernels("cuda", reference)`.
+    CudaKernelsError: It is a CUDA tensor, and CuPy, the driver or the device do not fit; the message says what to
+        install.
 """
 
 
 def register_kernels(device_type: str, kernels: Kernels) -> None:
-    """Uses `kernels` for tensors on `device_type` ("cpu", "cuda", ...) from now on."""
+    """Uses `kernels` for tensors on `device_type` from now on.
+
+    Args:
+        device_type: As `torch.device.type`: "cpu", "cuda", ...
+        kernels: A module or an object with the functions of `Kernels`.
+    """
     KERNELS_ON[device_type] = kernels
     logger.info("gradwire: %s kernels: %s", device_type, getattr(kernels, "__name__", type(kernels).__name__))
 
 
 def _choose(device_type: str) -> Kernels:
+    """Returns the fastest kernels that fit the device type; the reference for a device without kernels of its own."""
     if device_type == "cpu":
         try:
             from gradwire.compressors.kernels import native
@@ -149,8 +164,8 @@ def _choose(device_type: str) -> Kernels:
             logger.warning("gradwire: no compiled kernels (%s): the slower torch reference is used", error)
         else:
             return cast(Kernels, native)
-    if device_type == "cuda":  # CuPy is asked for here, when the first CUDA tensor is seen, and never before
-        from gradwire.compressors.kernels.cuda import kernels as cuda
+    if device_type == "cuda":  # CuPy is imported here, with the first CUDA tensor, and never before
+        from gradwire.compressors.kernels import cuda
         from gradwire.compressors.kernels.cuda.require import require_cupy
 
         require_cupy(torch.cuda.current_device())

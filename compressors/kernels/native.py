@@ -1,4 +1,8 @@
-"""The compiled kernels behind tensors: each function is the twin of the one in compressors/kernels/reference/codecs.py."""
+"""The compiled CPU kernels behind tensors: each function is the twin of the one in compressors/kernels/reference/.
+
+Each checks its tensors first (ValueError), and passes addresses to gradwire._native (csrc/cpu). One file, because each
+file that a bucket passes is one more for a reader of its path (tests/comms/test_bucket_path.py).
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -8,7 +12,8 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
-from gradwire.compressors.kernels.reference.dgc import DgcRule, DgcRun, DgcState, step_each
+from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState, onebit_nbytes, quantize_nbytes
+from gradwire.compressors.kernels.reference.dgc import step_each
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -32,10 +37,10 @@ def _check(numel: int, dtype: torch.dtype, **tensors: Tensor | None) -> None:
 
 
 def _check_rows(name: str, rows: Tensor, nbytes: int) -> None:
-    """Refuses a table of payloads whose rows are shorter than `nbytes`, or not contiguous.
+    """Refuses payloads whose rows are shorter than a kernel reads.
 
     Raises:
-        ValueError: As said.
+        ValueError: `rows` is not 2-D, not on the CPU, or its rows are shorter than `nbytes` or not contiguous.
     """
     long_enough = rows.dim() == 2 and rows.shape[1] * rows.element_size() >= nbytes
     if not long_enough or rows.stride(1) != 1 or not rows.is_cpu:
@@ -54,7 +59,7 @@ def _encode_each(
     payloads: Tensor,
     width: int,
 ) -> None:
-    """Encodes each run of `width` elements into its row of `payloads`, as far as its payload goes."""
+    """As reference.pieces.encode_each, which the path of a bucket does not enter."""
     runs = torch.split(gradient, width), _split(residual, width), _split(new_residual, width)
     for row, piece, old, new in zip(payloads, *runs, strict=False):
         encode(piece, old, new, row[: wire_nbytes(piece.numel())])
@@ -67,7 +72,7 @@ def _decode_each(
     target: Tensor,
     width: int,
 ) -> None:
-    """The inverse of `_encode_each`."""
+    """As reference.pieces.decode_each."""
     for row, piece in zip(payloads, torch.split(target, width), strict=False):
         decode(row[: wire_nbytes(piece.numel())], piece)
 
@@ -76,21 +81,18 @@ def _split(flat: Tensor | None, width: int) -> Iterable[Tensor | None]:
     return repeat(None) if flat is None else torch.split(flat, width)
 
 
-def onebit_nbytes(numel: int) -> int:
-    """Bytes of a 1-bit payload: a float32 scale for each 1024 elements and a bit for each one."""
-    return -(-numel // 1024) * 4 + -(-numel // 8)
-
-
-def cast_encode(gradient: Tensor, scale: float, residual: Tensor | None, left: Tensor | None, target: Tensor) -> None:
+def cast_encode(
+    gradient: Tensor, scale: float, residual: Tensor | None, new_residual: Tensor | None, target: Tensor
+) -> None:
     """See reference.cast_encode."""
-    _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, left=left)
+    _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, new_residual=new_residual)
     _check(gradient.numel(), target.dtype, target=target)
     _native.cast_encode(
         target.dtype == torch.float16,
         gradient.data_ptr(),
         scale,
         _address(residual),
-        _address(left),
+        _address(new_residual),
         target.data_ptr(),
         gradient.numel(),
     )
@@ -111,25 +113,27 @@ def cast_decode_reduce(sources: Tensor, addend: Tensor | None, target: Tensor) -
     )
 
 
-def cast_serve(sources: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor) -> None:
-    """See reference.cast_serve."""
-    total = torch.empty(answer.numel())
+def cast_reduce_encode(sources: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor) -> None:
+    """See reference.cast_reduce_encode."""
+    total = torch.empty(reduced.numel())
     cast_decode_reduce(sources, None, total)
-    cast_encode(total, 1.0, residual, left, answer)
+    cast_encode(total, 1.0, residual, new_residual, reduced)
 
 
-def onebit_encode(gradient: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor) -> None:
+def onebit_encode(gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor) -> None:
     """See reference.onebit_encode."""
-    _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, left=left)
+    _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, new_residual=new_residual)
     _check(onebit_nbytes(gradient.numel()), torch.uint8, payload=payload)
-    _native.onebit_encode(gradient.data_ptr(), _address(residual), _address(left), payload.data_ptr(), gradient.numel())
+    _native.onebit_encode(
+        gradient.data_ptr(), _address(residual), _address(new_residual), payload.data_ptr(), gradient.numel()
+    )
 
 
 def onebit_encode_pieces(
-    gradient: Tensor, residual: Tensor | None, left: Tensor | None, payloads: Tensor, width: int
+    gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
 ) -> None:
     """See reference.onebit_encode_pieces."""
-    _encode_each(onebit_encode, onebit_nbytes, gradient, residual, left, payloads, width)
+    _encode_each(onebit_encode, onebit_nbytes, gradient, residual, new_residual, payloads, width)
 
 
 def onebit_decode_reduce(payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
@@ -148,38 +152,35 @@ def onebit_decode_pieces(payloads: Tensor, target: Tensor, width: int) -> None:
     )
 
 
-def onebit_serve(payloads: Tensor, residual: Tensor | None, left: Tensor | None, answer: Tensor, numel: int) -> None:
-    """See reference.onebit_serve."""
-    _check(numel, torch.float32, residual=residual, left=left)
-    _check(onebit_nbytes(numel), torch.uint8, answer=answer)
+def onebit_reduce_encode(
+    payloads: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor, numel: int
+) -> None:
+    """See reference.onebit_reduce_encode."""
+    _check(numel, torch.float32, residual=residual, new_residual=new_residual)
+    _check(onebit_nbytes(numel), torch.uint8, reduced=reduced)
     _check_rows("payloads", payloads, onebit_nbytes(numel))
-    _native.onebit_serve(
+    _native.onebit_reduce_encode(
         payloads.data_ptr(),
         payloads.stride(0),
         len(payloads),
         _address(residual),
-        _address(left),
-        answer.data_ptr(),
+        _address(new_residual),
+        reduced.data_ptr(),
         numel,
     )
 
 
-def quantize_nbytes(numel: int, bits: int) -> int:
-    """Bytes of a payload of `bits` an element: (unit, low) in float32 for each 512 elements, and the codes."""
-    return -(-numel // 512) * 8 + -(-numel * bits // 8)
-
-
 def quantize_encode(
-    bits: int, gradient: Tensor, residual: Tensor | None, left: Tensor | None, payload: Tensor, key: int | None
+    bits: int, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor, key: int | None
 ) -> None:
     """See reference.quantize_encode."""
-    _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, left=left)
+    _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, new_residual=new_residual)
     _check(quantize_nbytes(gradient.numel(), bits), torch.uint8, payload=payload)
     _native.quantize_encode(
         bits,
         gradient.data_ptr(),
         _address(residual),
-        _address(left),
+        _address(new_residual),
         payload.data_ptr(),
         gradient.numel(),
         key is not None,
@@ -191,7 +192,7 @@ def quantize_encode_pieces(
     bits: int,
     gradient: Tensor,
     residual: Tensor | None,
-    left: Tensor | None,
+    new_residual: Tensor | None,
     payloads: Tensor,
     width: int,
     key: int | None,
@@ -202,7 +203,7 @@ def quantize_encode_pieces(
         partial(quantize_nbytes, bits=bits),
         gradient,
         residual,
-        left,
+        new_residual,
         payloads,
         width,
     )
@@ -234,27 +235,27 @@ def quantize_decode_pieces(bits: int, payloads: Tensor, target: Tensor, width: i
     )
 
 
-def quantize_serve(
+def quantize_reduce_encode(
     bits: int,
     payloads: Tensor,
     residual: Tensor | None,
-    left: Tensor | None,
-    answer: Tensor,
+    new_residual: Tensor | None,
+    reduced: Tensor,
     numel: int,
     key: int | None,
 ) -> None:
-    """See reference.quantize_serve."""
-    _check(numel, torch.float32, residual=residual, left=left)
-    _check(quantize_nbytes(numel, bits), torch.uint8, answer=answer)
+    """See reference.quantize_reduce_encode."""
+    _check(numel, torch.float32, residual=residual, new_residual=new_residual)
+    _check(quantize_nbytes(numel, bits), torch.uint8, reduced=reduced)
     _check_rows("payloads", payloads, quantize_nbytes(numel, bits))
-    _native.quantize_serve(
+    _native.quantize_reduce_encode(
         bits,
         payloads.data_ptr(),
         payloads.stride(0),
         len(payloads),
         _address(residual),
-        _address(left),
-        answer.data_ptr(),
+        _address(new_residual),
+        reduced.data_ptr(),
         numel,
         key is not None,
         key or 0,
@@ -334,14 +335,14 @@ def powersgd_back_project(matrix: Tensor, p: Tensor, q: Tensor) -> None:
     _native.powersgd_back_project(matrix.data_ptr(), rows, columns, rank, p.data_ptr(), q.data_ptr())
 
 
-def powersgd_restore(matrix: Tensor, left: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor) -> None:
+def powersgd_restore(matrix: Tensor, new_residual: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor) -> None:
     """See reference.powersgd_restore."""
     (rows, columns), rank = matrix.shape, len(p)
-    _check(rows * columns, torch.float32, matrix=matrix, left=left)
+    _check(rows * columns, torch.float32, matrix=matrix, new_residual=new_residual)
     _check(rank * rows, torch.float32, p=p)
     _check(rank * columns, torch.float32, q_own=q_own, q_sum=q_sum)
     _native.powersgd_restore(
-        matrix.data_ptr(), _address(left), rows, columns, rank, p.data_ptr(), q_own.data_ptr(), q_sum.data_ptr()
+        matrix.data_ptr(), _address(new_residual), rows, columns, rank, p.data_ptr(), q_own.data_ptr(), q_sum.data_ptr()
     )
 
 

@@ -1,4 +1,4 @@
-"""Which compressor fits which optimizer: refuse what is known to fail, and move a momentum to where it belongs."""
+"""Which compressor fits which optimizer: refuse what is known to fail, and move the momentum before the compression."""
 
 import logging
 import warnings
@@ -19,13 +19,13 @@ WITH_MOMENTUM = ("onebit", "dgc")
 
 
 @dataclass(frozen=True, eq=False)
-class Taker:
-    """A compressor with what was asked of it, and the parameters it was asked for."""
+class CompressorUse:
+    """A compressor with its options, and the rule that names it."""
 
     name: str
     """As in `compressor=`."""
     options: Mapping[str, Option]
-    """Other than the defaults."""
+    """Those that the user gave."""
     pattern: str | None = None
     """Of the rule that named it; None for the main compressor."""
 
@@ -51,27 +51,27 @@ def check_optimizer(compressor_name: str, optimizer: Optimizer, options: Mapping
     Source: Tang et al., 1-bit Adam, ICML 2021, section 3 (why Adam's second moment must not see signs); Lin et al.,
         DGC, ICLR 2018, section 3.2 (momentum correction).
     """
-    check_groups(Taker(compressor_name, options or {}), optimizer, optimizer.param_groups)
+    check_groups(CompressorUse(compressor_name, options or {}), optimizer, optimizer.param_groups)
 
 
-def check_groups(taker: Taker, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Does what `check_optimizer` does, for a compressor that takes the parameters of some groups only.
+def check_groups(use: CompressorUse, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Does what `check_optimizer` does, for a compressor that compresses the parameters of some groups only.
 
     Args:
-        taker: The compressor.
+        use: The compressor.
         optimizer: Steps on the compressed gradients.
         groups: Of its `param_groups`, those that hold parameters of the compressor.
 
     Raises:
         ValueError: The pair is known to fail; the message says what to use instead, and names the rule.
     """
-    chosen = {**options_of(taker.name), **taker.options}
+    chosen = {**options_of(use.name), **use.options}
     kind = type(optimizer).__name__
-    if taker.name not in WITH_MOMENTUM or kind in ("OneBitAdam", "OneBitLamb"):
+    if use.name not in WITH_MOMENTUM or kind in ("OneBitAdam", "OneBitLamb"):
         return
     if any(part in kind.lower() for part in ADAPTIVE):
         raise ValueError(
-            f"`optimizer` is {kind} with {taker}, which is known not to converge: its second moment would see "
+            f"`optimizer` is {kind} with {use}, which is known not to converge: its second moment would see "
             "the compressed gradient. Use gradwire.OneBitAdam or gradwire.OneBitLamb, SGD, or one of fp16, "
             "bf16, int8, int4, powersgd"
         )
@@ -79,21 +79,21 @@ def check_groups(taker: Taker, optimizer: Optimizer, groups: Sequence[Mapping[st
     if outside and chosen.get("momentum"):
         remedy = (
             "Call take_momentum(optimizer) and pass what it returns as `compressor_options`"
-            if taker.pattern is None
+            if use.pattern is None
             else "Give its parameters a group of their own with momentum 0"
         )
         raise ValueError(
-            f"`optimizer` is {kind} with momentum {outside} and {taker} has `momentum` {chosen['momentum']}: it "
+            f"`optimizer` is {kind} with momentum {outside} and {use} has `momentum` {chosen['momentum']}: it "
             f"would be applied twice. {remedy}"
         )
     if outside:
         warnings.warn(
-            f"{taker} with `momentum` 0 under {kind} with momentum {outside}: momentum applied after the "
+            f"{use} with `momentum` 0 under {kind} with momentum {outside}: momentum applied after the "
             "compression amplifies what was left out and costs accuracy; take_momentum(optimizer) moves it before",
             stacklevel=3,
         )
     elif not isinstance(optimizer, SGD):
-        warnings.warn(f"{taker} under {kind} is untested: watch the loss against a dense run", stacklevel=3)
+        warnings.warn(f"{use} under {kind} is untested: watch the loss against a dense run", stacklevel=3)
 
 
 def take_momentum(optimizer: Optimizer) -> dict[str, Option]:
@@ -109,7 +109,7 @@ def take_momentum(optimizer: Optimizer) -> dict[str, Option]:
 
     Raises:
         TypeError: Not SGD.
-        ValueError: No momentum, several different ones, or dampening; nothing was changed.
+        ValueError: There is no momentum, or there are several different ones, or dampening; nothing was changed.
     """
     if not isinstance(optimizer, SGD):
         raise TypeError(f"`optimizer` is {type(optimizer).__name__}; only torch.optim.SGD's momentum can be moved")

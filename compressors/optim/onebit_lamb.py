@@ -23,11 +23,14 @@ FACTOR_STEP = 0.1
 
 @dataclass(slots=True)
 class Layers:
-    """Numbers of each parameter, and a second moment that goes on following the gradients."""
+    """Coefficients of each parameter, and a second moment that still follows the gradients in the second stage."""
 
     coefficients: list[float] = field(default_factory=list)
+    """Running mean of |w| / |update| for each parameter; frozen in the second stage."""
     factors: list[float] = field(default_factory=list)
+    """What the second stage multiplied each coefficient by in the last step."""
     fresh_variance: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Second moment of the gradients, laid out as the flat group's."""
 
 
 class OneBitLamb(OneBitOptimizer):

@@ -1,11 +1,11 @@
-"""What OneBitAdam and OneBitLamb share: two stages, momentum on one bit, a mask, and state that can be saved.
+"""What OneBitAdam and OneBitLamb share: two stages, momentum sent with one bit an element, and state that can be saved.
 
 Until `freeze_step` the gradients are averaged exactly and both moments follow them. From then on the second moment
-stays as it is, each rank adds its own gradient to the common momentum, and only the momentum travels, one bit an
-element with residuals on both stages. The optimizer does the communication: train without DDP (start from the same weights
-on all ranks), or in `no_sync()`.
-Source: Tang et al., 1-bit Adam, ICML 2021, algorithm 1. Ours are the memory of the frozen variance (`MEMORY_SHARE`) and the
-units that the momentum is measured in while it travels (`FlatGroup.units`).
+stays as it is, each rank adds its own gradient to the common momentum, and only the momentum is sent, one bit an
+element with residuals on both stages. The optimizer does the communication: train without DDP (start from the same
+weights on all ranks), or in `no_sync()`.
+Source: Tang et al., 1-bit Adam, ICML 2021, algorithm 1. Ours are the memory of the frozen variance (`MEMORY_SHARE`) and
+the units that the momentum is measured in while it is sent (`FlatGroup.units`).
 """
 
 from collections.abc import Callable, Iterable
@@ -28,11 +28,11 @@ SAVED = ("momentum", "variance", "slow", "worker", "server", "live")
 """The tensors of a flat group that a checkpoint holds."""
 
 MEMORY_SHARE, LONGEST_MEMORY = 0.25, 1000
-"""The variance that is frozen remembers at least this share of the first stage, and no more steps than Adam's default does
-(1 / (1 - 0.999)). A gradient that comes once in two hundred steps, as a rare token's does, has left a short memory by the time
-of the freeze, and its next step would be hundreds of learning rates long. Measured: with betas[1] = 0.95 the transformer of
-docs/reference/convergence.md came to nothing soon after the freeze; with this memory it ends where Adam ends, to a few hundredths of a
-bit. With betas[1] = 0.999 the variance is the paper's."""
+"""The variance that is frozen remembers at least this share of the first stage, and no more steps than Adam's default
+does (1 / (1 - 0.999)). A gradient that comes once in two hundred steps, as a rare token's does, has left a short memory
+by the time of the freeze, and its next step would be hundreds of learning rates long. Measured: with betas[1] = 0.95
+the training of the transformer of docs/reference/convergence.md failed soon after the freeze; with this memory it ends
+where Adam ends, to a few hundredths of a bit. With betas[1] = 0.999 the variance is the paper's."""
 
 
 @dataclass(slots=True)
@@ -44,25 +44,25 @@ class FlatGroup:
     variance: Tensor
     """Second moment, the same on all ranks; frozen in the second stage."""
     slow: Tensor
-    """The same with a longer memory; empty in the second stage, and where `betas` remember as long."""
+    """The variance with a longer memory; empty in the second stage, and where `betas` remember as long."""
     worker: Tensor
     """What this rank's payloads left out, of the live elements; empty in the first stage."""
     server: Tensor
-    """What this rank's answers left out; empty in the first stage."""
+    """What this rank's reduced payloads left out; empty in the first stage."""
     live: Tensor
-    """int64 places of the elements that ever had a gradient: one bit cannot say zero, so the others do not travel."""
+    """int64 places of the elements that ever had a gradient: one bit cannot say zero, so the others are not sent."""
     units: Tensor
-    """Of the live elements, what their momentum is measured in while it travels: as their step sizes, so that the noise of one
-    bit is alike for all of them. Residuals are kept in units too."""
+    """Of the live elements, what their momentum is measured in while it is sent: as their step sizes, so that the noise
+    of one bit is alike for all of them. Residuals are kept in units too."""
 
 
 def units_of(flat: FlatGroup) -> Tensor:
-    """Returns the roots of the live elements' variances, rounded down to powers of two, which lose nothing on the way."""
+    """Returns the roots of the live elements' variances, rounded down to powers of two: dividing by them is exact."""
     return power_of_two_(flat.variance[flat.live].sqrt_())
 
 
 class OneBitOptimizer(Optimizer):
-    """Base of the two-stage optimizers; subclasses say how the moments become an update.
+    """Base of the two-stage optimizers; subclasses implement `apply`, which turns the moments into an update.
 
     Args:
         parameters: As for any torch optimizer; float32.

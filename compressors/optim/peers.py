@@ -1,4 +1,4 @@
-"""A torch process group as `Peers`: for optimizers, which communicate from the training thread, by torch's own calls."""
+"""A torch process group as `Peers`: for optimizers, which communicate from the training thread by torch's calls."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -25,7 +25,7 @@ class Peers(Protocol):
         """Number of ranks."""
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        """Sums `tensor` over the ranks, in place; the same bits on all of them."""
+        """Replaces `tensor` by its sum over the ranks, the same bits on all of them."""
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Work:
         """Sends the r-th of `size` equal parts of `source` (along dim 0) to rank r; `output` has the same shape."""
@@ -48,7 +48,7 @@ def carry_out(requests: Iterator[Request], peers: Peers) -> None:
             work.wait()
 
 
-class TorchPeersWork:
+class PeerWork:
     """A collective of torch.distributed."""
 
     def __init__(self, work: dist.Work | None) -> None:
@@ -61,33 +61,37 @@ class TorchPeersWork:
 
 
 class TorchPeers:
-    """The ranks of a process group; it stays the caller's, who must not run other collectives on it during a call."""
+    """The ranks of a torch process group. The caller keeps it, and must not run other collectives on it during a call.
+
+    Args:
+        group: Used as it is, and not destroyed.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
-    def all_reduce(self, tensor: Tensor) -> TorchPeersWork:
+    def all_reduce(self, tensor: Tensor) -> PeerWork:
         """See `Peers.all_reduce`."""
-        return TorchPeersWork(dist.all_reduce(tensor, group=self._group, async_op=True))
+        return PeerWork(dist.all_reduce(tensor, group=self._group, async_op=True))
 
-    def all_to_all(self, output: Tensor, source: Tensor) -> TorchPeersWork:
+    def all_to_all(self, output: Tensor, source: Tensor) -> PeerWork:
         """See `Peers.all_to_all`."""
-        return TorchPeersWork(dist.all_to_all_single(output, source, group=self._group, async_op=True))
+        return PeerWork(dist.all_to_all_single(output, source, group=self._group, async_op=True))
 
-    def all_gather(self, output: Tensor, source: Tensor) -> TorchPeersWork:
+    def all_gather(self, output: Tensor, source: Tensor) -> PeerWork:
         """See `Peers.all_gather`."""
-        return TorchPeersWork(
+        return PeerWork(
             dist.all_gather(list(output.view(self.size, -1)), source.view(-1), group=self._group, async_op=True)
         )
 
 
 def peers_of(group: Peers | dist.ProcessGroup | None) -> Peers:
-    """What an optimizer communicates through.
+    """Returns what an optimizer communicates through.
 
     Args:
-        group: A process group of torch; None is the default one; anything else is taken as it is.
+        group: A torch process group; None is the default one; anything else is used as it is.
 
     Raises:
         RuntimeError: There is no default group.

@@ -5,7 +5,7 @@
 
 namespace gradwire {
 
-constexpr double kDependent = 1e-6;  // a few times the rounding of float32: what is left is noise, not a direction
+constexpr double kDependent = 1e-6;  // a few times the rounding of float32: a shorter remainder is noise
 constexpr uint32_t kAttempts = 8;    // random rows are dependent so rarely that the second attempt is unlikely
 
 // Element i of the row that replaces row k: in [-1/2, 1/2), the same on every device.

@@ -1,8 +1,8 @@
-// Gram-Schmidt in float64 that gives orthonormal rows for any input: twice is enough, zero is no exception.
+// Gram-Schmidt in float64, twice, that gives orthonormal rows for any input, zero included.
 //
 // A row that depends on the ones before it (or is zero) is replaced by random numbers from a hash, so that the next
-// step's warm start spans a full space again; a row with inf or NaN becomes NaN, so that the step is seen to be bad.
-// Plain loops with a fixed order: every rank must get the same bits from the same input.
+// step's warm start spans a full space again; a row with inf or NaN becomes NaN, so that the step is recognised as not
+// finite. Plain loops with a fixed order: every rank must get the same bits from the same input.
 // Source: Giraud, Langou, Rozloznik, Comput. Math. Appl. 50 (2005), 1069: a second pass restores orthogonality.
 #pragma once
 #include <cmath>

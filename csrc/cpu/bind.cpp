@@ -1,4 +1,4 @@
-// gradwire._native: the door from Python to everything compiled. Each unit of csrc/cpu has one bind_*() function.
+// gradwire._native: the Python module of everything compiled. Each unit of csrc/cpu has one bind_*() function.
 #include <nanobind/nanobind.h>
 
 namespace nb = nanobind;
@@ -13,7 +13,7 @@ void bind_powersgd(nb::module_& m);
 void bind_quantize(nb::module_& m);
 
 NB_MODULE(_native, m) {
-  // Groups may outlive the interpreter: lanes are daemon threads. What they hold is the kernel's to take back.
+  // Groups may outlive the interpreter, because lanes are daemon threads; the operating system frees what they hold.
   nb::set_leak_warnings(false);
   m.doc() = "gradwire's CPU kernels and shared-memory collectives.";
   bind_shm(m);

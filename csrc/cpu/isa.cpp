@@ -1,4 +1,4 @@
-// Detects the instruction set, and lets a test hold it down so that every path runs on one machine.
+// Detects the instruction set, and lets a test limit it so that every path runs on one machine.
 #include "isa.h"
 
 #include <nanobind/nanobind.h>

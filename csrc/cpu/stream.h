@@ -1,4 +1,4 @@
-// When a result is written past the caches.
+// When a result is written with streaming stores, past the caches.
 #pragma once
 #include <cstddef>
 #include <cstdint>

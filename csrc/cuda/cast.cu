@@ -1,26 +1,27 @@
-// Scale, add the residual, cast to float16 or bfloat16 and keep what the cast left out, in one pass; and back.
+// Scale, add the residual, cast to float16 or bfloat16 and keep what the cast leaves out, in one pass; and back.
 //
-// Bytes an element, read + written: encode 4 + 2 (8 + 6 with residual), decode_reduce 2 W + 4, serve 2 W + 2 (2 W + 4 +
-// 6 with residual). The twin of csrc/cpu/kernels/cast.cpp, bit for bit. One launch each; no synchronisation. Payloads of several
-// pieces lie one behind the other as the payload of all would, so no kernel knows of pieces.
+// Bytes an element, read + written, with W workers: encode 4 + 2 (8 + 6 with residual), decode_reduce 2 W + 4,
+// reduce_encode 2 W + 2 (2 W + 4 + 6 with residual). The twin of csrc/cpu/kernels/cast.cpp, bit for bit. One launch
+// each; no synchronisation. Payloads of several pieces lie one behind the other as the payload of the whole tensor
+// would, so no kernel distinguishes pieces.
 #include "formats.cuh"
 
 namespace gradwire {
 
 // Configuration.
 constexpr int kThreads = 256;
-constexpr int kAhead = 2;  // workers whose payloads are on their way before the first is added
+constexpr int kAhead = 2;  // workers whose payloads are being loaded before the first is added
 
 // Arguments.
 struct Encode {
   const float* residual;  // may be null
-  float* left;            // may be null, or the residual's own memory
+  float* new_residual;    // may be null, or the residual's own memory
   uint16_t* target;
   int64_t numel;
 };
 
 // Kernels.
-// target = p + residual, and what the cast leaves out.
+// target = p + residual, narrowed; new_residual = what the cast leaves out.
 template <class Format>
 __device__ inline void encode_run(Run p, const Encode& a, int64_t i) {
   const int64_t count = a.numel - i;
@@ -29,11 +30,11 @@ __device__ inline void encode_run(Run p, const Encode& a, int64_t i) {
 #pragma unroll
     for (int j = 0; j < kRun; ++j) p.at[j] += residual.at[j];
   }
-  Run left = Memory<Format>::store(a.target + i, p, count);
-  if (!a.left) return;
+  Run new_residual = Memory<Format>::store(a.target + i, p, count);
+  if (!a.new_residual) return;
 #pragma unroll
-  for (int j = 0; j < kRun; ++j) left.at[j] = p.at[j] - left.at[j];
-  Memory<Float32>::store(a.left + i, left, count);
+  for (int j = 0; j < kRun; ++j) new_residual.at[j] = p.at[j] - new_residual.at[j];
+  Memory<Float32>::store(a.new_residual + i, new_residual, count);
 }
 
 template <class Format>
@@ -73,26 +74,26 @@ __device__ inline void cast_decode_reduce(const Reduction<uint16_t>& a) {
 }
 
 template <class Format>
-__device__ inline void cast_serve(const Reduction<uint16_t>& a, const Encode& answer) {
+__device__ inline void cast_reduce_encode(const Reduction<uint16_t>& a, const Encode& reduced) {
   for (int64_t i = first_of_run(); i < a.numel; i += kRun * thread_count())
-    encode_run<Format>(sum_run<Format>(a, i), answer, i);
+    encode_run<Format>(sum_run<Format>(a, i), reduced, i);
 }
 
-#define GRADWIRE_CAST(name, Format)                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                                          \
-      cast_encode_##name(const float* gradient, float scale, const float* residual, float* left,                  \
-                         uint16_t* target, int64_t numel) {                                                       \
-    cast_encode<Format>(gradient, scale, {residual, left, target, numel});                                        \
-  }                                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                                          \
-      cast_decode_reduce_##name(const uint16_t* sources, int64_t stride, int64_t workers, const float* addend,    \
-                                float* target, int64_t numel) {                                                   \
-    cast_decode_reduce<Format>({sources, stride, workers, addend, target, numel});                                \
-  }                                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                                          \
-      cast_serve_##name(const uint16_t* sources, int64_t stride, int64_t workers, const float* residual,          \
-                        float* left, uint16_t* answer, int64_t numel) {                                           \
-    cast_serve<Format>({sources, stride, workers, nullptr, nullptr, numel}, {residual, left, answer, numel});     \
+#define GRADWIRE_CAST(name, Format)                                                                                  \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
+      cast_encode_##name(const float* gradient, float scale, const float* residual, float* new_residual,             \
+                         uint16_t* target, int64_t numel) {                                                          \
+    cast_encode<Format>(gradient, scale, {residual, new_residual, target, numel});                                   \
+  }                                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(kThreads) cast_decode_reduce_##name(                                  \
+      const uint16_t* sources, int64_t stride, int64_t workers, const float* addend, float* target, int64_t numel) { \
+    cast_decode_reduce<Format>({sources, stride, workers, addend, target, numel});                                   \
+  }                                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
+      cast_reduce_encode_##name(const uint16_t* sources, int64_t stride, int64_t workers, const float* residual,     \
+                                float* new_residual, uint16_t* reduced, int64_t numel) {                             \
+    cast_reduce_encode<Format>({sources, stride, workers, nullptr, nullptr, numel},                                  \
+                               {residual, new_residual, reduced, numel});                                            \
   }
 
 GRADWIRE_CAST(f16, Float16)

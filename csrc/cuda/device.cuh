@@ -1,4 +1,4 @@
-// What the kernels share: where a thread stands, and loads and stores of 16 bytes that any address may ask for.
+// What the kernels share: the indices of a thread, and loads and stores of 16 bytes at any address.
 //
 // A payload's row may start at any byte and a view of a bucket at any float. Whether an address is aligned is the same
 // for a whole warp, so the test below costs an instruction and no divergence.
@@ -17,7 +17,7 @@ __device__ inline int64_t thread_count() { return static_cast<int64_t>(gridDim.x
 __device__ inline int64_t warp_index() { return thread_index() / kWarp; }
 __device__ inline int64_t warp_count() { return thread_count() / kWarp; }
 
-// What decoding and summing gets: the payloads of all workers for a tensor, and where their sum goes.
+// The arguments of decoding and summing: the payloads of all workers for a tensor, and where their sum goes.
 template <class T>
 struct Reduction {
   const T* rows;  // `workers` of them, `stride` elements of T apart

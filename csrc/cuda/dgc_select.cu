@@ -1,12 +1,11 @@
 // Deep gradient compression, the selection: exactly the k largest magnitudes, the lower index first among equals.
 //
 // Works on the elements that dgc_step.cu marked, a few more than k; if fewer than k were marked, on all of them. Three
-// launches of dgc_radix find the k-th largest key, dgc_count what each tile contributes, dgc_write puts the chosen ones
-// in the order of their indices: places come from sums of counts, never from the order in which CTAs arrive, so the
-// payload is the same bits every time. Integer atomics alone are used, whose order does not matter. All parameters of a
-// bucket share the launches, each with CTAs of its own.
-// Bytes an element, read: 1/8 in each of the five launches, and 32 for each marked one. Nothing waits for the host.
-// The twin of the second half of csrc/cpu/kernels/dgc.cpp.
+// launches of dgc_radix find the k-th largest key, dgc_count what each tile contributes, dgc_write stores the chosen
+// ones in the order of their indices: places come from sums of counts, never from the order in which CTAs finish, so
+// the payload is the same bits every time. Integer atomics alone are used, whose order does not matter. All parameters
+// of a bucket share the launches, each with CTAs of its own. Bytes an element, read: 1/8 in each of the five launches,
+// and 32 for each marked one. Nothing waits for the host. The twin of the second half of csrc/cpu/kernels/dgc.cpp.
 #include "marks.cuh"
 
 namespace gradwire {
@@ -96,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (last_block(&selection->tickets, part.parameter.blocks, &ticket)) sum_tiles(tiles, tile_count(numel), sums);
 }
 
-// Writes the chosen ones and takes them out of velocity and total.
+// Writes the chosen elements and sets them to zero in velocity and total.
 extern "C" __global__ void __launch_bounds__(kThreads, 4)  // without the 4, ptxas aims for more CTAs and spills
     dgc_write(const Parameter* table, int64_t parameters, float* velocity, float* total, const uint4* marks,
               const TileCounts* tiles, const Selection* selections, int32_t* indices, float* values) {

@@ -1,9 +1,8 @@
 // Deep gradient compression, the pass over memory: a threshold from a sample, then momentum correction and marks.
 //
-// Bytes an element, read + written: 12 + 8 (gradient, velocity, total; velocity, total), 1/8 for the marks. Two launches
-// for all parameters of a bucket: sample (a CTA a parameter), advance. The selection itself is in dgc_select.cu; nothing
-// here waits for the host.
-// The twin of the first half of csrc/cpu/kernels/dgc.cpp.
+// Bytes an element, read + written: 12 + 8 (gradient, velocity, total; velocity, total), 1/8 for the marks. Two
+// launches for all parameters of a bucket: sample (a CTA a parameter), advance. The selection itself is in
+// dgc_select.cu; nothing here waits for the host. The twin of the first half of csrc/cpu/kernels/dgc.cpp.
 // Source: Lin et al., Deep Gradient Compression, ICLR 2018, algorithm 4 and sections 3.1 to 3.3.
 #include "marks.cuh"
 
@@ -14,12 +13,12 @@ constexpr int kThreads = 256;
 constexpr int kSampleThreads = 1024;
 constexpr int kSamples = 16;  // of each thread: 1024 lines of 16 elements, as on the CPU
 constexpr int kLine = 16;
-constexpr int kGroups = 8;    // of a tile that a warp takes at once: at 25 MiB a whole tile each would leave warps idle
+constexpr int kGroups = 8;    // of a tile that a warp handles: at 25 MiB a whole tile for each would leave warps idle
 constexpr int kShares = static_cast<int>(kWarp) / kGroups;
 
 // Arguments.
 struct Rule {
-  float momentum, scale;  // the scale is read from the device where it was found there: the host has not waited for it
+  float momentum, scale;  // the scale is read from the device where it was computed there: the host need not wait
   bool nesterov;
 };
 

@@ -38,8 +38,8 @@ struct BFloat16 {
   __device__ static float widen(uint16_t bfloat) { return float_from_bfloat(bfloat); }
 };
 
-// A thread handles eight elements at once, a warp 256: lane l holds 4 l + (0..3) of the first 128 and of the second. So a
-// warp's access is 512 bytes in a row of float32, 256 of 16 bits; eight in a row would touch every sector twice.
+// A thread handles eight elements at once, a warp 256: lane l holds 4 l + (0..3) of the first 128 and of the second. So
+// a warp's access is 512 bytes in a row of float32, 256 of 16 bits; eight in a row would touch every sector twice.
 constexpr int kRun = 8;
 constexpr int64_t kQuad = 4;
 constexpr int64_t kHalf = kQuad * kWarp;  // from a thread's first four elements to its other four

@@ -13,7 +13,8 @@ constexpr int64_t kTile = kWarp * kGroup;
 __device__ inline int64_t tile_count(int64_t numel) { return (numel + kTile - 1) / kTile; }
 
 // A run of one parameter in the shard. The table of them lives on the device and is uploaded once for a layout; a
-// parameter's k largest are its own affair, its tiles, CTAs and places follow those of the parameters before it.
+// parameter's k largest are selected independently; its tiles, CTAs and places follow those of the parameters before
+// it.
 struct Parameter {
   int64_t start, numel;   // of the run in the shard
   int64_t chosen, k;      // its first place in indices and values, and how many it has

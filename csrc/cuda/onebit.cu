@@ -1,11 +1,11 @@
 // One bit an element: sign and mean magnitude per block of 1024; a warp handles a block, all of it in registers.
 //
-// Payload as in csrc/cpu/kernels/onebit.cpp, bit for bit: ceil(n / 1024) float32 scales, then the signs, the lowest bit first.
-// Bytes an element, read + written, in one pass and one launch each, no synchronisation:
-//   encode         8 + 4 + 1/8      gradient and residual in, left and payload out; a payload for each piece
+// Payload as in csrc/cpu/kernels/onebit.cpp, bit for bit: ceil(n / 1024) float32 scales, then the signs, lowest bit
+// first. Bytes an element, read + written, in one pass and one launch each, no synchronisation:
+//   encode         8 + 4 + 1/8      gradient and residual in, new residual and payload out; a payload for each piece
 //   decode_pieces  1/8 + 4          a payload for each piece in, all of them out
 //   decode_reduce  W/8 + 4          W payloads in, their sum out
-//   serve          W/8 + 8 + 1/8    W payloads and the residual in, left and the answer out
+//   reduce_encode  W/8 + 8 + 1/8    W payloads and the residual in, new residual and the payload of the sum out
 //
 // Encoding, lane l holds the elements 32 j + l: a ballot over them is the j-th word of the signs in the payload's own
 // order, and the 64 running sums that define the scale are two registers of each lane. A warp's load is 128 bytes in a
@@ -25,7 +25,7 @@ static_assert(kWords == kWarp, "lane j stores word j of a block's signs");
 
 // Arguments.
 struct Encoded {
-  float* left;  // may be null, or the residual's own memory
+  float* new_residual;  // may be null, or the residual's own memory
   uint8_t* payload;
   int64_t numel;
 };
@@ -52,11 +52,11 @@ __device__ inline void encode_block(const float (&p)[kWords], const Encoded& out
   if (lane == 0) store_float(out.payload + 4 * block, scale);
   uint8_t* bits = out.payload + 4 * block_count(out.numel) + block * (kBlock / 8);
   store_word_within(bits + 4 * lane, mine, (count + 7) / 8 - 4 * lane);
-  if (!out.left) return;
-  float* left = out.left + block * kBlock + lane;
+  if (!out.new_residual) return;
+  float* new_residual = out.new_residual + block * kBlock + lane;
 #pragma unroll
   for (int j = 0; j < kWords; ++j)
-    if (32 * j + lane < count) left[32 * j] = p[j] - (p[j] >= 0.0f ? scale : -scale);
+    if (32 * j + lane < count) new_residual[32 * j] = p[j] - (p[j] >= 0.0f ? scale : -scale);
 }
 
 // A block of a payload: its scale, and this lane's word of its signs.
@@ -86,7 +86,7 @@ struct SignReader {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
-    onebit_encode(const float* gradient, const float* residual, float* left, uint8_t* payloads, int64_t stride,
+    onebit_encode(const float* gradient, const float* residual, float* new_residual, uint8_t* payloads, int64_t stride,
                   int64_t numel, int64_t width, int64_t blocks) {
   const int lane = static_cast<int>(lane_index());
   for (int64_t index = warp_index(); index < blocks; index += warp_count()) {
@@ -100,7 +100,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 #pragma unroll
       for (int j = 0; j < kWords; ++j) p[j] += 32 * j < count ? residual[first + 32 * j] : 0.0f;
     }
-    encode_block(p, {left ? left + at.start : nullptr, payloads + at.piece * stride, at.numel}, at.block);
+    encode_block(p, {new_residual ? new_residual + at.start : nullptr, payloads + at.piece * stride, at.numel},
+                 at.block);
   }
 }
 
@@ -148,8 +149,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    onebit_serve(const uint8_t* rows, int64_t stride, int64_t workers, const float* residual, float* left,
-                 uint8_t* answer, int64_t numel) {
+    onebit_reduce_encode(const uint8_t* rows, int64_t stride, int64_t workers, const float* residual,
+                         float* new_residual, uint8_t* reduced, int64_t numel) {
   const int lane = static_cast<int>(lane_index());
   for (int64_t block = warp_index(); block < block_count(numel); block += warp_count()) {
     const int64_t first = block * kBlock + lane;
@@ -173,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       for (int j = 0; j < kWords; ++j)
         if (32 * j >= count) p[j] = 0.0f;
     }
-    encode_block(p, {left, answer, numel}, block);
+    encode_block(p, {new_residual, reduced, numel}, block);
   }
 }
 

@@ -1,4 +1,4 @@
-// Many tensors into one bucket and back, scaled and cast on the way, in one launch however many there are.
+// Many tensors into one bucket and back, scaled and cast, in one launch however many there are.
 //
 // Bytes an element, read + written: the width of the one plus the width of the other (8 for float32 to float32, 6 with
 // a cast to 16 bits). The table of tensors lives on the device, so that a bucket's layout is uploaded once and used in

@@ -1,8 +1,9 @@
-// PowerSGD's work besides the two products, which are torch.mm: orthonormal rows, and the way back to a matrix.
+// PowerSGD's work besides the two products, which are torch.mm: orthonormal rows, and from factors back to a matrix.
 //
 // orthogonalize: one CTA a matrix, a bucket's matrices in one launch; Gram-Schmidt in float64, each row against the
 // ones before it, twice, with sums in a fixed order. Its arithmetic order is not the CPU's, so the two agree within
-// rounding, and all GPUs of one kind agree in every bit. The factors are small: launches are what it saves.
+// rounding, and all GPUs of one kind agree in every bit. The factors are small: what one launch saves is the other
+// launches.
 // restore: bytes an element, read + written, factors not counted: 4 + 8, one launch a matrix. Bit for bit the CPU's.
 // Source: Vogels et al., PowerSGD, NeurIPS 2019, algorithm 1; Giraud, Langou, Rozloznik, Comput. Math. Appl. 50 (2005),
 // 1069: twice is enough.
@@ -13,7 +14,7 @@ namespace gradwire {
 
 // Configuration.
 constexpr int kThreads = 256;
-constexpr int kColumns = 1024;  // of a row, a warp's work in restore: one 64-bit division for all of them
+constexpr int kColumns = 1024;  // of a row, a warp's work in restore, so that they share one 64-bit division
 
 // Arguments.
 struct Matrix {
@@ -27,7 +28,7 @@ struct Shape {
 };
 
 // Kernels.
-// The same bits in every thread of the CTA; each thread brings the elements i, i + kThreads, ... of both rows.
+// The same bits in every thread of the CTA; each thread multiplies the elements i, i + kThreads, ... of both rows.
 __device__ inline double dot(const double* a, const double* b, int64_t columns, double* shared) {
   double sum = 0.0;
   for (int64_t i = threadIdx.x; i < columns; i += kThreads) sum += a[i] * b[i];
@@ -67,8 +68,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) powersgd_orthogonalize(co
     double length = remove_previous(matrix, k, shared);
     for (uint32_t attempt = 0; length <= kDependent * before && attempt < kAttempts; ++attempt) {
       for (int64_t i = threadIdx.x; i < columns; i += kThreads)
-        row[i] = replacement(static_cast<uint32_t>(matrix.key), static_cast<uint32_t>(k), attempt,
-                             static_cast<uint32_t>(i));
+        row[i] =
+            replacement(static_cast<uint32_t>(matrix.key), static_cast<uint32_t>(k), attempt, static_cast<uint32_t>(i));
       length = remove_previous(matrix, k, shared);
       if (length > kDependent) break;
     }
@@ -83,10 +84,10 @@ __device__ inline float4 multiply_add(float4 sum, float weight, float4 x) {
   return make_float4(sum.x + weight * x.x, sum.y + weight * x.y, sum.z + weight * x.z, sum.w + weight * x.w);
 }
 
-// left = matrix - P Q_own and matrix = P Q_sum, factor after factor in this order, as on every other device.
+// new_residual = matrix - P Q_own and matrix = P Q_sum, factor after factor in this order, as on every other device.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    powersgd_restore(float* matrix, float* left, const float* p, const float* q_own, const float* q_sum, int64_t rows,
-                     int64_t columns, int64_t rank) {
+    powersgd_restore(float* matrix, float* new_residual, const float* p, const float* q_own, const float* q_sum,
+                     int64_t rows, int64_t columns, int64_t rank) {
   const Shape shape = {rows, columns, rank};
   const int64_t parts = (shape.columns + kColumns - 1) / kColumns;
   for (int64_t unit = warp_index(); unit < shape.rows * parts; unit += warp_count()) {
@@ -98,13 +99,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       for (int64_t k = 0; k < shape.rank; ++k) {
         const float weight = p[k * shape.rows + row];
         all = multiply_add(all, weight, load4(q_sum + k * shape.columns + column, count));
-        if (left) own = multiply_add(own, weight, load4(q_own + k * shape.columns + column, count));
+        if (new_residual) own = multiply_add(own, weight, load4(q_own + k * shape.columns + column, count));
       }
       float* at = matrix + row * shape.columns + column;
-      if (left) {
+      if (new_residual) {
         const float4 x = load4(at, count);
-        store4(left + row * shape.columns + column, make_float4(x.x - own.x, x.y - own.y, x.z - own.z, x.w - own.w),
-               count);
+        store4(new_residual + row * shape.columns + column,
+               make_float4(x.x - own.x, x.y - own.y, x.z - own.z, x.w - own.w), count);
       }
       store4(at, all, count);
     }

@@ -1,10 +1,10 @@
 // 8 or 4 bits an element between the smallest and the largest of each block of 512; a warp handles a block.
 //
-// Payload as in csrc/cpu/kernels/quantize.cpp, bit for bit: ceil(n / 512) pairs of float32 (unit, low), then the codes; of two
-// 4-bit codes in a byte the even element's is the lower. Bytes an element, read + written, at 4 bits, in one pass and
-// one launch each, no synchronisation: encode 4 + 1/2 (8 + 4 + 1/2 with residual), decode_pieces 1/2 + 4, decode_reduce
-// W/2 + 4, serve W/2 + 1/2 (W/2 + 8 + 1/2 with residual).
-// A lane holds 4 elements of each 128: 16 bytes of floats, 4 bytes of 8-bit codes or 2 bytes of 4-bit codes.
+// Payload as in csrc/cpu/kernels/quantize.cpp, bit for bit: ceil(n / 512) pairs of float32 (unit, low), then the codes;
+// of two 4-bit codes in a byte the even element's is the lower. Bytes an element, read + written, at 4 bits with W
+// workers, in one pass and one launch each, no synchronisation: encode 4 + 1/2 (8 + 4 + 1/2 with residual),
+// decode_pieces 1/2 + 4, decode_reduce W/2 + 4, reduce_encode W/2 + 1/2 (W/2 + 8 + 1/2 with residual). A lane holds 4
+// elements of each 128: 16 bytes of floats, 4 bytes of 8-bit codes or 2 bytes of 4-bit codes.
 // Source: Alistarh et al., QSGD, NeurIPS 2017, section 4 (buckets, random rounding).
 #include "common/hash_formula.h"
 #include "formats.cuh"
@@ -13,15 +13,15 @@ namespace gradwire {
 
 // Configuration.
 constexpr int kThreads = 256;
-constexpr int kAhead = 4;     // workers whose payloads are on their way before the first is added
+constexpr int kAhead = 4;     // workers whose payloads are being loaded before the first is added
 constexpr int kResident = 4;  // CTAs that a multiprocessor keeps then: 64 registers a thread
 constexpr int kBlock = 512;
 constexpr int kQuads = kBlock / 128;
-constexpr float kSmallestNormal = 0x1p-126f;  // below it 1 / unit is inf: such a range is as good as empty
+constexpr float kSmallestNormal = 0x1p-126f;  // below it 1 / unit is inf: such a range counts as empty
 
 // Arguments.
 struct Encoded {
-  float* left;  // may be null
+  float* new_residual;  // may be null
   uint8_t* payload;
   int64_t numel;
   bool random;
@@ -101,7 +101,7 @@ __device__ inline void add_block(float (&p)[4 * kQuads], const float* from, int6
   }
 }
 
-// p += what a payload says about the block.
+// p += the block of one payload, decoded.
 template <int kBits>
 __device__ inline void add_decoded(float (&p)[4 * kQuads], const uint8_t* row, int64_t block, int64_t numel) {
   using Four = typename Codes<kBits>::Four;
@@ -111,8 +111,7 @@ __device__ inline void add_decoded(float (&p)[4 * kQuads], const uint8_t* row, i
     const int64_t i = block * kBlock + 128 * t + 4 * lane_index();
     const uint32_t codes = load_word_within<Four>(row + codes_at<kBits>(i, numel), codes_nbytes<kBits>(i, numel));
 #pragma unroll
-    for (int c = 0; c < 4; ++c)
-      p[4 * t + c] += low + code_in<kBits>(codes, c) * unit;
+    for (int c = 0; c < 4; ++c) p[4 * t + c] += low + code_in<kBits>(codes, c) * unit;
   }
 }
 
@@ -145,21 +144,23 @@ __device__ inline void encode_block(const float (&p)[4 * kQuads], const Encoded&
   for (int t = 0; t < kQuads; ++t) {
     const int64_t i = block * kBlock + 128 * t + 4 * lane_index(), count = out.numel - i;
     uint32_t codes = 0;
-    float left[4];
+    float new_residual[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       const float offset = out.random ? uniform_of_hash(hash32(out.key, static_cast<uint32_t>(i + c))) : 0.5f;
       const uint32_t code = code_of(p[4 * t + c], range, inverse, offset, kLevels);
-      left[c] = p[4 * t + c] - (low + static_cast<float>(code) * unit);
+      new_residual[c] = p[4 * t + c] - (low + static_cast<float>(code) * unit);
       if (c < count) codes |= code << kBits * c;
     }
     store_word_within<Four>(out.payload + codes_at<kBits>(i, out.numel), static_cast<Four>(codes),
                             codes_nbytes<kBits>(i, out.numel));
-    if (out.left) store4(out.left + i, make_float4(left[0], left[1], left[2], left[3]), count);
+    if (out.new_residual)
+      store4(out.new_residual + i, make_float4(new_residual[0], new_residual[1], new_residual[2], new_residual[3]),
+             count);
   }
 }
 
-// `out` is the first piece's.
+// `out` describes the first piece.
 template <int kBits>
 __device__ inline void quantize_encode(const float* gradient, const float* residual, const Encoded& out, int64_t stride,
                                        int64_t width, int64_t blocks) {
@@ -170,23 +171,26 @@ __device__ inline void quantize_encode(const float* gradient, const float* resid
     load_block(p, gradient, start, stop);
     add_block(p, residual, start, stop);
     fill_block(p, start, stop);
-    encode_block<kBits>(p, {out.left ? out.left + at.start : nullptr, out.payload + at.piece * stride, at.numel,
-                            out.random, out.key}, at.block);
+    encode_block<kBits>(p,
+                        {out.new_residual ? out.new_residual + at.start : nullptr, out.payload + at.piece * stride,
+                         at.numel, out.random, out.key},
+                        at.block);
   }
 }
 
 template <int kBits>
-__device__ inline void quantize_serve(const Reduction<uint8_t>& a, const float* residual, const Encoded& answer) {
+__device__ inline void quantize_reduce_encode(const Reduction<uint8_t>& a, const float* residual,
+                                              const Encoded& reduced) {
   for (int64_t block = warp_index(); block < block_count(a.numel); block += warp_count()) {
     float p[4 * kQuads] = {};
     for (int64_t w = 0; w < a.workers; ++w) add_decoded<kBits>(p, a.rows + w * a.stride, block, a.numel);
     add_block(p, residual, block * kBlock, a.numel);
     fill_block(p, block * kBlock, a.numel);
-    encode_block<kBits>(p, answer, block);
+    encode_block<kBits>(p, reduced, block);
   }
 }
 
-// What a payload says about a run: its codes, and the range of the block it lies in.
+// A run as a payload holds it: its codes, and the range of the block that it lies in.
 struct Coded {
   uint32_t codes[2];
   float unit, low;
@@ -198,7 +202,8 @@ __device__ inline Coded load_coded(const uint8_t* row, int64_t i, int64_t numel)
   const int64_t j = i + kHalf;
   return {{load_word_within<Four>(row + codes_at<kBits>(i, numel), codes_nbytes<kBits>(i, numel)),
            load_word_within<Four>(row + codes_at<kBits>(j, numel), codes_nbytes<kBits>(j, numel))},
-          load_float(row + 8 * (i / kBlock)), load_float(row + 8 * (i / kBlock) + 4)};
+          load_float(row + 8 * (i / kBlock)),
+          load_float(row + 8 * (i / kBlock) + 4)};
 }
 
 // target = the sum of `a.workers` payloads of one run, which never leaves its block.
@@ -223,7 +228,7 @@ __device__ inline void decode_run(const Reduction<uint8_t>& a, int64_t i) {
   Memory<Float32>::store(a.target + i, sum, a.numel - i);
 }
 
-// Every run stands alone here, so the grid runs over them; a block's range is the same for two warps.
+// Runs do not depend on each other here, so the grid runs over them; two warps load the range of each block.
 template <int kBits>
 __device__ inline void quantize_decode_reduce(const Reduction<uint8_t>& a) {
   for (int64_t i = first_of_run(); i < a.numel; i += kRun * thread_count()) decode_run<kBits>(a, i);
@@ -239,28 +244,26 @@ __device__ inline void quantize_decode_pieces(const uint8_t* payloads, int64_t s
   }
 }
 
-#define GRADWIRE_QUANTIZE(bits)                                                                                   \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                                          \
-      quantize_encode_##bits(const float* gradient, const float* residual, float* left, uint8_t* payloads,        \
-                             int64_t stride, int64_t numel, int64_t width, int64_t blocks, int32_t random,        \
-                             uint32_t key) {                                                                      \
-    quantize_encode<bits>(gradient, residual, {left, payloads, numel, random != 0, key}, stride, width, blocks);  \
-  }                                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads, kResident)                                               \
-      quantize_decode_reduce_##bits(const uint8_t* rows, int64_t stride, int64_t workers, const float* addend,    \
-                                    float* target, int64_t numel) {                                               \
-    quantize_decode_reduce<bits>({rows, stride, workers, addend, target, numel});                                 \
-  }                                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                                          \
-      quantize_decode_pieces_##bits(const uint8_t* payloads, int64_t stride, float* target, int64_t numel,        \
-                                    int64_t width, int64_t runs) {                                                \
-    quantize_decode_pieces<bits>(payloads, stride, target, {numel, width}, runs);                                 \
-  }                                                                                                               \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                                          \
-      quantize_serve_##bits(const uint8_t* rows, int64_t stride, int64_t workers, const float* residual,          \
-                            float* left, uint8_t* answer, int64_t numel, int32_t random, uint32_t key) {          \
-    quantize_serve<bits>({rows, stride, workers, nullptr, nullptr, numel}, residual,                              \
-                         {left, answer, numel, random != 0, key});                                                \
+#define GRADWIRE_QUANTIZE(bits)                                                                                  \
+  extern "C" __global__ void __launch_bounds__(kThreads) quantize_encode_##bits(                                 \
+      const float* gradient, const float* residual, float* new_residual, uint8_t* payloads, int64_t stride,      \
+      int64_t numel, int64_t width, int64_t blocks, int32_t random, uint32_t key) {                              \
+    quantize_encode<bits>(gradient, residual, {new_residual, payloads, numel, random != 0, key}, stride, width,  \
+                          blocks);                                                                               \
+  }                                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads, kResident) quantize_decode_reduce_##bits(               \
+      const uint8_t* rows, int64_t stride, int64_t workers, const float* addend, float* target, int64_t numel) { \
+    quantize_decode_reduce<bits>({rows, stride, workers, addend, target, numel});                                \
+  }                                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads) quantize_decode_pieces_##bits(                          \
+      const uint8_t* payloads, int64_t stride, float* target, int64_t numel, int64_t width, int64_t runs) {      \
+    quantize_decode_pieces<bits>(payloads, stride, target, {numel, width}, runs);                                \
+  }                                                                                                              \
+  extern "C" __global__ void __launch_bounds__(kThreads) quantize_reduce_encode_##bits(                          \
+      const uint8_t* rows, int64_t stride, int64_t workers, const float* residual, float* new_residual,          \
+      uint8_t* reduced, int64_t numel, int32_t random, uint32_t key) {                                           \
+    quantize_reduce_encode<bits>({rows, stride, workers, nullptr, nullptr, numel}, residual,                     \
+                                 {new_residual, reduced, numel, random != 0, key});                              \
   }
 
 GRADWIRE_QUANTIZE(8)

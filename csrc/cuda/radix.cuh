@@ -7,13 +7,13 @@ namespace gradwire {
 constexpr int kBins = 2048;     // 11 bits, then twice 10: the 31 bits of a magnitude
 constexpr int kMostWarps = 32;  // of a CTA
 
-// What the passes of one selection tell each other; zeroed by the first kernel, read by the later ones.
+// The state of one selection between its passes; zeroed by the first kernel, read by the later ones.
 struct Selection {
   uint32_t threshold;   // keys below it were not marked
   uint32_t candidates;  // how many were
   uint32_t prefix;      // the digits found so far; after the last pass the k-th largest key
-  uint32_t wanted;      // how many with this prefix are still to be taken; at last how many equal to the k-th largest
-  uint32_t tickets;     // CTAs that are done with the current pass over this parameter
+  uint32_t wanted;      // how many with this prefix are still to be chosen; at the end those equal to the k-th largest
+  uint32_t tickets;     // CTAs that have finished the current pass over this parameter
   uint32_t padding[3];
   uint32_t counts[kBins];
 };
@@ -41,7 +41,7 @@ __device__ inline uint32_t exclusive_sum(uint32_t x, uint32_t* shared) {
   return before + inclusive - x;
 }
 
-// Walks the bins from the largest key down and stores the bin in which `wanted` is reached, and what is left of
+// Goes through the bins from the largest key down and stores the bin in which `wanted` is reached, and the remainder of
 // `wanted` there. Every thread of the CTA calls it; the number of threads divides the number of bins.
 __device__ inline void pick_bin(const volatile uint32_t* counts, int shift, uint32_t prefix, uint32_t wanted,
                                 uint32_t* shared, uint32_t* new_prefix, uint32_t* new_wanted) {

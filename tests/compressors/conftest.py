@@ -1,6 +1,6 @@
 """Inputs and layouts that the laws are checked on, and the two sets of kernels."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
@@ -23,7 +23,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(params=["plain", "avx2", "avx512"])
 def native_kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """The compiled kernels, held down to one instruction set."""
+    """The compiled kernels, limited to one instruction set."""
     best = _native.isa()
     _native.limit_isa(request.param)
     if _native.isa() != request.param:
@@ -45,6 +45,19 @@ def layout() -> Layout:
     return Layout(tuple(slices))
 
 
-@pytest.fixture(params=NUMELS)
-def numel(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
+@pytest.fixture
+def each_numel() -> Callable[[Callable[[int], None]], None]:
+    """A function that runs a check on each number of elements, and says with which one it failed.
+
+    One test for all of them: pytest would take longer to set a test up than the check takes.
+    """
+
+    def run(check: Callable[[int], None]) -> None:
+        for numel in NUMELS:
+            try:
+                check(numel)
+            except Exception as error:
+                error.add_note(f"with {numel} elements")
+                raise
+
+    return run

@@ -1,7 +1,11 @@
 // Runs a CUDA kernel's own source on the CPU: every thread of a CTA is a fiber, and a warp's or CTA's collective waits
 // until all of them have come to it. It shows the arithmetic, the order of bits and the indices; it shows nothing of
 // memory ordering between CTAs (they run one after the other) and nothing of speed.
+//
+// A fiber starts with makecontext and switches with _setjmp and _longjmp: swapcontext makes two system calls each time,
+// which took most of a test's time.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -9,6 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <tuple>
 #include <utility>
@@ -51,22 +56,45 @@ struct Warp {
 };
 
 struct Fiber {
-  ucontext_t context;
+  jmp_buf place;  // where it paused
   std::vector<char> stack = std::vector<char>(kStackNbytes);
-  bool done = false;
+  bool started = false, done = false;
 };
 
-inline ucontext_t scheduler;
-inline std::vector<Fiber> fibers;
+inline jmp_buf scheduler;
+inline std::deque<Fiber> fibers;  // kept for all blocks and launches: a fiber that is done waits for its next body
 inline std::vector<Warp> warps;
 inline Barrier block_barrier;
 inline std::function<void()> body;
 inline Triple thread_place, block_place, block_shape, grid_shape;
 inline bool moved;
 
-inline void run_body() {
-  body();
-  fibers[thread_place.x].done = moved = true;
+// Returns to the scheduler, and from here when the fiber is resumed. Not inlined: its frame must outlast the jump.
+__attribute__((noinline)) inline void pause(Fiber& fiber) {
+  if (!_setjmp(fiber.place)) _longjmp(scheduler, 1);
+}
+
+inline void run_bodies() {
+  const unsigned me = thread_place.x;
+  for (;;) {
+    body();
+    fibers[me].done = moved = true;
+    pause(fibers[me]);
+  }
+}
+
+// Returns when the fiber pauses.
+__attribute__((noinline)) inline void resume(Fiber& fiber) {
+  if (_setjmp(scheduler)) return;
+  if (fiber.started) _longjmp(fiber.place, 1);
+  fiber.started = true;
+  ucontext_t fresh;
+  getcontext(&fresh);
+  fresh.uc_stack.ss_sp = fiber.stack.data();
+  fresh.uc_stack.ss_size = fiber.stack.size();
+  fresh.uc_link = nullptr;
+  makecontext(&fresh, run_bodies, 0);
+  setcontext(&fresh);
 }
 
 inline void wait(Barrier& barrier, unsigned members) {
@@ -77,10 +105,7 @@ inline void wait(Barrier& barrier, unsigned members) {
     moved = true;
     return;
   }
-  while (barrier.generation == generation) {
-    swapcontext(&fibers[me].context, &scheduler);
-    thread_place.x = me;
-  }
+  while (barrier.generation == generation) pause(fibers[me]);
 }
 
 template <class T>
@@ -98,24 +123,16 @@ T exchange(T value, unsigned from) {
 inline void run_block() {
   warps.assign(block_shape.x / kLanes, Warp{});
   block_barrier = Barrier{};
-  for (unsigned i = 0; i < block_shape.x; ++i) {
-    Fiber& fiber = fibers[i];
-    fiber.done = false;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
-    fiber.context.uc_stack.ss_size = fiber.stack.size();
-    fiber.context.uc_link = &scheduler;
-    makecontext(&fiber.context, run_body, 0);
-  }
-  for (bool left = true; left;) {
-    left = moved = false;
+  for (unsigned i = 0; i < block_shape.x; ++i) fibers[i].done = false;
+  for (bool running = true; running;) {
+    running = moved = false;
     for (unsigned i = 0; i < block_shape.x; ++i) {
       if (fibers[i].done) continue;
       thread_place = {i, 0, 0};
-      swapcontext(&scheduler, &fibers[i].context);
-      left = left || !fibers[i].done;
+      resume(fibers[i]);
+      running = running || !fibers[i].done;
     }
-    if (left && !moved) {
+    if (running && !moved) {
       std::fprintf(stderr, "the threads of a CTA wait for each other at different places\n");
       std::abort();
     }

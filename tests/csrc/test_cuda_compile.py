@@ -8,9 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.compressors.kernels.cuda.load import OPTIONS, cached_cubin, compile_cubin
+from gradwire.compressors.kernels.cuda.load import (
+    ENTRY_POINTS,
+    FOLDER,
+    OPTIONS,
+    cached_cubin,
+    compile_cubin,
+    kernel_source,
+)
 from gradwire.compressors.kernels.cuda.require import CudaKernelsError
-from gradwire.compressors.kernels.cuda.source import FOLDER, KERNELS, kernel_source
 
 ARCHITECTURES = (80, 90, 100)
 """A100, H100 and H200, B200."""
@@ -26,10 +32,10 @@ def nvrtc() -> None:
 
 
 def test_every_file_is_known() -> None:
-    assert {file.stem for file in (FOLDER / "cuda").glob("*.cu")} == set(KERNELS)
+    assert {file.stem for file in (FOLDER / "cuda").glob("*.cu")} == set(ENTRY_POINTS)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ENTRY_POINTS)
 def test_nvcc_finds_nothing_to_warn_about(name: str, tmp_path: Path) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("no nvcc on PATH")
@@ -43,6 +49,8 @@ def test_nvcc_finds_nothing_to_warn_about(name: str, tmp_path: Path) -> None:
             "all-warnings",
             "-Xptxas",
             "-v",
+            "--threads",
+            "0",  # as many as there are processors
             f"-I{FOLDER}",
             *targets,
             "-fatbin",
@@ -56,26 +64,26 @@ def test_nvcc_finds_nothing_to_warn_about(name: str, tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     said = re.findall(r"Compiling entry function '(\w+)' for 'sm_(\d+)'", result.stderr)
-    assert sorted(said) == sorted((kernel, str(cc)) for kernel in KERNELS[name] for cc in ARCHITECTURES)
+    assert sorted(said) == sorted((kernel, str(cc)) for kernel in ENTRY_POINTS[name] for cc in ARCHITECTURES)
     stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", result.stderr)
     assert stacks == [("0", "0", "0")] * len(said), result.stderr
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ENTRY_POINTS)
 def test_the_inlined_source_is_whole(name: str) -> None:
     """NVRTC gets one text: all own headers in it, each once, and no system header outside g++'s branch."""
     source = kernel_source(name)
     assert '#include "' not in source
     assert source.count("constexpr unsigned kAllLanes") == 1
-    assert all(f"{kernel}(" in source or "##" in source for kernel in KERNELS[name])
+    assert all(f"{kernel}(" in source or "##" in source for kernel in ENTRY_POINTS[name])
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ENTRY_POINTS)
 @pytest.mark.usefixtures("nvrtc")
 def test_nvrtc_compiles_it(name: str) -> None:
     cubin = compile_cubin(name, 90)
     assert cubin[:4] == b"\x7fELF"
-    assert all(kernel.encode() in cubin for kernel in KERNELS[name])
+    assert all(kernel.encode() in cubin for kernel in ENTRY_POINTS[name])
 
 
 @pytest.mark.usefixtures("nvrtc")

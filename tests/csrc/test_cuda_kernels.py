@@ -1,4 +1,4 @@
-"""Law: every CUDA kernel equals its torch twin, on any input and any length, on a GPU and with its source on the CPU."""
+"""Law: every CUDA kernel equals its torch twin, on any input and length, on a GPU and with its source on the CPU."""
 
 import inspect
 from collections.abc import Callable
@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.compressors.kernels.cuda import kernels as cuda
+from gradwire.compressors.kernels import cuda, reference
 from gradwire.compressors.kernels.dispatch import Kernels
-from gradwire.compressors.kernels.reference import codecs as reference
 
 Maker = Callable[[int], Tensor]
+EachNumel = Callable[[Callable[[int], None]], None]
 
 
 def assert_same(ours: Tensor, wanted: Tensor) -> None:
@@ -44,72 +44,83 @@ def given(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-def test_onebit_is_the_reference(device: torch.device, make_input: Maker, numel: int, aligned: bool) -> None:
-    x, residual = make_input(numel), other(numel) if numel % 2 else None
-    gradient = x.clone().to(device) if aligned else given(device, x)
-    nbytes, head = cuda.onebit_nbytes(numel), -(-numel // 1024) * 4
-    ours, left = torch.empty(nbytes, dtype=torch.uint8, device=device), torch.empty(numel, device=device)
-    wanted, wanted_left = torch.empty(nbytes, dtype=torch.uint8), torch.empty(numel)
-    cuda.onebit_encode(gradient, to(device, residual), left, ours)
-    reference.onebit_encode(x, residual, wanted_left, wanted)
-    assert_same_payload(ours, wanted, head)
-    assert_same(left, wanted_left)
+def test_onebit_is_the_reference(device: torch.device, make_input: Maker, each_numel: EachNumel, aligned: bool) -> None:
+    def check(numel: int) -> None:
+        x, residual = make_input(numel), other(numel) if numel % 2 else None
+        gradient = x.clone().to(device) if aligned else given(device, x)
+        nbytes, head = reference.onebit_nbytes(numel), -(-numel // 1024) * 4
+        ours, new_residual = torch.empty(nbytes, dtype=torch.uint8, device=device), torch.empty(numel, device=device)
+        wanted, wanted_residual = torch.empty(nbytes, dtype=torch.uint8), torch.empty(numel)
+        cuda.onebit_encode(gradient, to(device, residual), new_residual, ours)
+        reference.onebit_encode(x, residual, wanted_residual, wanted)
+        assert_same_payload(ours, wanted, head)
+        assert_same(new_residual, wanted_residual)
 
-    table = torch.empty(3, nbytes + (0 if aligned else 1), dtype=torch.uint8)[:, :nbytes]
-    table[:] = wanted
-    table[1] = wanted
-    table[1, head:] ^= 0x55
-    there = torch.empty(3, nbytes + (0 if aligned else 1), dtype=torch.uint8, device=device)[:, :nbytes]
-    there.copy_(table)
-    target, wanted_target = given(device, torch.empty(numel)), torch.empty(numel)
-    cuda.onebit_decode_reduce(there, to(device, residual), target)
-    reference.onebit_decode_reduce(table, residual, wanted_target)
-    assert_same(target, wanted_target)
-    cuda.onebit_serve(there, to(device, residual), left, ours, numel)
-    reference.onebit_serve(table, residual, wanted_left, wanted, numel)
-    assert_same_payload(ours, wanted, head)
-    assert_same(left, wanted_left)
+        table = torch.empty(3, nbytes + (0 if aligned else 1), dtype=torch.uint8)[:, :nbytes]
+        table[:] = wanted
+        table[1] = wanted
+        table[1, head:] ^= 0x55
+        there = torch.empty(3, nbytes + (0 if aligned else 1), dtype=torch.uint8, device=device)[:, :nbytes]
+        there.copy_(table)
+        target, wanted_target = given(device, torch.empty(numel)), torch.empty(numel)
+        cuda.onebit_decode_reduce(there, to(device, residual), target)
+        reference.onebit_decode_reduce(table, residual, wanted_target)
+        assert_same(target, wanted_target)
+        cuda.onebit_reduce_encode(there, to(device, residual), new_residual, ours, numel)
+        reference.onebit_reduce_encode(table, residual, wanted_residual, wanted, numel)
+        assert_same_payload(ours, wanted, head)
+        assert_same(new_residual, wanted_residual)
+
+    each_numel(check)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("key", [None, 0xFFFFFFFF])
 def test_quantize_is_the_reference(
-    device: torch.device, make_input: Maker, numel: int, bits: int, key: int | None
+    device: torch.device, make_input: Maker, each_numel: EachNumel, bits: int, key: int | None
 ) -> None:
-    x, residual = make_input(numel), other(numel) if numel % 2 else None
-    gradient = given(device, x) if key is None else x.clone().to(device)
-    nbytes, head = cuda.quantize_nbytes(numel, bits), -(-numel // 512) * 8
-    ours, left = torch.empty(nbytes, dtype=torch.uint8, device=device), torch.empty(numel, device=device)
-    wanted, wanted_left = torch.empty(nbytes, dtype=torch.uint8), torch.empty(numel)
-    cuda.quantize_encode(bits, gradient, to(device, residual), left, ours, key)
-    reference.quantize_encode(bits, x, residual, wanted_left, wanted, key)
-    assert_same_payload(ours, wanted, head)
-    assert_same(left, wanted_left)
-    target, wanted_target = torch.empty(numel, device=device), torch.empty(numel)
-    table = torch.stack([wanted, wanted])
-    cuda.quantize_decode_reduce(bits, table.to(device), to(device, residual), target)
-    reference.quantize_decode_reduce(bits, table, residual, wanted_target)
-    assert_same(target, wanted_target)
+    def check(numel: int) -> None:
+        x, residual = make_input(numel), other(numel) if numel % 2 else None
+        gradient = given(device, x) if key is None else x.clone().to(device)
+        nbytes, head = reference.quantize_nbytes(numel, bits), -(-numel // 512) * 8
+        ours, new_residual = torch.empty(nbytes, dtype=torch.uint8, device=device), torch.empty(numel, device=device)
+        wanted, wanted_residual = torch.empty(nbytes, dtype=torch.uint8), torch.empty(numel)
+        cuda.quantize_encode(bits, gradient, to(device, residual), new_residual, ours, key)
+        reference.quantize_encode(bits, x, residual, wanted_residual, wanted, key)
+        assert_same_payload(ours, wanted, head)
+        assert_same(new_residual, wanted_residual)
+        target, wanted_target = torch.empty(numel, device=device), torch.empty(numel)
+        table = torch.stack([wanted, wanted])
+        cuda.quantize_decode_reduce(bits, table.to(device), to(device, residual), target)
+        reference.quantize_decode_reduce(bits, table, residual, wanted_target)
+        assert_same(target, wanted_target)
+
+    each_numel(check)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_cast_is_the_reference(device: torch.device, make_input: Maker, numel: int, dtype: torch.dtype) -> None:
-    x, residual = make_input(numel), other(numel) if numel % 2 else None
-    gradient = given(device, x) if numel % 3 else x.clone().to(device)
-    ours, left = torch.empty(numel, dtype=dtype, device=device), torch.empty(numel, device=device)
-    wanted, wanted_left = torch.empty(numel, dtype=dtype), torch.empty(numel)
-    cuda.cast_encode(gradient, 0.125, to(device, residual), left, ours)
-    reference.cast_encode(x, 0.125, residual, wanted_left, wanted)
-    assert_same(ours.float(), wanted.float())
-    assert_same(left, wanted_left)
-    target, wanted_target = torch.empty(numel, device=device), torch.empty(numel)
-    for addend, sources in ((residual, torch.stack([wanted, wanted])), (None, wanted.unsqueeze(0))):
-        cuda.cast_decode_reduce(sources.to(device), to(device, addend), target)
-        reference.cast_decode_reduce(sources, addend, wanted_target)
-        assert_same(target, wanted_target)
+def test_cast_is_the_reference(
+    device: torch.device, make_input: Maker, each_numel: EachNumel, dtype: torch.dtype
+) -> None:
+    def check(numel: int) -> None:
+        x, residual = make_input(numel), other(numel) if numel % 2 else None
+        gradient = given(device, x) if numel % 3 else x.clone().to(device)
+        ours, new_residual = torch.empty(numel, dtype=dtype, device=device), torch.empty(numel, device=device)
+        wanted, wanted_residual = torch.empty(numel, dtype=dtype), torch.empty(numel)
+        cuda.cast_encode(gradient, 0.125, to(device, residual), new_residual, ours)
+        reference.cast_encode(x, 0.125, residual, wanted_residual, wanted)
+        assert_same(ours.float(), wanted.float())
+        assert_same(new_residual, wanted_residual)
+        target, wanted_target = torch.empty(numel, device=device), torch.empty(numel)
+        for addend, sources in ((residual, torch.stack([wanted, wanted])), (None, wanted.unsqueeze(0))):
+            cuda.cast_decode_reduce(sources.to(device), to(device, addend), target)
+            reference.cast_decode_reduce(sources, addend, wanted_target)
+            assert_same(target, wanted_target)
+
+    each_numel(check)
 
 
-def test_every_half_survives_the_way_there_and_back(device: torch.device) -> None:
+def test_every_half_survives_the_round_trip(device: torch.device) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
         wide = torch.empty(1 << 16, device=device)
@@ -125,7 +136,7 @@ def test_a_residual_may_be_replaced_in_place(device: torch.device) -> None:
     numel = 3000
     x, residual = other(numel), other(numel).flip(0).clone()
     ours, wanted = residual.to(device, copy=True), torch.empty(numel)
-    payload = torch.empty(cuda.onebit_nbytes(numel), dtype=torch.uint8)
+    payload = torch.empty(reference.onebit_nbytes(numel), dtype=torch.uint8)
     cuda.onebit_encode(x.clone().to(device), ours, ours, payload.to(device))
     reference.onebit_encode(x, residual, wanted, payload)
     assert_same(ours, wanted)

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from gradwire.comms.transport.echo import EchoGroup
 from gradwire.compressors.cast import CastCodec
+from gradwire.compressors.kernels import cuda, reference
 from gradwire.compressors.kernels import dispatch as kernels
-from gradwire.compressors.kernels.cuda import kernels as cuda
 from gradwire.compressors.kernels.cuda import launch as cuda_launch
-from gradwire.compressors.kernels.reference import codecs as reference
 from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.quantize import QuantizeCodec
@@ -34,7 +33,7 @@ def randn(numel: int, seed: int) -> Tensor:
 @pytest.mark.parametrize(("numel", "width"), CUTS)
 @pytest.mark.parametrize("padding", [0, 1])
 def test_onebit_pieces_are_the_references(device: torch.device, numel: int, width: int, padding: int) -> None:
-    nbytes = cuda.onebit_nbytes(width)
+    nbytes = reference.onebit_nbytes(width)
     check_pieces("onebit", (), (), device, numel, width, nbytes, padding)
 
 
@@ -44,7 +43,7 @@ def test_onebit_pieces_are_the_references(device: torch.device, numel: int, widt
 def test_quantized_pieces_are_the_references(
     device: torch.device, numel: int, width: int, bits: int, key: int | None
 ) -> None:
-    check_pieces("quantize", (bits,), (key,), device, numel, width, cuda.quantize_nbytes(width, bits), bits % 8)
+    check_pieces("quantize", (bits,), (key,), device, numel, width, reference.quantize_nbytes(width, bits), bits % 8)
 
 
 def check_pieces(
@@ -57,43 +56,45 @@ def check_pieces(
     nbytes: int,
     padding: int,
 ) -> None:
-    """Payloads, what is left out and what comes back, in rows that are `padding` bytes apart."""
+    """Payloads, what they leave out and what comes back, in rows that are `padding` bytes apart."""
     x, residual, rows = randn(numel, 0), randn(numel, 1), -(-numel // width)
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     for there, of in ((device, cuda), (torch.device("cpu"), reference)):
         payload = torch.full((rows, nbytes + padding), 0xAA, dtype=torch.uint8, device=there)
-        left, target = torch.empty(numel, device=there), torch.empty(numel, device=there)
-        getattr(of, f"{stage}_encode_pieces")(*first, x.to(there), residual.to(there), left, payload, width, *last)
+        new_residual, target = torch.empty(numel, device=there), torch.empty(numel, device=there)
+        getattr(of, f"{stage}_encode_pieces")(
+            *first, x.to(there), residual.to(there), new_residual, payload, width, *last
+        )
         getattr(of, f"{stage}_decode_pieces")(*first, payload, target, width)
-        found.append((payload.cpu(), left.cpu(), target.cpu()))
+        found.append((payload.cpu(), new_residual.cpu(), target.cpu()))
     assert all(torch.equal(ours, wanted) for ours, wanted in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("numel", [1, 33, 513, 1025, 4097])
-def test_serving_is_the_references(device: torch.device, workers: int, with_residual: bool, numel: int) -> None:
+def test_reducing_is_the_references(device: torch.device, workers: int, with_residual: bool, numel: int) -> None:
     residual = randn(numel, 1) if with_residual else None
     for name, codec in CODECS.items():
         payloads = torch.empty(workers, codec.wire_nbytes(numel), dtype=torch.uint8)
         for seed, payload in enumerate(payloads):
             codec.encode(randn(numel, 10 + seed), payload)
         there = None if residual is None else residual.to(device)
-        answer, left = torch.empty_like(payloads[0], device=device), torch.empty(numel, device=device)
-        wanted, wanted_left = torch.empty_like(payloads[0]), torch.empty(numel)
-        serve(cuda, codec, payloads.to(device), there, left, answer)
-        serve(reference, codec, payloads, residual, wanted_left, wanted)
-        assert torch.equal(answer.cpu(), wanted), name
-        assert torch.equal(left.cpu(), wanted_left), name
+        reduced, new_residual = torch.empty_like(payloads[0], device=device), torch.empty(numel, device=device)
+        wanted, wanted_residual = torch.empty_like(payloads[0]), torch.empty(numel)
+        reduce_encode(cuda, codec, payloads.to(device), there, new_residual, reduced)
+        reduce_encode(reference, codec, payloads, residual, wanted_residual, wanted)
+        assert torch.equal(reduced.cpu(), wanted), name
+        assert torch.equal(new_residual.cpu(), wanted_residual), name
 
 
-def serve(
-    of: object, codec: PieceCodec, payloads: Tensor, residual: Tensor | None, left: Tensor, answer: Tensor
+def reduce_encode(
+    of: object, codec: PieceCodec, payloads: Tensor, residual: Tensor | None, new_residual: Tensor, reduced: Tensor
 ) -> None:
     """The codec's owner's stage by one set of kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(kernels.KERNELS_ON, payloads.device.type, of)
-        codec.reduce_encode(payloads, residual, left, answer, left.numel())
+        codec.reduce_encode(payloads, residual, new_residual, reduced, new_residual.numel())
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -135,7 +136,7 @@ def test_an_exchange_is_three_launches(
 
 def test_pieces_that_do_not_fit_are_refused(device: torch.device) -> None:
     x = torch.randn(2048, device=device)
-    payloads = torch.empty(2, cuda.onebit_nbytes(1024), dtype=torch.uint8, device=device)
+    payloads = torch.empty(2, reference.onebit_nbytes(1024), dtype=torch.uint8, device=device)
     with pytest.raises(ValueError, match="`width`"):
         cuda.onebit_encode_pieces(x, None, None, payloads, 0)
     with pytest.raises(ValueError, match="`payloads` has 1 rows"):

@@ -11,9 +11,9 @@ from gradwire.compressors.kernels import dispatch as kernels
 from gradwire.compressors.kernels.cuda import launch as cuda_launch
 from gradwire.compressors.kernels.cuda.launch import blocks_for
 from gradwire.compressors.kernels.cuda.load import load_kernel
-from gradwire.compressors.kernels.cuda.require import CudaKernelsError, Found, check, require_cupy
+from gradwire.compressors.kernels.cuda.require import CudaKernelsError, CudaSetup, check, require_cupy
 
-GOOD = Found("13.0", 1, 13000, "", 13000, (9, 0), "H200")
+GOOD = CudaSetup("13.0", 1, 13000, "", 13000, (9, 0), "H200")
 
 
 def test_a_good_machine_is_accepted() -> None:
@@ -38,7 +38,7 @@ def test_a_good_machine_is_accepted() -> None:
 )
 def test_what_is_missing_is_named(change: dict[str, object], said: str) -> None:
     with pytest.raises(CudaKernelsError, match=said):
-        check(dataclasses.replace(GOOD, **change))  # type: ignore[arg-type]  # the names are Found's own
+        check(dataclasses.replace(GOOD, **change))  # type: ignore[arg-type]  # the names are CudaSetup's own
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
@@ -65,7 +65,7 @@ import sys, torch
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
 x, payload = torch.randn(64), torch.empty(12, dtype=torch.uint8)
 KERNELS_ON[x.device.type].onebit_encode(x, None, None, payload)
-found = [name for name in sys.modules if name.split(".")[0] == "cupy" or name.startswith("gradwire.compressors.kernels.cuda.kernels")]
+found = [name for name in sys.modules if name.startswith(("cupy", "gradwire.compressors.kernels.cuda"))]
 assert not found, found
 """
     subprocess.run([sys.executable, "-c", script], check=True)
@@ -73,7 +73,7 @@ assert not found, found
 
 def test_a_cuda_tensor_asks_for_the_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The door, without a device: what it would choose, and that nothing is chosen silently where that fails."""
-    from gradwire.compressors.kernels.cuda import kernels as cuda
+    from gradwire.compressors.kernels import cuda
     from gradwire.compressors.kernels.cuda import require as cuda_require
 
     asked: list[int] = []

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.compressors.kernels.cuda import kernels as cuda
+from gradwire.compressors.kernels import cuda, reference
 from gradwire.compressors.kernels.cuda import launch as cuda_launch
 from gradwire.compressors.kernels.cuda.pack import PackTable
-from gradwire.compressors.kernels.reference import codecs as reference
+from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState
 from gradwire.compressors.kernels.reference import pack as reference_pack
-from gradwire.compressors.kernels.reference.dgc import DgcRule, DgcRun, DgcState
 
 Maker = Callable[[int], Tensor]
+EachNumel = Callable[[Callable[[int], None]], None]
 
 
 def assert_same(ours: Tensor, wanted: Tensor) -> None:
@@ -42,13 +42,16 @@ def run_dgc(
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("density", [0.001, 0.3, 1.0])
 def test_dgc_is_the_reference(
-    device: torch.device, make_input: Maker, numel: int, nesterov: bool, density: float
+    device: torch.device, make_input: Maker, each_numel: EachNumel, nesterov: bool, density: float
 ) -> None:
-    inputs, k = [make_input(numel), other(numel), other(numel).flip(0).clone()], max(1, int(density * numel))
-    rule = DgcRule(0.9, nesterov, 0.5)
-    wanted = run_dgc(reference.dgc_step, torch.device("cpu"), inputs, rule, k)
-    for ours, twin in zip(run_dgc(cuda.dgc_step, device, inputs, rule, k), wanted, strict=True):
-        assert_same(ours, twin)
+    def check(numel: int) -> None:
+        inputs, k = [make_input(numel), other(numel), other(numel).flip(0).clone()], max(1, int(density * numel))
+        rule = DgcRule(0.9, nesterov, 0.5)
+        wanted = run_dgc(reference.dgc_step, torch.device("cpu"), inputs, rule, k)
+        for ours, twin in zip(run_dgc(cuda.dgc_step, device, inputs, rule, k), wanted, strict=True):
+            assert_same(ours, twin)
+
+    each_numel(check)
 
 
 @pytest.mark.parametrize("kind", ["spread", "lumpy", "equal", "mostly_zero", "ordered"])
@@ -164,20 +167,24 @@ def test_scatter_add_is_the_reference_and_marks_a_bad_index(device: torch.device
 
 @pytest.mark.parametrize("shape", [(1, 40), (40, 1), (5, 3), (33, 70), (64, 64), (13, 1100), (3, 2500)])
 @pytest.mark.parametrize("rank", [1, 2, 7])
-@pytest.mark.parametrize("with_left", [True, False])
+@pytest.mark.parametrize("with_residual", [True, False])
 def test_powersgd_restore_is_the_reference(
-    device: torch.device, shape: tuple[int, int], rank: int, with_left: bool
+    device: torch.device, shape: tuple[int, int], rank: int, with_residual: bool
 ) -> None:
     rows, columns = shape
     generator = torch.Generator().manual_seed(rank)
     wanted, p = torch.randn(shape, generator=generator), torch.randn(rank, rows, generator=generator)
     own, total = torch.randn(2, rank, columns, generator=generator).unbind(0)
-    ours, left, wanted_left = wanted.to(device, copy=True), torch.empty(shape, device=device), torch.empty(shape)
-    cuda.powersgd_restore(ours, left if with_left else None, *(part.to(device) for part in (p, own, total)))
-    reference.powersgd_restore(wanted, wanted_left if with_left else None, p, own, total)
+    ours, new_residual, wanted_residual = (
+        wanted.to(device, copy=True),
+        torch.empty(shape, device=device),
+        torch.empty(shape),
+    )
+    cuda.powersgd_restore(ours, new_residual if with_residual else None, *(part.to(device) for part in (p, own, total)))
+    reference.powersgd_restore(wanted, wanted_residual if with_residual else None, p, own, total)
     assert_same(ours, wanted)
-    if with_left:
-        assert_same(left, wanted_left)
+    if with_residual:
+        assert_same(new_residual, wanted_residual)
 
 
 def test_orthogonal_rows_for_any_input_in_one_launch(device: torch.device) -> None:

@@ -1,1 +1,52 @@
-"""The kernels on CUDA, compiled by CuPy at run time."""
+"""The kernels on CUDA: each function is the twin of the one in compressors/kernels/reference/.
+
+Payloads are the same bits as on the CPU. Every function checks its tensors first (ValueError), and returns as soon as
+its kernels are on torch's current stream. CuPy is imported with the first launch, where CudaKernelsError says what is
+missing.
+"""
+
+from gradwire.compressors.kernels.cuda.cast import cast_decode_reduce, cast_encode, cast_reduce_encode
+from gradwire.compressors.kernels.cuda.dgc import dgc_step, dgc_step_many, scatter_add
+from gradwire.compressors.kernels.cuda.onebit import (
+    onebit_decode_pieces,
+    onebit_decode_reduce,
+    onebit_encode,
+    onebit_encode_pieces,
+    onebit_reduce_encode,
+)
+from gradwire.compressors.kernels.cuda.powersgd import (
+    orthogonalize_many,
+    powersgd_back_project,
+    powersgd_project,
+    powersgd_restore,
+)
+from gradwire.compressors.kernels.cuda.quantize import (
+    quantize_decode_pieces,
+    quantize_decode_reduce,
+    quantize_encode,
+    quantize_encode_pieces,
+    quantize_reduce_encode,
+)
+
+__all__ = [
+    "cast_decode_reduce",
+    "cast_encode",
+    "cast_reduce_encode",
+    "dgc_step",
+    "dgc_step_many",
+    "onebit_decode_pieces",
+    "onebit_decode_reduce",
+    "onebit_encode",
+    "onebit_encode_pieces",
+    "onebit_reduce_encode",
+    "orthogonalize_many",
+    "powersgd_back_project",
+    "powersgd_project",
+    "powersgd_restore",
+    "quantize_decode_pieces",
+    "quantize_decode_reduce",
+    "quantize_encode",
+    "quantize_encode_pieces",
+    "quantize_reduce_encode",
+    "scatter_add",
+]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.compressors.kernels.cuda import launch as cuda_launch
 from gradwire.compressors.kernels.cuda.launch import address, check_tensors
-from gradwire.compressors.kernels.reference.dgc import DgcRule, DgcRun, DgcState
+from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState
 
 _TILE = 4096
 """kTile of csrc/cuda/marks.cuh: elements of one warp's work in the selection."""
@@ -19,12 +19,12 @@ _SHARES = 4
 _SELECTION_NBYTES = 32 + 4 * 2048
 """struct Selection of csrc/cuda/radix.cuh."""
 _SAMPLE_LINES, _LINE = 1024, 16
-"""As csrc/cpu/kernels/dgc.cpp: 16384 elements are read and ordered in a twentieth of the pass at 25 MiB."""
+"""As csrc/cpu/kernels/dgc.cpp: to read and order 16384 elements is 5 % of the pass over 25 MiB."""
 _MOST_NUMEL = 2**31 - 1
 
 
 def _sample_rank(numel: int, k: int) -> tuple[int, int]:
-    """Returns the sample's lines, and which of its largest is the threshold; 0: there is none.
+    """Returns how many lines to sample, and which of the sample's largest is the threshold; 0 is none.
 
     Four standard deviations of the sample's count above k: a threshold that a few more than k elements reach.
     """
@@ -42,7 +42,7 @@ def _table(runs: tuple[DgcRun, ...], budget: int) -> tuple[tuple[int, ...], int,
 
     Args:
         runs: The parameters.
-        budget: CTAs that the selection may start; each parameter has a share of them, and one at least.
+        budget: CTAs that the selection may start; each parameter gets a share of them, and at least one.
     """
     words: list[int] = []
     counts = [-(-run.numel // _TILE) for run in runs]
@@ -83,7 +83,11 @@ def _check_step(
 
 
 def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
-    """See reference.dgc_step."""
+    """See reference.dgc_step.
+
+    Raises:
+        ValueError: A tensor has another device, dtype or numel, or there are more `indices` than elements.
+    """
     run = DgcRun(0, gradient.numel(), indices.numel())
     dgc_step_many(gradient, state, rule, None, [run], indices, values)
 
@@ -97,7 +101,12 @@ def dgc_step_many(
     indices: Tensor,
     values: Tensor,
 ) -> None:
-    """See reference.dgc_step_many; seven launches however many there are, none of which waits for the host."""
+    """See reference.dgc_step_many; seven launches however many parameters there are, and no wait for the device.
+
+    Raises:
+        ValueError: A tensor has another device, dtype or numel, a run is outside the gradient, or its count is out of
+            range.
+    """
     if not runs:
         return
     _check_step(gradient, state, scales, runs, indices, values)
@@ -132,8 +141,12 @@ def dgc_step_many(
 def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:
     """See reference.scatter_add.
 
-    An index that occurs once gives the same bits every time; of one that occurs more than twice the order of the
-    additions is open. An index outside `target` makes target[0] NaN: to raise would mean to wait for the device.
+    An index that occurs once gives the same bits every time; where one occurs more than twice, the order of its
+    additions is unspecified. An index outside `target` makes target[0] NaN: raising an error would mean waiting for the
+    device.
+
+    Raises:
+        ValueError: A tensor has another device, dtype or numel, or `target` is empty.
     """
     device, count = target.device, indices.numel()
     check_tensors(device, count, torch.int32, indices=indices)

@@ -17,12 +17,14 @@ THREADS = 256
 """Threads of a CTA, but for one kernel; the kernels' own kThreads."""
 RESIDENT_CTAS = 8
 """2048 threads fill a multiprocessor. Source: CUDA C++ Programming Guide, "Technical Specifications per Capability"."""
+RUN = 8
+"""kRun of csrc/cuda/formats.cuh: elements that a thread decodes at once."""
 _MOST_CTAS = 8 * RESIDENT_CTAS
-"""Of a multiprocessor. Registers let some kernels keep only three CTAs resident: of a grid of eight, two would be left for
-a third turn and run alone. With many, each place is taken again as soon as it is free."""
+"""CTAs for each multiprocessor. Registers let some kernels keep only three CTAs resident: of a grid of eight, the last
+two would run alone in a third turn. With many, a CTA that has finished is replaced at once."""
 
 Argument = int | np.float32 | np.int32 | np.uint32
-"""An int travels as 64 bits: an address, a number of elements or of bytes."""
+"""An int is passed as 64 bits: an address, a number of elements or of bytes."""
 
 
 @functools.cache
@@ -31,14 +33,25 @@ def _multiprocessors(device_index: int) -> int:
 
 
 def blocks_for(device: torch.device, threads: int, most: int = _MOST_CTAS) -> int:
-    """Returns how many CTAs to start for this many threads; what is beyond that is the kernel's loop.
+    """Returns how many CTAs to start for this much work; where there is more, the kernel's loop does the rest.
 
     Args:
         device: Where the kernel runs.
-        threads: As many as there is work for.
-        most: CTAs for each multiprocessor.
+        threads: One for each independent piece of the work.
+        most: Limit, in CTAs for each multiprocessor.
     """
     return min(-(-threads // THREADS), _multiprocessors(_index(device)) * most)
+
+
+def blocks_of_pieces(numel: int, width: int, block: int) -> int:
+    """Returns how many blocks all pieces of a tensor have together: the first block of each piece begins where it does.
+
+    Args:
+        numel: Elements of the tensor.
+        width: Elements of a piece; the last may be shorter.
+        block: Elements of a block.
+    """
+    return numel // width * -(-width // block) + -(-(numel % width) // block)
 
 
 def _index(device: torch.device) -> int:
@@ -51,7 +64,7 @@ def stream_of(device: torch.device) -> int:
 
 
 class _TorchStream:
-    """A stream of torch's in the form that CuPy 14 takes. Source: NVIDIA cuda-core, "CUDA stream protocol"."""
+    """A torch stream in the form that CuPy 14 accepts. Source: NVIDIA cuda-core, "CUDA stream protocol"."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -98,8 +111,11 @@ _scratch: dict[tuple[str, int | None, int], Tensor] = {}
 def scratch(device: torch.device, nbytes: int) -> Tensor:
     """Returns at least `nbytes` of memory for the launches that follow on the current stream.
 
-    It is kept, one piece a stream, and grows: after the first steps nothing is allocated. Launches on one stream run
-    one after the other, so they can share it.
+    One tensor is kept for each stream, and replaced where more is needed: after the first steps nothing is allocated.
+    Launches on one stream run one after the other, so they can share it.
+
+    Returns:
+        1-D uint8, uninitialised.
     """
     key = device.type, device.index, stream_of(device)
     found = _scratch.get(key)
@@ -155,10 +171,11 @@ def check_tensors(device: torch.device, numel: int, dtype: torch.dtype, **tensor
 
 
 def check_rows(device: torch.device, name: str, rows: Tensor, nbytes: int) -> None:
-    """Refuses a table of payloads that has no row, or whose rows are shorter than `nbytes`, not contiguous or elsewhere.
+    """Refuses payloads whose rows a kernel would read wrongly.
 
     Raises:
-        ValueError: As said.
+        ValueError: `rows` is not 2-D, has no row, is not on `device`, or its rows are shorter than `nbytes` or not
+            contiguous.
     """
     long_enough = rows.dim() == 2 and len(rows) and rows.shape[1] * rows.element_size() >= nbytes
     if not long_enough or rows.stride(1) != 1 or rows.device != device:
@@ -179,7 +196,7 @@ def check_pieces(device: torch.device, payloads: Tensor, numel: int, width: int,
         nbytes: Of a payload of `width` elements.
 
     Raises:
-        ValueError: As said, or there is no such width.
+        ValueError: `width` is less than 1, or `payloads` has too few rows, or rows that `check_rows` refuses.
     """
     if not 1 <= width:
         raise ValueError(f"`width` is {width}; wanted the elements of a piece, 1 or more")

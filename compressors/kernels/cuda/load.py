@@ -1,14 +1,15 @@
-"""Compiles the CUDA kernels at run time with NVRTC, keeps the result on disk, and loads it through CuPy.
+"""From the files of csrc/cuda to kernels: one text for each file, compiled by NVRTC, kept on disk, loaded by CuPy.
 
-CuPy's own way from source to module adds -ftz=true after the caller's options (cupy issue 9576), which would turn
-subnormal numbers into zero and payloads into others than the CPU's. So NVRTC is called directly, through CuPy's binding
-of it, and `RawModule` gets the compiled file.
+CuPy's own compilation adds -ftz=true after the caller's options (cupy issue 9576), which would turn subnormal numbers
+into zero, so that payloads would differ from the CPU's. So NVRTC is called directly, through CuPy's binding of it, and
+`RawModule` gets the compiled file.
 """
 
 import functools
 import hashlib
 import importlib
 import logging
+import re
 import tempfile
 from pathlib import Path
 from typing import Protocol, cast
@@ -16,12 +17,71 @@ from typing import Protocol, cast
 import torch
 
 from gradwire.compressors.kernels.cuda.require import CudaKernelsError, require_cupy
-from gradwire.compressors.kernels.cuda.source import KERNELS, kernel_source
 
 logger = logging.getLogger("gradwire")
 
+FOLDER = Path(__file__).resolve().parents[3] / "csrc"
+"""csrc/ lies beside compressors/, in a checkout and in an installed package alike."""
+
+ENTRY_POINTS: dict[str, tuple[str, ...]] = {
+    "cast": tuple(
+        f"cast_{stage}_{format}" for stage in ("encode", "decode_reduce", "reduce_encode") for format in ("f16", "bf16")
+    ),
+    "onebit": ("onebit_encode", "onebit_decode_pieces", "onebit_decode_reduce", "onebit_reduce_encode"),
+    "quantize": tuple(
+        f"quantize_{stage}_{bits}"
+        for stage in ("encode", "decode_pieces", "decode_reduce", "reduce_encode")
+        for bits in (8, 4)
+    ),
+    "dgc_step": ("dgc_sample", "dgc_advance"),
+    "dgc_select": ("dgc_radix", "dgc_count", "dgc_write", "dgc_scatter_add"),
+    "powersgd": ("powersgd_orthogonalize", "powersgd_restore"),
+    "pack": tuple(
+        f"{direction}_{tensor}_{bucket}"
+        for direction in ("pack", "unpack")
+        for tensor in ("f32", "f16", "bf16")
+        for bucket in ("f32", "f16", "bf16")
+    ),
+}
+"""File of csrc/cuda, without its suffix -> the `__global__` functions it defines."""
+
+_INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
+
+
+def _inline(file: Path, seen: set[Path]) -> str:
+    """Returns the file's text with its own includes in place, each once, and without `#pragma once`."""
+    if file in seen:
+        return ""
+    seen.add(file)
+
+    def replace(match: re.Match[str]) -> str:
+        beside = file.parent / match[1]
+        return _inline(beside if beside.exists() else FOLDER / match[1], seen)
+
+    return _INCLUDE.sub(replace, file.read_text().replace("#pragma once\n", ""))
+
+
+@functools.cache
+def kernel_source(name: str) -> str:
+    """Returns one file of csrc/cuda as a single text, so that a cache keyed by the text sees every change.
+
+    Args:
+        name: A key of `ENTRY_POINTS`.
+
+    Raises:
+        FileNotFoundError: The kernels were not installed with the package.
+    """
+    try:
+        return _inline(FOLDER / "cuda" / f"{name}.cu", set())
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"the CUDA kernel source {error.filename} is missing: this installation of gradwire is "
+            "incomplete; install it again"
+        ) from error
+
+
 OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
-"""Every operation rounds by itself, as IEEE 754 says and as the CPU's kernels do: payloads are the same bits."""
+"""Every operation rounds by itself, as IEEE 754 requires and as the CPU's kernels do: payloads are the same bits."""
 
 
 class Launchable(Protocol):
@@ -35,7 +95,7 @@ def compile_cubin(name: str, architecture: int) -> bytes:
     """Compiles one file of csrc/cuda for a compute capability; needs no GPU.
 
     Args:
-        name: A key of `KERNELS`.
+        name: A key of `ENTRY_POINTS`.
         architecture: 10 major + minor, such as 90.
 
     Raises:
@@ -96,7 +156,7 @@ def load_kernel(name: str, kernel: str, device_index: int) -> Launchable:
     """Returns a kernel, ready for one device.
 
     Args:
-        name: A key of `KERNELS`.
+        name: A key of `ENTRY_POINTS`.
         kernel: One of its values.
         device_index: The CUDA device.
 
@@ -104,8 +164,8 @@ def load_kernel(name: str, kernel: str, device_index: int) -> Launchable:
         CudaKernelsError: The kernels cannot be used on this machine; the message says what to install.
         KeyError: There is no such kernel.
     """
-    if kernel not in KERNELS[name]:
-        raise KeyError(f"`kernel` is {kernel!r}; csrc/cuda/{name}.cu has {', '.join(KERNELS[name])}")
+    if kernel not in ENTRY_POINTS[name]:
+        raise KeyError(f"`kernel` is {kernel!r}; csrc/cuda/{name}.cu has {', '.join(ENTRY_POINTS[name])}")
     cupy = require_cupy(device_index)
     major, minor = torch.cuda.get_device_capability(device_index)
     with cupy.cuda.Device(device_index):

@@ -18,12 +18,12 @@ class PackTable:
     """Where the tensors of a bucket lie, on the device: written once, used in every step.
 
     The tensors are kept alive and must keep their memory: where gradients are allocated anew in each step
-    (`zero_grad(set_to_none=True)`), a new table is due.
+    (`zero_grad(set_to_none=True)`), each step needs a new table.
 
     Args:
         tensors: Contiguous, of one dtype (float32, float16 or bfloat16), on one CUDA device.
         offsets: Where each begins in the bucket, in elements.
-        scale: Factor applied in float32 to every element on its way.
+        scale: Factor applied in float32 to every element, before the cast.
 
     Raises:
         ValueError: There are no tensors, they differ in dtype or device, or one does not fit a kernel.
@@ -47,7 +47,7 @@ class PackTable:
                 self._chunks += -(-tensor.numel() // _CHUNK)
         self._count, self._words = len(words) // 5, words
 
-    def _launch(self, way: str, bucket: Tensor) -> None:
+    def _launch(self, direction: str, bucket: Tensor) -> None:
         if bucket.dtype not in _FORMATS or bucket.numel() < self._ends:
             raise ValueError(
                 f"`bucket` is {tuple(bucket.shape)} {bucket.dtype}; wanted at least {self._ends} elements "
@@ -58,16 +58,30 @@ class PackTable:
         blocks = cuda_launch.blocks_for(self.device, cuda_launch.THREADS * self._chunks)
         cuda_launch.launch(
             "pack",
-            f"{way}_{_FORMATS[self.dtype]}_{_FORMATS[bucket.dtype]}",
+            f"{direction}_{_FORMATS[self.dtype]}_{_FORMATS[bucket.dtype]}",
             self.device,
             blocks,
             (table.data_ptr(), self._count, self._chunks, bucket.data_ptr()),
         )
 
     def pack(self, bucket: Tensor) -> None:
-        """Writes every tensor into `bucket` (1-D float32, float16 or bfloat16); see reference_pack.pack."""
+        """Writes every tensor into `bucket`; see reference.pack.pack.
+
+        Args:
+            bucket: 1-D float32, float16 or bfloat16 on the tensors' device; overwritten where the tensors lie.
+
+        Raises:
+            ValueError: `bucket` has another dtype or device, or is too short.
+        """
         self._launch("pack", bucket)
 
     def unpack(self, bucket: Tensor) -> None:
-        """Writes the elements of `bucket` back into every tensor; see reference_pack.unpack."""
+        """Writes the elements of `bucket` back into every tensor; see reference.pack.unpack.
+
+        Args:
+            bucket: 1-D float32, float16 or bfloat16 on the tensors' device.
+
+        Raises:
+            ValueError: `bucket` has another dtype or device, or is too short.
+        """
         self._launch("unpack", bucket)

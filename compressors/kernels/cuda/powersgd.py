@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradwire.compressors.kernels.cuda import launch as cuda_launch
 from gradwire.compressors.kernels.cuda.launch import address, check_tensors
-from gradwire.compressors.kernels.reference.powersgd import powersgd_back_project, powersgd_project
+from gradwire.compressors.kernels.reference import powersgd_back_project, powersgd_project
 
 __all__ = [
     "orthogonalize_many",
@@ -18,10 +18,11 @@ __all__ = [
 
 
 def orthogonalize_many(matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
-    """See reference.orthogonalize_many; one launch, however many there are.
+    """See reference.orthogonalize_many; one launch, however many matrices there are.
 
     Raises:
-        ValueError: A matrix has more rows than columns, or the keys are not as many as the matrices.
+        ValueError: A matrix has more rows than columns, or the keys are not as many as the matrices, or a matrix is not
+            contiguous float32.
     """
     if len(matrices) != len(keys):
         raise ValueError(f"`keys` are {len(keys)}; wanted one for each of {len(matrices)} matrices")
@@ -41,10 +42,10 @@ def orthogonalize_many(matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
     cuda_launch.launch("powersgd", "powersgd_orthogonalize", device, len(matrices), (table.data_ptr(),))
 
 
-def powersgd_restore(matrix: Tensor, left: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor) -> None:
+def powersgd_restore(matrix: Tensor, new_residual: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor) -> None:
     """See reference.powersgd_restore."""
     (rows, columns), rank, device = matrix.shape, len(p), matrix.device
-    check_tensors(device, rows * columns, torch.float32, matrix=matrix, left=left)
+    check_tensors(device, rows * columns, torch.float32, matrix=matrix, new_residual=new_residual)
     check_tensors(device, rank * rows, torch.float32, p=p)
     check_tensors(device, rank * columns, torch.float32, q_own=q_own, q_sum=q_sum)
     warps = rows * -(-columns // 1024)
@@ -53,5 +54,14 @@ def powersgd_restore(matrix: Tensor, left: Tensor | None, p: Tensor, q_own: Tens
         "powersgd_restore",
         device,
         cuda_launch.blocks_for(device, 32 * warps),
-        (matrix.data_ptr(), address(left), p.data_ptr(), q_own.data_ptr(), q_sum.data_ptr(), rows, columns, rank),
+        (
+            matrix.data_ptr(),
+            address(new_residual),
+            p.data_ptr(),
+            q_own.data_ptr(),
+            q_sum.data_ptr(),
+            rows,
+            columns,
+            rank,
+        ),
     )

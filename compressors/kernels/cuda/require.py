@@ -18,8 +18,8 @@ class CudaKernelsError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a machine has; a version is the number that CUDA's own functions return, 1000 major + 10 minor."""
+class CudaSetup:
+    """What of CUDA was found on a machine; versions are as CUDA's own functions return them, 1000 major + 10 minor."""
 
     torch_cuda: str | None
     """CUDA that torch was built for, such as "13.0"; None for a build without CUDA."""
@@ -41,11 +41,11 @@ def _text(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def check(found: Found) -> None:
+def check(found: CudaSetup) -> None:
     """Refuses a machine on which the kernels cannot run.
 
     Raises:
-        CudaKernelsError: As said.
+        CudaKernelsError: A part is missing, too old, or built for another CUDA; the message says what to install.
     """
     if found.torch_cuda is None:
         raise CudaKernelsError(
@@ -90,13 +90,16 @@ def _import_cupy() -> tuple[ModuleType | None, str]:
 
 
 def require_cupy(device_index: int) -> ModuleType:
-    """Imports CuPy and checks that it, the driver, torch and the device go together.
+    """Imports CuPy and checks that it, the driver, torch and the device fit together.
 
     Args:
         device_index: The CUDA device that is to be used.
 
+    Returns:
+        The module cupy.
+
     Raises:
-        CudaKernelsError: They do not.
+        CudaKernelsError: They do not fit; the message says what to install.
     """
     count = torch.cuda.device_count()
     cupy, problem = _import_cupy() if count else (None, "not looked for")
@@ -104,7 +107,7 @@ def require_cupy(device_index: int) -> ModuleType:
     if count:
         capability, name = torch.cuda.get_device_capability(device_index), torch.cuda.get_device_name(device_index)
     check(
-        Found(
+        CudaSetup(
             torch.version.cuda,
             count,
             None if cupy is None else int(cupy.cuda.runtime.runtimeGetVersion()),

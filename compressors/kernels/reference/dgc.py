@@ -1,4 +1,4 @@
-"""DGC's kernels in a few lines of torch; see compressors/kernels/reference/codecs.py."""
+"""Deep gradient compression: momentum correction, and the largest accumulated gradients."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ class DgcState:
     velocity: Tensor
     """u: the momentum."""
     total: Tensor
-    """v: what was not sent yet."""
+    """v: the accumulated gradients that were not sent yet."""
     velocity_out: Tensor
     """Receives the new u, zero where selected (momentum factor masking)."""
     total_out: Tensor
@@ -49,11 +49,11 @@ def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, 
     """Updates momentum and total, and moves the k largest totals out of them.
 
     Args:
-        gradient: 1-D float32.
-        state: Read and written.
+        gradient: (n) float32.
+        state: Of n elements; its `_out` tensors are overwritten.
         rule: How the gradient enters.
-        indices: (k) int32, receives the places of the k largest magnitudes, ascending; of equals the first ones, and
-            inf and NaN count as larger than any number.
+        indices: (k) int32, 1 <= k <= n, receives the places of the k largest magnitudes, ascending; of equals the first
+            ones, and inf and NaN count as larger than any number.
         values: (k) float32, receives the totals there.
 
     Source: Lin et al., Deep Gradient Compression, ICLR 2018, algorithm 4 and sections 3.2, 3.3.
@@ -90,7 +90,7 @@ def step_each(
     indices: Tensor,
     values: Tensor,
 ) -> None:
-    """Runs `step` on one parameter after the other; see dgc_step_many."""
+    """Runs `step` on one parameter after the other; the other parameters are those of dgc_step_many."""
     first = 0
     for number, run in enumerate(runs):
         part, chosen = slice(run.start, run.start + run.numel), slice(first, first + run.count)
@@ -118,8 +118,8 @@ def dgc_step_many(
     """dgc_step on every parameter of a shard, each with its own k.
 
     Args:
-        gradient: 1-D float32, the shard.
-        state: Of the shard; read and written.
+        gradient: (n) float32, the shard.
+        state: Of the shard; its `_out` tensors are overwritten.
         rule: How the gradients enter.
         scales: (runs) float32 on the gradient's device, each parameter's factor in place of the rule's; or None.
         runs: The parameters, in the order of their places.
@@ -130,5 +130,11 @@ def dgc_step_many(
 
 
 def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:
-    """Adds `values` (k, float32) to `target` (1-D float32) at `indices` (k, int32), in their order."""
+    """Adds `values` to `target` at `indices`, in their order.
+
+    Args:
+        indices: (k) int32, places in `target`; one may occur several times.
+        values: (k) float32.
+        target: 1-D float32, changed in place.
+    """
     target.index_put_((indices.long(),), values, accumulate=True)

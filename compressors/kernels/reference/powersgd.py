@@ -1,4 +1,7 @@
-"""PowerSGD's kernels in a few lines of torch; see compressors/kernels/reference/codecs.py."""
+"""PowerSGD's local work on one matrix, and orthonormal factors.
+
+Factors are stored transposed, (rank, n), so that every loop runs along memory.
+"""
 
 from collections.abc import Sequence
 
@@ -12,10 +15,10 @@ def powersgd_project(matrix: Tensor, residual: Tensor | None, q: Tensor, p: Tens
     """Adds the residual to the matrix in place, and multiplies: P = (matrix + residual) Q.
 
     Args:
-        matrix: (n, m) float32.
-        residual: (n, m), or None.
-        q: (rank, m): Q, transposed.
-        p: (rank, n), receives P, transposed.
+        matrix: (n, m) float32, changed in place: the residual is added to it.
+        residual: (n, m) float32, or None.
+        q: (rank, m) float32: Q, transposed.
+        p: (rank, n) float32, receives P, transposed.
 
     Source: Vogels et al., PowerSGD, NeurIPS 2019, algorithm 1, line 3.
     """
@@ -25,29 +28,49 @@ def powersgd_project(matrix: Tensor, residual: Tensor | None, q: Tensor, p: Tens
 
 
 def powersgd_back_project(matrix: Tensor, p: Tensor, q: Tensor) -> None:
-    """Multiplies Q = matrix^T P, with P (rank, n) and Q (rank, m) transposed."""
+    """Multiplies Q = matrix^T P.
+
+    Args:
+        matrix: (n, m) float32.
+        p: (rank, n) float32: P, transposed.
+        q: (rank, m) float32, receives Q, transposed.
+
+    Source: Vogels et al., PowerSGD, NeurIPS 2019, algorithm 1, line 6.
+    """
     torch.mm(p, matrix, out=q)
 
 
-def powersgd_restore(matrix: Tensor, left: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor) -> None:
-    """Replaces the matrix by P Q_sum^T; `left` becomes what it was minus P Q_own^T.
+def powersgd_restore(matrix: Tensor, new_residual: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor) -> None:
+    """Replaces the matrix by P Q_sum^T; `new_residual` becomes what it was minus P Q_own^T.
 
-    The residual is the local one: with Q_sum it would also hold each rank's distance from the mean, and wander off.
-    Each element adds its products in the order of the factors, so that all ranks get the same bits.
+    The residual is the local one: with Q_sum it would also hold each rank's distance from the mean, and grow without
+    bound. Each element adds its products in the order of the factors, so that all ranks get the same bits.
+
+    Args:
+        matrix: (n, m) float32, changed in place.
+        new_residual: (n, m) float32, overwritten; or None.
+        p: (rank, n) float32: P, transposed.
+        q_own: (rank, m) float32: this rank's Q, transposed.
+        q_sum: (rank, m) float32: the sum of all ranks' Q, transposed.
+
+    Source: Vogels et al., PowerSGD, NeurIPS 2019, algorithm 1, line 11, and algorithm 2 (error feedback).
     """
     own, total = torch.zeros_like(matrix), torch.zeros_like(matrix)
     for p_row, own_row, sum_row in zip(p, q_own, q_sum, strict=True):
         own = own + p_row[:, None] * own_row
         total = total + p_row[:, None] * sum_row
-    if left is not None:
-        torch.sub(matrix, own, out=left)
+    if new_residual is not None:
+        torch.sub(matrix, own, out=new_residual)
     matrix.copy_(total)
 
 
 _DEPENDENT = 1e-6
+"""As kDependent of csrc/common/dependent_formula.h: a few times the rounding of float32. A shorter remainder is
+noise."""
 
 
 def _remove_previous(rows: Tensor, k: int) -> Tensor:
+    """Takes what the rows before it span out of row k, in place, twice; returns the length that remains."""
     for _ in range(2):
         for previous in rows[:k]:
             rows[k] -= (rows[k] @ previous) * previous
@@ -56,10 +79,14 @@ def _remove_previous(rows: Tensor, k: int) -> Tensor:
 
 
 def orthogonalize(matrix: Tensor, key: int) -> None:
-    """Makes the rows of `matrix` (rank, n), rank <= n, orthonormal, in place.
+    """Makes the rows of a matrix orthonormal, in place, by Gram-Schmidt in float64.
 
     A zero or dependent row is replaced by random numbers, hashed from `key`, so that the result never has fewer than
     `rank` directions; a row with inf or NaN becomes NaN.
+
+    Args:
+        matrix: (rank, n) float32, rank <= n; replaced.
+        key: 32 bits for the hash; the same on all ranks.
 
     Source: Giraud, Langou, Rozloznik, Comput. Math. Appl. 50 (2005), 1069: Gram-Schmidt twice is enough.
     """
@@ -81,7 +108,7 @@ def orthogonalize_many(matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
     """Makes the rows of every matrix orthonormal, in place.
 
     Args:
-        matrices: Each (rank, n), rank <= n, contiguous float32, all on one device.
+        matrices: Each (rank, n), rank <= n, contiguous float32, all on one device; replaced.
         keys: One for each matrix; see `orthogonalize`.
     """
     for matrix, key in zip(matrices, keys, strict=True):

@@ -11,31 +11,32 @@ inline Vec widen(const uint16_t* at) {
   return kHalf ? from_half(at) : from_bfloat(at);
 }
 
-// p = gradient * scale + residual; target = narrow(p); left = p - target.
+// p = gradient * scale + residual; target = narrow(p); new_residual = p - target.
 template <bool kHalf>
-inline void encode16(const float* gradient, Vec scale, const float* residual, float* left, uint16_t* target) {
+inline void encode16(const float* gradient, Vec scale, const float* residual, float* new_residual, uint16_t* target) {
   Vec x = mul(load(gradient), scale);
   if (residual) x = add(x, load(residual));
   narrow<kHalf>(target, x);
-  if (left) store(left, sub(x, widen<kHalf>(target)));
+  if (new_residual) store(new_residual, sub(x, widen<kHalf>(target)));
 }
 
 template <bool kHalf>
-inline void encode(const float* gradient, float factor, const float* residual, float* left, uint16_t* target,
+inline void encode(const float* gradient, float factor, const float* residual, float* new_residual, uint16_t* target,
                    size_t numel) {
   const Vec scale = fill(factor);
   size_t i = 0;
   for (; i + 16 <= numel; i += 16)
-    encode16<kHalf>(gradient + i, scale, residual ? residual + i : nullptr, left ? left + i : nullptr, target + i);
+    encode16<kHalf>(gradient + i, scale, residual ? residual + i : nullptr, new_residual ? new_residual + i : nullptr,
+                    target + i);
   if (i == numel) return;
   alignas(64) float g[16] = {}, e[16] = {}, rest[16];
   uint16_t last[16];
   const size_t count = numel - i;
   std::memcpy(g, gradient + i, count * sizeof(float));
   if (residual) std::memcpy(e, residual + i, count * sizeof(float));
-  encode16<kHalf>(g, scale, residual ? e : nullptr, left ? rest : nullptr, last);
+  encode16<kHalf>(g, scale, residual ? e : nullptr, new_residual ? rest : nullptr, last);
   std::memcpy(target + i, last, count * sizeof(uint16_t));
-  if (left) std::memcpy(left + i, rest, count * sizeof(float));
+  if (new_residual) std::memcpy(new_residual + i, rest, count * sizeof(float));
 }
 
 // target = addend + worker 0 + worker 1 + ..., in float32.

@@ -1,8 +1,8 @@
 // Deep gradient compression: momentum correction, the k largest totals, and their removal from the state.
 //
-// The selection is exact: the k largest magnitudes, the lower index first among equals, whatever the sample said. A
-// threshold from a sample of the new totals only keeps the pass over memory the only one: it is set a little too low
-// on purpose, what reaches it is collected in the pass, and the k largest of those are taken. If the sample misled
+// The selection is exact: the k largest magnitudes, the lower index first among equals, whatever the sample was. A
+// threshold from a sample of the new totals only makes one pass over memory enough: it is set a little too low on
+// purpose, what reaches it is collected in the pass, and the k largest of those are chosen. If the sample misled
 // (fewer than k reach it, or far more), a radix select over the new totals finds the exact threshold.
 // Magnitudes are compared as integers, in which order inf and NaN come first: a bad gradient is always sent.
 // Bytes an element, read + written: 12 + 8 (gradient, velocity, total; velocity, total), and 8 for each selected one.
@@ -56,8 +56,8 @@ inline int32_t index_of(uint64_t rank) { return static_cast<int32_t>(~static_cas
 #define GRADWIRE_LOOPS "cpu/kernels/dgc_loops.h"
 #include "cpu/foreach_isa.h"
 
-constexpr size_t kSampleLines = 1024;  // 16384 elements: reading and ordering them costs a twentieth of 25 MiB's pass
-constexpr size_t kFewestLines = 32;    // of a small parameter, where a thirty-second of all would tell too little
+constexpr size_t kSampleLines = 1024;  // 16384 elements: to read and order them is 5 % of the pass over 25 MiB
+constexpr size_t kFewestLines = 32;    // of a small parameter, where a thirty-second of all would be too small a sample
 
 uint32_t nth_largest(std::vector<uint32_t>& keys, size_t n) {
   const auto place = keys.begin() + static_cast<ptrdiff_t>(n);
@@ -143,7 +143,7 @@ void select_among(std::vector<uint64_t>& found, size_t count, size_t k, uint32_t
   for (size_t i = 0; i < k; ++i) indices[i] = index_of(found[i]);
 }
 
-// Moves the selected totals out of the state. They lie far apart: each is asked for well before it is needed.
+// Moves the selected totals out of the state. They lie far apart, so each is prefetched well before it is needed.
 void take(const State& state, const int32_t* indices, size_t k, float* values) {
   constexpr size_t kAhead = 32;
   for (size_t i = 0; i < k; ++i) {
@@ -178,7 +178,8 @@ void scatter_add(uintptr_t indices, uintptr_t values, size_t count, uintptr_t ta
   const int32_t* places = reinterpret_cast<const int32_t*>(indices);
   for (size_t i = 0; i < count; ++i)
     if (places[i] < 0 || static_cast<size_t>(places[i]) >= numel)
-      throw std::out_of_range("`indices` reach outside the target: the payload is damaged or the ranks' layouts differ");
+      throw std::out_of_range(
+          "`indices` reach outside the target: the payload is damaged or the ranks' layouts differ");
   for (size_t i = 0; i < count; ++i) floats(target)[places[i]] += floats(values)[i];
 }
 

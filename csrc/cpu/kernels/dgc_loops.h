@@ -19,7 +19,7 @@ inline Advanced advance16(const float* gradient, const float* velocity, const fl
 constexpr size_t kRun = 1024;
 constexpr size_t kAhead = 512;  // 2 KiB: of 1, 2 and 4 the fastest for three streams of which two are written
 
-// What a run of elements leaves in the cache for the selection.
+// The new totals of a run of elements, in the cache for the selection.
 struct Run {
   alignas(64) float totals[kRun];
   alignas(8) uint16_t reached[kRun / 16];  // a bit for each total whose magnitude reaches the threshold
@@ -50,8 +50,8 @@ inline void advance_run(const State& state, const Rule& rule, size_t start, size
 }
 
 // One pass over everything: new velocity and total, and the ranks of those whose magnitude reaches `key`.
-// Returns how many there are, which may be more than `capacity` holds. They are looked for a run at a time: a branch on
-// a total that still comes from memory, wrongly predicted, would stop the loads behind it for as long.
+// Returns how many there are, which may be more than `capacity`. The search follows each run: a mispredicted branch on
+// a total that is still being loaded from memory would hold up the loads behind it for as long.
 inline size_t advance(const State& state, const Rule& rule, uint32_t key, uint64_t* found, size_t capacity) {
   const bool past_cache = streams(state.velocity_out, state.velocity, nullptr, state.numel) &&
                           streams(state.total_out, state.total, nullptr, state.numel);

@@ -1,4 +1,4 @@
-// Many tensors into one flat buffer and back, scaled in float32 and cast on the way, in one pass over memory.
+// Many tensors into one flat buffer and back, scaled in float32 and cast, in one pass over memory.
 //
 // Bytes an element, read + written: the width of the one plus the width of the other (8 for float32 to float32, 6 with
 // a cast to 16 bits). A float32 buffer that no cache would hold is streamed past the caches.

@@ -18,7 +18,7 @@ struct BFloat {
   static void write(uint16_t* at, Vec x, bool) { to_bfloat(at, x); }
 };
 
-// Fewer than sixteen elements, by way of a full register.
+// Fewer than sixteen elements, through a padded register.
 template <class From, class To>
 inline void move_few(const typename From::Stored* from, typename To::Stored* to, Vec scale, size_t count) {
   alignas(64) typename From::Stored source[16] = {};
@@ -28,7 +28,7 @@ inline void move_few(const typename From::Stored* from, typename To::Stored* to,
   std::memcpy(to, target, count * sizeof *to);
 }
 
-// to = from * scale. What is streamed must be aligned: the elements before the first aligned one go by themselves.
+// to = from * scale. Streaming stores must be aligned: the elements before the first aligned one are moved separately.
 template <class From, class To>
 inline void move_run(const Move& move, Vec scale, bool past_cache) {
   const auto* from = reinterpret_cast<const typename From::Stored*>(move.from.address);

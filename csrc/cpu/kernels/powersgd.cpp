@@ -43,10 +43,10 @@ void powersgd_back_project(uintptr_t matrix, size_t rows, size_t columns, size_t
   GRADWIRE_DISPATCH(back_project, floats(matrix), shape, floats(p), floats(q));
 }
 
-void powersgd_restore(uintptr_t matrix, uintptr_t left, size_t rows, size_t columns, size_t rank, uintptr_t p,
+void powersgd_restore(uintptr_t matrix, uintptr_t new_residual, size_t rows, size_t columns, size_t rank, uintptr_t p,
                       uintptr_t q_own, uintptr_t q_sum) {
   const Shape shape{rows, columns, rank};
-  GRADWIRE_DISPATCH(restore, floats(matrix), floats(left), shape, floats(p), floats(q_own), floats(q_sum));
+  GRADWIRE_DISPATCH(restore, floats(matrix), floats(new_residual), shape, floats(p), floats(q_own), floats(q_sum));
 }
 
 void orthogonalize(uintptr_t matrix, size_t rank, size_t columns, uint32_t key) {

@@ -77,8 +77,7 @@ inline void back_project_tile(const float* matrix, const Shape& shape, size_t st
   }
   for (; j < stop; ++j)
     for (size_t k = 0; k < K; ++k)
-      for (size_t r = 0; r < R; ++r)
-        q[k * shape.columns + j] += p[k * shape.rows + r] * matrix[r * shape.columns + j];
+      for (size_t r = 0; r < R; ++r) q[k * shape.columns + j] += p[k * shape.rows + r] * matrix[r * shape.columns + j];
 }
 
 template <size_t R>
@@ -102,10 +101,10 @@ inline void back_project(const float* matrix, const Shape& shape, const float* p
   }
 }
 
-// matrix = P Q_sum and left = matrix - P Q_own, factor after factor in this order on every processor: each rank
-// multiplies out the same factors for itself, and all must get the same bits.
+// matrix = P Q_sum and new_residual = matrix - P Q_own, factor after factor in this order on every processor: each rank
+// multiplies the same factors, and all must get the same bits.
 template <size_t R>
-inline void restore_rows(float* matrix, float* left, const Shape& shape, const float* p, const float* own,
+inline void restore_rows(float* matrix, float* new_residual, const Shape& shape, const float* p, const float* own,
                          const float* sum, bool past_cache) {
   const size_t columns = shape.columns;
   size_t j = 0;
@@ -122,7 +121,7 @@ inline void restore_rows(float* matrix, float* left, const Shape& shape, const f
     }
     for (size_t r = 0; r < R; ++r) {
       float* at = matrix + r * columns + j;
-      if (left) put(left + r * columns + j, sub(load(at), mine[r]), past_cache);
+      if (new_residual) put(new_residual + r * columns + j, sub(load(at), mine[r]), past_cache);
       store(at, all[r]);
     }
   }
@@ -133,21 +132,21 @@ inline void restore_rows(float* matrix, float* left, const Shape& shape, const f
         all += p[k * shape.rows + r] * sum[k * columns + j];
         mine += p[k * shape.rows + r] * own[k * columns + j];
       }
-      if (left) left[r * columns + j] = matrix[r * columns + j] - mine;
+      if (new_residual) new_residual[r * columns + j] = matrix[r * columns + j] - mine;
       matrix[r * columns + j] = all;
     }
   }
 }
 
-inline void restore(float* matrix, float* left, const Shape& shape, const float* p, const float* own,
+inline void restore(float* matrix, float* new_residual, const Shape& shape, const float* p, const float* own,
                     const float* sum) {
-  const bool past_cache = streams(left, matrix, nullptr, shape.rows * shape.columns) && shape.columns % 16 == 0;
+  const bool past_cache = streams(new_residual, matrix, nullptr, shape.rows * shape.columns) && shape.columns % 16 == 0;
   size_t i = 0;
   for (; i + kRows <= shape.rows; i += kRows)
-    restore_rows<kRows>(matrix + i * shape.columns, left ? left + i * shape.columns : nullptr, shape, p + i, own, sum,
-                        past_cache);
+    restore_rows<kRows>(matrix + i * shape.columns, new_residual ? new_residual + i * shape.columns : nullptr, shape,
+                        p + i, own, sum, past_cache);
   for (; i < shape.rows; ++i)
-    restore_rows<1>(matrix + i * shape.columns, left ? left + i * shape.columns : nullptr, shape, p + i, own, sum,
-                    past_cache);
+    restore_rows<1>(matrix + i * shape.columns, new_residual ? new_residual + i * shape.columns : nullptr, shape, p + i,
+                    own, sum, past_cache);
   if (past_cache) fence();
 }

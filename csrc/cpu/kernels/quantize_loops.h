@@ -7,12 +7,12 @@ struct Range {
   bool finite;
 };
 
-constexpr size_t kAhead = 2048;  // elements; of gradients half and twice as many took about as long
+constexpr size_t kAhead = 2048;  // elements to prefetch ahead; half and twice as many took about as long for gradients
 
-// The smallest element and the step of a block in which every lane is set; a block's worth from `later` on is asked for
-// meanwhile, with which 25 MiB to 4 bits took two thirds of the time (AVX-512, one run beside other programs). Two running
-// pairs halve the chain; of special numbers only a NaN can hide from the two ends. The loop stays a loop: fully unrolled,
-// it was slower by a sixth in the same run.
+// The smallest element and the step of a block in which every lane is set. A block's worth from `later` on is
+// prefetched meanwhile, which cut the time for 25 MiB to 4 bits to two thirds (AVX-512, one run beside other programs).
+// Two running pairs halve the chain of dependent operations; of special numbers only a NaN may be missed by minimum and
+// maximum. The loop is not unrolled: fully unrolled, it was slower by a sixth in the same run.
 inline Range range_of(const float* p, const float* later, float levels) {
   Vec low[2] = {load(p), load(p + 16)}, high[2] = {low[0], low[1]};
   uint32_t nan = 0;
@@ -39,21 +39,22 @@ inline void fill_offsets(float* offsets, bool random, uint32_t key, uint32_t fir
   for (size_t i = 0; i < kBlock; ++i) offsets[i] = uniform_of_hash(hash32(key, first + static_cast<uint32_t>(i)));
 }
 
-// A block with inf or NaN: NaN for both numbers and for what is left.
+// A block with inf or NaN: NaN for both numbers and for the new residual.
 template <int kBits>
-inline void encode_special(float* left, uint8_t* out, float* meta) {
+inline void encode_special(float* new_residual, uint8_t* out, float* meta) {
   meta[0] = meta[1] = float_of_bits(0x7fc00000u);
   std::memset(out, 0, kBlock * kBits / 8);
-  for (size_t i = 0; left && i < kBlock; ++i) left[i] = meta[0];
+  for (size_t i = 0; new_residual && i < kBlock; ++i) new_residual[i] = meta[0];
 }
 
 // code = floor((p - low) / unit + offset): offset 1/2 rounds to nearest, a uniform one rounds without bias.
 template <int kBits>
-inline void encode_full(const float* p, Range range, const float* offsets, float* left, bool past_cache, uint8_t* out,
-                        float* meta) {
-  if (!range.finite) return encode_special<kBits>(left, out, meta);
+inline void encode_full(const float* p, Range range, const float* offsets, float* new_residual, bool past_cache,
+                        uint8_t* out, float* meta) {
+  if (!range.finite) return encode_special<kBits>(new_residual, out, meta);
   meta[0] = range.unit, meta[1] = range.low;
-  const Vec low = fill(range.low), unit = fill(range.unit), inverse = fill(range.unit > 0.0f ? 1.0f / range.unit : 0.0f);
+  const Vec low = fill(range.low), unit = fill(range.unit),
+            inverse = fill(range.unit > 0.0f ? 1.0f / range.unit : 0.0f);
   const Vec most = fill((1 << kBits) - 1);
 #pragma GCC unroll 1
   for (size_t start = 0; start < kBlock; start += 64) {
@@ -62,7 +63,7 @@ inline void encode_full(const float* p, Range range, const float* offsets, float
       const size_t at = start + 16 * j;
       const Vec x = load(p + at);
       t[j] = minimum(add(mul(sub(x, low), inverse), load(offsets + at)), most);
-      if (left) put(left + at, sub(x, add(low, mul(truncate(t[j]), unit))), past_cache);
+      if (new_residual) put(new_residual + at, sub(x, add(low, mul(truncate(t[j]), unit))), past_cache);
     }
     codes64<kBits>(t, out + start * kBits / 8);
   }
@@ -79,24 +80,26 @@ inline void gather_block(const float* gradient, const float* residual, float* p,
 
 // A last block with fewer elements.
 template <int kBits>
-inline void encode_tail(const float* p, Range range, const float* offsets, float* left, uint8_t* place, float* meta,
-                        size_t count) {
+inline void encode_tail(const float* p, Range range, const float* offsets, float* new_residual, uint8_t* place,
+                        float* meta, size_t count) {
   float rest[kBlock];
   uint8_t out[kBlock];
-  encode_full<kBits>(p, range, offsets, left ? rest : nullptr, false, out, meta);
+  encode_full<kBits>(p, range, offsets, new_residual ? rest : nullptr, false, out, meta);
   if (kBits == 4 && count % 2) out[count / 2] &= 0x0f;
   std::memcpy(place, out, (count * kBits + 7) / 8);
-  if (left) std::memcpy(left, rest, count * sizeof(float));
+  if (new_residual) std::memcpy(new_residual, rest, count * sizeof(float));
 }
 
 // Where the codes of an element's block begin: behind the pairs of all blocks.
 template <int kBits>
-inline size_t codes_at(size_t numel, size_t start) { return meta_nbytes(numel) + start * kBits / 8; }
+inline size_t codes_at(size_t numel, size_t start) {
+  return meta_nbytes(numel) + start * kBits / 8;
+}
 
-// Encodes gradient + residual of the block at `start`, of which `count` elements exist; every pointer is to the block but
-// the payload's. `later` is asked for meanwhile.
+// Encodes gradient + residual of the block at `start`, of which `count` elements exist; every pointer is to the block
+// but the payload's. `later` is prefetched meanwhile.
 template <int kBits>
-inline void encode_block(const float* gradient, const float* residual, float* left, const float* later,
+inline void encode_block(const float* gradient, const float* residual, float* new_residual, const float* later,
                          const float* offsets, bool past_cache, uint8_t* payload, size_t numel, size_t start,
                          size_t count) {
   alignas(64) float room[kBlock];
@@ -106,27 +109,28 @@ inline void encode_block(const float* gradient, const float* residual, float* le
   const Range range = range_of(p, later, (1 << kBits) - 1);
   uint8_t* place = payload + codes_at<kBits>(numel, start);
   float meta[2];
-  if (count == kBlock) encode_full<kBits>(p, range, offsets, left, past_cache, place, meta);
-  else encode_tail<kBits>(p, range, offsets, left, place, meta, count);
+  if (count == kBlock) encode_full<kBits>(p, range, offsets, new_residual, past_cache, place, meta);
+  else encode_tail<kBits>(p, range, offsets, new_residual, place, meta, count);
   std::memcpy(payload + 8 * (start / kBlock), meta, sizeof meta);
 }
 
 template <int kBits>
-inline void encode(const float* gradient, const float* residual, float* left, uint8_t* payload, size_t numel,
+inline void encode(const float* gradient, const float* residual, float* new_residual, uint8_t* payload, size_t numel,
                    bool random, uint32_t key) {
   alignas(64) float offsets[kBlock];
-  const bool past_cache = streams(left, gradient, residual, numel);
+  const bool past_cache = streams(new_residual, gradient, residual, numel);
   fill_offsets(offsets, false, 0, 0);
   for (size_t start = 0; start < numel; start += kBlock) {
     if (random) fill_offsets(offsets, true, key, static_cast<uint32_t>(start));
-    encode_block<kBits>(gradient + start, residual ? residual + start : nullptr, left ? left + start : nullptr,
-                        gradient + start + kAhead, offsets, past_cache, payload, numel, start,
-                        std::min(kBlock, numel - start));
+    encode_block<kBits>(gradient + start, residual ? residual + start : nullptr,
+                        new_residual ? new_residual + start : nullptr, gradient + start + kAhead, offsets, past_cache,
+                        payload, numel, start, std::min(kBlock, numel - start));
   }
   if (past_cache) fence();
 }
 
-// target = addend + worker 0 + worker 1 + ... over 64 elements of the block at `start`: a worker's is low + code * unit.
+// target = addend + worker 0 + worker 1 + ... over 64 elements of the block at `start`: a worker's is low + code *
+// unit.
 template <int kBits>
 inline void reduce64(const Payloads& payloads, size_t start, const uint8_t* codes, size_t codes_stride,
                      const float* addend, float* target, bool past_cache) {
@@ -176,17 +180,17 @@ inline void decode_reduce(const Payloads& payloads, const float* addend, float* 
 
 // The owner's stage: the sum of the payloads plus residual, encoded, block by block.
 template <int kBits>
-inline void serve(const Payloads& payloads, const float* residual, float* left, uint8_t* answer, bool random,
-                  uint32_t key) {
+inline void reduce_encode(const Payloads& payloads, const float* residual, float* new_residual, uint8_t* reduced,
+                          bool random, uint32_t key) {
   alignas(64) float sum[kBlock], offsets[kBlock];
-  const bool past_cache = streams(left, residual, nullptr, payloads.numel);
+  const bool past_cache = streams(new_residual, residual, nullptr, payloads.numel);
   fill_offsets(offsets, false, 0, 0);
   for (size_t start = 0; start < payloads.numel; start += kBlock) {
     const size_t count = std::min(kBlock, payloads.numel - start);
     if (random) fill_offsets(offsets, true, key, static_cast<uint32_t>(start));
     reduce_block<kBits>(payloads, start, nullptr, sum, count, false);
-    encode_block<kBits>(sum, residual ? residual + start : nullptr, left ? left + start : nullptr, sum, offsets,
-                        past_cache, answer, payloads.numel, start, count);
+    encode_block<kBits>(sum, residual ? residual + start : nullptr, new_residual ? new_residual + start : nullptr, sum,
+                        offsets, past_cache, reduced, payloads.numel, start, count);
   }
   if (past_cache) fence();
 }

@@ -1,4 +1,4 @@
-// Python's view: addresses and counts in, true or false out. One call a collective, without the GIL.
+// The Python bindings: addresses and counts in, true or false out. One call a collective, with the GIL released.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>

@@ -1,4 +1,4 @@
-// What every collective shares: the signature that all ranks must agree on, and the walk through the intervals.
+// What every collective shares: the signature that all ranks must agree on, and the loop over the intervals.
 #include "cpu/shm/group.h"
 
 #include <algorithm>

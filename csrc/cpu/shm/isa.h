@@ -5,7 +5,7 @@
 #define GRADWIRE_ALWAYS_INLINE inline __attribute__((always_inline))
 
 // The output may be one of the inputs, element for element: vectorising is right, and a run-time overlap test would
-// take the slow way exactly there.
+// choose the scalar loop exactly there.
 #if defined(__clang__)
 #define GRADWIRE_ELEMENTWISE _Pragma("clang loop vectorize(assume_safety)")
 #elif defined(__GNUC__)

@@ -21,7 +21,7 @@ bool is_floating(DType dtype);
 void reduce(DType dtype, ReduceOp op, void* out, void* mirror, bool stream, const void* const* sources,
             std::uint32_t count, double scale, std::uint64_t numel);
 
-/// Copies into a slot that another core reads next; `stream` sends it past the cache (see shm_policy.h).
+/// Copies into a slot that another core reads next; `stream` sends it past the cache (see policy.h).
 /// `destination` must be aligned to 64 bytes.
 void copy_to_slot(void* destination, const void* source, std::uint64_t nbytes, bool stream);
 

@@ -10,7 +10,7 @@
 namespace gradwire::shm {
 
 /// Stage s of chunk j runs in interval j + s, and an all-reduce has three stages: with three slots nobody overwrites
-/// what another rank may still read (see shm_group.h).
+/// what another rank may still read (see group.h).
 constexpr std::uint32_t slots_per_rank = 3;
 constexpr std::uint32_t max_ranks = 256;
 /// Two lines of 64 bytes: x86 fetches lines in pairs, so two ranks' words must be that far apart.
@@ -34,12 +34,13 @@ struct alignas(line_nbytes) RankBox {
   std::atomic<std::uint32_t> sleepers;
   std::atomic<std::uint32_t> closed;
   std::uint64_t process_token;
-  /// Of the collective with even and with odd number; peers compare these and look at `signatures` only to complain.
+  /// Of the collective with even and with odd number; peers compare these, and read `signatures` only for the error
+  /// message.
   std::uint64_t signature_hash[2];
   alignas(line_nbytes) Signature signatures[2];
 };
 
-/// Plans of the store policy (shm_policy.h) that are in use at once: one being read, one written, two to spare.
+/// Plans of the store policy (policy.h) that are in use at once: one being read, one written, two to spare.
 constexpr std::uint32_t plans = 4;
 /// Collectives whose copies differ: those with a write, reduce and gather stage, without gather, without reduce.
 constexpr std::uint32_t plan_kinds = 3;

@@ -1,4 +1,4 @@
-// Plain or non-temporal stores into the slots? Decided while running, because the answer changes while running.
+// Plain or non-temporal stores into the slots? Decided while running, because which is faster changes while running.
 //
 // Where the ranks' cores share a last-level cache, plain stores win: the reader takes the line out of the cache. Where
 // they do not, or while the hypervisor has moved them apart, every such line is a slow transfer between caches.

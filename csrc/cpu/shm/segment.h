@@ -26,7 +26,7 @@ class Descriptor {
 /// Maps the file at `path` and locks byte `rank` of it for as long as the object lives.
 ///
 /// A POSIX record lock belongs to the process, not to the descriptor: it works across pid namespaces, the kernel drops
-/// it when the process dies in whatever way, and a forked child does not inherit it. But closing *any* descriptor of
+/// it when the process dies, however it dies, and a forked child does not inherit it. But closing *any* descriptor of
 /// the file drops it, so all ranks of one process share one descriptor.
 class Segment {
  public:

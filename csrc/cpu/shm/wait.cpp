@@ -18,11 +18,11 @@ using Clock = std::chrono::steady_clock;
 
 /// About 10 us: longer than a peer that is a little late needs, shorter than a sleep and a wake-up.
 constexpr std::uint32_t spins_with_a_core_each = 400;
-/// With fewer cores than ranks the peer cannot come while this rank keeps the core.
+/// With fewer cores than ranks the peer cannot run while this rank occupies the core.
 constexpr std::uint32_t spins_when_crowded = 0;
-/// Other programs may leave two ranks a single core, where spinning only keeps the peer from coming (measured: 28 us a
-/// call of 4 KB); after so many barriers it is tried again.
-constexpr std::uint64_t passes_between_hopes = 256;
+/// Other programs may leave two ranks a single core, where spinning only keeps the peer from running (measured: 28 us a
+/// call of 4 KB); after this many barriers spinning is tried again.
+constexpr std::uint64_t passes_between_spins = 256;
 /// A yield returns at once on an idle core and lets a peer run on a busy one.
 constexpr std::uint32_t yields_before_sleep = 100;
 /// How often a sleeper looks for dead peers.
@@ -78,7 +78,7 @@ bool Meeting::pass(const char* what, Failure& failure) {
   // Sequentially consistent on both sides: either the sleeper sees the new count, or we see the sleeper.
   own.arrived.store(static_cast<std::uint32_t>(interval_ + 1), std::memory_order_seq_cst);
   if (own.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(own.arrived);
-  if (interval_ % passes_between_hopes == 0) spins_ = spin_limit_;
+  if (interval_ % passes_between_spins == 0) spins_ = spin_limit_;
   std::uint32_t spins = spins_;
   std::uint32_t yields = yields_before_sleep;
   for (std::uint32_t peer = 0; peer < segment_->size(); ++peer) {
@@ -96,7 +96,7 @@ bool Meeting::pass(const char* what, Failure& failure) {
   }
   if (yields < yields_before_sleep) {
     spins_ /= 2;
-  } else if (spins < spins_) {  // it was worth while; a peer that was there before us proves nothing
+  } else if (spins < spins_) {  // spinning helped; a peer that had already arrived proves nothing
     spins_ = spin_limit_;
   }
   ++interval_;
@@ -107,18 +107,18 @@ bool Meeting::sleep_until(std::uint32_t peer, const char* what, Failure& failure
   RankBox& box = segment_->box(peer);
   const Clock::time_point start = Clock::now();
   box.sleepers.fetch_add(1, std::memory_order_seq_cst);
-  bool hopeful = true;
+  bool usable = true;
   while (!has_arrived(peer)) {
-    hopeful = !is_poisoned(failure);
-    if (!hopeful) break;
+    usable = !is_poisoned(failure);
+    if (!usable) break;
     const std::uint32_t seen = box.arrived.load(std::memory_order_seq_cst);
     if (!has_arrived(peer)) futex_wait(box.arrived, seen);
     if (has_arrived(peer)) break;
-    hopeful = check_peers(std::chrono::duration<double>(Clock::now() - start).count(), what, failure);
-    if (!hopeful) break;
+    usable = check_peers(std::chrono::duration<double>(Clock::now() - start).count(), what, failure);
+    if (!usable) break;
   }
   box.sleepers.fetch_sub(1, std::memory_order_seq_cst);
-  return hopeful;
+  return usable;
 }
 
 bool Meeting::check_peers(double waited_seconds, const char* what, Failure& failure) {

@@ -1,4 +1,4 @@
-// How the ranks of a segment meet, and how they find out that one of them will not come.
+// The barrier of the ranks of a segment, and how they notice that one of them will not arrive.
 #pragma once
 
 #include <cstdint>
@@ -22,17 +22,17 @@ struct Failure {
 /// except `poison`, which any thread may call.
 class Meeting {
  public:
-  /// `interrupted` is asked every time slice of a long wait; true gives up.
+  /// `interrupted` is called every time slice of a long wait; where it returns true, the wait fails.
   Meeting(std::shared_ptr<Segment> segment, double timeout_seconds, std::function<bool()> interrupted);
 
   /// Number of barriers passed: names the interval, and thereby the slot, that the ranks are in.
   std::uint64_t interval() const { return interval_; }
 
   /// Says that this rank has finished its interval and waits until all others have. `what` names the collective in
-  /// errors. Returns false, and fills `failure`, where that will not happen.
+  /// errors. Returns false, and fills `failure`, where one of them will not.
   bool pass(const char* what, Failure& failure);
 
-  /// Whether somebody has given the group up; fills `failure`.
+  /// Whether any rank has made the group fail; fills `failure`.
   bool is_poisoned(Failure& failure) const;
 
   /// Makes every rank's current or next wait fail with `reason`. The first reason stands.
@@ -48,7 +48,7 @@ class Meeting {
   double timeout_seconds_;
   std::function<bool()> interrupted_;
   std::uint32_t spin_limit_;
-  std::uint32_t spins_;  // at most spin_limit_: halved whenever spinning was in vain
+  std::uint32_t spins_;  // at most spin_limit_: halved whenever spinning did not help
   std::uint64_t interval_ = 0;
 };
 

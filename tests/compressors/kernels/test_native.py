@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
-from gradwire.compressors.kernels import native
-from gradwire.compressors.kernels.reference import codecs as reference
-from gradwire.compressors.kernels.reference.dgc import DgcRule, DgcState
+from gradwire.compressors.kernels import native, reference
+from gradwire.compressors.kernels.reference import DgcRule, DgcState
+from gradwire.compressors.kernels.reference import pack as reference_pack
 
 Maker = Callable[[int], Tensor]
+EachNumel = Callable[[Callable[[int], None]], None]
 
 
 def assert_same(ours: Tensor, wanted: Tensor) -> None:
@@ -30,73 +31,86 @@ def payload_of(nbytes: int) -> Tensor:
 
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_onebit_is_the_reference(
-    native_kernels: ModuleType, make_input: Maker, numel: int, with_residual: bool
+    native_kernels: ModuleType, make_input: Maker, each_numel: EachNumel, with_residual: bool
 ) -> None:
-    x, residual = make_input(numel), other(numel) if with_residual else None
-    payloads = [payload_of(native.onebit_nbytes(numel)) for _ in range(2)]
-    lefts = [torch.empty(numel + 1)[1:], torch.empty(numel)]
-    for kernels, payload, left in zip((native_kernels, reference), payloads, lefts, strict=True):
-        kernels.onebit_encode(x, residual, left, payload)
-    split = native.onebit_nbytes(numel) - -(-numel // 8)
-    assert torch.equal(payloads[0][split:], payloads[1][split:])
-    assert_same(payloads[0][:split].view(torch.float32), payloads[1][:split].view(torch.float32))
-    assert_same(lefts[0], lefts[1])
+    def check(numel: int) -> None:
+        x, residual = make_input(numel), other(numel) if with_residual else None
+        payloads = [payload_of(reference.onebit_nbytes(numel)) for _ in range(2)]
+        new_residuals = [torch.empty(numel + 1)[1:], torch.empty(numel)]
+        for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
+            kernels.onebit_encode(x, residual, new_residual, payload)
+        split = reference.onebit_nbytes(numel) - -(-numel // 8)
+        assert torch.equal(payloads[0][split:], payloads[1][split:])
+        assert_same(payloads[0][:split].view(torch.float32), payloads[1][:split].view(torch.float32))
+        assert_same(new_residuals[0], new_residuals[1])
 
-    table = torch.stack([payloads[0], payloads[1].flip(0), payloads[0]])
-    table[1] = payloads[1]
-    targets = [torch.empty(numel + 1)[1:], torch.empty(numel)]
-    for kernels, target in zip((native_kernels, reference), targets, strict=True):
-        kernels.onebit_decode_reduce(table, residual, target)
-    assert_same(targets[0], targets[1])
-    for kernels, payload, left in zip((native_kernels, reference), payloads, lefts, strict=True):
-        kernels.onebit_serve(table, residual, left, payload, numel)
-    assert_same(lefts[0], lefts[1])
-    assert torch.equal(payloads[0][split:], payloads[1][split:])
+        table = torch.stack([payloads[0], payloads[1].flip(0), payloads[0]])
+        table[1] = payloads[1]
+        targets = [torch.empty(numel + 1)[1:], torch.empty(numel)]
+        for kernels, target in zip((native_kernels, reference), targets, strict=True):
+            kernels.onebit_decode_reduce(table, residual, target)
+        assert_same(targets[0], targets[1])
+        for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
+            kernels.onebit_reduce_encode(table, residual, new_residual, payload, numel)
+        assert_same(new_residuals[0], new_residuals[1])
+        assert torch.equal(payloads[0][split:], payloads[1][split:])
+
+    each_numel(check)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("key", [None, 0xFFFFFFFF])
 def test_quantize_is_the_reference(
-    native_kernels: ModuleType, make_input: Maker, numel: int, bits: int, key: int | None
+    native_kernels: ModuleType, make_input: Maker, each_numel: EachNumel, bits: int, key: int | None
 ) -> None:
-    x, residual = make_input(numel), other(numel) if numel % 2 else None
-    payloads = [payload_of(native.quantize_nbytes(numel, bits)) for _ in range(2)]
-    lefts = [torch.empty(numel + 1)[1:], torch.empty(numel)]
-    for kernels, payload, left in zip((native_kernels, reference), payloads, lefts, strict=True):
-        kernels.quantize_encode(bits, x, residual, left, payload, key)
-    split = native.quantize_nbytes(numel, bits) - -(-numel * bits // 8)
-    assert torch.equal(payloads[0][split:], payloads[1][split:])
-    assert_same(payloads[0][:split].view(torch.float32), payloads[1][:split].view(torch.float32))
-    assert_same(lefts[0], lefts[1])
-    targets = [torch.empty(numel + 1)[1:], torch.empty(numel)]
-    for kernels, target in zip((native_kernels, reference), targets, strict=True):
-        kernels.quantize_decode_reduce(bits, torch.stack(payloads), residual, target)
-    assert_same(targets[0], targets[1])
-    table, answers = torch.stack([payloads[1]] * 3), [torch.empty_like(payload) for payload in payloads]
-    for kernels, answer, left in zip((native_kernels, reference), answers, lefts, strict=True):
-        kernels.quantize_serve(bits, table, residual, left, answer, numel, key)
-    assert torch.equal(answers[0][split:], answers[1][split:])
-    assert_same(answers[0][:split].view(torch.float32), answers[1][:split].view(torch.float32))
-    assert_same(lefts[0], lefts[1])
+    def check(numel: int) -> None:
+        x, residual = make_input(numel), other(numel) if numel % 2 else None
+        payloads = [payload_of(reference.quantize_nbytes(numel, bits)) for _ in range(2)]
+        new_residuals = [torch.empty(numel + 1)[1:], torch.empty(numel)]
+        for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
+            kernels.quantize_encode(bits, x, residual, new_residual, payload, key)
+        split = reference.quantize_nbytes(numel, bits) - -(-numel * bits // 8)
+        assert torch.equal(payloads[0][split:], payloads[1][split:])
+        assert_same(payloads[0][:split].view(torch.float32), payloads[1][:split].view(torch.float32))
+        assert_same(new_residuals[0], new_residuals[1])
+        targets = [torch.empty(numel + 1)[1:], torch.empty(numel)]
+        for kernels, target in zip((native_kernels, reference), targets, strict=True):
+            kernels.quantize_decode_reduce(bits, torch.stack(payloads), residual, target)
+        assert_same(targets[0], targets[1])
+        table, reduced_payloads = torch.stack([payloads[1]] * 3), [torch.empty_like(payload) for payload in payloads]
+        for kernels, reduced, new_residual in zip(
+            (native_kernels, reference), reduced_payloads, new_residuals, strict=True
+        ):
+            kernels.quantize_reduce_encode(bits, table, residual, new_residual, reduced, numel, key)
+        assert torch.equal(reduced_payloads[0][split:], reduced_payloads[1][split:])
+        assert_same(reduced_payloads[0][:split].view(torch.float32), reduced_payloads[1][:split].view(torch.float32))
+        assert_same(new_residuals[0], new_residuals[1])
+
+    each_numel(check)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_cast_is_the_reference(native_kernels: ModuleType, make_input: Maker, numel: int, dtype: torch.dtype) -> None:
-    x, residual = make_input(numel), other(numel) if numel % 2 else None
-    narrow = [torch.empty(numel, dtype=dtype) for _ in range(2)]
-    lefts = [torch.empty(numel + 1)[1:], torch.empty(numel)]
-    for kernels, target, left in zip((native_kernels, reference), narrow, lefts, strict=True):
-        kernels.cast_encode(x, 0.125, residual, left, target)
-    assert_same(narrow[0].float(), narrow[1].float())
-    assert_same(lefts[0], lefts[1])
-    targets = [torch.empty(numel + 1)[1:], torch.empty(numel)]
-    for addend, sources in ((residual, torch.stack(narrow)), (None, narrow[0].unsqueeze(0))):
-        for kernels, target in zip((native_kernels, reference), targets, strict=True):
-            kernels.cast_decode_reduce(sources, addend, target)
-        assert_same(targets[0], targets[1])
+def test_cast_is_the_reference(
+    native_kernels: ModuleType, make_input: Maker, each_numel: EachNumel, dtype: torch.dtype
+) -> None:
+    def check(numel: int) -> None:
+        x, residual = make_input(numel), other(numel) if numel % 2 else None
+        narrow = [torch.empty(numel, dtype=dtype) for _ in range(2)]
+        new_residuals = [torch.empty(numel + 1)[1:], torch.empty(numel)]
+        for kernels, target, new_residual in zip((native_kernels, reference), narrow, new_residuals, strict=True):
+            kernels.cast_encode(x, 0.125, residual, new_residual, target)
+        assert_same(narrow[0].float(), narrow[1].float())
+        assert_same(new_residuals[0], new_residuals[1])
+        targets = [torch.empty(numel + 1)[1:], torch.empty(numel)]
+        for addend, sources in ((residual, torch.stack(narrow)), (None, narrow[0].unsqueeze(0))):
+            for kernels, target in zip((native_kernels, reference), targets, strict=True):
+                kernels.cast_decode_reduce(sources, addend, target)
+            assert_same(targets[0], targets[1])
+
+    each_numel(check)
 
 
-def test_every_half_survives_the_way_there_and_back(native_kernels: ModuleType) -> None:
+def test_every_half_survives_the_round_trip(native_kernels: ModuleType) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
         wide, back = torch.empty(1 << 16), torch.empty(1 << 16, dtype=dtype)
@@ -110,17 +124,20 @@ def test_every_half_survives_the_way_there_and_back(native_kernels: ModuleType) 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("density", [0.001, 0.3, 1.0])
 def test_dgc_is_the_reference(
-    native_kernels: ModuleType, make_input: Maker, numel: int, nesterov: bool, density: float
+    native_kernels: ModuleType, make_input: Maker, each_numel: EachNumel, nesterov: bool, density: float
 ) -> None:
-    x, k = make_input(numel), max(1, int(density * numel))
-    rule, results = DgcRule(0.9, nesterov, 0.5), []
-    for kernels in (native_kernels, reference):
-        state = DgcState(other(numel), other(numel).flip(0).clone(), torch.empty(numel), torch.empty(numel))
-        indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
-        kernels.dgc_step(x, state, rule, indices, values)
-        results.append((indices, values, state.velocity_out, state.total_out))
-    for ours, wanted in zip(*results, strict=True):
-        assert_same(ours, wanted)
+    def check(numel: int) -> None:
+        x, k = make_input(numel), max(1, int(density * numel))
+        rule, results = DgcRule(0.9, nesterov, 0.5), []
+        for kernels in (native_kernels, reference):
+            state = DgcState(other(numel), other(numel).flip(0).clone(), torch.empty(numel), torch.empty(numel))
+            indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
+            kernels.dgc_step(x, state, rule, indices, values)
+            results.append((indices, values, state.velocity_out, state.total_out))
+        for ours, wanted in zip(*results, strict=True):
+            assert_same(ours, wanted)
+
+    each_numel(check)
 
 
 def test_dgc_selects_exactly_on_a_large_input(native_kernels: ModuleType) -> None:
@@ -171,11 +188,11 @@ def test_powersgd_is_the_reference(native_kernels: ModuleType, shape: tuple[int,
     for kernels, target in zip((native_kernels, reference), back, strict=True):
         kernels.powersgd_back_project(copies[0], p[1], target)
     torch.testing.assert_close(back[0], back[1], rtol=0.0, atol=float(p.abs().max()) * 4e-7 * (rows**0.5 + 2) * 8)
-    lefts = torch.empty(2, *shape)
-    for kernels, copy, left in zip((native_kernels, reference), copies, lefts, strict=True):
-        kernels.powersgd_restore(copy, left, p[1], back[1], q)
+    new_residuals = torch.empty(2, *shape)
+    for kernels, copy, new_residual in zip((native_kernels, reference), copies, new_residuals, strict=True):
+        kernels.powersgd_restore(copy, new_residual, p[1], back[1], q)
     assert_same(copies[0], copies[1])
-    assert_same(lefts[0], lefts[1])
+    assert_same(new_residuals[0], new_residuals[1])
 
 
 def test_orthogonal_rows_for_any_input() -> None:
@@ -225,11 +242,11 @@ def test_pack_and_unpack_are_the_reference(
         start += numel + number % 2
     copies = [tensor.clone() for tensor in tensors]
     buckets = [torch.full((start + 5,), 9.0, dtype=bucket_dtype) for _ in range(2)]
-    for kernels, bucket in zip((native_kernels, reference), buckets, strict=True):
+    for kernels, bucket in zip((native_kernels, reference_pack), buckets, strict=True):
         kernels.pack(tensors, offsets, 0.3, bucket)
     assert_same(buckets[0], buckets[1])
     native_kernels.unpack(tensors, offsets, 3.0, buckets[0])
-    reference.unpack(copies, offsets, 3.0, buckets[0])
+    reference_pack.unpack(copies, offsets, 3.0, buckets[0])
     for ours, wanted in zip(tensors, copies, strict=True):
         assert_same(ours, wanted)
 
@@ -263,10 +280,10 @@ def test_a_wrong_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="`payload`"):
         native.onebit_encode(x, None, None, torch.empty(3, dtype=torch.uint8))
     with pytest.raises(ValueError, match="`residual`"):
-        native.onebit_encode(x, x[:32], None, payload_of(native.onebit_nbytes(64)))
+        native.onebit_encode(x, x[:32], None, payload_of(reference.onebit_nbytes(64)))
     with pytest.raises(ValueError, match="`gradient`"):
-        native.onebit_encode(x.double(), None, None, payload_of(native.onebit_nbytes(64)))
+        native.onebit_encode(x.double(), None, None, payload_of(reference.onebit_nbytes(64)))
     with pytest.raises(ValueError, match="`gradient`"):
-        native.onebit_encode(torch.randn(128)[::2], None, None, payload_of(native.onebit_nbytes(64)))
+        native.onebit_encode(torch.randn(128)[::2], None, None, payload_of(reference.onebit_nbytes(64)))
     with pytest.raises(ValueError, match="`payloads`"):
         native.onebit_decode_reduce(torch.empty(2, 3, dtype=torch.uint8), None, x)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradwire.comms.transport.torch_group import Done
 from gradwire.compressors.cast import CastCodec
-from gradwire.compressors.kernels.reference import codecs as reference
+from gradwire.compressors.kernels import reference
 from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.quantize import QuantizeCodec
@@ -41,19 +41,19 @@ def randn(numel: int, seed: int) -> Tensor:
 def test_each_piece_is_encoded_by_itself(codec: PieceCodec, numel: int, width: int, with_residual: bool) -> None:
     x, residual, rows = randn(numel, 0), randn(numel, 1) if with_residual else None, -(-numel // width)
     payloads = torch.full((rows, codec.wire_nbytes(width)), 0xAA, dtype=torch.uint8)
-    left, decoded = torch.empty(numel), torch.empty(numel)
-    encode_pieces(codec, x, residual, left, payloads, width)
+    new_residual, decoded = torch.empty(numel), torch.empty(numel)
+    encode_pieces(codec, x, residual, new_residual, payloads, width)
     decode_pieces(codec, payloads, decoded, width)
     for row, start in enumerate(range(0, numel, width)):
         run = slice(start, start + width)
         piece = x[run]
         payload = torch.empty(codec.wire_nbytes(piece.numel()), dtype=torch.uint8)
-        wanted_left, wanted = torch.empty_like(piece), torch.empty_like(piece)
-        codec.encode_residual(piece, None if residual is None else residual[run], wanted_left, payload)
+        wanted_residual, wanted = torch.empty_like(piece), torch.empty_like(piece)
+        codec.encode_residual(piece, None if residual is None else residual[run], wanted_residual, payload)
         codec.decode(payload, wanted)
         assert torch.equal(payloads[row, : payload.numel()], payload)
         assert (payloads[row, payload.numel() :] == 0xAA).all(), "written past the payload"
-        assert torch.equal(left[run], wanted_left)
+        assert torch.equal(new_residual[run], wanted_residual)
         assert torch.equal(decoded[run], wanted)
 
 
@@ -66,28 +66,34 @@ def test_the_pieces_are_the_references(native_kernels: ModuleType, numel: int, w
         ("quantize", (8,), (None,), reference.quantize_nbytes(width, 8)),
     ):
         rows = torch.zeros(2, -(-numel // width), nbytes, dtype=torch.uint8)
-        lefts, decoded = torch.empty(2, numel), torch.empty(2, numel)
-        for kernels, payloads, left, target in zip((native_kernels, reference), rows, lefts, decoded, strict=True):
-            getattr(kernels, f"{stage}_encode_pieces")(*first, x, residual, left, payloads, width, *last)
+        new_residuals, decoded = torch.empty(2, numel), torch.empty(2, numel)
+        for kernels, payloads, new_residual, target in zip(
+            (native_kernels, reference), rows, new_residuals, decoded, strict=True
+        ):
+            getattr(kernels, f"{stage}_encode_pieces")(*first, x, residual, new_residual, payloads, width, *last)
             getattr(kernels, f"{stage}_decode_pieces")(*first, payloads, target, width)
         assert torch.equal(rows[0], rows[1])
-        assert torch.equal(lefts[0], lefts[1])
+        assert torch.equal(new_residuals[0], new_residuals[1])
         assert torch.equal(decoded[0], decoded[1])
 
 
-def test_serving_is_decoding_and_encoding(codec: PieceCodec, native_kernels: ModuleType) -> None:
+def test_reducing_at_once_is_decoding_and_encoding(codec: PieceCodec, native_kernels: ModuleType) -> None:
     """The owner's stage as one is the sum of the payloads, encoded again."""
     numel, nbytes = 2500, codec.wire_nbytes(2500)
     payloads = torch.empty(3, nbytes, dtype=torch.uint8)
     for seed, payload in enumerate(payloads):
         codec.encode(randn(numel, seed), payload)
-    residual, answers, lefts = randn(numel, 9), torch.empty(2, nbytes, dtype=torch.uint8), torch.empty(2, numel)
-    codec.reduce_encode(payloads, residual, lefts[0], answers[0], numel)
+    residual, reduced_payloads, new_residuals = (
+        randn(numel, 9),
+        torch.empty(2, nbytes, dtype=torch.uint8),
+        torch.empty(2, numel),
+    )
+    codec.reduce_encode(payloads, residual, new_residuals[0], reduced_payloads[0], numel)
     total = torch.empty(numel)
     codec.decode_reduce(payloads, None, total)
-    codec.encode_residual(total, residual, lefts[1], answers[1])
-    assert torch.equal(answers[0], answers[1])
-    assert torch.equal(lefts[0], lefts[1])
+    codec.encode_residual(total, residual, new_residuals[1], reduced_payloads[1])
+    assert torch.equal(reduced_payloads[0], reduced_payloads[1])
+    assert torch.equal(new_residuals[0], new_residuals[1])
 
 
 @pytest.mark.parametrize("numel", [0, 1, 65, 200, 2500])

@@ -77,15 +77,15 @@ def test_other_models_are_not_looked_at() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    before = len(first_step._unseen)
+    before = len(first_step._unchecked)
     passed, forgotten = model_with_gradients(), model_with_gradients()
     for model in (passed, forgotten):
         first_step.check_at_first_step(model, "fp16", {})
-    assert len(first_step._unseen) == before + 2
+    assert len(first_step._unchecked) == before + 2
     take_steps(torch.optim.Adam(passed.parameters()), 1)
     del model, forgotten
     gc.collect()
-    assert len(first_step._unseen) == before
+    assert len(first_step._unchecked) == before
 
 
 class TwoLayers(nn.Module):

@@ -83,7 +83,7 @@ def test_the_first_stage_is_adam() -> None:
 
 
 def test_a_gradient_that_comes_seldom_is_not_forgotten_before_the_freeze() -> None:
-    """With a memory of twenty steps the variance of a rare gradient would be gone, and its next step without measure."""
+    """With a memory of twenty steps the variance of a rare gradient would be gone, and its next step without limit."""
     weight, lr, freeze_step = torch.nn.Parameter(torch.zeros(8)), 0.01, 200
     optimizer = OneBitAdam([weight], ThreadGroup.create(1)[0], freeze_step=freeze_step, lr=lr, betas=(0.9, 0.95))
     for step in range(freeze_step + 50):

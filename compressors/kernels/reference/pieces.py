@@ -1,13 +1,16 @@
-"""A shard in pieces, one for each owner, each with a payload of its own: what CUDA does in one launch, one by one."""
+"""A shard in pieces, one for each owner, each with a payload of its own: one piece after the other.
+
+The CUDA kernels do the same in one launch.
+"""
 
 from collections.abc import Callable
 
 from torch import Tensor
 
 Encode = Callable[[Tensor, Tensor | None, Tensor | None, Tensor], None]
-"""Of one piece: gradient, residual, what is left out, payload."""
+"""Encodes one piece: (gradient, residual, new_residual, payload)."""
 Decode = Callable[[Tensor, Tensor], None]
-"""Of one piece: payload, target."""
+"""Decodes one piece: (payload, target)."""
 
 
 def encode_each(
@@ -15,7 +18,7 @@ def encode_each(
     wire_nbytes: Callable[[int], int],
     gradient: Tensor,
     residual: Tensor | None,
-    left: Tensor | None,
+    new_residual: Tensor | None,
     payloads: Tensor,
     width: int,
 ) -> None:
@@ -23,12 +26,12 @@ def encode_each(
 
     Args:
         encode: Encodes one piece.
-        wire_nbytes: Size of the payload of so many elements.
+        wire_nbytes: Elements -> bytes of their payload.
         gradient: 1-D float32.
-        residual: As long, or None.
-        left: As long, or None; written.
-        payloads: (pieces, at least wire_nbytes(width)) uint8; written up to each payload's own size.
-        width: Elements of a piece.
+        residual: Of the same numel, or None.
+        new_residual: Of the same numel, overwritten; or None.
+        payloads: (pieces, at least wire_nbytes(width)) uint8; each row is overwritten up to its payload's own size.
+        width: Elements of a piece, at least 1.
     """
     for start, row in zip(range(0, gradient.numel(), width), payloads, strict=False):
         run = slice(start, start + width)
@@ -36,7 +39,7 @@ def encode_each(
         encode(
             piece,
             None if residual is None else residual[run],
-            None if left is None else left[run],
+            None if new_residual is None else new_residual[run],
             row[: wire_nbytes(piece.numel())],
         )
 
@@ -44,7 +47,15 @@ def encode_each(
 def decode_each(
     decode: Decode, wire_nbytes: Callable[[int], int], payloads: Tensor, target: Tensor, width: int
 ) -> None:
-    """The inverse of `encode_each`: fills each run of `width` elements of `target` from its row of `payloads`."""
+    """The inverse of `encode_each`: decodes each row of `payloads` into its run of `width` elements of `target`.
+
+    Args:
+        decode: Decodes one piece.
+        wire_nbytes: Elements -> bytes of their payload.
+        payloads: (pieces, at least wire_nbytes(width)) uint8; what is behind a shorter payload is not read.
+        target: 1-D float32, overwritten.
+        width: Elements of a piece, at least 1.
+    """
     for start, row in zip(range(0, target.numel(), width), payloads, strict=False):
         piece = target[start : start + width]
         decode(row[: wire_nbytes(piece.numel())], piece)
