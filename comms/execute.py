@@ -39,6 +39,9 @@ survives DDP's reducer."""
 _PENDING = threading.Lock()
 """Held while a bucket's count of launches changes: its pieces may end in different lanes."""
 
+CLOSING_SECONDS = 5.0
+"""How long `close` waits for the launches under way: longer than a bucket takes, shorter than anybody's patience."""
+
 OVERCOMMITTING = ("cpu",)
 """Devices that hand out more memory than they have: what runs out there ends the process, and nobody is left to ask."""
 
@@ -119,8 +122,11 @@ def finish(launch: Launch, error: BaseException | None) -> None:
     """
     if error is None and launch.returns:
         sources, targets = zip(*launch.returns, strict=True)
-        torch._foreach_copy_(list(targets), list(sources))  # one launch on CUDA
-    if launch.pool is not None:
+        try:
+            torch._foreach_copy_(list(targets), list(sources))  # one launch on CUDA
+        except BaseException as failed:  # noqa: BLE001 - whatever it is, the futures carry it
+            error = failed
+    if launch.pool is not None and error is None:  # after an error another chunk may still write to it
         launch.pool.give_back(launch.flat)
     for bucket in launch.buckets:
         with _PENDING:
@@ -232,6 +238,7 @@ class Executor:
         self._failure: CollectiveError | None = None
         self._totals = _Totals()
         self._lock = threading.Lock()
+        self._diagnosing = threading.Lock()
 
     def start(self, launch: Launch, route: Route, scale: float, flush: bool) -> None:
         """Starts an all-reduce; returns at once. All ranks start the same ones in the same order.
@@ -273,11 +280,23 @@ class Executor:
             return tuple(replace(row) for _, row in sorted(self._totals.rows.items()))
 
     def close(self) -> None:
-        """Ends all lanes after the jobs they hold; later launches fail."""
+        """Ends all lanes when the launches under way have ended; later launches fail.
+
+        Those that have not ended after `CLOSING_SECONDS` (a rank they need is gone, say) are given up: whoever waits for
+        one gets an error. Called from a lane (by the garbage collector, say), it waits for nothing.
+        """
         self._lanes.close()
+        if threading.current_thread() in self._threads:
+            return
+        deadline = time.monotonic() + CLOSING_SECONDS
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout=5.0)
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for job in self._lanes.under_way():
+            assert isinstance(job, _ChunkJob)
+            self._failure = self._failure or CollectiveError(
+                f"gradwire was closed on rank {self._rank} while an all-reduce was under way", ()
+            )
+            self._give_up(job, self._failure)
 
     def _submit(self, job: _ChunkJob) -> None:
         self._open(self._lanes.submit(job))
@@ -292,22 +311,27 @@ class Executor:
     def _serve(self, lane: Lane) -> None:
         while (job := self._lanes.take(lane)) is not None:
             assert isinstance(job, _ChunkJob)
-            hop = None
-            try:
-                for work in job.works:
-                    work.wait()
-                hop = next(job.steps, None)
-            except BaseException as error:
-                self._fail(job, lane, error)
-            if hop is None:
-                self._lanes.end(job)
-            else:
+            self._step(job, lane)
+            del job  # or its buckets would live as long as this thread waits for the next one
+
+    def _step(self, job: _ChunkJob, lane: Lane) -> None:
+        """Waits for what is under way, and takes a job forward to its next hop, or to its end."""
+        try:
+            for work in job.works:
+                work.wait()
+            job.works = ()
+            hop = next(job.steps, None)
+            if hop is not None:
                 self._open(self._lanes.move(job, hop))
+                return
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the futures carry it
+            self._fail(job, lane, error)
+        self._lanes.end(job)
 
     def walk(self, run: Run, chunk: Chunk) -> Iterator[Hop]:
         """One chunk's way through the phases of its plan."""
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)  # the frames of earlier launches hold their tensors
         flat, scale = run.launch.flat, run.scale
         lane: Lane = (0, 0)
         for index, part in enumerate(chunk.parts):
@@ -323,7 +347,10 @@ class Executor:
             if part.phase.asynchronous:
                 lane = (index + 1, 0)
                 yield Hop(lane, ended.works)
+                ended.works.clear()  # they hold the buffers that were received
             self._count(index, part, flat.element_size(), time.perf_counter() - began, ended.sent_nbytes)
+        if scale != 1.0:  # a single rank: its plan has no phases
+            flat[chunk.start : chunk.stop].mul_(scale)
         with self._lock:
             run.pending -= 1
             last = run.pending == 0
@@ -339,6 +366,7 @@ class Executor:
             if number:
                 lane, scale = (index, number), 1.0
                 yield Hop(lane, works)
+                works.clear()
             works = [self._issue(flat, transfer, lane, scale) for transfer in step]
         return _Ended(works)
 
@@ -391,22 +419,37 @@ class Executor:
 
     def _fail(self, job: _ChunkJob, lane: Lane, error: BaseException) -> None:
         """Ends a job that has failed, and with the first one everything that comes after it."""
-        if self._failure is None:
-            phases = job.run.route.plan.phases if job.run is not None else ()
-            where = job.name
-            if phases:
-                phase = phases[min(lane[0], len(phases) - 1)]
-                where = f"{phase.op} {phase.place(self._level_names)}"
+        with self._diagnosing:  # a lane that fails because of the first failure takes its diagnosis
+            if self._failure is None:
+                self._failure = self._diagnose(job, lane, error)
+                log.error("%s", self._failure)
+        self._give_up(job, self._failure)
+
+    def _diagnose(self, job: _ChunkJob, lane: Lane, error: BaseException) -> CollectiveError:
+        phases = job.run.route.plan.phases if job.run is not None else ()
+        where = job.name
+        if phases:
+            phase = phases[min(lane[0], len(phases) - 1)]
+            where = f"{phase.op} {phase.place(self._level_names)}"
+        try:
             self._groups.abort(f"rank {self._rank} gave up in {where}: {error}")
-            self._failure = self._board.diagnose(error, lane, where, self._node)
-            log.error("%s", self._failure)
+            return self._board.diagnose(error, lane, where, self._node)
+        except Exception as second:  # noqa: BLE001 - or nobody would hear of the first
+            return CollectiveError(
+                f"{where} failed on rank {self._rank} ({type(error).__name__}: {error}), and asking the other ranks "
+                f"failed too ({type(second).__name__}: {second})",
+                (),
+            )
+
+    def _give_up(self, job: _ChunkJob, error: CollectiveError) -> None:
+        """Ends a job's launch with an error; its other chunks' ends do not count any more."""
         if job.run is None:
             return
         with self._lock:
             first = job.run.pending > 0
-            job.run.pending = -1  # the other chunks' ends do not count any more
+            job.run.pending = -1
         if first:
-            finish(job.run.launch, self._failure)
+            finish(job.run.launch, error)
 
     def _count(self, index: int, part: PhasePart, element_nbytes: int, seconds: float, sent_nbytes: float) -> None:
         phase = part.phase

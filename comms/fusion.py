@@ -117,7 +117,7 @@ class Fusion:
 
     def _take_up(self, plan: FusionPlan) -> None:
         self._plan, self._next = plan, None
-        self._pool.clear()
+        self._pool = Pool()  # launches under way give their buffers back to the old one, which ends with them
 
     def _join(self) -> list[Launch]:
         """The buckets that wait, as what is to be launched."""

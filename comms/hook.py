@@ -75,6 +75,7 @@ class _Connection:
         self.communicator = Communicator(
             store, group.rank(), group.size(), device, config, name=name, compressor=compressor
         )
+        weakref.finalize(self, self.communicator.close)  # also where something below raises
         threshold_nbytes = round(config.fusion_mb * 2**20)
         self.fusion = Fusion(FusionPlan(threshold_nbytes=threshold_nbytes))
         self.fusion_plans = self._consensus(store, f"fusion/{name}", FUSION_TIMEOUT)
@@ -125,6 +126,7 @@ class HookState:
         self._group: dist.ProcessGroup | None = None
         self._connection: _Connection | None = None
         self._in_step = False
+        self._in_backward = False
         self._buckets: list[Bucket] = []
         self._transfers: list[Layout] = []
         self._resume: Resume | None = None
@@ -206,6 +208,12 @@ class HookState:
         connection = self._connection or self._connect(flat.device)
         if not self._in_step:
             self._begin_step(connection)
+        future = self._reduce(bucket, flat, connection)
+        if not self._in_backward and bucket.is_last():
+            self._end_step()
+        return future
+
+    def _reduce(self, bucket: GradBucket, flat: Tensor, connection: _Connection) -> FutureTensor:
         if flat.layout != torch.strided:
             return _reduce_sparse(flat, connection)
         layout = None
@@ -218,8 +226,6 @@ class HookState:
             self._resume.add(arrived)
         else:
             self._launch(connection, connection.fusion.add(arrived))
-        if not self._in_step and bucket.is_last():
-            self._end_step()
         return arrived.future.then(unwrap)
 
     def advise(self, optimizer: str = "sgd") -> JobAdvice:
@@ -272,11 +278,11 @@ class HookState:
             group = self._group or dist.group.WORLD
             assert group is not None
             self._connection = _Connection(group, device, self.config, self.names)
-            weakref.finalize(self, self._connection.communicator.close)
         return self._connection
 
     def _begin_step(self, connection: _Connection) -> None:
-        self._in_step = queue_end_of_backward(self._end_step)
+        self._in_step = True
+        self._in_backward = queue_end_of_backward(self._end_step)
         if connection.compression is not None:
             connection.compression.begin_step()
             saved = connection.compression.take_saved_transfers()

@@ -69,6 +69,7 @@ class Lanes:
 
     def __init__(self) -> None:
         self._lines: dict[Lane, _Line] = {}
+        self._under_way: dict[Job, None] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -87,11 +88,12 @@ class Lanes:
             opened = self._open((*job.visits, job.lane))
             for lane in job.visits:
                 self._lines[lane].expected.append(job)
+            self._under_way[job] = None
             self._lines[job.lane].arrivals.put(job)
             return opened
 
     def take(self, lane: Lane) -> Job | None:
-        """Waits for the job whose turn it is in an open lane; None once the lanes are closed."""
+        """Waits for the job whose turn it is in an open lane; None once the lanes are closed and no job is under way."""
         with self._lock:
             line = self._lines[lane]
         while True:
@@ -115,8 +117,6 @@ class Lanes:
             opened = self._open((hop.lane,))
             job.lane, job.works = hop.lane, hop.works
             self._lines[hop.lane].arrivals.put(job)
-            if opened and self._closed:
-                self._lines[hop.lane].arrivals.put(_Signal.CLOSE)
             return opened
 
     def end(self, job: Job) -> None:
@@ -127,11 +127,22 @@ class Lanes:
                 if job in line.expected:
                     line.expected.remove(job)
                     line.arrivals.put(_Signal.LOOK_AGAIN)
+            del self._under_way[job]
+            self._close_if_drained()
 
     def close(self) -> None:
-        """Lets every `take` return None after the jobs that its lane holds; later submissions fail."""
+        """Lets every `take` return None once all jobs under way have ended; later submissions fail."""
         with self._lock:
             self._closed = True
+            self._close_if_drained()
+
+    def under_way(self) -> list[Job]:
+        """The jobs that were submitted and have not ended."""
+        with self._lock:
+            return list(self._under_way)
+
+    def _close_if_drained(self) -> None:
+        if self._closed and not self._under_way:
             for line in self._lines.values():
                 line.arrivals.put(_Signal.CLOSE)
 

@@ -36,8 +36,3 @@ class Pool:
         if buffer.device.type != "cuda":
             with self._lock:
                 self._free.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
-
-    def clear(self) -> None:
-        """Frees what is not in flight: a new plan needs other sizes."""
-        with self._lock:
-            self._free.clear()

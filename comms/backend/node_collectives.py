@@ -126,7 +126,7 @@ class NodeCollectives:
             try:
                 with torch.inference_mode(any(output.is_inference() for output in outputs)), torch.no_grad():
                     run(self._connect())
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the future carries it
                 done.set_result(error)
             else:
                 done.set_result(outputs)

@@ -131,7 +131,17 @@ class Routes(dict[RouteKey, Route]):
         return route
 
     def along(self, numel: int, plan: Plan, layout: Layout | None = None) -> Route:
-        """The route of a bucket along any plan, whatever the planner thinks of it."""
+        """The route of a bucket along any plan, whatever the planner thinks of it.
+
+        Raises:
+            ValueError: The plan compresses a phase, and there is no compressor or no layout to do so with.
+        """
+        named = next((phase.compressor for phase in plan.phases if phase.compressor), None)
+        if named and (self._compressor is None or layout is None):
+            raise ValueError(
+                f"`plan` compresses with {named}, but this communicator has no compressor or the bucket no layout: "
+                "nothing would be compressed"
+            )
         plan = executable(plan, self.cluster, self._device_type, fixed_order=self._fixed_order)
         partition = self._partition(layout)
         schedule = Schedule(self.cluster, plan)

@@ -104,8 +104,11 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self._timeout = timeout
         self._alarm = alarm
         self._interface = interface
+        self._closed = False
 
     def __missing__(self, key: tuple[Lane, tuple[int, ...]]) -> Transport:
+        if self._closed:
+            raise RuntimeError("gradwire is closed: its process group has been destroyed")
         lane, members = key
         if self._device.type == "cuda" and lane != (0, 0):
             made = self[(0, 0), members]
@@ -121,7 +124,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
                 group.abort(reason)
 
     def close(self) -> None:
-        """Releases shared memory and connections."""
+        """Releases shared memory and connections; none is made any more."""
+        self._closed = True
         for (lane, _), group in list(self.items()):
             if isinstance(group, ShmGroup) or (isinstance(group, NcclTransport) and lane == (0, 0)):
                 group.close()

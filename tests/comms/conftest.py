@@ -203,7 +203,7 @@ def _serve(task: Task) -> None:
             spec.loader.exec_module(module)
             result = getattr(module, task.function)(task.rank, *task.arguments)
             task.answer.send_bytes(pickle.dumps((True, result)))  # plain pickle: tensors by value, not as shared memory
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - the parent prints it
             task.answer.send_bytes(pickle.dumps((False, traceback.format_exc())))
         finally:
             task.answer.close()

@@ -323,7 +323,7 @@ def run_all() -> Iterator[tuple[str, dict[str, object]]]:
         print(scenario.__name__, flush=True)
         try:
             yield scenario.__name__, scenario()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the test prints it
             yield scenario.__name__, {"raised": f"{type(error).__name__}: {error}"}
 
 
