@@ -23,7 +23,6 @@ from gradwire.comms.lanes import Hop, Job, Lane, Lanes
 from gradwire.comms.migration import migrate
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, Transfer
 from gradwire.comms.plan.routes import Chunk, PhasePart, Route
-from gradwire.comms.pool import Pool
 from gradwire.comms.streams import SideStreams
 from gradwire.comms.transport.groups import Groups
 from gradwire.compressors.base import ALL_TO_ALL, Collective, Compressor, Layout, Member, Request, Work
@@ -56,6 +55,38 @@ def unwrap(done: Open) -> Tensor:
     if isinstance(value, BaseException):
         raise value
     return value
+
+
+class Pool:
+    """Buffers for launches: none is used twice at a time, and those of ended launches are kept for the next step.
+
+    On CUDA nothing is kept: torch's allocator already reuses memory, and knows which streams still read it.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self._lock = threading.Lock()
+        self.allocated = 0
+
+    def take(self, numel: int, like: Tensor) -> Tensor:
+        """A 1-D buffer of exactly `numel` elements, its content undefined.
+
+        Args:
+            numel: Elements.
+            like: Gives dtype and device.
+        """
+        with self._lock:
+            free = self._free.get((like.dtype, numel))
+            if free:
+                return free.pop()
+            self.allocated += 1
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Takes a buffer that `take` returned, once nothing reads or writes it any more."""
+        if buffer.device.type != "cuda":
+            with self._lock:
+                self._free.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
 
 
 @dataclass(slots=True)

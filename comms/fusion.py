@@ -12,8 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gradwire.comms.execute import Bucket, Launch
-from gradwire.comms.pool import Pool
+from gradwire.comms.execute import Bucket, Launch, Pool
 from gradwire.compressors.base import Layout, Slice
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.autotune.probe import probe
 from gradwire.comms.autotune.profile import fingerprint
-from gradwire.comms.autotune.stepwatch import StepWatch
-from gradwire.comms.autotune.tuning import Tuning
+from gradwire.comms.autotune.stepwatch import JobAdvice, StepWatch, advise_job
+from gradwire.comms.autotune.tune import Tuning
 from gradwire.comms.bootstrap.compat import GradBucket, Store, queue_end_of_backward, store_of
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
@@ -30,7 +30,6 @@ from gradwire.comms.execute import Bucket, FutureTensor, Launch, unwrap
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.plan.advise import BUCKET_NBYTES
-from gradwire.comms.plan.job_advice import JobAdvice, advise_job
 from gradwire.comms.report import Report
 from gradwire.comms.resume import Resume
 from gradwire.compressors.base import Layout, StateDict, StateValue

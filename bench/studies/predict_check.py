@@ -26,8 +26,8 @@ from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.plan.codec_price import alone, final, measured_price, settling, square_layout, wire_ratio
+from gradwire.comms.plan.cost import CodecPrice
 from gradwire.comms.plan.planner import plan_all_reduce
-from gradwire.comms.plan.price import CodecPrice
 from gradwire.compressors import registry
 from gradwire.compressors.base import Layout
 from gradwire.topology.cluster import Cluster

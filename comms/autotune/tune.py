@@ -1,8 +1,8 @@
 """Finds, while training runs, the cuts, plan and number of chunks with which this model's step is shortest here.
 
-Profile: when do the buckets come? Propose: the best cuts for those arrivals (`cuts.py`), the settings around them, the
+Profile: when do the buckets come? Propose: the best cuts for those arrivals (`propose.py`), the settings around them, the
 plans and chunk counts that the cost model ranks first. Try: successive halving on the measured step, the slowest rank
-counting. Confirm: the winner against the setting that it would replace, in turns; it must win by a margin or goes.
+counting. Confirm: the winner against the setting that it would replace, in turns; unless it wins by a margin it is discarded.
 Then listen: where the step grows for good, begin again.
 
 All of it is a program in steps: every rank runs the same one, so they try the same setting at the same step, and meet
@@ -12,15 +12,28 @@ Source: successive halving: Jamieson and Talwalkar, "Non-stochastic best arm ide
 optimization", AISTATS 2016.
 """
 
+import csv
 import logging
 import statistics
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from gradwire.comms.autotune.consensus import Consensus
-from gradwire.comms.autotune.profile import Setting
+from gradwire.comms.autotune.profile import Setting, fingerprint, load, save
+from gradwire.comms.autotune.propose import PLANS, propose
+from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.fusion import Fusion
 
 log = logging.getLogger("gradwire")
+
+LOG_COLUMNS = ("step", "kind", "setting", "plan", "chunks", "transfers", "steps", "seconds")
+"""Of the CSV file beside a profile: one row for each setting that was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,3 +267,87 @@ def _plain(setting: Setting) -> list[object]:
 def _setting(values: list[object]) -> Setting:
     label, cuts, sizes, threshold, plan, chunks = values
     return Setting(str(label), tuple(cuts), tuple(sizes), threshold, str(plan), chunks)  # type: ignore[arg-type]
+
+
+class Tuning:
+    """Tuning of one model's communication on one rank.
+
+    Args:
+        communicator: Whose plan and chunks are tuned.
+        fusion: Whose cuts are tuned.
+        store: A store that all ranks share; a client of its own is made from it.
+        name: Unique among the models of this store, equal on all ranks.
+        model: A digest of the model's parameters.
+        budget: How many steps it may take.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        fusion: Fusion,
+        store: Store,
+        name: str,
+        model: str,
+        budget: Budget | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        config, cluster = communicator.config, communicator.cluster
+        self._communicator = communicator
+        self._fusion = fusion
+        self._clock = clock
+        self._ended = clock()
+        keeps = config.tune and communicator.rank == 0
+        self._file = Path(config.tune_profile) if config.tune_profile and keeps else None
+        self._key: dict[str, object] = {
+            "model": model,
+            "world": communicator.size,
+            "topology": fingerprint(cluster.locations),
+            "device": communicator.device.type,
+            "torch": torch.__version__,
+        }
+        incumbent = Setting(
+            "as begun", (), (), fusion.plan.threshold_nbytes, communicator.routes.plan_name, communicator.routes.chunks
+        )
+        consensus = Consensus(
+            PollingStore(store, config.timeout), communicator.rank, communicator.size, f"tune/{name}", config.timeout
+        )
+        plans = PLANS if config.plan == "auto" else ()
+        self.tuner = Tuner(
+            incumbent,
+            lambda sizes, arrivals: propose(communicator.cluster, incumbent, sizes, arrivals, plans),
+            consensus,
+            known=load(self._file, self._key) if self._file else None,
+            budget=budget,
+            trials=config.tune,
+            record=self._record,
+            found=self._found,
+        )
+        self._applied = incumbent
+
+    def step_ended(self, came: Sequence[float]) -> None:
+        """Takes in the step that has just ended and applies the setting of the next; every rank, after every step.
+
+        Args:
+            came: When each of its buckets came, by this object's clock.
+        """
+        now = self._clock()
+        arrivals = tuple(each - came[0] for each in came)
+        seen = StepSeen(now - self._ended, self._fusion.last_sizes, arrivals)
+        self._ended = now
+        setting = self.tuner.step_ended(seen)
+        if setting != self._applied:
+            self._communicator.routes.choose(setting.plan, setting.chunks, "Chosen by the tuner.")
+            self._fusion.change(setting.fusion)
+            self._applied = setting
+
+    def _found(self, setting: Setting, seconds: float) -> None:
+        if self._file:
+            save(self._file, self._key, setting, seconds)
+
+    def _record(self, row: Sequence[object]) -> None:
+        if self._file:
+            rows = self._file.with_suffix(".csv")
+            new = not rows.exists()
+            with rows.open("a", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([LOG_COLUMNS, row] if new else [row])

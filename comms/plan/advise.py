@@ -7,9 +7,9 @@ optimizer can begin when both are done. What communication adds to the backward 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from gradwire.comms.plan.cost import EXACT, CodecPrice
 from gradwire.comms.plan.plan import HALVING_DOUBLING, TREE, Plan
 from gradwire.comms.plan.planner import MINIMUM_GAIN, candidates
-from gradwire.comms.plan.price import EXACT, CodecPrice
 from gradwire.topology.cluster import Cluster
 
 BUCKET_NBYTES = 25 << 20

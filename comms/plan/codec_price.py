@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gradwire.comms.plan.price import EXACT, CodecPrice
+from gradwire.comms.plan.cost import EXACT, CodecPrice
 from gradwire.comms.transport.echo import EchoGroup
 from gradwire.compressors import registry
 from gradwire.compressors.base import Compressor, Layout, Slice

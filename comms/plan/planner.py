@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from gradwire.comms.plan.cost import CostModel, PhaseCost, busiest, busiest_resource
+from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, CostModel, PhaseCost, busiest, busiest_resource
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, HALVING_DOUBLING, REDUCE_SCATTER, RING, TREE, Phase, Plan
-from gradwire.comms.plan.price import EXACT, EXCHANGE_ROUNDS, CodecPrice
 from gradwire.topology.cluster import Cluster
 
 CHUNK_COUNTS = (1, 2, 4, 8, 16)

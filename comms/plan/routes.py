@@ -9,10 +9,9 @@ import torch
 
 from gradwire.comms.config import Config
 from gradwire.comms.plan.codec_price import GPU_BYTES_PER_SECOND, codec_price, wire_ratio
-from gradwire.comms.plan.cost import sent_nbytes
+from gradwire.comms.plan.cost import CodecPrice, sent_nbytes
 from gradwire.comms.plan.plan import Phase, Plan, Transfer
 from gradwire.comms.plan.planner import plan_all_reduce, with_reason
-from gradwire.comms.plan.price import CodecPrice
 from gradwire.comms.plan.schedule import Partition, Schedule, even_partition, executable
 from gradwire.compressors.base import Compressor, Layout
 from gradwire.topology.cluster import Cluster, Level

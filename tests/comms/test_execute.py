@@ -12,11 +12,10 @@ from torch import Tensor
 
 from gradwire.comms import execute
 from gradwire.comms.bootstrap.failure import CollectiveError
-from gradwire.comms.execute import Bucket, Executor, FutureTensor, Launch, finish, unwrap
+from gradwire.comms.execute import Bucket, Executor, FutureTensor, Launch, Pool, finish, unwrap
 from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan, Transfer
 from gradwire.comms.plan.routes import Chunk, PhasePart, Route
-from gradwire.comms.pool import Pool
 from gradwire.comms.transport.torch_group import Done
 from gradwire.topology.cluster import Link, two_level_cluster
 
