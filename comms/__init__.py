@@ -1,1 +1,1 @@
-"""What way does a bucket take?"""
+"""How does a bucket travel?"""

@@ -4,8 +4,9 @@ A chunk stays in the lane it is in as long as its collectives are done when they
 asynchronous phase it goes on in the next lane, which waits for what is under way. All of that is in the plan, so all
 ranks hop alike, also those that have nothing to send in a phase.
 
-Everything here calls downward: lanes say whose turn it is, transports move bytes, compressors yield the collectives that
-they need. What happens at the end of a transfer (copying back, completing futures) is in the transfer itself, as data.
+Everything here calls downward: lanes say whose turn it is, transports move bytes, compressors yield the collectives
+that they need. What happens at the end of a transfer (copying back, completing futures) is in the transfer itself, as
+data.
 """
 
 import logging
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
-from gradwire.comms.lanes import Hop, Job, Lane, Lanes
+from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
 from gradwire.comms.migration import migrate
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, Transfer
 from gradwire.comms.plan.routes import Chunk, PhasePart, Route
@@ -39,10 +40,10 @@ _PENDING = threading.Lock()
 """Held while a bucket's count of launches changes: its pieces may end in different lanes."""
 
 CLOSING_SECONDS = 5.0
-"""How long `close` waits for the launches under way: longer than a bucket takes, shorter than anybody's patience."""
+"""How long `close` waits for the launches under way: longer than a bucket takes."""
 
 OVERCOMMITTING = ("cpu",)
-"""Devices that hand out more memory than they have: what runs out there ends the process, and nobody is left to ask."""
+"""Devices that hand out more memory than they have: running out ends the process there, and no error is raised."""
 
 
 def unwrap(done: Open) -> Tensor:
@@ -91,21 +92,21 @@ class Pool:
 
 @dataclass(slots=True)
 class Times:
-    """When a bucket came and when it was reduced, by time.perf_counter; 0.0 before."""
+    """When a bucket arrived and when it was reduced, by time.perf_counter; 0.0 before."""
 
-    came: float
+    arrived: float
     reduced: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """A flat tensor that somebody waits for.
+    """A flat tensor to be averaged, and the future that says when it is.
 
     Attributes:
         flat: 1-D, contiguous; changed in place. Not to be touched until the future is done.
         layout: Which parameter lies where in it; None where it is never compressed.
         future: Completed with `flat`, or with an error.
-        times: When it came, and when its last launch ended.
+        times: When it arrived, and when its last launch ended.
         pending: Launches that still carry a part of it.
         error: What went wrong first.
     """
@@ -119,7 +120,7 @@ class Bucket:
 
     @classmethod
     def of(cls, flat: Tensor, layout: Layout | None = None) -> "Bucket":
-        """A bucket that has come now, with an open future for work on its device."""
+        """A bucket that arrives now, with an open future for work on its device."""
         future: Open = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
         return cls(flat, layout, future, Times(time.perf_counter()))
 
@@ -131,9 +132,9 @@ class Launch:
     Attributes:
         flat: 1-D, contiguous: what travels, averaged in place.
         layout: Which parameter lies where in it, if it may be compressed.
-        buckets: Who waits for it.
-        returns: (from `flat`, to a bucket) pairs of runs that are copied back when it has ended; empty where `flat` is a
-            view of the bucket.
+        buckets: What it carries, whole or in part; their futures are completed at its end.
+        returns: (from `flat`, to a bucket) pairs of runs that are copied back when it has ended; empty where `flat` is
+            a view of the bucket.
         pool: Takes `flat` back when it has ended.
     """
 
@@ -145,7 +146,7 @@ class Launch:
 
 
 def finish(launch: Launch, error: BaseException | None) -> None:
-    """Ends a launch: copies the averages back, and completes the futures of buckets of which nothing is under way any more.
+    """Ends a launch: copies averages back, and completes the futures of buckets that no other launch still carries.
 
     Args:
         launch: Whose `flat` holds the averages.
@@ -178,7 +179,7 @@ class PhaseTotals:
         op: The collective.
         level: Name of the level, or `all ranks`.
         calls: Collectives that this rank took part in.
-        logical_nbytes: Bytes of gradient that this rank handed to them.
+        logical_nbytes: Bytes of gradient that this rank contributed to them.
         wire_nbytes: Bytes that this rank sent, headers not counted.
         seconds: From issuing a chunk's collectives to having their result, summed; phases of different chunks overlap.
     """
@@ -193,7 +194,7 @@ class PhaseTotals:
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class RunningLaunch:
     """A launch under way.
 
     Attributes:
@@ -212,16 +213,16 @@ class Run:
 
 
 @dataclass(slots=True, eq=False)
-class _ChunkJob(Job):
-    """A chunk in the lanes; `run` is None for a job that nobody waits for."""
+class _ChunkJob(LaneJob):
+    """A chunk in the lanes; `run` is None for a migration, which has no future."""
 
-    run: Run | None = None
+    run: RunningLaunch | None = None
     name: str = ""
 
 
 @dataclass(slots=True)
 class _Ended:
-    """How a phase ends: the works still under way, and the bytes sent where the plan alone does not tell."""
+    """How a phase ends: the works still under way, and the bytes sent that the plan alone does not give."""
 
     works: list[Work]
     sent_nbytes: float = 0.0
@@ -234,7 +235,7 @@ class _Totals:
 
 
 class Executor:
-    """Runs launches along their routes, and tells what has travelled.
+    """Runs launches along their routes, and counts what was sent.
 
     Args:
         name: Of the threads.
@@ -242,7 +243,7 @@ class Executor:
         rank: This rank.
         cluster: Where the ranks are.
         compressor: Used by the phases that name one.
-        board: Where ranks that survive a failure meet.
+        board: Where ranks that survive a failure exchange what they saw.
         streams: On CUDA; None issues everything from the threads of the lanes.
     """
 
@@ -275,15 +276,15 @@ class Executor:
         """Starts an all-reduce; returns at once. All ranks start the same ones in the same order.
 
         Args:
-            launch: What travels, and who waits for it.
-            route: How.
+            launch: What is reduced, and whose futures it completes.
+            route: Its plan, and this rank's part in it.
             scale: Factor on every rank's contribution, applied before anything is narrowed.
             flush: Travel dense, with what the compressor holds back added.
 
         Raises:
             RuntimeError: The executor is closed.
         """
-        run = Run(launch, route, scale, flush, len(route.chunks))
+        run = RunningLaunch(launch, route, scale, flush, len(route.chunks))
         walks = [self.walk(run, chunk) for chunk in route.chunks]
         if self._streams is not None:
             issue_at_once(self._streams, launch, walks)
@@ -292,7 +293,7 @@ class Executor:
             self._submit(_ChunkJob(walk, route.lanes, run=run))
 
     def migrate(self, layout: Layout, route: Route, device: torch.device) -> None:
-        """Has the ranks of this node hand over the state of a bucket whose parameters travel in a new layout.
+        """Starts to move compression state inside this node, for a bucket whose parameters travel in a new layout.
 
         Runs in the order of the launches, before whatever is started next.
         """
@@ -303,7 +304,7 @@ class Executor:
             for _ in walk:
                 pass
         else:
-            self._submit(_ChunkJob(walk, name="handing over of compression state"))
+            self._submit(_ChunkJob(walk, name="migration of compression state"))
 
     def totals(self) -> tuple[PhaseTotals, ...]:
         """What has travelled so far, in the order of the phases."""
@@ -313,8 +314,8 @@ class Executor:
     def close(self) -> None:
         """Ends all lanes when the launches under way have ended; later launches fail.
 
-        Those that have not ended after `CLOSING_SECONDS` (a rank they need is gone, say) are given up: whoever waits for
-        one gets an error. Called from a lane (by the garbage collector, say), it waits for nothing.
+        Those that have not ended after `CLOSING_SECONDS` (a rank they need is gone, say) are given up, and their
+        futures completed with an error. Called from a lane (by the garbage collector, say), it waits for nothing.
         """
         self._lanes.close()
         if threading.current_thread() in self._threads:
@@ -359,8 +360,8 @@ class Executor:
             self._fail(job, lane, error)
         self._lanes.end(job)
 
-    def walk(self, run: Run, chunk: Chunk) -> Iterator[Hop]:
-        """One chunk's way through the phases of its plan."""
+    def walk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
+        """One chunk's walk through the phases of its plan: a generator of hops between lanes."""
         if self._failure is not None:
             raise self._failure.with_traceback(None)  # the frames of earlier launches hold their tensors
         flat, scale = run.launch.flat, run.scale
@@ -402,7 +403,7 @@ class Executor:
         return _Ended(works)
 
     def _compressed(
-        self, run: Run, part: PhasePart, lane: Lane, index: int, scale: float
+        self, run: RunningLaunch, part: PhasePart, lane: Lane, index: int, scale: float
     ) -> Generator[Hop, None, _Ended]:
         """The compressed phase: this rank's shards go through the compressor side by side, each round in a lane."""
         compressor, (transfers,) = self._compressor, part.steps

@@ -23,7 +23,8 @@ class FusionPlan:
     Attributes:
         cuts: A transfer ends after this many buckets, counted from the start of the step, ascending; buckets behind the
             last cut travel when the step ends.
-        sizes: Bytes of the step's buckets that the cuts were made for; another sequence falls back to `threshold_nbytes`.
+        sizes: Bytes of the step's buckets that the cuts were made for; another sequence falls back to
+            `threshold_nbytes`.
         threshold_nbytes: Without fitting cuts a transfer ends as soon as it holds so much; 0 sends every bucket alone.
         piece_nbytes: A bucket larger than this travels in several transfers; 0 leaves buckets whole.
     """

@@ -1,8 +1,8 @@
 """The DDP comm hook: `model.register_comm_hook(gradwire.HookState(model), gradwire.comm_hook)`.
 
-DDP hands over buckets of gradients during backward. Fusion says what is to be launched, the communicator launches it, and
-DDP gets a future. The gradients arrive undivided, so the division by the world size happens here, before anything is
-narrowed.
+DDP hands over buckets of gradients during backward. Fusion says what is to be launched, the communicator launches it,
+and DDP gets a future. The gradients arrive undivided, so the division by the world size happens here, before anything
+is narrowed.
 """
 
 import logging
@@ -52,7 +52,7 @@ _numbers: "dict[str, count[int]]" = {}
 
 
 class _Connection:
-    """What a state has from the moment on at which its ranks have met.
+    """What a state has once its ranks have connected.
 
     Args:
         group: The ranks; all of them connect their states in the same order.
@@ -61,8 +61,8 @@ class _Connection:
         names: Which parameter is which.
 
     Raises:
-        RuntimeError: A rank did not come within the time-out.
-        ValueError: A rank came with another world size or configuration.
+        RuntimeError: A rank did not join within the time-out.
+        ValueError: A rank joined with another world size or configuration.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, config: Config, names: ParameterNames) -> None:
@@ -103,7 +103,7 @@ class HookState:
     Raises:
         TypeError: An option has an unknown name, or `model_or_group` is neither.
         ValueError: A value does not fit, or differs between the ranks.
-        RuntimeError: torch.distributed is not initialised, or a rank did not come.
+        RuntimeError: torch.distributed is not initialised, or a rank did not join.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class HookState:
         """Calls, bytes and seconds of every phase so far, and the plans in use with their reasons.
 
         Raises:
-            RuntimeError: No bucket has come yet.
+            RuntimeError: No bucket has been reduced yet.
         """
         return self._connected("report()").communicator.report(self.steps)
 
@@ -167,7 +167,7 @@ class HookState:
         self._compressed().watch(scaler)
 
     def set_loss_scale(self, scale: float) -> None:
-        """Tells the factor that the coming gradients carry, where no GradScaler does; call it before backward."""
+        """Sets the factor that the next gradients carry, where no GradScaler does; call it before backward."""
         self._compressed().set_loss_scale(scale)
 
     def flush(self) -> None:
@@ -228,10 +228,10 @@ class HookState:
         return arrived.future.then(unwrap)
 
     def advise(self, optimizer: str = "sgd") -> JobAdvice:
-        """Says from what this rank has measured which plan to use, whether to compress, and what could be gained at most.
+        """Recommends a plan and a compressor, from what this rank has measured, and says what could be gained at most.
 
         Args:
-            optimizer: `sgd`, `adam`, ...: some compressors presume one.
+            optimizer: `sgd`, `adam`, ...: some compressors require one.
 
         Raises:
             RuntimeError: Fewer than three steps have been seen.
@@ -247,7 +247,7 @@ class HookState:
         """Changes which buckets travel together, from the next step on; every rank calls it between the same two steps.
 
         Raises:
-            RuntimeError: No bucket has come yet.
+            RuntimeError: No bucket has been reduced yet.
             ValueError: Not all ranks ask for the same plan: refused on all of them.
         """
         connection = self._connected("fuse()")
@@ -312,7 +312,7 @@ class HookState:
         times = [bucket.times for bucket in buckets]
         connection.watch.step_ended(times)
         if connection.tuning is not None:
-            connection.tuning.step_ended([each.came for each in times])
+            connection.tuning.step_ended([each.arrived for each in times])
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HookState":
         """A copy of a DDP model loses its hook; its state starts anew, unbound, and says so."""

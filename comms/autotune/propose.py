@@ -9,7 +9,7 @@ Source: the recurrence of MG-WFBP (Shi, Chu and Li, INFOCOM 2019, section IV), w
 from collections.abc import Sequence
 from itertools import accumulate
 
-from gradwire.comms.autotune.profile import Setting
+from gradwire.comms.autotune.profile import TunerSetting
 from gradwire.comms.plan.planner import CHUNK_COUNTS, candidates
 from gradwire.topology.cluster import Cluster
 
@@ -18,18 +18,18 @@ PLANS = ("hierarchical", "flat")
 
 def propose(
     cluster: Cluster,
-    incumbent: Setting,
+    incumbent: TunerSetting,
     sizes: tuple[int, ...],
     arrivals: Sequence[float],
     plans: Sequence[str] = PLANS,
-) -> list[Setting]:
+) -> list[TunerSetting]:
     """Settings to try, the most promising first.
 
     Args:
         cluster: Where the ranks are and what the links give.
         incumbent: What is in use.
         sizes: Bytes of the step's buckets, in order.
-        arrivals: When they come, in seconds.
+        arrivals: When they arrive, in seconds.
         plans: Those that may be tried besides the incumbent's; none where the user asked for one by name.
     """
     if not sizes:
@@ -41,11 +41,11 @@ def propose(
         _cut(cluster, incumbent.plan, sizes, arrivals, factor, label)
         for factor, label in ((4.0, "fewer cuts"), (0.25, "more cuts"))
     ]
-    settings.append(Setting("every bucket alone", tuple(range(1, len(sizes) + 1)), sizes, 0, incumbent.plan, 0))
-    settings.append(Setting("one transfer", (len(sizes),), sizes, 0, incumbent.plan, 0))
+    settings.append(TunerSetting("every bucket alone", tuple(range(1, len(sizes) + 1)), sizes, 0, incumbent.plan, 0))
+    settings.append(TunerSetting("one transfer", (len(sizes),), sizes, 0, incumbent.plan, 0))
     best = settings[0]
     settings += [
-        Setting(f"best cuts, {chunks} chunks", best.cuts, sizes, 0, best.plan, chunks)
+        TunerSetting(f"best cuts, {chunks} chunks", best.cuts, sizes, 0, best.plan, chunks)
         for chunks in CHUNK_COUNTS[:3]
         if best.plan != "flat"
     ]
@@ -69,9 +69,9 @@ def affine(cluster: Cluster, plan: str, nbytes: int) -> tuple[float, float]:
 
 def _cut(
     cluster: Cluster, plan: str, sizes: tuple[int, ...], arrivals: Sequence[float], factor: float, label: str
-) -> Setting:
+) -> TunerSetting:
     alpha, beta = affine(cluster, plan, sum(sizes))
-    return Setting(label, optimal_cuts(arrivals, sizes, alpha * factor, beta), sizes, 0, plan, 0)
+    return TunerSetting(label, optimal_cuts(arrivals, sizes, alpha * factor, beta), sizes, 0, plan, 0)
 
 
 def _has_levels(cluster: Cluster) -> bool:
@@ -85,7 +85,7 @@ def finish_seconds(
 
     Args:
         cuts: Each transfer's end, counted in buckets; buckets behind the last cut form one more.
-        arrivals: When each bucket comes, in seconds, ascending.
+        arrivals: When each bucket arrives, in seconds, ascending.
         sizes: Bytes of each bucket.
         alpha_seconds: Of a transfer.
         seconds_per_byte: Of a transfer.

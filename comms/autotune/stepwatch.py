@@ -58,7 +58,7 @@ class StepWatch:
         The step before it is complete only now: its last bucket may have been reduced after its own end.
 
         Args:
-            buckets: Times of those of the step that ends now, in the order in which they came.
+            buckets: Times of those of the step that ends now, in the order in which they arrived.
         """
         now = self._clock()
         if self._running is not None and self._ended is not None:
@@ -66,7 +66,7 @@ class StepWatch:
             exposed = max((bucket.reduced for bucket in reduced), default=0.0) - self._ended
             self._steps.append((step, backward, max(exposed, 0.0)))
         if self._ended is not None and buckets:
-            self._running = (now - self._ended, now - buckets[0].came, buckets)
+            self._running = (now - self._ended, now - buckets[0].arrived, buckets)
         self._ended = now
 
     def observed(self) -> Observed | None:

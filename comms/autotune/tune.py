@@ -1,12 +1,13 @@
 """Finds, while training runs, the cuts, plan and number of chunks with which this model's step is shortest here.
 
-Profile: when do the buckets come? Propose: the best cuts for those arrivals (`propose.py`), the settings around them, the
+Profile: when do the buckets arrive? Propose: the best cuts for those arrivals (`propose.py`), their neighbours, the
 plans and chunk counts that the cost model ranks first. Try: successive halving on the measured step, the slowest rank
-counting. Confirm: the winner against the setting that it would replace, in turns; unless it wins by a margin it is discarded.
-Then listen: where the step grows for good, begin again.
+counting. Confirm: the winner against the setting that it would replace, in turns; unless it wins by a margin it is
+discarded. Then listen: where the step grows for good, begin again.
 
-All of it is a program in steps: every rank runs the same one, so they try the same setting at the same step, and meet
-only where a decision is due. Nothing here changes what is computed: compression is never switched on, off or over.
+All of it is a program in steps: every rank runs the same one, so they try the same setting at the same step, and
+communicate only where a decision is due. Nothing here changes what is computed: compression is never switched on, off
+or over.
 
 Source: successive halving: Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter
 optimization", AISTATS 2016.
@@ -23,7 +24,7 @@ from pathlib import Path
 import torch
 
 from gradwire.comms.autotune.consensus import Consensus
-from gradwire.comms.autotune.profile import Setting, fingerprint, load, save
+from gradwire.comms.autotune.profile import TunerSetting, fingerprint, load, save
 from gradwire.comms.autotune.propose import PLANS, propose
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.store import PollingStore
@@ -70,7 +71,7 @@ class StepSeen:
     Attributes:
         seconds: From the end of the step before to the end of this one.
         sizes: Bytes of its buckets.
-        arrivals: When each came, in seconds from the first.
+        arrivals: When each arrived, in seconds from the first.
     """
 
     seconds: float
@@ -78,9 +79,9 @@ class StepSeen:
     arrivals: tuple[float, ...]
 
 
-Program = Generator[Setting, StepSeen, None]
-Propose = Callable[[tuple[int, ...], list[float]], list[Setting]]
-"""(sizes of the buckets, when they come) -> settings to try, the most promising first."""
+Program = Generator[TunerSetting, StepSeen, None]
+Propose = Callable[[tuple[int, ...], list[float]], list[TunerSetting]]
+"""(sizes of the buckets, when they arrive) -> settings to try, the most promising first."""
 
 
 class Tuner:
@@ -99,15 +100,15 @@ class Tuner:
 
     def __init__(
         self,
-        incumbent: Setting,
+        incumbent: TunerSetting,
         propose: Propose,
         consensus: Consensus,
         *,
-        known: Setting | None = None,
+        known: TunerSetting | None = None,
         budget: Budget | None = None,
         trials: bool = True,
         record: Callable[[Sequence[object]], None] = lambda row: None,
-        found: Callable[[Setting, float], None] = lambda setting, seconds: None,
+        found: Callable[[TunerSetting, float], None] = lambda setting, seconds: None,
     ) -> None:
         self._incumbent = incumbent
         self._propose = propose
@@ -122,7 +123,7 @@ class Tuner:
         self._program = self._run()
         self.setting = next(self._program)
 
-    def step_ended(self, seen: StepSeen) -> Setting:
+    def step_ended(self, seen: StepSeen) -> TunerSetting:
         """Takes in a step and returns the setting of the next; every rank after every step."""
         self._step += 1
         self.setting = self._program.send(seen)
@@ -149,7 +150,7 @@ class Tuner:
         while True:
             yield self._incumbent
 
-    def _settle(self) -> Generator[Setting, StepSeen, tuple[int, ...]]:
+    def _settle(self) -> Generator[TunerSetting, StepSeen, tuple[int, ...]]:
         sizes: tuple[int, ...] = ()
         same = 0
         while same < self._budget.settle_steps:
@@ -158,7 +159,7 @@ class Tuner:
             sizes = seen.sizes
         return sizes
 
-    def _profile(self, count: int) -> Generator[Setting, StepSeen, list[float]]:
+    def _profile(self, count: int) -> Generator[TunerSetting, StepSeen, list[float]]:
         steps = []
         for _ in range(self._budget.profile_steps):
             seen = yield self._incumbent
@@ -167,10 +168,10 @@ class Tuner:
         latest = self._consensus.decide(usual, lambda ranks: [max(each) for each in zip(*_rows(ranks), strict=True)])
         return list(_rows([latest])[0])
 
-    def _candidates(self, sizes: tuple[int, ...], arrivals: list[float]) -> list[Setting]:
+    def _candidates(self, sizes: tuple[int, ...], arrivals: list[float]) -> list[TunerSetting]:
         def choose(_: object) -> object:
             wanted = [self._incumbent, *([self._known] if self._known else []), *self._propose(sizes, arrivals)]
-            distinct: dict[tuple[object, ...], Setting] = {}
+            distinct: dict[tuple[object, ...], TunerSetting] = {}
             for setting in wanted:
                 distinct.setdefault(_what(setting), setting)
             return [_plain(setting) for setting in distinct.values()][: self._budget.candidates]
@@ -179,8 +180,8 @@ class Tuner:
         assert isinstance(decided, list)
         return [_setting(values) for values in decided]
 
-    def _halve(self, candidates: list[Setting]) -> Generator[Setting, StepSeen, Setting]:
-        """Tries all, drops the slower half, tries the rest twice as long, ... until one is left."""
+    def _halve(self, candidates: list[TunerSetting]) -> Generator[TunerSetting, StepSeen, TunerSetting]:
+        """Tries all, drops the slower half, tries the rest twice as long, ... until one remains."""
         steps = self._budget.trial_steps
         while len(candidates) > 1:
             own = []
@@ -194,8 +195,8 @@ class Tuner:
             steps *= 2
         return candidates[0]
 
-    def _confirm(self, winner: Setting) -> Generator[Setting, StepSeen, None]:
-        """Winner and incumbent in turns, so that a slow moment of the network meets both alike."""
+    def _confirm(self, winner: TunerSetting) -> Generator[TunerSetting, StepSeen, None]:
+        """Winner and incumbent in turns, so that a slow moment of the network affects both alike."""
         ours: list[float] = []
         theirs: list[float] = []
         for _ in range(self._budget.confirm_turns):
@@ -210,7 +211,7 @@ class Tuner:
             self._incumbent = winner
         self._found(self._incumbent, after if better else before)
 
-    def _listen(self) -> Generator[Setting, StepSeen, None]:
+    def _listen(self) -> Generator[TunerSetting, StepSeen, None]:
         """Returns when the step has grown for two looks in a row on the slowest rank."""
         reference: float | None = None
         grown = 0
@@ -223,7 +224,7 @@ class Tuner:
             grown = grown + 1 if now > reference * (1 + self._budget.drift) else 0
         self._row("drift", self._incumbent, now, self._budget.listen_steps)
 
-    def _try(self, setting: Setting, steps: int) -> Generator[Setting, StepSeen, float]:
+    def _try(self, setting: TunerSetting, steps: int) -> Generator[TunerSetting, StepSeen, float]:
         """The median step with a setting; the first step still ends transfers of the setting before."""
         times = []
         for _ in range(steps):
@@ -235,7 +236,7 @@ class Tuner:
         decided = self._consensus.decide(own, lambda ranks: [max(each) for each in zip(*_rows(ranks), strict=True)])
         return _rows([decided])[0]
 
-    def _row(self, kind: str, setting: Setting, seconds: float, steps: int) -> None:
+    def _row(self, kind: str, setting: TunerSetting, seconds: float, steps: int) -> None:
         self._record((self._step, kind, setting.label, setting.plan, setting.chunks, len(setting.cuts), steps, seconds))
 
 
@@ -248,12 +249,12 @@ def _rows(values: Sequence[object]) -> list[list[float]]:
     return rows
 
 
-def _what(setting: Setting) -> tuple[object, ...]:
+def _what(setting: TunerSetting) -> tuple[object, ...]:
     """What a setting does, whatever it is called."""
     return setting.cuts, setting.threshold_nbytes if not setting.sizes else 0, setting.plan, setting.chunks
 
 
-def _plain(setting: Setting) -> list[object]:
+def _plain(setting: TunerSetting) -> list[object]:
     return [
         setting.label,
         list(setting.cuts),
@@ -264,9 +265,9 @@ def _plain(setting: Setting) -> list[object]:
     ]
 
 
-def _setting(values: list[object]) -> Setting:
+def _setting(values: list[object]) -> TunerSetting:
     label, cuts, sizes, threshold, plan, chunks = values
-    return Setting(str(label), tuple(cuts), tuple(sizes), threshold, str(plan), chunks)  # type: ignore[arg-type]
+    return TunerSetting(str(label), tuple(cuts), tuple(sizes), threshold, str(plan), chunks)  # type: ignore[arg-type]
 
 
 class Tuning:
@@ -306,7 +307,7 @@ class Tuning:
             "device": communicator.device.type,
             "torch": torch.__version__,
         }
-        incumbent = Setting(
+        incumbent = TunerSetting(
             "as begun", (), (), fusion.plan.threshold_nbytes, communicator.routes.plan_name, communicator.routes.chunks
         )
         consensus = Consensus(
@@ -325,14 +326,14 @@ class Tuning:
         )
         self._applied = incumbent
 
-    def step_ended(self, came: Sequence[float]) -> None:
+    def step_ended(self, arrived: Sequence[float]) -> None:
         """Takes in the step that has just ended and applies the setting of the next; every rank, after every step.
 
         Args:
-            came: When each of its buckets came, by this object's clock.
+            arrived: When each of its buckets arrived, by this object's clock.
         """
         now = self._clock()
-        arrivals = tuple(each - came[0] for each in came)
+        arrivals = tuple(each - arrived[0] for each in arrived)
         seen = StepSeen(now - self._ended, self._fusion.last_sizes, arrivals)
         self._ended = now
         setting = self.tuner.step_ended(seen)
@@ -341,7 +342,7 @@ class Tuning:
             self._fusion.change(setting.fusion)
             self._applied = setting
 
-    def _found(self, setting: Setting, seconds: float) -> None:
+    def _found(self, setting: TunerSetting, seconds: float) -> None:
         if self._file:
             save(self._file, self._key, setting, seconds)
 

@@ -29,7 +29,7 @@ from gradwire.comms.plan.traffic import Egress, Floats, Ints, shape_of, sole_own
 from gradwire.topology.cluster import Cluster
 
 EXCHANGE_ROUNDS = 2
-"""Collectives of most compressors: an all_to_all of payloads, and an all_gather of the owners' answers."""
+"""Collectives of most compressors: an all_to_all of payloads, and an all_gather of the owners' reduced payloads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class CodecPrice:
         call_seconds: For each shard, whatever its size.
         rounds: Times that every member hears from every other: 2 for an all_to_all and an all_gather, and for a ring's
             all_reduce.
-        exchanged: Whether payloads go from everybody to everybody, and not around a ring.
+        exchanged: Whether payloads go from every rank to every rank, and not around a ring.
     """
 
     name: str
@@ -193,7 +193,7 @@ def sent_nbytes(op: str, nbytes: float, count: int, index: int, bounds: Sequence
     if op == REDUCE_SCATTER:
         return nbytes - own
     owner = sole_owner(bounds)
-    if owner is not None:  # a broadcast: everybody passes it on but the last of the chain
+    if owner is not None:  # a broadcast: all but the last of the chain pass it on
         return 0.0 if (index + 1) % count == owner else nbytes
     return (count - 1) * own
 

@@ -16,8 +16,9 @@ MINIMUM_CHUNK_NBYTES = 512 * 1024
 
 CHUNK_TOLERANCE = 0.01
 """Of plans that differ in chunks alone and by less than this share of their time, the one with more chunks is taken:
-collectives in flight together fill each other's gaps, which no term of the model stands for. Measured at 4x4 on 200 Mbit:
-16 MB in 1135 ms with 2 chunks, 1084 with 4, 1063 with 8 (`bench/studies/hook_speed.py`, 2-core EPYC VM, 2026-11-21)."""
+collectives in flight together fill each other's gaps, which no term of the model stands for. Measured at 4x4 on 200
+Mbit: 16 MB in 1135 ms with 2 chunks, 1084 with 4, 1063 with 8 (`bench/studies/hook_speed.py`, 2-core EPYC VM,
+2026-11-21)."""
 
 MINIMUM_GAIN = 0.02
 """A plan replaces the flat one only where it is predicted to save more than this share of its time."""

@@ -1,4 +1,4 @@
-"""Laws of the whole way of a bucket, ranks as threads: exact sums, the same bits everywhere, errors on all ranks."""
+"""Laws of the whole path of a bucket, ranks as threads: exact sums, the same bits everywhere, errors on all ranks."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta

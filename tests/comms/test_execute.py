@@ -224,6 +224,6 @@ def test_a_bucket_that_has_ended_is_not_kept_alive(rig: Rig) -> None:
     assert rig.all_reduce(flat).wait() is flat
     del flat
     deadline = time.monotonic() + SECONDS
-    while gone() is not None and time.monotonic() < deadline:  # the lane's thread is on its way to its next wait
+    while gone() is not None and time.monotonic() < deadline:  # the lane's thread has yet to reach its next wait
         time.sleep(0.001)
     assert gone() is None

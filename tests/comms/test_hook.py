@@ -73,13 +73,13 @@ def test_compressed_training_is_equal_on_all_ranks(results: Results, scenario: s
     ("name", "apart"),
     [("fp16", 1e-3), ("bf16", 1e-2), ("int8", 0.02), ("int4", 0.2), ("powersgd", 0.8), ("onebit", 1.0), ("dgc", 1.0)],
 )
-def test_compressed_training_goes_where_plain_training_goes(results: Results, name: str, apart: float) -> None:
+def test_compressed_training_converges_as_plain_training_does(results: Results, name: str, apart: float) -> None:
     assert 0 < results[0]["compressed"]["apart"][name] < apart, results[0]["compressed"]  # type: ignore[index]
 
 
 def test_an_overflow_skips_one_step_and_leaves_no_trace(results: Results) -> None:
-    told = [result["overflow_under_a_grad_scaler"] for result in results]
-    assert all(each["finite"] and each["scale"] == 512.0 for each in told), told
+    found = [result["overflow_under_a_grad_scaler"] for result in results]
+    assert all(each["finite"] and each["scale"] == 512.0 for each in found), found
 
 
 def test_registering_the_hook_twice_is_refused(results: Results) -> None:
@@ -87,8 +87,8 @@ def test_registering_the_hook_twice_is_refused(results: Results) -> None:
 
 
 def test_a_copied_state_is_new_and_keeps_its_configuration(results: Results) -> None:
-    told = [result["registered_twice_and_copied"] for result in results]
-    assert all(each["config"] and not each["same"] for each in told)
+    found = [result["registered_twice_and_copied"] for result in results]
+    assert all(each["config"] and not each["same"] for each in found)
 
 
 def test_the_compiled_autograd_reducer_is_refused_in_clear_words(results: Results) -> None:
