@@ -47,7 +47,7 @@ OVERCOMMITTING = ("cpu",)
 
 
 def unwrap(done: Open) -> Tensor:
-    """The value of a finished future; for `done.then(unwrap)`.
+    """The tensor of a finished future, the bucket's own; for `done.then(unwrap)`.
 
     Raises:
         BaseException: The value, where it is an error.
@@ -295,7 +295,12 @@ class Executor:
     def migrate(self, layout: Layout, route: Route, device: torch.device) -> None:
         """Starts to move compression state inside this node, for a bucket whose parameters travel in a new layout.
 
-        Runs in the order of the launches, before whatever is started next.
+        Runs in the order of the launches, before whatever is started next; changes the compressor's state in place.
+
+        Args:
+            layout: Which parameter lies where in the bucket.
+            route: The bucket's: says which runs of elements this rank compresses.
+            device: Where the bucket is.
         """
         if self._compressor is None or not route.shares_ownership:
             return
@@ -361,7 +366,17 @@ class Executor:
         self._lanes.end(job)
 
     def walk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
-        """One chunk's walk through the phases of its plan: a generator of hops between lanes."""
+        """One chunk's walk through the phases of its plan; each step issues collectives and names the lane to go on in.
+
+        Args:
+            run: The launch; elements `chunk.start` to `chunk.stop` of its `flat` (1-D, any dtype that the transports
+                sum) are replaced by the scaled sum over all ranks, in place. In a compressed phase they go through
+                float32. The last chunk to end completes the launch, on a CPU.
+            chunk: Which run of elements, and this rank's transfers.
+
+        Raises:
+            CollectiveError: A launch before this one has failed.
+        """
         if self._failure is not None:
             raise self._failure.with_traceback(None)  # the frames of earlier launches hold their tensors
         flat, scale = run.launch.flat, run.scale

@@ -55,7 +55,14 @@ class FusionPlan:
         return pending_nbytes >= self.threshold_nbytes
 
     def pieces(self, flat: Tensor) -> list[tuple[int, int]]:
-        """The runs of elements that a transfer of one bucket is cut into."""
+        """The runs of elements that a bucket, travelling alone, is cut into.
+
+        Args:
+            flat: 1-D, any dtype; read for its size alone.
+
+        Returns:
+            (start, stop) of each run, ascending and without gaps; one run where nothing is cut.
+        """
         if not self.piece_nbytes or flat.nbytes <= self.piece_nbytes:
             return [(0, flat.numel())]
         step = max(1, self.piece_nbytes // flat.element_size())
@@ -90,10 +97,16 @@ class Fusion:
             self._take_up(plan)
 
     def add(self, bucket: Bucket) -> list[Launch]:
-        """Takes in a bucket.
+        """Takes in a bucket; joined buckets are copied into a buffer of their own, none of them is changed.
+
+        Args:
+            bucket: Buckets of one dtype and device may be joined, if all or none of them have a layout.
 
         Returns:
             What is to be launched now, in this order: nothing, as long as the plan ends no transfer here.
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory for the buffer; the gradients are as they were.
         """
         launches = self._join() if self._waiting and not _alike(self._waiting[0], bucket) else []
         self._waiting.append(bucket)

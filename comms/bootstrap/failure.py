@@ -56,6 +56,10 @@ class FailureBoard:
             lane: Where it happened.
             phase: The phase in words: `all_reduce inter_node`.
             members: Global ranks of the group that failed, where known.
+
+        Returns:
+            The error for every future of this rank; within `PATIENCE` where ranks are silent, else as soon as all have
+            published what they saw.
         """
         dead = {members[index] for index in error.missing} if isinstance(error, PeerError) and members else set()
         cause = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -83,7 +83,13 @@ def settling(name: str) -> Compressor:
 
 
 def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float:
-    """Bytes that a rank sends over those of a ring all-reduce of the same elements in float32; 1 where none travel."""
+    """Bytes that a rank sends over those of a ring all-reduce of the same elements in float32; 1 where none travel.
+
+    Args:
+        compressor: Whose payloads.
+        layout: Which parameter lies where in the shard.
+        group_size: Ranks that the shard is summed over.
+    """
     exact = 2 * (group_size - 1) / group_size * ELEMENT_NBYTES * layout.numel
     return compressor.wire_nbytes(layout, group_size) / exact if exact else 1.0
 

@@ -81,7 +81,18 @@ def _most_chunks(plans: list[Plan]) -> Plan:
 
 
 def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price: CodecPrice = EXACT) -> Iterator[Plan]:
-    """Every priced plan of one name: one for each number of chunks worth trying, one chunk first."""
+    """Every priced plan of one name: one for each number of chunks worth trying, one chunk first.
+
+    Args:
+        cluster: Where the ranks are and what the links give.
+        nbytes: Size of the bucket.
+        name: `flat`, `hierarchical`, `leader`, `tree` or `halving_doubling`.
+        chunks: The number of chunks asked for; 0 tries several.
+        price: What a compressor does to the phase that it compresses.
+
+    Raises:
+        ValueError: There is no plan of that name.
+    """
     phases = make_phases(cluster, name, None if price.name == EXACT.name else price.name)
     costs, shares = _costs(cluster, name)
     costs = tuple(

@@ -32,7 +32,7 @@ Alarm = Callable[[], str | None]
 """Returns why another rank has given up; None while all is well."""
 
 SLICE = timedelta(seconds=1)
-"""How long a wait goes on before it asks the alarm."""
+"""How long a wait goes on before it asks the alarm: one look at the store a second and lane, which costs nothing."""
 
 
 LARGE_NBYTES = 256 << 10
@@ -261,7 +261,11 @@ class SlicesToSum:
         self._wide = torch.empty_like(received[0], dtype=torch.float32) if narrow else None
 
     def sum(self, target: Tensor) -> None:
-        """Sums in rank order into `target`, narrow types in float32 and rounded once; `received` is overwritten."""
+        """Sums in rank order, narrow types in float32 and rounded once.
+
+        Args:
+            target: 1-D, elements of the slice, dtype of `received`; takes the sum. `received` is overwritten.
+        """
         first, *others = self._received
         total = first if self._wide is None else self._wide.copy_(first)
         for contribution in others:
