@@ -32,11 +32,11 @@ class Communicator:
         device: Where the tensors are.
         config: The configuration; must agree on all ranks.
         name: Unique among the communicators of this store, equal on all ranks.
-        compressor: Shrinks one phase of gradients that are given with a layout.
+        compressor: Compresses one phase of gradients that are given with a layout.
 
     Raises:
-        RuntimeError: A rank did not come within the time-out.
-        ValueError: A rank came with another world size or configuration.
+        RuntimeError: A rank did not join within the time-out.
+        ValueError: A rank joined with another world size or configuration.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Communicator:
         return Report(self.cluster.describe(), tuple(plans), self._executor.totals(), self._all_reduces, steps, links)
 
     def abort(self, reason: str) -> None:
-        """Wakes the ranks of this node that wait for this one, and tells them why. Any thread."""
+        """Wakes the ranks of this node that wait for this one, and gives them the reason. Any thread."""
         self._groups.abort(reason)
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ class Compression:
             self.set_loss_scale(self._scaler.get_scale())
 
     def set_loss_scale(self, scale: float) -> None:
-        """Tells the factor that the coming gradients carry; residuals follow a change of it.
+        """Sets the factor that the next gradients carry; residuals follow a change of it.
 
         Raises:
             ValueError: `scale` is not a positive number.
@@ -79,7 +79,7 @@ class Compression:
         self._loss_scale = scale
 
     def take_saved_transfers(self) -> Tensor | None:
-        """How the gradients of the step before this one travelled, where that step is in a state that was just loaded."""
+        """The transfers of the step before this one, where that step is in a state that was just loaded; else None."""
         saved, self._saved_transfers = self._saved_transfers, None
         return saved
 
@@ -120,11 +120,11 @@ class Compression:
         if (size, rank) != (self._size, self._rank):
             if dirty:
                 raise ValueError(
-                    f"`state` is of rank {rank} of {size}, this is rank {self._rank} of {self._size}, and it still holds "
-                    "residuals that belong to that rank: call state.flush() and train one more step before saving, or "
-                    "load each rank's own state at the same world size"
+                    f"`state` is of rank {rank} of {size}, this is rank {self._rank} of {self._size}, and it still "
+                    "holds residuals that belong to that rank: call state.flush() and train one more step before "
+                    "saving, or load each rank's own state at the same world size"
                 )
-            return  # the residuals are in the weights; momenta and factors of other shards are left to build up again
+            return  # the residuals are in the weights; momenta and factors of other shards build up again
         self.compressor.load_state_dict({key: value for key, value in state.items() if not key.startswith(PREFIX)})
         self._loss_scale = float(state[PREFIX + "loss_scale"])
         self._dirty = bool(dirty)

@@ -41,11 +41,11 @@ class Config:
     """Between nodes: `gloo`, `nccl` or `mpi`; `auto` goes by the tensor's device."""
 
     fusion_mb: float = 0.0
-    """Buckets travel together until they hold so many MiB; 0 sends each of DDP's buckets as it comes. For models
+    """Buckets travel together until they hold so many MiB; 0 sends each of DDP's buckets alone. For models
     wrapped with small buckets, see `gradwire.wrap`."""
 
     fusion: str = "fixed"
-    """`fixed` joins buckets up to `fusion_mb`; `auto` watches when gradients come for the first steps and then, once,
+    """`fixed` joins buckets up to `fusion_mb`; `auto` watches when gradients arrive for the first steps and then, once,
     cuts where the last transfer ends first. `tune` does that too, and tries before it believes."""
 
     probe: bool = False
@@ -119,7 +119,7 @@ class Config:
 
     @property
     def fuses(self) -> bool:
-        """Whether buckets may travel together, or apart, in ways that change between steps."""
+        """Whether buckets may travel together, or apart, differently from step to step."""
         return self.fusion_mb > 0 or self.learns_cuts
 
     @property
@@ -148,7 +148,7 @@ def local_rank() -> int | None:
 
 
 def launcher_variables() -> dict[str, str]:
-    """What torchrun, mpirun or srun told this process about its rank; the names are theirs."""
+    """What torchrun, mpirun or srun set for this process about its rank; the names are theirs."""
     return {name: os.environ[name] for name in _LAUNCHER_VARIABLES if name in os.environ}
 
 

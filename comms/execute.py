@@ -4,8 +4,9 @@ A chunk stays in the lane it is in as long as its collectives are done when they
 asynchronous phase it goes on in the next lane, which waits for what is under way. All of that is in the plan, so all
 ranks hop alike, also those that have nothing to send in a phase.
 
-Everything here calls downward: lanes say whose turn it is, transports move bytes, compressors yield the collectives that
-they need. What happens at the end of a transfer (copying back, completing futures) is in the transfer itself, as data.
+Everything here calls downward: lanes say whose turn it is, transports move bytes, compressors yield the collectives
+that they need. What happens at the end of a transfer (copying back, completing futures) is in the transfer itself, as
+data.
 """
 
 import logging
@@ -19,11 +20,10 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
-from gradwire.comms.lanes import Hop, Job, Lane, Lanes
+from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
 from gradwire.comms.migration import migrate
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, Transfer
 from gradwire.comms.plan.routes import Chunk, PhasePart, Route
-from gradwire.comms.pool import Pool
 from gradwire.comms.streams import SideStreams
 from gradwire.comms.transport.groups import Groups
 from gradwire.compressors.base import ALL_TO_ALL, Collective, Compressor, Layout, Member, Request, Work
@@ -39,12 +39,15 @@ survives DDP's reducer."""
 _PENDING = threading.Lock()
 """Held while a bucket's count of launches changes: its pieces may end in different lanes."""
 
+CLOSING_SECONDS = 5.0
+"""How long `close` waits for the launches under way: longer than a bucket takes."""
+
 OVERCOMMITTING = ("cpu",)
-"""Devices that hand out more memory than they have: what runs out there ends the process, and nobody is left to ask."""
+"""Devices that hand out more memory than they have: running out ends the process there, and no error is raised."""
 
 
 def unwrap(done: Open) -> Tensor:
-    """The value of a finished future; for `done.then(unwrap)`.
+    """The tensor of a finished future, the bucket's own; for `done.then(unwrap)`.
 
     Raises:
         BaseException: The value, where it is an error.
@@ -55,23 +58,55 @@ def unwrap(done: Open) -> Tensor:
     return value
 
 
+class Pool:
+    """Buffers for launches: none is used twice at a time, and those of ended launches are kept for the next step.
+
+    On CUDA nothing is kept: torch's allocator already reuses memory, and knows which streams still read it.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self._lock = threading.Lock()
+        self.allocated = 0
+
+    def take(self, numel: int, like: Tensor) -> Tensor:
+        """A 1-D buffer of exactly `numel` elements, its content undefined.
+
+        Args:
+            numel: Elements.
+            like: Gives dtype and device.
+        """
+        with self._lock:
+            free = self._free.get((like.dtype, numel))
+            if free:
+                return free.pop()
+            self.allocated += 1
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Takes a buffer that `take` returned, once nothing reads or writes it any more."""
+        if buffer.device.type != "cuda":
+            with self._lock:
+                self._free.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
+
+
 @dataclass(slots=True)
 class Times:
-    """When a bucket came and when it was reduced, by time.perf_counter; 0.0 before."""
+    """When a bucket arrived and when it was reduced, by time.perf_counter; 0.0 before."""
 
-    came: float
+    arrived: float
     reduced: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """A flat tensor that somebody waits for.
+    """A flat tensor to be averaged, and the future that says when it is.
 
     Attributes:
         flat: 1-D, contiguous; changed in place. Not to be touched until the future is done.
         layout: Which parameter lies where in it; None where it is never compressed.
         future: Completed with `flat`, or with an error.
-        times: When it came, and when its last launch ended.
+        times: When it arrived, and when its last launch ended.
         pending: Launches that still carry a part of it.
         error: What went wrong first.
     """
@@ -85,7 +120,7 @@ class Bucket:
 
     @classmethod
     def of(cls, flat: Tensor, layout: Layout | None = None) -> "Bucket":
-        """A bucket that has come now, with an open future for work on its device."""
+        """A bucket that arrives now, with an open future for work on its device."""
         future: Open = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
         return cls(flat, layout, future, Times(time.perf_counter()))
 
@@ -97,9 +132,9 @@ class Launch:
     Attributes:
         flat: 1-D, contiguous: what travels, averaged in place.
         layout: Which parameter lies where in it, if it may be compressed.
-        buckets: Who waits for it.
-        returns: (from `flat`, to a bucket) pairs of runs that are copied back when it has ended; empty where `flat` is a
-            view of the bucket.
+        buckets: What it carries, whole or in part; their futures are completed at its end.
+        returns: (from `flat`, to a bucket) pairs of runs that are copied back when it has ended; empty where `flat` is
+            a view of the bucket.
         pool: Takes `flat` back when it has ended.
     """
 
@@ -111,7 +146,7 @@ class Launch:
 
 
 def finish(launch: Launch, error: BaseException | None) -> None:
-    """Ends a launch: copies the averages back, and completes the futures of buckets of which nothing is under way any more.
+    """Ends a launch: copies averages back, and completes the futures of buckets that no other launch still carries.
 
     Args:
         launch: Whose `flat` holds the averages.
@@ -119,8 +154,11 @@ def finish(launch: Launch, error: BaseException | None) -> None:
     """
     if error is None and launch.returns:
         sources, targets = zip(*launch.returns, strict=True)
-        torch._foreach_copy_(list(targets), list(sources))  # one launch on CUDA
-    if launch.pool is not None:
+        try:
+            torch._foreach_copy_(list(targets), list(sources))  # one launch on CUDA
+        except BaseException as failed:  # noqa: BLE001 - whatever it is, the futures carry it
+            error = failed
+    if launch.pool is not None and error is None:  # after an error another chunk may still write to it
         launch.pool.give_back(launch.flat)
     for bucket in launch.buckets:
         with _PENDING:
@@ -141,7 +179,7 @@ class PhaseTotals:
         op: The collective.
         level: Name of the level, or `all ranks`.
         calls: Collectives that this rank took part in.
-        logical_nbytes: Bytes of gradient that this rank handed to them.
+        logical_nbytes: Bytes of gradient that this rank contributed to them.
         wire_nbytes: Bytes that this rank sent, headers not counted.
         seconds: From issuing a chunk's collectives to having their result, summed; phases of different chunks overlap.
     """
@@ -156,7 +194,7 @@ class PhaseTotals:
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class RunningLaunch:
     """A launch under way.
 
     Attributes:
@@ -175,16 +213,16 @@ class Run:
 
 
 @dataclass(slots=True, eq=False)
-class _ChunkJob(Job):
-    """A chunk in the lanes; `run` is None for a job that nobody waits for."""
+class _ChunkJob(LaneJob):
+    """A chunk in the lanes; `run` is None for a migration, which has no future."""
 
-    run: Run | None = None
+    run: RunningLaunch | None = None
     name: str = ""
 
 
 @dataclass(slots=True)
 class _Ended:
-    """How a phase ends: the works still under way, and the bytes sent where the plan alone does not tell."""
+    """How a phase ends: the works still under way, and the bytes sent that the plan alone does not give."""
 
     works: list[Work]
     sent_nbytes: float = 0.0
@@ -197,7 +235,7 @@ class _Totals:
 
 
 class Executor:
-    """Runs launches along their routes, and tells what has travelled.
+    """Runs launches along their routes, and counts what was sent.
 
     Args:
         name: Of the threads.
@@ -205,7 +243,7 @@ class Executor:
         rank: This rank.
         cluster: Where the ranks are.
         compressor: Used by the phases that name one.
-        board: Where ranks that survive a failure meet.
+        board: Where ranks that survive a failure exchange what they saw.
         streams: On CUDA; None issues everything from the threads of the lanes.
     """
 
@@ -232,20 +270,21 @@ class Executor:
         self._failure: CollectiveError | None = None
         self._totals = _Totals()
         self._lock = threading.Lock()
+        self._diagnosing = threading.Lock()
 
     def start(self, launch: Launch, route: Route, scale: float, flush: bool) -> None:
         """Starts an all-reduce; returns at once. All ranks start the same ones in the same order.
 
         Args:
-            launch: What travels, and who waits for it.
-            route: How.
+            launch: What is reduced, and whose futures it completes.
+            route: Its plan, and this rank's part in it.
             scale: Factor on every rank's contribution, applied before anything is narrowed.
             flush: Travel dense, with what the compressor holds back added.
 
         Raises:
             RuntimeError: The executor is closed.
         """
-        run = Run(launch, route, scale, flush, len(route.chunks))
+        run = RunningLaunch(launch, route, scale, flush, len(route.chunks))
         walks = [self.walk(run, chunk) for chunk in route.chunks]
         if self._streams is not None:
             issue_at_once(self._streams, launch, walks)
@@ -254,9 +293,14 @@ class Executor:
             self._submit(_ChunkJob(walk, route.lanes, run=run))
 
     def migrate(self, layout: Layout, route: Route, device: torch.device) -> None:
-        """Has the ranks of this node hand over the state of a bucket whose parameters travel in a new layout.
+        """Starts to move compression state inside this node, for a bucket whose parameters travel in a new layout.
 
-        Runs in the order of the launches, before whatever is started next.
+        Runs in the order of the launches, before whatever is started next; changes the compressor's state in place.
+
+        Args:
+            layout: Which parameter lies where in the bucket.
+            route: The bucket's: says which runs of elements this rank compresses.
+            device: Where the bucket is.
         """
         if self._compressor is None or not route.shares_ownership:
             return
@@ -265,7 +309,7 @@ class Executor:
             for _ in walk:
                 pass
         else:
-            self._submit(_ChunkJob(walk, name="handing over of compression state"))
+            self._submit(_ChunkJob(walk, name="migration of compression state"))
 
     def totals(self) -> tuple[PhaseTotals, ...]:
         """What has travelled so far, in the order of the phases."""
@@ -273,11 +317,23 @@ class Executor:
             return tuple(replace(row) for _, row in sorted(self._totals.rows.items()))
 
     def close(self) -> None:
-        """Ends all lanes after the jobs they hold; later launches fail."""
+        """Ends all lanes when the launches under way have ended; later launches fail.
+
+        Those that have not ended after `CLOSING_SECONDS` (a rank they need is gone, say) are given up, and their
+        futures completed with an error. Called from a lane (by the garbage collector, say), it waits for nothing.
+        """
         self._lanes.close()
+        if threading.current_thread() in self._threads:
+            return
+        deadline = time.monotonic() + CLOSING_SECONDS
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout=5.0)
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for job in self._lanes.under_way():
+            assert isinstance(job, _ChunkJob)
+            self._failure = self._failure or CollectiveError(
+                f"gradwire was closed on rank {self._rank} while an all-reduce was under way", ()
+            )
+            self._give_up(job, self._failure)
 
     def _submit(self, job: _ChunkJob) -> None:
         self._open(self._lanes.submit(job))
@@ -292,22 +348,37 @@ class Executor:
     def _serve(self, lane: Lane) -> None:
         while (job := self._lanes.take(lane)) is not None:
             assert isinstance(job, _ChunkJob)
-            hop = None
-            try:
-                for work in job.works:
-                    work.wait()
-                hop = next(job.steps, None)
-            except BaseException as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
-                self._fail(job, lane, error)
-            if hop is None:
-                self._lanes.end(job)
-            else:
-                self._open(self._lanes.move(job, hop))
+            self._step(job, lane)
+            del job  # or its buckets would live as long as this thread waits for the next one
 
-    def walk(self, run: Run, chunk: Chunk) -> Iterator[Hop]:
-        """One chunk's way through the phases of its plan."""
+    def _step(self, job: _ChunkJob, lane: Lane) -> None:
+        """Waits for what is under way, and takes a job forward to its next hop, or to its end."""
+        try:
+            for work in job.works:
+                work.wait()
+            job.works = ()
+            hop = next(job.steps, None)
+            if hop is not None:
+                self._open(self._lanes.move(job, hop))
+                return
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the futures carry it
+            self._fail(job, lane, error)
+        self._lanes.end(job)
+
+    def walk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
+        """One chunk's walk through the phases of its plan; each step issues collectives and names the lane to go on in.
+
+        Args:
+            run: The launch; elements `chunk.start` to `chunk.stop` of its `flat` (1-D, any dtype that the transports
+                sum) are replaced by the scaled sum over all ranks, in place. In a compressed phase they go through
+                float32. The last chunk to end completes the launch, on a CPU.
+            chunk: Which run of elements, and this rank's transfers.
+
+        Raises:
+            CollectiveError: A launch before this one has failed.
+        """
         if self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)  # the frames of earlier launches hold their tensors
         flat, scale = run.launch.flat, run.scale
         lane: Lane = (0, 0)
         for index, part in enumerate(chunk.parts):
@@ -323,7 +394,10 @@ class Executor:
             if part.phase.asynchronous:
                 lane = (index + 1, 0)
                 yield Hop(lane, ended.works)
+                ended.works.clear()  # they hold the buffers that were received
             self._count(index, part, flat.element_size(), time.perf_counter() - began, ended.sent_nbytes)
+        if scale != 1.0:  # a single rank: its plan has no phases
+            flat[chunk.start : chunk.stop].mul_(scale)
         with self._lock:
             run.pending -= 1
             last = run.pending == 0
@@ -339,11 +413,12 @@ class Executor:
             if number:
                 lane, scale = (index, number), 1.0
                 yield Hop(lane, works)
+                works.clear()
             works = [self._issue(flat, transfer, lane, scale) for transfer in step]
         return _Ended(works)
 
     def _compressed(
-        self, run: Run, part: PhasePart, lane: Lane, index: int, scale: float
+        self, run: RunningLaunch, part: PhasePart, lane: Lane, index: int, scale: float
     ) -> Generator[Hop, None, _Ended]:
         """The compressed phase: this rank's shards go through the compressor side by side, each round in a lane."""
         compressor, (transfers,) = self._compressor, part.steps
@@ -391,22 +466,37 @@ class Executor:
 
     def _fail(self, job: _ChunkJob, lane: Lane, error: BaseException) -> None:
         """Ends a job that has failed, and with the first one everything that comes after it."""
-        if self._failure is None:
-            phases = job.run.route.plan.phases if job.run is not None else ()
-            where = job.name
-            if phases:
-                phase = phases[min(lane[0], len(phases) - 1)]
-                where = f"{phase.op} {phase.place(self._level_names)}"
+        with self._diagnosing:  # a lane that fails because of the first failure takes its diagnosis
+            if self._failure is None:
+                self._failure = self._diagnose(job, lane, error)
+                log.error("%s", self._failure)
+        self._give_up(job, self._failure)
+
+    def _diagnose(self, job: _ChunkJob, lane: Lane, error: BaseException) -> CollectiveError:
+        phases = job.run.route.plan.phases if job.run is not None else ()
+        where = job.name
+        if phases:
+            phase = phases[min(lane[0], len(phases) - 1)]
+            where = f"{phase.op} {phase.place(self._level_names)}"
+        try:
             self._groups.abort(f"rank {self._rank} gave up in {where}: {error}")
-            self._failure = self._board.diagnose(error, lane, where, self._node)
-            log.error("%s", self._failure)
+            return self._board.diagnose(error, lane, where, self._node)
+        except Exception as second:  # noqa: BLE001 - or nobody would hear of the first
+            return CollectiveError(
+                f"{where} failed on rank {self._rank} ({type(error).__name__}: {error}), and asking the other ranks "
+                f"failed too ({type(second).__name__}: {second})",
+                (),
+            )
+
+    def _give_up(self, job: _ChunkJob, error: CollectiveError) -> None:
+        """Ends a job's launch with an error; its other chunks' ends do not count any more."""
         if job.run is None:
             return
         with self._lock:
             first = job.run.pending > 0
-            job.run.pending = -1  # the other chunks' ends do not count any more
+            job.run.pending = -1
         if first:
-            finish(job.run.launch, self._failure)
+            finish(job.run.launch, error)
 
     def _count(self, index: int, part: PhasePart, element_nbytes: int, seconds: float, sent_nbytes: float) -> None:
         phase = part.phase

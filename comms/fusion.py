@@ -12,8 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gradwire.comms.execute import Bucket, Launch
-from gradwire.comms.pool import Pool
+from gradwire.comms.execute import Bucket, Launch, Pool
 from gradwire.compressors.base import Layout, Slice
 
 
@@ -24,7 +23,8 @@ class FusionPlan:
     Attributes:
         cuts: A transfer ends after this many buckets, counted from the start of the step, ascending; buckets behind the
             last cut travel when the step ends.
-        sizes: Bytes of the step's buckets that the cuts were made for; another sequence falls back to `threshold_nbytes`.
+        sizes: Bytes of the step's buckets that the cuts were made for; another sequence falls back to
+            `threshold_nbytes`.
         threshold_nbytes: Without fitting cuts a transfer ends as soon as it holds so much; 0 sends every bucket alone.
         piece_nbytes: A bucket larger than this travels in several transfers; 0 leaves buckets whole.
     """
@@ -55,7 +55,14 @@ class FusionPlan:
         return pending_nbytes >= self.threshold_nbytes
 
     def pieces(self, flat: Tensor) -> list[tuple[int, int]]:
-        """The runs of elements that a transfer of one bucket is cut into."""
+        """The runs of elements that a bucket, travelling alone, is cut into.
+
+        Args:
+            flat: 1-D, any dtype; read for its size alone.
+
+        Returns:
+            (start, stop) of each run, ascending and without gaps; one run where nothing is cut.
+        """
         if not self.piece_nbytes or flat.nbytes <= self.piece_nbytes:
             return [(0, flat.numel())]
         step = max(1, self.piece_nbytes // flat.element_size())
@@ -90,10 +97,16 @@ class Fusion:
             self._take_up(plan)
 
     def add(self, bucket: Bucket) -> list[Launch]:
-        """Takes in a bucket.
+        """Takes in a bucket; joined buckets are copied into a buffer of their own, none of them is changed.
+
+        Args:
+            bucket: Buckets of one dtype and device may be joined, if all or none of them have a layout.
 
         Returns:
             What is to be launched now, in this order: nothing, as long as the plan ends no transfer here.
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory for the buffer; the gradients are as they were.
         """
         launches = self._join() if self._waiting and not _alike(self._waiting[0], bucket) else []
         self._waiting.append(bucket)
@@ -117,7 +130,7 @@ class Fusion:
 
     def _take_up(self, plan: FusionPlan) -> None:
         self._plan, self._next = plan, None
-        self._pool.clear()
+        self._pool = Pool()  # launches under way give their buffers back to the old one, which ends with them
 
     def _join(self) -> list[Launch]:
         """The buckets that wait, as what is to be launched."""

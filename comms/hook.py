@@ -1,8 +1,8 @@
 """The DDP comm hook: `model.register_comm_hook(gradwire.HookState(model), gradwire.comm_hook)`.
 
-DDP hands over buckets of gradients during backward. Fusion says what is to be launched, the communicator launches it, and
-DDP gets a future. The gradients arrive undivided, so the division by the world size happens here, before anything is
-narrowed.
+DDP hands over buckets of gradients during backward. Fusion says what is to be launched, the communicator launches it,
+and DDP gets a future. The gradients arrive undivided, so the division by the world size happens here, before anything
+is narrowed.
 """
 
 import logging
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.autotune.probe import probe
 from gradwire.comms.autotune.profile import fingerprint
-from gradwire.comms.autotune.stepwatch import StepWatch
-from gradwire.comms.autotune.tuning import Tuning
+from gradwire.comms.autotune.stepwatch import JobAdvice, StepWatch, advise_job
+from gradwire.comms.autotune.tune import Tuning
 from gradwire.comms.bootstrap.compat import GradBucket, Store, queue_end_of_backward, store_of
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
@@ -30,7 +30,6 @@ from gradwire.comms.execute import Bucket, FutureTensor, Launch, unwrap
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.plan.advise import BUCKET_NBYTES
-from gradwire.comms.plan.job_advice import JobAdvice, advise_job
 from gradwire.comms.report import Report
 from gradwire.comms.resume import Resume
 from gradwire.compressors.base import Layout, StateDict, StateValue
@@ -53,7 +52,7 @@ _numbers: "dict[str, count[int]]" = {}
 
 
 class _Connection:
-    """What a state has from the moment on at which its ranks have met.
+    """What a state has once its ranks have connected.
 
     Args:
         group: The ranks; all of them connect their states in the same order.
@@ -62,8 +61,8 @@ class _Connection:
         names: Which parameter is which.
 
     Raises:
-        RuntimeError: A rank did not come within the time-out.
-        ValueError: A rank came with another world size or configuration.
+        RuntimeError: A rank did not join within the time-out.
+        ValueError: A rank joined with another world size or configuration.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, config: Config, names: ParameterNames) -> None:
@@ -75,6 +74,7 @@ class _Connection:
         self.communicator = Communicator(
             store, group.rank(), group.size(), device, config, name=name, compressor=compressor
         )
+        weakref.finalize(self, self.communicator.close)  # also where something below raises
         threshold_nbytes = round(config.fusion_mb * 2**20)
         self.fusion = Fusion(FusionPlan(threshold_nbytes=threshold_nbytes))
         self.fusion_plans = self._consensus(store, f"fusion/{name}", FUSION_TIMEOUT)
@@ -103,7 +103,7 @@ class HookState:
     Raises:
         TypeError: An option has an unknown name, or `model_or_group` is neither.
         ValueError: A value does not fit, or differs between the ranks.
-        RuntimeError: torch.distributed is not initialised, or a rank did not come.
+        RuntimeError: torch.distributed is not initialised, or a rank did not join.
     """
 
     def __init__(
@@ -125,6 +125,7 @@ class HookState:
         self._group: dist.ProcessGroup | None = None
         self._connection: _Connection | None = None
         self._in_step = False
+        self._in_backward = False
         self._buckets: list[Bucket] = []
         self._transfers: list[Layout] = []
         self._resume: Resume | None = None
@@ -153,7 +154,7 @@ class HookState:
         """Calls, bytes and seconds of every phase so far, and the plans in use with their reasons.
 
         Raises:
-            RuntimeError: No bucket has come yet.
+            RuntimeError: No bucket has been reduced yet.
         """
         return self._connected("report()").communicator.report(self.steps)
 
@@ -166,7 +167,7 @@ class HookState:
         self._compressed().watch(scaler)
 
     def set_loss_scale(self, scale: float) -> None:
-        """Tells the factor that the coming gradients carry, where no GradScaler does; call it before backward."""
+        """Sets the factor that the next gradients carry, where no GradScaler does; call it before backward."""
         self._compressed().set_loss_scale(scale)
 
     def flush(self) -> None:
@@ -206,6 +207,12 @@ class HookState:
         connection = self._connection or self._connect(flat.device)
         if not self._in_step:
             self._begin_step(connection)
+        future = self._reduce(bucket, flat, connection)
+        if not self._in_backward and bucket.is_last():
+            self._end_step()
+        return future
+
+    def _reduce(self, bucket: GradBucket, flat: Tensor, connection: _Connection) -> FutureTensor:
         if flat.layout != torch.strided:
             return _reduce_sparse(flat, connection)
         layout = None
@@ -218,15 +225,13 @@ class HookState:
             self._resume.add(arrived)
         else:
             self._launch(connection, connection.fusion.add(arrived))
-        if not self._in_step and bucket.is_last():
-            self._end_step()
         return arrived.future.then(unwrap)
 
     def advise(self, optimizer: str = "sgd") -> JobAdvice:
-        """Says from what this rank has measured which plan to use, whether to compress, and what could be gained at most.
+        """Recommends a plan and a compressor, from what this rank has measured, and says what could be gained at most.
 
         Args:
-            optimizer: `sgd`, `adam`, ...: some compressors presume one.
+            optimizer: `sgd`, `adam`, ...: some compressors require one.
 
         Raises:
             RuntimeError: Fewer than three steps have been seen.
@@ -242,7 +247,7 @@ class HookState:
         """Changes which buckets travel together, from the next step on; every rank calls it between the same two steps.
 
         Raises:
-            RuntimeError: No bucket has come yet.
+            RuntimeError: No bucket has been reduced yet.
             ValueError: Not all ranks ask for the same plan: refused on all of them.
         """
         connection = self._connected("fuse()")
@@ -272,11 +277,11 @@ class HookState:
             group = self._group or dist.group.WORLD
             assert group is not None
             self._connection = _Connection(group, device, self.config, self.names)
-            weakref.finalize(self, self._connection.communicator.close)
         return self._connection
 
     def _begin_step(self, connection: _Connection) -> None:
-        self._in_step = queue_end_of_backward(self._end_step)
+        self._in_step = True
+        self._in_backward = queue_end_of_backward(self._end_step)
         if connection.compression is not None:
             connection.compression.begin_step()
             saved = connection.compression.take_saved_transfers()
@@ -307,7 +312,7 @@ class HookState:
         times = [bucket.times for bucket in buckets]
         connection.watch.step_ended(times)
         if connection.tuning is not None:
-            connection.tuning.step_ended([each.came for each in times])
+            connection.tuning.step_ended([each.arrived for each in times])
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HookState":
         """A copy of a DDP model loses its hook; its state starts anew, unbound, and says so."""

@@ -1,11 +1,11 @@
 """The order in which jobs pass through lanes: a line in front of each lane, and whose turn it is.
 
-Communicators belong to lanes, and a lane is served by one thread (see `execute`). As every rank submits the same jobs in
-the same order and every job visits the same lanes, each communicator sees the same sequence of collectives on all ranks,
-and no rank has to look at the clock, or at which bucket happens to be ready, to decide what comes next. While one chunk
-is on the wire, the next one is reduced inside the node.
+Communicators belong to lanes, and a lane is served by one thread (see `execute`). As every rank submits the same jobs
+in the same order and every job visits the same lanes, each communicator sees the same sequence of collectives on all
+ranks, and no rank has to look at the clock, or at which bucket happens to be ready, to decide what comes next. While
+one chunk is on the wire, the next one is reduced inside the node.
 
-A job that needs fewer rounds than the one before it would overtake it on the way to a lane that both visit, and would do
+A job that needs fewer rounds than the one before it would overtake it before a lane that both visit, and would do
 so on some ranks only. So a lane serves its visitors in the order of submission, and waits for one that is late.
 """
 
@@ -31,13 +31,13 @@ class Hop:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """A chunk of a transfer on its way through the lanes.
+class LaneJob:
+    """A chunk of a launch, which moves from lane to lane.
 
     Attributes:
         steps: The generator that does the work: it yields where it wants to go on.
-        visits: The lanes it will come through whatever happens, in which it keeps its place in the order of submission.
-            It may also come through others, which only some jobs take: there it is first come, first served.
+        visits: The lanes it will visit whatever happens, in which it keeps its place in the order of submission.
+            Others, which only some jobs visit, serve in the order of arrival.
         lane: The lane it is in.
         works: What must be waited for before its next step.
     """
@@ -56,23 +56,24 @@ class _Signal(Enum):
 
 
 class _Line:
-    """The jobs in front of one lane: those that will come, in their order, and those that are there."""
+    """The jobs in front of one lane: those expected, in their order, and those that have arrived."""
 
     def __init__(self) -> None:
-        self.arrivals: queue.SimpleQueue[Job | _Signal] = queue.SimpleQueue()
-        self.expected: deque[Job] = deque()
-        self.present: dict[Job, None] = {}
+        self.arrivals: queue.SimpleQueue[LaneJob | _Signal] = queue.SimpleQueue()
+        self.expected: deque[LaneJob] = deque()
+        self.present: dict[LaneJob, None] = {}
 
 
 class Lanes:
-    """The lines in front of all lanes of one rank. Safe to use from several threads; one thread takes from each lane."""
+    """The lines in front of all lanes of one rank. Several threads may use it; one thread takes from each lane."""
 
     def __init__(self) -> None:
         self._lines: dict[Lane, _Line] = {}
+        self._under_way: dict[LaneJob, None] = {}
         self._lock = threading.Lock()
         self._closed = False
 
-    def submit(self, job: Job) -> list[Lane]:
+    def submit(self, job: LaneJob) -> list[Lane]:
         """Takes in a new job. All ranks submit the same jobs in the same order.
 
         Returns:
@@ -87,11 +88,12 @@ class Lanes:
             opened = self._open((*job.visits, job.lane))
             for lane in job.visits:
                 self._lines[lane].expected.append(job)
+            self._under_way[job] = None
             self._lines[job.lane].arrivals.put(job)
             return opened
 
-    def take(self, lane: Lane) -> Job | None:
-        """Waits for the job whose turn it is in an open lane; None once the lanes are closed."""
+    def take(self, lane: Lane) -> LaneJob | None:
+        """Waits for the job whose turn it is in an open lane; None once all are closed and no job is under way."""
         with self._lock:
             line = self._lines[lane]
         while True:
@@ -102,10 +104,10 @@ class Lanes:
             news = line.arrivals.get()
             if news is _Signal.CLOSE:
                 return None
-            if isinstance(news, Job):
+            if isinstance(news, LaneJob):
                 line.present[news] = None
 
-    def move(self, job: Job, hop: Hop) -> list[Lane]:
+    def move(self, job: LaneJob, hop: Hop) -> list[Lane]:
         """Puts a job that was taken into the line of the lane it goes on in.
 
         Returns:
@@ -115,23 +117,32 @@ class Lanes:
             opened = self._open((hop.lane,))
             job.lane, job.works = hop.lane, hop.works
             self._lines[hop.lane].arrivals.put(job)
-            if opened and self._closed:
-                self._lines[hop.lane].arrivals.put(_Signal.CLOSE)
             return opened
 
-    def end(self, job: Job) -> None:
-        """Takes a job that has ended out of the lines it will not come to, and lets those behind it pass."""
+    def end(self, job: LaneJob) -> None:
+        """Takes a job that has ended out of the lines that it will not reach, and lets those behind it pass."""
         with self._lock:
             for lane in job.visits:
                 line = self._lines[lane]
                 if job in line.expected:
                     line.expected.remove(job)
                     line.arrivals.put(_Signal.LOOK_AGAIN)
+            del self._under_way[job]
+            self._close_if_drained()
 
     def close(self) -> None:
-        """Lets every `take` return None after the jobs that its lane holds; later submissions fail."""
+        """Lets every `take` return None once all jobs under way have ended; later submissions fail."""
         with self._lock:
             self._closed = True
+            self._close_if_drained()
+
+    def under_way(self) -> list[LaneJob]:
+        """The jobs that were submitted and have not ended."""
+        with self._lock:
+            return list(self._under_way)
+
+    def _close_if_drained(self) -> None:
+        if self._closed and not self._under_way:
             for line in self._lines.values():
                 line.arrivals.put(_Signal.CLOSE)
 
@@ -141,7 +152,7 @@ class Lanes:
             self._lines[lane] = _Line()
         return opened
 
-    def _next(self, line: _Line, lane: Lane) -> Job | None:
+    def _next(self, line: _Line, lane: Lane) -> LaneJob | None:
         """Takes the job whose turn it is off the line, if it is there."""
         passing = next((job for job in line.present if lane not in job.visits), None)
         first = line.expected[0] if line.expected else None

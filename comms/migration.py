@@ -1,4 +1,4 @@
-"""State follows its parameters: when shard boundaries move, the ranks of a node hand over what they hold.
+"""State follows its parameters: when shard boundaries move, the ranks of a node exchange what they hold.
 
 Residuals belong to gradient elements of a node. Bucket rebuild, another fusion or another layout after a resume give
 elements to other ranks of the same node; a sum over the node, in which each rank contributes what it holds and zero

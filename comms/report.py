@@ -15,8 +15,8 @@ class Report:
         rows: One for each phase and level.
         buckets: All-reduces run.
         steps: Backward passes seen; 0 where there is no hook.
-        links: The rates that the plans are predicted with; the NIC that each local rank should drive, where it is known,
-            and what speaks against it.
+        links: The rates that the plans are predicted with; the NIC that each local rank should drive, where it is
+            known, and what speaks against it.
     """
 
     cluster: str
@@ -31,7 +31,10 @@ class Report:
             f"{self.cluster}; {self.buckets} all-reduces in {self.steps} steps",
             *self.links,
             *self.plans,
-            f"{'phase':>5}  {'collective':<15} {'level':<13} {'calls':>8} {'logical MB':>12} {'sent MB':>12} {'seconds':>10}",
+            (
+                f"{'phase':>5}  {'collective':<15} {'level':<13} {'calls':>8} "
+                f"{'logical MB':>12} {'sent MB':>12} {'seconds':>10}"
+            ),
         ]
         body = [
             f"{row.phase:>5}  {row.op:<15} {row.level:<13} {row.calls:>8} {row.logical_nbytes / 1e6:>12.3f} "

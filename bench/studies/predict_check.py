@@ -47,8 +47,8 @@ from gradwire.comms.plan.codec_price import (
     square_layout,
     wire_ratio,
 )
+from gradwire.comms.plan.cost import CodecPrice
 from gradwire.comms.plan.planner import plan_all_reduce
-from gradwire.comms.plan.price import CodecPrice
 from gradwire.compressors import registry
 from gradwire.compressors.base import Layout
 from gradwire.topology.cluster import Cluster, Level

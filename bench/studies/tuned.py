@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradwire.comms.autotune.tuning import Tuning
+from gradwire.comms.autotune.tune import Tuning
 from gradwire.comms.wrap import wrap
 
 LAYERS = 16

@@ -1,4 +1,4 @@
-"""Decisions that all ranks take alike: everybody says something, rank 0 decides, everybody obeys the same answer."""
+"""Decisions that all ranks take alike: every rank proposes, rank 0 decides, every rank follows its decision."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -2,8 +2,8 @@
 
 Each level gets a small and a large all-reduce; the model's own formula, read backwards, turns the two times into a
 latency and a bandwidth. The outer levels run below a reduce_scatter, as in a hierarchical plan, so that all cards and
-flows of a node are in use; what the inner levels take is subtracted. All ranks measure at once, so the threads that pass
-a collective on, and the cores that the ranks of a machine share, are in the latency.
+flows of a node are in use; what the inner levels take is subtracted. All ranks measure at once, so the threads that
+pass a collective on, and the cores that the ranks of a machine share, are in the latency.
 """
 
 import statistics
@@ -39,7 +39,7 @@ LARGEST_HIDDEN = 0.75
 """No more of an exchange than this is taken to be idle, whatever a disturbed measurement says."""
 
 BARRIER_NUMEL = 64
-"""For each rank: so that every rank has a part in it, and none can leave before all have come."""
+"""For each rank: so that every rank has a part in it, and none can leave before all have arrived."""
 
 _known: dict[tuple[tuple[Unit, ...], str], tuple[Level, ...]] = {}
 
@@ -105,7 +105,7 @@ def _parts(phases: tuple[Phase, ...]) -> dict[int, int]:
 
 
 def large_nbytes(level: int) -> int:
-    """Bytes that tell a level's bandwidth."""
+    """Bytes that a level's bandwidth is measured with."""
     return INSIDE_NBYTES if level == 0 else LARGE_NBYTES
 
 
@@ -156,7 +156,7 @@ def fitted(cluster: Cluster, level: int, small_seconds: float, large_seconds: fl
 
 
 def line_up(communicator: Communicator) -> None:
-    """Returns when all ranks have come, within a fraction of a millisecond: they leave a store's wait 50 ms apart.
+    """Returns when all ranks have arrived, within a fraction of a millisecond: they leave a store's wait 50 ms apart.
 
     Args:
         communicator: Whose own connections carry the word.

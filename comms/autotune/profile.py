@@ -14,7 +14,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class TunerSetting:
     """What the tuner may change; none of it changes what is computed, only how it travels.
 
     Attributes:
@@ -39,20 +39,20 @@ class Setting:
         return FusionPlan(self.cuts, self.sizes, self.threshold_nbytes)
 
 
-def setting_from(values: object) -> Setting:
+def setting_from(values: object) -> TunerSetting:
     """A setting from what JSON gives back.
 
     Raises:
         ValueError: Something is missing, or of the wrong type, or impossible.
     """
-    if not isinstance(values, dict) or set(values) != set(Setting.__dataclass_fields__):
-        raise ValueError(f"`setting` is {str(values)[:80]}; wanted {', '.join(Setting.__dataclass_fields__)}")
+    if not isinstance(values, dict) or set(values) != set(TunerSetting.__dataclass_fields__):
+        raise ValueError(f"`setting` is {str(values)[:80]}; wanted {', '.join(TunerSetting.__dataclass_fields__)}")
     if not isinstance(values["plan"], str) or values["plan"] not in ("flat", "hierarchical", "leader"):
         raise ValueError(f"`plan` is {values['plan']!r}; wanted flat, hierarchical or leader")
     numbers = [*_list(values, "cuts"), *_list(values, "sizes"), values["threshold_nbytes"], values["chunks"]]
     if any(not isinstance(number, int) or isinstance(number, bool) or number < 0 for number in numbers):
         raise ValueError("`setting` holds something else than whole numbers >= 0")
-    setting = Setting(
+    setting = TunerSetting(
         str(values["label"]),
         tuple(values["cuts"]),
         tuple(values["sizes"]),
@@ -69,7 +69,7 @@ def fingerprint(*facts: object) -> str:
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]
 
 
-def save(file: Path, key: dict[str, object], setting: Setting, step_seconds: float) -> None:
+def save(file: Path, key: dict[str, object], setting: TunerSetting, step_seconds: float) -> None:
     """Writes a profile in one move, so that a reader never sees half of one."""
     document = {"version": VERSION, "key": key, "setting": asdict(setting), "step_seconds": step_seconds}
     text = json.dumps(document | {"digest": fingerprint(document)}, indent=1)
@@ -78,7 +78,7 @@ def save(file: Path, key: dict[str, object], setting: Setting, step_seconds: flo
     beside.replace(file)
 
 
-def load(file: Path, key: dict[str, object]) -> Setting | None:
+def load(file: Path, key: dict[str, object]) -> TunerSetting | None:
     """Reads a profile; None, with one warning, where it is broken or was made for something else.
 
     Args:
@@ -105,5 +105,5 @@ def load(file: Path, key: dict[str, object]) -> Setting | None:
 def _list(values: dict[str, object], name: str) -> list[object]:
     entry = values[name]
     if not isinstance(entry, list):
-        raise ValueError(f"`{name}` is {entry!r}; wanted a list")  # noqa: TRY004 - the content of a file is a value
+        raise ValueError(f"`{name}` is {entry!r}; wanted a list")  # noqa: TRY004 - of a file, not of a caller
     return entry

@@ -1,26 +1,40 @@
 """Finds, while training runs, the cuts, plan and number of chunks with which this model's step is shortest here.
 
-Profile: when do the buckets come? Propose: the best cuts for those arrivals (`cuts.py`), the settings around them, the
+Profile: when do the buckets arrive? Propose: the best cuts for those arrivals (`propose.py`), their neighbours, the
 plans and chunk counts that the cost model ranks first. Try: successive halving on the measured step, the slowest rank
-counting. Confirm: the winner against the setting that it would replace, in turns; it must win by a margin or goes.
-Then listen: where the step grows for good, begin again.
+counting. Confirm: the winner against the setting that it would replace, in turns; unless it wins by a margin it is
+discarded. Then listen: where the step grows for good, begin again.
 
-All of it is a program in steps: every rank runs the same one, so they try the same setting at the same step, and meet
-only where a decision is due. Nothing here changes what is computed: compression is never switched on, off or over.
+All of it is a program in steps: every rank runs the same one, so they try the same setting at the same step, and
+communicate only where a decision is due. Nothing here changes what is computed: compression is never switched on, off
+or over.
 
 Source: successive halving: Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter
 optimization", AISTATS 2016.
 """
 
+import csv
 import logging
 import statistics
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from gradwire.comms.autotune.consensus import Consensus
-from gradwire.comms.autotune.profile import Setting
+from gradwire.comms.autotune.profile import TunerSetting, fingerprint, load, save
+from gradwire.comms.autotune.propose import PLANS, propose
+from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.fusion import Fusion
 
 log = logging.getLogger("gradwire")
+
+LOG_COLUMNS = ("step", "kind", "setting", "plan", "chunks", "transfers", "steps", "seconds")
+"""Of the CSV file beside a profile: one row for each setting that was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +71,7 @@ class StepSeen:
     Attributes:
         seconds: From the end of the step before to the end of this one.
         sizes: Bytes of its buckets.
-        arrivals: When each came, in seconds from the first.
+        arrivals: When each arrived, in seconds from the first.
     """
 
     seconds: float
@@ -65,9 +79,9 @@ class StepSeen:
     arrivals: tuple[float, ...]
 
 
-Program = Generator[Setting, StepSeen, None]
-Propose = Callable[[tuple[int, ...], list[float]], list[Setting]]
-"""(sizes of the buckets, when they come) -> settings to try, the most promising first."""
+Program = Generator[TunerSetting, StepSeen, None]
+Propose = Callable[[tuple[int, ...], list[float]], list[TunerSetting]]
+"""(sizes of the buckets, when they arrive) -> settings to try, the most promising first."""
 
 
 class Tuner:
@@ -86,15 +100,15 @@ class Tuner:
 
     def __init__(
         self,
-        incumbent: Setting,
+        incumbent: TunerSetting,
         propose: Propose,
         consensus: Consensus,
         *,
-        known: Setting | None = None,
+        known: TunerSetting | None = None,
         budget: Budget | None = None,
         trials: bool = True,
         record: Callable[[Sequence[object]], None] = lambda row: None,
-        found: Callable[[Setting, float], None] = lambda setting, seconds: None,
+        found: Callable[[TunerSetting, float], None] = lambda setting, seconds: None,
     ) -> None:
         self._incumbent = incumbent
         self._propose = propose
@@ -109,7 +123,7 @@ class Tuner:
         self._program = self._run()
         self.setting = next(self._program)
 
-    def step_ended(self, seen: StepSeen) -> Setting:
+    def step_ended(self, seen: StepSeen) -> TunerSetting:
         """Takes in a step and returns the setting of the next; every rank after every step."""
         self._step += 1
         self.setting = self._program.send(seen)
@@ -136,7 +150,7 @@ class Tuner:
         while True:
             yield self._incumbent
 
-    def _settle(self) -> Generator[Setting, StepSeen, tuple[int, ...]]:
+    def _settle(self) -> Generator[TunerSetting, StepSeen, tuple[int, ...]]:
         sizes: tuple[int, ...] = ()
         same = 0
         while same < self._budget.settle_steps:
@@ -145,7 +159,7 @@ class Tuner:
             sizes = seen.sizes
         return sizes
 
-    def _profile(self, count: int) -> Generator[Setting, StepSeen, list[float]]:
+    def _profile(self, count: int) -> Generator[TunerSetting, StepSeen, list[float]]:
         steps = []
         for _ in range(self._budget.profile_steps):
             seen = yield self._incumbent
@@ -154,10 +168,10 @@ class Tuner:
         latest = self._consensus.decide(usual, lambda ranks: [max(each) for each in zip(*_rows(ranks), strict=True)])
         return list(_rows([latest])[0])
 
-    def _candidates(self, sizes: tuple[int, ...], arrivals: list[float]) -> list[Setting]:
+    def _candidates(self, sizes: tuple[int, ...], arrivals: list[float]) -> list[TunerSetting]:
         def choose(_: object) -> object:
             wanted = [self._incumbent, *([self._known] if self._known else []), *self._propose(sizes, arrivals)]
-            distinct: dict[tuple[object, ...], Setting] = {}
+            distinct: dict[tuple[object, ...], TunerSetting] = {}
             for setting in wanted:
                 distinct.setdefault(_what(setting), setting)
             return [_plain(setting) for setting in distinct.values()][: self._budget.candidates]
@@ -166,8 +180,8 @@ class Tuner:
         assert isinstance(decided, list)
         return [_setting(values) for values in decided]
 
-    def _halve(self, candidates: list[Setting]) -> Generator[Setting, StepSeen, Setting]:
-        """Tries all, drops the slower half, tries the rest twice as long, ... until one is left."""
+    def _halve(self, candidates: list[TunerSetting]) -> Generator[TunerSetting, StepSeen, TunerSetting]:
+        """Tries all, drops the slower half, tries the rest twice as long, ... until one remains."""
         steps = self._budget.trial_steps
         while len(candidates) > 1:
             own = []
@@ -181,8 +195,8 @@ class Tuner:
             steps *= 2
         return candidates[0]
 
-    def _confirm(self, winner: Setting) -> Generator[Setting, StepSeen, None]:
-        """Winner and incumbent in turns, so that a slow moment of the network meets both alike."""
+    def _confirm(self, winner: TunerSetting) -> Generator[TunerSetting, StepSeen, None]:
+        """Winner and incumbent in turns, so that a slow moment of the network affects both alike."""
         ours: list[float] = []
         theirs: list[float] = []
         for _ in range(self._budget.confirm_turns):
@@ -197,7 +211,7 @@ class Tuner:
             self._incumbent = winner
         self._found(self._incumbent, after if better else before)
 
-    def _listen(self) -> Generator[Setting, StepSeen, None]:
+    def _listen(self) -> Generator[TunerSetting, StepSeen, None]:
         """Returns when the step has grown for two looks in a row on the slowest rank."""
         reference: float | None = None
         grown = 0
@@ -210,7 +224,7 @@ class Tuner:
             grown = grown + 1 if now > reference * (1 + self._budget.drift) else 0
         self._row("drift", self._incumbent, now, self._budget.listen_steps)
 
-    def _try(self, setting: Setting, steps: int) -> Generator[Setting, StepSeen, float]:
+    def _try(self, setting: TunerSetting, steps: int) -> Generator[TunerSetting, StepSeen, float]:
         """The median step with a setting; the first step still ends transfers of the setting before."""
         times = []
         for _ in range(steps):
@@ -222,7 +236,7 @@ class Tuner:
         decided = self._consensus.decide(own, lambda ranks: [max(each) for each in zip(*_rows(ranks), strict=True)])
         return _rows([decided])[0]
 
-    def _row(self, kind: str, setting: Setting, seconds: float, steps: int) -> None:
+    def _row(self, kind: str, setting: TunerSetting, seconds: float, steps: int) -> None:
         self._record((self._step, kind, setting.label, setting.plan, setting.chunks, len(setting.cuts), steps, seconds))
 
 
@@ -235,12 +249,12 @@ def _rows(values: Sequence[object]) -> list[list[float]]:
     return rows
 
 
-def _what(setting: Setting) -> tuple[object, ...]:
+def _what(setting: TunerSetting) -> tuple[object, ...]:
     """What a setting does, whatever it is called."""
     return setting.cuts, setting.threshold_nbytes if not setting.sizes else 0, setting.plan, setting.chunks
 
 
-def _plain(setting: Setting) -> list[object]:
+def _plain(setting: TunerSetting) -> list[object]:
     return [
         setting.label,
         list(setting.cuts),
@@ -251,6 +265,90 @@ def _plain(setting: Setting) -> list[object]:
     ]
 
 
-def _setting(values: list[object]) -> Setting:
+def _setting(values: list[object]) -> TunerSetting:
     label, cuts, sizes, threshold, plan, chunks = values
-    return Setting(str(label), tuple(cuts), tuple(sizes), threshold, str(plan), chunks)  # type: ignore[arg-type]
+    return TunerSetting(str(label), tuple(cuts), tuple(sizes), threshold, str(plan), chunks)  # type: ignore[arg-type]
+
+
+class Tuning:
+    """Tuning of one model's communication on one rank.
+
+    Args:
+        communicator: Whose plan and chunks are tuned.
+        fusion: Whose cuts are tuned.
+        store: A store that all ranks share; a client of its own is made from it.
+        name: Unique among the models of this store, equal on all ranks.
+        model: A digest of the model's parameters.
+        budget: How many steps it may take.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        fusion: Fusion,
+        store: Store,
+        name: str,
+        model: str,
+        budget: Budget | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        config, cluster = communicator.config, communicator.cluster
+        self._communicator = communicator
+        self._fusion = fusion
+        self._clock = clock
+        self._ended = clock()
+        keeps = config.tune and communicator.rank == 0
+        self._file = Path(config.tune_profile) if config.tune_profile and keeps else None
+        self._key: dict[str, object] = {
+            "model": model,
+            "world": communicator.size,
+            "topology": fingerprint(cluster.locations),
+            "device": communicator.device.type,
+            "torch": torch.__version__,
+        }
+        incumbent = TunerSetting(
+            "as begun", (), (), fusion.plan.threshold_nbytes, communicator.routes.plan_name, communicator.routes.chunks
+        )
+        consensus = Consensus(
+            PollingStore(store, config.timeout), communicator.rank, communicator.size, f"tune/{name}", config.timeout
+        )
+        plans = PLANS if config.plan == "auto" else ()
+        self.tuner = Tuner(
+            incumbent,
+            lambda sizes, arrivals: propose(communicator.cluster, incumbent, sizes, arrivals, plans),
+            consensus,
+            known=load(self._file, self._key) if self._file else None,
+            budget=budget,
+            trials=config.tune,
+            record=self._record,
+            found=self._found,
+        )
+        self._applied = incumbent
+
+    def step_ended(self, arrived: Sequence[float]) -> None:
+        """Takes in the step that has just ended and applies the setting of the next; every rank, after every step.
+
+        Args:
+            arrived: When each of its buckets arrived, by this object's clock.
+        """
+        now = self._clock()
+        arrivals = tuple(each - arrived[0] for each in arrived)
+        seen = StepSeen(now - self._ended, self._fusion.last_sizes, arrivals)
+        self._ended = now
+        setting = self.tuner.step_ended(seen)
+        if setting != self._applied:
+            self._communicator.routes.choose(setting.plan, setting.chunks, "Chosen by the tuner.")
+            self._fusion.change(setting.fusion)
+            self._applied = setting
+
+    def _found(self, setting: TunerSetting, seconds: float) -> None:
+        if self._file:
+            save(self._file, self._key, setting, seconds)
+
+    def _record(self, row: Sequence[object]) -> None:
+        if self._file:
+            rows = self._file.with_suffix(".csv")
+            new = not rows.exists()
+            with rows.open("a", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([LOG_COLUMNS, row] if new else [row])

@@ -1,10 +1,10 @@
-"""A process group in Python around one of torch's own: every collective that it does not make itself is the inner one's.
+"""A process group in Python around one of torch's own, which runs every collective that it does not run itself.
 
 Torch calls a group from C++ as well: functional collectives (DTensor, torch.compile) and DDP's reducer do. Its
-trampoline takes the GIL, looks for a method in Python and, where there is none, runs C++'s own with the GIL in hand.
+trampoline takes the GIL, looks for a method in Python and, where there is none, runs C++'s own while it holds the GIL.
 That can wait for ever (seen on torch 2.13): gloo's queue has a mutex, and a thread of gloo holds it while it frees a
 work that nobody else holds any more; the work's tensors have Python objects, so freeing them takes the GIL. Torch's
-Python bindings let go of the GIL. So every method that the trampoline knows exists here, and calls the inner group's
+Python bindings release the GIL. So every method that the trampoline knows exists here, and calls the inner group's
 binding.
 """
 
@@ -17,14 +17,14 @@ from gradwire.comms.backend.strided import Packing, tensors_in
 from gradwire.comms.backend.work import PackedWork
 
 
-def _handed_over(name: str) -> Callable[..., dist.Work]:
-    """A method that calls the inner group's of this name with whatever it gets: torch checks it better than we could."""
+def _delegate(name: str) -> Callable[..., dist.Work]:
+    """A method that calls the inner group's of this name with the same arguments, which torch checks itself."""
 
-    def hand_over(group: "OuterGroup", *arguments: object, **named: object) -> dist.Work:
+    def delegate(group: "DelegatingGroup", *arguments: object, **named: object) -> dist.Work:
         work: dist.Work = getattr(group.inner, name)(*arguments, **named)
         return work
 
-    return hand_over
+    return delegate
 
 
 def _packed(name: str) -> Callable[..., dist.Work]:
@@ -32,15 +32,15 @@ def _packed(name: str) -> Callable[..., dist.Work]:
 
     It writes to its first argument, and to all arguments given by name but `input...`.
     """
-    hand_over = _handed_over(name)
+    delegate = _delegate(name)
 
-    def hand_over_packed(group: "OuterGroup", *arguments: object, **named: object) -> dist.Work:
+    def delegate_packed(group: "DelegatingGroup", *arguments: object, **named: object) -> dist.Work:
         written, read = Packing(), Packing()
         positional = [(read if place else written).pack(argument) for place, argument in enumerate(arguments)]
         by_name = {
             key: (read if key.startswith("input") else written).pack(argument) for key, argument in named.items()
         }
-        work = hand_over(group, *positional, **by_name)
+        work = delegate(group, *positional, **by_name)
         if not written.copies:
             return work
         outputs = tensors_in([*arguments[:1], *(named[key] for key in named if not key.startswith("input"))])
@@ -51,11 +51,11 @@ def _packed(name: str) -> Callable[..., dist.Work]:
 
         return group.issued(PackedWork(work, finish))
 
-    return hand_over_packed
+    return delegate_packed
 
 
-class OuterGroup(dist.ProcessGroup):
-    """Hands over every collective, under all its names in torch 2.11 to 2.15, and strided CPU tensors as copies.
+class DelegatingGroup(dist.ProcessGroup):
+    """Delegates every collective, under all its names in torch 2.11 to 2.15; strided CPU tensors travel as copies.
 
     Args:
         inner: Has backends for all devices.
@@ -77,7 +77,7 @@ class OuterGroup(dist.ProcessGroup):
         """Waits for what this rank has issued, as gloo's does, then for the other ranks."""
         for work in self._outstanding:
             work.wait()
-        return _handed_over("barrier")(self, *arguments, **named)
+        return _delegate("barrier")(self, *arguments, **named)
 
     allreduce = _packed("allreduce")
     allreduce_coalesced = _packed("allreduce_coalesced")
@@ -94,5 +94,5 @@ class OuterGroup(dist.ProcessGroup):
     scatter = _packed("scatter")
     alltoall = _packed("alltoall")
     all_to_all_single = alltoall_base = _packed("alltoall_base")
-    send = _handed_over("send")
-    recv = _handed_over("recv")
+    send = _delegate("send")
+    recv = _delegate("recv")

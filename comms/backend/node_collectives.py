@@ -1,8 +1,8 @@
 """broadcast, all_gather and reduce_scatter of a process group whose ranks all share one node: through shared memory.
 
-The group has a thread and a segment of its own, made at its first collective, so it never meets the all-reduces of the
-communicator; the thread runs the collectives in the order of the calls. On several nodes these collectives go to gloo or
-NCCL as they are.
+The group has a thread and a segment of its own, made at its first collective, so it does not interfere with the
+all-reduces of the communicator; the thread runs the collectives in the order of the calls. On several nodes these
+collectives go to gloo or NCCL as they are.
 """
 
 import queue
@@ -98,7 +98,7 @@ class NodeCollectives:
         return self._submit(run, [output])
 
     def abort(self, reason: str) -> None:
-        """Wakes the ranks that wait for this one and tells them why. Any thread."""
+        """Wakes the ranks that wait for this one and gives them the reason. Any thread."""
         if self._group is not None:
             self._group.abort(reason)
 
@@ -126,7 +126,7 @@ class NodeCollectives:
             try:
                 with torch.inference_mode(any(output.is_inference() for output in outputs)), torch.no_grad():
                     run(self._connect())
-            except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must hear of it
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the future carries it
                 done.set_result(error)
             else:
                 done.set_result(outputs)
@@ -143,7 +143,7 @@ class NodeCollectives:
 
 
 def _unwrap(done: "torch.futures.Future[list[Tensor] | BaseException]") -> list[Tensor]:
-    """Raises inside `.then`, where the message survives the way through torch."""
+    """Raises inside `.then`, where torch keeps the message."""
     value = done.value()
     if isinstance(value, BaseException):
         raise value

@@ -1,4 +1,4 @@
-"""The all-reduces of a process group that go the way of a plan: which ones, and how tensors become flat for it."""
+"""The all-reduces of a process group that run by a plan: which ones, and how tensors become flat for it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,8 +20,8 @@ SUMMED = frozenset(
 """What shared memory and gloo can both add up."""
 
 
-class Sums:
-    """One rank's communicators, one for each device type.
+class PlannedAllReduce:
+    """Sums and averages by a plan: one rank's communicators, one for each device type.
 
     The one for the CPU is made at once: it finds out who shares a node with whom. The one for CUDA is made at the first
     sum of a CUDA tensor, which is on the device that the rank has chosen by then.
@@ -52,11 +52,11 @@ class Sums:
             return 1.0 / self._options.group_size
         return None
 
-    def pays(self, tensors: Sequence[Tensor]) -> bool:
+    def beats_inner(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the plan is anything but the ring over all ranks that the inner group runs anyway.
 
         On a single node CPU tensors go through shared memory, not through sockets; CUDA tensors stay with NCCL.
-        The answer depends on bytes and device type alone, so it is the same on all ranks.
+        The result depends on bytes and device type alone, so it is the same on all ranks.
         """
         key = (tensors[0].device.type, sum(tensor.nbytes for tensor in tensors))
         if key not in self._better:
@@ -85,7 +85,7 @@ class Sums:
         return finished(communicator.all_reduce(flat, scale=scale), scatter)
 
     def abort(self, reason: str) -> None:
-        """Wakes the ranks that wait for this one and tells them why."""
+        """Wakes the ranks that wait for this one and gives them the reason."""
         for communicator in self._communicators.values():
             communicator.abort(reason)
 

@@ -1,11 +1,11 @@
 """The torch.distributed backend "gradwire": `dist.init_process_group("gradwire")`, `new_group(backend="gradwire")`.
 
 The group holds torch's own backends, gloo for CPU and NCCL for CUDA tensors, and hands everything to them but what
-gradwire does faster: sums take the way of the plan wherever it beats the flat one, and on a single node CPU
+gradwire does faster: sums run by a plan wherever that beats the flat one, and on a single node CPU
 collectives go through shared memory. Everything is exact: nothing is compressed here.
 
-A call is taken over only in the shape that torch's own functions use, `(list of tensors, options)`; every other shape
-goes to the inner group, which knows them all, as does every collective that is not here: see `outer_group`.
+A call is handled here only in the shape that torch's own functions use, `(list of tensors, options)`; every other shape
+goes to the inner group, which knows them all, as does every collective that is not here: see `delegating_group`.
 """
 
 import atexit
@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
-from gradwire.comms.backend.delegating_group import OuterGroup
+from gradwire.comms.backend.delegating_group import DelegatingGroup
 from gradwire.comms.backend.node_collectives import NodeCollectives
-from gradwire.comms.backend.planned import Sums
+from gradwire.comms.backend.planned import PlannedAllReduce
 from gradwire.comms.backend.work import FutureWork
 from gradwire.comms.bootstrap.compat import GroupName, GroupOptions, PrefixStore, Store, clone_of, register_backends
 from gradwire.comms.config import Config
@@ -28,15 +28,15 @@ _retired: list[object] = []
 """Backends of groups that were shut down, kept until the next group is made or the process ends.
 
 DDP's reducer may own a group longer than Python does, and destroys it while it holds the GIL. Were that the last owner
-of a gloo backend, its destructor would wait for gloo's threads, and one of them might be waiting for the GIL to let go
-of its last work: a deadlock, seen on torch 2.13 with plain gloo. Torch releases the GIL where Python is the last owner.
+of a gloo backend, its destructor would wait for gloo's threads, and one of them might be waiting for the GIL to free
+its last work: a deadlock, seen on torch 2.13 with plain gloo. Torch releases the GIL where Python is the last owner.
 """
 atexit.register(_retired.clear)
 
 
 @dataclass(frozen=True, slots=True)
 class OwnOptions:
-    """What torch tells the creator of a group, for a store of our own or a split; see `GroupOptions`."""
+    """What torch passes to the creator of a group, for a store of our own or a split; see `GroupOptions`."""
 
     store: Store
     group_rank: int
@@ -56,7 +56,7 @@ def create(options: GroupOptions, config: object = None) -> "GradwireGroup":
     Raises:
         TypeError: `pg_options` is something else.
         ValueError: `pg_options` asks for a compressor, or differs between the ranks.
-        RuntimeError: A rank did not come.
+        RuntimeError: A rank did not join.
     """
     if config is None:
         config = replace(Config.from_env(), compressor=None)
@@ -70,8 +70,8 @@ def create(options: GroupOptions, config: object = None) -> "GradwireGroup":
     return GradwireGroup(options, config)
 
 
-class GradwireGroup(OuterGroup):
-    """A process group whose sums take the cheapest way; see the module.
+class GradwireGroup(DelegatingGroup):
+    """A process group whose sums run by the cheapest plan; see the module.
 
     Args:
         options: Store, rank, size, time-out and name of the group.
@@ -93,11 +93,11 @@ class GradwireGroup(OuterGroup):
         _retired.clear()
         self._backends = register_backends([self, self.inner], options)
         self._coalescing = False
-        self._sums: Sums | None = None
+        self._planned: PlannedAllReduce | None = None
         self._node: NodeCollectives | None = None
         if options.group_size > 1:
-            self._sums = Sums(options, self.config)
-            if len(self._sums.cluster.nodes) == 1:
+            self._planned = PlannedAllReduce(options, self.config)
+            if len(self._planned.cluster.nodes) == 1:
                 self._node = NodeCollectives(
                     PrefixStore("gradwire/node", options.store),
                     options.group_rank,
@@ -119,7 +119,7 @@ class GradwireGroup(OuterGroup):
         return self._store
 
     def allreduce(self, *arguments: object, **named: object) -> dist.Work:
-        """Sums and averages take the way of the plan where it pays. In place."""
+        """Sums and averages by a plan where that is faster. In place."""
         match arguments:
             case [[Tensor() as tensor], AllreduceOptions() as options] if not named:
                 return self._sum([tensor], options.reduceOp) or super().allreduce(*arguments, **named)
@@ -161,8 +161,8 @@ class GradwireGroup(OuterGroup):
         """Sums and averages through shared memory on a single node; `arguments` are (output, source, options)."""
         match arguments:
             case [Tensor() as output, Tensor() as source, ReduceScatterOptions() as options] if not named:
-                if self._node and self._sums and self._is_local(source, output) and self._fits(source, output):
-                    scale = self._sums.scale(options.reduceOp, [source])
+                if self._node and self._planned and self._is_local(source, output) and self._fits(source, output):
+                    scale = self._planned.scale(options.reduceOp, [source])
                     if scale is not None:
                         future = self._node.reduce_scatter(output.detach(), source.detach(), scale)
                         return self.issued(FutureWork(future))
@@ -218,14 +218,14 @@ class GradwireGroup(OuterGroup):
     def abort(self) -> None:
         """Wakes all ranks that wait in this group, and gives it up."""
         reason = f"rank {self.rank()} has aborted the process group {self.group_name}"
-        for part in (self._sums, self._node):
+        for part in (self._planned, self._node):
             if part:
                 part.abort(reason)
         self.inner.abort()
 
     def shutdown(self) -> None:
         """Ends lanes, shared memory and connections: `dist.destroy_process_group` calls it."""
-        for part in (self._sums, self._node):
+        for part in (self._planned, self._node):
             if part:
                 part.close()
         self.inner.shutdown()
@@ -234,12 +234,12 @@ class GradwireGroup(OuterGroup):
 
     def _sum(self, tensors: list[Tensor], op: object) -> dist.Work | None:
         """The sum, under way; None where it is the inner group's."""
-        if self._sums is None or self._coalescing:
+        if self._planned is None or self._coalescing:
             return None
-        scale = self._sums.scale(op, tensors)
-        if scale is None or not self._sums.pays(tensors):
+        scale = self._planned.scale(op, tensors)
+        if scale is None or not self._planned.beats_inner(tensors):
             return None
-        return self.issued(FutureWork(self._sums.all_reduce(tensors, scale)))
+        return self.issued(FutureWork(self._planned.all_reduce(tensors, scale)))
 
     def _is_local(self, *tensors: Tensor) -> bool:
         return all(

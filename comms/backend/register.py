@@ -1,4 +1,4 @@
-"""Makes the name "gradwire" known to torch.distributed. Runs at the end of `import torch`, so it imports nothing big."""
+"""Makes the name "gradwire" known to torch.distributed; imports little, as it runs at the end of `import torch`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
-"""Tensors with gaps, or in another order in memory, on their way through gloo, which takes memory as it lies.
+"""Tensors with gaps, or in another order in memory, for gloo, which takes memory as it lies.
 
-ProcessGroupGloo of torch 2.13 reads and writes `numel` elements from a tensor's first one on, whatever its strides: gaps
-are summed and sent too, and elements meet others where strides differ between ranks. So a strided tensor travels as a
-contiguous copy. Whether one is made concerns this rank alone: what goes over the wire is the same.
+ProcessGroupGloo of torch 2.13 reads and writes `numel` elements from a tensor's first one on, whatever its strides:
+gaps are summed and sent too, and wrong elements are added up where strides differ between ranks. So a strided tensor
+travels as a contiguous copy. Whether one is made concerns this rank alone: what goes over the wire is the same.
 """
 
 from dataclasses import dataclass, field

@@ -79,9 +79,9 @@ class FutureWork(dist.Work):
 
 
 class PackedWork(dist.Work):
-    """The work of a collective of torch's own that was given copies; whoever sees that it is done has the results.
+    """The work of a collective of torch's own that was given copies; the results are there once it is seen to be done.
 
-    Not every work of gloo has a future (reduce_scatter's has none), so the results are copied back by whoever asks first.
+    Not every work of gloo has a future (reduce_scatter's has none), so the first caller copies the results back.
 
     Args:
         work: What torch's group returned.
@@ -128,7 +128,7 @@ class PackedWork(dist.Work):
         return self.is_completed() and self._work.is_success()
 
     def exception(self) -> Exception | None:
-        """What `wait` would raise, as torch's work tells it."""
+        """What `wait` would raise, as torch's work reports it."""
         error: Exception | None = self._work.exception()
         return error
 

@@ -21,7 +21,7 @@ __all__ = [
 ]  # passed on, besides what is defined below
 
 
-class TorchWork(Protocol):
+class BackendWork(Protocol):
     """What a torch process group returns for a collective it has issued."""
 
     def wait(self, timeout: timedelta = ...) -> bool:
@@ -34,19 +34,19 @@ class TorchWork(Protocol):
 class TorchGroup(Protocol):
     """The methods of torch's C++ process groups that gradwire calls, under the names of 2.11 to 2.14."""
 
-    def allreduce(self, tensors: list[Tensor], options: object) -> TorchWork:
+    def allreduce(self, tensors: list[Tensor], options: object) -> BackendWork:
         """Sums in place."""
 
-    def broadcast(self, tensors: list[Tensor], options: object) -> TorchWork:
+    def broadcast(self, tensors: list[Tensor], options: object) -> BackendWork:
         """Copies from a root, in place."""
 
     def alltoall_base(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], options: object
-    ) -> TorchWork:
+    ) -> BackendWork:
         """Exchanges slices of flat tensors."""
 
     def shutdown(self) -> None:
-        """Waits for what is on its way, and ends connections and threads."""
+        """Waits for what is under way, and ends connections and threads."""
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
@@ -101,7 +101,7 @@ def queue_end_of_backward(callback: Callable[[], None]) -> bool:
 
 
 class GroupOptions(Protocol):
-    """What torch tells the creator of a backend; ranks are those of the new group, not of the world."""
+    """What torch passes to the creator of a backend; ranks are those of the new group, not of the world."""
 
     @property
     def store(self) -> Store:

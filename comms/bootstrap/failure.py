@@ -14,11 +14,11 @@ from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
 
 PATIENCE = timedelta(seconds=15)
-"""How long a survivor waits for the others' word. They look at the board once a second; the rest is for busy machines."""
+"""How long a survivor waits for the others' word. They read the board once a second; the rest is for busy machines."""
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed. `missing` holds the ranks that are gone, as far as the survivors can tell."""
+    """A collective failed. `missing` holds the ranks that are gone, as far as the survivors know."""
 
     def __init__(self, message: str, missing: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class FailureBoard:
         self._size = size
 
     def alarm(self) -> str | None:
-        """Why another rank has given up; None while none has, or where the store is gone (then connections tell)."""
+        """Why another rank has given up; None while none has, or where the store is gone (connections break then)."""
         try:
             if not self._store.check(["alarm"]):
                 return None
@@ -56,11 +56,15 @@ class FailureBoard:
             lane: Where it happened.
             phase: The phase in words: `all_reduce inter_node`.
             members: Global ranks of the group that failed, where known.
+
+        Returns:
+            The error for every future of this rank; within `PATIENCE` where ranks are silent, else as soon as all have
+            published what they saw.
         """
         dead = {members[index] for index in error.missing} if isinstance(error, PeerError) and members else set()
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         try:
-            silent, told_dead = self._listen(sorted(dead), phase)
+            silent, reported_dead = self._listen(sorted(dead), phase)
         except RuntimeError as store_error:
             reason = str(store_error).splitlines()[0]
             return CollectiveError(
@@ -68,7 +72,7 @@ class FailureBoard:
                 f"who is missing ({reason}): the process that serves the store is gone",
                 tuple(sorted(dead)),
             )
-        missing = tuple(sorted(dead | silent | told_dead))
+        missing = tuple(sorted(dead | silent | reported_dead))
         if missing:
             who = f"rank {', '.join(map(str, missing))} of {self._size} is missing"
         else:
@@ -79,12 +83,12 @@ class FailureBoard:
         self._store.set("alarm", f"rank {self._rank} saw {phase} fail")
         self._store.set(f"word/{self._rank}", json.dumps({"dead": dead, "phase": phase}))
         silent = set(range(self._size)) - {self._rank}
-        told_dead: set[int] = set(dead)
+        reported_dead: set[int] = set(dead)
         deadline = time.monotonic() + PATIENCE.total_seconds()
-        while silent - told_dead and time.monotonic() < deadline:
+        while silent - reported_dead and time.monotonic() < deadline:
             for rank in sorted(silent):
                 if self._store.check([f"word/{rank}"]):
                     silent.discard(rank)
-                    told_dead |= set(json.loads(self._store.get(f"word/{rank}"))["dead"])
+                    reported_dead |= set(json.loads(self._store.get(f"word/{rank}"))["dead"])
             time.sleep(0.05)
-        return silent, told_dead
+        return silent, reported_dead

@@ -1,4 +1,4 @@
-"""Ranks started by mpirun (or srun with an MPI plug-in): who they are and where they meet, from MPI through mpi4py.
+"""Ranks started by mpirun (or srun with an MPI plug-in): their numbers, and the store's address, from mpi4py.
 
     mpirun -n 4 python train.py        # with, in train.py:
 
@@ -89,7 +89,7 @@ def init_mpi_process_group(backend: str | None = None, timeout: timedelta = DEFA
         timeout: For the store and the group.
 
     Raises:
-        RuntimeError: mpi4py is not installed, or a rank did not come.
+        RuntimeError: mpi4py is not installed, or a rank did not join.
     """
     place = find_place()
     dist.init_process_group(

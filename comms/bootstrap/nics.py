@@ -1,7 +1,7 @@
-"""Which NIC each local rank should drive, told in a few lines, and what speaks against it.
+"""Which NIC each local rank should drive, in a few lines, and what speaks against it.
 
-NCCL finds the nearest NIC of each GPU itself, by the rules that the topology follows, so for GPUs this is a report. Gloo
-takes one interface for all ranks of a host; with `nic_per_rank` each rank listens on its own.
+NCCL finds the nearest NIC of each GPU itself, by the rules that the topology follows, so for GPUs this is a report.
+Gloo takes one interface for all ranks of a host; with `nic_per_rank` each rank listens on its own.
 """
 
 from collections import defaultdict
@@ -55,17 +55,17 @@ def interface_of(presences: Sequence[Presence], rank: int, config: Config) -> st
 
 
 def _by_local_rank(nodes: Nodes) -> str:
-    """`NIC by local rank: mlx5_0, mlx5_1 on all 2 nodes`; nodes that differ are told one after another."""
+    """`NIC by local rank: mlx5_0, mlx5_1 on all 2 nodes`; nodes that differ follow one another."""
     rows: Mapping[tuple[str, ...], list[int]] = defaultdict(list)
     for number, node in enumerate(nodes):
         rows[tuple(presence.hardware.nic or UNKNOWN for presence in node)].append(number)
-    told = []
+    lines = []
     for row, numbers in rows.items():
         alike = len(row) > 1 and len(set(row)) == 1
         names = f"{row[0]} for all {len(row)}" if alike else ", ".join(row)
         where = f"all {len(nodes)} nodes" if len(numbers) == len(nodes) > 1 else f"node {', '.join(map(str, numbers))}"
-        told.append(f"{names} on {where}")
-    return f"NIC by local rank: {'; '.join(told)}"
+        lines.append(f"{names} on {where}")
+    return f"NIC by local rank: {'; '.join(lines)}"
 
 
 def _shared(nodes: Nodes) -> list[str]:

@@ -2,7 +2,7 @@
 
 Never computed from `rank // local_size`: nodes may be uneven, ranks dealt out round-robin, several jobs on one host.
 Two ranks share a node when hostname, boot id and the device number of /dev/shm agree, so containers and emulated
-nodes on one kernel are told apart exactly where they cannot share memory.
+nodes on one kernel are distinguished exactly where they cannot share memory.
 """
 
 import json
@@ -21,10 +21,10 @@ from gradwire.comms.config import Config, local_rank
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link
 
 INTRA_NODE = Link(alpha_seconds=20e-6, bytes_per_second=5e9)
-"""Inside a node where the topology does not tell, until it is measured: shared memory of a small host."""
+"""Inside a node where the topology does not say, until it is measured: shared memory of a small host."""
 
 INTER_NODE = Link(alpha_seconds=100e-6, bytes_per_second=1.25e9)
-"""Between nodes where the topology does not tell, until it is measured: TCP over a 10 Gbit card."""
+"""Between nodes where the topology does not say, until it is measured: TCP over a 10 Gbit card."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,10 @@ def host_identity(hostname: str | None = None) -> tuple[str, str, str]:
 
 
 def exchange(store: Store, own: Presence, timeout: timedelta) -> list[Presence]:
-    """Publishes this rank's presence and returns everybody's, in rank order.
+    """Publishes this rank's presence and returns every rank's, in rank order.
 
     Raises:
-        RuntimeError: A rank did not come within the time-out; the message names those that are missing.
+        RuntimeError: A rank did not join within the time-out; the message names those that are missing.
         ValueError: A rank has another world size, device, or configuration; the message names the field and both
             values. Raised on every rank.
     """

@@ -1,9 +1,9 @@
-"""A store whose waits do not hold the connection: several threads can meet other ranks through it at the same time.
+"""A store whose waits do not hold the connection: several threads can wait on it at the same time.
 
-A client of torch's TCPStore is one connection with one lock. A thread that waits for a key keeps the other threads of its
-process from setting theirs, so two lanes (or two models) that connect in different order on two ranks would wait for each
-other. A client each (`Store.clone()`) costs a connection each, and bursts of them stall for five seconds (seen on torch
-2.13); looking again every few milliseconds costs neither.
+A client of torch's TCPStore is one connection with one lock. A thread that waits for a key keeps the other threads of
+its process from setting theirs, so two lanes (or two models) that connect in different order on two ranks would wait
+for each other. A client each (`Store.clone()`) costs a connection each, and bursts of them stall for five seconds (seen
+on torch 2.13); looking again every few milliseconds costs neither.
 """
 
 import time
@@ -31,7 +31,7 @@ class PollingStore(Store):
 
     @property
     def plain(self) -> Store:
-        """The store underneath, for C++ threads that go on asking it: through this one they would need Python's lock."""
+        """The store underneath, for C++ threads that go on asking it: through this one they would need the GIL."""
         return self._store
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -52,7 +52,7 @@ class PollingStore(Store):
         return self._store.add(key, value)
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        """Sets a key where it holds `expected_value` (where it has none: if that is empty), and returns what it holds."""
+        """Sets a key that holds `expected_value` (or has none, if that is empty), and returns what it holds then."""
         return self._store.compare_set(key, expected_value, desired_value)
 
     def check(self, keys: Sequence[str]) -> bool:

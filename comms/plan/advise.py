@@ -7,9 +7,9 @@ optimizer can begin when both are done. What communication adds to the backward 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from gradwire.comms.plan.cost import EXACT, CodecPrice
 from gradwire.comms.plan.plan import HALVING_DOUBLING, TREE, Plan
 from gradwire.comms.plan.planner import MINIMUM_GAIN, candidates
-from gradwire.comms.plan.price import EXACT, CodecPrice
 from gradwire.topology.cluster import Cluster
 
 BUCKET_NBYTES = 25 << 20
@@ -28,13 +28,13 @@ SGD_ONLY = {
     "onebit": "its momentum takes the place of SGD's",
     "dgc": "its momentum correction takes the place of SGD's",
 }
-"""Compressors that presume an optimizer, and why."""
+"""Compressors that require an optimizer, and why."""
 
 WORTHWHILE = 0.05
 """Compression is recommended where it shortens the step by more than this share; the harmless wins within it."""
 
 MOST_OF_IT = 0.75
-"""Where the backward pass is not known, and so the step is not, this share of the best compressor's saving is enough."""
+"""Where the backward pass, and so the step, is not known, this share of the best compressor's saving is enough."""
 
 HIDDEN = 0.02
 """Communication counts as hidden where it adds less than this share to the backward pass."""
@@ -48,7 +48,7 @@ class Workload:
         gradient_nbytes: Of all gradients.
         backward_seconds: How long a backward pass takes without communication; 0 is unknown.
         bucket_nbytes: Gradients that travel together.
-        optimizer: `sgd`, `adam`, ...: some compressors presume one.
+        optimizer: `sgd`, `adam`, ...: some compressors require one.
     """
 
     gradient_nbytes: int
@@ -141,7 +141,7 @@ def step_seconds(bucket_plans: Sequence[Plan], arrivals: Sequence[float]) -> flo
 
 
 def buckets_of(workload: Workload) -> list[int]:
-    """Sizes of the buckets, in bytes: full ones, and what is left."""
+    """Sizes of the buckets, in bytes: full ones, and the remainder."""
     full, rest = divmod(workload.gradient_nbytes, workload.bucket_nbytes)
     return [workload.bucket_nbytes] * full + ([rest] if rest else [])
 
@@ -181,7 +181,7 @@ def _priced(cluster: Cluster, nbytes: int, name: str, price: CodecPrice, library
 
 
 def _is_hidden(exposed: float, workload: Workload, last: Plan) -> bool:
-    """The last bucket comes when backward is over, so its own time is always exposed and does not count."""
+    """The last bucket arrives when backward is over, so its own time is always exposed and does not count."""
     return workload.backward_seconds > 0 and exposed <= last.seconds + HIDDEN * workload.backward_seconds
 
 
@@ -199,7 +199,7 @@ def _limit(plan: Plan, cluster: Cluster) -> str:
 
 def _caution(compressor: str, optimizer: str) -> str:
     if compressor in SGD_ONLY and optimizer.lower() != "sgd":
-        return f"{compressor} presumes SGD with momentum ({SGD_ONLY[compressor]}); the optimizer is {optimizer}"
+        return f"{compressor} requires SGD with momentum ({SGD_ONLY[compressor]}); the optimizer is {optimizer}"
     return ""
 
 
@@ -233,13 +233,14 @@ def _why_exact(exact: Offer, flat: Offer, rival: Offer, workload: Workload) -> s
         saved = (exact.step_seconds - rival.step_seconds) * 1e3
         text += f" {rival.compressor} would save {max(saved, 0.0):.3g} ms, less than {WORTHWHILE:.0%} of the step."
     elif exact.hidden:
-        text += " A compressor has nothing left to save."
+        text += " A compressor can save nothing more."
     else:
         text += f" No compressor is predicted to shorten that by more than {WORTHWHILE:.0%}."
     if exact is flat:
         tree = ": with NCCL's tree, which it takes here" if exact.plan.phases[0].algorithm == TREE else ""
         return f"{text} The flat plan{tree}: no hierarchy is predicted to be more than {MINIMUM_GAIN:.0%} faster."
-    return f"{text} {exact.plan.name} is {flat.seconds / exact.seconds:.2f}x faster than flat ({flat.seconds * 1e3:.3g} ms)."
+    gain = flat.seconds / exact.seconds
+    return f"{text} {exact.plan.name} is {gain:.2f}x faster than flat ({flat.seconds * 1e3:.3g} ms)."
 
 
 def _why_lossy(chosen: Offer, exact: Offer, workload: Workload) -> str:

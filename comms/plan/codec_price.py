@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gradwire.comms.plan.price import EXACT, CodecPrice
+from gradwire.comms.plan.cost import EXACT, CodecPrice
 from gradwire.comms.transport.echo import EchoGroup
 from gradwire.compressors import registry
 from gradwire.compressors.base import Compressor, Layout, Slice
@@ -37,8 +37,8 @@ TOUCHED_NBYTES = {
     "powersgd": 32.0,
 }
 """Bytes that encoding and decoding read and write for each element of a shard, residual and momentum included: encode
-(gradient in, residual in and out, payload out), decode and sum a slice, decode the result. One pass each; onebit has two more,
-for its units."""
+(gradient in, residual in and out, payload out), decode and sum a slice, decode the result. One pass each; onebit has
+two more, for its units."""
 
 EDGE = 0.25
 """Part of a measurement at its beginning and at its end in which not all ranks may be computing yet, or still."""
@@ -73,7 +73,7 @@ def final(name: str) -> Compressor:
 
 
 def short_start(name: str) -> dict[str, registry.Option]:
-    """Options with which a compressor's first step is its last dense one: what follows is as in the middle of a training."""
+    """Options with which a compressor's first step is its last dense one: the next is as in the middle of training."""
     return {"warmup_steps": 1} if "warmup_steps" in registry.options_of(name) else {}
 
 
@@ -83,7 +83,13 @@ def settling(name: str) -> Compressor:
 
 
 def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float:
-    """Bytes that a rank sends over those of a ring all-reduce of the same elements in float32; 1 where none travel."""
+    """Bytes that a rank sends over those of a ring all-reduce of the same elements in float32; 1 where none travel.
+
+    Args:
+        compressor: Whose payloads.
+        layout: Which parameter lies where in the shard.
+        group_size: Ranks that the shard is summed over.
+    """
     exact = 2 * (group_size - 1) / group_size * ELEMENT_NBYTES * layout.numel
     return compressor.wire_nbytes(layout, group_size) / exact if exact else 1.0
 
@@ -106,7 +112,7 @@ def measured_price(
 ) -> CodecPrice:
     """The price with encoding and decoding timed here: the mean of as many rounds as a while takes.
 
-    Two sizes, the whole gradient and its first parameter, tell what each call costs from what each byte does.
+    Two sizes, the whole gradient and its first parameter, separate the cost of a call from that of a byte.
 
     Args:
         name: As in `compressor=`.
@@ -114,8 +120,8 @@ def measured_price(
         group_size: As for `codec_price`.
         seconds: How long each size is encoded again and again, after a dense round and the first compressed one, which
             takes its memory.
-        together: Returns when all ranks of this machine have come, where they measure together, as they share its cores in
-            training. Called before the rounds of a size; between them nobody waits.
+        together: Returns when all ranks of this machine have arrived, where they measure together, as they share its
+            cores in training. Called before the rounds of a size; between them nobody waits.
         agree: As `alone`, but makes one number of all ranks', so that all of them plan alike.
     """
     if name == EXACT.name:
@@ -142,11 +148,12 @@ def _timed(
     """What an all-reduce takes in which nothing travels.
 
     What the processor needs for a round and what share of it there is are measured apart: where ranks share cores, a
-    round's own time is that of the scheduler's turns, some short and some long. A time and not a number of rounds, so that
-    no rank ends early and leaves its core to the others.
+    round's own time is that of the scheduler's turns, some short and some long. A time and not a number of rounds, so
+    that no rank ends early and leaves its core to the others.
 
     Returns:
-        Processor seconds of a round (the mean), how often it would have waited for everybody, and this rank's share of a core.
+        Processor seconds of a round (the mean), how often it would have waited for all ranks, and this rank's share of
+        a core.
     """
     gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
 
@@ -188,7 +195,7 @@ def layout_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
 
 
 def square_layout(nbytes: float, side: int = 1024) -> Layout:
-    """A gradient of `nbytes` of which nothing else is known: square matrices, and what is left over as a vector."""
+    """A gradient of `nbytes` of which nothing else is known: square matrices, and the remainder as a vector."""
     numel = max(1, round(nbytes / ELEMENT_NBYTES))
     matrices, rest = divmod(numel, side * side)
     shapes = [(f"matrix{index}", (side, side)) for index in range(matrices)]

@@ -1,4 +1,4 @@
-"""What a phase costs on a cluster: alpha-beta seconds, and the bytes that leave each unit.
+"""What a phase costs on a cluster: alpha-beta seconds, the bytes that leave each unit, and what a compressor changes.
 
 Notation: a unit at level l - 1 (a rank, a node, a rack) has one link towards its siblings at level l. A message of b
 bytes over it costs `alpha + b / bytes_per_second`. Formulas for one region of S bytes over m children:
@@ -27,6 +27,39 @@ from gradwire.comms.plan.plan import ALL_REDUCE, REDUCE_SCATTER, RING, Phase
 from gradwire.comms.plan.schedule import child_shares
 from gradwire.comms.plan.traffic import Egress, Floats, Ints, shape_of, sole_owner
 from gradwire.topology.cluster import Cluster
+
+EXCHANGE_ROUNDS = 2
+"""Collectives of most compressors: an all_to_all of payloads, and an all_gather of the owners' reduced payloads."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecPrice:
+    """What a compressor does to one phase.
+
+    Attributes:
+        name: As in `compressor=`.
+        ratio: Bytes on the wire over those of an exact all-reduce of the same shard.
+        seconds_per_byte: Of the shard, for encoding and decoding on one rank.
+        call_seconds: For each shard, whatever its size.
+        rounds: Times that every member hears from every other: 2 for an all_to_all and an all_gather, and for a ring's
+            all_reduce.
+        exchanged: Whether payloads go from every rank to every rank, and not around a ring.
+    """
+
+    name: str
+    ratio: float = 1.0
+    seconds_per_byte: float = 0.0
+    call_seconds: float = 0.0
+    rounds: int = EXCHANGE_ROUNDS
+    exchanged: bool = True
+
+    def seconds(self, nbytes: float) -> float:
+        """Encoding and decoding of one shard of `nbytes`."""
+        return self.call_seconds + self.seconds_per_byte * nbytes
+
+
+EXACT = CodecPrice("none")
+"""No compressor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +193,7 @@ def sent_nbytes(op: str, nbytes: float, count: int, index: int, bounds: Sequence
     if op == REDUCE_SCATTER:
         return nbytes - own
     owner = sole_owner(bounds)
-    if owner is not None:  # a broadcast: everybody passes it on but the last of the chain
+    if owner is not None:  # a broadcast: all but the last of the chain pass it on
         return 0.0 if (index + 1) % count == owner else nbytes
     return (count - 1) * own
 

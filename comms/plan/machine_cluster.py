@@ -29,7 +29,7 @@ def cluster_of_machines(
         nodes: How many.
         ranks_per_node: By default one for each GPU, or for each CPU socket where there is none.
         nic_bits_per_second: Of one card, in place of what the machine has: Ethernet and TCP are assumed then.
-        intra_bits_per_second: What one rank has inside its node, in place of what the machine tells.
+        intra_bits_per_second: What one rank has inside its node, in place of what the topology says.
         nics_per_node: Cards that gradients travel through; by default 1 with a rate given, else what the machine has.
 
     Raises:
@@ -43,7 +43,7 @@ def cluster_of_machines(
     inside = intra.bytes_per_second if intra_bits_per_second is None else intra_bits_per_second / 8
     if inside is None and count > 1:
         raise ValueError(
-            "`intra-node` is not given and the topology does not tell how fast the GPUs of a node are connected; "
+            "`intra-node` is not given and the topology does not say how fast the GPUs of a node are connected; "
             "wanted a rate such as 1880gbit, or what `gradwire topo --json` prints on the machine itself"
         )
     levels = (
@@ -86,7 +86,7 @@ def _nic(
         total, nics, alpha = bytes_per_second / cards * (nics_per_node or cards), nics_per_node or cards, alpha_seconds
     else:
         raise ValueError(
-            "`nic` is not given and the topology does not tell how fast its network cards are; wanted a rate "
+            "`nic` is not given and the topology does not say how fast its network cards are; wanted a rate "
             "such as 25gbit"
         )
     return Link(alpha, total, nics, CHANNELS_PER_NIC * nics if machine.gpus else 1)

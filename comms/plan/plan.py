@@ -1,7 +1,7 @@
 """A plan is data: the ordered phases for one bucket, how each is carried out, what they cost, and why they were chosen.
 
-`schedule.py` turns a plan into transfers. The executor runs those on real transports, the simulator of the tests runs the
-same ones on plain arrays; nothing else decides how data moves.
+`schedule.py` turns a plan into transfers. The executor runs those on real transports, the simulator of the tests runs
+the same ones on plain arrays; nothing else decides how data moves.
 """
 
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ class Phase:
     whole: bool = False
     """The group is the whole cluster, whatever the levels."""
     compressor: str | None = None
-    """Who shrinks the data of this phase; None is exact."""
+    """What compresses the data of this phase; None is exact."""
     algorithm: str = RING
     """How a `whole` all_reduce runs: `ring`, `tree` (NCCL's double binary tree) or `halving_doubling`."""
     asynchronous: bool = False
-    """Whether its collectives are still under way when they return (a network) or done (shared memory). A chunk then goes
-    on in the next lane, which waits for them, so that the chunk behind it can start this phase."""
+    """Whether its collectives are still under way when they return (a network) or done (shared memory). A chunk then
+    goes on in the next lane, which waits for them, so that the chunk behind it can start this phase."""
     in_rank_order: bool = False
     """Whether every element is summed in the same order wherever it lies: the all_reduce is then taken apart into the
     steps of `rank_order`. Otherwise the order is the library's own, and a ring's depends on an element's place."""
@@ -87,7 +87,7 @@ class Plan:
     Attributes:
         name: `flat`, `hierarchical` or `leader`; `tree` and `halving_doubling` are priced for comparison only, which
             algorithm a library runs is its own choice.
-        phases: In order; every phase works on what the one before it left.
+        phases: In order; every phase works on the result of the one before it.
         chunks: Pieces that the bucket is cut into, so that the phases of one overlap those of the next.
         nbytes: Size of the bucket that the prediction is for.
         seconds: Predicted time.

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from gradwire.comms.plan.cost import CostModel, PhaseCost, busiest, busiest_resource
+from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, CostModel, PhaseCost, busiest, busiest_resource
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, HALVING_DOUBLING, REDUCE_SCATTER, RING, TREE, Phase, Plan
-from gradwire.comms.plan.price import EXACT, EXCHANGE_ROUNDS, CodecPrice
 from gradwire.topology.cluster import Cluster
 
 CHUNK_COUNTS = (1, 2, 4, 8, 16)
@@ -17,8 +16,9 @@ MINIMUM_CHUNK_NBYTES = 512 * 1024
 
 CHUNK_TOLERANCE = 0.01
 """Of plans that differ in chunks alone and by less than this share of their time, the one with more chunks is taken:
-collectives in flight together fill each other's gaps, which no term of the model stands for. Measured at 4x4 on 200 Mbit:
-16 MB in 1135 ms with 2 chunks, 1084 with 4, 1063 with 8 (`bench/studies/hook_speed.py`, 2-core EPYC VM, 2026-11-21)."""
+collectives in flight together fill each other's gaps, which no term of the model stands for. Measured at 4x4 on 200
+Mbit: 16 MB in 1135 ms with 2 chunks, 1084 with 4, 1063 with 8 (`bench/studies/hook_speed.py`, 2-core EPYC VM,
+2026-11-21)."""
 
 MINIMUM_GAIN = 0.02
 """A plan replaces the flat one only where it is predicted to save more than this share of its time."""
@@ -81,7 +81,18 @@ def _most_chunks(plans: list[Plan]) -> Plan:
 
 
 def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price: CodecPrice = EXACT) -> Iterator[Plan]:
-    """Every priced plan of one name: one for each number of chunks worth trying, one chunk first."""
+    """Every priced plan of one name: one for each number of chunks worth trying, one chunk first.
+
+    Args:
+        cluster: Where the ranks are and what the links give.
+        nbytes: Size of the bucket.
+        name: `flat`, `hierarchical`, `leader`, `tree` or `halving_doubling`.
+        chunks: The number of chunks asked for; 0 tries several.
+        price: What a compressor does to the phase that it compresses.
+
+    Raises:
+        ValueError: There is no plan of that name.
+    """
     phases = make_phases(cluster, name, None if price.name == EXACT.name else price.name)
     costs, shares = _costs(cluster, name)
     costs = tuple(

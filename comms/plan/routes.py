@@ -9,10 +9,9 @@ import torch
 
 from gradwire.comms.config import Config
 from gradwire.comms.plan.codec_price import GPU_BYTES_PER_SECOND, codec_price, wire_ratio
-from gradwire.comms.plan.cost import sent_nbytes
+from gradwire.comms.plan.cost import CodecPrice, sent_nbytes
 from gradwire.comms.plan.plan import Phase, Plan, Transfer
 from gradwire.comms.plan.planner import plan_all_reduce, with_reason
-from gradwire.comms.plan.price import CodecPrice
 from gradwire.comms.plan.schedule import Partition, Schedule, even_partition, executable
 from gradwire.compressors.base import Compressor, Layout
 from gradwire.topology.cluster import Cluster, Level
@@ -20,8 +19,8 @@ from gradwire.topology.cluster import Cluster, Level
 log = logging.getLogger("gradwire")
 
 COMPRESS_INSIDE_GAIN = 1.5
-"""What is compressed inside a single node of GPUs must be predicted to be so many times faster than exact. More than the
-2 % of exact plans, because a codec changes the result, and because no prediction for GPUs has been measured yet."""
+"""What is compressed inside a single node of GPUs must be predicted to be so many times faster than exact. More than
+the 2 % of exact plans, because a codec changes the result, and because no prediction for GPUs has been measured yet."""
 
 RouteKey = tuple[int, torch.dtype, Layout | None]
 """Of a bucket: elements, dtype, and which parameter lies where if it may be compressed."""
@@ -35,7 +34,8 @@ class PhasePart:
         phase: The phase.
         steps: This rank's transfers, step by step. A compressed phase is one step, whose transfers are its shards.
         layouts: Of a compressed phase, which parameter lies where in each shard; else empty.
-        whole_chunk: Whether one transfer of the first step takes all of the chunk: a factor is then applied in its pass.
+        whole_chunk: Whether one transfer of the first step takes all of the chunk: a factor is then applied in its
+            pass.
         shards: Regions of the bucket that this rank has a part in.
         logical_numel: Elements of those.
         sent_numel: Elements that this rank sends; of a compressed phase unknown beforehand, and 0.
@@ -72,7 +72,7 @@ class Route:
     Attributes:
         plan: What is done.
         chunks: The pieces that the bucket is cut into, in order.
-        lanes: The lanes that each chunk of every rank comes through: one more after each asynchronous phase.
+        lanes: The lanes that each chunk visits on every rank: one more after each asynchronous phase.
     """
 
     plan: Plan
@@ -105,7 +105,7 @@ class Routes(dict[RouteKey, Route]):
         rank: This rank.
         device_type: Where the buckets are: `cpu` or `cuda`.
         config: The plan and the number of chunks that were asked for.
-        compressor: Shrinks one phase of buckets that come with a layout.
+        compressor: Compresses one phase of buckets that have a layout.
     """
 
     def __init__(
@@ -131,7 +131,17 @@ class Routes(dict[RouteKey, Route]):
         return route
 
     def along(self, numel: int, plan: Plan, layout: Layout | None = None) -> Route:
-        """The route of a bucket along any plan, whatever the planner thinks of it."""
+        """The route of a bucket along any plan, whatever the planner thinks of it.
+
+        Raises:
+            ValueError: The plan compresses a phase, and there is no compressor or no layout to do so with.
+        """
+        named = next((phase.compressor for phase in plan.phases if phase.compressor), None)
+        if named and (self._compressor is None or layout is None):
+            raise ValueError(
+                f"`plan` compresses with {named}, but this communicator has no compressor or the bucket no layout: "
+                "nothing would be compressed"
+            )
         plan = executable(plan, self.cluster, self._device_type, fixed_order=self._fixed_order)
         partition = self._partition(layout)
         schedule = Schedule(self.cluster, plan)

@@ -120,7 +120,7 @@ def executable(plan: Plan, cluster: Cluster, device_type: str, *, fixed_order: b
     Args:
         plan: As the planner made it.
         cluster: Where the ranks are.
-        device_type: Of the bucket: on a CPU the ranks of a node meet in shared memory.
+        device_type: Of the bucket: on a CPU the ranks of a node use shared memory.
         fixed_order: Make sums between nodes in rank order. Gloo's ring sums an element in an order that depends on its
             place; fusion moves elements to other places, so with fusion, and only then, the price of a fixed order is
             paid. Of two ranks any order gives the same bits, and NCCL's order is its own.

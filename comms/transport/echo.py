@@ -1,4 +1,4 @@
-"""A group in which every other rank says the same as this one: what a rank computes can be timed without a network."""
+"""A group in which every other rank sends the same as this one: what a rank computes can be timed without a network."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from gradwire.compressors.base import Member
 
 
 class EchoGroup:
-    """Rank 0 of `size` ranks that all hold the same tensors, as `Peers`; nothing leaves the process.
+    """Rank 0 of `size` ranks that all hold the same tensors; nothing leaves the process.
 
     Args:
         size: Number of ranks.
@@ -30,20 +30,20 @@ class EchoGroup:
         return Member(self.rank, self.size)
 
     def all_reduce(self, tensor: Tensor) -> Done:
-        """See `Peers.all_reduce`."""
+        """See `Transport.all_reduce`."""
         self.rounds += 2
         tensor.mul_(self.size)
         return Done()
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Done:
-        """See `Peers.all_to_all`: everybody's first part."""
+        """See `Transport.all_to_all`: every rank's first part."""
         self.rounds += 1
         self.exchanged = True
         output.copy_(torch.cat([source.chunk(self.size)[0]] * self.size) if source.numel() else source)
         return Done()
 
     def all_gather(self, output: Tensor, source: Tensor) -> Done:
-        """See `Peers.all_gather`."""
+        """See `Transport.all_gather`."""
         self.rounds += 1
         self.exchanged = True
         output.view(self.size, -1).copy_(source.view(1, -1))

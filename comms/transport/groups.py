@@ -1,7 +1,7 @@
 """One transport for each set of ranks and each lane, connected when it is first asked for.
 
 A transport is made inside the ordered sequence of its lane, so all its members make it at the same point; the store's
-keys are named after lane and members, so no two can meet.
+keys are named after lane and members, so no two collide.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         same_node: Whether a set of ranks shares memory.
         transport: `auto`, `gloo`, `nccl` or `mpi`, as in `Config`.
         timeout: For every collective.
-        alarm: Tells whether another rank has given up.
+        alarm: Returns why another rank has given up; None while none has.
         interface: Network interface that gloo is to use; None leaves it to gloo.
     """
 
@@ -104,8 +104,11 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self._timeout = timeout
         self._alarm = alarm
         self._interface = interface
+        self._closed = False
 
     def __missing__(self, key: tuple[Lane, tuple[int, ...]]) -> Transport:
+        if self._closed:
+            raise RuntimeError("gradwire is closed: its process group has been destroyed")
         lane, members = key
         if self._device.type == "cuda" and lane != (0, 0):
             made = self[(0, 0), members]
@@ -115,13 +118,14 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         return made
 
     def abort(self, reason: str) -> None:
-        """Wakes the ranks of this node that wait for this one in shared memory, and tells them why."""
+        """Wakes the ranks of this node that wait for this one in shared memory, and gives them the reason."""
         for group in list(self.values()):
             if isinstance(group, ShmGroup):
                 group.abort(reason)
 
     def close(self) -> None:
-        """Releases shared memory and connections."""
+        """Releases shared memory and connections; none is made any more."""
+        self._closed = True
         for (lane, _), group in list(self.items()):
             if isinstance(group, ShmGroup) or (isinstance(group, NcclTransport) and lane == (0, 0)):
                 group.close()

@@ -48,7 +48,7 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> "MpiGroup
         timeout: For the meeting and for every collective.
 
     Raises:
-        RuntimeError: mpi4py is missing, MPI refuses threads, or a rank did not come.
+        RuntimeError: mpi4py is missing, MPI refuses threads, or a rank did not join.
         ValueError: A rank was not started by this mpirun.
     """
     mpi = load_mpi()

@@ -17,7 +17,7 @@ class NcclTransport(TorchTransport):
     """The collectives of `Transport` on one NCCL communicator."""
 
     def close(self) -> None:
-        """Waits for what is on its way and ends torch's threads for it: left to the destructor, torch aborts and warns."""
+        """Waits for what is under way and ends torch's threads for it; in the destructor, torch aborts and warns."""
         self._group.shutdown()
 
 
@@ -34,7 +34,7 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta, device: torc
         device: This rank's device, with its index.
 
     Raises:
-        RuntimeError: This torch has no NCCL, or a rank did not come.
+        RuntimeError: This torch has no NCCL, or a rank did not join.
     """
     if not dist.is_nccl_available():
         raise RuntimeError(

@@ -39,7 +39,7 @@ class _Rendezvous:
         return bool(self._store.check([f"{self._key}/{word}"]))
 
     def fail(self, message: str) -> None:
-        """Tells everybody who listens now or later; the store itself may be what has failed."""
+        """Gives the reason to every rank that listens now or later; the store itself may be what has failed."""
         with suppress(RuntimeError):  # our own error is the one to report
             self.say(FAILED, message)
 
@@ -97,7 +97,7 @@ def _allocate(path: Path, nbytes: int) -> None:
 
 
 def _offer(words: _Rendezvous, size: int, block_nbytes: int) -> Path:
-    """Rank 0's part: makes the file. Its name is told first, so that survivors can unlink it if we die on the way."""
+    """Rank 0's part: makes the file. Its name is published first, so that survivors can unlink it if we die."""
     path = FOLDER / f"gradwire-{secrets.token_hex(16)}"
     words.say("path", str(path))
     try:
@@ -127,7 +127,7 @@ def open_group(
     Raises:
         OSError: /dev/shm is missing, too small or not writable, here or on another rank.
         ValueError: A rank disagrees about `size` or `block_nbytes`, here or elsewhere.
-        PeerError: A rank did not come in time.
+        PeerError: A rank did not join in time.
     """
     words = _Rendezvous(store, key, time.monotonic() + timeout.total_seconds())
     path: Path | None = None

@@ -14,8 +14,8 @@ from gradwire.comms.transport.segment import open_group
 from gradwire.comms.transport.torch_group import Done
 
 BLOCK_NBYTES = 512 << 10
-"""Staging per rank and slot. Source: bench/studies/shm_peers.py on a 2-core EPYC VM: larger blocks leave the second-level
-cache, smaller ones pay for more barriers."""
+"""Staging per rank and slot. Source: bench/studies/shm_peers.py on a 2-core EPYC VM: larger blocks leave the
+second-level cache, smaller ones pay for more barriers."""
 
 _SMALLEST_BLOCK_NBYTES = 4096
 _DTYPES = {
@@ -106,7 +106,7 @@ class ShmGroup:
         Raises:
             OSError: /dev/shm is missing, too small or not writable, on any rank.
             ValueError: An argument is out of range, or differs between the ranks.
-            PeerError: A rank did not come within `timeout`.
+            PeerError: A rank did not join within `timeout`.
         """
         block = BLOCK_NBYTES if block_nbytes is None else block_nbytes
         if not 1 <= size <= SHM_MAX_RANKS:
@@ -212,7 +212,7 @@ class ShmGroup:
         return self._finish(self._native.broadcast(tensor.data_ptr(), numel, code, root))
 
     def barrier(self) -> Done:
-        """Returns when all ranks have come."""
+        """Returns when all ranks have arrived."""
         return self._finish(self._native.barrier())
 
     def _check_pair(self, output: Tensor, source: Tensor, times: int) -> None:

@@ -1,10 +1,10 @@
 """Transports on torch's own process groups: what gloo and NCCL have in common, and gloo.
 
-Gloo tells a sender that its receiver is ready through the connection that carries the receiver's own data. Of two ranks
-that exchange something the later one finds the other ready and begins to send at once, and its own readiness waits behind
-all of that: one direction after the other, in twice the time. So a large exchange goes to higher ranks through one group
-and to lower ranks through another. Two nodes of one rank, 200 Mbit/s, 2 MiB in each direction: 172 ms in one group, 88 ms
-in two; the wire alone takes 84 (2-core EPYC VM, 2026-11-21).
+Gloo informs a sender that its receiver is ready through the connection that carries the receiver's own data. Of two
+ranks that exchange something the later one finds the other ready and begins to send at once, and its own readiness
+waits behind all of that: one direction after the other, in twice the time. So a large exchange goes to higher ranks
+through one group and to lower ranks through another. Two nodes of one rank, 200 Mbit/s, 2 MiB in each direction: 172 ms
+in one group, 88 ms in two; the wire alone takes 84 (2-core EPYC VM, 2026-11-21).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,10 @@ from gradwire.comms.bootstrap.compat import (
     ALL_GATHER_SINGLE,
     ALL_TO_ALL_SINGLE,
     AllgatherOptions,
+    BackendWork,
     PrefixStore,
     Store,
     TorchGroup,
-    TorchWork,
     make_gloo,
 )
 from gradwire.comms.errors import PeerError
@@ -32,12 +32,12 @@ Alarm = Callable[[], str | None]
 """Returns why another rank has given up; None while all is well."""
 
 SLICE = timedelta(seconds=1)
-"""How long a wait goes on before it asks the alarm."""
+"""How long a wait goes on before it asks the alarm: one look at the store a second and lane, which costs nothing."""
 
 
 LARGE_NBYTES = 256 << 10
-"""Messages from here on go through two groups. At 200 Mbit/s two groups were ahead at 128 KiB between two nodes and behind
-between four, where the second collective costs more; at 512 KiB they were ahead between both."""
+"""Messages from here on go through two groups. At 200 Mbit/s two groups were ahead at 128 KiB between two nodes and
+behind between four, where the second collective costs more; at 512 KiB they were ahead between both."""
 
 
 class TorchTransport:
@@ -48,7 +48,7 @@ class TorchTransport:
         rank: This rank's index in the group.
         size: Number of ranks.
         alarm: Asked about once a second while a work is waited for; what it returns, another rank has given up for.
-            A broken connection shows only to its two ends, and gloo has no way to wake the others.
+            A broken connection shows only to its two ends, and gloo cannot wake the others.
     """
 
     def __init__(self, group: TorchGroup, rank: int, size: int, alarm: Alarm | None = None) -> None:
@@ -89,7 +89,7 @@ class TorchTransport:
         return _Summing(work, rows, tensor[bounds[self.rank] : bounds[self.rank + 1]])
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
-        """See `Transport.all_gather_slices`: one all_gather for equal slices, else a broadcast for each that is not empty."""
+        """See `Transport.all_gather_slices`: one all_gather of equal slices, else a broadcast of each."""
         numel = bounds[1] - bounds[0]
         if (
             numel
@@ -121,11 +121,11 @@ class TorchTransport:
     def _exchange(self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]) -> Work:
         """An all_to_all of unequal parts: `source_splits[p]` elements to rank p, `output_splits[p]` from it."""
         if len({*output_splits, *source_splits}) == 1:
-            output_splits = source_splits = []  # NCCL has a shorter way for equal parts
+            output_splits = source_splits = []  # NCCL has a faster path for equal parts
         issue = getattr(self._group, ALL_TO_ALL_SINGLE)
         return self._pending(issue(output, source, output_splits, source_splits, dist.AllToAllOptions()))
 
-    def _pending(self, work: TorchWork) -> "_Waiting":
+    def _pending(self, work: BackendWork) -> "_Waiting":
         return _Waiting(work, self._alarm)
 
 
@@ -182,10 +182,10 @@ class GlooTransport(TorchTransport):
 def connect_gloo(
     store: Store, rank: int, size: int, timeout: timedelta, alarm: Alarm | None = None, interface: str | None = None
 ) -> GlooTransport:
-    """Connects `size` ranks over TCP; returns when all of them have come.
+    """Connects `size` ranks over TCP; returns when all of them have joined.
 
-    Gloo listens on the interface given, else on the one that GLOO_SOCKET_IFNAME names, else on the one that the hostname
-    resolves to.
+    Gloo listens on the interface given, else on the one that GLOO_SOCKET_IFNAME names, else on the one that the
+    hostname resolves to.
 
     Args:
         store: A store with a prefix of its own for this group.
@@ -196,7 +196,7 @@ def connect_gloo(
         interface: Name of a network interface of this host, `eth0`.
 
     Raises:
-        RuntimeError: A rank did not come.
+        RuntimeError: A rank did not join.
     """
 
     def connected(name: str) -> TorchGroup:
@@ -227,7 +227,7 @@ class Works:
 class _Waiting:
     """A torch Work under gradwire's protocol."""
 
-    def __init__(self, work: TorchWork, alarm: Alarm | None) -> None:
+    def __init__(self, work: BackendWork, alarm: Alarm | None) -> None:
         self._work = work
         self._alarm = alarm
 
@@ -239,7 +239,7 @@ class _Waiting:
             try:
                 self._work.wait(SLICE)
             except RuntimeError:
-                if self._work.is_completed():  # by now; only a second look tells a time-out from a failure
+                if self._work.is_completed():  # by now; only a second look distinguishes a time-out from a failure
                     self._work.wait()
                     return
                 if reason := self._alarm():
@@ -261,7 +261,11 @@ class SlicesToSum:
         self._wide = torch.empty_like(received[0], dtype=torch.float32) if narrow else None
 
     def sum(self, target: Tensor) -> None:
-        """Sums in rank order into `target`, narrow types in float32 and rounded once; `received` is overwritten."""
+        """Sums in rank order, narrow types in float32 and rounded once.
+
+        Args:
+            target: 1-D, elements of the slice, dtype of `received`; takes the sum. `received` is overwritten.
+        """
         first, *others = self._received
         total = first if self._wide is None else self._wide.copy_(first)
         for contribution in others:

@@ -44,7 +44,7 @@ def test_people_get_a_table_and_a_sentence(capsys: pytest.CaptureFixture[str]) -
     text = capsys.readouterr().out
     assert "recommended: plan hierarchical" in text
     assert "halving_doubling" in text
-    assert "note: dgc presumes SGD" in " ".join(text.split())
+    assert "note: dgc requires SGD" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(

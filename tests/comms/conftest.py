@@ -58,13 +58,14 @@ class Task:
     rank: int
     arguments: tuple[object, ...]
     environment: dict[str, str]
-    answer: Connection
+    outcome: Connection
 
 
 @pytest.fixture(scope="session")
 def _server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    # torch._dynamo is what the first DDP model or optimizer imports: seconds, in every rank, if it is not there already.
+    # torch._dynamo is what the first DDP model or optimizer imports: seconds, in every rank, if it is not there
+    # already.
     context.set_forkserver_preload(
         [
             "torch._dynamo",
@@ -97,7 +98,7 @@ def _starter(server: multiprocessing.context.ForkServerContext) -> Iterator[Proc
             "WORLD_SIZE": str(size),
             "OMP_NUM_THREADS": "1",
         } | (environment or {})
-        answers = []
+        connections = []
         for rank in range(size):
             ours, theirs = server.Pipe(duplex=False)
             own = {"RANK": str(rank)} | ({"GRADWIRE_HOSTNAME": nodes[rank]} if nodes else {})
@@ -106,8 +107,8 @@ def _starter(server: multiprocessing.context.ForkServerContext) -> Iterator[Proc
             process.start()
             theirs.close()
             started.append(process)
-            answers.append(ours)
-        return _collect(answers, started[-size:], time.monotonic() + seconds, lost)
+            connections.append(ours)
+        return _collect(connections, started[-size:], time.monotonic() + seconds, lost)
 
     yield run
     for process in started:
@@ -120,9 +121,9 @@ def _starter(server: multiprocessing.context.ForkServerContext) -> Iterator[Proc
 def processes(_server: multiprocessing.context.ForkServerContext) -> Iterator[Processes]:
     """Starts ranks as processes, with torchrun's variables set and a free port for the store.
 
-    `processes(size, target, *arguments, nodes=["one", "one", "two"], environment={}, seconds=90, lost=())`: `target` is a
-    top-level function of a test module; `nodes` names the logical node of each rank; ranks in `lost` may die without an
-    answer (None in the results). Whatever is still there after `seconds`, or when the test ends, is killed.
+    `processes(size, target, *arguments, nodes=["one", "one", "two"], environment={}, seconds=90, lost=())`: `target` is
+    a top-level function of a test module; `nodes` names the logical node of each rank; ranks in `lost` may die without
+    a result (None in the results). Whatever is still there after `seconds`, or when the test ends, is killed.
     """
     with _starter(_server) as run:
         yield run
@@ -139,8 +140,8 @@ class RunJob(Protocol):
 def run_job(_server: multiprocessing.context.ForkServerContext) -> Iterator[RunJob]:
     """Runs a script as every rank: `run_job(script, folder, "aab")`.
 
-    NODES gives each rank's node as a letter. The rank leaves its results in `folder/RANK.json`, which the script's first
-    argument names.
+    NODES gives each rank's node as a letter. The rank leaves its results in `folder/RANK.json`, which the script's
+    first argument names.
     """
     with _starter(_server) as run:
 
@@ -158,15 +159,18 @@ def run_script(rank: int, script: str, folder: str) -> None:
 
 
 def _collect(
-    answers: list[Connection], ranks: list[multiprocessing.process.BaseProcess], deadline: float, lost: Collection[int]
+    connections: list[Connection],
+    ranks: list[multiprocessing.process.BaseProcess],
+    deadline: float,
+    lost: Collection[int],
 ) -> list[object]:
     results: list[object] = []
     problems = []
-    for rank, answer in enumerate(answers):
+    for rank, connection in enumerate(connections):
         result = None
         try:
-            if answer.poll(max(0.0, deadline - time.monotonic())):
-                passed, result = pickle.loads(answer.recv_bytes())
+            if connection.poll(max(0.0, deadline - time.monotonic())):
+                passed, result = pickle.loads(connection.recv_bytes())
                 if not passed:
                     problems.append(f"rank {rank}:\n{result}")
             else:
@@ -202,11 +206,13 @@ def _serve(task: Task) -> None:
             sys.modules[spec.name] = module
             spec.loader.exec_module(module)
             result = getattr(module, task.function)(task.rank, *task.arguments)
-            task.answer.send_bytes(pickle.dumps((True, result)))  # plain pickle: tensors by value, not as shared memory
-        except BaseException:  # noqa: BLE001 - whatever it is, the test must see it
-            task.answer.send_bytes(pickle.dumps((False, traceback.format_exc())))
+            task.outcome.send_bytes(
+                pickle.dumps((True, result))
+            )  # plain pickle: tensors by value, not as shared memory
+        except BaseException:  # noqa: BLE001 - the parent prints it
+            task.outcome.send_bytes(pickle.dumps((False, traceback.format_exc())))
         finally:
-            task.answer.close()
+            task.outcome.close()
 
 
 class OnGroups(Protocol):

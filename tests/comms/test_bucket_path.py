@@ -1,4 +1,4 @@
-"""Law: a bucket passes few files on its way from the hook to the transports and back, and nothing calls back upward.
+"""Law: a bucket passes few files from the hook to the transports and back, and nothing calls back upward.
 
 Four ranks on two nodes train; in a later step everything that one bucket enters is recorded, in all threads, from the
 call of the hook until its future is done. Adding a file to the path, or a call from a lower file into a higher one,

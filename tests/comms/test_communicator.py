@@ -1,4 +1,4 @@
-"""Laws of the whole way of a bucket, ranks as threads: exact sums, the same bits everywhere, errors on all ranks."""
+"""Laws of the whole path of a bucket, ranks as threads: exact sums, the same bits everywhere, errors on all ranks."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,6 +12,7 @@ from gradwire.comms.bootstrap import failure
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
+from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan
 from support.threads import run_ranks
 
 Result = TypeVar("Result")
@@ -159,6 +160,32 @@ def test_what_does_not_fit_is_refused(bad: Tensor, message: str) -> None:
     def body(communicator: Communicator) -> None:
         with pytest.raises(ValueError, match=message):
             communicator.all_reduce(bad)
+
+    on_ranks("a", body)
+
+
+def test_a_single_rank_scales_too() -> None:
+    def body(communicator: Communicator) -> Tensor:
+        return communicator.all_reduce(torch.ones(3), scale=0.5).wait()
+
+    (result,) = on_ranks("a", body)
+    assert torch.equal(result, torch.full((3,), 0.5))
+
+
+def test_a_plan_that_compresses_needs_a_compressor() -> None:
+    def body(communicator: Communicator) -> None:
+        plan = Plan("flat", (Phase(ALL_REDUCE, 0, whole=True, compressor="int8"),), 1, 12, 0.0, {}, "")
+        with pytest.raises(ValueError, match="`plan` compresses with int8"):
+            communicator.run(torch.ones(3), plan)
+
+    on_ranks("ab", body)
+
+
+def test_nothing_is_connected_once_it_is_closed() -> None:
+    def body(communicator: Communicator) -> None:
+        communicator.close()
+        with pytest.raises(RuntimeError, match="gradwire is closed"):
+            communicator._groups[(0, 0), (0,)]
 
     on_ranks("a", body)
 

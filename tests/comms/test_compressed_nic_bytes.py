@@ -1,4 +1,4 @@
-"""Law: through the hook, a compressed step on 2 nodes sends no more over the busiest NIC than its share of the gradient.
+"""Law: a compressed step of the hook on 2 nodes sends no more over the busiest NIC than its share of the gradient.
 
 The shares hold headers, acknowledgements and the dense bias; the kernel counts them on the emulated network card.
 """
@@ -30,11 +30,11 @@ def test_the_busiest_nic_sends_the_compressors_share() -> None:
     with EmulatedCluster([1, 1]) as cluster:
         result = run_forked(cluster, str(SCRIPT), [], nodes=[2, 2], timeout_seconds=240)
     result.check()
-    told = [json.loads(line) for text in result.output for line in text.splitlines() if line.startswith("{")]
+    rows = [json.loads(line) for text in result.output for line in text.splitlines() if line.startswith("{")]
     busiest = {
-        name: max(each["sent"] / each["nbytes"] for each in told if each["compressor"] == name) for name in SHARES
+        name: max(each["sent"] / each["nbytes"] for each in rows if each["compressor"] == name) for name in SHARES
     }
-    assert len(told) == 4 * len(SHARES)
+    assert len(rows) == 4 * len(SHARES)
     over = {name: share for name, share in busiest.items() if share > SHARES[name]}
     assert not over, (over, busiest)
     payload_alone = {"fp16": 0.5, "int4": 1 / 8, "onebit": 1 / 32, "dgc": 0.002, "powersgd": 4 * 2 / 2048}

@@ -1,5 +1,6 @@
 """Laws of fusion: every bucket is reduced once, whatever the plan; nothing in flight is touched; no bit changes."""
 
+import weakref
 from datetime import timedelta
 from itertools import accumulate
 
@@ -125,6 +126,17 @@ def test_buffers_in_flight_are_not_used_again_and_later_ones_are() -> None:
         wire.add(torch.ones(4))
         wire.deliver()
     assert wire.fusion._pool.allocated == 2
+
+
+def test_buffers_of_an_old_plan_are_not_kept() -> None:
+    wire = Wire(FusionPlan(threshold_nbytes=32))
+    wire.add(torch.ones(4))
+    wire.add(torch.ones(4))
+    buffer = weakref.ref(flying(wire)[0])
+    wire.fusion.change(FusionPlan(threshold_nbytes=64))
+    wire.end_step()
+    wire.deliver()  # of the step before the change
+    assert buffer() is None
 
 
 def test_dtypes_do_not_mix_and_layouts_are_joined() -> None:

@@ -1,9 +1,20 @@
 """The hook inside real DDP jobs, four processes on two logical nodes: equal to plain DDP, equal on all ranks."""
 
+import gc
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import gradwire
+from gradwire.comms import hook
+from gradwire.comms.communicator import Communicator
 
 NODES = "aabb"
 TRAINING = {
@@ -62,13 +73,13 @@ def test_compressed_training_is_equal_on_all_ranks(results: Results, scenario: s
     ("name", "apart"),
     [("fp16", 1e-3), ("bf16", 1e-2), ("int8", 0.02), ("int4", 0.2), ("powersgd", 0.8), ("onebit", 1.0), ("dgc", 1.0)],
 )
-def test_compressed_training_goes_where_plain_training_goes(results: Results, name: str, apart: float) -> None:
+def test_compressed_training_converges_as_plain_training_does(results: Results, name: str, apart: float) -> None:
     assert 0 < results[0]["compressed"]["apart"][name] < apart, results[0]["compressed"]  # type: ignore[index]
 
 
 def test_an_overflow_skips_one_step_and_leaves_no_trace(results: Results) -> None:
-    told = [result["overflow_under_a_grad_scaler"] for result in results]
-    assert all(each["finite"] and each["scale"] == 512.0 for each in told), told
+    found = [result["overflow_under_a_grad_scaler"] for result in results]
+    assert all(each["finite"] and each["scale"] == 512.0 for each in found), found
 
 
 def test_registering_the_hook_twice_is_refused(results: Results) -> None:
@@ -76,9 +87,84 @@ def test_registering_the_hook_twice_is_refused(results: Results) -> None:
 
 
 def test_a_copied_state_is_new_and_keeps_its_configuration(results: Results) -> None:
-    told = [result["registered_twice_and_copied"] for result in results]
-    assert all(each["config"] and not each["same"] for each in told)
+    found = [result["registered_twice_and_copied"] for result in results]
+    assert all(each["config"] and not each["same"] for each in found)
 
 
 def test_the_compiled_autograd_reducer_is_refused_in_clear_words(results: Results) -> None:
     assert all("optimize_ddp" in str(result["compiled_python_reducer"].get("error")) for result in results)
+
+
+class Processes(Protocol):
+    """See conftest.py."""
+
+    def __call__(self, size: int, target: Callable[..., object], *arguments: object) -> list[object]: ...
+
+
+class HandMadeBucket:
+    """What DDP hands over, for a hook that is called outside of a backward pass, as `Join` does."""
+
+    def __init__(self, buffer: Tensor, parameter: Tensor, last: bool) -> None:
+        self._buffer, self._parameter, self._last = buffer, parameter, last
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[Tensor]:
+        return [self._parameter]
+
+    def is_last(self) -> bool:
+        return self._last
+
+
+def reduce_outside_backward(_: int) -> None:
+    """The first step after a load, and steps whose last bucket is sparse, by a rank that has no inputs left."""
+    dist.init_process_group("gloo")
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    first, last = model.parameters()
+    state = gradwire.HookState(model, compressor="int4", fusion_mb=1)
+
+    def reduce(buffer: Tensor, parameter: Tensor, is_last: bool) -> torch.futures.Future[Tensor]:
+        return state.reduce(HandMadeBucket(buffer, parameter, is_last))  # type: ignore[arg-type]
+
+    for step in range(2):
+        futures = [reduce(torch.ones(16), first, False), reduce(torch.ones(16), last, True)]
+        assert all(torch.equal(future.wait(), torch.ones(16)) for future in futures)
+        assert state.steps == step + 1
+    saved = state.state_dict()
+    state.load_state_dict(saved)
+    futures = [reduce(torch.ones(16), first, False), reduce(torch.ones(16), last, True)]
+    assert all(future.done() and torch.equal(future.wait(), torch.ones(16)) for future in futures)
+    rows = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 4), (4, 4))
+    dense, sparse = reduce(torch.ones(16), first, False), reduce(rows, last, True)
+    sparse.wait()
+    assert dense.done() and state.steps == 4
+    dist.destroy_process_group()
+
+
+def test_a_step_outside_backward_ends_with_its_last_bucket(processes: Processes) -> None:
+    processes(1, reduce_outside_backward)
+
+
+def refuse() -> None:
+    raise ValueError("not today")
+
+
+def fail_to_connect(_: int) -> int:
+    """How often the communicator is closed when what is made after it cannot be made."""
+    dist.init_process_group("gloo")
+    closed: list[Communicator] = []
+    with (
+        patch.object(Communicator, "close", lambda communicator: closed.append(communicator)),
+        patch.object(hook, "StepWatch", refuse),
+    ):
+        with suppress(ValueError):
+            gradwire.HookState(nn.Linear(2, 2))
+        gc.collect()
+        count = len(closed)
+    dist.destroy_process_group()
+    return count
+
+
+def test_a_state_that_cannot_be_made_leaves_nothing_behind(processes: Processes) -> None:
+    assert processes(1, fail_to_connect) == [1]

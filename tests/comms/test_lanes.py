@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gradwire.comms.lanes import Hop, Job, Lane, Lanes
+from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
 
 
 class Sleep:
@@ -29,7 +29,7 @@ class Recorder:
         self.errors: list[BaseException] = []
         self.done = threading.Semaphore(0)
 
-    def job(self, number: int, rounds: int, fails_in: Lane | None = None) -> Job:
+    def job(self, number: int, rounds: int, fails_in: Lane | None = None) -> LaneJob:
         def steps() -> Iterator[Hop]:
             lane: Lane = (0, 0)
             for target in [*((1, step) for step in range(1, rounds + 1)), (2, 0)]:
@@ -39,9 +39,9 @@ class Recorder:
             self.visit(number, lane, fails_in)
             self.done.release()
 
-        return Job(steps(), ((0, 0), (2, 0)))
+        return LaneJob(steps(), ((0, 0), (2, 0)))
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: LaneJob) -> None:
         self.open(self.lanes.submit(job))
 
     def open(self, lanes: list[Lane]) -> None:

@@ -12,7 +12,7 @@ from gradwire.comms import execute
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.bootstrap.store import PollingStore
-from gradwire.comms.execute import Bucket, Executor, Launch, Run
+from gradwire.comms.execute import Bucket, Executor, Launch, RunningLaunch
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.lanes import Hop
 from gradwire.comms.plan.plan import ALL_REDUCE, REDUCE_SCATTER, Phase, Plan, Transfer
@@ -72,13 +72,13 @@ def an_executor(groups: Groups, compressor: Compressor | None = None) -> Executo
 
 def run_of(
     flat: Tensor, phase: Phase, transfer: Transfer, layouts: tuple[Layout, ...], flush: bool
-) -> tuple[Run, Chunk]:
+) -> tuple[RunningLaunch, Chunk]:
     """One chunk with one phase, in which this rank takes part with one transfer."""
     part = PhasePart(phase, ((transfer,),), layouts, True, 1, flat.numel(), 0.0)
     chunk = Chunk(0, flat.numel(), (part,))
     plan = Plan("flat", (phase,), 1, flat.nbytes, 0.0, {}, "")
     launch = Launch(flat, None, (Bucket.of(flat),))
-    return Run(launch, Route(plan, (chunk,), ((0, 0), (1, 0))), 1 / SIZE, flush, 1), chunk
+    return RunningLaunch(launch, Route(plan, (chunk,), ((0, 0), (1, 0))), 1 / SIZE, flush, 1), chunk
 
 
 @pytest.fixture

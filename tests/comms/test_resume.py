@@ -33,7 +33,7 @@ class Processes(Protocol):
 
 
 class Shuffled(nn.Module):
-    """Layers that run in another order than they are declared in, so that DDP's rebuilt buckets are not its first ones."""
+    """Layers that run in another order than that of their declaration, so that DDP's rebuilt buckets differ."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ def test_every_phase_of_every_chunk_is_issued_once_and_in_order(walks: int, phas
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[SideStreams, list[tuple[str, object]], list[Mock]]]:
-    """Streams that only write down who waits for whom."""
+    """Streams that only write down which stream waits for which."""
 
     def make() -> tuple[SideStreams, list[tuple[str, object]], list[Mock]]:
         computing = Mock(name="computing")

@@ -112,7 +112,7 @@ def run_ranks(size: int, body: Callable[[int], Result]) -> list[Result]:
     def run(rank: int) -> None:
         try:
             results[rank] = body(rank)
-        except BaseException as error:  # noqa: BLE001 - handed to the caller, whatever it is
+        except BaseException as error:  # noqa: BLE001 - handed to the caller
             errors[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(size)]

@@ -1,4 +1,4 @@
-"""Law: every rank gets the same answer, also where some stay away."""
+"""Law: every rank gets the same decision, also where some are absent."""
 
 import time
 from datetime import timedelta
@@ -35,9 +35,9 @@ def test_a_change_that_all_want_is_taken() -> None:
 
 def test_ranks_that_want_different_things_are_refused_alike() -> None:
     store = HashStore()
-    answers = run_ranks(3, lambda rank: outcome(store, rank, 3, rank // 2, 10))
-    assert len(set(answers)) == 1
-    assert "different things" in answers[0]
+    texts = run_ranks(3, lambda rank: outcome(store, rank, 3, rank // 2, 10))
+    assert len(set(texts)) == 1
+    assert "different things" in texts[0]
 
 
 @pytest.mark.parametrize("absent", [0, 2])
@@ -49,6 +49,6 @@ def test_a_change_that_one_rank_does_not_want_is_refused_on_all(absent: int) -> 
             time.sleep(1.5)  # it asks too late: the others have given up
         return outcome(store, rank, 3, "plan", 0.5)
 
-    for answer in run_ranks(3, run):
-        assert "`plan` was refused on all ranks" in answer
-        assert f"rank {absent}" in answer
+    for text in run_ranks(3, run):
+        assert "`plan` was refused on all ranks" in text
+        assert f"rank {absent}" in text

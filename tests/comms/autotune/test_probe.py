@@ -10,10 +10,9 @@ from gradwire.comms.autotune.probe import LARGE_NBYTES, SMALL_NBYTES, fitted, pr
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
-from gradwire.comms.plan.cost import CostModel
+from gradwire.comms.plan.cost import EXACT, CodecPrice, CostModel
 from gradwire.comms.plan.plan import REDUCE_SCATTER
 from gradwire.comms.plan.planner import candidates
-from gradwire.comms.plan.price import EXACT, CodecPrice
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 from support.threads import run_ranks
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.comms.autotune.profile import Setting, load, save
+from gradwire.comms.autotune.profile import TunerSetting, load, save
 
 KEY: dict[str, object] = {"model": "abc", "world": 4, "topology": "def", "torch": "2.13"}
-SETTING = Setting("best cuts", (1, 3), (10, 20, 30), 0, "hierarchical", 2)
+SETTING = TunerSetting("best cuts", (1, 3), (10, 20, 30), 0, "hierarchical", 2)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Laws of the tuner, on made-up step times: all ranks try the same, the best wins, and nothing ends slower than it began."""
+"""Laws of the tuner, on made-up step times: all ranks try the same, the best wins, none ends slower than it began."""
 
 import random
 from datetime import timedelta
@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 
 from gradwire.comms.autotune.consensus import Consensus
-from gradwire.comms.autotune.profile import Setting
+from gradwire.comms.autotune.profile import TunerSetting
 from gradwire.comms.autotune.propose import affine, propose
 from gradwire.comms.autotune.tune import Budget, StepSeen, Tuner
 from gradwire.comms.bootstrap.compat import HashStore
@@ -15,8 +15,8 @@ from support.threads import run_ranks
 
 SIZES = (100, 200, 300)
 BUDGET = Budget(listen_steps=10)
-INCUMBENT = Setting("as begun", (), (), 0, "hierarchical", 0)
-OTHERS = [Setting(f"number {index}", (index,), SIZES, 0, "hierarchical", 0) for index in (1, 2, 3)]
+INCUMBENT = TunerSetting("as begun", (), (), 0, "hierarchical", 0)
+OTHERS = [TunerSetting(f"number {index}", (index,), SIZES, 0, "hierarchical", 0) for index in (1, 2, 3)]
 
 
 def train(
@@ -26,7 +26,7 @@ def train(
     size: int = 2,
     slow_rank: dict[str, float] | None = None,
     drift_at: int = 10**9,
-    known: Setting | None = None,
+    known: TunerSetting | None = None,
     trials: bool = True,
 ) -> list[tuple[list[str], Tuner]]:
     store = HashStore()
@@ -97,7 +97,7 @@ def test_when_the_network_drifts_tuning_begins_again() -> None:
 
 
 def test_a_profile_is_tried_before_it_is_believed() -> None:
-    known = Setting("from a profile", (2, 3), SIZES, 0, "flat", 1)
+    known = TunerSetting("from a profile", (2, 3), SIZES, 0, "flat", 1)
     for seconds, expected in ((0.5, "from a profile"), (2.0, "as begun")):
         for tried, tuner in train(FLAT | {"from a profile": seconds}, 150, known=known):
             assert "from a profile" in tried

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.backend.delegating_group import OuterGroup
+from gradwire.comms.backend.delegating_group import DelegatingGroup
 
 NODES = {"one node": ["a"] * 4, "2x2": ["a", "a", "b", "b"]}
 SHAPE = (4, 6)
@@ -40,7 +40,7 @@ def test_every_collective_that_the_trampoline_knows_is_python() -> None:
     )
     names = set(re.findall(r"intrusive_ptr<Work> (\w+)\(", trampoline)) - {"endCoalescing"}  # gloo has none
     assert {"allreduce", "all_gather_single_coalesced", "reduce_scatter", "send"} <= names
-    assert [name for name in sorted(names) if not inspect.isfunction(getattr(OuterGroup, name))] == []
+    assert [name for name in sorted(names) if not inspect.isfunction(getattr(DelegatingGroup, name))] == []
 
 
 def start(rank: int) -> int:

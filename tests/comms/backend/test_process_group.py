@@ -190,9 +190,9 @@ def check_coalesced(rank: int) -> None:
     objects: list[object] = [None] * len(ranks)
     dist.all_gather_object(objects, {"rank": rank, "text": "x" * (rank * 1000)})
     assert objects == [{"rank": each, "text": "x" * (each * 1000)} for each in ranks]
-    told = [f"from {rank}", rank]
-    dist.broadcast_object_list(told, src=2)
-    assert told == ["from 2", 2]
+    objects = [f"from {rank}", rank]
+    dist.broadcast_object_list(objects, src=2)
+    assert objects == ["from 2", 2]
     own: list[object] = [None]
     dist.scatter_object_list(own, [str(each) for each in ranks] if rank == 0 else None, src=0)
     assert own == [str(rank)]

@@ -170,7 +170,7 @@ def alone(rank: int) -> None:
         tensor = torch.arange(5.0)
         dist.all_reduce(tensor, op=op)
         assert torch.equal(tensor, torch.arange(5.0))
-    assert group._sums is None and group._node is None  # type: ignore[union-attr]
+    assert group._planned is None and group._node is None  # type: ignore[union-attr]
     dist.destroy_process_group()
 
 
@@ -222,20 +222,20 @@ def dies(rank: int) -> tuple[str, str]:
     try:
         work.wait()
     except RuntimeError as error:
-        told = str(error), str(work.exception())
+        reported = str(error), str(work.exception())
         store = _get_default_store()
-        store.set(f"told/{rank}", "")
+        store.set(f"reported/{rank}", "")
         if rank == 0:  # serves the store: the others may still be asking who is missing
-            store.wait(["told/1", "told/2"], timedelta(seconds=30))
-        return told
+            store.wait(["reported/1", "reported/2"], timedelta(seconds=30))
+        return reported
     return "", ""
 
 
 @every_cluster
 def test_a_killed_rank_is_named_by_the_survivors(processes: Processes, nodes: list[str]) -> None:
     results = processes(4, dies, nodes=nodes, lost=[3], seconds=60.0)
-    for waited, told in results[:3]:
-        for text in (waited, told):  # on a busy machine a survivor that speaks late is named as well
+    for waited, reported in results[:3]:
+        for text in (waited, reported):  # on a busy machine a survivor that speaks late is named as well
             assert re.search(r"rank ([0-2], )*3 of 4 is missing", text), text
 
 
@@ -243,7 +243,10 @@ def registered(rank: int, first: str, second: str, environment: dict[str, str]) 
     import subprocess
     import sys
 
-    code = f"import {first}; import {second}; import torch.distributed as dist; print(dist.is_backend_available('gradwire'))"
+    code = (
+        f"import {first}; import {second}; import torch.distributed as dist; "
+        "print(dist.is_backend_available('gradwire'))"
+    )
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
     ).stdout

@@ -1,4 +1,4 @@
-"""The NIC of each local rank: told as the topology has it, and used by gloo where that is asked for."""
+"""The NIC of each local rank: reported as the topology has it, and used by gloo where that is asked for."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -29,7 +29,7 @@ def presences(hosts: str, nics: list[str | None], *, device: str = "cuda") -> li
 
 
 @pytest.mark.parametrize(
-    ("hosts", "nics", "told"),
+    ("hosts", "nics", "lines"),
     [
         ("aabb", ["nic0", "nic1"] * 2, ("NIC by local rank: nic0, nic1 on all 2 nodes",)),
         ("abab", ["nic0", "nic0", "nic1", "nic1"], ("NIC by local rank: nic0, nic1 on all 2 nodes",)),
@@ -38,8 +38,8 @@ def presences(hosts: str, nics: list[str | None], *, device: str = "cuda") -> li
         ("ab", [None, None], ()),
     ],
 )
-def test_nics_are_told_by_local_rank(hosts: str, nics: list[str | None], told: tuple[str, ...]) -> None:
-    assert describe_nics(presences(hosts, nics), Config()) == told
+def test_nics_are_reported_by_local_rank(hosts: str, nics: list[str | None], lines: tuple[str, ...]) -> None:
+    assert describe_nics(presences(hosts, nics), Config()) == lines
 
 
 def test_a_shared_nic_beside_an_idle_one_is_named() -> None:
@@ -48,7 +48,7 @@ def test_a_shared_nic_beside_an_idle_one_is_named() -> None:
     assert line.startswith("node 0: ranks 0, 1 share nic0 while nic1 is idle")
 
 
-def test_gloo_with_several_nics_is_told_how_to_use_them() -> None:
+def test_gloo_with_several_nics_is_lines_how_to_use_them() -> None:
     ranks = presences("aab", ["nic0", "nic1", "nic0"], device="cpu")
     assert "node 0: gloo takes the same interface" in describe_nics(ranks, Config())[-1]
     for content in (Config(nic_per_rank=True), Config(transport="mpi")):
@@ -63,7 +63,7 @@ def test_an_interface_is_taken_only_where_it_is_asked_for_and_all_have_one() -> 
         interface_of(presences("aa", ["nic0", None]), 0, Config(nic_per_rank=True))
 
 
-def test_gloo_listens_where_it_is_told() -> None:
+def test_gloo_listens_where_it_is_lines() -> None:
     store = HashStore()
 
     def run(rank: int) -> float:

@@ -60,8 +60,8 @@ def test_locations_of_different_depth_are_refused() -> None:
 def test_the_slowest_known_card_counts_and_an_unknown_one_makes_it_unknown() -> None:
     fast, slow, unknown = (Hardware(None, rate, None) for rate in (25e9, 3e9, None))
     here, there = presences("ab")
-    told = cluster_of([replace(here, hardware=fast), replace(there, hardware=slow)], Config())
-    assert told.levels[1].link.bytes_per_second == 3e9
+    cluster = cluster_of([replace(here, hardware=fast), replace(there, hardware=slow)], Config())
+    assert cluster.levels[1].link.bytes_per_second == 3e9
     silent = cluster_of([replace(here, hardware=fast), replace(there, hardware=unknown)], Config())
     assert silent.levels[1].link.bytes_per_second == INTER_NODE.bytes_per_second
     asked = cluster_of(presences("ab"), Config(nic_bytes_per_second=1e6))

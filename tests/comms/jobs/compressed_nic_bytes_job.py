@@ -19,7 +19,7 @@ def step(model: nn.Module) -> None:
 
 
 def sent() -> int:
-    time.sleep(0.2)  # acknowledgements on their way
+    time.sleep(0.2)  # acknowledgements under way
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 

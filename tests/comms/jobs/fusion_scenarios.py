@@ -22,6 +22,8 @@ from gradwire.comms.hook import HookState
 RANK = int(os.environ["RANK"])
 NODE = os.environ["NODES"][RANK]
 FOLDER = Path(sys.argv[1])
+SEARCH_STEPS = 130
+"""The tuner's search takes 128 at most, see tuner_job.py."""
 
 
 class Branches(nn.Module):
@@ -84,10 +86,10 @@ def main() -> None:
     found["calculated"], _ = train(12, fusion="auto", fusion_mb=0.05, plan="hierarchical")
     found["not_calculated"], _ = train(12, fusion_mb=0.05, plan="hierarchical")
     found["tuned"], state = train(
-        160, fusion_mb=0.05, tune=True, plan="hierarchical", tune_profile=str(FOLDER / f"profile{RANK}.json")
+        SEARCH_STEPS, fusion_mb=0.05, tune=True, plan="hierarchical", tune_profile=str(FOLDER / f"profile{RANK}.json")
     )
     found["advice"] = str(state.advise())
-    found["not_tuned"], _ = train(160, fusion_mb=0.05, plan="hierarchical")
+    found["not_tuned"], _ = train(SEARCH_STEPS, fusion_mb=0.05, plan="hierarchical")
     (FOLDER / f"{RANK}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

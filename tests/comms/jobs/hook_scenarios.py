@@ -287,12 +287,12 @@ def registered_twice_and_copied() -> dict[str, object]:
     model.register_comm_hook(state, gradwire.comm_hook)
     train(model)
     again = copy.deepcopy(state)
-    told = {"same": again is state, "config": again.config == state.config, "error": ""}
+    found = {"same": again is state, "config": again.config == state.config, "error": ""}
     try:
         model.register_comm_hook(state, gradwire.comm_hook)
     except RuntimeError as error:
-        told["error"] = str(error)
-    return told
+        found["error"] = str(error)
+    return found
 
 
 SCENARIOS: list[Scenario] = [

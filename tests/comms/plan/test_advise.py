@@ -61,10 +61,10 @@ def test_of_the_fast_enough_the_mildest_is_recommended() -> None:
     assert advice.recommend.compressor == min(close, key=HARMLESS_FIRST.index)
 
 
-def test_a_compressor_that_presumes_sgd_is_not_recommended_to_adam() -> None:
+def test_a_compressor_that_requires_sgd_is_not_recommended_to_adam() -> None:
     advice = ask(cluster_of(16, 1), 1, optimizer="adam")
     assert advice.recommend.compressor not in ("dgc", "onebit")
-    assert "presumes SGD" in advice.offer("hierarchical+dgc").caution
+    assert "requires SGD" in advice.offer("hierarchical+dgc").caution
     assert not advice.offer("hierarchical+int8").caution
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from gradwire.comms.plan.cost import CodecPrice
 from gradwire.comms.plan.planner import candidates, plan_all_reduce
-from gradwire.comms.plan.price import CodecPrice
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 
 GRADIENT_NBYTES = 113_200_000  # Swin-T, 28.3 M float32

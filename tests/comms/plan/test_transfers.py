@@ -1,7 +1,7 @@
 """Law: the executor runs exactly the transfers that the simulator runs, and both leave the sum on every rank.
 
-Every rank is a thread with an executor of its own; in place of the transports are groups of threads that write down what
-is asked of them.
+Every rank is a thread with an executor of its own; in place of the transports are groups of threads that write down
+what is asked of them.
 """
 
 import threading

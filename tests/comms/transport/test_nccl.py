@@ -1,8 +1,8 @@
 """NCCL groups and the hook on one GPU: four ranks as two logical nodes; the same functions on the CPU are the twins.
 
-NCCL refuses two ranks of one host on one GPU, so every rank gets another NCCL_HOSTID and they talk over loopback sockets;
-gradwire's own placement goes by the hostname in its configuration. From NCCL 2.30 on, two ranks of one host may share a
-GPU where NCCL_MULTI_RANK_GPU_ENABLE says so. Source: NCCL documentation, Environment Variables.
+NCCL refuses two ranks of one host on one GPU, so every rank gets another NCCL_HOSTID and they talk over loopback
+sockets; gradwire's own placement goes by the hostname in its configuration. From NCCL 2.30 on, two ranks of one host
+may share a GPU where NCCL_MULTI_RANK_GPU_ENABLE says so. Source: NCCL documentation, Environment Variables.
 """
 
 import os
@@ -125,7 +125,7 @@ def sums(rank: int, kind: str) -> list[Tensor]:
 
 
 def mixed(rank: int, kind: str, compressor: str | None) -> tuple[Tensor, list[float], bool]:
-    """Three steps with GradScaler, the second with an infinite gradient on rank 0: weights, scales, whether it counted."""
+    """Three steps with GradScaler, the second with an infinite gradient on rank 0: weights, scales, was it kept."""
     device = start(rank, kind)
     torch.manual_seed(0)
     first = nn.Linear(64, 256)

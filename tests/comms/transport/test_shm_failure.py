@@ -35,7 +35,7 @@ def run_child(body: Callable[[], None]) -> int:
         try:
             body()
             code = 0
-        except BaseException as error:  # noqa: BLE001 - shown by the parent's captured stderr
+        except BaseException as error:  # noqa: BLE001 - the parent reads it
             os.write(2, f"child: {type(error).__name__}: {error}\n".encode())
         os._exit(code)
     return pid

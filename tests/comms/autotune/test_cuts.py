@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.comms.plan.cuts import finish_seconds, optimal_cuts
+from gradwire.comms.autotune.propose import finish_seconds, optimal_cuts
 
 
 @st.composite

@@ -1,0 +1,229 @@
+"""Laws of the executor: whatever fails, and whenever it is closed, every launch ends and every future is completed."""
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.comms import execute
+from gradwire.comms.bootstrap.failure import CollectiveError
+from gradwire.comms.execute import Bucket, Executor, FutureTensor, Launch, Pool, finish, unwrap
+from gradwire.comms.lanes import Lane
+from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan, Transfer
+from gradwire.comms.plan.routes import Chunk, PhasePart, Route
+from gradwire.comms.transport.torch_group import Done
+from gradwire.topology.cluster import Link, two_level_cluster
+
+SECONDS = 20.0
+CLUSTER = two_level_cluster([0], Link(4e-6, 5e9), Link(30e-6, 25e6))
+
+
+class Gate:
+    """A work that is done, or fails, when it is opened."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+        self.error = error
+
+    def wait(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(SECONDS)
+        if self.error is not None:
+            raise self.error
+
+
+class Doubling:
+    """In place of a transport of two ranks with equal tensors; `script` gives the works of the first collectives."""
+
+    def __init__(self) -> None:
+        self.script: list[Gate | Exception] = []
+
+    def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Gate | Done:
+        step = self.script.pop(0) if self.script else Done()
+        if isinstance(step, Exception):
+            raise step
+        tensor.mul_(2 * scale)
+        return step
+
+
+class Transports(dict[tuple[Lane, tuple[int, ...]], Doubling]):
+    """In place of the groups."""
+
+    def __missing__(self, key: tuple[Lane, tuple[int, ...]]) -> Doubling:
+        self[key] = Doubling()
+        return self[key]
+
+    def abort(self, reason: str) -> None: ...
+
+
+class Board:
+    """In place of the failure board: asks nobody."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.broken = False
+
+    def diagnose(self, error: BaseException, lane: Lane, phase: str, members: tuple[int, ...]) -> CollectiveError:
+        self.asked += 1
+        time.sleep(0.02)  # so that a second lane may fail meanwhile
+        if self.broken:
+            raise KeyError("no such word")
+        return CollectiveError(f"{phase} failed: {error}", ())
+
+
+class Rig:
+    """An executor on transports that do what a test says."""
+
+    def __init__(self) -> None:
+        self.groups = Transports()
+        self.board = Board()
+        self.executor = Executor("test", self.groups, 0, CLUSTER, None, self.board)  # type: ignore[arg-type]
+
+    def script(self, *steps: Gate | Exception) -> None:
+        """What the first collectives of the first phase do."""
+        self.groups[(0, 0), (0,)].script += steps
+
+    def start(self, launch: Launch, chunks: int = 1) -> None:
+        self.executor.start(launch, route(launch.flat.numel(), chunks), 1.0, False)
+
+    def all_reduce(self, flat: Tensor, chunks: int = 1) -> FutureTensor:
+        bucket = Bucket.of(flat)
+        self.start(Launch(flat, None, (bucket,)), chunks)
+        return bucket.future.then(unwrap)
+
+
+def route(numel: int, chunks: int) -> Route:
+    """Two phases, both asynchronous."""
+    phase = Phase(ALL_REDUCE, 0, asynchronous=True)
+    cuts = [numel * number // chunks for number in range(chunks + 1)]
+    parts = [
+        PhasePart(phase, ((Transfer(ALL_REDUCE, 0, (0,), start, stop, ()),),), (), True, 1, stop - start, 0.0)
+        for start, stop in pairwise(cuts)
+    ]
+    return Route(
+        Plan("flat", (phase, phase), chunks, 4 * numel, 0.0, {}, ""),
+        tuple(Chunk(start, stop, (part, part)) for (start, stop), part in zip(pairwise(cuts), parts, strict=True)),
+        ((0, 0), (1, 0), (2, 0)),
+    )
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    died: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    made = Rig()
+    yield made
+    made.executor.close()
+    assert not any(thread.is_alive() for thread in made.executor._threads)
+    assert died == []
+
+
+def test_close_waits_for_what_is_under_way(rig: Rig) -> None:
+    gates = [Gate(), Gate()]
+    rig.script(*gates)
+    futures = [rig.all_reduce(torch.ones(4)) for _ in gates]
+    assert gates[0].reached.wait(SECONDS)
+    closing = threading.Thread(target=rig.executor.close)
+    closing.start()
+    while True:  # until it refuses
+        try:
+            rig.executor._lanes.submit(execute._ChunkJob(iter(())))
+        except RuntimeError:
+            break
+        rig.executor._lanes.end(rig.executor._lanes.under_way()[-1])
+    for gate in gates:
+        gate.opened.set()
+    closing.join(SECONDS)
+    for future in futures:
+        assert torch.equal(future.wait(), torch.full((4,), 4.0))
+
+
+def test_close_gives_up_what_does_not_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execute, "CLOSING_SECONDS", 0.01)
+    gate = Gate()
+    rig.script(gate)
+    futures = [rig.all_reduce(torch.ones(4)) for _ in range(3)]
+    rig.executor.close()
+    for future in futures:
+        with pytest.raises(RuntimeError, match="closed on rank 0 while an all-reduce was under way"):
+            future.wait()
+    gate.opened.set()
+    monkeypatch.setattr(execute, "CLOSING_SECONDS", SECONDS)
+    assert rig.board.asked == 0
+
+
+def test_a_chunk_that_fails_ends_its_launch_while_others_are_under_way(rig: Rig) -> None:
+    gate, pool = Gate(), Pool()
+    rig.script(gate, RuntimeError("the wire is cut"))
+    bucket = Bucket.of(torch.ones(6))
+    launch = Launch(pool.take(6, bucket.flat).fill_(1.0), None, (bucket,), [], pool)
+    launch.returns = [(launch.flat, bucket.flat)]
+    rig.start(launch, chunks=2)
+    with pytest.raises(RuntimeError, match="all_reduce intra_node failed: the wire is cut"):
+        bucket.future.then(unwrap).wait()
+    assert torch.equal(bucket.flat, torch.ones(6))
+    gate.opened.set()
+    with pytest.raises(RuntimeError, match="the wire is cut"):
+        rig.all_reduce(torch.ones(3)).wait()
+    assert pool.take(6, bucket.flat).data_ptr() != launch.flat.data_ptr()  # the first chunk may have written to it
+    assert rig.board.asked == 1
+
+
+def test_a_bucket_in_pieces_waits_for_all_of_them_and_takes_the_error_of_one(rig: Rig) -> None:
+    gate = Gate()
+    rig.script(gate, RuntimeError("the wire is cut"))
+    bucket = Bucket.of(torch.ones(6))
+    bucket.pending = 2
+    for start in (0, 3):
+        rig.start(Launch(bucket.flat[start : start + 3], None, (bucket,)))
+    with pytest.raises(RuntimeError, match="the wire is cut"):
+        rig.all_reduce(torch.ones(3)).wait()  # behind the piece that fails
+    assert not bucket.future.done()
+    gate.opened.set()
+    with pytest.raises(RuntimeError, match="the wire is cut"):
+        bucket.future.then(unwrap).wait()
+
+
+def test_lanes_that_fail_together_ask_the_other_ranks_once(rig: Rig) -> None:
+    gate = Gate(RuntimeError("first"))
+    rig.script(gate, RuntimeError("second"))
+    futures = [rig.all_reduce(torch.ones(3)) for _ in range(2)]
+    gate.opened.set()
+    texts = []
+    for future in futures:
+        with pytest.raises(RuntimeError) as caught:
+            future.wait()
+        texts.append(str(caught.value))
+    assert rig.board.asked == 1
+    assert len(set(texts)) == 1
+
+
+def test_a_failure_is_heard_of_even_where_asking_fails(rig: Rig) -> None:
+    rig.board.broken = True
+    rig.script(RuntimeError("the wire is cut"))
+    with pytest.raises(RuntimeError, match=r"the wire is cut\), and asking the other ranks failed too \(KeyError"):
+        rig.all_reduce(torch.ones(3)).wait()
+
+
+def test_averages_that_cannot_be_copied_back_are_an_error_of_the_bucket() -> None:
+    bucket, flat = Bucket.of(torch.ones(3)), torch.ones(4)
+    finish(Launch(flat, None, (bucket,), [(flat, bucket.flat)]), None)
+    with pytest.raises(RuntimeError, match="size"):
+        bucket.future.then(unwrap).wait()
+
+
+def test_a_bucket_that_has_ended_is_not_kept_alive(rig: Rig) -> None:
+    flat = torch.ones(3)
+    gone = weakref.ref(flat)
+    assert rig.all_reduce(flat).wait() is flat
+    del flat
+    deadline = time.monotonic() + SECONDS
+    while gone() is not None and time.monotonic() < deadline:  # the lane's thread has yet to reach its next wait
+        time.sleep(0.001)
+    assert gone() is None
