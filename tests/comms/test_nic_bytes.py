@@ -6,6 +6,7 @@ from typing import Literal
 
 import pytest
 
+from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import run_forked
 
 SCRIPT = Path(__file__).parent / "jobs" / "nic_bytes_job.py"
