@@ -54,6 +54,8 @@ class _Rendezvous:
         pause_seconds = SHORTEST_PAUSE_SECONDS
         while not self.has(word):
             if self.has(FAILED):
+                if self.has(word):  # it came before the failure, and says more
+                    break
                 raise PeerError(self._store.get(f"{self._key}/{FAILED}").decode())
             if time.monotonic() > self._deadline:
                 absent = missing()
