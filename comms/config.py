@@ -68,13 +68,24 @@ class Config:
     """Units above the node that this rank is in, outermost first: `("region1", "rack7")` (own on every rank)."""
 
     nic_bytes_per_second: float | None = None
-    """Bandwidth of a node towards the others, one direction; None takes the model's default."""
+    """Bandwidth of a node towards the others, one direction; None takes the slowest node's card where every
+    rank knows its own, else the cost model's default."""
 
     nic_per_rank: bool = False
     """Gloo listens on the network card that the topology gives each local rank, instead of on one interface for all;
     for CPU hosts with several cards whose networks reach each other. Wins over GLOO_SOCKET_IFNAME."""
 
     def __post_init__(self) -> None:
+        for name, kind in (
+            ("chunks", int),
+            ("timeout", timedelta),
+            ("probe", bool),
+            ("tune", bool),
+            ("nic_per_rank", bool),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+                raise TypeError(f"`{name}` is {value!r} ({type(value).__name__}); wanted {kind.__name__}")
         if self.compressor is not None:
             _check_compressor(self.compressor)
         _check_choice("plan", self.plan, PLANS)

@@ -2,7 +2,7 @@
 
 DDP fixes its buckets when the model is wrapped; what is launched, and when, is decided here and may change between
 two steps. Every rank sees the same buckets in the same order, so every rank launches the same transfers. An element's
-sum does not depend on where it lies (see `rank_order`), so no plan changes a bit of the result.
+sum does not depend on where it lies where the configuration fuses (see `rank_order`): no plan then changes a bit.
 """
 
 from collections.abc import Sequence

@@ -154,7 +154,7 @@ class HookState:
         """Calls, bytes and seconds of every phase so far, and the plans in use with their reasons.
 
         Raises:
-            RuntimeError: No bucket has been reduced yet.
+            RuntimeError: The state has neither a model nor seen a bucket.
         """
         return self._connected("report()").communicator.report(self.steps)
 
@@ -180,7 +180,8 @@ class HookState:
     def state_dict(self) -> StateDict:
         """This rank's residuals, momenta and factors, as plain tensors and numbers; every rank saves its own.
 
-        Safe with `torch.load(weights_only=True)` and torch.distributed.checkpoint. Empty without a compressor.
+        Safe with `torch.load(weights_only=True)` and torch.distributed.checkpoint. Empty without a compressor,
+        and before the state has a model or has seen a bucket.
         """
         return self._compressed().state_dict() if self._compresses else {}
 

@@ -176,7 +176,11 @@ class Routes(dict[RouteKey, Route]):
         """Takes the plan that is best for `nbytes` for every size: two plans sum in two orders, one plan in one."""
         if self._asked_for == "auto":
             best = plan_all_reduce(self.cluster, nbytes, library=self.library)
-            self.choose(best.name, self.chunks, f"{best.why} ({nbytes / 1e6:.3g} MB; one plan for all sizes.)")
+            self.choose(
+                best.name,
+                self.chunks,
+                f"{best.why} (Chosen for buckets of {nbytes / 1e6:.3g} MB, and used for all sizes.)",
+            )
 
     def measured(self, levels: Sequence[Level]) -> None:
         """Plans with these links from now on."""

@@ -94,6 +94,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         super().__init__()
         if transport == "nccl" and device.type != "cuda":
             raise ValueError(f"`transport` is nccl but the gradients are on {device}; wanted gloo or auto")
+        if transport == "gloo" and device.type == "cuda":
+            raise ValueError(f"`transport` is gloo but the gradients are on {device}; wanted nccl or auto")
         if transport == "mpi" and device.type != "cpu":
             raise ValueError(f"`transport` is mpi but the gradients are on {device}; wanted nccl or auto")
         self._store = store

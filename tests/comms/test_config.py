@@ -120,3 +120,9 @@ def test_the_reference_lists_every_field_with_its_variable() -> None:
 def test_what_is_own_to_a_rank_is_not_compared() -> None:
     assert Config(hostname="a", location=("x",)).shared() == Config(hostname="b", location=("y",)).shared()
     assert Config(plan="flat").shared() != Config().shared()
+
+
+@pytest.mark.parametrize(("name", "value"), [("chunks", "x"), ("chunks", True), ("timeout", 5), ("probe", "yes")])
+def test_a_value_of_another_type_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=rf"`{name}` is .*wanted"):
+        Config(**{name: value})  # type: ignore[arg-type]
