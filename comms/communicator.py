@@ -3,6 +3,9 @@
 The hook and the process group are two faces of this object.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -12,11 +15,11 @@ from gradwire.comms.bootstrap.nics import describe_nics, interface_of
 from gradwire.comms.bootstrap.placement import Presence, cluster_of, exchange
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket, Executor, FutureTensor, Launch, unwrap
+from gradwire.comms.execute import Bucket, Executor, FutureTensor, Launch
 from gradwire.comms.plan.plan import Plan
 from gradwire.comms.plan.routes import Routes
 from gradwire.comms.report import Report
-from gradwire.comms.streams import SideStreams
+from gradwire.comms.streams import Clock, DeviceClock, HostClock, SideStreams
 from gradwire.comms.transport.groups import Groups
 from gradwire.compressors.base import Compressor, Layout
 from gradwire.topology.cluster import Cluster
@@ -65,8 +68,11 @@ class Communicator:
         self._groups = Groups(
             store, rank, device, cluster.share_a_node, config.transport, config.timeout, board.alarm, interface
         )
-        streams = SideStreams(device) if device.type == "cuda" else None
-        self._executor = Executor(f"gradwire {name}", self._groups, rank, cluster, compressor, board, streams)
+        self._streams = SideStreams(device) if device.type == "cuda" else None
+        self.clock: Clock = DeviceClock(device) if self._streams else HostClock()
+        self.executor = Executor(
+            f"gradwire {name}", self._groups, rank, cluster, compressor, board, self._streams, self.clock
+        )
         self._all_reduces = 0
         self._owners: dict[str, Layout] = {}
 
@@ -95,22 +101,49 @@ class Communicator:
             ValueError: `flat` does not fit.
         """
         bucket = Bucket.of(flat, layout)
-        self.start(Launch(flat, layout, (bucket,)), scale=scale, flush=flush)
-        return bucket.future.then(unwrap)
+        self.start(Launch((flat,), layout, (bucket,)), scale=scale, flush=flush)
+        return bucket.result()
 
-    def start(self, launch: Launch, *, scale: float = 1.0, flush: bool = False) -> None:
-        """Starts an all-reduce of `launch.flat`; see `all_reduce`. The futures of its buckets are completed at its end.
+    def start(self, launch: Launch, *, scale: float = 1.0, flush: bool = False, hold: bool = False) -> None:
+        """Starts an all-reduce of what a launch carries; see `all_reduce`. Completes the futures of its buckets.
+
+        Args:
+            launch: Which.
+            scale: As for `all_reduce`.
+            flush: As for `all_reduce`.
+            hold: Its last phases may wait for the launch after it, or for `release`: on CUDA that keeps the links
+                between the nodes busy.
 
         Raises:
-            ValueError: `launch.flat` does not fit.
+            ValueError: A part of it does not fit.
         """
-        flat, layout = launch.flat, launch.layout if self.compressor is not None else None
-        self._check(flat, scale)
+        layout = launch.layout if self.compressor is not None else None
+        for part in launch.parts:
+            self._check(part, scale)
         self._all_reduces += 1
-        route = self.routes[flat.numel(), flat.dtype, layout]
+        route = self.routes[launch.numel, launch.parts[0].dtype, layout]
         if layout is not None and self._update_owners(layout):
-            self._executor.migrate(layout, route, self.device)
-        self._executor.start(launch, route, scale, flush)
+            self.executor.migrate(layout, route, self.device)
+        self.executor.start(launch, route, scale, flush, hold=hold)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Brackets what reads or changes a compressor's state outside of an all-reduce.
+
+        On CUDA it runs on a side stream, behind all launches before it and before all that follow; the stream that
+        computes does not wait for it. Nothing to do on a CPU, where the caller has waited for the launches.
+        """
+        if self._streams is None:
+            yield
+            return
+        self.executor.release()
+        with self._streams.alone():
+            yield
+
+    def rejoin(self) -> None:
+        """On CUDA: puts the current stream behind everything that was issued."""
+        if self._streams is not None:
+            self._streams.rejoin()
 
     def run(self, flat: Tensor, plan: Plan) -> FutureTensor:
         """Runs any plan on a tensor, whatever the planner thinks of it: for measurements.
@@ -121,14 +154,14 @@ class Communicator:
         """
         self._check(flat, 1.0)
         bucket = Bucket.of(flat)
-        self._executor.start(Launch(flat, None, (bucket,)), self.routes.along(flat.numel(), plan), 1.0, flush=False)
-        return bucket.future.then(unwrap)
+        self.executor.start(Launch((flat,), None, (bucket,)), self.routes.along(flat.numel(), plan), 1.0, flush=False)
+        return bucket.result()
 
     def report(self, steps: int = 0) -> Report:
         """What has travelled so far, and by which plans."""
         plans = dict.fromkeys(plan.describe(self.cluster.level_names) for plan in self.routes.plans())
         links = (self.routes.describe_links(), *self._nics)
-        return Report(self.cluster.describe(), tuple(plans), self._executor.totals(), self._all_reduces, steps, links)
+        return Report(self.cluster.describe(), tuple(plans), self.executor.totals(), self._all_reduces, steps, links)
 
     def abort(self, reason: str) -> None:
         """Wakes the ranks of this node that wait for this one, and gives them the reason. Any thread."""
@@ -136,7 +169,7 @@ class Communicator:
 
     def close(self) -> None:
         """Ends the lanes and releases shared memory and connections."""
-        self._executor.close()
+        self.executor.close()
         self._groups.close()
 
     def _update_owners(self, layout: Layout) -> bool:

@@ -10,8 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradwire.comms.bootstrap.compat import device_scale_of
 from gradwire.comms.execute import Bucket
 from gradwire.comms.resume import to_rows
+from gradwire.comms.streams import LateFlag
 from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue
 from gradwire.compressors.registry import Option
 from gradwire.compressors.routed import make_routed
@@ -52,7 +54,8 @@ class Compression:
         self._rank = rank
         self._size = size
         self._scaler: LossScaler | None = None
-        self._loss_scale = 0.0
+        self._loss_scale: float | Tensor = 0.0
+        self._undecided: tuple[LateFlag, bool] | None = None
         self._last_transfers: list[Layout] = []
         self._saved_transfers: Tensor | None = None
         self._dirty = False
@@ -61,10 +64,22 @@ class Compression:
         """Rescales residuals from now on whenever `scaler` changes its scale."""
         self._scaler = scaler
 
+    @property
+    def follows_scaler(self) -> bool:
+        """Whether `begin_step` has anything to do."""
+        return self._scaler is not None
+
     def begin_step(self) -> None:
-        """Runs before the first bucket of a step."""
-        if self._scaler is not None:
+        """Runs before the first bucket of a step. The host waits for no device: its scale stays there."""
+        if self._scaler is None:
+            return
+        scale = device_scale_of(self._scaler)
+        if scale is None:
             self.set_loss_scale(self._scaler.get_scale())
+            return
+        if isinstance(self._loss_scale, Tensor) or self._loss_scale:
+            self.compressor.rescale(scale / self._loss_scale)
+        self._loss_scale = scale.clone()  # the scaler changes it in place
 
     def set_loss_scale(self, scale: float) -> None:
         """Sets the factor that the next gradients carry; residuals follow a change of it.
@@ -74,8 +89,9 @@ class Compression:
         """
         if not 0 < scale < float("inf"):
             raise ValueError(f"`scale` is {scale}; wanted a positive number")
-        if self._loss_scale and scale != self._loss_scale:
-            self.compressor.rescale(scale / self._loss_scale)
+        before = float(self._loss_scale)
+        if before and scale != before:
+            self.compressor.rescale(scale / before)
         self._loss_scale = scale
 
     def take_saved_transfers(self) -> Tensor | None:
@@ -101,13 +117,47 @@ class Compression:
             self._dirty = not self.flushing
             self.flushing = False
 
+    def end_step_on_device(self, extremes: Sequence[Tensor], transfers: Sequence[Layout]) -> None:
+        """What `end_step` does, on CUDA: the device decides, and the host hears of it one step later.
+
+        To be called with the stream current that comes behind the step's launches and before the next step's. What
+        only the host keeps (numbers of steps, whether the residuals were flushed) goes by the decision before this one.
+
+        Args:
+            extremes: 0-dim, on the device: all are finite if and only if the step's averages are.
+            transfers: As for `end_step`.
+        """
+        self.settle()
+        self._last_transfers = list(transfers)
+        if not extremes:
+            return
+        if len({each.dtype for each in extremes}) == 1:
+            finite = torch.stack(list(extremes)).isfinite().all()
+        else:
+            finite = torch.stack([each.isfinite() for each in extremes]).all()
+        self.compressor.end_step(finite)
+        self._undecided = (LateFlag(finite), self.flushing)
+        self._dirty = not self.flushing
+        self.flushing = False
+
+    def settle(self) -> None:
+        """Takes back what the host has counted for a step that the device has dropped."""
+        if self._undecided is None:
+            return
+        (flag, flushed), self._undecided = self._undecided, None
+        if not flag.read():
+            self.compressor.retract_step()
+            self._dirty = True
+            self.flushing = self.flushing or flushed
+
     def state_dict(self) -> StateDict:
         """This rank's state; see `HookState.state_dict`."""
+        self.settle()
         own: StateDict = {
             PREFIX + "rank": self._rank,
             PREFIX + "size": self._size,
             PREFIX + "dirty": int(self._dirty),
-            PREFIX + "loss_scale": self._loss_scale,
+            PREFIX + "loss_scale": float(self._loss_scale),
             PREFIX + "transfers": to_rows(self._last_transfers),
         }
         return own | self.compressor.state_dict()
@@ -126,12 +176,14 @@ class Compression:
                 )
             return  # the residuals are in the weights; momenta and factors of other shards build up again
         self.compressor.load_state_dict({key: value for key, value in state.items() if not key.startswith(PREFIX)})
+        self._undecided = None
         self._loss_scale = float(state[PREFIX + "loss_scale"])
         self._dirty = bool(dirty)
         self._saved_transfers = torch.as_tensor(state[PREFIX + "transfers"])
 
 
 def _wait(bucket: Bucket) -> Tensor:
+    assert bucket.future is not None
     value = bucket.future.wait()
     if isinstance(value, BaseException):
         raise value

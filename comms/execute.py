@@ -4,6 +4,8 @@ A chunk stays in the lane it is in as long as its collectives are done when they
 asynchronous phase it goes on in the next lane, which waits for what is under way. All of that is in the plan, so all
 ranks hop alike, also those that have nothing to send in a phase.
 
+On CUDA there are no threads: the caller issues everything at once (see `_issue_now`).
+
 Everything here calls downward: lanes say whose turn it is, transports move bytes, compressors yield the collectives
 that they need. What happens at the end of a transfer (copying back, completing futures) is in the transfer itself, as
 data.
@@ -12,9 +14,9 @@ data.
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,8 +26,9 @@ from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
 from gradwire.comms.migration import migrate
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, Transfer
 from gradwire.comms.plan.routes import Chunk, PhasePart, Route
-from gradwire.comms.streams import SideStreams
+from gradwire.comms.streams import STREAMS, Clock, HostClock, Mark, SideStreams
 from gradwire.comms.transport.groups import Groups
+from gradwire.comms.transport.torch_group import Waiting
 from gradwire.compressors.base import ALL_TO_ALL, Collective, Compressor, Layout, Member, Request, Work
 from gradwire.topology.cluster import Cluster
 
@@ -92,10 +95,15 @@ class Pool:
 
 @dataclass(slots=True)
 class Times:
-    """When a bucket arrived and when it was reduced, by time.perf_counter; 0.0 before."""
+    """When a bucket arrived and when it was reduced, by the executor's clock; None before, and where nothing is timed.
 
-    arrived: float
-    reduced: float = 0.0
+    Attributes:
+        arrived: When the hook was given it; on CUDA, when its gradients were there.
+        reduced: When its last launch ended.
+    """
+
+    arrived: Mark | None = None
+    reduced: Mark | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -105,24 +113,36 @@ class Bucket:
     Attributes:
         flat: 1-D, contiguous; changed in place. Not to be touched until the future is done.
         layout: Which parameter lies where in it; None where it is never compressed.
-        future: Completed with `flat`, or with an error.
         times: When it arrived, and when its last launch ended.
+        future: Completed with `flat`, or with an error. On CUDA made when it is needed.
         pending: Launches that still carry a part of it.
         error: What went wrong first.
     """
 
     flat: Tensor
     layout: Layout | None
-    future: Open
     times: Times
+    future: Open | None = None
     pending: int = 1
     error: BaseException | None = None
 
     @classmethod
-    def of(cls, flat: Tensor, layout: Layout | None = None) -> "Bucket":
-        """A bucket that arrives now, with an open future for work on its device."""
-        future: Open = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
-        return cls(flat, layout, future, Times(time.perf_counter()))
+    def of(cls, flat: Tensor, layout: Layout | None = None, arrived: Mark | None = None) -> "Bucket":
+        """A bucket that arrives now, with an open future."""
+        return cls(flat, layout, Times(arrived), None if flat.is_cuda else torch.futures.Future())
+
+    def result(self) -> FutureTensor:
+        """The future of the averaged `flat`; on a CPU waiting for it raises what went wrong.
+
+        On CUDA whoever starts the launch gets the error, and the future has an event on the device: no callback, which
+        would take one more stream.
+        """
+        if not self.flat.is_cuda:
+            assert self.future is not None
+            return self.future.then(unwrap)
+        if self.future is None:
+            self.future = torch.futures.Future(devices=[self.flat.device])
+        return cast(FutureTensor, self.future)
 
 
 @dataclass(slots=True, eq=False)
@@ -130,43 +150,64 @@ class Launch:
     """One all-reduce to start: a bucket, a piece of one, or several joined ones.
 
     Attributes:
-        flat: 1-D, contiguous: what travels, averaged in place.
-        layout: Which parameter lies where in it, if it may be compressed.
-        buckets: What it carries, whole or in part; their futures are completed at its end.
-        returns: (from `flat`, to a bucket) pairs of runs that are copied back when it has ended; empty where `flat` is
-            a view of the bucket.
-        pool: Takes `flat` back when it has ended.
+        parts: 1-D, contiguous, of one dtype and device: what travels, end to end; averaged in place.
+        layout: Which parameter lies where in all of them together, if they may be compressed.
+        buckets: Whose parts these are; their futures are completed at its end.
+        pool: Where the memory that several parts travel in comes from; None takes new memory.
     """
 
-    flat: Tensor
+    parts: Sequence[Tensor]
     layout: Layout | None
     buckets: Sequence[Bucket]
-    returns: Sequence[tuple[Tensor, Tensor]] = ()
     pool: Pool | None = None
 
+    @property
+    def numel(self) -> int:
+        """Elements of all parts."""
+        return sum(part.numel() for part in self.parts)
 
-def finish(launch: Launch, error: BaseException | None) -> None:
+
+def pack(launch: Launch) -> Tensor:
+    """What travels in one piece: the only part itself, or a copy of all of them, end to end.
+
+    Raises:
+        torch.OutOfMemoryError: There is no memory for the copy; the gradients are as they were.
+    """
+    parts = launch.parts
+    if len(parts) == 1:
+        return parts[0]
+    if launch.pool is None:
+        return torch.cat(list(parts))
+    return torch.cat(list(parts), out=launch.pool.take(launch.numel, parts[0]))
+
+
+def finish(launch: Launch, flat: Tensor, error: BaseException | None, now: Mark | None) -> None:
     """Ends a launch: copies averages back, and completes the futures of buckets that no other launch still carries.
 
     Args:
-        launch: Whose `flat` holds the averages.
+        launch: Which.
+        flat: What `pack` gave, with the averages.
         error: What went wrong, if anything did; the buckets' futures are completed with the first error.
+        now: The moment, for the buckets' times.
     """
-    if error is None and launch.returns:
-        sources, targets = zip(*launch.returns, strict=True)
+    if error is None and len(launch.parts) > 1:
         try:
-            torch._foreach_copy_(list(targets), list(sources))  # one launch on CUDA
+            sources = torch.split(flat, [part.numel() for part in launch.parts])
+            torch._foreach_copy_(list(launch.parts), list(sources))  # one launch on CUDA
         except BaseException as failed:  # noqa: BLE001 - whatever it is, the futures carry it
             error = failed
-    if launch.pool is not None and error is None:  # after an error another chunk may still write to it
-        launch.pool.give_back(launch.flat)
+        if launch.pool is not None and error is None:  # after an error another chunk may still write to it
+            launch.pool.give_back(flat)
     for bucket in launch.buckets:
         with _PENDING:
             bucket.pending -= 1
             bucket.error = bucket.error or error
             done = bucket.pending == 0
         if done:
-            bucket.times.reduced = time.perf_counter()
+            bucket.times.reduced = now
+            if bucket.future is None:
+                bucket.result()
+            assert bucket.future is not None
             bucket.future.set_result(bucket.flat if bucket.error is None else bucket.error)
 
 
@@ -182,6 +223,8 @@ class PhaseTotals:
         logical_nbytes: Bytes of gradient that this rank contributed to them.
         wire_nbytes: Bytes that this rank sent, headers not counted.
         seconds: From issuing a chunk's collectives to having their result, summed; phases of different chunks overlap.
+            On CUDA by events, in the steps that are timed, and from those for all calls.
+        timed_calls: Calls that `seconds` was measured for.
     """
 
     phase: int
@@ -191,6 +234,7 @@ class PhaseTotals:
     logical_nbytes: int = 0
     wire_nbytes: float = 0.0
     seconds: float = 0.0
+    timed_calls: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -199,17 +243,30 @@ class RunningLaunch:
 
     Attributes:
         launch: What is under way.
+        flat: What travels, in one piece.
         route: Its plan, and this rank's part in it.
         scale: Factor on every rank's contribution.
         flush: Travel dense, with what the compressor holds back added.
         pending: Chunks that have not ended.
+        ends: On CUDA, where the chunks that have ended stand on their streams.
     """
 
     launch: Launch
+    flat: Tensor
     route: Route
     scale: float
     flush: bool
     pending: int
+    ends: list[torch.cuda.Event] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _HeldChunk:
+    """On CUDA: a chunk whose all-gathers are issued behind the way up of the chunk that follows it."""
+
+    run: RunningLaunch
+    walk: Iterator[Hop]
+    number: int
 
 
 @dataclass(slots=True, eq=False)
@@ -231,6 +288,9 @@ class _Ended:
 @dataclass(slots=True)
 class _Totals:
     rows: dict[tuple[int, str, str], PhaseTotals] = field(default_factory=dict)
+    issued: list[tuple[PhaseTotals, int, Mark, Mark]] = field(default_factory=list)
+    """On CUDA: (row, calls, began, ended) of the step before this one, to be read."""
+    being_issued: list[tuple[PhaseTotals, int, Mark, Mark]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -245,6 +305,11 @@ class Executor:
         compressor: Used by the phases that name one.
         board: Where ranks that survive a failure exchange what they saw.
         streams: On CUDA; None issues everything from the threads of the lanes.
+        clock: Tells when phases begin and end.
+
+    Attributes:
+        timing: Whether phases are timed from now on; on a CPU they always are.
+        checking: Whether the averages of compressed launches are looked at for what is not finite: see `extremes`.
     """
 
     def __init__(
@@ -256,7 +321,10 @@ class Executor:
         compressor: Compressor | None,
         board: FailureBoard,
         streams: SideStreams | None = None,
+        clock: Clock | None = None,
     ) -> None:
+        self.timing = True
+        self.checking = False
         self._name = name
         self._groups = groups
         self._rank = rank
@@ -265,6 +333,10 @@ class Executor:
         self._compressor = compressor
         self._board = board
         self._streams = streams
+        self._clock = clock or HostClock()
+        self._held: _HeldChunk | None = None
+        self._issued = 0
+        self._extremes: list[Tensor] = []
         self._lanes = Lanes()
         self._threads: list[threading.Thread] = []
         self._failure: CollectiveError | None = None
@@ -272,7 +344,7 @@ class Executor:
         self._lock = threading.Lock()
         self._diagnosing = threading.Lock()
 
-    def start(self, launch: Launch, route: Route, scale: float, flush: bool) -> None:
+    def start(self, launch: Launch, route: Route, scale: float, flush: bool, *, hold: bool = False) -> None:
         """Starts an all-reduce; returns at once. All ranks start the same ones in the same order.
 
         Args:
@@ -280,17 +352,33 @@ class Executor:
             route: Its plan, and this rank's part in it.
             scale: Factor on every rank's contribution, applied before anything is narrowed.
             flush: Travel dense, with what the compressor holds back added.
+            hold: On CUDA the last all-gathers may wait until another launch has started, or `release` is called.
 
         Raises:
             RuntimeError: The executor is closed.
+            CollectiveError: On CUDA: a launch before this one has failed.
+            torch.OutOfMemoryError: There is no memory to join buckets in, or on CUDA for a phase; the stream that
+                computes then waits for what was issued before, and whoever catches the error may use the gradients.
         """
-        run = RunningLaunch(launch, route, scale, flush, len(route.chunks))
-        walks = [self.walk(run, chunk) for chunk in route.chunks]
         if self._streams is not None:
-            issue_at_once(self._streams, launch, walks)
+            self._issue_now(self._streams, launch, route, scale, flush, hold)
             return
+        run = RunningLaunch(launch, pack(launch), route, scale, flush, len(route.chunks))
+        walks = [self.walk(run, chunk) for chunk in route.chunks]
         for walk in walks:
             self._submit(_ChunkJob(walk, route.lanes, run=run))
+
+    def release(self) -> None:
+        """Issues what `start` has held back; all ranks, at the same point of the sequence of launches."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._issue_rest(held)
+        self._issued = 0  # the same bucket travels on the same stream in each step
+
+    def extremes(self) -> list[Tensor]:
+        """On CUDA, 0-dim: least and largest average of each compressed launch since the last call. `release` first."""
+        extremes, self._extremes = self._extremes, []
+        return extremes
 
     def migrate(self, layout: Layout, route: Route, device: torch.device) -> None:
         """Starts to move compression state inside this node, for a bucket whose parameters travel in a new layout.
@@ -306,15 +394,30 @@ class Executor:
             return
         walk = self._migrate(self._compressor, layout, route.compressed_shards(), device)
         if self._streams is not None:
-            for _ in walk:
-                pass
+            self.release()
+            with self._streams.alone():
+                for _ in walk:
+                    pass
         else:
             self._submit(_ChunkJob(walk, name="migration of compression state"))
 
     def totals(self) -> tuple[PhaseTotals, ...]:
-        """What has travelled so far, in the order of the phases."""
+        """What has travelled so far, in the order of the phases. On CUDA waits for what was issued."""
+        for _ in range(2):
+            self.read_times()
         with self._totals.lock:
-            return tuple(replace(row) for _, row in sorted(self._totals.rows.items()))
+            return tuple(
+                replace(row, seconds=row.seconds * row.calls / max(row.timed_calls, 1))
+                for _, row in sorted(self._totals.rows.items())
+            )
+
+    def read_times(self) -> None:
+        """On CUDA: reads the times of the phases that were issued before the last call: the device has passed them."""
+        totals = self._totals
+        passed, totals.issued, totals.being_issued = totals.issued, totals.being_issued, []
+        for row, calls, began, ended in passed:
+            row.seconds += self._clock.between(began, ended)
+            row.timed_calls += calls
 
     def close(self) -> None:
         """Ends all lanes when the launches under way have ended; later launches fail.
@@ -371,7 +474,7 @@ class Executor:
         Args:
             run: The launch; elements `chunk.start` to `chunk.stop` of its `flat` (1-D, any dtype that the transports
                 sum) are replaced by the scaled sum over all ranks, in place. In a compressed phase they go through
-                float32. The last chunk to end completes the launch, on a CPU.
+                float32. On a CPU the last chunk to end completes the launch.
             chunk: Which run of elements, and this rank's transfers.
 
         Raises:
@@ -379,10 +482,10 @@ class Executor:
         """
         if self._failure is not None:
             raise self._failure.with_traceback(None)  # the frames of earlier launches hold their tensors
-        flat, scale = run.launch.flat, run.scale
+        flat, scale = run.flat, run.scale
         lane: Lane = (0, 0)
         for index, part in enumerate(chunk.parts):
-            began = time.perf_counter()
+            began = self._clock.now() if self.timing else None
             if scale != 1.0 and not part.whole_chunk:
                 flat[chunk.start : chunk.stop].mul_(scale)
                 scale = 1.0
@@ -395,14 +498,15 @@ class Executor:
                 lane = (index + 1, 0)
                 yield Hop(lane, ended.works)
                 ended.works.clear()  # they hold the buffers that were received
-            self._count(index, part, flat.element_size(), time.perf_counter() - began, ended.sent_nbytes)
+            self._count(index, part, flat.element_size(), began, ended.sent_nbytes)
         if scale != 1.0:  # a single rank: its plan has no phases
             flat[chunk.start : chunk.stop].mul_(scale)
-        with self._lock:
-            run.pending -= 1
-            last = run.pending == 0
-        if last and self._streams is None:
-            finish(run.launch, None)
+        if self._streams is None:
+            with self._lock:
+                run.pending -= 1
+                last = run.pending == 0
+            if last:
+                finish(run.launch, run.flat, None, self._clock.now())
 
     def _exact(
         self, flat: Tensor, part: PhasePart, lane: Lane, index: int, scale: float
@@ -423,7 +527,7 @@ class Executor:
         """The compressed phase: this rank's shards go through the compressor side by side, each round in a lane."""
         compressor, (transfers,) = self._compressor, part.steps
         assert compressor is not None
-        shards = [run.launch.flat[transfer.start : transfer.stop] for transfer in transfers]
+        shards = [run.flat[transfer.start : transfer.stop] for transfer in transfers]
         wide = [_contribution(shard, scale) for shard in shards]
         running: list[tuple[tuple[int, ...], Iterator[Request]]] = []
         for transfer, layout, shard in zip(transfers, part.layouts, wide, strict=True):
@@ -464,6 +568,88 @@ class Executor:
         migrate(compressor, layout, shards, node, device)
         yield from ()
 
+    def _issue_now(
+        self, streams: SideStreams, launch: Launch, route: Route, scale: float, flush: bool, hold: bool
+    ) -> None:
+        """Issues a launch on CUDA, behind what is on the current stream now; the host waits for nothing.
+
+        Each chunk goes its way up at once: all phases up to the one that ends its reduction. Its way down, the
+        all-gathers, is issued behind the way up of the chunk after it, also where that is of the next bucket. Each
+        communicator runs its collectives in the order of issue, so otherwise the next chunk would wait, inside the
+        node, for this one to come back from the network, and the network would idle meanwhile.
+
+        The order is that of chunks and phases alone. How many rounds a compressor needs differs between the ranks of a
+        node (a dense rule, an empty shard) and does not matter: no collective of another chunk comes in between.
+        """
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        if route.direct and not self.timing and self._issue_alone(launch, route, scale):
+            return
+        numbers = range(self._issued, self._issued + len(route.chunks))
+        self._issued += len(numbers)
+        last = numbers[-1] if numbers else self._issued
+        try:
+            streams.begin((*numbers, last), launch.parts)
+            with streams.of(last):
+                run = RunningLaunch(launch, pack(launch), route, scale, flush, len(route.chunks))
+            if len(launch.parts) > 1:
+                # The memory of joined buckets belongs to the last chunk's stream, which all others end before.
+                packed = streams.mark(last)
+                for number in numbers[:-1][:STREAMS]:
+                    streams.wait(number, (packed,))
+            for number, chunk in zip(numbers, route.chunks, strict=True):
+                walk = self.walk(run, chunk)
+                with streams.of(number):
+                    _advance(walk, route.turn)
+                before, self._held = self._held, _HeldChunk(run, walk, number)
+                if before is not None:
+                    self._issue_rest(before)
+            if not numbers:
+                with streams.of(last):
+                    finish(launch, run.flat, None, self._now())
+            elif not hold or route.turn == len(route.plan.phases):
+                held, self._held = self._held, None
+                if held is not None:
+                    self._issue_rest(held)
+        except BaseException:
+            self._held = None
+            streams.rejoin()
+            raise
+
+    def _issue_alone(self, launch: Launch, route: Route, scale: float) -> bool:
+        """Issues one all-reduce of a whole bucket as torch's own hook does; False where it travels otherwise.
+
+        Nothing is gained here, so nothing may be lost: no stream, no event and no future but the collective's own.
+        """
+        (bucket, *others), (chunk,) = launch.buckets, route.chunks
+        if others or bucket.future is not None or launch.parts[0] is not bucket.flat:
+            return False
+        (part,) = chunk.parts
+        for transfer in part.steps[0]:
+            work = self._issue(bucket.flat, transfer, (0, 0), scale)
+            assert isinstance(work, Waiting)
+            bucket.future = cast(Open, work.future())
+            self._count(0, part, bucket.flat.element_size(), None, 0.0)
+        return bucket.future is not None
+
+    def _issue_rest(self, held: _HeldChunk) -> None:
+        """Issues a chunk's way down, and ends its launch behind all of its chunks."""
+        assert self._streams is not None
+        run = held.run
+        with self._streams.of(held.number):
+            _advance(held.walk, len(run.route.plan.phases) + 1)
+            run.pending -= 1
+            if run.pending:
+                run.ends.append(self._streams.mark(held.number))
+                return
+            self._streams.wait(held.number, run.ends)
+            if self.checking and run.launch.layout is not None:
+                self._extremes += torch.aminmax(run.flat) if run.flat.numel() else ()
+            finish(run.launch, run.flat, None, self._now())
+
+    def _now(self) -> Mark | None:
+        return self._clock.now() if self.timing else None
+
     def _fail(self, job: _ChunkJob, lane: Lane, error: BaseException) -> None:
         """Ends a job that has failed, and with the first one everything that comes after it."""
         with self._diagnosing:  # a lane that fails because of the first failure takes its diagnosis
@@ -496,9 +682,11 @@ class Executor:
             first = job.run.pending > 0
             job.run.pending = -1
         if first:
-            finish(job.run.launch, error)
+            finish(job.run.launch, job.run.flat, error, None)
 
-    def _count(self, index: int, part: PhasePart, element_nbytes: int, seconds: float, sent_nbytes: float) -> None:
+    def _count(
+        self, index: int, part: PhasePart, element_nbytes: int, began: Mark | None, sent_nbytes: float
+    ) -> None:
         phase = part.phase
         level = "all ranks" if phase.whole else self._level_names[phase.level]
         key = (index, phase.op, level)
@@ -506,49 +694,23 @@ class Executor:
             row = self._totals.rows.get(key)
             if row is None:
                 row = self._totals.rows[key] = PhaseTotals(*key)
-            row.seconds += seconds
+            if isinstance(began, float):
+                row.seconds += time.perf_counter() - began
+                row.timed_calls += part.shards
+            elif began is not None:
+                self._totals.being_issued.append((row, part.shards, began, self._clock.now()))
             row.calls += part.shards
             row.logical_nbytes += part.logical_numel * element_nbytes
             row.wire_nbytes += part.sent_numel * element_nbytes + sent_nbytes
 
 
-def issue_at_once(streams: SideStreams, launch: Launch, walks: Sequence[Iterator[Hop]]) -> None:
-    """Issues all phases of all chunks behind what is on the current stream now; the host waits for nothing.
-
-    Collectives are issued in one order on all ranks, whatever the GPUs are doing: each chunk starts one round after the
-    chunk before it, so that one is between the nodes while the next one is summed inside them.
-
-    Args:
-        streams: The chunks take turns on them.
-        launch: What travels; its buckets are completed behind everything that was issued.
-        walks: A generator for each chunk, which issues one phase up to the hop that it yields.
-
-    Raises:
-        torch.OutOfMemoryError: A phase has found no memory. The current stream then waits for what was issued before:
-            whoever catches the error may use the gradients at once.
-    """
-    streams.begin(launch.flat, *(bucket.flat for bucket in launch.buckets))
-    coming = deque(enumerate(walks))
-    running: list[tuple[int, Iterator[Hop]]] = []
-    try:
-        while coming or running:
-            if coming:
-                running.append(coming.popleft())
-            running = [(number, walk) for number, walk in running if _turn(streams, number, walk)]
-    except BaseException:
-        streams.rejoin()
-        raise
-    with streams.last():
-        finish(launch, None)
-
-
-def _turn(streams: SideStreams, number: int, walk: Iterator[Hop]) -> bool:
-    """Takes a chunk one phase forward; whether it goes on."""
-    with streams.of(number):
-        hop = next(walk, None)
-        for work in hop.works if hop else ():
+def _advance(walk: Iterator[Hop], phase: int) -> None:
+    """Takes a chunk forward on the current stream, to the phase of that index or to its end."""
+    for hop in walk:
+        for work in hop.works:
             work.wait()
-        return hop is not None
+        if hop.lane[0] >= phase:
+            return
 
 
 def _contribution(shard: Tensor, scale: float) -> Tensor:

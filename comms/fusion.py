@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from gradwire.comms.execute import Bucket, Launch, Pool
@@ -97,16 +96,13 @@ class Fusion:
             self._take_up(plan)
 
     def add(self, bucket: Bucket) -> list[Launch]:
-        """Takes in a bucket; joined buckets are copied into a buffer of their own, none of them is changed.
+        """Takes in a bucket; nothing is copied or changed before a launch starts.
 
         Args:
             bucket: Buckets of one dtype and device may be joined, if all or none of them have a layout.
 
         Returns:
             What is to be launched now, in this order: nothing, as long as the plan ends no transfer here.
-
-        Raises:
-            torch.OutOfMemoryError: There is no memory for the buffer; the gradients are as they were.
         """
         launches = self._join() if self._waiting and not _alike(self._waiting[0], bucket) else []
         self._waiting.append(bucket)
@@ -142,21 +138,17 @@ class Fusion:
     def _pieces(self, bucket: Bucket) -> list[Launch]:
         runs = self._plan.pieces(bucket.flat)
         if len(runs) == 1:
-            return [Launch(bucket.flat, bucket.layout, (bucket,))]
+            return [Launch((bucket.flat,), bucket.layout, (bucket,))]
         bucket.pending = len(runs)
         return [
-            Launch(bucket.flat[start:stop], bucket.layout.cut(start, stop) if bucket.layout else None, (bucket,))
+            Launch((bucket.flat[start:stop],), bucket.layout.cut(start, stop) if bucket.layout else None, (bucket,))
             for start, stop in runs
         ]
 
     def _joined(self, group: list[Bucket]) -> Launch:
-        flats = [bucket.flat for bucket in group]
-        buffer = self._pool.take(sum(flat.numel() for flat in flats), flats[0])
-        torch.cat(flats, out=buffer)
         layouts = tuple(bucket.layout for bucket in group if bucket.layout is not None)
         layout = _joined_layout(layouts) if len(layouts) == len(group) else None
-        sources = torch.split(buffer, [flat.numel() for flat in flats])
-        return Launch(buffer, layout, group, list(zip(sources, flats, strict=True)), self._pool)
+        return Launch([bucket.flat for bucket in group], layout, group, self._pool)
 
 
 def _alike(first: Bucket, other: Bucket) -> bool:

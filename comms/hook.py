@@ -26,7 +26,7 @@ from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, LossScaler
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket, FutureTensor, Launch, unwrap
+from gradwire.comms.execute import Bucket, FutureTensor, Launch
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.plan.advise import BUCKET_NBYTES
@@ -39,6 +39,10 @@ log = logging.getLogger("gradwire")
 
 FUSION_TIMEOUT = timedelta(seconds=30)
 """How long `fuse()` waits for the other ranks to ask for the same."""
+
+TIMED_FROM, TIMED_UNTIL, TIMED_EVERY, STEPS_IN_A_ROW = 3, 23, 100, 3
+"""Steps whose events `report()` and `advise()` go by on CUDA, where events cost host time: 20 of the first ones, then 3
+in a hundred. Their uncompressed buckets travel beside the stream that computes even where one all-reduce is all."""
 
 PYTHON_REDUCER = (
     'torch.compile with optimize_ddp="python_reducer" calls the hook once a parameter from inside a compiled '
@@ -81,10 +85,10 @@ class _Connection:
         if config.learns_cuts or config.probe:
             probe(self.communicator, self._consensus(store, f"probe/{name}", config.timeout))
         self.communicator.routes.settle(threshold_nbytes or BUCKET_NBYTES)
-        self.watch = StepWatch()
+        self.watch = StepWatch(self.communicator.clock)
         self.tuning: Tuning | None = None
         if config.learns_cuts:
-            self.tuning = Tuning(self.communicator, self.fusion, store, name, fingerprint(names.shapes))
+            self.tuning = Tuning(self.communicator, self.fusion, store, name, fingerprint(names.shapes), clock=self.communicator.clock)
 
     def _consensus(self, store: Store, name: str, timeout: timedelta) -> Consensus:
         own = PollingStore(store, self._config.timeout)
@@ -126,6 +130,7 @@ class HookState:
         self._connection: _Connection | None = None
         self._in_step = False
         self._in_backward = False
+        self._timed = True
         self._buckets: list[Bucket] = []
         self._transfers: list[Layout] = []
         self._resume: Resume | None = None
@@ -183,7 +188,13 @@ class HookState:
         Safe with `torch.load(weights_only=True)` and torch.distributed.checkpoint. Empty without a compressor,
         and before the state has a model or has seen a bucket.
         """
-        return self._compressed().state_dict() if self._compresses else {}
+        if not self._compresses:
+            return {}
+        connection = self._connected("state_dict()")
+        with connection.communicator.alone():
+            state = self._compressed().state_dict()
+        connection.communicator.rejoin()
+        return state
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
         """Restores what `state_dict` returned on this rank; training goes on bit for bit.
@@ -195,7 +206,9 @@ class HookState:
             ValueError: The state is of another model, compressor, rank or world size; nothing was changed.
         """
         if state or self._compresses:
-            self._compressed().load_state_dict(state)
+            compression, communicator = self._compressed(), self._connected("load_state_dict()").communicator
+            with communicator.alone():
+                compression.load_state_dict(state)
 
     def close(self) -> None:
         """Ends the threads and releases shared memory; happens by itself when the state is collected or at exit."""
@@ -220,13 +233,13 @@ class HookState:
         if connection.compression is not None:
             parameters = tuple(map(id, bucket.parameters()))
             layout = self.names.layouts.get(parameters) or self.names.layout(bucket)
-        arrived = Bucket.of(flat, layout)
+        arrived = Bucket.of(flat, layout, connection.communicator.clock.now() if self._timed else None)
         self._buckets.append(arrived)
         if self._resume is not None and layout is not None:
             self._resume.add(arrived)
         else:
             self._launch(connection, connection.fusion.add(arrived))
-        return arrived.future.then(unwrap)
+        return arrived.result()
 
     def advise(self, optimizer: str = "sgd") -> JobAdvice:
         """Recommends a plan and a compressor, from what this rank has measured, and says what could be gained at most.
@@ -283,8 +296,14 @@ class HookState:
     def _begin_step(self, connection: _Connection) -> None:
         self._in_step = True
         self._in_backward = queue_end_of_backward(self._end_step)
+        communicator = connection.communicator
+        if communicator.device.type == "cuda":
+            communicator.executor.timing = is_timed(self.steps)
+        self._timed = connection.tuning is not None or communicator.executor.timing
         if connection.compression is not None:
-            connection.compression.begin_step()
+            if connection.compression.follows_scaler:
+                with communicator.alone():
+                    connection.compression.begin_step()
             saved = connection.compression.take_saved_transfers()
             self._resume = None if saved is None else Resume(saved)
 
@@ -295,7 +314,8 @@ class HookState:
         for launch in launches:
             if launch.layout is not None:
                 self._transfers.append(launch.layout)
-            connection.communicator.start(launch, scale=scale, flush=compression is not None and compression.flushing)
+            flush = compression is not None and compression.flushing
+            connection.communicator.start(launch, scale=scale, flush=flush, hold=True)
 
     def _end_step(self) -> None:
         """Runs once at the end of each backward pass, on all ranks at the same point of the sequence of buckets."""
@@ -306,14 +326,24 @@ class HookState:
         if self._resume is not None:
             self._launch(connection, self._resume.end_step())
             self._resume = None
+        communicator = connection.communicator
+        communicator.executor.release()
+        communicator.executor.read_times()
         buckets, self._buckets = self._buckets, []
         transfers, self._transfers = self._transfers, []
         if connection.compression is not None:
-            connection.compression.end_step(buckets, transfers)
+            if communicator.device.type == "cuda":
+                with communicator.alone():
+                    connection.compression.end_step_on_device(communicator.executor.extremes(), transfers)
+            else:
+                connection.compression.end_step(buckets, transfers)
         times = [bucket.times for bucket in buckets]
-        connection.watch.step_ended(times)
+        if communicator.executor.timing:
+            connection.watch.step_ended(times)
+        else:
+            connection.watch.step_passed()
         if connection.tuning is not None:
-            connection.tuning.step_ended([each.arrived for each in times])
+            connection.tuning.step_ended([each.arrived for each in times if each.arrived is not None])
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HookState":
         """A copy of a DDP model loses its hook; its state starts anew, unbound, and says so."""
@@ -326,6 +356,15 @@ class HookState:
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the configuration alone: threads and connections stay with the process."""
         return _restore, (self.config,)
+
+
+def is_timed(step: int) -> bool:
+    """Whether a step on CUDA is timed: two in a row give a step's length, the first ones hold start-up.
+
+    Args:
+        step: Backward passes before this one.
+    """
+    return TIMED_FROM <= step < TIMED_UNTIL or step % TIMED_EVERY < STEPS_IN_A_ROW
 
 
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

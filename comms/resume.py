@@ -85,11 +85,8 @@ class Resume:
         return [self._launch(layout) for layout in transfers]
 
     def _launch(self, layout: Layout) -> Launch:
-        """The gradients of one transfer in a buffer of their own."""
-        runs = [run for piece in layout.slices for run in self._runs(piece)]
-        buffer = torch.cat(runs)
-        sources = torch.split(buffer, [run.numel() for run in runs])
-        return Launch(buffer, layout, self._buckets, list(zip(sources, runs, strict=True)))
+        """The gradients of one transfer, wherever they lie in the buckets."""
+        return Launch([run for piece in layout.slices for run in self._runs(piece)], layout, self._buckets)
 
     def _runs(self, piece: Slice) -> Iterator[Tensor]:
         """Where the elements of `piece` lie in the buckets, in order."""

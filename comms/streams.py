@@ -1,10 +1,15 @@
-"""On CUDA a bucket's chunks are issued at once, by turns on two side streams, so that their phases overlap.
+"""CUDA: two streams beside the one that computes, and the clock of the device. Nothing here makes the host wait.
 
-Nothing here makes the host wait. Each set of ranks has one communicator, whose collectives run in the order of issue.
+Everything is issued at once, from the thread that runs backward, and ordered by streams: a chunk's phases follow each
+other on one of two side streams, neighbouring chunks are on different ones. The caching allocator gives a block that
+was freed back to the stream that it was allocated on, so whatever is used on another stream is noted there with
+`record_stream`. Source: torch's notes on CUDA semantics, "Memory management" and `torch.Tensor.record_stream`.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,9 +17,93 @@ from torch import Tensor
 STREAMS = 2
 """One for the chunk between the nodes, one for the chunk inside them."""
 
+HIGH_PRIORITY = -1
+"""Of the side streams: what a codec computes is short, and the network waits for it."""
+
+Mark = float | torch.cuda.Event
+"""A moment: seconds on the host, or an event on a stream."""
+
+
+class Clock(Protocol):
+    """What tells when something happened to gradients."""
+
+    lag: int
+    """Steps after which `between` waits for nothing."""
+
+    @property
+    def now(self) -> Callable[[], Mark]:
+        """The moment that it is called at; on a device, at which everything before it on the current stream is done."""
+
+    def between(self, first: Mark, last: Mark) -> float:
+        """Seconds from one moment to another; waits for the device to reach both."""
+
+
+class HostClock:
+    """For work that is done when the host has done it.
+
+    Args:
+        now: Seconds that only grow.
+    """
+
+    lag = 0
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.now = now
+
+    def between(self, first: Mark, last: Mark) -> float:
+        """See `Clock.between`."""
+        assert isinstance(first, float)
+        assert isinstance(last, float)
+        return last - first
+
+
+class DeviceClock:
+    """For work on a CUDA device: events on its streams, read a step later.
+
+    Args:
+        device: A CUDA device.
+    """
+
+    lag = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> Mark:
+        """See `Clock.now`."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between(self, first: Mark, last: Mark) -> float:
+        """See `Clock.between`. Resolution 0.5 us."""
+        assert not isinstance(first, float)
+        assert not isinstance(last, float)
+        first.synchronize()
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
+
+
+class LateFlag:
+    """A bool of the device that the host reads later, when the device has long passed it.
+
+    Args:
+        flag: 0-dim bool on a CUDA device; copied behind what is on the current stream now.
+    """
+
+    def __init__(self, flag: Tensor) -> None:
+        self._host = torch.empty((), dtype=torch.bool, pin_memory=True)  # from torch's cache of pinned memory
+        self._host.copy_(flag, non_blocking=True)
+        self._copied = torch.cuda.current_stream(flag.device).record_event()
+
+    def read(self) -> bool:
+        """Its value; waits for the device where that has not come so far."""
+        self._copied.synchronize()
+        return bool(self._host)
+
 
 class SideStreams:
-    """Two streams beside the one that computes.
+    """Two streams of high priority beside the one that computes.
 
     Args:
         device: A CUDA device.
@@ -22,38 +111,55 @@ class SideStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams = [torch.cuda.Stream(device) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
+        self._streams = [torch.cuda.Stream(device, HIGH_PRIORITY) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
 
-    def begin(self, *tensors: Tensor) -> None:
-        """Puts the streams behind what is on the current stream now.
+    def begin(self, numbers: Iterable[int], tensors: Iterable[Tensor]) -> None:
+        """Puts the streams of some chunks behind what is on the current stream now.
 
         Args:
-            tensors: Used on the streams from now on; kept from reuse until both are through with them.
+            numbers: Of the chunks.
+            tensors: Used on those streams from now on; kept from reuse until they are through with them.
         """
         computing = torch.cuda.current_stream(self._device)
-        for stream in self._streams:
-            stream.wait_stream(computing)
+        arrived = computing.record_event()
+        for number in dict.fromkeys(number % STREAMS for number in numbers):
+            stream = self._streams[number]
+            stream.wait_event(arrived)
             for tensor in tensors:
                 tensor.record_stream(stream)
 
-    @contextmanager
-    def of(self, number: int) -> Iterator[None]:
+    def of(self, number: int) -> AbstractContextManager[object]:
         """Makes the stream of one chunk the current one.
 
         Args:
             number: Of the chunk.
         """
-        with torch.cuda.stream(self._streams[number % STREAMS]):
-            yield
+        return torch.cuda.stream(self._streams[number % STREAMS])
+
+    def mark(self, number: int) -> torch.cuda.Event:
+        """An event behind everything on the stream of one chunk."""
+        event: torch.cuda.Event = self._streams[number % STREAMS].record_event()
+        return event
+
+    def wait(self, number: int, events: Iterable[torch.cuda.Event]) -> None:
+        """Puts the stream of one chunk behind some events."""
+        for event in events:
+            self._streams[number % STREAMS].wait_event(event)
 
     @contextmanager
-    def last(self) -> Iterator[None]:
-        """Makes a stream the current one that is behind everything issued so far."""
-        last, *others = self._streams
+    def alone(self) -> Iterator[None]:
+        """Makes a stream the current one that is behind everything issued so far, and before what comes on the others.
+
+        The stream that computes goes on beside it: `rejoin` puts it behind.
+        """
+        first, *others = self._streams
+        first.wait_stream(torch.cuda.current_stream(self._device))
         for stream in others:
-            last.wait_stream(stream)
-        with torch.cuda.stream(last):
+            first.wait_stream(stream)
+        with torch.cuda.stream(first):
             yield
+        for stream in others:
+            stream.wait_stream(first)
 
     def rejoin(self) -> None:
         """Puts the current stream behind everything issued so far."""

@@ -1,9 +1,8 @@
 """What a running job shows about itself, and what to advise: how long a step is, and how long it waits for buckets."""
 
 import statistics
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,6 +10,7 @@ from gradwire.comms.execute import Times
 from gradwire.comms.plan.advise import Advice, Workload, advise
 from gradwire.comms.plan.codec_price import GPU_BYTES_PER_SECOND, codec_price, measured_price, square_layout
 from gradwire.comms.plan.cost import CodecPrice
+from gradwire.comms.streams import Clock, HostClock, Mark
 from gradwire.compressors import registry
 from gradwire.topology.cluster import Cluster
 
@@ -43,14 +43,14 @@ class StepWatch:
     """Watches the steps of one rank.
 
     Args:
-        clock: Seconds that only grow; the one that buckets carry the times of.
+        clock: The one that buckets carry the times of; the host's where None is given.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or HostClock()
         self._steps: deque[tuple[float, float, float]] = deque(maxlen=STEPS_KEPT)
-        self._ended: float | None = None
-        self._running: tuple[float, float, Sequence[Times]] | None = None
+        self._ended: Mark | None = None
+        self._running: tuple[Mark, Mark, Sequence[Times]] | None = None
 
     def step_ended(self, buckets: Sequence[Times]) -> None:
         """Notes the end of a backward pass.
@@ -60,14 +60,19 @@ class StepWatch:
         Args:
             buckets: Times of those of the step that ends now, in the order in which they arrived.
         """
-        now = self._clock()
-        if self._running is not None and self._ended is not None:
-            step, backward, reduced = self._running
-            exposed = max((bucket.reduced for bucket in reduced), default=0.0) - self._ended
-            self._steps.append((step, backward, max(exposed, 0.0)))
-        if self._ended is not None and buckets:
-            self._running = (now - self._ended, now - buckets[0].arrived, buckets)
+        now, between = self._clock.now(), self._clock.between
+        if self._running is not None:
+            before, ended, seen = self._running
+            exposed = [between(ended, bucket.reduced) for bucket in seen if bucket.reduced is not None]
+            if seen[0].arrived is not None:
+                backward = between(seen[0].arrived, ended)
+                self._steps.append((between(before, ended), backward, max([*exposed, 0.0])))
+        self._running = (self._ended, now, buckets) if self._ended is not None and buckets else None
         self._ended = now
+
+    def step_passed(self) -> None:
+        """Notes a step that was not timed: nothing is said about it, nor about the one before it."""
+        self._ended = self._running = None
 
     def observed(self) -> Observed | None:
         """Medians of the last steps; None before the third."""

@@ -16,9 +16,9 @@ optimization", AISTATS 2016.
 import csv
 import logging
 import statistics
-import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.fusion import Fusion
+from gradwire.comms.streams import Clock, HostClock, Mark
 
 log = logging.getLogger("gradwire")
 
@@ -44,7 +45,8 @@ class Budget:
     Attributes:
         settle_steps: Steps with equal buckets before anything is measured; DDP rebuilds its buckets after the first.
         profile_steps: Steps that arrivals are profiled for.
-        trial_steps: Steps of each setting in the first round; the first of them is not counted.
+        trial_steps: Steps of each setting in the first round.
+        uncounted_steps: Of those, how many at the beginning are not counted.
         confirm_turns: How often winner and incumbent take turns at the end.
         listen_steps: Steps between two looks at whether the step has grown.
         candidates: Settings tried at most, the incumbent included.
@@ -56,6 +58,7 @@ class Budget:
     settle_steps: int = 2
     profile_steps: int = 5
     trial_steps: int = 4
+    uncounted_steps: int = 1
     confirm_turns: int = 3
     listen_steps: int = 200
     candidates: int = 8
@@ -229,7 +232,7 @@ class Tuner:
         times = []
         for _ in range(steps):
             times.append((yield setting).seconds)
-        return statistics.median(times[1:] or times)
+        return statistics.median(times[self._budget.uncounted_steps :] or times)
 
     def _slowest(self, own: list[float]) -> list[float]:
         """For each measurement the slowest rank's."""
@@ -280,7 +283,7 @@ class Tuning:
         name: Unique among the models of this store, equal on all ranks.
         model: A digest of the model's parameters.
         budget: How many steps it may take.
-        clock: Seconds that only grow.
+        clock: The one that arrivals are given by; where it is a device's, each step is looked at a step later.
     """
 
     def __init__(
@@ -291,13 +294,17 @@ class Tuning:
         name: str,
         model: str,
         budget: Budget | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Clock | None = None,
     ) -> None:
         config, cluster = communicator.config, communicator.cluster
         self._communicator = communicator
         self._fusion = fusion
-        self._clock = clock
-        self._ended = clock()
+        self._clock = clock or HostClock()
+        self._ended = self._clock.now()
+        self._unread: deque[tuple[Mark, Mark, tuple[int, ...], Sequence[Mark]]] = deque()
+        lag = self._clock.lag
+        budget = budget or Budget()
+        budget = replace(budget, trial_steps=budget.trial_steps + lag, uncounted_steps=budget.uncounted_steps + lag)
         keeps = config.tune and communicator.rank == 0
         self._file = Path(config.tune_profile) if config.tune_profile and keeps else None
         self._key: dict[str, object] = {
@@ -326,17 +333,20 @@ class Tuning:
         )
         self._applied = incumbent
 
-    def step_ended(self, arrived: Sequence[float]) -> None:
+    def step_ended(self, arrived: Sequence[Mark]) -> None:
         """Takes in the step that has just ended and applies the setting of the next; every rank, after every step.
 
         Args:
             arrived: When each of its buckets arrived, by this object's clock.
         """
-        now = self._clock()
-        arrivals = tuple(each - arrived[0] for each in arrived)
-        seen = StepSeen(now - self._ended, self._fusion.last_sizes, arrivals)
+        now = self._clock.now()
+        self._unread.append((self._ended, now, self._fusion.last_sizes, arrived))
         self._ended = now
-        setting = self.tuner.step_ended(seen)
+        if len(self._unread) <= self._clock.lag:
+            return
+        before, ended, sizes, arrived = self._unread.popleft()
+        arrivals = tuple(self._clock.between(arrived[0], each) for each in arrived)
+        setting = self.tuner.step_ended(StepSeen(self._clock.between(before, ended), sizes, arrivals))
         if setting != self._applied:
             self._communicator.routes.choose(setting.plan, setting.chunks, "Chosen by the tuner.")
             self._fusion.change(setting.fusion)

@@ -30,6 +30,9 @@ class BackendWork(Protocol):
     def is_completed(self) -> bool:
         """Whether it is done, well or not."""
 
+    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
+        """Completed with the tensors that were changed."""
+
 
 class TorchGroup(Protocol):
     """The methods of torch's C++ process groups that gradwire calls, under the names of 2.11 to 2.14."""
@@ -98,6 +101,15 @@ def queue_end_of_backward(callback: Callable[[], None]) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def device_scale_of(scaler: object) -> Tensor | None:
+    """The scale of a torch.amp.GradScaler, 0-dim on its device; None where the host has it, and asks `get_scale()`.
+
+    `get_scale()` itself waits for the device.
+    """
+    scale = getattr(scaler, "_scale", None)
+    return scale if isinstance(scale, Tensor) and scale.is_cuda else None
 
 
 class GroupOptions(Protocol):

@@ -10,7 +10,7 @@ import torch
 from gradwire.comms.config import Config
 from gradwire.comms.plan.codec_price import GPU_BYTES_PER_SECOND, codec_price, wire_ratio
 from gradwire.comms.plan.cost import CodecPrice, sent_nbytes
-from gradwire.comms.plan.plan import Phase, Plan, Transfer
+from gradwire.comms.plan.plan import ALL_GATHER, Phase, Plan, Transfer
 from gradwire.comms.plan.planner import plan_all_reduce, with_reason
 from gradwire.comms.plan.schedule import Partition, Schedule, even_partition, executable
 from gradwire.compressors.base import Compressor, Layout
@@ -73,11 +73,15 @@ class Route:
         plan: What is done.
         chunks: The pieces that the bucket is cut into, in order.
         lanes: The lanes that each chunk visits on every rank: one more after each asynchronous phase.
+        turn: Phases of the way up: behind them come all-gathers alone.
+        direct: Whether all of it is one all-reduce over all ranks, as without a plan.
     """
 
     plan: Plan
     chunks: tuple[Chunk, ...]
     lanes: tuple[tuple[int, int], ...]
+    turn: int
+    direct: bool
 
     def compressed_shards(self) -> list[tuple[int, int]]:
         """The runs of elements that this rank compresses."""
@@ -159,7 +163,9 @@ class Routes(dict[RouteKey, Route]):
             for start, stop in pairwise(partition(0, numel, plan.chunks))
         )
         hops = [(number + 1, 0) for number, phase in enumerate(plan.phases) if phase.asynchronous]
-        return Route(plan, chunks, ((0, 0), *hops))
+        turn = max((number for number, phase in enumerate(plan.phases, 1) if phase.op != ALL_GATHER), default=0)
+        direct = len(chunks) == len(plan.phases) == 1 and plan.phases[0].whole and not plan.phases[0].compressor
+        return Route(plan, chunks, ((0, 0), *hops), turn, direct)
 
     def choose(self, plan: str, chunks: int, why: str) -> None:
         """Takes one plan for every size from the next bucket on.

@@ -125,8 +125,8 @@ class TorchTransport:
         issue = getattr(self._group, ALL_TO_ALL_SINGLE)
         return self._pending(issue(output, source, output_splits, source_splits, dist.AllToAllOptions()))
 
-    def _pending(self, work: BackendWork) -> "_Waiting":
-        return _Waiting(work, self._alarm)
+    def _pending(self, work: BackendWork) -> "Waiting":
+        return Waiting(work, self._alarm)
 
 
 class GlooTransport(TorchTransport):
@@ -224,8 +224,12 @@ class Works:
             work.wait()
 
 
-class _Waiting:
+class Waiting:
     """A torch Work under gradwire's protocol."""
+
+    def future(self) -> torch.futures.Future[Tensor]:
+        """Completed with the collective's only tensor, as torch's own comm hooks do it."""
+        return self._work.get_future().then(_only)
 
     def __init__(self, work: BackendWork, alarm: Alarm | None) -> None:
         self._work = work
@@ -246,6 +250,11 @@ class _Waiting:
                     raise PeerError(reason) from None
             else:
                 return
+
+
+def _only(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+    (tensor,) = done.value()
+    return tensor
 
 
 class SlicesToSum:

@@ -76,7 +76,7 @@ class Rank:
             flat = torch.cat([gradients[name] for name in names])
             bucket = Bucket.of(flat, layout)
             self.communicator.start(
-                Launch(flat, layout, (bucket,)), scale=1 / self.communicator.size, flush=self.compression.flushing
+                Launch((flat,), layout, (bucket,)), scale=1 / self.communicator.size, flush=self.compression.flushing
             )
             waiting.append(bucket)
             results[tuple(names)] = flat

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire.comms import execute
 from gradwire.comms.bootstrap.failure import CollectiveError
-from gradwire.comms.execute import Bucket, Executor, FutureTensor, Launch, Pool, finish, unwrap
+from gradwire.comms.execute import Bucket, Executor, FutureTensor, Launch, Pool, finish
 from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan, Transfer
 from gradwire.comms.plan.routes import Chunk, PhasePart, Route
@@ -90,12 +90,12 @@ class Rig:
         self.groups[(0, 0), (0,)].script += steps
 
     def start(self, launch: Launch, chunks: int = 1) -> None:
-        self.executor.start(launch, route(launch.flat.numel(), chunks), 1.0, False)
+        self.executor.start(launch, route(launch.numel, chunks), 1.0, False)
 
     def all_reduce(self, flat: Tensor, chunks: int = 1) -> FutureTensor:
         bucket = Bucket.of(flat)
-        self.start(Launch(flat, None, (bucket,)), chunks)
-        return bucket.future.then(unwrap)
+        self.start(Launch((flat,), None, (bucket,)), chunks)
+        return bucket.result()
 
 
 def route(numel: int, chunks: int) -> Route:
@@ -110,6 +110,8 @@ def route(numel: int, chunks: int) -> Route:
         Plan("flat", (phase, phase), chunks, 4 * numel, 0.0, {}, ""),
         tuple(Chunk(start, stop, (part, part)) for (start, stop), part in zip(pairwise(cuts), parts, strict=True)),
         ((0, 0), (1, 0), (2, 0)),
+        turn=2,
+        direct=False,
     )
 
 
@@ -162,16 +164,16 @@ def test_a_chunk_that_fails_ends_its_launch_while_others_are_under_way(rig: Rig)
     gate, pool = Gate(), Pool()
     rig.script(gate, RuntimeError("the wire is cut"))
     bucket = Bucket.of(torch.ones(6))
-    launch = Launch(pool.take(6, bucket.flat).fill_(1.0), None, (bucket,), [], pool)
-    launch.returns = [(launch.flat, bucket.flat)]
-    rig.start(launch, chunks=2)
+    memory = pool.take(6, bucket.flat)
+    pool.give_back(memory)
+    rig.start(Launch([bucket.flat[:2], bucket.flat[2:]], None, (bucket,), pool), chunks=2)
     with pytest.raises(RuntimeError, match="all_reduce intra_node failed: the wire is cut"):
-        bucket.future.then(unwrap).wait()
+        bucket.result().wait()
     assert torch.equal(bucket.flat, torch.ones(6))
     gate.opened.set()
     with pytest.raises(RuntimeError, match="the wire is cut"):
         rig.all_reduce(torch.ones(3)).wait()
-    assert pool.take(6, bucket.flat).data_ptr() != launch.flat.data_ptr()  # the first chunk may have written to it
+    assert pool.take(6, bucket.flat).data_ptr() != memory.data_ptr()  # the first chunk may have written to it
     assert rig.board.asked == 1
 
 
@@ -181,13 +183,13 @@ def test_a_bucket_in_pieces_waits_for_all_of_them_and_takes_the_error_of_one(rig
     bucket = Bucket.of(torch.ones(6))
     bucket.pending = 2
     for start in (0, 3):
-        rig.start(Launch(bucket.flat[start : start + 3], None, (bucket,)))
+        rig.start(Launch((bucket.flat[start : start + 3],), None, (bucket,)))
     with pytest.raises(RuntimeError, match="the wire is cut"):
         rig.all_reduce(torch.ones(3)).wait()  # behind the piece that fails
-    assert not bucket.future.done()
+    assert bucket.future is not None and not bucket.future.done()
     gate.opened.set()
     with pytest.raises(RuntimeError, match="the wire is cut"):
-        bucket.future.then(unwrap).wait()
+        bucket.result().wait()
 
 
 def test_lanes_that_fail_together_ask_the_other_ranks_once(rig: Rig) -> None:
@@ -212,10 +214,10 @@ def test_a_failure_is_heard_of_even_where_asking_fails(rig: Rig) -> None:
 
 
 def test_averages_that_cannot_be_copied_back_are_an_error_of_the_bucket() -> None:
-    bucket, flat = Bucket.of(torch.ones(3)), torch.ones(4)
-    finish(Launch(flat, None, (bucket,), [(flat, bucket.flat)]), None)
+    bucket = Bucket.of(torch.ones(3))
+    finish(Launch([bucket.flat[:1], bucket.flat[1:]], None, (bucket,)), torch.ones(4), None, None)
     with pytest.raises(RuntimeError, match="size"):
-        bucket.future.then(unwrap).wait()
+        bucket.result().wait()
 
 
 def test_a_bucket_that_has_ended_is_not_kept_alive(rig: Rig) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket, FutureTensor, Launch, finish, unwrap
+from gradwire.comms.execute import Bucket, FutureTensor, Launch, finish, pack
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.compressors.base import Layout, Slice
 from support.threads import run_ranks
@@ -24,26 +24,26 @@ class Wire:
 
     def __init__(self, plan: FusionPlan) -> None:
         self.fusion = Fusion(plan)
-        self.flying: list[Launch] = []
+        self.flying: list[tuple[Launch, Tensor]] = []
 
     def add(self, flat: Tensor, layout: Layout | None = None) -> FutureTensor:
         bucket = Bucket.of(flat, layout)
-        self.flying += self.fusion.add(bucket)
-        return bucket.future.then(unwrap)
+        self.flying += [(launch, pack(launch)) for launch in self.fusion.add(bucket)]
+        return bucket.result()
 
     def end_step(self) -> None:
-        self.flying += self.fusion.end_step()
+        self.flying += [(launch, pack(launch)) for launch in self.fusion.end_step()]
 
     def deliver(self, error: Exception | None = None) -> None:
-        for launch in self.flying:
+        for launch, flat in self.flying:
             if error is None:
-                launch.flat.mul_(2)
-            finish(launch, error)
+                flat.mul_(2)
+            finish(launch, flat, error, None)
         self.flying.clear()
 
 
 def flying(wire: Wire) -> list[Tensor]:
-    return [launch.flat for launch in wire.flying]
+    return [flat for _, flat in wire.flying]
 
 
 def buckets(sizes: list[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -147,7 +147,7 @@ def test_dtypes_do_not_mix_and_layouts_are_joined() -> None:
     wire.add(torch.ones(4, dtype=torch.bfloat16), one)
     wire.end_step()
     assert [flat.dtype for flat in flying(wire)] == [torch.float32, torch.bfloat16]
-    layout = wire.flying[0].layout
+    layout = wire.flying[0][0].layout
     assert layout is not None
     assert [(piece.name, piece.start) for piece in layout.slices] == [("a", 0), ("b", 4)]
 
@@ -208,7 +208,7 @@ def test_no_plan_changes_a_bit(nodes: str) -> None:
                 for launch in launches + fusion.end_step():
                     communicator.start(launch, scale=0.25)
                 for bucket in waiting:
-                    bucket.future.then(unwrap).wait()
+                    bucket.result().wait()
                 results.append(torch.cat(flats))
         finally:
             communicator.close()

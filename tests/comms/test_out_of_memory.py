@@ -12,7 +12,7 @@ from gradwire.comms import execute
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.bootstrap.store import PollingStore
-from gradwire.comms.execute import Bucket, Executor, Launch, RunningLaunch
+from gradwire.comms.execute import Bucket, Executor, Launch, RunningLaunch, pack
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.lanes import Hop
 from gradwire.comms.plan.plan import ALL_REDUCE, REDUCE_SCATTER, Phase, Plan, Transfer
@@ -58,7 +58,7 @@ def test_joined_buckets_survive(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not fusion.add(Bucket.of(flat))
     monkeypatch.setattr(torch, "empty", no_memory)
     with pytest.raises(torch.OutOfMemoryError):
-        fusion.end_step()
+        pack(*fusion.end_step())
     assert all(torch.equal(flat, copy) for flat, copy in zip(flats, before, strict=True))
 
 
@@ -77,8 +77,9 @@ def run_of(
     part = PhasePart(phase, ((transfer,),), layouts, True, 1, flat.numel(), 0.0)
     chunk = Chunk(0, flat.numel(), (part,))
     plan = Plan("flat", (phase,), 1, flat.nbytes, 0.0, {}, "")
-    launch = Launch(flat, None, (Bucket.of(flat),))
-    return RunningLaunch(launch, Route(plan, (chunk,), ((0, 0), (1, 0))), 1 / SIZE, flush, 1), chunk
+    launch = Launch((flat,), None, (Bucket.of(flat),))
+    route = Route(plan, (chunk,), ((0, 0), (1, 0)), turn=1, direct=False)
+    return RunningLaunch(launch, flat, route, 1 / SIZE, flush, 1), chunk
 
 
 @pytest.fixture

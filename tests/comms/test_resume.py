@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.comms.execute import Bucket, FutureTensor, finish, unwrap
+from gradwire.comms.execute import Bucket, FutureTensor, finish, pack
 from gradwire.comms.resume import Resume, from_rows, to_rows
 from gradwire.compressors.base import Layout, Slice
 
@@ -111,7 +111,7 @@ def test_a_step_with_other_elements_is_not_forced_into_them(present: list[Layout
 
 def a_bucket(flat: Tensor, layout: Layout) -> tuple[Bucket, FutureTensor]:
     bucket = Bucket.of(flat, layout)
-    return bucket, bucket.future.then(unwrap)
+    return bucket, bucket.result()
 
 
 def test_gradients_travel_in_the_saved_transfers_and_come_back_to_their_buckets() -> None:
@@ -123,11 +123,10 @@ def test_gradients_travel_in_the_saved_transfers_and_come_back_to_their_buckets(
         resume.add(bucket)
     launches = resume.end_step()
     assert [launch.layout for launch in launches] == transfers
-    assert torch.equal(launches[0].flat, torch.cat([torch.arange(100.0, 110.0), torch.arange(4.0)]))
+    assert torch.equal(pack(launches[0]), torch.cat([torch.arange(100.0, 110.0), torch.arange(4.0)]))
     for launch in launches:
         assert not any(future.done() for _, future in waiting)
-        launch.flat.neg_()
-        finish(launch, None)
+        finish(launch, pack(launch).neg_(), None, None)
     futures = [future for _, future in waiting]
     assert torch.equal(futures[0].wait(), -torch.arange(10.0)) and futures[0].value() is a
     assert torch.equal(futures[1].wait(), -torch.arange(100.0, 110.0)) and futures[1].value() is b
@@ -138,8 +137,7 @@ def test_a_step_with_other_parameters_travels_as_it_comes_and_says_so(caplog: py
     bucket, future = a_bucket(torch.arange(10.0), layout(("a", 0, 10)))
     resume.add(bucket)
     for launch in resume.end_step():
-        launch.flat.neg_()
-        finish(launch, None)
+        finish(launch, pack(launch).neg_(), None, None)
     assert torch.equal(future.wait(), -torch.arange(10.0))
     assert "not bit for bit" in caplog.text
 
@@ -149,6 +147,6 @@ def test_an_error_reaches_every_bucket() -> None:
     bucket, future = a_bucket(torch.zeros(10), layout(("a", 0, 10)))
     resume.add(bucket)
     for launch in resume.end_step():
-        finish(launch, RuntimeError("rank 3 is missing"))
+        finish(launch, pack(launch), RuntimeError("rank 3 is missing"), None)
     with pytest.raises(RuntimeError, match="rank 3 is missing"):
         future.wait()

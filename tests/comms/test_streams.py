@@ -1,4 +1,4 @@
-"""The order in which the chunks of a bucket are issued on CUDA: the same on all ranks, phases side by side."""
+"""The order in which chunks are issued on CUDA, and how the side streams wait; tests/fake_cuda runs the whole path."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -7,55 +7,104 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from gradwire.comms.execute import Bucket, Launch, issue_at_once
+from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.bootstrap.failure import FailureBoard
+from gradwire.comms.execute import Bucket, Executor, Launch, RunningLaunch
 from gradwire.comms.lanes import Hop
+from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Phase, Plan
+from gradwire.comms.plan.routes import Chunk, Route
 from gradwire.comms.streams import STREAMS, SideStreams
+from gradwire.topology.cluster import Link, two_level_cluster
+
+HIERARCHICAL = (Phase(REDUCE_SCATTER, 0, 2), Phase(ALL_REDUCE, 1), Phase(ALL_GATHER, 0, 2))
+FLAT = (Phase(ALL_REDUCE, 0, whole=True),)
 
 
 class NoStreams:
     """In place of the side streams: everything is issued as it comes."""
 
-    def begin(self, *tensors: torch.Tensor) -> None: ...
+    def begin(self, numbers: object, tensors: object) -> None: ...
 
     def of(self, number: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def last(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def mark(self, number: int) -> Mock:
+        return Mock()
+
+    def wait(self, number: int, events: object) -> None: ...
 
     def rejoin(self) -> None: ...
 
 
-def a_launch() -> Launch:
-    flat = torch.zeros(4)
-    return Launch(flat, None, (Bucket.of(flat),))
+class Issuing(Executor):
+    """Writes down (launch, chunk, phase) in the order of issue; its compressed phase takes some rounds."""
+
+    def __init__(self, streams: object, rounds: int = 0) -> None:
+        cluster = two_level_cluster([0, 0, 1, 1], Link(4e-6, 5e9), Link(30e-6, 25e6))
+        board = FailureBoard(HashStore(), 0, 4)
+        super().__init__("test", Mock(), 0, cluster, None, board, streams)  # type: ignore[arg-type]
+        self.rounds = rounds
+        self.issued: list[tuple[str, int, int]] = []
+
+    def walk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
+        for index in range(len(run.route.plan.phases)):
+            self.issued.append((str(run.launch.layout), chunk.start, index))
+            if index == 1:
+                yield from (Hop((index, number), []) for number in range(1, self.rounds + 1))
+            yield Hop((index + 1, 0), [])
+
+    def send(self, name: str, phases: tuple[Phase, ...], chunks: int = 1, *, hold: bool = False) -> Bucket:
+        flat = torch.zeros(4) if isinstance(self._streams, NoStreams) else Mock()
+        bucket = Bucket.of(torch.zeros(4))
+        turn = sum(phase.op != ALL_GATHER for phase in phases)
+        cut = tuple(Chunk(number, number + 1, ()) for number in range(chunks))
+        route = Route(Plan("", phases, chunks, 16, 0.0, {}, ""), cut, ((0, 0),), turn, direct=False)
+        self.start(Launch((flat,), name, (bucket,)), route, 1.0, False, hold=hold)  # type: ignore[arg-type]
+        return bucket
 
 
-def issue(walks: int, phases: int) -> list[tuple[int, int]]:
-    issued: list[tuple[int, int]] = []
-
-    def walk(number: int) -> Iterator[Hop]:
-        for phase in range(phases):
-            issued.append((number, phase))
-            yield Hop((phase, 0), [])
-
-    launch = a_launch()
-    issue_at_once(NoStreams(), launch, [walk(number) for number in range(walks)])  # type: ignore[arg-type]
-    assert launch.buckets[0].future.done()
-    return issued
+def is_done(bucket: Bucket) -> bool:
+    return bucket.future is not None and bucket.future.done()
 
 
-def test_a_chunk_starts_while_the_one_before_it_is_in_its_next_phase() -> None:
-    assert issue(3, 3) == [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (2, 0), (1, 2), (2, 1), (2, 2)]
+def test_a_chunk_comes_down_behind_the_way_up_of_the_next() -> None:
+    executor = Issuing(NoStreams())
+    assert is_done(executor.send("a", HIERARCHICAL, 3))
+    assert [(chunk, phase) for _, chunk, phase in executor.issued] == [
+        *[(0, 0), (0, 1)],
+        *[(1, 0), (1, 1), (0, 2)],
+        *[(2, 0), (2, 1), (1, 2), (2, 2)],
+    ]
 
 
-@pytest.mark.parametrize("walks", [0, 1, 2, 5])
-@pytest.mark.parametrize("phases", [0, 1, 3])
-def test_every_phase_of_every_chunk_is_issued_once_and_in_order(walks: int, phases: int) -> None:
-    issued = issue(walks, phases)
-    assert sorted(issued) == [(number, phase) for number in range(walks) for phase in range(phases)]
-    for number in range(walks):
-        assert [phase for each, phase in issued if each == number] == list(range(phases))
+def test_so_does_a_bucket_where_another_follows() -> None:
+    executor = Issuing(NoStreams())
+    first = executor.send("a", HIERARCHICAL, hold=True)
+    assert not is_done(first)
+    second = executor.send("b", HIERARCHICAL, hold=True)
+    assert is_done(first)
+    assert not is_done(second)
+    executor.release()
+    assert is_done(second)
+    assert executor.issued == [("a", 0, 0), ("a", 0, 1), ("b", 0, 0), ("b", 0, 1), ("a", 0, 2), ("b", 0, 2)]
+
+
+def test_a_bucket_that_never_comes_down_holds_none_back() -> None:
+    executor = Issuing(NoStreams())
+    first = executor.send("a", HIERARCHICAL, hold=True)
+    second = executor.send("b", FLAT, hold=True)
+    assert is_done(first)
+    assert is_done(second)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_the_order_is_the_same_however_many_rounds_a_rank_needs(rounds: int) -> None:
+    few, many = Issuing(NoStreams()), Issuing(NoStreams(), rounds)
+    for executor in (few, many):
+        for name in "abc":
+            executor.send(name, HIERARCHICAL, 2, hold=True)
+        executor.release()
+    assert few.issued == many.issued
 
 
 @pytest.fixture
@@ -64,12 +113,13 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[SideStreams,
 
     def make() -> tuple[SideStreams, list[tuple[str, object]], list[Mock]]:
         computing = Mock(name="computing")
+        computing.record_event = lambda: computing
         waits: list[tuple[str, object]] = []
         sides: list[Mock] = []
 
-        def stream(_: torch.device) -> Mock:
+        def stream(device: torch.device, priority: int) -> Mock:
             side = Mock()
-            side.wait_stream = lambda other: waits.append(("side", other))
+            side.wait_event = lambda event: waits.append(("side", event))
             sides.append(side)
             return side
 
@@ -87,24 +137,12 @@ def test_after_an_error_the_current_stream_waits_for_what_was_issued(
 ) -> None:
     streams, waits, (computing, *sides) = recorded()
 
-    def walk() -> Iterator[Hop]:
-        waits.append(("issue", None))
-        raise torch.OutOfMemoryError("no memory left")
-        yield
+    class Failing(Issuing):
+        def walk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
+            waits.append(("issue", None))
+            raise torch.OutOfMemoryError("no memory left")
+            yield
 
-    launch = Launch(Mock(), None, ())
     with pytest.raises(torch.OutOfMemoryError):
-        issue_at_once(streams, launch, [walk()])
+        Failing(streams).send("a", HIERARCHICAL, 2)
     assert waits == [*[("side", computing)] * STREAMS, ("issue", None), *(("computing", side) for side in sides)]
-
-
-def test_futures_are_completed_behind_everything_that_was_issued(
-    recorded: Callable[[], tuple[SideStreams, list[tuple[str, object]], list[Mock]]],
-) -> None:
-    streams, waits, (computing, *sides) = recorded()
-    launch = a_launch()
-    launch = Launch(Mock(), None, launch.buckets)
-    launch.buckets[0].flat = Mock()
-    issue_at_once(streams, launch, [iter(())])
-    assert launch.buckets[0].future.done()
-    assert waits == [*[("side", computing)] * STREAMS, *(("side", side) for side in sides[1:])]

@@ -4,11 +4,12 @@ import pytest
 
 from gradwire.comms.autotune.stepwatch import StepWatch
 from gradwire.comms.execute import Times
+from gradwire.comms.streams import HostClock
 
 
 def test_a_step_and_its_exposed_part() -> None:
     now = 0.0
-    watch = StepWatch(lambda: now)
+    watch = StepWatch(HostClock(lambda: now))
     for _ in range(5):
         buckets = []
         now += 1.0  # forward

@@ -17,7 +17,7 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket, Executor, Launch, unwrap
+from gradwire.comms.execute import Bucket, Executor, Launch
 from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Plan
 from gradwire.comms.plan.planner import plan_all_reduce
@@ -122,8 +122,8 @@ def run(cluster: Cluster, plan: Plan, inputs: list[Tensor], fixed_order: bool) -
         board = FailureBoard(store, rank, cluster.size)
         executor = Executor("test", groups, rank, cluster, None, board)  # type: ignore[arg-type]
         bucket = Bucket.of(flat)
-        executor.start(Launch(flat, None, (bucket,)), route, 1.0, flush=False)
-        bucket.future.then(unwrap).wait()
+        executor.start(Launch((flat,), None, (bucket,)), route, 1.0, flush=False)
+        bucket.result().wait()
         executor.close()
         return route.plan, groups
 
