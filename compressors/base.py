@@ -200,11 +200,26 @@ class Compressor(Protocol):
             ValueError: `shard` is not 1-D and contiguous.
         """
 
-    def end_step(self, finite: bool) -> None:
+    def end_step(self, finite: bool | Tensor) -> None:
         """Ends a step, on all ranks alike.
 
         Args:
             finite: Whether the step's outputs were finite on all ranks: True commits the staged state, False drops it.
+                A 0-dim bool tensor on the gradients' device decides there, by work on the current stream, and the host
+                waits for nothing: where it is False, what is stored stays as it was, bit for bit. What the host counts
+                (`step`, the length of a dense start) counts the step as finite at once; see `retract_step`.
+
+        Raises:
+            TypeError: `finite` is a tensor, but no 0-dim bool one; nothing was changed.
+        """
+
+    def retract_step(self) -> None:
+        """Takes the last step out of the count, because the tensor given to `end_step` turned out to be False.
+
+        Called at most once for each such `end_step`, before the next one: at once, or after the all-reduces of the step
+        that follows; on all ranks at the same point. What is stored does not change: the tensor has decided that.
+        Called at once, it leaves what `end_step(False)` leaves. A step in between was issued with a count that is one
+        too high on all ranks alike, so that a dense start may have ended one step early.
         """
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
@@ -240,8 +255,16 @@ class Compressor(Protocol):
             numels: Elements of each parameter, by name.
         """
 
-    def rescale(self, factor: float) -> None:
-        """Multiplies residuals and momenta by `factor`, because the loss scale has changed."""
+    def rescale(self, factor: float | Tensor) -> None:
+        """Multiplies residuals and momenta by `factor`, because the loss scale has changed.
+
+        Args:
+            factor: A number, or a 0-dim float32 or float64 tensor on the gradients' device, for which the host does not
+                wait. It is rounded to float32; a power of two changes no mantissa.
+
+        Raises:
+            TypeError: `factor` is a tensor, but no 0-dim floating-point one; nothing was changed.
+        """
 
     def state_dict(self) -> StateDict:
         """Returns a copy of this rank's committed state, keyed by parameter name and slice."""
@@ -252,6 +275,32 @@ class Compressor(Protocol):
         Raises:
             ValueError: The state is of another compressor or another model, or is damaged; nothing was changed.
         """
+
+
+def check_finite(finite: bool | Tensor) -> None:
+    """Refuses what `Compressor.end_step` cannot decide by.
+
+    Raises:
+        TypeError: `finite` is a tensor, but no 0-dim bool one.
+    """
+    if isinstance(finite, Tensor) and (finite.dim() or finite.dtype != torch.bool):
+        raise TypeError(
+            f"`finite` is a tensor of shape {tuple(finite.shape)} and {finite.dtype}; wanted a bool, or a 0-dim "
+            "torch.bool tensor: reduce it with .all()"
+        )
+
+
+def check_factor(factor: float | Tensor) -> None:
+    """Refuses what `Compressor.rescale` cannot multiply by.
+
+    Raises:
+        TypeError: `factor` is a tensor, but no 0-dim float32 or float64 one.
+    """
+    if isinstance(factor, Tensor) and (factor.dim() or factor.dtype not in (torch.float32, torch.float64)):
+        raise TypeError(
+            f"`factor` is a tensor of shape {tuple(factor.shape)} and {factor.dtype}; wanted a number, or a 0-dim "
+            "float32 or float64 tensor"
+        )
 
 
 def check_gradient(flat: Tensor) -> None:

@@ -9,14 +9,13 @@ Source: the scaling of layers to one magnitude before the compression and back a
 al., 1-bit Adam, ICML 2021, section 3.
 """
 
-import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Layout
-from gradwire.compressors.residual import ElementStore
+from gradwire.compressors.residual import ElementStore, Piece
 
 FLOOR = 0.125
 """Of the mean of a parameter's run, added to every element's unit: an element that the dense start hardly moved can
@@ -27,6 +26,9 @@ EXPONENT = 0x7F800000
 """Of a float32's bits. The exponent alone makes the unit a power of two: what is divided by it and multiplied by it
 again is what it was, so that a residual comes back exact. That all units are rounded down alike changes nothing in a
 block's signs."""
+
+DOUBLE_BIAS = 1023
+"""Of a float64's exponent."""
 
 SMALLEST, LARGEST = 2.0**-60, 2.0**60
 """Limits of a unit: no gradient of a training that converges becomes infinite, or denormal, when it is divided by
@@ -40,49 +42,99 @@ class ElementScale(ElementStore):
     means, whose order of summation is not fixed, enter as powers of two too.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._sums: dict[Layout, tuple[Tensor, Tensor]] = {}
+        """By shard: the units that `freeze` has made, and the sums that they were made of; until `confirm`."""
+        self._summed_pieces: tuple[list[Piece], list[Piece]] | None = None
+        """The same of what no shard holds."""
+
     def observe(self, layout: Layout, total: Tensor) -> None:
-        """Stages the sums with the magnitudes of one more dense step.
+        """Stages the sums with the magnitudes of one more dense step; nothing where units are in use already.
 
         Args:
             layout: Of the shard.
             total: 1-D float32, the same bits on all ranks of the group.
         """
-        torch.add(self.read(layout, total.device), total.abs(), out=self.stage(layout, total.device))
+        sums = self.read(layout, total.device)
+        if not self._shards[layout].settled:
+            torch.add(sums, total.abs(), out=self.stage(layout, total.device))
 
-    def freeze(self) -> None:
-        """Turns the committed sums into units, in place."""
-        for sums, runs in self._shards_and_runs():
-            mean = _power_of_two(sums)
-            for run in runs:
-                own = _power_of_two(sums[run])
-                if mean and own:
-                    power_of_two_(sums[run].div_(mean).add_(FLOOR * own / mean))
-                else:
-                    sums[run].fill_(1.0)
+    def freeze(self, revocable: bool = False) -> None:
+        """Turns the committed sums into units, where no units are in use yet; the host waits for nothing.
+
+        Args:
+            revocable: Keeps the sums, in the memory that was theirs for staging, until `confirm` or `revoke`.
+        """
+        for layout, shard in self._shards.items():
+            if shard.settled:
+                continue
+            sums, spare, shard.spare = shard.value, shard.spare, None
+            if revocable:
+                shard.value = torch.empty_like(sums) if spare is None else spare
+                self._sums[layout] = shard.value, sums
+            _write_units(sums, [(item.start, item.stop) for item in layout.slices], shard.value)
+        pieces = [
+            Piece(piece.name, piece.start, torch.empty_like(piece.value) if revocable else piece.value)
+            for piece in self._pieces
+        ]
+        for piece, units in zip(self._pieces, pieces, strict=True):
+            _write_units(piece.value, [(0, piece.value.numel())], units.value)
+        if revocable:
+            self._summed_pieces = pieces, self._pieces
+        self._pieces = pieces
+
+    def confirm(self) -> None:
+        """Lets go of the sums that a revocable `freeze` has kept."""
+        self._sums.clear()
+        self._summed_pieces = None
+
+    def revoke(self) -> None:
+        """Puts the sums back that a revocable `freeze` has kept, but for those whose units have been used or moved."""
+        for layout, (units, sums) in self._sums.items():
+            shard = self._shards.get(layout)
+            if shard is not None and shard.value is units and not shard.settled:
+                shard.value = sums
+        if self._summed_pieces is not None and self._summed_pieces[0] is self._pieces:
+            self._pieces = self._summed_pieces[1]
+        self.confirm()
 
     def units(self, layout: Layout, device: torch.device) -> Tensor:
         """Returns the units of `layout`, 1-D, 1 where the dense start was zero; a view, not to be changed."""
         return self.settle(layout, device, 1.0)
 
-    def rescale(self, factor: float) -> None:
+    def rescale(self, factor: float | Tensor) -> None:
         """Changes nothing: units are relative to their shard, and the scale of a block holds the rest."""
 
-    def _shards_and_runs(self) -> Iterator[tuple[Tensor, list[slice]]]:
-        """Yields every committed tensor and where in it the parameters lie; forgets the buffers for staging."""
-        for layout, shard in self._shards.items():
-            shard.spare = None
-            yield shard.value, [slice(item.start, item.stop) for item in layout.slices]
-        for piece in self._pieces:
-            yield piece.value, [slice(None)]
+
+def _write_units(sums: Tensor, runs: Sequence[tuple[int, int]], units: Tensor) -> None:
+    """Writes the units of one shard.
+
+    Args:
+        sums: 1-D float32, of magnitudes.
+        runs: Start and stop of each parameter's elements in it, ascending and without gaps.
+        units: Like `sums`; overwritten; may be `sums`.
+    """
+    if not sums.numel():
+        return
+    means = torch.stack([part.mean(dtype=torch.float64) for part in (sums, *(sums[i:j] for i, j in runs))])
+    above = _power_of_two_above(means)
+    whole = torch.where(means[0] > 0.0, above[0], 1.0)
+    floors = torch.where(means[1:] > 0.0, FLOOR * above[1:] / whole, 1.0)  # zeros end as 1
+    torch.div(sums, whole, out=units)
+    for (start, stop), floor in zip(runs, floors, strict=True):
+        units[start:stop].add_(floor)
+    power_of_two_(units)
+
+
+def _power_of_two_above(means: Tensor) -> Tensor:
+    """Returns the powers of two above float64 numbers >= 0, at least 2^-100; 1 for what is not finite."""
+    exponents = (means.view(torch.int64) >> 52) + 1
+    above = exponents.clamp_(DOUBLE_BIAS - 100, DOUBLE_BIAS + 1023).bitwise_left_shift_(52).view(torch.float64)
+    return torch.where(means.isfinite(), above, 1.0)
 
 
 def power_of_two_(units: Tensor) -> Tensor:
     """Rounds positive float32 numbers down to powers of two within the limits of a unit, in place, and returns them."""
     units.clamp_(SMALLEST, LARGEST).view(torch.int32).bitwise_and_(EXPONENT)
     return units
-
-
-def _power_of_two(magnitudes: Tensor) -> float:
-    """Returns the power of two above the mean, at least 2^-100; 0 for zeros and for nothing."""
-    mean = float(magnitudes.mean(dtype=torch.float64)) if magnitudes.numel() else 0.0
-    return 2.0 ** max(-100, math.frexp(mean)[1]) if mean else 0.0

@@ -113,8 +113,16 @@ class OneBit(TwoStage):
         if self.scale is not None:
             self.scale.observe(layout, total)
 
-    def end_step(self, finite: bool) -> None:
+    def end_step(self, finite: bool | Tensor) -> None:
         """See `Compressor.end_step`; after the last dense step the elements' units are settled."""
         super().end_step(finite)
-        if self.scale is not None and finite and self.step == self.warmup_steps:
-            self.scale.freeze()
+        if self.scale is not None:
+            self.scale.confirm()
+            if (isinstance(finite, Tensor) or finite) and self.step == self.warmup_steps:
+                self.scale.freeze(revocable=isinstance(finite, Tensor))
+
+    def retract_step(self) -> None:
+        """See `Compressor.retract_step`; units that no step has used become sums again, and the dense start goes on."""
+        super().retract_step()
+        if self.scale is not None:
+            self.scale.revoke()

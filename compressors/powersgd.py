@@ -67,7 +67,10 @@ class PowerSGD(Stateful):
         self.random_seed = random_seed
         self.codec = CastCodec(factor_dtype) if factor_dtype in CAST_DTYPES else None
         self._factors: dict[str, Tensor] = {}
-        self._staged_factors: dict[str, Tensor] = {}
+        self._staged_factors: dict[str, tuple[Tensor, Tensor]] = {}
+        """By parameter: the factor that this step began with, and the one that it found."""
+        self._drawn: set[str] = set()
+        """Parameters whose first factor was stored by the last `end_step`, which a tensor decided."""
 
     def matrix(self, item: Slice) -> MatrixSlice | None:
         """Returns the slice as the matrix it is compressed as, or None where it is sent dense."""
@@ -114,9 +117,9 @@ class PowerSGD(Stateful):
         q_total.copy_(q_flat)
         yield from self._reduce_q(q_flat, q_total, group)
         q_sum = [q_total[part.storage_offset() : part.storage_offset() + part.numel()].view_as(part) for part in q_own]
-        for found, p_part, own, total in zip(matrices, p, q_own, q_sum, strict=True):
+        for found, p_part, began, own, total in zip(matrices, p, q, q_own, q_sum, strict=True):
             kernels.powersgd_restore(_view(shard, found), _maybe_view(new_residual, found), p_part, own, total)
-            self._staged_factors[found.item.name] = total
+            self._staged_factors[found.item.name] = (began, total)
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
         """See `Compressor.flush`."""
@@ -125,12 +128,28 @@ class PowerSGD(Stateful):
             shard.add_(store.read(layout, shard.device))
             store.stage(layout, shard.device).zero_()
 
-    def end_step(self, finite: bool) -> None:
+    def end_step(self, finite: bool | Tensor) -> None:
         """See `Compressor.end_step`."""
-        if finite and self.warm_start:
-            self._factors.update({name: factor.clone() for name, factor in self._staged_factors.items()})
-        self._staged_factors.clear()
         super().end_step(finite)
+        self._drawn.clear()
+        if self.warm_start and isinstance(finite, Tensor):
+            self._drawn.update(name for name in self._staged_factors if name not in self._factors)
+            self._factors.update(
+                {
+                    name: torch.where(finite.to(total.device), total, began)
+                    for name, (began, total) in self._staged_factors.items()
+                }
+            )
+        elif self.warm_start and finite:
+            self._factors.update({name: total.clone() for name, (_, total) in self._staged_factors.items()})
+        self._staged_factors.clear()
+
+    def retract_step(self) -> None:
+        """See `Compressor.retract_step`; the first factors that the step had drawn will be drawn again."""
+        super().retract_step()
+        for name in self._drawn:
+            self._factors.pop(name, None)
+        self._drawn.clear()
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
         """See `Stateful.export`; the last row holds the factors, at the beginning of their matrices' elements."""
@@ -166,6 +185,7 @@ class PowerSGD(Stateful):
             if key.startswith("factor/") and isinstance(value, Tensor)
         }
         self._staged_factors.clear()
+        self._drawn.clear()
 
     def _checks(self, key: str, value: StateValue) -> bool:
         if not key.startswith("factor/"):

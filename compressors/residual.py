@@ -85,6 +85,24 @@ class ElementStore:
             if shard.staged and shard.spare is not None:
                 shard.value, shard.spare, shard.staged = shard.spare, shard.value, False
 
+    def select(self, finite: Tensor) -> None:
+        """Commits what was staged where `finite` is True, and drops it where it is False, without asking which.
+
+        One pass over what was staged, in place: each stored element stays as it is, or becomes the staged one.
+
+        Args:
+            finite: 0-dim bool.
+        """
+        flags: dict[torch.device, Tensor] = {finite.device: finite}
+        for shard in self._shards.values():
+            if shard.staged and shard.spare is not None:
+                device = shard.value.device
+                flag = flags.get(device)
+                if flag is None:
+                    flag = flags[device] = finite.to(device)
+                torch.where(flag, shard.spare, shard.value, out=shard.value)
+                shard.staged = False
+
     def drop(self) -> None:
         """Discards what was staged: the stored values stay as they are."""
         for shard in self._shards.values():
@@ -122,12 +140,26 @@ class ElementStore:
             held = self._assemble(layout, flat.device) if shard is None else shard.value.to(flat.device)
             self._shards[layout] = _Shard(held + flat)
 
-    def rescale(self, factor: float) -> None:
-        """Multiplies every stored value by `factor`, in place."""
-        for shard in self._shards.values():
-            shard.value.mul_(factor)
-        for piece in self._pieces:
-            piece.value.mul_(factor)
+    def rescale(self, factor: float | Tensor) -> None:
+        """Multiplies every stored value by `factor`, in place; what lies on another device than a tensor moves there.
+
+        Args:
+            factor: A number, or a 0-dim floating-point tensor.
+        """
+        if isinstance(factor, Tensor):
+            for shard in self._shards.values():
+                if shard.value.device != factor.device:
+                    shard.value, shard.spare = shard.value.to(factor.device, non_blocking=True), None
+            self._pieces = [
+                piece
+                if piece.value.device == factor.device
+                else Piece(piece.name, piece.start, piece.value.to(factor.device, non_blocking=True))
+                for piece in self._pieces
+            ]
+            factor = factor.to(torch.float32)
+        values = [shard.value for shard in self._shards.values()] + [piece.value for piece in self._pieces]
+        if values:
+            torch._foreach_mul_(values, factor)
 
     def pieces(self) -> Iterator[Piece]:
         """Yields every stored run, as views, in a fixed order: by name, then by start."""

@@ -15,6 +15,8 @@ from gradwire.compressors.base import (
     Slice,
     StateDict,
     StateValue,
+    check_factor,
+    check_finite,
     check_gradient,
 )
 from gradwire.compressors.dense import Dense
@@ -130,13 +132,20 @@ class Routed:
         for (_, selection), part in zip(split, parts, strict=True):
             selection.scatter(part, shard)
 
-    def end_step(self, finite: bool) -> None:
+    def end_step(self, finite: bool | Tensor) -> None:
         """See `Compressor.end_step`."""
+        check_finite(finite)
         for compressor in self._compressors():
             compressor.end_step(finite)
 
-    def rescale(self, factor: float) -> None:
+    def retract_step(self) -> None:
+        """See `Compressor.retract_step`."""
+        for compressor in self._compressors():
+            compressor.retract_step()
+
+    def rescale(self, factor: float | Tensor) -> None:
         """See `Compressor.rescale`."""
+        check_factor(factor)
         for compressor in self._compressors():
             compressor.rescale(factor)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Layout, StateDict, StateValue
+from gradwire.compressors.base import Layout, StateDict, StateValue, check_factor, check_finite
 from gradwire.compressors.residual import ElementStore, Piece
 
 
@@ -33,14 +33,25 @@ class Stateful:
         """See `Compressor.bind_model`."""
         self._numels = dict(numels)
 
-    def end_step(self, finite: bool) -> None:
+    def end_step(self, finite: bool | Tensor) -> None:
         """See `Compressor.end_step`."""
+        check_finite(finite)
         for store in self.fields.values():
-            store.commit() if finite else store.drop()
-        self.step += int(finite)
+            if isinstance(finite, Tensor):
+                store.select(finite)
+            elif finite:
+                store.commit()
+            else:
+                store.drop()
+        self.step += 1 if isinstance(finite, Tensor) else int(finite)
 
-    def rescale(self, factor: float) -> None:
+    def retract_step(self) -> None:
+        """See `Compressor.retract_step`."""
+        self.step -= 1
+
+    def rescale(self, factor: float | Tensor) -> None:
         """See `Compressor.rescale`."""
+        check_factor(factor)
         for store in self.fields.values():
             store.rescale(factor)
 
