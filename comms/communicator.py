@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.bootstrap.failure import FailureBoard
+from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
 from gradwire.comms.bootstrap.nics import describe_nics, interface_of
 from gradwire.comms.bootstrap.placement import Presence, cluster_of, exchange
 from gradwire.comms.bootstrap.store import PollingStore
@@ -70,9 +71,13 @@ class Communicator:
         )
         self._streams = SideStreams(device) if device.type == "cuda" else None
         self.clock: Clock = DeviceClock(device) if self._streams else HostClock()
+        deadline = Deadline(config.timeout) if self._streams else None
         self.executor = Executor(
-            f"gradwire {name}", self._groups, rank, cluster, compressor, board, self._streams, self.clock
+            f"gradwire {name}", self._groups, rank, cluster, compressor, board, self._streams, self.clock, deadline
         )
+        self._ring: LivenessRing | None = None
+        if deadline is not None and size > 1:
+            self._ring = LivenessRing(store, rank, size, board.alarm, self.executor.interrupt, deadline.overdue)
         self._all_reduces = 0
         self._owners: dict[str, Layout] = {}
 
@@ -170,6 +175,8 @@ class Communicator:
     def close(self) -> None:
         """Ends the lanes and releases shared memory and connections."""
         self.executor.close()
+        if self._ring is not None:
+            self._ring.close(orderly=not self.executor.is_under_way)
         self._groups.close()
 
     def _update_owners(self, layout: Layout) -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
+from gradwire.comms.bootstrap.liveness import Deadline
 from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
 from gradwire.comms.migration import migrate
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, Transfer
@@ -44,6 +45,9 @@ _PENDING = threading.Lock()
 
 CLOSING_SECONDS = 5.0
 """How long `close` waits for the launches under way: longer than a bucket takes."""
+
+CLOSING_LOOK_SECONDS = 0.02
+"""Between two looks at whether the device has come to the end."""
 
 OVERCOMMITTING = ("cpu",)
 """Devices that hand out more memory than they have: running out ends the process there, and no error is raised."""
@@ -306,6 +310,7 @@ class Executor:
         board: Where ranks that survive a failure exchange what they saw.
         streams: On CUDA; None issues everything from the threads of the lanes.
         clock: Tells when phases begin and end.
+        deadline: On CUDA, watches what is under way.
 
     Attributes:
         timing: Whether phases are timed from now on; on a CPU they always are.
@@ -322,19 +327,23 @@ class Executor:
         board: FailureBoard,
         streams: SideStreams | None = None,
         clock: Clock | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
         self.timing = True
         self.checking = False
         self._name = name
         self._groups = groups
         self._rank = rank
+        self._size = cluster.size
         self._level_names = cluster.level_names
         self._node = cluster.ranks(cluster.unit(rank, 0))
         self._compressor = compressor
         self._board = board
         self._streams = streams
         self._clock = clock or HostClock()
+        self.deadline = deadline
         self._held: _HeldChunk | None = None
+        self._interrupted = False
         self._issued = 0
         self._extremes: list[Tensor] = []
         self._lanes = Lanes()
@@ -369,10 +378,19 @@ class Executor:
             self._submit(_ChunkJob(walk, route.lanes, run=run))
 
     def release(self) -> None:
-        """Issues what `start` has held back; all ranks, at the same point of the sequence of launches."""
+        """Issues what `start` has held back; all ranks, at the same point of the sequence of launches.
+
+        Raises:
+            CollectiveError: On CUDA: a launch has failed, or another rank is gone.
+        """
+        if self._streams is None:
+            return
+        self._raise_failure()
         held, self._held = self._held, None
         if held is not None:
             self._issue_rest(held)
+        if self._issued and self.deadline is not None:
+            self.deadline.watch(self._streams.mark(self._issued - 1))
         self._issued = 0  # the same bucket travels on the same stream in each step
 
     def extremes(self) -> list[Tensor]:
@@ -424,11 +442,14 @@ class Executor:
 
         Those that have not ended after `CLOSING_SECONDS` (a rank they need is gone, say) are given up, and their
         futures completed with an error. Called from a lane (by the garbage collector, say), it waits for nothing.
+        On CUDA it waits as long for the device, and gives up nothing: see `is_under_way`.
         """
         self._lanes.close()
         if threading.current_thread() in self._threads:
             return
         deadline = time.monotonic() + CLOSING_SECONDS
+        while self.is_under_way and time.monotonic() < deadline:
+            time.sleep(CLOSING_LOOK_SECONDS)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         for job in self._lanes.under_way():
@@ -437,6 +458,11 @@ class Executor:
                 f"gradwire was closed on rank {self._rank} while an all-reduce was under way", ()
             )
             self._give_up(job, self._failure)
+
+    @property
+    def is_under_way(self) -> bool:
+        """On CUDA: whether the device has not come to the end of what was issued, or never will."""
+        return self._interrupted or (self.deadline is not None and self.deadline.is_under_way)
 
     def _submit(self, job: _ChunkJob) -> None:
         self._open(self._lanes.submit(job))
@@ -480,8 +506,7 @@ class Executor:
         Raises:
             CollectiveError: A launch before this one has failed.
         """
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)  # the frames of earlier launches hold their tensors
+        self._raise_failure()
         flat, scale = run.flat, run.scale
         lane: Lane = (0, 0)
         for index, part in enumerate(chunk.parts):
@@ -581,8 +606,7 @@ class Executor:
         The order is that of chunks and phases alone. How many rounds a compressor needs differs between the ranks of a
         node (a dense rule, an empty shard) and does not matter: no collective of another chunk comes in between.
         """
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)
+        self._raise_failure()
         if route.direct and not self.timing and self._issue_alone(launch, route, scale):
             return
         numbers = range(self._issued, self._issued + len(route.chunks))
@@ -607,14 +631,41 @@ class Executor:
             if not numbers:
                 with streams.of(last):
                     finish(launch, run.flat, None, self._now())
-            elif not hold or route.turn == len(route.plan.phases):
+            elif not hold:
+                self.release()
+            elif route.turn == len(route.plan.phases):
                 held, self._held = self._held, None
                 if held is not None:
                     self._issue_rest(held)
-        except BaseException:
+        except torch.OutOfMemoryError:
             self._held = None
             streams.rejoin()
             raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            self._held = None
+            streams.rejoin()
+            self.interrupt(error)
+            self._raise_failure()
+
+    def interrupt(self, error: Exception) -> None:
+        """On CUDA: gives up what is under way, and all that would come, because of an error here or elsewhere.
+
+        NCCL's communicators are aborted, so that a device that waits for a lost rank goes on; what the gradients of
+        this step then hold is undefined. The next launch, or the end of the step, raises what happened. Any thread.
+        """
+        self._interrupted = True
+        with self._diagnosing:
+            if self._failure is None:
+                everybody = range(self._size)
+                self._failure = self._diagnose("an all-reduce", (0, 0), everybody, error)
+                log.error("%s", self._failure)
+
+    def _raise_failure(self) -> None:
+        if self._interrupted:
+            with self._diagnosing:  # by the thread that has interrupted
+                pass
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)  # the frames of earlier launches hold their tensors
 
     def _issue_alone(self, launch: Launch, route: Route, scale: float) -> bool:
         """Issues one all-reduce of a whole bucket as torch's own hook does; False where it travels otherwise.
@@ -654,19 +705,17 @@ class Executor:
         """Ends a job that has failed, and with the first one everything that comes after it."""
         with self._diagnosing:  # a lane that fails because of the first failure takes its diagnosis
             if self._failure is None:
-                self._failure = self._diagnose(job, lane, error)
+                phases = job.run.route.plan.phases if job.run is not None else ()
+                phase = phases[min(lane[0], len(phases) - 1)] if phases else None
+                where = f"{phase.op} {phase.place(self._level_names)}" if phase else job.name
+                self._failure = self._diagnose(where, lane, self._node, error)
                 log.error("%s", self._failure)
         self._give_up(job, self._failure)
 
-    def _diagnose(self, job: _ChunkJob, lane: Lane, error: BaseException) -> CollectiveError:
-        phases = job.run.route.plan.phases if job.run is not None else ()
-        where = job.name
-        if phases:
-            phase = phases[min(lane[0], len(phases) - 1)]
-            where = f"{phase.op} {phase.place(self._level_names)}"
+    def _diagnose(self, where: str, lane: Lane, members: Sequence[int], error: BaseException) -> CollectiveError:
         try:
             self._groups.abort(f"rank {self._rank} gave up in {where}: {error}")
-            return self._board.diagnose(error, lane, where, self._node)
+            return self._board.diagnose(error, lane, where, members)
         except Exception as second:  # noqa: BLE001 - or nobody would hear of the first
             return CollectiveError(
                 f"{where} failed on rank {self._rank} ({type(error).__name__}: {error}), and asking the other ranks "
@@ -684,9 +733,7 @@ class Executor:
         if first:
             finish(job.run.launch, job.run.flat, error, None)
 
-    def _count(
-        self, index: int, part: PhasePart, element_nbytes: int, began: Mark | None, sent_nbytes: float
-    ) -> None:
+    def _count(self, index: int, part: PhasePart, element_nbytes: int, began: Mark | None, sent_nbytes: float) -> None:
         phase = part.phase
         level = "all ranks" if phase.whole else self._level_names[phase.level]
         key = (index, phase.op, level)

@@ -88,7 +88,9 @@ class _Connection:
         self.watch = StepWatch(self.communicator.clock)
         self.tuning: Tuning | None = None
         if config.learns_cuts:
-            self.tuning = Tuning(self.communicator, self.fusion, store, name, fingerprint(names.shapes), clock=self.communicator.clock)
+            self.tuning = Tuning(
+                self.communicator, self.fusion, store, name, fingerprint(names.shapes), clock=self.communicator.clock
+            )
 
     def _consensus(self, store: Store, name: str, timeout: timedelta) -> Consensus:
         own = PollingStore(store, self._config.timeout)

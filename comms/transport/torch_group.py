@@ -227,15 +227,16 @@ class Works:
 class Waiting:
     """A torch Work under gradwire's protocol."""
 
-    def future(self) -> torch.futures.Future[Tensor]:
-        """Completed with the collective's only tensor, as torch's own comm hooks do it."""
-        return self._work.get_future().then(_only)
-
     def __init__(self, work: BackendWork, alarm: Alarm | None) -> None:
         self._work = work
         self._alarm = alarm
 
+    def future(self) -> torch.futures.Future[Tensor]:
+        """Completed with the collective's only tensor, as torch's own comm hooks do it."""
+        return self._work.get_future().then(_only)
+
     def wait(self) -> None:
+        """See `Work.wait`."""
         if self._alarm is None:
             self._work.wait()
             return

@@ -1,0 +1,266 @@
+"""What the hook costs the host for one bucket on the CUDA path, without a GPU.
+
+Everything of Python runs as it does there: hook state, fusion, routes, executor, compressors. What it would call is
+replaced by nothing: NCCL's collectives, streams, events and kernels. So a figure is a lower bound for a machine with a
+GPU, where each call of CUDA and NCCL adds some microseconds of its own; how many of those there are is counted. The
+tensors are small, so that what torch computes in place of kernels takes no time of note.
+
+    python -m gradwire.bench.studies.host_cost --nodes 2 --gpus 8
+"""
+
+import argparse
+import collections
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from gradwire.comms import communicator as communicator_module
+from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.bootstrap.placement import Presence
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.compression import Compression
+from gradwire.comms.config import Config
+from gradwire.comms.execute import Bucket
+from gradwire.comms.fusion import Fusion, FusionPlan
+from gradwire.comms.streams import SideStreams
+from gradwire.comms.transport.torch_group import TorchTransport
+from gradwire.compressors.base import Compressor, Layout, Slice
+from gradwire.compressors.kernels import dispatch, reference
+
+BUCKETS = 8
+"""Of a step."""
+STEPS = 30
+ROUNDS = 7
+"""The fastest counts: whatever disturbs a measurement makes it slower."""
+CPU = torch.device("cpu")
+
+COMPRESSORS: dict[str, dict[str, bool | int | float | str]] = {
+    "none": {},
+    "bf16": {},
+    "int8": {},
+    "onebit": {"warmup_steps": 0},
+    "dgc": {"warmup_steps": 0},
+    "powersgd": {"warmup_steps": 0},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCost:
+    """Of one bucket.
+
+    Attributes:
+        plan: Name of the plan.
+        compressor: Name of the compressor.
+        microseconds: Of host time, by process_time's wall twin, the fastest round.
+        calls: How often CUDA and NCCL would be called, by name.
+    """
+
+    plan: str
+    compressor: str
+    microseconds: float
+    calls: dict[str, float]
+
+
+class _NoWork:
+    def wait(self, *_: object) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
+        done: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        done.set_result([torch.empty(0)])
+        return done
+
+
+class _NoGroup:
+    """Every method of torch's NCCL group, doing nothing."""
+
+    def __init__(self, calls: "collections.Counter[str]") -> None:
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Callable[..., _NoWork]:
+        def issue(*_: object) -> _NoWork:
+            self._calls[name] += 1
+            return _NoWork()
+
+        setattr(self, name, issue)
+        return issue
+
+
+class _NoStreams(SideStreams):
+    """Side streams without CUDA."""
+
+    def __init__(self, calls: "collections.Counter[str]") -> None:
+        self._calls = calls
+
+    def begin(self, numbers: Iterable[int], tensors: Iterable[Tensor]) -> None:
+        streams = len({number % 2 for number in numbers})
+        self._calls["event record"] += 1
+        self._calls["event wait"] += streams
+        self._calls["record_stream"] += streams * len(list(tensors))
+
+    @contextmanager
+    def of(self, number: int) -> Iterator[None]:
+        self._calls["set stream"] += 2
+        yield
+
+    def mark(self, number: int) -> Any:
+        self._calls["event record"] += 1
+
+    def wait(self, number: int, events: Iterable[object]) -> None:
+        self._calls["event wait"] += len(list(events))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        yield
+
+    def rejoin(self) -> None: ...
+
+
+class _NoKernels:
+    """Every kernel, doing nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        assert hasattr(reference, name), name
+        return lambda *_, **__: None
+
+
+class _OnCuda(Bucket):
+    """A bucket whose future has no callback, as on CUDA."""
+
+    def result(self) -> Any:
+        if self.future is None:
+            self.future = torch.futures.Future()
+        return self.future
+
+
+def host_cost(
+    nodes: int, gpus: int, plan: str, compressor: str, *, slices: int = 12, numel: int = 12 * 8192
+) -> HostCost:
+    """Measures one setting.
+
+    Args:
+        nodes: Number of nodes.
+        gpus: GPUs of each.
+        plan: `flat` or `hierarchical`.
+        compressor: Its name; `none` is exact.
+        slices: Parameters in each bucket.
+        numel: Elements of a bucket.
+    """
+    calls: collections.Counter[str] = collections.Counter()
+    communicator, made = _communicator(nodes, gpus, plan, compressor, calls)
+    fusion = Fusion(FusionPlan())
+    layouts = [_layout(number, slices, numel) if made else None for number in range(BUCKETS)]
+    flats = [torch.zeros(numel) for _ in range(BUCKETS)]
+    scale, executor = 1 / communicator.size, communicator.executor
+
+    def step() -> None:
+        for flat, layout in zip(flats, layouts, strict=True):
+            bucket = _OnCuda(flat, layout, _UNTIMED)
+            for launch in fusion.add(bucket):
+                communicator.start(launch, scale=scale, hold=True)
+            bucket.result()
+        fusion.end_step()
+        executor.release()
+        executor.extremes()
+        if made:
+            made.end_step(finite=True)
+
+    for _ in range(3):
+        step()
+    calls.clear()
+    step()
+    each = {name: count / BUCKETS for name, count in sorted(calls.items())}
+    times = []
+    for _ in range(ROUNDS):
+        began = time.thread_time()
+        for _ in range(STEPS):
+            step()
+        times.append((time.thread_time() - began) / STEPS / BUCKETS)
+    communicator.close()
+    return HostCost(plan, compressor, min(times) * 1e6, each)
+
+
+_UNTIMED = SimpleNamespace(arrived=None, reduced=None)
+
+
+def _communicator(
+    nodes: int, gpus: int, plan: str, name: str, calls: "collections.Counter[str]"
+) -> tuple[Communicator, Compressor | None]:
+    """Rank 0's communicator of a cluster that is not there, as it would be on CUDA."""
+    size = nodes * gpus
+
+    def presences(store: object, own: Presence, timeout: object) -> list[Presence]:
+        return [dataclasses.replace(own, rank=rank, host=(f"node{rank // gpus}", "", "")) for rank in range(size)]
+
+    made = None if name == "none" else Compression(name, COMPRESSORS[name], (), 0, size).compressor
+    kept = communicator_module.exchange
+    communicator_module.exchange = presences
+    try:
+        communicator = Communicator(HashStore(), 0, size, CPU, Config(plan=plan), name="host_cost", compressor=made)
+    finally:
+        communicator_module.exchange = kept
+    groups, executor = cast(Any, communicator)._groups, cast(Any, communicator.executor)
+    groups._make = lambda key, members: TorchTransport(cast(Any, _NoGroup(calls)), members.index(0), len(members))
+    groups._device = torch.device("cuda", 0)
+    cast(Any, communicator.routes)._device_type = "cuda"
+    communicator.routes.library = "nccl"
+    communicator._streams = executor._streams = _NoStreams(calls)
+    executor.timing = False
+    executor.checking = made is not None
+    return communicator, made
+
+
+def _layout(number: int, slices: int, numel: int) -> Layout:
+    each = numel // slices // 64 * 64
+    return Layout(
+        tuple(
+            Slice(f"layers.{number}.{index}.weight", (each // 64, 64), 0, index * each, each) for index in range(slices)
+        )
+    )
+
+
+def table(costs: Sequence[HostCost]) -> str:
+    """A table in Markdown."""
+    lines = ["| plan | compressor | us a bucket | calls of CUDA and NCCL |", "|---|---|---|---|"]
+    for cost in costs:
+        calls = sum(cost.calls.values())
+        lines.append(f"| {cost.plan} | {cost.compressor} | {cost.microseconds:.0f} | {calls:g} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--gpus", type=int, default=8, help="of each node")
+    parser.add_argument("--slices", type=int, default=12, help="parameters in a bucket")
+    parser.add_argument("--calls", action="store_true", help="name the calls")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    kept = dict(dispatch.KERNELS_ON)
+    dispatch.register_kernels("cpu", cast(Any, _NoKernels()))
+    try:
+        costs = [host_cost(given.nodes, given.gpus, "flat", "none", slices=given.slices)]
+        costs += [host_cost(given.nodes, given.gpus, "hierarchical", name, slices=given.slices) for name in COMPRESSORS]
+    finally:
+        dispatch.KERNELS_ON.clear()
+        dispatch.KERNELS_ON.update(kept)
+    print(table(costs))
+    print(f"\nmedian {statistics.median(cost.microseconds for cost in costs):.0f} us")
+    if given.calls:
+        for cost in costs:
+            print(cost.plan, cost.compressor, cost.calls)
+
+
+if __name__ == "__main__":
+    main()
