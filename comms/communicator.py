@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.bootstrap.compat import PrefixStore, Store
+from gradwire.comms.bootstrap.compat import PrefixStore, Store, nccl_backend_of
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
 from gradwire.comms.bootstrap.nics import describe_nics, interface_of
@@ -22,6 +23,7 @@ from gradwire.comms.plan.routes import Routes
 from gradwire.comms.report import Report
 from gradwire.comms.streams import Clock, DeviceClock, HostClock, SideStreams
 from gradwire.comms.transport.groups import Groups
+from gradwire.comms.transport.nccl import NcclGroups
 from gradwire.compressors.base import Compressor, Layout
 from gradwire.topology.cluster import Cluster
 
@@ -37,6 +39,8 @@ class Communicator:
         config: The configuration; must agree on all ranks.
         name: Unique among the communicators of this store, equal on all ranks.
         compressor: Compresses one phase of gradients that are given with a layout.
+        group: The process group of the same ranks, in the same order. On CUDA its NCCL backend, if it has one, carries
+            what goes between all ranks; it stays the user's, and is aborted only when gradwire gives up.
 
     Raises:
         RuntimeError: A rank did not join within the time-out.
@@ -53,6 +57,7 @@ class Communicator:
         *,
         name: str,
         compressor: Compressor | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -67,8 +72,17 @@ class Communicator:
         board = FailureBoard(store, rank, size)
         interface = interface_of(presences, rank, config)
         self._groups = Groups(
-            store, rank, device, cluster.share_a_node, config.transport, config.timeout, board.alarm, interface
+            store,
+            rank,
+            device,
+            cluster.share_a_node,
+            config.transport,
+            config.timeout,
+            board.alarm,
+            interface,
+            nccl_groups=_nccl_groups(name, cluster, device, group) if device.type == "cuda" else None,
         )
+        self._connected = False
         self._streams = SideStreams(device) if device.type == "cuda" else None
         self.clock: Clock = DeviceClock(device) if self._streams else HostClock()
         deadline = Deadline(config.timeout) if self._streams else None
@@ -85,6 +99,23 @@ class Communicator:
     def cluster(self) -> Cluster:
         """Where the ranks are, with the links as assumed or measured."""
         return self.routes.cluster
+
+    def connect(self, nbytes: int) -> None:
+        """Connects what buckets of `nbytes` need, where a first bucket would otherwise wait for it: on CUDA.
+
+        Every rank calls it at the same point of the sequence of collectives, when the plans are settled. Sets of ranks
+        are connected in one order, so uneven nodes, whose ranks are in several, do not wait in a circle. A plan that
+        is chosen later connects what it needs besides at its first bucket.
+
+        Args:
+            nbytes: Size of a bucket; once the plans are settled, any size will do.
+
+        Raises:
+            RuntimeError: A rank did not join within the time-out, or this torch has no NCCL.
+        """
+        if self.device.type == "cuda":
+            self._groups.connect(self.routes.groups(nbytes))
+        self._connected = True
 
     def all_reduce(
         self, flat: Tensor, *, scale: float = 1.0, layout: Layout | None = None, flush: bool = False
@@ -125,6 +156,8 @@ class Communicator:
         layout = launch.layout if self.compressor is not None else None
         for part in launch.parts:
             self._check(part, scale)
+        if not self._connected:
+            self.connect(launch.numel * launch.parts[0].element_size())
         self._all_reduces += 1
         route = self.routes[launch.numel, launch.parts[0].dtype, layout]
         if layout is not None and self._update_owners(layout):
@@ -169,7 +202,7 @@ class Communicator:
         return Report(self.cluster.describe(), tuple(plans), self.executor.totals(), self._all_reduces, steps, links)
 
     def abort(self, reason: str) -> None:
-        """Wakes the ranks of this node that wait for this one, and gives them the reason. Any thread."""
+        """Wakes the ranks that wait for this one, in shared memory or NCCL, and gives the reason. Any thread."""
         self._groups.abort(reason)
 
     def close(self) -> None:
@@ -200,3 +233,13 @@ class Communicator:
             )
         if scale != 1.0 and not (flat.is_floating_point() or flat.is_complex()):
             raise ValueError(f"`scale` is {scale} but `flat` has dtype {flat.dtype}; wanted 1 for integers")
+
+
+def _nccl_groups(name: str, cluster: Cluster, device: torch.device, group: dist.ProcessGroup | None) -> NcclGroups:
+    return NcclGroups(
+        name=name,
+        global_ranks=() if group is None else tuple(dist.get_process_group_ranks(group)),
+        size=cluster.size,
+        backend=None if group is None else nccl_backend_of(group, device),
+        between_nodes=cluster.all_apart,
+    )

@@ -21,6 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from gradwire.comms.bootstrap.compat import BackendWork
 from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline
 from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
@@ -28,8 +29,9 @@ from gradwire.comms.migration import migrate
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, Transfer
 from gradwire.comms.plan.routes import Chunk, PhasePart, Route
 from gradwire.comms.streams import STREAMS, Clock, HostClock, Mark, SideStreams
-from gradwire.comms.transport.groups import Groups
-from gradwire.comms.transport.torch_group import Waiting
+from gradwire.comms.transport.groups import Groups, Transport
+from gradwire.comms.transport.nccl import NcclTransport
+from gradwire.comms.transport.torch_group import Works
 from gradwire.compressors.base import ALL_TO_ALL, Collective, Compressor, Layout, Member, Request, Work
 from gradwire.topology.cluster import Cluster
 
@@ -564,9 +566,11 @@ class Executor:
             works: list[Work] = []
             for members, steps in running:
                 request = next(steps, None)
-                for each in (request,) if isinstance(request, Collective) else request or ():
-                    works.append(getattr(self._groups[lane, members], each.op)(*each.tensors))
-                    sent_nbytes += _sent_nbytes(each, len(members))
+                if request is None:
+                    continue
+                collectives = (request,) if isinstance(request, Collective) else request
+                works.append(issue_together(self._groups[lane, members], collectives))
+                sent_nbytes += sum(_sent_nbytes(each, len(members)) for each in collectives)
             if not works:
                 break
             rounds += 1
@@ -677,9 +681,8 @@ class Executor:
             return False
         (part,) = chunk.parts
         for transfer in part.steps[0]:
-            work = self._issue(bucket.flat, transfer, (0, 0), scale)
-            assert isinstance(work, Waiting)
-            bucket.future = cast(Open, work.future())
+            work = cast(BackendWork, self._issue(bucket.flat, transfer, (0, 0), scale))
+            bucket.future = cast(Open, work.get_future().then(_only))
             self._count(0, part, bucket.flat.element_size(), None, 0.0)
         return bucket.future is not None
 
@@ -749,6 +752,28 @@ class Executor:
             row.calls += part.shards
             row.logical_nbytes += part.logical_numel * element_nbytes
             row.wire_nbytes += part.sent_numel * element_nbytes + sent_nbytes
+
+
+def issue_together(transport: Transport, collectives: Sequence[Collective]) -> Work:
+    """Issues collectives that may be under way together: on NCCL as one group call, else one after the other.
+
+    Args:
+        transport: Of all of them.
+        collectives: The same on all ranks, in the same order.
+
+    Raises:
+        RuntimeError: One of them could not be issued. On NCCL the transport is then of no use any more.
+    """
+    if isinstance(transport, NcclTransport):
+        return transport.issue_together(collectives)
+    works = [getattr(transport, each.op)(*each.tensors) for each in collectives]
+    return works[0] if len(works) == 1 else Works(works)
+
+
+def _only(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+    """The tensor of a collective of one, as torch's own comm hooks take it."""
+    (tensor,) = done.value()
+    return tensor
 
 
 def _advance(walk: Iterator[Hop], phase: int) -> None:

@@ -76,7 +76,7 @@ class _Connection:
         store, name = store_of(group), f"hook{next(_numbers.setdefault(group.group_name, count()))}"
         compressor = self.compression.compressor if self.compression else None
         self.communicator = Communicator(
-            store, group.rank(), group.size(), device, config, name=name, compressor=compressor
+            store, group.rank(), group.size(), device, config, name=name, compressor=compressor, group=group
         )
         weakref.finalize(self, self.communicator.close)  # also where something below raises
         threshold_nbytes = round(config.fusion_mb * 2**20)
@@ -85,6 +85,7 @@ class _Connection:
         if config.learns_cuts or config.probe:
             probe(self.communicator, self._consensus(store, f"probe/{name}", config.timeout))
         self.communicator.routes.settle(threshold_nbytes or BUCKET_NBYTES)
+        self.communicator.connect(threshold_nbytes or BUCKET_NBYTES)
         self.watch = StepWatch(self.communicator.clock)
         self.tuning: Tuning | None = None
         if config.learns_cuts:

@@ -159,6 +159,10 @@ class Cluster:
         """Whether some ranks are all on one node."""
         return len({self.unit(rank, 0) for rank in members}) == 1
 
+    def all_apart(self, members: Sequence[int]) -> bool:
+        """Whether no two of some ranks are on one node."""
+        return len({self.unit(rank, 0) for rank in members}) == len(members)
+
     def crossing_level(self, source: int, target: int) -> int:
         """The highest level whose link a message between two ranks takes; 0 inside a node."""
         ours, theirs = self.locations[source], self.locations[target]

@@ -30,7 +30,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.execute import Bucket
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.streams import SideStreams
-from gradwire.comms.transport.torch_group import TorchTransport
+from gradwire.comms.transport.nccl import NcclTransport
 from gradwire.compressors.base import Compressor, Layout, Slice
 from gradwire.compressors.kernels import dispatch, reference
 
@@ -58,7 +58,7 @@ class HostCost:
     Attributes:
         plan: Name of the plan.
         compressor: Name of the compressor.
-        microseconds: Of host time, by process_time's wall twin, the fastest round.
+        microseconds: Of the thread's processor time, the fastest round.
         calls: How often CUDA and NCCL would be called, by name.
     """
 
@@ -210,8 +210,9 @@ def _communicator(
     finally:
         communicator_module.exchange = kept
     groups, executor = cast(Any, communicator)._groups, cast(Any, communicator.executor)
-    groups._make = lambda key, members: TorchTransport(cast(Any, _NoGroup(calls)), members.index(0), len(members))
+    groups._make = lambda key, members: NcclTransport(cast(Any, _NoGroup(calls)), members.index(0), len(members))
     groups._device = torch.device("cuda", 0)
+    communicator._connected = True
     cast(Any, communicator.routes)._device_type = "cuda"
     communicator.routes.library = "nccl"
     communicator._streams = executor._streams = _NoStreams(calls)

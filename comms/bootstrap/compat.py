@@ -1,7 +1,8 @@
 """Every switch between torch versions, and every private name of torch that gradwire uses. Written for 2.11 to 2.15."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from typing import Protocol, cast
 
 import torch
@@ -43,6 +44,9 @@ class TorchGroup(Protocol):
     def broadcast(self, tensors: list[Tensor], options: object) -> BackendWork:
         """Copies from a root, in place."""
 
+    def reduce(self, tensors: list[Tensor], options: object) -> BackendWork:
+        """Sums on a root, in place there; what the others give is unchanged."""
+
     def alltoall_base(
         self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], options: object
     ) -> BackendWork:
@@ -50,6 +54,18 @@ class TorchGroup(Protocol):
 
     def shutdown(self) -> None:
         """Waits for what is under way, and ends connections and threads."""
+
+    def abort(self) -> None:
+        """Gives up what is under way, and the connections; may itself take as long as the group's time-out."""
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Connects the ranks at once, not at their first collective; returns when all of them have joined."""
+
+    def _start_coalescing(self) -> None:
+        """Begins one group call of NCCL: what is issued from here on is under way together."""
+
+    def _end_coalescing(self) -> BackendWork | None:
+        """Ends the group call and launches it; the work of all of it. None where it is empty."""
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
@@ -71,16 +87,76 @@ def make_gloo(store: Store, rank: int, size: int, timeout: timedelta, interface:
     return cast(TorchGroup, dist.ProcessGroupGloo(store, rank, size, options))
 
 
-def make_nccl(store: Store, rank: int, size: int, timeout: timedelta, device: torch.device) -> TorchGroup:
-    """An NCCL group of its own, connected at once, so that all ranks create communicators in one order.
+def make_nccl(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    *,
+    name: str,
+    global_ranks: Sequence[int],
+    max_ctas: int | None = None,
+) -> TorchGroup:
+    """An NCCL group of its own, outside torch's registry, not connected yet.
 
-    Torch 2.15 names the class ProcessGroupNCCL too, whichever implementation is behind the name `nccl`.
+    Torch 2.15 names the class ProcessGroupNCCL too, whichever implementation is behind the name `nccl`: this is always
+    the one whose coalescing makes one group call of NCCL.
+
+    Args:
+        store: A store of C++, with a prefix of its own for this group.
+        rank: This rank's index in the group.
+        size: Number of ranks.
+        timeout: For every collective.
+        name: What the flight recorder and logs call the group.
+        global_ranks: The members' ranks in the default group, for the same readers.
+        max_ctas: Thread blocks that a collective of this group may take; None leaves it to NCCL.
     """
-    options = dist.ProcessGroupNCCL.Options()
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
-    group = dist.ProcessGroupNCCL(store, rank, size, options)
-    group.eager_connect_single_device(device)
-    return cast(TorchGroup, group)
+    options.global_ranks_in_group = list(global_ranks)  # before the group is made: its constructor reads both
+    options.group_name = GroupName(name)
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    return cast(TorchGroup, dist.ProcessGroupNCCL(store, rank, size, options))
+
+
+NCCL_NAMES = ("nccl", "nccl2")
+"""What NCCL backends of torch call themselves; `nccl2` is what is behind the name `nccl` from 2.15 on."""
+
+
+def nccl_backend_of(group: dist.ProcessGroup, device: torch.device) -> TorchGroup | None:
+    """The NCCL backend with which a process group serves a device; None where that is another one.
+
+    Another one is gloo, what a user has registered, or the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL puts around
+    every backend, which compares shapes over gloo before each collective.
+    """
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # no backend for this type of device
+        return None
+    wrapper = getattr(torch._C._distributed_c10d, "_ProcessGroupWrapper", None)  # not in every build
+    if (wrapper is not None and isinstance(backend, wrapper)) or backend.name() not in NCCL_NAMES:
+        return None
+    return cast(TorchGroup, backend)
+
+
+def makes_group_calls(backend: TorchGroup) -> bool:
+    """Whether coalescing on this NCCL backend makes one group call of several collectives.
+
+    That of torch 2.15 (`nccl2`) collects sends and receives alone: a collective inside is issued at once, and the work
+    that `_end_coalescing` returns does not stand for it.
+    """
+    return dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL)
+
+
+@lru_cache(maxsize=64)
+def premultiplied_sum(factor: float) -> dist.ReduceOp:
+    """NCCL's PreMulSum: the sum of `factor` times what each rank gives.
+
+    For float16, float32 and float64 alone. Torch hands NCCL the address of a float32 where the dtype is bfloat16, of
+    which NCCL reads the lower half (unpackPreMulSum<float, ncclBfloat16> in ProcessGroupNCCL.cpp): 0.25 becomes 0.
+    """
+    return torch._C._distributed_c10d._make_nccl_premul_sum(factor)
 
 
 _RENAMED = hasattr(dist.ProcessGroupGloo, "all_gather_single") and hasattr(dist.ProcessGroupGloo, "all_to_all_single")
@@ -88,6 +164,8 @@ ALL_GATHER_SINGLE = "all_gather_single" if _RENAMED else "_allgather_base"
 """Method of torch's groups: (output, source, options), flat tensors; renamed in torch 2.15."""
 ALL_TO_ALL_SINGLE = "all_to_all_single" if _RENAMED else "alltoall_base"
 """Method of torch's groups: (output, source, output splits, source splits, options), flat tensors; renamed in 2.15."""
+REDUCE_SCATTER_SINGLE = "reduce_scatter_single" if _RENAMED else "_reduce_scatter_base"
+"""Method of torch's groups: (output, source, options), flat tensors; renamed in torch 2.15."""
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> bool:

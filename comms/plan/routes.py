@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
+from math import prod
 
 import torch
 
@@ -12,7 +13,14 @@ from gradwire.comms.plan.codec_price import GPU_BYTES_PER_SECOND, codec_price, w
 from gradwire.comms.plan.cost import CodecPrice, sent_nbytes
 from gradwire.comms.plan.plan import ALL_GATHER, Phase, Plan, Transfer
 from gradwire.comms.plan.planner import plan_all_reduce, with_reason
-from gradwire.comms.plan.schedule import Partition, Schedule, even_partition, executable
+from gradwire.comms.plan.schedule import (
+    ALIGN_NUMEL,
+    Partition,
+    Schedule,
+    equal_partition,
+    even_partition,
+    executable,
+)
 from gradwire.compressors.base import Compressor, Layout
 from gradwire.topology.cluster import Cluster, Level
 
@@ -147,7 +155,7 @@ class Routes(dict[RouteKey, Route]):
                 "nothing would be compressed"
             )
         plan = executable(plan, self.cluster, self._device_type, fixed_order=self._fixed_order)
-        partition = self._partition(layout)
+        partition = self._partition(plan, layout)
         schedule = Schedule(self.cluster, plan)
         chunks = tuple(
             Chunk(
@@ -166,6 +174,29 @@ class Routes(dict[RouteKey, Route]):
         turn = max((number for number, phase in enumerate(plan.phases, 1) if phase.op != ALL_GATHER), default=0)
         direct = len(chunks) == len(plan.phases) == 1 and plan.phases[0].whole and not plan.phases[0].compressor
         return Route(plan, chunks, ((0, 0), *hops), turn, direct)
+
+    def groups(self, nbytes: int) -> tuple[tuple[int, ...], ...]:
+        """Every set of ranks that the plans in use join for buckets of `nbytes`, dense, compressed or migrated.
+
+        All ranks get the same sets in the same order: ranks that connect those they are in, in this order, never wait
+        for each other in a circle. Once `settle` has chosen a plan, buckets of any other size need no further ones.
+
+        Args:
+            nbytes: Size of a bucket.
+        """
+        numel = ALIGN_NUMEL * prod(self.cluster.widest(level) for level in range(self.cluster.depth))  # no empty region
+        plans = [self._plan(nbytes, None)]
+        name = self._compressed_name()
+        if name is not None:
+            plans.append(plan_all_reduce(self.cluster, nbytes, name=name, chunks=self.chunks))
+        found: dict[tuple[int, ...], None] = {}
+        for plan in plans:
+            plan = executable(plan, self.cluster, self._device_type, fixed_order=self._fixed_order)
+            for steps in Schedule(self.cluster, plan).transfers(numel, equal_partition):
+                found.update((transfer.members, None) for transfer in chain.from_iterable(steps))
+        if name in ("hierarchical", "leader"):  # a compressor's state moves inside the node
+            found.update((node, None) for node in self.cluster.nodes if len(node) > 1)
+        return tuple(found)
 
     def choose(self, plan: str, chunks: int, why: str) -> None:
         """Takes one plan for every size from the next bucket on.
@@ -223,6 +254,14 @@ class Routes(dict[RouteKey, Route]):
             )
         return plan
 
+    def _compressed_name(self) -> str | None:
+        """The plan that a compressor's buckets take, if it finds anything to do."""
+        if self._compressor is None or self.cluster.size == 1:
+            return None
+        if self._asked_for == "flat" or len(self.cluster.nodes) == 1:
+            return "flat"
+        return "leader" if self._asked_for == "leader" else "hierarchical"
+
     def _compressed_plan(self, compressor: Compressor, nbytes: int, layout: Layout) -> Plan | None:
         """The plan with a compressor; None where there is nothing for it to do."""
         nodes, size, name = len(self.cluster.nodes), self.cluster.size, compressor.name
@@ -270,10 +309,13 @@ class Routes(dict[RouteKey, Route]):
         place = transfer.members.index(self._rank)
         return sent_nbytes(transfer.op, transfer.stop - transfer.start, len(transfer.members), place, transfer.bounds)
 
-    def _partition(self, layout: Layout | None) -> Partition:
+    def _partition(self, plan: Plan, layout: Layout | None) -> Partition:
         compressor = self._compressor
+        exact = equal_partition if self._device_type == "cuda" else even_partition
         if compressor is None or layout is None:
-            return even_partition
+            return exact
+        if self._device_type == "cuda" and not any(phase.compressor for phase in plan.phases):
+            return exact
 
         def partition(start: int, stop: int, parts: int) -> tuple[int, ...]:
             return tuple(start + offset for offset in compressor.partition(layout.cut(start, stop), parts))

@@ -1,10 +1,12 @@
 """One transport for each set of ranks and each lane, connected when it is first asked for.
 
 A transport is made inside the ordered sequence of its lane, so all its members make it at the same point; the store's
-keys are named after lane and members, so no two collide.
+keys are named after lane and members, so no two collide. On CUDA `connect` makes them before the first bucket, in one
+order for all ranks.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -13,9 +15,10 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import PrefixStore
 from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
 from gradwire.comms.transport import mpi, nccl
-from gradwire.comms.transport.nccl import NcclTransport
+from gradwire.comms.transport.nccl import CLOSE_SECONDS, INTER_NODE_CTAS, NcclGroups, NcclTransport, describe_ranks
 from gradwire.comms.transport.shm import ShmGroup
 from gradwire.comms.transport.torch_group import Alarm, connect_gloo
 from gradwire.compressors.base import Work
@@ -67,7 +70,8 @@ class Transport(Protocol):
 class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
     """The transports of one rank: `groups[lane, members]`, members being global ranks, this one among them.
 
-    On CUDA everything is issued in one order, so all lanes of a set of ranks share one communicator of NCCL.
+    On CUDA everything is issued in one order, so all lanes of a set of ranks share one communicator of NCCL. The set of
+    all ranks is served by the user's own group where that is one of NCCL.
 
     Args:
         store: A store that all ranks share, with a prefix of its own; one whose waits block nobody else.
@@ -78,6 +82,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         timeout: For every collective.
         alarm: Returns why another rank has given up; None while none has.
         interface: Network interface that gloo is to use; None leaves it to gloo.
+        nccl_groups: Names, global ranks and the user's own group, for CUDA.
     """
 
     def __init__(
@@ -90,6 +95,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         timeout: timedelta,
         alarm: Alarm,
         interface: str | None = None,
+        *,
+        nccl_groups: NcclGroups | None = None,
     ) -> None:
         super().__init__()
         if transport == "nccl" and device.type != "cuda":
@@ -106,6 +113,9 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self._timeout = timeout
         self._alarm = alarm
         self._interface = interface
+        self._nccl = nccl_groups or NcclGroups()
+        self._connecting: NcclTransport | None = None
+        self._reason: str | None = None
         self._closed = False
 
     def __missing__(self, key: tuple[Lane, tuple[int, ...]]) -> Transport:
@@ -119,28 +129,74 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self[key] = made
         return made
 
+    def connect(self, sets: Iterable[tuple[int, ...]]) -> None:
+        """Makes the transports of the first lane for those sets of ranks that this rank is in, one after the other.
+
+        Args:
+            sets: Equal on all ranks, in the same order; members are global ranks.
+
+        Raises:
+            RuntimeError: A rank did not join.
+        """
+        for members in sets:
+            if self._rank in members:
+                self[(0, 0), members]
+
     def abort(self, reason: str) -> None:
-        """Wakes the ranks of this node that wait for this one in shared memory, and gives them the reason."""
-        for group in list(self.values()):
-            if isinstance(group, ShmGroup):
+        """Wakes the ranks that wait for this one in shared memory or in NCCL, and gives them the reason. Any thread.
+
+        NCCL's groups are aborted all at once, also one that is just connecting; this returns before they are gone.
+        """
+        self._reason = reason
+        for group in [*self.values(), self._connecting]:
+            if isinstance(group, ShmGroup | NcclTransport):
                 group.abort(reason)
 
     def close(self) -> None:
-        """Releases shared memory and connections; none is made any more."""
+        """Releases shared memory and connections; none is made any more.
+
+        NCCL's groups are ended in the order in which they were made, which is that of all ranks. What is under way in
+        them has `CLOSE_SECONDS` in all.
+        """
         self._closed = True
+        deadline = time.monotonic() + CLOSE_SECONDS
         for (lane, _), group in list(self.items()):
-            if isinstance(group, ShmGroup) or (isinstance(group, NcclTransport) and lane == (0, 0)):
+            if isinstance(group, ShmGroup):
                 group.close()
+            elif isinstance(group, NcclTransport) and lane == (0, 0):
+                group.close(max(0.0, deadline - time.monotonic()))
         self.clear()
 
     def _make(self, name: str, members: tuple[int, ...]) -> Transport:
         index, size = members.index(self._rank), len(members)
         if self._device.type == "cuda":
-            store = PrefixStore(f"nccl/{name}", self._store.plain)
-            return nccl.connect(store, index, size, self._timeout, self._device)
+            return self._make_nccl(name, members)
         if self._same_node(members):
             return ShmGroup.create(self._store, index, size, key=f"shm/{name}", timeout=self._timeout)
         if self._transport == "mpi":
             return mpi.connect(PrefixStore(f"mpi/{name}", self._store), index, size, self._timeout)
         store = PrefixStore(f"gloo/{name}", self._store)
         return connect_gloo(store, index, size, self._timeout, self._alarm, self._interface)
+
+    def _make_nccl(self, name: str, members: tuple[int, ...]) -> NcclTransport:
+        """A connected NCCL transport. While it connects, `abort` reaches it already."""
+        if self._reason is not None:
+            raise PeerError(self._reason)
+        index, size = members.index(self._rank), len(members)
+        if self._nccl.backend is not None and members == tuple(range(self._nccl.size)):
+            made = nccl.borrow(self._nccl.backend, index, size)
+        else:
+            ranks = self._nccl.global_ranks
+            made = nccl.connect(
+                PrefixStore(f"nccl/{name}", self._store.plain),
+                index,
+                size,
+                self._timeout,
+                name=f"gradwire/{self._nccl.name}/{describe_ranks(members)}",
+                global_ranks=[ranks[member] for member in members] if ranks else members,
+                max_ctas=INTER_NODE_CTAS if self._nccl.between_nodes(members) else None,
+            )
+        self._connecting = made
+        made.connect(self._device)
+        self._connecting = None
+        return made

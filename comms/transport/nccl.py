@@ -1,28 +1,362 @@
 """CUDA tensors, inside a node and between nodes: NCCL through torch's ProcessGroupNCCL.
 
 NCCL knows NVLink, NVSwitch, PCIe and InfiniBand better than anything on top of it could; what gradwire adds is which
-ranks talk to each other, and how much.
+ranks talk to each other, and how much. So every sum is NCCL's own: native collectives in place, no buffer, no copy, no
+pass of ours over the bucket where NCCL multiplies as it sums.
 """
 
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
+from itertools import pairwise
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from gradwire.comms.bootstrap.compat import Store, make_nccl
-from gradwire.comms.transport.torch_group import TorchTransport
+from gradwire.comms.bootstrap.compat import (
+    ALL_GATHER_SINGLE,
+    ALL_TO_ALL_SINGLE,
+    REDUCE_SCATTER_SINGLE,
+    AllgatherOptions,
+    BackendWork,
+    Store,
+    TorchGroup,
+    make_nccl,
+    makes_group_calls,
+    premultiplied_sum,
+)
+from gradwire.comms.errors import PeerError
+from gradwire.comms.transport.torch_group import Works
+from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
+
+log = logging.getLogger("gradwire")
+
+CLOSE_SECONDS = 5.0
+"""How long `close` waits for what is under way, and for torch to end a group: far longer than a bucket takes, and than
+ranks that leave a step together are apart."""
+
+SHUTDOWN_SECONDS = 1.0
+"""How long torch gets at least to end a group in which nothing is under way: a few milliseconds on an idle machine."""
+
+POLL_SECONDS = 0.002
+"""Between two looks at what is under way, in `close` alone."""
+
+INTER_NODE_CTAS = 8
+"""Thread blocks, at most, of a collective between nodes. One keeps an SM to itself, and two drive a NIC of 12 to 24
+GB/s (NCCL's authors, github.com/NVIDIA/nccl issues 438 and 689): four for 400 Gbit/s, eight for 800. Eight are 6 % of
+the 132 SMs of an H100; NCCL's own limit is 32 or 64. It takes fewer where fewer do, and a user's NCCL_MAX_CTAS wins."""
+
+NARROW = (torch.float16, torch.bfloat16)
+
+Call = Callable[[], BackendWork]
+"""Issues one collective."""
 
 
-class NcclTransport(TorchTransport):
-    """The collectives of `Transport` on one NCCL communicator."""
-
-    def close(self) -> None:
-        """Waits for what is under way and ends torch's threads for it; in the destructor, torch aborts and warns."""
-        self._group.shutdown()
+def _unlimited(members: tuple[int, ...]) -> bool:
+    return False
 
 
-def connect(store: Store, rank: int, size: int, timeout: timedelta, device: torch.device) -> NcclTransport:
-    """Connects `size` ranks, each with one CUDA device, at once (not at the first collective).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NcclGroups:
+    """What the NCCL groups of one communicator have in common.
+
+    Attributes:
+        name: Of the communicator; groups are called `gradwire/<name>/<members>` in logs and in the flight recorder.
+        global_ranks: Rank in the default group of each rank of the communicator; empty where both are the same.
+        size: Number of ranks of the communicator.
+        backend: The NCCL backend of the process group that the communicator was made for: it serves the set of all
+            ranks, so that NCCL is not connected twice; None connects a group for that set, too.
+        between_nodes: Whether every member of a set of ranks is on a node of its own.
+    """
+
+    name: str = "default"
+    global_ranks: tuple[int, ...] = ()
+    size: int = 0
+    backend: TorchGroup | None = None
+    between_nodes: Callable[[tuple[int, ...]], bool] = _unlimited
+
+
+class NcclTransport:
+    """The collectives of `Transport` on one NCCL communicator.
+
+    All of them are in place and allocate nothing. A collective that needs several calls of NCCL issues them as one
+    group call. Narrow dtypes are summed as NCCL does it: docs/explanation/cuda.md.
+
+    Args:
+        group: Made by `make_nccl`, or the user's own.
+        rank: This rank's index in the group.
+        size: Number of ranks.
+        owned: Whether `close` ends the group; a user's own group is left to the user, but for a failure.
+        group_calls: Whether coalescing on `group` makes one group call; else calls are issued one after the other.
+    """
+
+    def __init__(
+        self, group: TorchGroup, rank: int, size: int, *, owned: bool = True, group_calls: bool = True
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._group = group
+        self._owned = owned
+        self._group_calls = group_calls
+        self._last: Sequence[BackendWork] = ()
+        self._reason: str | None = None
+        self._aborting: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def connect(self, device: torch.device) -> None:
+        """Connects the ranks at once, not at the first collective; returns when all of them have joined.
+
+        Args:
+            device: This rank's device, with its index.
+
+        Raises:
+            RuntimeError: A rank did not join.
+        """
+        if self._owned:
+            self._group.eager_connect_single_device(device)
+            return
+        # A user's group may have its communicator already, and to connect it again would make a second one; a
+        # collective makes it if it is missing, alike in every version of torch.
+        self._group.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions()).wait()
+
+    def all_reduce(self, tensor: Tensor, scale: float = 1.0) -> Work:
+        """See `Transport.all_reduce`."""
+        self._check()
+        return self._issue([self._all_reduce(tensor, scale)])
+
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Work:
+        """See `Transport.reduce_scatter`.
+
+        Equal slices are one native reduce_scatter in place, and what the last rank has beyond that one reduce; unequal
+        slices are a reduce each. Both are one group call.
+        """
+        self._check()
+        flat, bounds = _real(tensor, bounds)
+        operation = self._operation(flat, scale)
+        calls: list[Call] = []
+        if numel := equal_slices(bounds):
+            options = dist.ReduceScatterOptions()
+            options.reduceOp = operation
+            issue = getattr(self._group, REDUCE_SCATTER_SINGLE)
+            own, whole = flat[self.rank * numel : (self.rank + 1) * numel], flat[: self.size * numel]
+            calls.append(lambda: issue(own, whole, options))
+        for root, start, stop in _remainder(bounds, numel):
+            calls.append(self._reduce(flat[start:stop], root, operation))
+        return self._issue(calls)
+
+    def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
+        """See `Transport.all_gather_slices`: the inverse of `reduce_scatter`, with an all_gather and broadcasts."""
+        self._check()
+        flat, bounds = _real(tensor, bounds)
+        calls: list[Call] = []
+        if numel := equal_slices(bounds):
+            issue = getattr(self._group, ALL_GATHER_SINGLE)
+            own, whole = flat[self.rank * numel : (self.rank + 1) * numel], flat[: self.size * numel]
+            calls.append(lambda: issue(whole, own, AllgatherOptions()))
+        for root, start, stop in _remainder(bounds, numel):
+            calls.append(self._broadcast(flat[start:stop], root))
+        return self._issue(calls)
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> Work:
+        """See `Transport.all_to_all`."""
+        self._check()
+        return self._issue([self._all_to_all(output, source)])
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Work:
+        """See `Transport.all_gather`."""
+        self._check()
+        return self._issue([self._all_gather(output, source)])
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work:
+        """See `Transport.broadcast`."""
+        self._check()
+        return self._issue([self._broadcast(_real(tensor)[0], root)])
+
+    def issue_together(self, collectives: Sequence[Collective]) -> Work:
+        """Issues collectives of a compressor as one group call.
+
+        Args:
+            collectives: The same on all ranks, in the same order.
+
+        Raises:
+            ValueError: One of them is unknown; nothing was issued.
+            PeerError: The communicator has been aborted.
+        """
+        self._check()
+        calls: list[Call] = []
+        for each in collectives:
+            match each.op, each.tensors:
+                case str(op), (tensor,) if op == ALL_REDUCE:
+                    calls.append(self._all_reduce(tensor, 1.0))
+                case str(op), (output, source) if op == ALL_TO_ALL:
+                    calls.append(self._all_to_all(output, source))
+                case str(op), (output, source) if op == ALL_GATHER:
+                    calls.append(self._all_gather(output, source))
+                case _:
+                    raise ValueError(
+                        f"`collectives` holds {each.op!r} of {len(each.tensors)} tensors; wanted {ALL_REDUCE} of one, "
+                        f"or {ALL_TO_ALL} or {ALL_GATHER} of two"
+                    )
+        return self._issue(calls)
+
+    def abort(self, reason: str) -> None:
+        """Gives the communicator up, also a user's own: what is under way ends, with undefined results. Any thread.
+
+        Returns at once. NCCL may take long to give a communicator up, and waits for others of this process that share
+        the GPU: they are all to be aborted at once, each by a thread of its own.
+
+        Args:
+            reason: Raised by every later collective.
+        """
+        with self._lock:
+            if self._aborting is not None:
+                return
+            self._reason = reason
+            self._aborting = threading.Thread(target=self._abort, name="gradwire NCCL abort", daemon=True)
+            self._aborting.start()
+
+    def is_done(self) -> bool:
+        """Whether everything issued so far has ended on the GPU, well or not."""
+        return all(work.is_completed() for work in self._last)  # one communicator runs them in order
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Ends torch's threads and the connections, unless the group is the user's own; never hangs.
+
+        Where everything issued is done, or is within `seconds`, the group is shut down; else it is aborted, as it is
+        where the others do not take part in shutting it down: NCCL waits for the ranks of a node to do so together.
+
+        Args:
+            seconds: For what is under way, and again for the shut-down, which gets `SHUTDOWN_SECONDS` at least.
+        """
+        if self._owned and self._aborting is None:
+            self._shut_down(seconds)
+        if self._aborting is not None:
+            self._aborting.join(seconds)
+            if self._aborting.is_alive():
+                log.warning("NCCL has not given a group of %d ranks up within %g s: left behind", self.size, seconds)
+        self._last = ()
+
+    def _shut_down(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.is_done():
+            if time.monotonic() > deadline:
+                self.abort(f"gradwire was closed on this rank while collectives of {self.size} ranks were under way")
+                return
+            time.sleep(POLL_SECONDS)
+        ending = threading.Thread(target=self._end, name="gradwire NCCL shutdown", daemon=True)
+        ending.start()
+        ending.join(max(seconds, SHUTDOWN_SECONDS))
+        if ending.is_alive():
+            self.abort(f"gradwire was closed on this rank, and others of {self.size} ranks did not follow")
+
+    def _end(self) -> None:
+        try:
+            self._group.shutdown()
+        except RuntimeError as error:
+            log.warning("NCCL could not end a group of %d ranks: %s", self.size, error)
+
+    def _abort(self) -> None:
+        try:
+            self._group.abort()
+        except RuntimeError as error:
+            log.warning("NCCL could not give a group of %d ranks up: %s", self.size, error)
+
+    def _check(self) -> None:
+        if self._reason is not None:
+            raise PeerError(self._reason)
+
+    def _operation(self, tensor: Tensor, scale: float) -> dist.ReduceOp:
+        """What to sum with; where NCCL cannot multiply as it sums, `tensor` has been multiplied."""
+        if scale == 1.0:
+            return cast(dist.ReduceOp, dist.ReduceOp.SUM)
+        if not multiplies_exactly(tensor.dtype, scale):
+            tensor.mul_(scale)
+            return cast(dist.ReduceOp, dist.ReduceOp.SUM)
+        if scale == 1.0 / self.size:
+            return cast(dist.ReduceOp, dist.ReduceOp.AVG)
+        if tensor.dtype == torch.bfloat16:  # see `premultiplied_sum`
+            tensor.mul_(scale)
+            return cast(dist.ReduceOp, dist.ReduceOp.SUM)
+        return premultiplied_sum(scale)
+
+    def _all_reduce(self, tensor: Tensor, scale: float) -> Call:
+        flat = _real(tensor)[0]
+        options = dist.AllreduceOptions()
+        options.reduceOp = self._operation(flat, scale)
+        return lambda: self._group.allreduce([flat], options)
+
+    def _reduce(self, tensor: Tensor, root: int, operation: dist.ReduceOp) -> Call:
+        options = dist.ReduceOptions()
+        options.reduceOp, options.rootRank = operation, root
+        return lambda: self._group.reduce([tensor], options)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Call:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return lambda: self._group.broadcast([tensor], options)
+
+    def _all_gather(self, output: Tensor, source: Tensor) -> Call:
+        issue, target, own = getattr(self._group, ALL_GATHER_SINGLE), _flat(output), _flat(source)
+        return lambda: cast(BackendWork, issue(target, own, AllgatherOptions()))
+
+    def _all_to_all(self, output: Tensor, source: Tensor) -> Call:
+        issue, target, own = getattr(self._group, ALL_TO_ALL_SINGLE), _flat(output), _flat(source)
+        return lambda: cast(BackendWork, issue(target, own, [], [], dist.AllToAllOptions()))
+
+    def _issue(self, calls: Sequence[Call]) -> Work:
+        """Issues collectives, several as one group call where the group makes them."""
+        if len(calls) > 1 and self._group_calls:
+            works: Sequence[BackendWork] = [self._group_call(calls)]
+        else:
+            works = [call() for call in calls]
+        self._last = works or self._last
+        return cast(Work, works[0]) if len(works) == 1 else Works(cast(Sequence[Work], works))
+
+    def _group_call(self, calls: Sequence[Call]) -> BackendWork:
+        """One group call of NCCL. The works of the calls inside stand for nothing; that of the whole does.
+
+        Raises:
+            BaseException: What a call or the launch has raised. The group call is then ended all the same: NCCL counts
+                open ones for each thread, and would hold back whatever this thread issues next, on any communicator.
+                This rank has then issued another collective than the others have, so the communicator is aborted.
+        """
+        self._group._start_coalescing()
+        try:
+            for call in calls:
+                call()
+        except BaseException as error:
+            try:
+                self._group._end_coalescing()
+            except RuntimeError as second:
+                error.add_note(f"The group call could not be ended either: {second}")
+            self.abort(f"a group call of NCCL failed on this rank: {error}")
+            raise
+        try:
+            work = self._group._end_coalescing()
+        except BaseException as error:
+            self.abort(f"a group call of NCCL failed on this rank: {error}")
+            raise
+        assert work is not None, "a group call with collectives has a work"
+        return work
+
+
+def connect(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    *,
+    name: str = "gradwire",
+    global_ranks: Sequence[int] = (),
+    max_ctas: int | None = None,
+) -> NcclTransport:
+    """A transport for `size` ranks, each with one CUDA device; it connects in `NcclTransport.connect`.
 
     Args:
         store: A store of C++, with a prefix of its own for this group. torch's heartbeat thread asks the one below the
@@ -31,14 +365,76 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta, device: torc
         rank: This rank's index in the group.
         size: Number of ranks.
         timeout: For the connection and for every collective.
-        device: This rank's device, with its index.
+        name: What the flight recorder and logs call the group.
+        global_ranks: The members' ranks in the default group.
+        max_ctas: Thread blocks, at most, that a collective may take; None leaves it to NCCL.
 
     Raises:
-        RuntimeError: This torch has no NCCL, or a rank did not join.
+        RuntimeError: This torch has no NCCL.
     """
     if not dist.is_nccl_available():
         raise RuntimeError(
             "`transport` is nccl, but this torch was built without NCCL: install a CUDA build of torch, "
             "or keep the model on the CPU"
         )
-    return NcclTransport(make_nccl(store, rank, size, timeout, device), rank, size)
+    made = make_nccl(store, rank, size, timeout, name=name, global_ranks=global_ranks or range(size), max_ctas=max_ctas)
+    return NcclTransport(made, rank, size)
+
+
+def borrow(backend: TorchGroup, rank: int, size: int) -> NcclTransport:
+    """A transport on a user's own NCCL backend, which stays the user's."""
+    return NcclTransport(backend, rank, size, owned=False, group_calls=makes_group_calls(backend))
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """Ascending ranks in short: `0-7`, `0-56/8` for every eighth, `0-2,5`."""
+    if len(ranks) > 2:
+        step = ranks[1] - ranks[0]
+        if step > 0 and all(after - before == step for before, after in pairwise(ranks)):
+            return f"{ranks[0]}-{ranks[-1]}" + (f"/{step}" if step > 1 else "")
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+
+
+def equal_slices(bounds: Sequence[int]) -> int:
+    """Elements of a slice that every rank has at `rank * numel`; the last rank may have more. 0 where slices differ."""
+    size, numel = len(bounds) - 1, bounds[1]
+    if bounds[-1] < size * numel or any(bounds[rank] != rank * numel for rank in range(size)):
+        return 0
+    return numel
+
+
+@lru_cache(maxsize=64)
+def multiplies_exactly(dtype: torch.dtype, scale: float) -> bool:
+    """Whether NCCL multiplies by `scale` as precisely as torch: it rounds the factor to the dtype first.
+
+    1/6 in bfloat16 is 0.2 % too large, for every element of every gradient; powers of two are exact.
+    """
+    if dtype in NARROW:
+        return torch.tensor(scale, dtype=dtype).item() == scale
+    return dtype in (torch.float32, torch.float64)
+
+
+def _remainder(bounds: Sequence[int], numel: int) -> list[tuple[int, int, int]]:
+    """(rank, start, stop) of what equal slices of `numel` elements leave of each rank's slice, empty ones left out."""
+    size = len(bounds) - 1
+    if numel:
+        start = size * numel
+        return [(size - 1, start, bounds[-1])] if bounds[-1] > start else []
+    return [(rank, start, stop) for rank, (start, stop) in enumerate(pairwise(bounds)) if stop > start]
+
+
+def _real(tensor: Tensor, bounds: Sequence[int] = ()) -> tuple[Tensor, Sequence[int]]:
+    """A tensor that NCCL knows the dtype of: complex numbers are pairs of real ones."""
+    if not tensor.is_complex():
+        return tensor, bounds
+    return torch.view_as_real(tensor).view(-1), [2 * bound for bound in bounds]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return _real(tensor.view(-1))[0]

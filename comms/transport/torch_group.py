@@ -1,4 +1,4 @@
-"""Transports on torch's own process groups: what gloo and NCCL have in common, and gloo.
+"""Transports on torch's own process groups for CPU tensors: gloo.
 
 Gloo informs a sender that its receiver is ready through the connection that carries the receiver's own data. Of two
 ranks that exchange something the later one finds the other ready and begins to send at once, and its own readiness
@@ -44,7 +44,7 @@ class TorchTransport:
     """The collectives of `Transport` on a torch process group.
 
     Args:
-        group: Made by `connect_gloo` or `nccl.connect`.
+        group: Made by `make_gloo`.
         rank: This rank's index in the group.
         size: Number of ranks.
         alarm: Asked about once a second while a work is waited for; what it returns, another rank has given up for.
@@ -121,7 +121,7 @@ class TorchTransport:
     def _exchange(self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]) -> Work:
         """An all_to_all of unequal parts: `source_splits[p]` elements to rank p, `output_splits[p]` from it."""
         if len({*output_splits, *source_splits}) == 1:
-            output_splits = source_splits = []  # NCCL has a faster path for equal parts
+            output_splits = source_splits = []  # equal parts
         issue = getattr(self._group, ALL_TO_ALL_SINGLE)
         return self._pending(issue(output, source, output_splits, source_splits, dist.AllToAllOptions()))
 
@@ -148,21 +148,49 @@ class GlooTransport(TorchTransport):
         """See `Transport.all_gather`. Of gloo's ring through two ranks both directions are one connection, too."""
         if self.size != 2 or source.nbytes < LARGE_NBYTES:
             return super().all_gather(output, source)
-        return self._exchange(output.view(-1), source.view(-1).repeat(2), [source.numel()] * 2, [source.numel()] * 2)
+        own, (first, second) = source.view(-1), output.view(-1).chunk(2)
+        (second if self.rank else first).copy_(own)
+        nothing, numel = own[:0], own.numel()
+        if self.rank == 0:
+            return self._full_duplex(nothing, own, [0, 0], [0, numel], second, nothing, [0, numel], [0, 0])
+        return self._full_duplex(first, nothing, [numel, 0], [0, 0], nothing, own, [0, 0], [numel, 0])
 
     def _exchange(self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]) -> Work:
         if self.size == 1 or max(source_splits) * source.element_size() < LARGE_NBYTES:  # the same on all ranks
             return super()._exchange(output, source, output_splits, source_splits)
-        if self._downwards is None:
-            self._downwards = self._connect("downwards")
         lower_out, own_out, higher_out = self._sections(output, output_splits)
         lower_in, own_in, higher_in = self._sections(source, source_splits)
         own_out.copy_(own_in)
+        return self._full_duplex(
+            lower_out,
+            higher_in,
+            self._lower(output_splits),
+            self._higher(source_splits),
+            higher_out,
+            lower_in,
+            self._higher(output_splits),
+            self._lower(source_splits),
+        )
+
+    def _full_duplex(
+        self,
+        lower_out: Tensor,
+        higher_in: Tensor,
+        up_output_splits: list[int],
+        up_source_splits: list[int],
+        higher_out: Tensor,
+        lower_in: Tensor,
+        down_output_splits: list[int],
+        down_source_splits: list[int],
+    ) -> Work:
+        """Sends to higher ranks, and receives from lower ones, through the first group; the rest through the second."""
+        if self._downwards is None:
+            self._downwards = self._connect("downwards")
         up = getattr(self._group, ALL_TO_ALL_SINGLE)(
-            lower_out, higher_in, self._lower(output_splits), self._higher(source_splits), dist.AllToAllOptions()
+            lower_out, higher_in, up_output_splits, up_source_splits, dist.AllToAllOptions()
         )
         down = getattr(self._downwards, ALL_TO_ALL_SINGLE)(
-            higher_out, lower_in, self._higher(output_splits), self._lower(source_splits), dist.AllToAllOptions()
+            higher_out, lower_in, down_output_splits, down_source_splits, dist.AllToAllOptions()
         )
         return Works([self._pending(up), self._pending(down)])
 
@@ -231,10 +259,6 @@ class Waiting:
         self._work = work
         self._alarm = alarm
 
-    def future(self) -> torch.futures.Future[Tensor]:
-        """Completed with the collective's only tensor, as torch's own comm hooks do it."""
-        return self._work.get_future().then(_only)
-
     def wait(self) -> None:
         """See `Work.wait`."""
         if self._alarm is None:
@@ -251,11 +275,6 @@ class Waiting:
                     raise PeerError(reason) from None
             else:
                 return
-
-
-def _only(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-    (tensor,) = done.value()
-    return tensor
 
 
 class SlicesToSum:
