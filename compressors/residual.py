@@ -3,6 +3,11 @@
 A store keeps one flat tensor for each shard it has seen, so that a step costs no copy. When the shards change (bucket
 rebuild, another fusion, a resumed run), the old tensors are taken apart into pieces by parameter, and new shards are
 put together from the pieces.
+
+On CUDA, shards are worked on by several streams, and torch's allocator gives a freed block to the stream that allocated
+it, at once. So whatever a store lets go of is first noted as in use on the current stream (`keep_until_read`). That is
+enough: the streams of a step are behind the computing stream's work before it, and the computing stream is behind all
+of them when the step has ended, so that everything older is ahead of the current stream, whichever it is.
 """
 
 import threading
@@ -38,6 +43,19 @@ class Piece:
         return self.start + self.value.numel()
 
 
+def keep_until_read(*values: Tensor | None) -> None:
+    """Keeps memory from reuse until the current stream is through with what has been queued on it.
+
+    For tensors that are read here for the last time, or let go of, and may have been allocated on another stream.
+
+    Args:
+        values: Those that are no CUDA tensors need nothing.
+    """
+    for value in values:
+        if value is not None and value.is_cuda:
+            value.record_stream(torch.cuda.current_stream(value.device))
+
+
 class ElementStore:
     """One float32 for each gradient element this rank is responsible for, zero where nothing was stored yet.
 
@@ -56,6 +74,7 @@ class ElementStore:
             if shard is None:
                 shard = self._shards[layout] = _Shard(self._assemble(layout, device))
             elif shard.value.device != device:
+                keep_until_read(shard.value, shard.spare)
                 shard.value, shard.spare = shard.value.to(device), None
             return shard.value
 
@@ -131,14 +150,21 @@ class ElementStore:
         """Removes and returns the values for `layout`, 1-D, zero where this store holds none."""
         with self._lock:
             shard = self._shards.pop(layout, None)
-            return self._assemble(layout, device) if shard is None else shard.value.to(device)
+            if shard is None:
+                return self._assemble(layout, device)
+            keep_until_read(shard.value, shard.spare)
+            return shard.value.to(device)
 
     def adopt(self, layout: Layout, flat: Tensor) -> None:
         """Adds `flat` (1-D float32, layout.numel) to the stored values of `layout`; keeps a copy, not `flat`."""
         with self._lock:
             shard = self._shards.pop(layout, None)
-            held = self._assemble(layout, flat.device) if shard is None else shard.value.to(flat.device)
-            self._shards[layout] = _Shard(held + flat)
+            if shard is None:
+                value = self._assemble(layout, flat.device).add_(flat)
+            else:
+                keep_until_read(shard.value, shard.spare)
+                value = shard.value.to(flat.device) + flat
+            self._shards[layout] = _Shard(value)
 
     def rescale(self, factor: float | Tensor) -> None:
         """Multiplies every stored value by `factor`, in place; what lies on another device than a tensor moves there.
@@ -149,7 +175,9 @@ class ElementStore:
         if isinstance(factor, Tensor):
             for shard in self._shards.values():
                 if shard.value.device != factor.device:
+                    keep_until_read(shard.value, shard.spare)
                     shard.value, shard.spare = shard.value.to(factor.device, non_blocking=True), None
+            keep_until_read(*(piece.value for piece in self._pieces if piece.value.device != factor.device))
             self._pieces = [
                 piece
                 if piece.value.device == factor.device
@@ -170,6 +198,9 @@ class ElementStore:
     def replace(self, pieces: list[Piece]) -> None:
         """Replaces everything that is stored by `pieces`."""
         with self._lock:
+            for shard in self._shards.values():
+                keep_until_read(shard.value, shard.spare)
+            keep_until_read(*(piece.value for piece in self._pieces))
             self._shards.clear()
             self._pieces = list(pieces)
 
@@ -185,7 +216,9 @@ class ElementStore:
         for item in layout.slices:
             wanted.setdefault(item.name, []).append(item)
         for old in [old for old in self._shards if _overlap(old, wanted)]:
-            value = self._shards.pop(old).value
+            shard = self._shards.pop(old)
+            keep_until_read(shard.spare)
+            value = shard.value
             self._pieces += [
                 Piece(item.name, item.parameter_start, value[item.start : item.stop]) for item in old.slices
             ]
@@ -209,6 +242,7 @@ def _fill(flat: Tensor, piece: Piece, wanted: list[Slice]) -> list[Piece]:
                 still.append(part)
                 continue
             at = item.start + first - item.parameter_start
+            keep_until_read(part.value)
             flat[at : at + last - first] = part.value[first - part.start : last - part.start]
             if part.start < first:
                 still.append(Piece(part.name, part.start, part.value[: first - part.start]))
