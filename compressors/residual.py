@@ -11,7 +11,7 @@ of them when the step has ended, so that everything older is ahead of the curren
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -136,14 +136,23 @@ class ElementStore:
         if layout in self._shards:
             return True
         with self._lock:
-            return any(_touches(piece.name, piece.start, piece.stop, layout) for piece in self._everything())
+            known = list(self._shards)
+            pieces = list(self._pieces)
+        wanted = _by_name(layout)
+        return any(_overlap(other, wanted) for other in known) or any(
+            _meets(piece.start, piece.stop, wanted.get(piece.name, ())) for piece in pieces
+        )
 
     def covers(self, layout: Layout, part: Layout) -> bool:
         """Whether everything stored about the elements of `layout` lies in `part`."""
-        with self._lock:
-            held = [(piece.name, piece.start, piece.stop) for piece in self._everything()]
+        wanted, within = _by_name(layout), _by_name(part)
         return all(
-            _within(name, start, stop, part) for name, start, stop in held if _touches(name, start, stop, layout)
+            any(
+                item.parameter_start <= start and start + numel <= item.parameter_start + item.numel
+                for item in within.get(name, ())
+            )
+            for name, start, numel in self.runs()
+            if _meets(start, start + numel, wanted.get(name, ()))
         )
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
@@ -195,6 +204,13 @@ class ElementStore:
             everything = list(self._everything())
         yield from sorted(everything, key=lambda piece: (piece.name, piece.start))
 
+    def runs(self) -> Iterator[tuple[str, int, int]]:
+        """Yields name, start and numel of every stored run, in no order, without touching what is stored."""
+        with self._lock:
+            runs = [(item.name, item.parameter_start, item.numel) for layout in self._shards for item in layout.slices]
+            runs += [(piece.name, piece.start, piece.value.numel()) for piece in self._pieces]
+        yield from runs
+
     def replace(self, pieces: list[Piece]) -> None:
         """Replaces everything that is stored by `pieces`."""
         with self._lock:
@@ -212,9 +228,7 @@ class ElementStore:
 
     def _assemble(self, layout: Layout, device: torch.device) -> Tensor:
         """Takes every shard that overlaps `layout` apart, and puts `layout` together from the pieces."""
-        wanted: dict[str, list[Slice]] = {}
-        for item in layout.slices:
-            wanted.setdefault(item.name, []).append(item)
+        wanted = _by_name(layout)
         for old in [old for old in self._shards if _overlap(old, wanted)]:
             shard = self._shards.pop(old)
             keep_until_read(shard.spare)
@@ -228,6 +242,18 @@ class ElementStore:
             rest += _fill(flat, piece, wanted.get(piece.name, []))
         self._pieces = rest
         return flat
+
+
+def _by_name(layout: Layout) -> dict[str, list[Slice]]:
+    found: dict[str, list[Slice]] = {}
+    for item in layout.slices:
+        found.setdefault(item.name, []).append(item)
+    return found
+
+
+def _meets(start: int, stop: int, slices: Sequence[Slice]) -> bool:
+    """Whether a run of a parameter, from `start` to `stop`, shares an element with one of its slices."""
+    return any(start < item.parameter_start + item.numel and item.parameter_start < stop for item in slices)
 
 
 def _fill(flat: Tensor, piece: Piece, wanted: list[Slice]) -> list[Piece]:
@@ -255,22 +281,6 @@ def _fill(flat: Tensor, piece: Piece, wanted: list[Slice]) -> list[Piece]:
 def _overlap(old: Layout, wanted: dict[str, list[Slice]]) -> bool:
     """Whether an element is in both: other runs of the same parameter may be staged at this moment, and stay."""
     return any(
-        item.parameter_start < other.parameter_start + other.numel
-        and other.parameter_start < item.parameter_start + item.numel
+        _meets(item.parameter_start, item.parameter_start + item.numel, wanted.get(item.name, ()))
         for item in old.slices
-        for other in wanted.get(item.name, ())
-    )
-
-
-def _touches(name: str, start: int, stop: int, layout: Layout) -> bool:
-    return any(
-        item.name == name and start < item.parameter_start + item.numel and item.parameter_start < stop
-        for item in layout.slices
-    )
-
-
-def _within(name: str, start: int, stop: int, layout: Layout) -> bool:
-    return any(
-        item.name == name and item.parameter_start <= start and stop <= item.parameter_start + item.numel
-        for item in layout.slices
     )

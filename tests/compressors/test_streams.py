@@ -5,6 +5,7 @@ another. Here the note is replaced by a recorder, and the storages that a store 
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -61,6 +62,7 @@ class Watch:
         tensors += [piece.value for piece in store._pieces]
         if isinstance(store, ElementScale):
             tensors += [tensor for pair in store._sums.values() for tensor in pair]
+            tensors += [piece.value for pieces in store._summed_pieces or () for piece in pieces]
         return {each.untyped_storage().data_ptr(): each for each in tensors if each is not None and each.numel()}
 
     def check(self, action: Callable[[], object]) -> None:
@@ -84,17 +86,17 @@ def test_nothing_is_let_go_of_unnoted(history: list[list[Layout]], actions: list
         watch = Watch(patch, store)
         for number, action in enumerate(actions):
             for layout in history[number % len(history)]:
-                ones = torch.ones(layout.numel)
                 does: dict[str, Callable[[], object]] = {
-                    "read": lambda layout=layout: store.read(layout, CPU),
-                    "stage": lambda layout=layout: store.stage(layout, CPU).fill_(1.0),
-                    "adopt": lambda layout=layout, ones=ones: store.adopt(layout, ones),
-                    "export": lambda layout=layout: store.export(layout, CPU),
-                    "select": lambda: store.select(torch.tensor(True)),
+                    "read": partial(store.read, layout, CPU),
+                    "stage": partial(store.stage, layout, CPU),
+                    "adopt": partial(store.adopt, layout, torch.ones(layout.numel)),
+                    "export": partial(store.export, layout, CPU),
+                    "select": partial(store.select, torch.tensor(True)),
                     "commit": store.commit,
-                    "replace": lambda: store.replace([Piece("a", 0, torch.ones(3))]),
+                    "replace": partial(store.replace, [Piece("a", 0, torch.ones(3))]),
                 }
                 watch.check(does[action])
         if isinstance(store, ElementScale):
-            for change in (lambda: store.freeze(revocable=True), store.revoke, store.freeze, store.confirm):
+            watch.check(partial(store.freeze, revocable=True))
+            for change in (store.revoke, store.freeze, store.confirm):
                 watch.check(change)
