@@ -5,13 +5,12 @@ elements to other ranks of the same node; a sum over the node, in which each ran
 elsewhere, moves all of it at once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
 
 from gradwire.comms.transport.groups import Transport
-from gradwire.compressors.base import Compressor, Layout, StateValue
+from gradwire.compressors.base import Compressor, HeldRun, Layout
 
 
 def migrate(
@@ -34,12 +33,12 @@ def migrate(
         device: Where the bucket is.
     """
     own = [layout.cut(start, stop) for start, stop in shards]
-    misplaced = torch.tensor(
-        [0 if is_settled(compressor.state_dict(), layout, own) else 1], dtype=torch.int32, device=device
-    )
-    if node is not None:
-        node.all_reduce(misplaced).wait()
-    if not misplaced.item():
+    misplaced = not is_settled(compressor.held(), layout, own)
+    if node is not None:  # one word for all ranks of the node: what follows is collective
+        word = torch.tensor([int(misplaced)], dtype=torch.int32, device=device)
+        node.all_reduce(word).wait()
+        misplaced = bool(word.item())
+    if not misplaced:
         return
     rows = compressor.export(layout, device)
     if node is not None and rows.numel():
@@ -48,28 +47,22 @@ def migrate(
         compressor.adopt(piece, rows[:, start:stop].contiguous())
 
 
-def is_settled(state: Mapping[str, StateValue], layout: Layout, own: Sequence[Layout]) -> bool:
-    """Whether everything in `state` about the elements of `layout` lies in one of the layouts `own`.
+def is_settled(held: Iterable[HeldRun], layout: Layout, own: Sequence[Layout]) -> bool:
+    """Whether everything that is held about the elements of `layout` lies in one of the layouts `own`.
 
     Args:
-        state: As `Compressor.state_dict` returns it; keys are `[<route>|]<field>/<start>/<parameter>`, or
-            `[<route>|]factor/<parameter>` for what belongs to a whole parameter.
+        held: As `Compressor.held` yields it; runs of parameters that are not in `layout` do not count.
         layout: A bucket's.
         own: Of this rank's shards.
     """
     bucket = {item.name: item for item in layout.slices}
-    for key, value in state.items():
-        field, _, rest = key.rpartition("|")[2].partition("/")
-        start, _, name = rest.partition("/") if field != "factor" else ("0", "", rest)
-        if isinstance(value, Tensor) and name in bucket and start.isdigit():
-            numel = bucket[name].numel if field == "factor" else value.numel()
-            if not any(_covers(piece, name, int(start), int(start) + numel) for piece in own):
+    runs: dict[str, list[tuple[int, int]]] = {}
+    for piece in own:
+        for item in piece.slices:
+            runs.setdefault(item.name, []).append((item.parameter_start, item.parameter_start + item.numel))
+    for run in held:
+        if run.name in bucket:
+            stop = run.start + (bucket[run.name].numel if run.numel is None else run.numel)
+            if not any(first <= run.start and stop <= last for first, last in runs.get(run.name, ())):
                 return False
     return True
-
-
-def _covers(layout: Layout, name: str, start: int, stop: int) -> bool:
-    return any(
-        item.name == name and item.parameter_start <= start and stop <= item.parameter_start + item.numel
-        for item in layout.slices
-    )

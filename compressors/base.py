@@ -6,9 +6,11 @@ needs as data, and is resumed when they are done. It works on one shard at a tim
 owns between the phases inside the node.
 """
 
+import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -86,11 +88,34 @@ class Slice:
         return self.start + self.numel
 
 
-@dataclass(frozen=True, slots=True)
+_known_layouts: "WeakValueDictionary[tuple[Slice, ...], Layout]" = WeakValueDictionary()
+_knowing = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, eq=False, init=False, weakref_slot=True)
 class Layout:
-    """Which parameter lies where in a flat tensor: ascending slices without gaps or overlaps."""
+    """Which parameter lies where in a flat tensor: ascending slices without gaps or overlaps.
+
+    Layouts of equal slices are one object. They are the keys of a compressor's tables, looked up several times for each
+    bucket: so no slice is hashed or compared again.
+    """
 
     slices: tuple[Slice, ...]
+    _cuts: "dict[tuple[int, int], Layout]" = field(repr=False)
+
+    def __new__(cls, slices: tuple[Slice, ...]) -> "Layout":  # noqa: PYI034 - it may be an older object
+        """Returns the layout of these slices: a new one only where no equal one is in use."""
+        with _knowing:
+            found = _known_layouts.get(slices)
+            if found is None:
+                found = object.__new__(cls)
+                object.__setattr__(found, "slices", slices)
+                object.__setattr__(found, "_cuts", {})
+                _known_layouts[slices] = found
+        return found
+
+    def __reduce__(self) -> "tuple[type[Layout], tuple[tuple[Slice, ...]]]":
+        return Layout, (self.slices,)
 
     @property
     def numel(self) -> int:
@@ -98,14 +123,30 @@ class Layout:
         return self.slices[-1].stop if self.slices else 0
 
     def cut(self, start: int, stop: int) -> "Layout":
-        """The layout of `flat[start:stop]`."""
-        pieces = []
+        """The layout of `flat[start:stop]`: the same object every time."""
+        found = self._cuts.get((start, stop))
+        if found is None:
+            found = self._cuts[start, stop] = Layout(tuple(self._pieces(start, stop)))
+        return found
+
+    def _pieces(self, start: int, stop: int) -> Iterator[Slice]:
         for piece in self.slices:
             first, last = max(piece.start, start), min(piece.stop, stop)
             if first < last:
                 offset = piece.parameter_start + first - piece.start
-                pieces.append(replace(piece, parameter_start=offset, start=first - start, numel=last - first))
-        return Layout(tuple(pieces))
+                yield Slice(piece.name, piece.shape, offset, first - start, last - first)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRun:
+    """A run of one parameter that a compressor holds state about."""
+
+    name: str
+    """Of the parameter."""
+    start: int
+    """First element within the flattened parameter."""
+    numel: int | None
+    """Elements; None where the state belongs to the parameter as a whole."""
 
 
 def even_bounds(numel: int, parts: int, align: int = 1) -> tuple[int, ...]:
@@ -230,6 +271,12 @@ class Compressor(Protocol):
         Args:
             shard: 1-D float32, changed in place.
             layout: Which parameter lies where in it.
+        """
+
+    def held(self) -> Iterator[HeldRun]:
+        """Yields what this rank holds state about, without reading or copying any of it.
+
+        What is held about the elements of a bucket is moved to the ranks that own them when shard boundaries change.
         """
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Layout
-from gradwire.compressors.residual import ElementStore, Piece
+from gradwire.compressors.residual import ElementStore, Piece, keep_until_read
 
 FLOOR = 0.125
 """Of the mean of a parameter's run, added to every element's unit: an element that the dense start hardly moved can
@@ -73,6 +73,8 @@ class ElementScale(ElementStore):
             if revocable:
                 shard.value = torch.empty_like(sums) if spare is None else spare
                 self._sums[layout] = shard.value, sums
+            else:
+                keep_until_read(spare)
             _write_units(sums, [(item.start, item.stop) for item in layout.slices], shard.value)
         pieces = [
             Piece(piece.name, piece.start, torch.empty_like(piece.value) if revocable else piece.value)
@@ -86,6 +88,9 @@ class ElementScale(ElementStore):
 
     def confirm(self) -> None:
         """Lets go of the sums that a revocable `freeze` has kept."""
+        keep_until_read(*(sums for _, sums in self._sums.values()))
+        if self._summed_pieces is not None:
+            keep_until_read(*(piece.value for piece in self._summed_pieces[1]))
         self._sums.clear()
         self._summed_pieces = None
 
@@ -94,8 +99,10 @@ class ElementScale(ElementStore):
         for layout, (units, sums) in self._sums.items():
             shard = self._shards.get(layout)
             if shard is not None and shard.value is units and not shard.settled:
+                keep_until_read(units)
                 shard.value = sums
         if self._summed_pieces is not None and self._summed_pieces[0] is self._pieces:
+            keep_until_read(*(piece.value for piece in self._pieces))
             self._pieces = self._summed_pieces[1]
         self.confirm()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from gradwire.compressors.base import (
     ALL_REDUCE,
     Collective,
+    HeldRun,
     Layout,
     Member,
     Slice,
@@ -150,6 +151,12 @@ class PowerSGD(Stateful):
         for name in self._drawn:
             self._factors.pop(name, None)
         self._drawn.clear()
+
+    def held(self) -> Iterator[HeldRun]:
+        """See `Stateful.held`; a factor belongs to its whole parameter."""
+        yield from super().held()
+        for name in self._factors:
+            yield HeldRun(name, 0, None)
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
         """See `Stateful.export`; the last row holds the factors, at the beginning of their matrices' elements."""

@@ -3,10 +3,15 @@
 A store keeps one flat tensor for each shard it has seen, so that a step costs no copy. When the shards change (bucket
 rebuild, another fusion, a resumed run), the old tensors are taken apart into pieces by parameter, and new shards are
 put together from the pieces.
+
+On CUDA, shards are worked on by several streams, and torch's allocator gives a freed block to the stream that allocated
+it, at once. So whatever a store lets go of is first noted as in use on the current stream (`keep_until_read`). That is
+enough: the streams of a step are behind the computing stream's work before it, and the computing stream is behind all
+of them when the step has ended, so that everything older is ahead of the current stream, whichever it is.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +43,19 @@ class Piece:
         return self.start + self.value.numel()
 
 
+def keep_until_read(*values: Tensor | None) -> None:
+    """Keeps memory from reuse until the current stream is through with what has been queued on it.
+
+    For tensors that are read here for the last time, or let go of, and may have been allocated on another stream.
+
+    Args:
+        values: Those that are no CUDA tensors need nothing.
+    """
+    for value in values:
+        if value is not None and value.is_cuda:
+            value.record_stream(torch.cuda.current_stream(value.device))
+
+
 class ElementStore:
     """One float32 for each gradient element this rank is responsible for, zero where nothing was stored yet.
 
@@ -56,6 +74,7 @@ class ElementStore:
             if shard is None:
                 shard = self._shards[layout] = _Shard(self._assemble(layout, device))
             elif shard.value.device != device:
+                keep_until_read(shard.value, shard.spare)
                 shard.value, shard.spare = shard.value.to(device), None
             return shard.value
 
@@ -117,28 +136,44 @@ class ElementStore:
         if layout in self._shards:
             return True
         with self._lock:
-            return any(_touches(piece.name, piece.start, piece.stop, layout) for piece in self._everything())
+            known = list(self._shards)
+            pieces = list(self._pieces)
+        wanted = _by_name(layout)
+        return any(_overlap(other, wanted) for other in known) or any(
+            _meets(piece.start, piece.stop, wanted.get(piece.name, ())) for piece in pieces
+        )
 
     def covers(self, layout: Layout, part: Layout) -> bool:
         """Whether everything stored about the elements of `layout` lies in `part`."""
-        with self._lock:
-            held = [(piece.name, piece.start, piece.stop) for piece in self._everything()]
+        wanted, within = _by_name(layout), _by_name(part)
         return all(
-            _within(name, start, stop, part) for name, start, stop in held if _touches(name, start, stop, layout)
+            any(
+                item.parameter_start <= start and start + numel <= item.parameter_start + item.numel
+                for item in within.get(name, ())
+            )
+            for name, start, numel in self.runs()
+            if _meets(start, start + numel, wanted.get(name, ()))
         )
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
         """Removes and returns the values for `layout`, 1-D, zero where this store holds none."""
         with self._lock:
             shard = self._shards.pop(layout, None)
-            return self._assemble(layout, device) if shard is None else shard.value.to(device)
+            if shard is None:
+                return self._assemble(layout, device)
+            keep_until_read(shard.value, shard.spare)
+            return shard.value.to(device)
 
     def adopt(self, layout: Layout, flat: Tensor) -> None:
         """Adds `flat` (1-D float32, layout.numel) to the stored values of `layout`; keeps a copy, not `flat`."""
         with self._lock:
             shard = self._shards.pop(layout, None)
-            held = self._assemble(layout, flat.device) if shard is None else shard.value.to(flat.device)
-            self._shards[layout] = _Shard(held + flat)
+            if shard is None:
+                value = self._assemble(layout, flat.device).add_(flat)
+            else:
+                keep_until_read(shard.value, shard.spare)
+                value = shard.value.to(flat.device) + flat
+            self._shards[layout] = _Shard(value)
 
     def rescale(self, factor: float | Tensor) -> None:
         """Multiplies every stored value by `factor`, in place; what lies on another device than a tensor moves there.
@@ -149,7 +184,9 @@ class ElementStore:
         if isinstance(factor, Tensor):
             for shard in self._shards.values():
                 if shard.value.device != factor.device:
+                    keep_until_read(shard.value, shard.spare)
                     shard.value, shard.spare = shard.value.to(factor.device, non_blocking=True), None
+            keep_until_read(*(piece.value for piece in self._pieces if piece.value.device != factor.device))
             self._pieces = [
                 piece
                 if piece.value.device == factor.device
@@ -167,9 +204,19 @@ class ElementStore:
             everything = list(self._everything())
         yield from sorted(everything, key=lambda piece: (piece.name, piece.start))
 
+    def runs(self) -> Iterator[tuple[str, int, int]]:
+        """Yields name, start and numel of every stored run, in no order, without touching what is stored."""
+        with self._lock:
+            runs = [(item.name, item.parameter_start, item.numel) for layout in self._shards for item in layout.slices]
+            runs += [(piece.name, piece.start, piece.value.numel()) for piece in self._pieces]
+        yield from runs
+
     def replace(self, pieces: list[Piece]) -> None:
         """Replaces everything that is stored by `pieces`."""
         with self._lock:
+            for shard in self._shards.values():
+                keep_until_read(shard.value, shard.spare)
+            keep_until_read(*(piece.value for piece in self._pieces))
             self._shards.clear()
             self._pieces = list(pieces)
 
@@ -181,11 +228,11 @@ class ElementStore:
 
     def _assemble(self, layout: Layout, device: torch.device) -> Tensor:
         """Takes every shard that overlaps `layout` apart, and puts `layout` together from the pieces."""
-        wanted: dict[str, list[Slice]] = {}
-        for item in layout.slices:
-            wanted.setdefault(item.name, []).append(item)
+        wanted = _by_name(layout)
         for old in [old for old in self._shards if _overlap(old, wanted)]:
-            value = self._shards.pop(old).value
+            shard = self._shards.pop(old)
+            keep_until_read(shard.spare)
+            value = shard.value
             self._pieces += [
                 Piece(item.name, item.parameter_start, value[item.start : item.stop]) for item in old.slices
             ]
@@ -195,6 +242,18 @@ class ElementStore:
             rest += _fill(flat, piece, wanted.get(piece.name, []))
         self._pieces = rest
         return flat
+
+
+def _by_name(layout: Layout) -> dict[str, list[Slice]]:
+    found: dict[str, list[Slice]] = {}
+    for item in layout.slices:
+        found.setdefault(item.name, []).append(item)
+    return found
+
+
+def _meets(start: int, stop: int, slices: Sequence[Slice]) -> bool:
+    """Whether a run of a parameter, from `start` to `stop`, shares an element with one of its slices."""
+    return any(start < item.parameter_start + item.numel and item.parameter_start < stop for item in slices)
 
 
 def _fill(flat: Tensor, piece: Piece, wanted: list[Slice]) -> list[Piece]:
@@ -209,6 +268,7 @@ def _fill(flat: Tensor, piece: Piece, wanted: list[Slice]) -> list[Piece]:
                 still.append(part)
                 continue
             at = item.start + first - item.parameter_start
+            keep_until_read(part.value)
             flat[at : at + last - first] = part.value[first - part.start : last - part.start]
             if part.start < first:
                 still.append(Piece(part.name, part.start, part.value[: first - part.start]))
@@ -221,22 +281,6 @@ def _fill(flat: Tensor, piece: Piece, wanted: list[Slice]) -> list[Piece]:
 def _overlap(old: Layout, wanted: dict[str, list[Slice]]) -> bool:
     """Whether an element is in both: other runs of the same parameter may be staged at this moment, and stay."""
     return any(
-        item.parameter_start < other.parameter_start + other.numel
-        and other.parameter_start < item.parameter_start + item.numel
+        _meets(item.parameter_start, item.parameter_start + item.numel, wanted.get(item.name, ()))
         for item in old.slices
-        for other in wanted.get(item.name, ())
-    )
-
-
-def _touches(name: str, start: int, stop: int, layout: Layout) -> bool:
-    return any(
-        item.name == name and start < item.parameter_start + item.numel and item.parameter_start < stop
-        for item in layout.slices
-    )
-
-
-def _within(name: str, start: int, stop: int, layout: Layout) -> bool:
-    return any(
-        item.name == name and item.parameter_start <= start and stop <= item.parameter_start + item.numel
-        for item in layout.slices
     )

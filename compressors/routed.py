@@ -9,6 +9,7 @@ from torch import Tensor
 from gradwire.compressors.base import (
     Collective,
     Compressor,
+    HeldRun,
     Layout,
     Member,
     Request,
@@ -160,6 +161,11 @@ class Routed:
             part = selection.gather(shard)
             compressor.flush(part, selection.layout)
             selection.scatter(part, shard)
+
+    def held(self) -> Iterator[HeldRun]:
+        """See `Compressor.held`."""
+        for compressor in self._compressors():
+            yield from compressor.held()
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
         """See `Compressor.export`: the rows of the routes, one below the other."""

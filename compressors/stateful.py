@@ -1,11 +1,11 @@
 """What every compressor with state shares: staging and commit, saving, loading, migration, rescaling."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Layout, StateDict, StateValue, check_factor, check_finite
+from gradwire.compressors.base import HeldRun, Layout, StateDict, StateValue, check_factor, check_finite
 from gradwire.compressors.residual import ElementStore, Piece
 
 
@@ -54,6 +54,12 @@ class Stateful:
         check_factor(factor)
         for store in self.fields.values():
             store.rescale(factor)
+
+    def held(self) -> Iterator[HeldRun]:
+        """See `Compressor.held`."""
+        for store in self.fields.values():
+            for name, start, numel in store.runs():
+                yield HeldRun(name, start, numel)
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
         """See `Compressor.export`: removes and returns all that is stored about the elements of `layout`.
