@@ -8,7 +8,9 @@ whatever it issues later on any stream.
 Source: Mattern, Virtual Time and Global States of Distributed Systems, 1989 (vector clocks); Flanagan and Freund,
 FastTrack, PLDI 2009 (races found with them). The rule of reuse is that of torch's caching allocator
 (c10/cuda/CUDACachingAllocator.cpp): a freed block may be handed out again at once on the stream that it was allocated
-on; on streams named by `record_stream` the allocator records an event when it is freed, and waits for that.
+on; on streams named by `record_stream` the allocator records an event when it is freed, and waits for that. So memory
+that comes back while another stream may still use it is watched until its own stream is behind that, and it is a fault
+if anything is allocated on its stream before.
 """
 
 import itertools
@@ -82,6 +84,8 @@ class Timeline:
     clock: Clock = field(default_factory=dict)
     waits: list[tuple[int, int]] = field(default_factory=list)
     host_version: int = -1
+    freed: list[tuple["Site", list["Access"]]] = field(default_factory=list)
+    """Memory that came back to this stream while others might still use it: where it was allocated, and by whom."""
 
     @property
     def tick(self) -> int:
@@ -182,17 +186,34 @@ class Block:
         self.accesses = kept
         return conflicts
 
-    def in_use(self, host: Clock) -> Iterator[Access]:
-        """Accesses that may still be under way when the allocator hands the block out again now."""
+    def let_go(self) -> None:
+        """Gives the memory back to its stream."""
         if self.stream is None:
             return
-        clock = self.stream.clock
-        for access in self.accesses:
+        watched = [
+            access
+            for access in self.accesses
+            if access.stream is not self.stream
+            and access.stream.number not in self.recorded
+            and (access.stream.number, access.tick) not in self.covered
+        ]
+        if watched:
+            self.stream.freed.append((self.where, watched))
+
+
+def handed_out_too_early(stream: Timeline, host: Clock) -> Iterator[tuple[Site, Access]]:
+    """What may still be under way in memory that the allocator may hand out now, where it was allocated before.
+
+    Args:
+        stream: On which something is allocated.
+        host: What the host has waited for.
+    """
+    freed, stream.freed = stream.freed, []
+    for where, watched in freed:
+        for access in watched:
             number, tick = access.stream.number, access.tick
-            if access.stream is self.stream or number in self.recorded or (number, tick) in self.covered:
-                continue
-            if clock.get(number, 0) < tick and host.get(number, 0) < tick:
-                yield access
+            if stream.clock.get(number, 0) < tick and host.get(number, 0) < tick:
+                yield where, access
 
 
 def runs(tensor: Tensor) -> tuple[tuple[int, int], ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fake_cuda.clocks import HOST, Access, Block, Fault, Site, Timeline, runs, site, spell
+from fake_cuda.clocks import HOST, Access, Block, Fault, Site, Timeline, handed_out_too_early, runs, site, spell
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,28 +240,29 @@ class Machine:
         if pinned:
             return Block(nbytes, None, device, None)
         workspace = self.here.kernel is not None
-        if not workspace:
-            with self.lock:
+        stream = self.current(device)
+        with self.lock:
+            for where, access in handed_out_too_early(stream, own.host.clock):
+                again = site()
+                text = (
+                    f"{access}; the memory was allocated on {stream.name}, at {spell(where)}, and let go before that "
+                    f"stream was behind it; the allocator may hand it out again at {spell(again)} (record_stream, or a "
+                    "wait, is missing)"
+                )
+                self._fault(Fault("reuse", device, text, access.where, where))
+            if not workspace:
                 own.allocated_nbytes += nbytes
                 own.peak_nbytes = max(own.peak_nbytes, own.allocated_nbytes)
-        return Block(nbytes, self.current(device), device, self._freed_workspace if workspace else self._freed)
+        return Block(nbytes, stream, device, self._freed_workspace if workspace else self._freed)
 
     def _freed(self, block: Block) -> None:
         with self.lock:
             self.devices[block.device].allocated_nbytes -= block.nbytes
-            self._freed_workspace(block)
+            block.let_go()
 
     def _freed_workspace(self, block: Block) -> None:
         with self.lock:
-            host = self.devices[block.device].host.clock
-            assert block.stream is not None
-            for access in block.in_use(host):
-                text = (
-                    f"reuse before completion: {access}; the memory was allocated on {block.stream.name}, at "
-                    f"{spell(block.where)}, and is let go before that stream is behind it: the allocator may hand it "
-                    "out again at once (record_stream, or a wait, is missing)"
-                )
-                self._fault(Fault("reuse", block.device, text, access.where, block.where))
+            block.let_go()
 
     def _race(self, device: int, first: Access, second: Access) -> None:
         text = f"nothing orders\n    {first} and\n    {second}"

@@ -248,6 +248,9 @@ def blocks_of(value: object) -> list[Block]:
 class FakeFuture(RealFuture):  # type: ignore[type-arg,misc]  # generic in annotations only
     """In the place of torch.futures.Future, on any device."""
 
+    def __class_getitem__(cls, _: object) -> "type[FakeFuture]":
+        return cls
+
     def __new__(cls, *, devices: object = None) -> "FakeFuture":
         return super().__new__(cls)  # type: ignore[no-any-return]
 
