@@ -38,17 +38,17 @@ class BackendWork(Protocol):
 class TorchGroup(Protocol):
     """The methods of torch's C++ process groups that gradwire calls, under the names of 2.11 to 2.14."""
 
-    def allreduce(self, tensors: list[Tensor], options: object) -> BackendWork:
+    def allreduce(self, tensors: list[Tensor], options: object, /) -> BackendWork:
         """Sums in place."""
 
-    def broadcast(self, tensors: list[Tensor], options: object) -> BackendWork:
+    def broadcast(self, tensors: list[Tensor], options: object, /) -> BackendWork:
         """Copies from a root, in place."""
 
-    def reduce(self, tensors: list[Tensor], options: object) -> BackendWork:
+    def reduce(self, tensors: list[Tensor], options: object, /) -> BackendWork:
         """Sums on a root, in place there; what the others give is unchanged."""
 
     def alltoall_base(
-        self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], options: object
+        self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], options: object, /
     ) -> BackendWork:
         """Exchanges slices of flat tensors."""
 
@@ -58,7 +58,7 @@ class TorchGroup(Protocol):
     def abort(self) -> None:
         """Gives up what is under way, and the connections; may itself take as long as the group's time-out."""
 
-    def eager_connect_single_device(self, device: torch.device) -> None:
+    def eager_connect_single_device(self, device: torch.device, /) -> None:
         """Connects the ranks at once, not at their first collective; returns when all of them have joined."""
 
     def _start_coalescing(self) -> None:

@@ -6,6 +6,7 @@ pass of ours over the bucket where NCCL multiplies as it sums.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -416,7 +417,9 @@ def multiplies_exactly(dtype: torch.dtype, scale: float) -> bool:
     1/6 in bfloat16 is 0.2 % too large, for every element of every gradient; powers of two are exact.
     """
     if dtype in NARROW:
-        return torch.tensor(scale, dtype=dtype).item() == scale
+        limits = torch.finfo(dtype)
+        significand = 2 * math.frexp(scale)[0]
+        return limits.smallest_normal <= scale <= limits.max and (significand / limits.eps).is_integer()
     return dtype in (torch.float32, torch.float64)
 
 

@@ -175,7 +175,7 @@ def check_mixed(results: list[tuple[Tensor, list[float], bool]]) -> None:
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
 def test_a_torch_without_nccl_says_so() -> None:
     with pytest.raises(RuntimeError, match="without NCCL: install a CUDA build of torch"):
-        nccl.connect(HashStore(), 0, 1, timedelta(seconds=1), torch.device("cuda", 0))
+        nccl.connect(HashStore(), 0, 1, timedelta(seconds=1))
 
 
 class Communicators:
@@ -185,11 +185,12 @@ class Communicators:
         self.stores: list[PrefixStore] = []
         self.ended = 0
 
-    def make(
-        self, store: PrefixStore, rank: int, size: int, timeout: timedelta, device: torch.device
-    ) -> "Communicators":
+    def make(self, store: PrefixStore, rank: int, size: int, timeout: timedelta, **options: object) -> "Communicators":
         self.stores.append(store)
         return self
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        assert device == torch.device("cuda", 0)
 
     def shutdown(self) -> None:
         self.ended += 1
