@@ -144,7 +144,7 @@ class _OnCuda(Bucket):
 
 
 def host_cost(
-    nodes: int, gpus: int, plan: str, compressor: str, *, slices: int = 12, numel: int = 12 * 8192
+    nodes: int, gpus: int, plan: str, compressor: str, *, slices: int = 12, numel: int = 12 * 2048
 ) -> HostCost:
     """Measures one setting.
 
