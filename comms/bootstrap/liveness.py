@@ -68,6 +68,7 @@ class LivenessRing:
         self._overdue = overdue
         self._peers: dict[socket.socket, int] = {}
         self._closed = threading.Event()
+        self._orderly = False
         self._waker, self._woken = socket.socketpair()
         self._listener = socket.create_server(("", 0), backlog=8)
         self._thread = threading.Thread(target=self._run, name=f"gradwire liveness {rank}", daemon=True)
@@ -81,9 +82,7 @@ class LivenessRing:
         """
         if self._closed.is_set():
             return
-        if orderly:  # before the thread closes the connections
-            for peer in list(self._peers):
-                _send(peer, ORDERLY)
+        self._orderly = orderly
         self._closed.set()
         self._waker.close()
         if self._thread is not threading.current_thread():
@@ -101,6 +100,8 @@ class LivenessRing:
                 except PeerError as error:
                     if not self._closed.is_set():
                         self._lost(error)
+                if self._orderly:
+                    self._say_goodbye(selector)
             finally:
                 for each in (*self._peers, self._listener, self._woken):
                     each.close()
@@ -110,9 +111,7 @@ class LivenessRing:
         for key, _ in selector.select(LOOK_SECONDS):
             found = key.fileobj
             if found is self._listener:
-                accepted, _ = self._listener.accept()
-                accepted.settimeout(CONNECT_SECONDS)
-                self._watch(selector, accepted, int.from_bytes(accepted.recv(4), "big"))
+                self._accept(selector)
             elif isinstance(found, socket.socket) and found in self._peers:
                 self._hear(selector, found)
         if reason := self._alarm() or self._overdue():
@@ -124,11 +123,34 @@ class LivenessRing:
             heard = peer.recv(1)
         except OSError as error:
             raise PeerError(f"rank {rank} does not answer any more ({error})", (rank,)) from error
-        if heard != ORDERLY:
+        if heard != ORDERLY and not self._has_left(rank):
             raise PeerError(f"the process of rank {rank} has ended", (rank,))
         selector.unregister(peer)
         del self._peers[peer]
         peer.close()
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        accepted, _ = self._listener.accept()
+        accepted.settimeout(CONNECT_SECONDS)
+        self._watch(selector, accepted, int.from_bytes(accepted.recv(4), "big"))
+
+    def _say_goodbye(self, selector: selectors.BaseSelector) -> None:
+        """Also to a rank whose connection waits to be accepted, and through the store to one that comes later."""
+        try:
+            self._store.set(f"left/{self._rank}", "1")
+            while any(key.fileobj is self._listener for key, _ in selector.select(0)):
+                self._accept(selector)
+            for peer in self._peers:
+                peer.sendall(ORDERLY)
+        except (OSError, RuntimeError) as error:
+            log.debug("the other ranks or their store were gone before this rank said goodbye: %s", error)
+
+    def _has_left(self, rank: int) -> bool:
+        try:
+            return self._store.check([f"left/{rank}"])
+        except RuntimeError as error:
+            log.debug("the store cannot say whether rank %d has left in order: %s", rank, error)
+            return False
 
     def _connect(self, selector: selectors.BaseSelector) -> None:
         """Says where this rank is, and connects to the next one."""
@@ -145,6 +167,8 @@ class LivenessRing:
                 continue
             made.sendall(self._rank.to_bytes(4, "big"))
             self._watch(selector, made, following)
+            return
+        if self._has_left(following):
             return
         log.warning(
             "rank %d cannot reach rank %d at port %d of %s: if that rank is lost, this one hears of it from another "
@@ -217,10 +241,3 @@ def own_addresses() -> list[str]:
             log.debug("no route outwards: %s", error)
     outside = [address for address in dict.fromkeys(found) if not address.startswith("127.")]
     return [*outside, "127.0.0.1"]
-
-
-def _send(peer: socket.socket, word: bytes) -> None:
-    try:
-        peer.sendall(word)
-    except OSError as error:
-        log.debug("a neighbour was gone before this rank could say goodbye: %s", error)

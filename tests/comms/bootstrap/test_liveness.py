@@ -100,6 +100,8 @@ def die(rank: int) -> str:
         time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGKILL)
     assert heard.told.wait(SECONDS)
+    store.set(f"heard/{rank}", "1")
+    store.wait(["heard/0", "heard/1"])  # or one would notice the end of the other
     return str(heard.error)
 
 
