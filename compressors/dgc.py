@@ -108,12 +108,7 @@ class DGC(Stateful):
         payload = torch.cat([indices.view(torch.uint8), sent.view(torch.uint8)])
         payloads = torch.empty(group.size, payload.numel(), dtype=torch.uint8, device=shard.device)
         yield Collective(ALL_GATHER, (payloads, payload))
-        shard.zero_()  # not before: out of memory leaves it intact
-        split = INDEX_NBYTES * indices.numel()
-        for row in payloads:
-            kernels.scatter_add(
-                row[:split].clone().view(torch.int32), row[split:].clone().view(self.value_dtype).float(), shard
-            )
+        kernels.dgc_sum(payloads, indices.numel(), self.value_dtype, shard)
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
         """See `Compressor.flush`: the total is the residual."""

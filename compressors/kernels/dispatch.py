@@ -106,6 +106,9 @@ class Kernels(Protocol):
     ) -> None:
         """See reference.dgc_step_many."""
 
+    def dgc_sum(self, payloads: Tensor, count: int, value_dtype: torch.dtype, target: Tensor) -> None:
+        """See reference.dgc_sum."""
+
     def scatter_add(self, indices: Tensor, values: Tensor, target: Tensor) -> None:
         """See reference.scatter_add."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState, onebit_nbytes, quantize_nbytes
-from gradwire.compressors.kernels.reference.dgc import step_each
+from gradwire.compressors.kernels.reference.dgc import step_each, sum_each
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -303,6 +303,15 @@ def dgc_step_many(
 ) -> None:
     """See reference.dgc_step_many."""
     step_each(dgc_step, gradient, state, rule, scales, runs, indices, values)
+
+
+def dgc_sum(payloads: Tensor, count: int, value_dtype: torch.dtype, target: Tensor) -> None:
+    """See reference.dgc_sum.
+
+    Raises:
+        IndexError: An index is outside `target`; what came before it was added.
+    """
+    sum_each(scatter_add, payloads, count, value_dtype, target)
 
 
 def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:

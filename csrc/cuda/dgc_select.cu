@@ -6,6 +6,7 @@
 // the payload is the same bits every time. Integer atomics alone are used, whose order does not matter. All parameters
 // of a bucket share the launches, each with CTAs of its own. Bytes an element, read: 1/8 in each of the five launches,
 // and 32 for each marked one. Nothing waits for the host. The twin of the second half of csrc/cpu/kernels/dgc.cpp.
+#include "formats.cuh"
 #include "marks.cuh"
 
 namespace gradwire {
@@ -131,6 +132,55 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)  // without the 4, ptx
       }
       greater_before += greaters.all, equal_before += equals_here.all;
     }
+  }
+}
+
+// The place in a row of ascending int32 indices, at any address, of the first that is at least `least_index`.
+__device__ inline int64_t lower_bound(const uint8_t* indices, int64_t count, int64_t least_index) {
+  int64_t low = 0, high = count;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (static_cast<int32_t>(load_word<uint32_t>(indices + 4 * middle)) < least_index) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+__device__ inline float load_value(const uint8_t* values, int64_t i, int32_t format) {
+  if (format == 0) return load_float(values + 4 * i);
+  const uint16_t half = load_word<uint16_t>(values + 2 * i);
+  return format == 1 ? Float16::widen(half) : BFloat16::widen(half);
+}
+
+// target = the sum of all workers' payloads, each `count` ascending int32 indices followed by their values. A CTA owns
+// the tile of the target that it sums up in shared memory, and takes the payloads in the order of their ranks: so every
+// rank gets the same bits, without an atomic addition, and each element of the target is written once. An index outside
+// the target makes target[0] NaN, as below. Bytes: 4 an element written, 4 + the width of a value for each payload's
+// value read, and the lines that the searches touch.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    dgc_sum(const uint8_t* rows, int64_t stride, int64_t workers, int64_t count, int32_t format, float* target,
+            int64_t numel) {
+  __shared__ float sums[kTile];
+  for (int64_t tile = blockIdx.x; tile < tile_count(numel); tile += gridDim.x) {
+    const int64_t start = tile * kTile, stop = least(start + kTile, numel);
+    for (int64_t i = threadIdx.x; i < kTile; i += kThreads) sums[i] = 0.0f;
+    __syncthreads();
+    bool outside = false;
+    for (int64_t w = 0; w < workers; ++w) {
+      const uint8_t *indices = rows + w * stride, *values = indices + 4 * count;
+      const int64_t first = lower_bound(indices, count, start), last = lower_bound(indices, count, stop);
+      if (tile == 0) outside = outside || first > 0 || lower_bound(indices, count, numel) < count;
+      for (int64_t i = first + threadIdx.x; i < last; i += kThreads) {
+        const int64_t place = static_cast<int32_t>(load_word<uint32_t>(indices + 4 * i)) - start;
+        if (place >= 0 && place < stop - start) sums[place] += load_value(values, i, format);
+      }
+      __syncthreads();
+    }
+    for (int64_t i = 4 * threadIdx.x; i < stop - start; i += 4 * kThreads) {
+      const float head = outside && i == 0 ? float_of_bits(0x7fc00000u) : sums[i];
+      store4(target + start + i, make_float4(head, sums[i + 1], sums[i + 2], sums[i + 3]), stop - start - i);
+    }
+    __syncthreads();
   }
 }
 

@@ -14,6 +14,8 @@ namespace gradwire {
 
 // Configuration.
 constexpr int kThreads = 256;
+constexpr int kTallThreads = 1024;  // of a CTA that has a whole matrix to itself: as many loads under way as there can be
+static_assert(kTallThreads == kWarp * kWarp, "dot adds up one number of each warp by the lanes of one warp");
 constexpr int kColumns = 1024;  // of a row, a warp's work in restore, so that they share one 64-bit division
 
 // Arguments.
@@ -28,16 +30,22 @@ struct Shape {
 };
 
 // Kernels.
-// The same bits in every thread of the CTA; each thread multiplies the elements i, i + kThreads, ... of both rows.
-__device__ inline double dot(const double* a, const double* b, int64_t columns, double* shared) {
-  double sum = 0.0;
-  for (int64_t i = threadIdx.x; i < columns; i += kThreads) sum += a[i] * b[i];
+__device__ inline double sum_of_lanes(double sum) {
 #pragma unroll
   for (int width = 16; width > 0; width /= 2) sum += __shfl_xor_sync(kAllLanes, sum, width);
+  return sum;
+}
+
+// The same bits in every thread of the CTA: each multiplies the elements i, i + kTallThreads, ... of both rows, and
+// every warp adds up the warps' sums alike.
+__device__ inline double dot(const double* a, const double* b, int64_t columns, double* shared) {
+  double sum = 0.0;
+#pragma unroll 4
+  for (int64_t i = threadIdx.x; i < columns; i += kTallThreads) sum += a[i] * b[i];
+  sum = sum_of_lanes(sum);
   if (lane_index() == 0) shared[threadIdx.x / kWarp] = sum;
   __syncthreads();
-  double all = 0.0;
-  for (int warp = 0; warp < kThreads / static_cast<int>(kWarp); ++warp) all += shared[warp];
+  const double all = sum_of_lanes(shared[lane_index()]);
   __syncthreads();
   return all;
 }
@@ -49,31 +57,32 @@ __device__ inline double remove_previous(const Matrix& matrix, int64_t k, double
     for (int64_t previous = 0; previous < k; ++previous) {
       const double* other = matrix.rows + previous * matrix.columns;
       const double share = dot(row, other, matrix.columns, shared);
-      for (int64_t i = threadIdx.x; i < matrix.columns; i += kThreads) row[i] -= share * other[i];
+#pragma unroll 4
+      for (int64_t i = threadIdx.x; i < matrix.columns; i += kTallThreads) row[i] -= share * other[i];
     }
   }
   return sqrt(dot(row, row, matrix.columns, shared));
 }
 
 // A thread touches the same elements of every row, so only the sums need the other threads.
-extern "C" __global__ void __launch_bounds__(kThreads) powersgd_orthogonalize(const Matrix* matrices) {
-  __shared__ double shared[kThreads / kWarp];
+extern "C" __global__ void __launch_bounds__(kTallThreads) powersgd_orthogonalize(const Matrix* matrices) {
+  __shared__ double shared[kTallThreads / kWarp];
   const Matrix matrix = matrices[blockIdx.x];
   const int64_t columns = matrix.columns;
   for (int64_t k = 0; k < matrix.rank; ++k) {
     float* data = matrix.data + k * columns;
     double* row = matrix.rows + k * columns;
-    for (int64_t i = threadIdx.x; i < columns; i += kThreads) row[i] = static_cast<double>(data[i]);
+    for (int64_t i = threadIdx.x; i < columns; i += kTallThreads) row[i] = static_cast<double>(data[i]);
     const double before = sqrt(dot(row, row, columns, shared));
     double length = remove_previous(matrix, k, shared);
     for (uint32_t attempt = 0; length <= kDependent * before && attempt < kAttempts; ++attempt) {
-      for (int64_t i = threadIdx.x; i < columns; i += kThreads)
+      for (int64_t i = threadIdx.x; i < columns; i += kTallThreads)
         row[i] =
             replacement(static_cast<uint32_t>(matrix.key), static_cast<uint32_t>(k), attempt, static_cast<uint32_t>(i));
       length = remove_previous(matrix, k, shared);
       if (length > kDependent) break;
     }
-    for (int64_t i = threadIdx.x; i < columns; i += kThreads) {
+    for (int64_t i = threadIdx.x; i < columns; i += kTallThreads) {
       row[i] /= length;
       data[i] = static_cast<float>(row[i]);
     }

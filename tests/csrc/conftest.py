@@ -97,6 +97,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         patch.setattr(cuda_launch, "DEVICE_TYPE", "cpu")
         patch.setattr(cuda_launch, "launch", emulated.launch)
         patch.setattr(cuda_launch, "blocks_for", lambda device, threads, most=0: min(-(-threads // 256), 2))
+        patch.setattr(cuda_launch, "blocks_in_waves", lambda device, threads, resident: min(-(-threads // 256), 2))
         patch.setattr(cuda_launch, "stream_of", lambda device: 0)
         yield torch.device("cpu")
 

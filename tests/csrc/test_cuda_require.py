@@ -9,7 +9,7 @@ import torch
 
 from gradwire.compressors.kernels import dispatch as kernels
 from gradwire.compressors.kernels.cuda import launch as cuda_launch
-from gradwire.compressors.kernels.cuda.launch import blocks_for
+from gradwire.compressors.kernels.cuda.launch import blocks_for, even_grid
 from gradwire.compressors.kernels.cuda.load import load_kernel
 from gradwire.compressors.kernels.cuda.require import CudaKernelsError, CudaSetup, check, require_cupy
 
@@ -81,6 +81,20 @@ def test_a_cuda_tensor_asks_for_the_cuda_kernels(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cuda_require, "require_cupy", asked.append)
     assert kernels._choose("cuda") is cuda
     assert asked == [3]
+
+
+@pytest.mark.parametrize("slots", [1, 7, 396])
+def test_a_grid_of_few_waves_ends_all_at_once(slots: int) -> None:
+    for ctas in (1, slots - 1, slots, slots + 1, 2 * slots + 8, 8 * slots, 8 * slots + 1, 50 * slots):
+        grid = even_grid(ctas, slots)
+        turns = -(-ctas // slots)
+        if turns > 8:
+            assert grid == 8 * slots
+        elif ctas:
+            assert grid <= min(ctas, slots), "resident at once"
+            assert -(-ctas // grid) == turns, "and no more turns than there must be"
+        else:
+            assert grid == 0
 
 
 @pytest.mark.gpu

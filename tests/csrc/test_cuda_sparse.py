@@ -165,6 +165,40 @@ def test_scatter_add_is_the_reference_and_marks_a_bad_index(device: torch.device
         ours[0] = 0.0
 
 
+@pytest.mark.parametrize("value_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("numel", [1, 5, 4096, 4097, 9001, 20_000])
+def test_the_sum_of_sparse_payloads_is_the_reference(
+    device: torch.device, numel: int, value_dtype: torch.dtype
+) -> None:
+    """In the order of the ranks, with rows at odd addresses; a bad index makes the sum NaN."""
+    generator = torch.Generator().manual_seed(numel)
+    for share in (0.001, 0.1, 1.0):
+        count = max(1, int(share * numel))
+        rows = []
+        for _ in range(5):
+            places = torch.randperm(numel, generator=generator)[:count].sort().values.to(torch.int32)
+            values = torch.randn(count, generator=generator) * torch.exp(9 * torch.randn(count, generator=generator))
+            values[::3] = -0.0
+            rows.append(torch.cat([places.view(torch.uint8), values.to(value_dtype).view(torch.uint8)]))
+        payloads, wanted = torch.stack(rows), torch.empty(numel)
+        there = torch.zeros(5, payloads.shape[1] + 3, dtype=torch.uint8, device=device)[:, 1:-2]
+        there.copy_(payloads)
+        ours = torch.full((numel + 1,), 7.0, device=device)
+        cuda.dgc_sum(there, count, value_dtype, ours[1:])
+        reference.dgc_sum(payloads, count, value_dtype, wanted)
+        assert torch.equal(ours[1:].cpu().view(torch.int32), wanted.view(torch.int32))
+        assert ours[0] == 7.0
+    for number, bad in ((0, -1), (count - 1, numel)):
+        damaged = there.clone()
+        damaged[2, 4 * number : 4 * number + 4] = torch.tensor([bad], dtype=torch.int32).view(torch.uint8).to(device)
+        cuda.dgc_sum(damaged, count, value_dtype, ours[1:])
+        assert ours[1].isnan()
+    with pytest.raises(ValueError, match="`value_dtype`"):
+        cuda.dgc_sum(there, count, torch.float64, ours[1:])
+    with pytest.raises(ValueError, match="`payloads`"):
+        cuda.dgc_sum(there[:, :4], count, value_dtype, ours[1:])
+
+
 @pytest.mark.parametrize("shape", [(1, 40), (40, 1), (5, 3), (33, 70), (64, 64), (13, 1100), (3, 2500)])
 @pytest.mark.parametrize("rank", [1, 2, 7])
 @pytest.mark.parametrize("with_residual", [True, False])

@@ -6,7 +6,7 @@ missing.
 """
 
 from gradwire.compressors.kernels.cuda.cast import cast_decode_reduce, cast_encode, cast_reduce_encode
-from gradwire.compressors.kernels.cuda.dgc import dgc_step, dgc_step_many, scatter_add
+from gradwire.compressors.kernels.cuda.dgc import dgc_step, dgc_step_many, dgc_sum, scatter_add
 from gradwire.compressors.kernels.cuda.onebit import (
     onebit_decode_pieces,
     onebit_decode_reduce,
@@ -34,6 +34,7 @@ __all__ = [
     "cast_reduce_encode",
     "dgc_step",
     "dgc_step_many",
+    "dgc_sum",
     "onebit_decode_pieces",
     "onebit_decode_reduce",
     "onebit_encode",

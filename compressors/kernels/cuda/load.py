@@ -34,7 +34,7 @@ ENTRY_POINTS: dict[str, tuple[str, ...]] = {
         for bits in (8, 4)
     ),
     "dgc_step": ("dgc_sample", "dgc_advance"),
-    "dgc_select": ("dgc_radix", "dgc_count", "dgc_write", "dgc_scatter_add"),
+    "dgc_select": ("dgc_radix", "dgc_count", "dgc_write", "dgc_sum", "dgc_scatter_add"),
     "powersgd": ("powersgd_orthogonalize", "powersgd_restore"),
     "pack": tuple(
         f"{direction}_{tensor}_{bucket}"

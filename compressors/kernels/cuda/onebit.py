@@ -7,6 +7,9 @@ from gradwire.compressors.kernels.cuda import launch as cuda_launch
 from gradwire.compressors.kernels.cuda.launch import address, blocks_of_pieces, check_pieces, check_rows, check_tensors
 from gradwire.compressors.kernels.reference import ONEBIT_BLOCK, onebit_nbytes
 
+_RESIDENT = 3
+"""kResident of csrc/cuda/onebit.cu: CTAs of the encoding kernel that a multiprocessor keeps."""
+
 
 def onebit_encode(gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor) -> None:
     """See reference.onebit_encode."""
@@ -26,7 +29,7 @@ def onebit_encode_pieces(
         "onebit",
         "onebit_encode",
         device,
-        cuda_launch.blocks_for(device, 32 * blocks),
+        cuda_launch.blocks_in_waves(device, 32 * blocks, _RESIDENT),
         (
             gradient.data_ptr(),
             address(residual),

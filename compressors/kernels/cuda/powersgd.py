@@ -16,6 +16,9 @@ __all__ = [
     "powersgd_restore",
 ]
 
+_TALL_THREADS = 1024
+"""kTallThreads of csrc/cuda/powersgd.cu: threads of a CTA that has a matrix to itself."""
+
 
 def orthogonalize_many(matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
     """See reference.orthogonalize_many; one launch, however many matrices there are.
@@ -39,7 +42,7 @@ def orthogonalize_many(matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
         words += matrix.data_ptr(), rows, *matrix.shape, key & 0xFFFFFFFF
         rows += 8 * matrix.numel()
     table = cuda_launch.upload(words, device)
-    cuda_launch.launch("powersgd", "powersgd_orthogonalize", device, len(matrices), (table.data_ptr(),))
+    cuda_launch.launch("powersgd", "powersgd_orthogonalize", device, len(matrices), (table.data_ptr(),), _TALL_THREADS)
 
 
 def powersgd_restore(matrix: Tensor, new_residual: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor) -> None:

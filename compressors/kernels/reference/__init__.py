@@ -22,6 +22,7 @@ from gradwire.compressors.kernels.reference.dgc import (
     DgcState,
     dgc_step,
     dgc_step_many,
+    dgc_sum,
     scatter_add,
 )
 from gradwire.compressors.kernels.reference.onebit import (
@@ -61,6 +62,7 @@ __all__ = [
     "cast_reduce_encode",
     "dgc_step",
     "dgc_step_many",
+    "dgc_sum",
     "onebit_decode_pieces",
     "onebit_decode_reduce",
     "onebit_encode",

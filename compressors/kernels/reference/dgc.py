@@ -129,6 +129,31 @@ def dgc_step_many(
     step_each(dgc_step, gradient, state, rule, scales, runs, indices, values)
 
 
+ScatterAdd = Callable[[Tensor, Tensor, Tensor], None]
+"""`scatter_add` of one set of kernels."""
+
+
+def sum_each(add: ScatterAdd, payloads: Tensor, count: int, value_dtype: torch.dtype, target: Tensor) -> None:
+    """Adds one payload after the other by `add`; the other parameters are those of dgc_sum."""
+    target.zero_()
+    for row in payloads:
+        indices, values = row[: 4 * count].clone(), row[4 * count : (4 + value_dtype.itemsize) * count].clone()
+        add(indices.view(torch.int32), values.view(value_dtype).float(), target)
+
+
+def dgc_sum(payloads: Tensor, count: int, value_dtype: torch.dtype, target: Tensor) -> None:
+    """Replaces `target` by the sum of sparse payloads, in their order.
+
+    Args:
+        payloads: (workers, count * (4 + width of a value)) uint8: each row holds `count` int32 places in `target`,
+            ascending, none twice, and then their values.
+        count: Values of a payload.
+        value_dtype: Theirs: float32, float16 or bfloat16.
+        target: 1-D float32, overwritten.
+    """
+    sum_each(scatter_add, payloads, count, value_dtype, target)
+
+
 def scatter_add(indices: Tensor, values: Tensor, target: Tensor) -> None:
     """Adds `values` to `target` at `indices`, in their order.
 
