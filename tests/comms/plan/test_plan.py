@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gradwire.comms.plan.planner import candidates, plan_all_reduce
-from gradwire.comms.plan.schedule import executable
+from gradwire.comms.plan.schedule import equal_partition, executable
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, two_level_cluster, uniform_cluster
 from support.simulate import simulate
 
@@ -51,6 +51,17 @@ def test_every_rank_ends_with_the_sum(cluster: Cluster, name: str, numel: int, c
     results, _ = simulate(cluster, plan, inputs)
     for result in results:
         np.testing.assert_array_equal(result, sum(inputs))
+
+
+@pytest.mark.parametrize("name", ["flat", "hierarchical", "leader"])
+def test_equal_slices_give_the_sum_too(cluster: Cluster, name: str) -> None:
+    """The partition of exact buckets on CUDA: what is left over is the last rank's."""
+    for numel in (1, 15, 17, 500, 4099):
+        inputs = [np.arange(numel) * (rank + 1) for rank in range(cluster.size)]
+        for chunks in (1, 3):
+            plan = plan_all_reduce(cluster, 4 * numel, name=name, chunks=chunks)
+            for result in simulate(cluster, plan, inputs, equal_partition)[0]:
+                np.testing.assert_array_equal(result, sum(inputs))
 
 
 @pytest.mark.parametrize("name", PLANS)

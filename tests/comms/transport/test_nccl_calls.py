@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.comms import communicator
 from gradwire.comms.bootstrap import compat
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore
 from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.errors import PeerError
 from gradwire.comms.plan.routes import Routes
@@ -386,6 +388,34 @@ def test_what_buckets_need_is_connected_before_the_first(
         assert name == f"gradwire/hook0/{describe_ranks(ranks)}"
         assert max_ctas == (INTER_NODE_CTAS if cluster.all_apart(ranks) else None)
     assert all(backend.shutdowns == backend.connects == 1 for backend in maker.backends)
+
+
+class NoStreams:
+    """In place of the side streams, which a machine without a GPU cannot make."""
+
+    def __init__(self, device: torch.device) -> None:
+        assert device == DEVICE
+
+
+def test_a_communicator_connects_its_groups_once(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "SideStreams", NoStreams)
+    store = HashStore()
+
+    def body(rank: int) -> None:
+        config = Config(hostname="one" if rank < 3 else "two", plan="hierarchical", timeout=timedelta(seconds=20))
+        made = Communicator(store, rank, 5, DEVICE, config, name="hook0")
+        made.connect(1 << 20)
+        made.connect(1 << 10)
+        made.close()
+
+    run_ranks(5, body)
+    limits = {name: max_ctas for name, _, max_ctas in maker.made}
+    assert limits["gradwire/hook0/0-2"] is None
+    assert limits["gradwire/hook0/3-4"] is None
+    between = [name for name in limits if limits[name] == INTER_NODE_CTAS]
+    assert len(limits) == 2 + len(between)
+    assert between
+    assert len(maker.made) == sum(backend.shutdowns for backend in maker.backends)
 
 
 def test_the_users_own_group_serves_all_ranks(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Law: exchanges over gloo move the same elements whether they go through one group or through two."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from itertools import accumulate
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, TorchGroup, make_gloo
 from gradwire.comms.transport.torch_group import LARGE_NBYTES, GlooTransport
+from support.nccl import NoAllocation
 from support.threads import run_ranks
 
 SMALL, LARGE = 1000, LARGE_NBYTES // 4
@@ -55,8 +57,9 @@ def test_all_to_all_gives_everybody_what_was_meant_for_him(size: int, numel: int
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_gather_gives_everybody_everything(size: int, numel: int) -> None:
     def body(transport: GlooTransport) -> Tensor:
-        output = torch.empty(size, numel)
-        transport.all_gather(output, contribution(transport.rank, numel)).wait()
+        output, own = torch.empty(size, numel), contribution(transport.rank, numel)
+        with NoAllocation() if size == 2 and numel == LARGE else nullcontext():  # torch's own takes a copy of it all
+            transport.all_gather(output, own).wait()
         return output
 
     expected = torch.stack([contribution(rank, numel) for rank in range(size)])
