@@ -221,7 +221,7 @@ class Communicator:
         return moved
 
     def _check(self, flat: Tensor, scale: float) -> None:
-        if flat.device.type != self.device.type:
+        if flat.device != self.device and (flat.device.type != self.device.type or self.device.index is not None):
             raise ValueError(
                 f"`flat` is on {flat.device}; wanted {self.device}, where this communicator was made: "
                 "move the model before the hook's first step"

@@ -44,6 +44,12 @@ TIMED_FROM, TIMED_UNTIL, TIMED_EVERY, STEPS_IN_A_ROW = 3, 23, 100, 3
 """Steps whose events `report()` and `advise()` go by on CUDA, where events cost host time: 20 of the first ones, then 3
 in a hundred. Their uncompressed buckets travel beside the stream that computes even where one all-reduce is all."""
 
+CAPTURED = (
+    "a CUDA graph is being captured, and gradwire's hook was called in it: each step issues other collectives than the "
+    "one before (plans, residuals, timed steps), which a graph cannot hold. Capture forward and backward without "
+    "DistributedDataParallel's hook, or leave torch.cuda.graph out of the training step"
+)
+
 PYTHON_REDUCER = (
     'torch.compile with optimize_ddp="python_reducer" calls the hook once a parameter from inside a compiled '
     "graph, which gradwire does not support: leave torch._dynamo.config.optimize_ddp at its default, "
@@ -301,6 +307,8 @@ class HookState:
         self._in_backward = queue_end_of_backward(self._end_step)
         communicator = connection.communicator
         if communicator.device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(CAPTURED)
             communicator.executor.timing = is_timed(self.steps)
         self._timed = connection.tuning is not None or communicator.executor.timing
         if connection.compression is not None:
