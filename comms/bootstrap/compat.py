@@ -153,8 +153,9 @@ def makes_group_calls(backend: TorchGroup) -> bool:
 def premultiplied_sum(factor: float) -> dist.ReduceOp:
     """NCCL's PreMulSum: the sum of `factor` times what each rank gives.
 
-    For float16, float32 and float64 alone. Torch hands NCCL the address of a float32 where the dtype is bfloat16, of
-    which NCCL reads the lower half (unpackPreMulSum<float, ncclBfloat16> in ProcessGroupNCCL.cpp): 0.25 becomes 0.
+    For float16, float32 and float64 alone. Where the dtype is bfloat16, torch's ProcessGroupNCCL hands NCCL the address
+    of a float32, of which NCCL reads the lower half (unpackPreMulSum<float, ncclBfloat16> in ProcessGroupNCCL.cpp; that
+    of torch 2.15's `nccl2` passes a bfloat16): 0.25 becomes 0.
     """
     return torch._C._distributed_c10d._make_nccl_premul_sum(factor)
 

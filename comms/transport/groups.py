@@ -197,6 +197,11 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
                 max_ctas=INTER_NODE_CTAS if self._nccl.between_nodes(members) else None,
             )
         self._connecting = made
-        made.connect(self._device)
-        self._connecting = None
+        try:
+            made.connect(self._device)
+        except BaseException as error:
+            made.abort(f"NCCL could not connect ranks {describe_ranks(members)}: {error}")  # ends torch's threads
+            raise
+        finally:
+            self._connecting = None
         return made

@@ -141,13 +141,13 @@ class NcclTransport:
         flat, bounds = _real(tensor, bounds)
         operation = self._operation(flat, scale)
         calls: list[Call] = []
-        if numel := equal_slices(bounds):
+        numel, rest = _divided(tuple(bounds))
+        if numel:
             options = dist.ReduceScatterOptions()
             options.reduceOp = operation
-            issue = getattr(self._group, REDUCE_SCATTER_SINGLE)
-            own, whole = flat[self.rank * numel : (self.rank + 1) * numel], flat[: self.size * numel]
-            calls.append(lambda: issue(own, whole, options))
-        for root, start, stop in _remainder(bounds, numel):
+            own, whole = flat[self.rank * numel : (self.rank + 1) * numel], flat[: self.size * numel] if rest else flat
+            calls.append(lambda: getattr(self._group, REDUCE_SCATTER_SINGLE)(own, whole, options))
+        for root, start, stop in rest:
             calls.append(self._reduce(flat[start:stop], root, operation))
         return self._issue(calls)
 
@@ -156,11 +156,11 @@ class NcclTransport:
         self._check()
         flat, bounds = _real(tensor, bounds)
         calls: list[Call] = []
-        if numel := equal_slices(bounds):
-            issue = getattr(self._group, ALL_GATHER_SINGLE)
-            own, whole = flat[self.rank * numel : (self.rank + 1) * numel], flat[: self.size * numel]
-            calls.append(lambda: issue(whole, own, AllgatherOptions()))
-        for root, start, stop in _remainder(bounds, numel):
+        numel, rest = _divided(tuple(bounds))
+        if numel:
+            own, whole = flat[self.rank * numel : (self.rank + 1) * numel], flat[: self.size * numel] if rest else flat
+            calls.append(lambda: getattr(self._group, ALL_GATHER_SINGLE)(whole, own, AllgatherOptions()))
+        for root, start, stop in rest:
             calls.append(self._broadcast(flat[start:stop], root))
         return self._issue(calls)
 
@@ -303,12 +303,12 @@ class NcclTransport:
         return lambda: self._group.broadcast([tensor], options)
 
     def _all_gather(self, output: Tensor, source: Tensor) -> Call:
-        issue, target, own = getattr(self._group, ALL_GATHER_SINGLE), _flat(output), _flat(source)
-        return lambda: cast(BackendWork, issue(target, own, AllgatherOptions()))
+        target, own = _flat(output), _flat(source)
+        return lambda: getattr(self._group, ALL_GATHER_SINGLE)(target, own, AllgatherOptions())
 
     def _all_to_all(self, output: Tensor, source: Tensor) -> Call:
-        issue, target, own = getattr(self._group, ALL_TO_ALL_SINGLE), _flat(output), _flat(source)
-        return lambda: cast(BackendWork, issue(target, own, [], [], dist.AllToAllOptions()))
+        target, own = _flat(output), _flat(source)
+        return lambda: getattr(self._group, ALL_TO_ALL_SINGLE)(target, own, [], [], dist.AllToAllOptions())
 
     def _issue(self, calls: Sequence[Call]) -> Work:
         """Issues collectives, several as one group call where the group makes them."""
@@ -423,13 +423,15 @@ def multiplies_exactly(dtype: torch.dtype, scale: float) -> bool:
     return dtype in (torch.float32, torch.float64)
 
 
-def _remainder(bounds: Sequence[int], numel: int) -> list[tuple[int, int, int]]:
-    """(rank, start, stop) of what equal slices of `numel` elements leave of each rank's slice, empty ones left out."""
-    size = len(bounds) - 1
-    if numel:
-        start = size * numel
-        return [(size - 1, start, bounds[-1])] if bounds[-1] > start else []
-    return [(rank, start, stop) for rank, (start, stop) in enumerate(pairwise(bounds)) if stop > start]
+@lru_cache(maxsize=1024)
+def _divided(bounds: tuple[int, ...]) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+    """Elements of each of the equal slices, and (rank, start, stop) of what they leave of each rank's slice, if any."""
+    size, numel = len(bounds) - 1, equal_slices(bounds)
+    slices = tuple((rank, start, stop) for rank, (start, stop) in enumerate(pairwise(bounds)) if stop > start)
+    if not numel:
+        return 0, slices
+    start = size * numel
+    return numel, ((size - 1, start, bounds[-1]),) if bounds[-1] > start else ()
 
 
 def _real(tensor: Tensor, bounds: Sequence[int] = ()) -> tuple[Tensor, Sequence[int]]:
