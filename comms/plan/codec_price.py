@@ -26,6 +26,18 @@ GPU_BYTES_PER_SECOND = {80: 1.4e12, 86: 0.42e12, 89: 0.6e12, 90: 2.3e12, 100: 5.
 """Compute capability -> 0.7 of the card's memory bandwidth (A100 80 GB 2.04, A10 0.6, L40 0.86, H100 SXM 3.35, B200 8
 TB/s). Source: NVIDIA's data sheets; 0.7 is what memory-bound kernels reach."""
 
+
+
+def gpu_bytes_per_second(compute_capability: int) -> float:
+    """What encoding and decoding move through a GPU's memory: of the youngest card known that is no younger.
+
+    Args:
+        compute_capability: 80 for A100, 90 for H100.
+    """
+    known = [rate for capability, rate in GPU_BYTES_PER_SECOND.items() if capability <= compute_capability]
+    return known[-1] if known else min(GPU_BYTES_PER_SECOND.values())
+
+
 TOUCHED_NBYTES = {
     "none": 0.0,
     "fp16": 14.0,

@@ -183,17 +183,13 @@ class NcclModel:
         hop = self._network_hop(TREE, SIMPLE) if crossing else self._hop[RING][SIMPLE]
         half, own = wire_seconds / 2, nbytes / 2
         sent = BASE_SECONDS[RING][SIMPLE] + hop + (members - 2) * self._posted + half
-        gathers = []
         alone = crossing == members - 1
+        gathers = []
         for protocol, seconds in self._by_protocol(half, own, inside=not crossing):
-            inner = (members - 1 - crossing) * self._inner_hop(protocol) if crossing else 0.0
-            inner = inner if crossing else (members - 1) * self._hop[RING][protocol]
-            gathers.append(
-                BASE_SECONDS[RING][protocol]
-                + inner
-                + crossing * self._network_hop(TREE if alone else RING, protocol)
-                + seconds
-            )
+            inner = self._inner_hop(protocol) if crossing else self._hop[RING][protocol]
+            outer = self._network_hop(TREE if alone else RING, protocol)
+            latency = (members - 1 - crossing) * inner + crossing * outer
+            gathers.append(BASE_SECONDS[RING][protocol] + latency + seconds)
         if crossing and alone:
             levels = math.floor(math.log2(members))
             latency = levels * self._network_hop("pat", SIMPLE) * PAT_HOP_SHARE + members * PAT_RANK_SECONDS
@@ -252,7 +248,8 @@ class NcclModel:
         return min(times)
 
     def _nvls(self, nbytes: float) -> float:
-        return NVLS_SECONDS + nbytes * 2 * (self.size - 1) / self.size / self._nvls_rate()
+        rate = min(self._nvls_rate(), self.widest * FASTEST_CHANNEL[self._generation])
+        return NVLS_SECONDS + nbytes * 2 * (self.size - 1) / self.size / rate
 
     def _nvls_tree(self, nbytes: float) -> float:
         heads = self.widest
@@ -262,7 +259,7 @@ class NcclModel:
             self.outwards * (2 if self.nodes == 2 else 1),
             heads * limit[0 if self.nodes == 2 else 1],
         )
-        hop = NVLS_TREE_HOP_SECONDS + 2 * self.fabric.network_seconds
+        hop = NVLS_TREE_HOP_SECONDS + self._flushes(SIMPLE) * self.fabric.network_seconds
         latency = NVLS_SECONDS + 2 * math.floor(math.log2(self.nodes)) * hop
         return latency + max(nbytes * 2 * (self.size - 1) / self.size / rate, self._tree_wire(nbytes))
 
