@@ -23,11 +23,24 @@ NETWORK_SECONDS = {
 (NCCL v2.30 src/transport/net_ib/init.cc, net_socket.cc), that for EFA 75 us on p4d, g5 and p5 (aws-ofi-nccl
 src/platform-aws.cpp); nothing is published for Slingshot. For TCP the assumed latency of a message counts."""
 
+CHANNELS_PER_NIC = 2
+"""Connections that NCCL opens between two neighbours for each card. Source: NVIDIA/nccl issue 438."""
+
 NVLS_CAPABILITY = 90
 """NVLink SHARP: from Hopper on. Source: NCCL v2.30 src/graph/search.cc, ncclTopoCompute."""
 
 _NEAR = (PathType.LOC, PathType.PIX, PathType.PXB)
 _NEAR_FROM_HOPPER = (*_NEAR, PathType.P2C)
+
+
+def sender_nics(nics: int, ranks: int) -> int:
+    """Returns how many cards one GPU's own traffic uses: those near it, at least one.
+
+    Args:
+        nics: Cards that the GPUs of a node drive.
+        ranks: Those GPUs.
+    """
+    return max(1, nics // ranks)
 
 
 def network_of_nics(nics: Iterable[Nic]) -> str:
@@ -56,9 +69,7 @@ def fabric_of(machine: Machine, *, network: str | None = None) -> GpuFabric | No
     joined = all(distances.gpu_gpu(machine.gpus[0], gpu) in (PathType.NVL, PathType.LOC) for gpu in machine.gpus)
     chosen = nics_of_gpus(machine)
     near = _NEAR_FROM_HOPPER if oldest >= NVLS_CAPABILITY else _NEAR
-    reached = all(
-        (nic := chosen[gpu.key]) is not None and distances.gpu_nic(gpu, nic) in near for gpu in machine.gpus
-    )
+    reached = all((nic := chosen[gpu.key]) is not None and distances.gpu_nic(gpu, nic) in near for gpu in machine.gpus)
     kind = network or network_of_nics(nic for nic in chosen.values() if nic is not None)
     return GpuFabric(
         compute_capability=oldest,

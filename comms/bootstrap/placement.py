@@ -18,10 +18,9 @@ import torch.distributed as dist
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.hardware import Hardware, hardware
 from gradwire.comms.config import Config, local_rank
-from gradwire.comms.plan.machine_cluster import CHANNELS_PER_NIC, sender_nics
 from gradwire.topology.bandwidth import ALPHA_SECONDS
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Link
-from gradwire.topology.fabric import NETWORK_SECONDS
+from gradwire.topology.fabric import CHANNELS_PER_NIC, NETWORK_SECONDS, sender_nics
 
 INTRA_NODE = Link(alpha_seconds=20e-6, bytes_per_second=5e9, presumed=True)
 """Inside a node where the topology does not say, until it is measured: shared memory of a small host."""
@@ -125,10 +124,10 @@ def cluster_of(presences: Sequence[Presence], config: Config) -> Cluster:
     if presences[0].device != "cuda":
         return cluster
     fabric = _common([presence.hardware.fabric for presence in presences])
-    intra, inter = _of_gpus(presences, cluster, fabric)
-    cluster = _with_links(locations, intra, inter)
-    known = cluster.depth == 2 and not intra.presumed and not inter.presumed
-    return replace(cluster, fabric=fabric if known else None)
+    cluster = _with_links(locations, *_of_gpus(presences, cluster, fabric, config))
+    presumed = [level.name for number, level in enumerate(cluster.levels)
+                if level.link.presumed and cluster.widest(number) > 1]  # fmt: skip
+    return replace(cluster, fabric=None if presumed or cluster.depth != 2 else fabric)
 
 
 def _with_links(locations: Sequence[tuple[int, ...]], intra: Link, inter: Link) -> Cluster:
@@ -146,7 +145,9 @@ def _assumed(presences: Sequence[Presence], config: Config) -> tuple[Link, Link]
     )
 
 
-def _of_gpus(presences: Sequence[Presence], cluster: Cluster, fabric: GpuFabric | None) -> tuple[Link, Link]:
+def _of_gpus(
+    presences: Sequence[Presence], cluster: Cluster, fabric: GpuFabric | None, config: Config
+) -> tuple[Link, Link]:
     """The links as NCCL uses them: its latencies, and the cards that the ranks of the smallest node drive."""
     intra, inter = (level.link for level in cluster.levels[:2])
     intra = replace(intra, alpha_seconds=ALPHA_SECONDS["nvlink" if fabric is not None and fabric.nvlink else "pcie"])
@@ -157,7 +158,7 @@ def _of_gpus(presences: Sequence[Presence], cluster: Cluster, fabric: GpuFabric 
         return intra, inter
     count = min(count for count, _ in cards if count is not None)
     # Fewer ranks than GPUs drive fewer cards than the machine's rate is of; a rate that was given stands.
-    share = min(share for _, share in cards) if not _is_given(presences, inter) else 1.0
+    share = min(share for _, share in cards) if config.nic_bytes_per_second is None else 1.0
     ranks = max(len(node) for node in cluster.nodes)
     return intra, replace(
         inter,
@@ -178,10 +179,6 @@ def _cards(presences: Sequence[Presence], node: Sequence[int]) -> tuple[int | No
     if None in own or len(own) >= every:
         return every, 1.0
     return len(own), len(own) / every
-
-
-def _is_given(presences: Sequence[Presence], inter: Link) -> bool:
-    return inter.bytes_per_second != _slowest([presence.hardware.inter_node for presence in presences])
 
 
 def _common(fabrics: Sequence[GpuFabric | None]) -> GpuFabric | None:

@@ -5,15 +5,12 @@ from dataclasses import replace
 from gradwire.comms.plan.codec_price import CPU_BYTES_PER_SECOND, GPU_BYTES_PER_SECOND, gpu_bytes_per_second
 from gradwire.topology.assign import nics_of_gpus
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
-from gradwire.topology.fabric import TCP_ALPHA_SECONDS, fabric_of
+from gradwire.topology.fabric import CHANNELS_PER_NIC, TCP_ALPHA_SECONDS, fabric_of, sender_nics
 from gradwire.topology.graph import Machine
 from gradwire.topology.levels import levels_of
 
 HOST_MEMORY_BYTES_PER_SECOND = 5e9
 """What a rank on a CPU reaches inside its node through shared memory: 64 MB all-reduces, EPYC (Zen 4), 2026."""
-
-CHANNELS_PER_NIC = 2
-"""Connections that NCCL opens between two neighbours for each card. Source: NVIDIA/nccl issue 438."""
 
 
 def cluster_of_machines(
@@ -71,11 +68,6 @@ def codec_bytes_per_second(machine: Machine) -> float:
 def library_of(machine: Machine) -> str:
     """Who runs a flat plan there: `nccl` on GPUs, else `gloo`."""
     return "nccl" if machine.gpus else "gloo"
-
-
-def sender_nics(nics: int, ranks: int) -> int:
-    """Cards that one GPU's own traffic uses where `ranks` GPUs drive `nics` cards: those near it, at least one."""
-    return max(1, nics // ranks)
 
 
 def _nic(
