@@ -153,6 +153,7 @@ def fitted(cluster: Cluster, level: int, small_seconds: float, large_seconds: fl
         old,
         alpha_seconds=max(small - per_byte * SMALL_NBYTES, 0.0) / max(messages, 1.0),
         bytes_per_second=sent / per_byte,
+        presumed=False,
     )
 
 

@@ -25,8 +25,8 @@ PLANS = ("flat", "hierarchical", "leader")
 """What gradwire can run."""
 
 REFERENCES = (TREE, NVLS_TREE, HALVING_DOUBLING)
-"""What other libraries run; priced for comparison. `tree` and `nvls_tree`, where there is an NVSwitch that sums, are what
-NCCL may choose for the flat plan."""
+"""What other libraries run; priced for comparison. `tree` and, where an NVSwitch sums, `nvls_tree` are what NCCL may
+choose for the flat plan."""
 
 HARMLESS_FIRST = ("none", "bf16", "fp16", "int8", "int4", "powersgd", "onebit", "dgc")
 """Compressors in the order of what they do to a gradient; an unknown one comes last."""

@@ -6,9 +6,10 @@ simulator runs the same algorithms on data.
 Sources: ring: Patarasuk and Yuan, JPDC 2009. Double binary tree: Sanders, Speck and Traeff, "Two-tree algorithms for
 full bandwidth broadcast, reduction and scan", Parallel Computing 2009; the shape as NCCL builds it between nodes, a
 chain inside each node (NCCL 2.4 release notes, "Massively scale your deep learning training with NCCL 2.4").
-NVLS and NVLSTree: the NVSwitch sums what the GPUs of a node hold and gives each sum to all of them, each GPU handles its
-share of the bucket, and that share's tree is the double binary tree between nodes (NCCL v2.30 src/transport/nvls.cc,
-src/graph/connect.cc). Recursive halving and doubling, with the fold for other counts than powers of two: Thakur, Rabenseifner and Gropp,
+NVLS and NVLSTree: the NVSwitch sums what the GPUs of a node hold and gives each sum to all of them; each GPU stands for
+its share of the bucket, whose tree between the nodes is the double binary one (NCCL v2.30 src/transport/nvls.cc,
+src/graph/connect.cc). The simulator does not run these two.
+Recursive halving and doubling, with the fold for other counts than powers of two: Thakur, Rabenseifner and Gropp,
 IJHPCA 2005, section 4.
 """
 

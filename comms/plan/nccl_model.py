@@ -18,7 +18,7 @@ Source: NCCL v2.30 src/graph/tuning.cc (constants, ncclTopoTuneModel, ncclTopoGe
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from gradwire.comms.plan.plan import ALL_REDUCE, NVLS, NVLS_TREE, RING, TREE, Phase
@@ -74,7 +74,8 @@ on more."""
 TREE_SHARE, ONE_GPU_TREE_SHARE, LL_TREE_SHARE = 0.92, 0.85, 1 / 3.8
 LL_SHARE, LL128_SHARE = 0.5, 0.92
 LL128_TREE_SHARE = {True: 7 / 9, False: 120 / 128}
-"""Shares of the bandwidth: of trees, of trees with one GPU a node, of the protocols; LL128's tree on one node, on more."""
+"""Shares of the bandwidth: of trees, of trees with one GPU a node, of the protocols; LL128's tree on one node (True)
+and on more."""
 
 PLATEAU, PLATEAU_BEFORE_AMPERE, PLATEAU_NBYTES = 1.4, 1.9, 64
 """Between nodes a ring with Simple waits so many times longer, from so many bytes a rank and channel on."""
@@ -287,7 +288,7 @@ class NcclModel:
             return LL_BYTES_PER_SECOND[self._generation][0]
         return LL_BETWEEN_NODES[self.fabric.amd_cpu][0 if self.nodes == 2 else 1]
 
-    def _limit(self, table: dict[int, tuple[float, ...]]) -> float:
+    def _limit(self, table: Mapping[int, tuple[float, ...]]) -> float:
         return table[self._generation][min(self.nodes, 3) - 1]
 
     def _channels(self) -> int:

@@ -32,8 +32,8 @@ class Phase:
     compressor: str | None = None
     """What compresses the data of this phase; None is exact."""
     algorithm: str = RING
-    """How a `whole` all_reduce runs: `ring`, `tree` (NCCL's double binary tree), `nvls` and `nvls_tree` (the NVSwitch sums,
-    and that tree between nodes) or `halving_doubling`."""
+    """How a `whole` all_reduce runs: `ring`, `tree` (NCCL's double binary tree), `nvls` and `nvls_tree` (the NVSwitch
+    sums, and that tree between nodes) or `halving_doubling`."""
     asynchronous: bool = False
     """Whether its collectives are still under way when they return (a network) or done (shared memory). A chunk then
     goes on in the next lane, which waits for them, so that the chunk behind it can start this phase."""

@@ -190,8 +190,7 @@ class Routes(dict[RouteKey, Route]):
 
     def measured(self, levels: Sequence[Level]) -> None:
         """Plans with these links from now on, and with nothing else: what NCCL says of its own gives way to them."""
-        known = tuple(replace(level, link=replace(level.link, presumed=False)) for level in levels)
-        self.cluster = replace(self.cluster, levels=known, fabric=None)
+        self.cluster = replace(self.cluster, levels=tuple(levels), fabric=None)
         self._measured = True
         self.clear()
 
