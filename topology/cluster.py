@@ -32,6 +32,9 @@ class Link:
         exchange_gap_share: Part of such an exchange that keeps the link; other chunks fill the rest.
         exchange_alpha_seconds: For each message of such an exchange; None: as for any other.
         on_processor: Whether the processor itself moves the bytes (shared memory), which cannot encode meanwhile.
+        sender_nics: Cards that one sender reaches, those near its GPU; None: as many as it has flows. A ring or tree
+            over all ranks crosses through every GPU in turn and reaches all cards (`spread`).
+        presumed: Whether nobody has published, given or measured these figures.
     """
 
     alpha_seconds: float
@@ -45,6 +48,8 @@ class Link:
     exchange_gap_share: float = 1.0
     exchange_alpha_seconds: float | None = None
     on_processor: bool = False
+    sender_nics: int | None = None
+    presumed: bool = False
 
     def __post_init__(self) -> None:
         for name in ("alpha_seconds", "gap_seconds", "exchange_alpha_seconds"):
@@ -59,18 +64,24 @@ class Link:
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; wanted a number > 0")
-        for name in ("nics", "channels"):
-            if getattr(self, name) < 1:
+        for name in ("nics", "channels", "sender_nics"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; wanted a whole number of at least 1")
 
     def seconds(self, messages: float, nbytes: float) -> float:
         """Time for `messages` messages after one another that carry `nbytes` in all, cards and flows all in use."""
         return messages * self.alpha_seconds + nbytes / self.bytes_per_second
 
-    def rate(self, senders: float) -> float:
-        """Bytes per second that a unit reaches when `senders` of its ranks send at once."""
+    def rate(self, senders: float, *, spread: bool = False) -> float:
+        """Bytes per second that a unit reaches when `senders` of its ranks send at once.
+
+        Args:
+            senders: How many.
+            spread: Whether each channel leaves through another rank, as those of a collective over all ranks do.
+        """
         flows = senders * self.channels
-        return min(self.bytes_per_second * min(1.0, flows / self.nics), flows * self.stream_bytes_per_second)
+        cards = flows if self.sender_nics is None or spread else min(flows, senders * self.sender_nics)
+        return min(self.bytes_per_second * min(1.0, cards / self.nics), flows * self.stream_bytes_per_second)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,29 @@ class Level:
     link: Link
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFabric:
+    """What NCCL's own cost model asks about GPUs and networks, beside the rates of the links.
+
+    Attributes:
+        compute_capability: Of the oldest GPU: 80 for A100, 90 for H100.
+        nvlink: Whether NVLink joins all GPUs of a node; else they use PCIe.
+        nvls: Whether the node's NVSwitch sums (NVLink SHARP; Hopper and later).
+        ll128: Whether NCCL lets its protocol LL128 through the network: the card is near the GPU.
+        amd_cpu: Whether the processors are AMD's, for which NCCL counts twice the time to post a message.
+        network: `infiniband`, `roce`, `efa`, `slingshot` or `tcp`.
+        network_seconds: What a message over this network takes more than over InfiniBand.
+    """
+
+    compute_capability: int
+    nvlink: bool
+    nvls: bool
+    ll128: bool
+    amd_cpu: bool
+    network: str
+    network_seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Where each rank is.
@@ -93,10 +127,13 @@ class Cluster:
         locations: For each rank the unit it is in at every level above the first, outermost first: `(node,)` in a
             cluster of two levels, `(rack, node)` in one of three. Node numbers are unique inside their rack.
         levels: Innermost first; one more than the length of a location.
+        fabric: Of GPUs on two levels whose links are known but not measured: collectives are then priced as NCCL prices
+            its own. None: by the links alone.
     """
 
     locations: tuple[tuple[int, ...], ...]
     levels: tuple[Level, ...]
+    fabric: GpuFabric | None = None
 
     def __post_init__(self) -> None:
         if not self.locations:

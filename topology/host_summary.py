@@ -1,6 +1,12 @@
 """What a rank needs to know of its own machine: how fast it is inside and outwards, and its NICs by name."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradwire.topology.cluster import GpuFabric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +23,10 @@ class HostSummary:
     """Network interface of that NIC's first port that is not down."""
     fastest_nics: tuple[str, ...]
     """All NICs of the machine that are as fast as its fastest."""
+    nics: int | None
+    """NICs that its GPUs drive, whose rates `inter_node_bytes_per_second` adds up; None where that is unknown."""
+    fabric: GpuFabric | None
+    """What NCCL's model asks about its GPUs; None without GPUs, or where they are not known."""
 
 
 def host_summary(local_rank: int | None) -> HostSummary:
@@ -27,7 +37,8 @@ def host_summary(local_rank: int | None) -> HostSummary:
     Args:
         local_rank: Index of the rank on this machine; None where the launcher did not say, and no NIC is chosen then.
     """
-    from gradwire.topology.assign import fastest_nics, nic_for_local_rank
+    from gradwire.topology.assign import fastest_nics, nic_for_local_rank, nics_of_gpus
+    from gradwire.topology.fabric import fabric_of
     from gradwire.topology.labels import nic_name
     from gradwire.topology.levels import levels_of
     from gradwire.topology.readers.detect import detect_machine
@@ -35,6 +46,7 @@ def host_summary(local_rank: int | None) -> HostSummary:
     machine = detect_machine()
     intra, inter = levels_of(machine)
     nic = nic_for_local_rank(machine, local_rank) if local_rank is not None else None
+    driven = {card.key for card in nics_of_gpus(machine).values() if card is not None}
     up = () if nic is None else (port for port in nic.ports if port.active is not False)
     return HostSummary(
         intra_node_bytes_per_second=intra.bytes_per_second,
@@ -42,4 +54,6 @@ def host_summary(local_rank: int | None) -> HostSummary:
         nic=nic_name(nic) if nic else None,
         interface=next((name for port in up for name in port.interfaces), None),
         fastest_nics=tuple(nic_name(fast) for fast in fastest_nics(machine.nics)),
+        nics=len(driven) or None,
+        fabric=fabric_of(machine),
     )

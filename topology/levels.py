@@ -14,14 +14,13 @@ from gradwire.topology.bandwidth import (
     pcie_bytes_per_second,
     socket_bytes_per_second,
 )
-from gradwire.topology.graph import Cpu, Gpu, Machine, Nic
+from gradwire.topology.fabric import NETWORK_SECONDS, network_of_nics
+from gradwire.topology.graph import Cpu, Gpu, Machine
 from gradwire.topology.labels import Labels
 from gradwire.topology.paths import PathType
 
 HOST_MEMORY_ALPHA_SECONDS = 4e-6
 """One hand-over between two processes through shared memory; an assumption, to be replaced by a measurement."""
-TCP_ALPHA_SECONDS = 30e-6
-"""One small TCP message between two hosts on one Ethernet switch; an assumption, to be replaced by a measurement."""
 _TUNING = "NCCL v2.28 src/graph/tuning.cc, ring, Simple"
 
 
@@ -93,8 +92,9 @@ def _inter_node(machine: Machine) -> LevelEstimate:
     rates = {nic.key: nic_bytes_per_second(nic) for nic in cards}
     known = [rate for rate in rates.values() if rate is not None]
     total = sum(known) if machine.gpus else max(known, default=None)
-    rdma = bool(cards) and all(_is_rdma(nic) for nic in cards)
-    alpha = ALPHA_SECONDS["network"] if rdma else TCP_ALPHA_SECONDS
+    network = network_of_nics(cards)
+    rdma = network != "tcp"
+    alpha = ALPHA_SECONDS["network"] + NETWORK_SECONDS[network]
     origin = (
         "unknown: no card reports its line rate" if not known else f"line rate of {len(known)} of {len(rates)} cards"
     )
@@ -102,14 +102,7 @@ def _inter_node(machine: Machine) -> LevelEstimate:
         name="inter_node",
         bytes_per_second=total or None,
         alpha_seconds=alpha,
-        source=f"{origin}; alpha: {_TUNING if rdma else 'TCP, assumed'}",
-    )
-
-
-def _is_rdma(nic: Nic) -> bool:
-    """Returns whether a card is InfiniBand by class, or has a port with an RDMA (or Slingshot) device."""
-    return (nic.class_code or 0) >> 8 == 0x0207 or any(
-        not port.virtual and port.name not in port.interfaces for port in nic.ports
+        source=f"{origin}; alpha: {_TUNING if rdma else 'TCP, assumed'}{', EFA: aws-ofi-nccl' * (network == 'efa')}",
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from gradwire.topology.bandwidth import nvlink_bytes_per_second
 from gradwire.topology.graph import Cpu, DeviceLink, Gpu, Machine, Nic, NvSwitch, PcieLink, PciSwitch, Port
 
-GEN4, GEN5 = (PcieLink(gigatransfers_per_second=rate, lanes=16) for rate in (16.0, 32.0))
+GEN3, GEN4, GEN5 = (PcieLink(gigatransfers_per_second=rate, lanes=16) for rate in (8.0, 16.0, 32.0))
 
 
 def dgx_a100() -> Machine:
@@ -29,6 +29,23 @@ def dgx_a100() -> Machine:
                enumerate((("a1", 0), ("b1", 4)))]  # fmt: skip
     cpus = [_cpu(numa, numa // 4, "AuthenticAMD", 49, 16) for numa in range(8)]
     return _sxm(Machine(cpus=tuple(cpus), switches=tuple(switches), nics=(*nics, *storage)), gpus, (2,) * 6)
+
+
+def p4d() -> Machine:
+    """Returns an AWS p4d.24xlarge: 8 A100 of 40 GB, NVSwitches, 4 EFA cards of 100 Gb/s, one for two GPUs, PCIe 3.
+
+    Source: aws-ofi-nccl topology/p4d-24xl-topo.xml.
+    """
+    switches, gpus, nics = [], [], []
+    for group, bus in enumerate((0x10, 0x20, 0x90, 0xA0)):
+        switch = f"0000:{bus:02x}:00.0"
+        switches.append(_switch(switch, f"numa{group // 2}"))
+        for place, slot in enumerate(("1c", "1d")):
+            gpus.append(_gpu(2 * group + place, f"0000:{bus:02x}:{slot}.0", switch, "NVIDIA A100-SXM4-40GB", 80, GEN3))
+        nics.append(_efa(f"rdmap{bus}s27", f"0000:{bus:02x}:1b.0", switch, 100e9, GEN3))
+    cpus = tuple(_cpu(numa, numa, "GenuineIntel", 85, 24) for numa in range(2))
+    machine = Machine(cpus=cpus, switches=tuple(switches), nics=tuple(nics))
+    return replace(_sxm(machine, gpus, (2,) * 6), hostname="p4d")
 
 
 def dgx_h100() -> Machine:
@@ -126,4 +143,11 @@ def _nic(name: str, bus: str, parent: str, bits_per_second: float, pcie: PcieLin
         driver="mlx5_core",
         pcie=pcie,
         ports=(port,),
+    )
+
+
+def _efa(name: str, bus: str, parent: str, bits_per_second: float, pcie: PcieLink) -> Nic:
+    port = Port(name=name, link_layer="EFA", bits_per_second=bits_per_second, active=True, gdr=True)
+    return Nic(
+        key=bus, bus=bus, parent=parent, vendor=0x1D0F, class_code=0x020000, driver="efa", pcie=pcie, ports=(port,)
     )

@@ -95,8 +95,9 @@ def _with_shares(ruler: "_Ruler", cluster: Cluster, levels: list[Level]) -> tupl
     model = CostModel(cluster, {}).phase(ring[0])
     # In one piece it waits at times, in several it works more: a plan takes the better.
     took = min(ruler.seconds(ring, LARGE_NBYTES, chunks) for chunks in (1, FEW)) - ruler.seconds(ring, SMALL_NBYTES)
+    nccl = ruler.device_type == "cuda"  # may well beat a ring: it takes a tree, or lets the switch sum
     share = model.seconds_per_byte * (LARGE_NBYTES - SMALL_NBYTES) / max(took, 1e-9)
-    levels[number] = replace(levels[number], link=replace(link, ring_share=min(share, 1.0)))
+    levels[number] = replace(levels[number], link=replace(link, ring_share=share if nccl else min(share, 1.0)))
     return tuple(levels)
 
 
@@ -152,6 +153,7 @@ def fitted(cluster: Cluster, level: int, small_seconds: float, large_seconds: fl
         old,
         alpha_seconds=max(small - per_byte * SMALL_NBYTES, 0.0) / max(messages, 1.0),
         bytes_per_second=sent / per_byte,
+        presumed=False,
     )
 
 
@@ -182,6 +184,7 @@ class _Ruler:
     def __init__(self, communicator: Communicator, consensus: Consensus) -> None:
         self._communicator = communicator
         self._consensus = consensus
+        self.device_type = communicator.device.type
 
     def seconds(self, phases: tuple[Phase, ...], nbytes: int, chunks: int = 1) -> float:
         """A usual round, of which the slowest rank counts.

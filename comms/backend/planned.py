@@ -55,12 +55,14 @@ class PlannedAllReduce:
     def beats_inner(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the plan is anything but the ring over all ranks that the inner group runs anyway.
 
-        On a single node CPU tensors go through shared memory, not through sockets; CUDA tensors stay with NCCL.
+        On a single node CPU tensors go through shared memory, not through sockets; CUDA tensors stay with NCCL. CUDA
+        tensors are priced with the links of the CUDA communicator, which all ranks make at the first of them.
         The result depends on bytes and device type alone, so it is the same on all ranks.
         """
-        key = (tensors[0].device.type, sum(tensor.nbytes for tensor in tensors))
+        device, nbytes = tensors[0].device, sum(tensor.nbytes for tensor in tensors)
+        key = (device.type, nbytes)
         if key not in self._better:
-            self._better[key] = self._is_better(*key)
+            self._better[key] = self._is_better(device, nbytes)
         return self._better[key]
 
     def all_reduce(self, tensors: list[Tensor], scale: float) -> FutureTensors:
@@ -94,12 +96,16 @@ class PlannedAllReduce:
         for communicator in self._communicators.values():
             communicator.close()
 
-    def _is_better(self, device_type: str, nbytes: int) -> bool:
+    def _is_better(self, device: torch.device, nbytes: int) -> bool:
         if nbytes == 0:
             return False
         if len(self.cluster.nodes) == 1:
-            return device_type == "cpu"
-        return plan_all_reduce(self.cluster, nbytes, name=self._config.plan, chunks=self._config.chunks).name != "flat"
+            return device.type == "cpu"
+        if self._config.plan != "auto":
+            return self._config.plan != "flat"
+        routes = self._communicator(device).routes
+        plan = plan_all_reduce(routes.cluster, nbytes, chunks=self._config.chunks, library=routes.library)
+        return plan.name != "flat"
 
     def _communicator(self, device: torch.device) -> Communicator:
         if device.type not in self._communicators:

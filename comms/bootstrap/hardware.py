@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
+from gradwire.topology.cluster import GpuFabric
 from gradwire.topology.host_summary import host_summary
 
 
@@ -16,6 +17,9 @@ class Hardware:
         nic: The NIC that this rank should drive; None where nothing is known about it.
         interface: Its network interface; None where it has none.
         fastest: All NICs of the machine that are as fast as its fastest.
+        nics: NICs that `inter_node` is of, all together.
+        fabric: What NCCL's cost model asks about the GPUs; None for ranks that keep their gradients in host memory, and
+            where it is not known.
     """
 
     intra_node: float | None
@@ -23,6 +27,8 @@ class Hardware:
     nic: str | None
     interface: str | None = None
     fastest: tuple[str, ...] = ()
+    nics: int | None = None
+    fabric: GpuFabric | None = None
 
 
 @lru_cache(maxsize=8)
@@ -40,4 +46,6 @@ def hardware(local_rank: int | None, device_type: str) -> Hardware:
         nic=host.nic,
         interface=host.interface,
         fastest=host.fastest_nics,
+        nics=host.nics,
+        fabric=host.fabric if device_type == "cuda" else None,
     )

@@ -8,7 +8,7 @@ nodes on one kernel are distinguished exactly where they cannot share memory.
 import json
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,12 +18,14 @@ import torch.distributed as dist
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.hardware import Hardware, hardware
 from gradwire.comms.config import Config, local_rank
-from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link
+from gradwire.topology.bandwidth import ALPHA_SECONDS
+from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Link
+from gradwire.topology.fabric import CHANNELS_PER_NIC, NETWORK_SECONDS, sender_nics
 
-INTRA_NODE = Link(alpha_seconds=20e-6, bytes_per_second=5e9)
+INTRA_NODE = Link(alpha_seconds=20e-6, bytes_per_second=5e9, presumed=True)
 """Inside a node where the topology does not say, until it is measured: shared memory of a small host."""
 
-INTER_NODE = Link(alpha_seconds=100e-6, bytes_per_second=1.25e9)
+INTER_NODE = Link(alpha_seconds=100e-6, bytes_per_second=1.25e9, presumed=True)
 """Between nodes where the topology does not say, until it is measured: TCP over a 10 Gbit card."""
 
 
@@ -105,7 +107,11 @@ def exchange(store: Store, own: Presence, timeout: timedelta) -> list[Presence]:
 
 
 def cluster_of(presences: Sequence[Presence], config: Config) -> Cluster:
-    """Where each rank is, as a cluster with the links' default or configured speeds."""
+    """Where each rank is, as a cluster with the links' default or configured speeds.
+
+    For CUDA the links are those of NCCL: its latencies over NVLink, PCIe and the kind of network, the cards that the
+    nodes' GPUs drive, and its fabric where all ranks know theirs. What the topology does not say is `presumed`.
+    """
     depth = {len(presence.location) for presence in presences}
     if len(depth) > 1:
         raise ValueError(f"`location` has {sorted(depth)} names on different ranks; wanted the same number on all")
@@ -114,15 +120,82 @@ def cluster_of(presences: Sequence[Presence], config: Config) -> Cluster:
     for presence in presences:
         outer = [_number(numbers, presence.location[: end + 1]) for end in range(len(presence.location))]
         locations.append((*outer, _number(numbers, (*presence.location, presence.host))))
-    inside = _slowest([presence.hardware.intra_node for presence in presences]) or INTRA_NODE.bytes_per_second
-    outwards = (
-        config.nic_bytes_per_second
-        or _slowest([presence.hardware.inter_node for presence in presences])
-        or INTER_NODE.bytes_per_second
-    )
-    nic = Link(INTER_NODE.alpha_seconds, outwards)
-    links = (Link(INTRA_NODE.alpha_seconds, inside), *[nic] * (depth.pop() + 1))
+    cluster = _with_links(locations, *_assumed(presences, config))
+    if presences[0].device != "cuda":
+        return cluster
+    fabric = _common([presence.hardware.fabric for presence in presences])
+    cluster = _with_links(locations, *_of_gpus(presences, cluster, fabric, config))
+    presumed = [level.name for number, level in enumerate(cluster.levels)
+                if level.link.presumed and cluster.widest(number) > 1]  # fmt: skip
+    return replace(cluster, fabric=None if presumed or cluster.depth != 2 else fabric)
+
+
+def _with_links(locations: Sequence[tuple[int, ...]], intra: Link, inter: Link) -> Cluster:
+    links = (intra, *[inter] * len(locations[0]))
     return Cluster(tuple(locations), tuple(map(Level, LEVEL_NAMES, links)))
+
+
+def _assumed(presences: Sequence[Presence], config: Config) -> tuple[Link, Link]:
+    """The links inside a node and between nodes, with the rates that are known."""
+    inside = _slowest([presence.hardware.intra_node for presence in presences])
+    outwards = config.nic_bytes_per_second or _slowest([presence.hardware.inter_node for presence in presences])
+    return (
+        INTRA_NODE if inside is None else replace(INTRA_NODE, bytes_per_second=inside, presumed=False),
+        INTER_NODE if outwards is None else replace(INTER_NODE, bytes_per_second=outwards, presumed=False),
+    )
+
+
+def _of_gpus(
+    presences: Sequence[Presence], cluster: Cluster, fabric: GpuFabric | None, config: Config
+) -> tuple[Link, Link]:
+    """The links as NCCL uses them: its latencies, and the cards that the ranks of the smallest node drive."""
+    intra, inter = (level.link for level in cluster.levels[:2])
+    intra = replace(intra, alpha_seconds=ALPHA_SECONDS["nvlink" if fabric is not None and fabric.nvlink else "pcie"])
+    network = "tcp" if fabric is None else fabric.network
+    inter = replace(inter, alpha_seconds=ALPHA_SECONDS["network"] + NETWORK_SECONDS[network])
+    cards = [_cards(presences, node) for node in cluster.nodes]
+    if any(count is None for count, _ in cards):
+        return intra, inter
+    count = min(count for count, _ in cards if count is not None)
+    # Fewer ranks than GPUs drive fewer cards than the machine's rate is of; a rate that was given stands.
+    share = min(share for _, share in cards) if config.nic_bytes_per_second is None else 1.0
+    ranks = max(len(node) for node in cluster.nodes)
+    return intra, replace(
+        inter,
+        bytes_per_second=inter.bytes_per_second * share,
+        nics=count,
+        channels=CHANNELS_PER_NIC * count,
+        sender_nics=sender_nics(count, ranks),
+    )
+
+
+def _cards(presences: Sequence[Presence], node: Sequence[int]) -> tuple[int | None, float]:
+    """Cards that the ranks of a node drive, None where that is unknown, and their share of the machine's."""
+    ranks = [presences[rank].hardware for rank in node]
+    every = min((each.nics for each in ranks if each.nics is not None), default=None)
+    if every is None:
+        return None, 1.0
+    own = {each.nic for each in ranks}
+    if None in own or len(own) >= every:
+        return every, 1.0
+    return len(own), len(own) / every
+
+
+def _common(fabrics: Sequence[GpuFabric | None]) -> GpuFabric | None:
+    """What all nodes have in common; None where one of them is not known."""
+    known = [fabric for fabric in fabrics if fabric is not None]
+    if len(known) < len(fabrics):
+        return None
+    slowest = max(known, key=lambda fabric: (fabric.network_seconds, fabric.network))
+    return GpuFabric(
+        compute_capability=min(fabric.compute_capability for fabric in known),
+        nvlink=all(fabric.nvlink for fabric in known),
+        nvls=all(fabric.nvls for fabric in known),
+        ll128=all(fabric.ll128 for fabric in known),
+        amd_cpu=any(fabric.amd_cpu for fabric in known),
+        network=slowest.network,
+        network_seconds=slowest.network_seconds,
+    )
 
 
 def _slowest(rates: Sequence[float | None]) -> float | None:
@@ -156,7 +229,10 @@ def _parse(text: bytes) -> Presence:
     values = json.loads(text)
     values["host"] = tuple(values["host"])
     values["location"] = tuple(values["location"])
-    values["hardware"] = Hardware(**values["hardware"] | {"fastest": tuple(values["hardware"]["fastest"])})
+    hardware, fabric = values["hardware"], values["hardware"]["fabric"]
+    values["hardware"] = Hardware(
+        **hardware | {"fastest": tuple(hardware["fastest"]), "fabric": GpuFabric(**fabric) if fabric else None}
+    )
     return Presence(**values)
 
 

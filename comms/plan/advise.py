@@ -8,8 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gradwire.comms.plan.cost import EXACT, CodecPrice
-from gradwire.comms.plan.plan import HALVING_DOUBLING, TREE, Plan
-from gradwire.comms.plan.planner import MINIMUM_GAIN, candidates
+from gradwire.comms.plan.plan import HALVING_DOUBLING, NVLS_TREE, TREE, Plan
+from gradwire.comms.plan.planner import (
+    HIERARCHY_HOST_SECONDS,
+    MINIMUM_GAIN,
+    NCCL_MINIMUM_GAIN,
+    NCCL_NAMES,
+    candidates,
+)
 from gradwire.topology.cluster import Cluster
 
 BUCKET_NBYTES = 25 << 20
@@ -18,8 +24,9 @@ BUCKET_NBYTES = 25 << 20
 PLANS = ("flat", "hierarchical", "leader")
 """What gradwire can run."""
 
-REFERENCES = (TREE, HALVING_DOUBLING)
-"""What other libraries run; priced for comparison. `tree` is what NCCL may choose for the flat plan."""
+REFERENCES = (TREE, NVLS_TREE, HALVING_DOUBLING)
+"""What other libraries run; priced for comparison. `tree` and, where an NVSwitch sums, `nvls_tree` are what NCCL may
+choose for the flat plan."""
 
 HARMLESS_FIRST = ("none", "bf16", "fp16", "int8", "int4", "powersgd", "onebit", "dgc")
 """Compressors in the order of what they do to a gradient; an unknown one comes last."""
@@ -122,8 +129,13 @@ def advise(cluster: Cluster, workload: Workload, prices: Sequence[CodecPrice], *
         for name in (*PLANS, *REFERENCES)
         for price in considered
         if name in PLANS or price.name in ("none", "fp16", "bf16")
+        if name != NVLS_TREE or _has_nvls_tree(cluster)
     ]
-    return Advice(tuple(offers), _recommend(offers, workload))
+    return Advice(tuple(offers), _recommend(offers, workload, cluster))
+
+
+def _has_nvls_tree(cluster: Cluster) -> bool:
+    return cluster.fabric is not None and cluster.fabric.nvls and len(cluster.nodes) > 1 and cluster.widest(0) > 1
 
 
 def step_seconds(bucket_plans: Sequence[Plan], arrivals: Sequence[float]) -> float:
@@ -175,7 +187,7 @@ def _offer(cluster: Cluster, workload: Workload, name: str, price: CodecPrice, l
 
 def _priced(cluster: Cluster, nbytes: int, name: str, price: CodecPrice, library: str) -> Iterator[Plan]:
     yield from candidates(cluster, nbytes, name, 0, price)
-    if name == "flat" and library == "nccl":
+    if name == "flat" and library == "nccl" and cluster.fabric is None:
         for plan in candidates(cluster, nbytes, TREE, 1, price):
             yield replace(plan, name="flat")
 
@@ -203,12 +215,20 @@ def _caution(compressor: str, optimizer: str) -> str:
     return ""
 
 
-def _recommend(offers: Sequence[Offer], workload: Workload) -> Recommendation:
+def _enough_gain(cluster: Cluster, exact: Offer, flat: Offer) -> bool:
+    """Whether the planner would leave the flat plan for this one."""
+    saved = flat.seconds - exact.seconds
+    if cluster.fabric is None:
+        return saved >= flat.seconds * MINIMUM_GAIN
+    return saved > max(flat.seconds * NCCL_MINIMUM_GAIN, exact.plan.chunks * HIERARCHY_HOST_SECONDS)
+
+
+def _recommend(offers: Sequence[Offer], workload: Workload, cluster: Cluster) -> Recommendation:
     able = [offer for offer in offers if offer.available and not offer.caution]
     flat = next(offer for offer in able if offer.name == "flat")
     # As the planner chooses: by the all-reduce, so that a hidden one loads the network least.
     exact = min((offer for offer in able if offer.compressor == "none"), key=lambda offer: offer.seconds)
-    if exact.seconds > flat.seconds * (1 - MINIMUM_GAIN):
+    if not _enough_gain(cluster, exact, flat):
         exact = flat
     best = min(able, key=lambda offer: offer.step_seconds)
     enough = best.step_seconds * (1 + WORTHWHILE)
@@ -217,7 +237,7 @@ def _recommend(offers: Sequence[Offer], workload: Workload) -> Recommendation:
     close = [offer for offer in able if offer.step_seconds <= enough]
     mildest = min(close, key=lambda offer: (_harm(offer.compressor), offer.step_seconds))
     if mildest.compressor == "none" or mildest.step_seconds > exact.step_seconds * (1 - WORTHWHILE):
-        return Recommendation(exact.plan.name, "none", _why_exact(exact, flat, mildest, workload))
+        return Recommendation(exact.plan.name, "none", _why_exact(exact, flat, mildest, workload, cluster))
     return Recommendation(mildest.plan.name, mildest.compressor, _why_lossy(mildest, exact, workload))
 
 
@@ -225,7 +245,7 @@ def _harm(compressor: str) -> int:
     return HARMLESS_FIRST.index(compressor) if compressor in HARMLESS_FIRST else len(HARMLESS_FIRST)
 
 
-def _why_exact(exact: Offer, flat: Offer, rival: Offer, workload: Workload) -> str:
+def _why_exact(exact: Offer, flat: Offer, rival: Offer, workload: Workload, cluster: Cluster) -> str:
     if not exact.plan.phases:
         return "Do not compress: there is one rank, so nothing travels."
     text = f"Do not compress: {_spent(exact, workload)}"
@@ -237,8 +257,11 @@ def _why_exact(exact: Offer, flat: Offer, rival: Offer, workload: Workload) -> s
     else:
         text += f" No compressor is predicted to shorten that by more than {WORTHWHILE:.0%}."
     if exact is flat:
-        tree = ": with NCCL's tree, which it takes here" if exact.plan.phases[0].algorithm == TREE else ""
-        return f"{text} The flat plan{tree}: no hierarchy is predicted to be more than {MINIMUM_GAIN:.0%} faster."
+        algorithm = exact.plan.phases[0].algorithm
+        taken = algorithm == TREE or cluster.fabric is not None
+        how = f": with {NCCL_NAMES[algorithm]}, which it takes here" if taken else ""
+        gain = MINIMUM_GAIN if cluster.fabric is None else NCCL_MINIMUM_GAIN
+        return f"{text} The flat plan{how}: no hierarchy is predicted to be more than {gain:.0%} faster."
     gain = flat.seconds / exact.seconds
     return f"{text} {exact.plan.name} is {gain:.2f}x faster than flat ({flat.seconds * 1e3:.3g} ms)."
 

@@ -1,4 +1,4 @@
-"""Flat all-reduces as lists of messages: the ring, NCCL's double binary tree, recursive halving and doubling.
+"""Flat all-reduces as lists of messages: the ring, NCCL's double binary tree, NVLS, recursive halving and doubling.
 
 Each function gives the messages of one all-reduce over all ranks, so that bytes are counted and not looked up. The
 simulator runs the same algorithms on data.
@@ -6,6 +6,9 @@ simulator runs the same algorithms on data.
 Sources: ring: Patarasuk and Yuan, JPDC 2009. Double binary tree: Sanders, Speck and Traeff, "Two-tree algorithms for
 full bandwidth broadcast, reduction and scan", Parallel Computing 2009; the shape as NCCL builds it between nodes, a
 chain inside each node (NCCL 2.4 release notes, "Massively scale your deep learning training with NCCL 2.4").
+NVLS and NVLSTree: the NVSwitch sums what the GPUs of a node hold and gives each sum to all of them; each GPU stands for
+its share of the bucket, whose tree between the nodes is the double binary one (NCCL v2.30 src/transport/nvls.cc,
+src/graph/connect.cc). The simulator does not run these two.
 Recursive halving and doubling, with the fold for other counts than powers of two: Thakur, Rabenseifner and Gropp,
 IJHPCA 2005, section 4.
 """
@@ -16,7 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from gradwire.comms.plan.plan import HALVING_DOUBLING, RING, TREE
+from gradwire.comms.plan.plan import HALVING_DOUBLING, NVLS, NVLS_TREE, RING, TREE
 from gradwire.comms.plan.traffic import Floats, Ints, Shape
 
 
@@ -43,7 +46,13 @@ def flat_messages(shape: Shape, algorithm: str) -> Messages:
     Raises:
         ValueError: `algorithm` is unknown.
     """
-    known = {RING: _ring, TREE: _tree, HALVING_DOUBLING: _halving_doubling}
+    known = {
+        RING: _ring,
+        TREE: _tree,
+        NVLS: _nvls_tree,
+        NVLS_TREE: _nvls_tree,
+        HALVING_DOUBLING: _halving_doubling,
+    }
     if algorithm not in known:
         raise ValueError(f"`algorithm` is {algorithm!r}; wanted one of {', '.join(known)}")
     return known[algorithm](shape)
@@ -86,11 +95,7 @@ def binary_tree_parent(index: int, size: int) -> int:
 
 
 def _tree(shape: Shape) -> Messages:
-    inner = shape.unit_ids[min(1, shape.depth - 1)] if shape.depth > 1 else np.zeros(shape.size, dtype=np.intp)
-    nodes: list[list[int]] = [[] for _ in range(int(inner.max()) + 1)]
-    for rank, node in enumerate(inner):
-        nodes[node].append(rank)
-    first, second = tree_edges(nodes)
+    first, second = tree_edges(_nodes(shape))
     up = np.array(first + second, dtype=np.intp).reshape(-1, 2)
     half = np.full(2 * len(up), 0.5)
     return Messages(
@@ -102,6 +107,38 @@ def _tree(shape: Shape) -> Messages:
             default=0.0,
         ),
     )
+
+
+def _nodes(shape: Shape) -> list[list[int]]:
+    """The ranks of each node."""
+    inner = shape.unit_ids[1] if shape.depth > 1 else np.zeros(shape.size, dtype=np.intp)
+    nodes: list[list[int]] = [[] for _ in range(int(inner.max()) + 1)]
+    for rank, node in enumerate(inner):
+        nodes[node].append(rank)
+    return nodes
+
+
+def _nvls_tree(shape: Shape) -> Messages:
+    """Every GPU lets the switch read its bucket, writes its share of the sums, and passes that share between nodes."""
+    nodes = _nodes(shape)
+    heads = min(map(len, nodes))
+    inside = [(rank, ranks[(place + 1) % len(ranks)], 1.0 + (place < heads) / heads)
+              for ranks in nodes if len(ranks) > 1 for place, rank in enumerate(ranks)]  # fmt: skip
+    trees = tree_edges([[number] for number in range(len(nodes))])
+    between = [
+        (nodes[one][head], nodes[other][head], 0.5 / heads)
+        for edges in trees
+        for child, parent in edges
+        for one, other in ((child, parent), (parent, child))
+        for head in range(heads)
+    ]
+    messages = np.array(inside + between, dtype=float).reshape(-1, 3)
+
+    def critical(alphas: Floats) -> float:
+        steps = 2 * (len(nodes).bit_length() - 1)
+        return float(alphas[: len(inside)].max(initial=0.0) + steps * alphas[len(inside) :].max(initial=0.0))
+
+    return Messages(messages[:, 0].astype(np.intp), messages[:, 1].astype(np.intp), messages[:, 2], critical)
 
 
 def _deepest(edges: list[tuple[int, int]], alphas: Floats) -> float:

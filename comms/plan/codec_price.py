@@ -26,6 +26,17 @@ GPU_BYTES_PER_SECOND = {80: 1.4e12, 86: 0.42e12, 89: 0.6e12, 90: 2.3e12, 100: 5.
 """Compute capability -> 0.7 of the card's memory bandwidth (A100 80 GB 2.04, A10 0.6, L40 0.86, H100 SXM 3.35, B200 8
 TB/s). Source: NVIDIA's data sheets; 0.7 is what memory-bound kernels reach."""
 
+
+def gpu_bytes_per_second(compute_capability: int) -> float:
+    """What encoding and decoding move through a GPU's memory: of the youngest card known that is no younger.
+
+    Args:
+        compute_capability: 80 for A100, 90 for H100.
+    """
+    known = [rate for capability, rate in GPU_BYTES_PER_SECOND.items() if capability <= compute_capability]
+    return known[-1] if known else min(GPU_BYTES_PER_SECOND.values())
+
+
 TOUCHED_NBYTES = {
     "none": 0.0,
     "fp16": 14.0,
@@ -61,10 +72,17 @@ def codec_price(name: str, layout: Layout, group_size: int, memory_bytes_per_sec
     """
     if name == EXACT.name:
         return EXACT
-    touched = TOUCHED_NBYTES.get(name, UNKNOWN_TOUCHED_NBYTES)
-    return CodecPrice(
-        name, wire_ratio(final(name), layout, group_size), touched / ELEMENT_NBYTES / memory_bytes_per_second
-    )
+    return CodecPrice(name, wire_ratio(final(name), layout, group_size), codec_seconds(name, memory_bytes_per_second))
+
+
+def codec_seconds(name: str, memory_bytes_per_second: float) -> float:
+    """Seconds of encoding and decoding for each byte of a shard, by the bytes that the kernels touch.
+
+    Args:
+        name: Of the compressor; also one that a user has registered.
+        memory_bytes_per_second: Of the processor that encodes.
+    """
+    return TOUCHED_NBYTES.get(name, UNKNOWN_TOUCHED_NBYTES) / ELEMENT_NBYTES / memory_bytes_per_second
 
 
 def final(name: str) -> Compressor:

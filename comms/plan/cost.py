@@ -113,7 +113,8 @@ class CostModel:
         everyone = np.arange(self.cluster.size)
         egress = self._shape.book(everyone, np.full_like(everyone, phase.level), ranks)
         messages = (self.cluster.widest(phase.level) - 1) * (2 if phase.op == ALL_REDUCE else 1)
-        return PhaseCost(messages * self.cluster.levels[phase.level].link.alpha_seconds, self._slowest(egress), egress)
+        alpha = messages * self.cluster.levels[phase.level].link.alpha_seconds
+        return PhaseCost(alpha, self._slowest(egress, spread=False), egress)
 
     def shares(self, level: int) -> Floats:
         """For each rank the part of the bucket that it stands for at a level: the regions that it owns by then."""
@@ -139,7 +140,7 @@ class CostModel:
             senders.append(np.where(counts < size, counts, 0))
         booked = Egress(tuple(egress), tuple(senders))
         alpha = max(level.link.alpha_seconds for level in self.cluster.levels)
-        return PhaseCost(2 * (size - 1) * alpha, self._slowest(booked), booked)
+        return PhaseCost(2 * (size - 1) * alpha, self._slowest(booked, spread=True), booked)
 
     def _whole(self, algorithm: str) -> PhaseCost:
         messages = flat_messages(self._shape, algorithm)
@@ -147,13 +148,15 @@ class CostModel:
         egress = self._shape.book(messages.sources, crossed, messages.nbytes)
         alphas = np.array([level.link.alpha_seconds for level in self.cluster.levels])
         share = self.cluster.levels[-1].link.ring_share if algorithm == RING else 1.0
-        return PhaseCost(messages.critical_seconds(alphas[crossed]), self._slowest(egress) / share, egress)
+        slowest = self._slowest(egress, spread=True)
+        return PhaseCost(messages.critical_seconds(alphas[crossed]), slowest / share, egress)
 
-    def _slowest(self, egress: Egress) -> float:
+    def _slowest(self, egress: Egress, *, spread: bool) -> float:
         slowest = 0.0
         for level, nbytes, senders in zip(self.cluster.levels, egress.nbytes, egress.senders, strict=True):
             for count in np.unique(senders[senders > 0]):
-                slowest = max(slowest, float(nbytes[senders == count].max()) / level.link.rate(int(count)))
+                rate = level.link.rate(int(count), spread=spread)
+                slowest = max(slowest, float(nbytes[senders == count].max()) / rate)
         return slowest
 
 

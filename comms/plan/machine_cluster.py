@@ -1,16 +1,16 @@
 """From one described machine to a cluster of many like it: what the planner needs to know about each level."""
 
-from gradwire.comms.plan.codec_price import CPU_BYTES_PER_SECOND, GPU_BYTES_PER_SECOND
+from dataclasses import replace
+
+from gradwire.comms.plan.codec_price import CPU_BYTES_PER_SECOND, GPU_BYTES_PER_SECOND, gpu_bytes_per_second
 from gradwire.topology.assign import nics_of_gpus
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
+from gradwire.topology.fabric import CHANNELS_PER_NIC, TCP_ALPHA_SECONDS, fabric_of, sender_nics
 from gradwire.topology.graph import Machine
-from gradwire.topology.levels import TCP_ALPHA_SECONDS, levels_of
+from gradwire.topology.levels import levels_of
 
 HOST_MEMORY_BYTES_PER_SECOND = 5e9
 """What a rank on a CPU reaches inside its node through shared memory: 64 MB all-reduces, EPYC (Zen 4), 2026."""
-
-CHANNELS_PER_NIC = 2
-"""Connections that NCCL opens between two neighbours for each card. Source: NVIDIA/nccl issue 438."""
 
 
 def cluster_of_machines(
@@ -50,20 +50,18 @@ def cluster_of_machines(
         Level(LEVEL_NAMES[0], Link(intra.alpha_seconds, inside or HOST_MEMORY_BYTES_PER_SECOND)),
         Level(
             LEVEL_NAMES[1],
-            _nic(machine, inter.bytes_per_second, inter.alpha_seconds, nic_bits_per_second, nics_per_node),
+            _nic(machine, count, inter.bytes_per_second, inter.alpha_seconds, nic_bits_per_second, nics_per_node),
         ),
     )
-    return uniform_cluster((count, nodes), levels)
+    fabric = fabric_of(machine, network=None if nic_bits_per_second is None else "tcp")
+    return replace(uniform_cluster((count, nodes), levels), fabric=fabric)
 
 
 def codec_bytes_per_second(machine: Machine) -> float:
     """What the processor that encodes moves through its memory: a GPU where there is one, else one core."""
     capabilities = [gpu.compute_capability for gpu in machine.gpus if gpu.compute_capability is not None]
-    known = [
-        rate for capability, rate in GPU_BYTES_PER_SECOND.items() if capabilities and capability <= min(capabilities)
-    ]
     if machine.gpus:
-        return known[-1] if known else min(GPU_BYTES_PER_SECOND.values())
+        return gpu_bytes_per_second(min(capabilities)) if capabilities else min(GPU_BYTES_PER_SECOND.values())
     return CPU_BYTES_PER_SECOND
 
 
@@ -74,6 +72,7 @@ def library_of(machine: Machine) -> str:
 
 def _nic(
     machine: Machine,
+    ranks: int,
     bytes_per_second: float | None,
     alpha_seconds: float,
     bits_per_second: float | None,
@@ -89,4 +88,6 @@ def _nic(
             "`nic` is not given and the topology does not say how fast its network cards are; wanted a rate "
             "such as 25gbit"
         )
-    return Link(alpha, total, nics, CHANNELS_PER_NIC * nics if machine.gpus else 1)
+    if not machine.gpus:
+        return Link(alpha, total, nics)
+    return Link(alpha, total, nics, CHANNELS_PER_NIC * nics, sender_nics=sender_nics(nics, ranks))

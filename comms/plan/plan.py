@@ -13,6 +13,8 @@ ALL_GATHER = "all_gather"
 RING = "ring"
 TREE = "tree"
 HALVING_DOUBLING = "halving_doubling"
+NVLS = "nvls"
+NVLS_TREE = "nvls_tree"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,8 @@ class Phase:
     compressor: str | None = None
     """What compresses the data of this phase; None is exact."""
     algorithm: str = RING
-    """How a `whole` all_reduce runs: `ring`, `tree` (NCCL's double binary tree) or `halving_doubling`."""
+    """How a `whole` all_reduce runs: `ring`, `tree` (NCCL's double binary tree), `nvls` and `nvls_tree` (the NVSwitch
+    sums, and that tree between nodes) or `halving_doubling`."""
     asynchronous: bool = False
     """Whether its collectives are still under way when they return (a network) or done (shared memory). A chunk then
     goes on in the next lane, which waits for them, so that the chunk behind it can start this phase."""
@@ -85,8 +88,8 @@ class Plan:
     """What happens to one bucket.
 
     Attributes:
-        name: `flat`, `hierarchical` or `leader`; `tree` and `halving_doubling` are priced for comparison only, which
-            algorithm a library runs is its own choice.
+        name: `flat`, `hierarchical` or `leader`; `tree`, `nvls_tree` and `halving_doubling` are priced for comparison
+            only, which algorithm a library runs is its own choice.
         phases: In order; every phase works on the result of the one before it.
         chunks: Pieces that the bucket is cut into, so that the phases of one overlap those of the next.
         nbytes: Size of the bucket that the prediction is for.

@@ -5,7 +5,19 @@ from dataclasses import replace
 from functools import lru_cache
 
 from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, CostModel, PhaseCost, busiest, busiest_resource
-from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, HALVING_DOUBLING, REDUCE_SCATTER, RING, TREE, Phase, Plan
+from gradwire.comms.plan.nccl_model import NcclModel, nccl_model
+from gradwire.comms.plan.plan import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    HALVING_DOUBLING,
+    NVLS,
+    NVLS_TREE,
+    REDUCE_SCATTER,
+    RING,
+    TREE,
+    Phase,
+    Plan,
+)
 from gradwire.topology.cluster import Cluster
 
 CHUNK_COUNTS = (1, 2, 4, 8, 16)
@@ -23,7 +35,16 @@ Mbit: 16 MB in 1135 ms with 2 chunks, 1084 with 4, 1063 with 8 (`bench/studies/h
 MINIMUM_GAIN = 0.02
 """A plan replaces the flat one only where it is predicted to save more than this share of its time."""
 
-FLAT_ALGORITHMS = {"flat": RING, TREE: TREE, HALVING_DOUBLING: HALVING_DOUBLING}
+NCCL_MINIMUM_GAIN = 0.10
+"""The same among GPUs whose links were not measured: NCCL's own estimates are no better than that."""
+
+HIERARCHY_HOST_SECONDS = 40e-6
+"""And more than this for each chunk: a hierarchy keeps the host busy with three calls, events and streams, where one
+all-reduce is one call (what issuing a bucket may take at most, 60 us, less plain DDP's 20)."""
+
+NCCL_NAMES = {RING: "NCCL's ring", TREE: "NCCL's tree", NVLS: "NCCL's NVLS", NVLS_TREE: "NCCL's NVLSTree"}
+
+FLAT_ALGORITHMS = {"flat": RING, TREE: TREE, NVLS_TREE: NVLS_TREE, HALVING_DOUBLING: HALVING_DOUBLING}
 """Plans of one collective over all ranks, and the algorithm that each is priced as."""
 
 PLAN_NAMES = (*FLAT_ALGORITHMS, "hierarchical", "leader")
@@ -49,19 +70,31 @@ def plan_all_reduce(
         name: `auto`, or the plan to force: `flat`, `hierarchical`, `leader`.
         chunks: Pieces to cut the bucket into; 0 chooses.
         price: Of the compressor that shrinks the phase over the slowest level.
-        library: Who runs the flat plan: `gloo` runs a ring, `nccl` takes the faster of ring and tree.
+        library: Who runs the flat plan: `gloo` runs a ring, `nccl` takes the fastest of ring, tree and, where the
+            cluster has a fabric, NVLSTree.
 
     Raises:
         ValueError: `name` is unknown.
     """
     names = ("flat", "hierarchical", "leader") if name == "auto" else (name,)
     plans = [plan for each in names for plan in candidates(cluster, nbytes, each, chunks, price)]
-    best = _most_chunks(plans)
+    if library == "nccl" and not chunks and price.name == EXACT.name:
+        # One call of NCCL fills its links by itself; the chunks' tolerance was measured on gloo.
+        plans = [plan for plan in plans if plan.name not in FLAT_ALGORITHMS or plan.chunks == 1]
+    best = min(plans, key=lambda plan: plan.seconds) if library == "nccl" else _most_chunks(plans)
     if name != "auto":
         return with_reason(best, "Asked for by name.")
     flat = plans[0]
     if _only_flat(cluster):
         return with_reason(flat, "There is one level of links: a hierarchy has nothing to save.")
+    if library == "nccl" and (unknown := _presumed(cluster)):
+        return with_reason(
+            flat,
+            f"How fast the links {unknown} are is not known: one NCCL call, until `probe=True` measures them or "
+            "`nic_bytes_per_second` says it.",
+        )
+    if cluster.fabric is not None and library == "nccl":
+        return _against_nccl(flat, [plan for plan in plans if plan.name not in FLAT_ALGORITHMS])
     rival = flat
     if library == "nccl":
         tree = next(candidates(cluster, nbytes, TREE, 1, price))
@@ -71,6 +104,35 @@ def plan_all_reduce(
         return with_reason(rival, f"No hierarchy is predicted to be more than {MINIMUM_GAIN:.0%} faster{against}.")
     than = "a flat ring" if rival is flat else "NCCL's tree"
     return with_reason(best, f"Predicted {rival.seconds / best.seconds:.2f}x faster than {than}.")
+
+
+def _against_nccl(flat: Plan, hierarchies: list[Plan]) -> Plan:
+    """The best hierarchy where it gains enough over the best that NCCL does in one call."""
+    name = NCCL_NAMES[flat.phases[0].algorithm]
+
+    def clear(plan: Plan) -> bool:
+        enough = max(flat.seconds * NCCL_MINIMUM_GAIN, plan.chunks * HIERARCHY_HOST_SECONDS)
+        return flat.seconds - plan.seconds > enough
+
+    best = min(filter(clear, hierarchies), key=lambda plan: plan.seconds, default=None)
+    if best is None:
+        return with_reason(
+            flat,
+            f"{name} in one call: no hierarchy is predicted to be more than {NCCL_MINIMUM_GAIN:.0%} and "
+            f"{HIERARCHY_HOST_SECONDS * 1e6:.0f} us a chunk faster.",
+        )
+    return with_reason(best, f"Predicted {flat.seconds / best.seconds:.2f}x faster than {name}.")
+
+
+def _presumed(cluster: Cluster) -> str:
+    """The levels in use of whose links nothing is known, in words; empty where there are none."""
+    places = {0: "inside the nodes", 1: "between the nodes"}
+    unknown = [
+        places.get(number, level.name)
+        for number, level in enumerate(cluster.levels)
+        if level.link.presumed and cluster.widest(number) > 1
+    ]
+    return " and ".join(unknown)
 
 
 def _most_chunks(plans: list[Plan]) -> Plan:
@@ -86,15 +148,24 @@ def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price:
     Args:
         cluster: Where the ranks are and what the links give.
         nbytes: Size of the bucket.
-        name: `flat`, `hierarchical`, `leader`, `tree` or `halving_doubling`.
+        name: `flat`, `hierarchical`, `leader`, `tree`, `nvls_tree` or `halving_doubling`. With a fabric `flat` is what
+            NCCL does best in one call, and comes in one chunk, if no other number is asked for.
         chunks: The number of chunks asked for; 0 tries several.
         price: What a compressor does to the phase that it compresses.
 
     Raises:
-        ValueError: There is no plan of that name.
+        ValueError: There is no plan of that name, or not on this cluster.
     """
-    phases = make_phases(cluster, name, None if price.name == EXACT.name else price.name)
-    costs, shares = _costs(cluster, name)
+    exact = price.name == EXACT.name
+    phases = make_phases(cluster, name, None if exact else price.name)
+    model = nccl_model(cluster) if cluster.fabric is not None and name != HALVING_DOUBLING else None
+    if name == NVLS_TREE and exact and phases and (model is None or NVLS_TREE not in model.flat(nbytes)):
+        raise ValueError("`name` is nvls_tree, but no NVSwitch of several nodes sums here; wanted another algorithm")
+    algorithm = RING
+    if model is not None and name == "flat" and exact and phases:
+        algorithm, _ = model.best_flat(nbytes / (chunks or 1))
+        phases = tuple(replace(phase, algorithm=algorithm) for phase in phases)
+    costs, shares = _costs(cluster, name, algorithm)
     costs = tuple(
         _compressed(cluster, phase, cost, price) if phase.compressor else cost
         for phase, cost in zip(phases, costs, strict=True)
@@ -109,20 +180,27 @@ def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price:
     )
     outermost = phases[len(phases) // 2].level if phases else 0  # down, across, up again
     gap = cluster.levels[outermost].link.gap_seconds
-    for count in (chunks,) if chunks else CHUNK_COUNTS:
+    counts = (1,) if model is not None and exact and name in FLAT_ALGORITHMS else CHUNK_COUNTS
+    for count in (chunks,) if chunks else counts:
         if count == 1 or chunks or nbytes / count >= MINIMUM_CHUNK_NBYTES:
             part = nbytes / count
             codec = sum(price.seconds(part * share) for share in encoded)
-            alone = codec + sum(cost.seconds(part) for cost in costs)
+            priced = list(zip(phases, costs, strict=True))
+            seconds = [
+                cost.seconds(part) if model is None else _nccl_seconds(model, cluster, phase, cost, part, price)
+                for phase, cost in priced
+            ]
+            alone = codec + sum(seconds)
             pieces = [
-                (
-                    _taken(cluster, phase),
-                    cost.seconds(part) if gap is None else cost.byte_share * cost.byte_seconds(part),
-                )
-                for phase, cost in zip(phases, costs, strict=True)
+                (_taken(cluster, phase), took if gap is None else cost.byte_share * cost.byte_seconds(part))
+                for (phase, cost), took in zip(priced, seconds, strict=True)
             ]
             level, busy = busiest_resource([*pieces, (PROCESSOR, codec + (gap or 0.0))])
-            latency = sum(cost.alpha_seconds for phase, cost in zip(phases, costs, strict=True) if phase.level == level)
+            latency = sum(
+                cost.alpha_seconds if model is None else took - cost.byte_seconds(part)
+                for (phase, cost), took in zip(priced, seconds, strict=True)
+                if phase.level == level
+            )
             limit = (
                 "latency" if 2 * latency > busy else "processor" if level == PROCESSOR else cluster.levels[level].name
             )
@@ -132,6 +210,28 @@ def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price:
 def _taken(cluster: Cluster, phase: Phase) -> int:
     """What a phase occupies: the links of its level, or the processor where that is what moves the bytes."""
     return PROCESSOR if cluster.levels[phase.level].link.on_processor else phase.level
+
+
+def _nccl_seconds(
+    model: NcclModel, cluster: Cluster, phase: Phase, cost: PhaseCost, part: float, price: CodecPrice
+) -> float:
+    """What NCCL needs for one phase of one chunk of `part` bytes; `cost` says what the wire needs."""
+    wire = cost.byte_seconds(part)
+    if phase.compressor is None and phase.whole:
+        return model.flat(part)[phase.algorithm]
+    members = cluster.size if phase.whole else cluster.widest(phase.level)
+    sent = float(cost.egress.nbytes[0].max() if phase.level == 0 else 0.0) * part
+    if phase.level:
+        # The busiest member's part of what its node sends.
+        leaving, senders = cost.egress.nbytes[1], cost.egress.senders[1]
+        sent = float((leaving[senders > 0] / senders[senders > 0]).max(initial=0.0)) * part
+    if phase.compressor is None:
+        return model.phase(phase, members, wire, sent)
+    if not price.exchanged and not phase.whole:
+        return price.rounds / EXCHANGE_ROUNDS * model.all_reduce_between(members, wire, sent * price.ratio)
+    nodes = len(cluster.nodes)
+    crossing = 0 if nodes == 1 else nodes - 1
+    return model.exchange(members, crossing, wire, sent * price.ratio, price.rounds)
 
 
 def make_phases(cluster: Cluster, name: str, compressor: str | None = None) -> tuple[Phase, ...]:
@@ -172,9 +272,14 @@ def _compressed(cluster: Cluster, phase: Phase, cost: PhaseCost, price: CodecPri
 
 
 @lru_cache(maxsize=128)
-def _costs(cluster: Cluster, name: str) -> tuple[tuple[PhaseCost, ...], tuple[float, ...]]:
-    """The cost of each phase of a plan, and the largest share of the bucket that one rank stands for in it."""
+def _costs(cluster: Cluster, name: str, algorithm: str = RING) -> tuple[tuple[PhaseCost, ...], tuple[float, ...]]:
+    """The cost of each phase of a plan, and the largest share of the bucket that one rank stands for in it.
+
+    `algorithm` takes the place of the ring in the flat plan.
+    """
     phases = make_phases(cluster, name)
+    if name == "flat":
+        phases = tuple(replace(phase, algorithm=algorithm) for phase in phases)
     model = CostModel(cluster, {phase.level: phase.parts for phase in phases if phase.op == REDUCE_SCATTER})
     shares = [1.0 if phase.whole else float(model.shares(phase.level).max()) for phase in phases]
     return tuple(model.phase(phase) for phase in phases), tuple(shares)

@@ -9,7 +9,13 @@ from math import prod
 import torch
 
 from gradwire.comms.config import Config
-from gradwire.comms.plan.codec_price import GPU_BYTES_PER_SECOND, codec_price, wire_ratio
+from gradwire.comms.plan.codec_price import (
+    GPU_BYTES_PER_SECOND,
+    codec_price,
+    codec_seconds,
+    gpu_bytes_per_second,
+    wire_ratio,
+)
 from gradwire.comms.plan.cost import CodecPrice, sent_nbytes
 from gradwire.comms.plan.plan import ALL_GATHER, Phase, Plan, Transfer
 from gradwire.comms.plan.planner import plan_all_reduce, with_reason
@@ -220,8 +226,8 @@ class Routes(dict[RouteKey, Route]):
             )
 
     def measured(self, levels: Sequence[Level]) -> None:
-        """Plans with these links from now on."""
-        self.cluster = replace(self.cluster, levels=tuple(levels))
+        """Plans with these links from now on, and with nothing else: what NCCL says of its own gives way to them."""
+        self.cluster = replace(self.cluster, levels=tuple(levels), fabric=None)
         self._measured = True
         self.clear()
 
@@ -232,7 +238,11 @@ class Routes(dict[RouteKey, Route]):
             for number, level in enumerate(self.cluster.levels)
             if self.cluster.widest(number) > 1
         )
-        origin = "as measured" if self._measured else "as given or assumed (`probe=True` measures them)"
+        origin = "as given or assumed (`probe=True` measures them)"
+        if self._measured:
+            origin = "as measured"
+        elif self.cluster.fabric is not None:
+            origin = "as the topology says (`probe=True` measures them)"
         return f"links {origin}: {rates or 'none'}"
 
     def plans(self) -> list[Plan]:
@@ -268,7 +278,11 @@ class Routes(dict[RouteKey, Route]):
 
         def priced(plan_name: str, group_size: int, why: str) -> Plan:
             price = CodecPrice(name, wire_ratio(compressor, layout, group_size))
-            plan = plan_all_reduce(self.cluster, nbytes, name=plan_name, chunks=self.chunks, price=price)
+            if self.library == "nccl":
+                price = replace(price, seconds_per_byte=codec_seconds(name, self._gpu_memory()))
+            plan = plan_all_reduce(
+                self.cluster, nbytes, name=plan_name, chunks=self.chunks, price=price, library=self.library
+            )
             return with_reason(plan, f"{name} was asked for, {why}")
 
         if self._asked_for == "flat" and size > 1:
@@ -276,19 +290,25 @@ class Routes(dict[RouteKey, Route]):
         if nodes > 1:
             plan_name = "leader" if self._asked_for == "leader" else "hierarchical"
             return priced(plan_name, nodes, "and works on what crosses between nodes.")
-        if self._asked_for != "auto" or self.library != "nccl" or size == 1:
+        if self._asked_for != "auto" or self.library != "nccl" or size == 1 or self.cluster.levels[0].link.presumed:
             return None
         # One node of GPUs: inside it, compression pays where the links are slow (PCIe), and costs where they are fast.
-        price = codec_price(name, layout, size, min(GPU_BYTES_PER_SECOND.values()))
+        price = codec_price(name, layout, size, self._gpu_memory())
         exact = plan_all_reduce(self.cluster, nbytes, chunks=self.chunks, library=self.library)
-        gain = (
-            exact.seconds / plan_all_reduce(self.cluster, nbytes, name="flat", chunks=self.chunks, price=price).seconds
+        compressed = plan_all_reduce(
+            self.cluster, nbytes, name="flat", chunks=self.chunks, price=price, library=self.library
         )
+        gain = exact.seconds / compressed.seconds
         if gain < COMPRESS_INSIDE_GAIN:
             return None
         return priced(
             "flat", size, f"and is predicted to be {gain:.2f}x faster inside this node, whose links are slow."
         )
+
+    def _gpu_memory(self) -> float:
+        """Bytes per second that codecs move on the slowest GPU; of the slowest known where it is not known."""
+        fabric = self.cluster.fabric
+        return min(GPU_BYTES_PER_SECOND.values()) if fabric is None else gpu_bytes_per_second(fabric.compute_capability)
 
     def _part(
         self, phase: Phase, steps: list[list[Transfer]], run: tuple[int, int], layout: Layout | None

@@ -4,7 +4,9 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -19,10 +21,17 @@ from gradwire.compressors.base import Layout
 from gradwire.topology.cluster import Cluster
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Machine
-from gradwire.topology.presets import cpu_only, dgx_a100, dgx_h100, pcie_box
+from gradwire.topology.presets import cpu_only, dgx_a100, dgx_h100, p4d, pcie_box
 from gradwire.topology.readers.files import read_file
 
-PRESETS = {"dgx_a100": dgx_a100, "dgx_h100": dgx_h100, "pcie_box": pcie_box, "cpu_only": cpu_only}
+PRESETS: dict[str, Callable[[], Machine]] = {
+    "dgx_a100": dgx_a100,
+    "dgx_h100": dgx_h100,
+    "p4d": p4d,
+    "pcie_box": pcie_box,
+    "pcie_box_8": partial(pcie_box, 8),
+    "cpu_only": cpu_only,
+}
 OPTIMIZERS = ("sgd", "adam", "adamw", "lamb", "adagrad", "other")
 
 

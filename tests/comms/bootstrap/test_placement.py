@@ -4,6 +4,7 @@ import socket
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.hardware import Hardware
 from gradwire.comms.bootstrap.placement import INTER_NODE, Presence, cluster_of, exchange, host_identity
 from gradwire.comms.config import Config
+from gradwire.comms.plan.machine_cluster import cluster_of_machines
+from gradwire.topology.fabric import fabric_of
+from gradwire.topology.presets import dgx_h100, p4d
 from support.threads import run_ranks
 
 
@@ -86,3 +90,76 @@ def test_what_is_published_is_what_is_read() -> None:
     first, *others = run_ranks(3, run)
     assert all(first == other for other in others)
     assert [presence.host[0] for presence in first] == ["n0", "n1", "n2"]
+
+
+def gpu_ranks(
+    hosts: str, config: Config | None = None, cards: str = "01234567", **changes: Any
+) -> tuple[list[Presence], Config]:
+    """Ranks of DGX H100s, in CUDA memory; each drives the card with its local number."""
+    fabric = fabric_of(dgx_h100())
+    seen: dict[str, int] = {}
+    found = []
+    for presence in presences(hosts):
+        local = seen.setdefault(presence.host[0], 0)
+        seen[presence.host[0]] += 1
+        facts = Hardware(370.8e9, 384e9, f"mlx5_{cards[local]}", nics=8, fabric=fabric)
+        found.append(replace(presence, device="cuda", hardware=replace(facts, **changes)))
+    return found, config or Config()
+
+
+def test_cuda_ranks_plan_with_nccls_latencies_and_all_cards() -> None:
+    cluster = cluster_of(*gpu_ranks("a" * 8 + "b" * 8))
+    intra, inter = (level.link for level in cluster.levels)
+    assert (intra.alpha_seconds, intra.bytes_per_second) == (3.4e-6, 370.8e9)
+    assert (inter.alpha_seconds, inter.bytes_per_second, inter.nics, inter.sender_nics) == (14e-6, 384e9, 8, 1)
+    assert cluster.fabric is not None and cluster.fabric.nvls
+    assert cluster == replace(cluster_of_machines(dgx_h100(), 2), locations=cluster.locations)
+    assert not intra.presumed and not inter.presumed
+
+
+def test_few_ranks_drive_few_cards() -> None:
+    inter = cluster_of(*gpu_ranks("aabb")).levels[1].link
+    assert (inter.nics, inter.bytes_per_second, inter.sender_nics) == (2, 96e9, 1)
+    shared = cluster_of(*gpu_ranks("aabb", cards="00")).levels[1].link
+    assert (shared.nics, shared.bytes_per_second) == (1, 48e9)
+    nobody_said = cluster_of(*gpu_ranks("aabb", nic=None)).levels[1].link
+    assert (nobody_said.nics, nobody_said.bytes_per_second, nobody_said.sender_nics) == (8, 384e9, 4)
+
+
+def test_an_unknown_card_is_presumed_until_somebody_says_its_rate() -> None:
+    cluster = cluster_of(*gpu_ranks("aabb", inter_node=None))
+    assert cluster.levels[1].link.presumed and cluster.fabric is None
+    given = cluster_of(*gpu_ranks("aabb", Config(nic_bytes_per_second=25e9), inter_node=None))
+    assert given.levels[1].link.bytes_per_second == 25e9 and not given.levels[1].link.presumed
+    assert given.fabric is not None
+    alone = cluster_of(*gpu_ranks("aa", inter_node=None))
+    assert alone.fabric is not None, "one node has no use for its cards"
+    inside = cluster_of(*gpu_ranks("aabb", intra_node=None))
+    assert inside.levels[0].link.presumed and inside.fabric is None
+
+
+def test_nodes_of_several_kinds_count_as_the_weakest() -> None:
+    ranks, config = gpu_ranks("ab")
+    weaker = fabric_of(p4d())
+    ranks[1] = replace(ranks[1], hardware=replace(ranks[1].hardware, fabric=weaker, nics=4, inter_node=48e9))
+    cluster = cluster_of(ranks, config)
+    assert cluster.fabric is not None and weaker is not None
+    assert (cluster.fabric.compute_capability, cluster.fabric.nvls, cluster.fabric.network) == (80, False, "efa")
+    assert cluster.levels[1].link.alpha_seconds == pytest.approx(14e-6 + 75e-6)
+    ranks[1] = replace(ranks[1], hardware=replace(ranks[1].hardware, fabric=None))
+    assert cluster_of(ranks, config).fabric is None
+
+
+def test_cpu_ranks_of_a_machine_with_gpus_plan_as_ever() -> None:
+    ranks, config = gpu_ranks("aabb")
+    on_cpu = [replace(rank, device="cpu", hardware=replace(rank.hardware, fabric=None)) for rank in ranks]
+    cluster = cluster_of(on_cpu, config)
+    assert cluster.fabric is None
+    assert cluster.levels[1].link == replace(INTER_NODE, bytes_per_second=384e9, presumed=False)
+
+
+def test_what_a_gpu_rank_publishes_is_what_is_read() -> None:
+    store = HashStore()
+    ranks, _ = gpu_ranks("ab")
+    found = run_ranks(2, lambda rank: exchange(store, ranks[rank], timedelta(seconds=10)))
+    assert found == [ranks, ranks]

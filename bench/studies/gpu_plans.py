@@ -1,0 +1,164 @@
+"""Feeds docs/reference/gpu_plans.md: what each plan is predicted to take on clusters of GPUs, beside NCCL's own best.
+
+    python -m gradwire.bench.studies.gpu_plans            # prints the tables
+    python -m gradwire.bench.studies.gpu_plans --write docs/reference/gpu_plans.md
+
+Nothing is measured, no GPU is needed.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradwire.comms.plan.codec_price import codec_price, square_layout
+from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second
+from gradwire.comms.plan.nccl_model import nccl_model
+from gradwire.comms.plan.plan import NVLS_TREE, RING, TREE, Plan
+from gradwire.comms.plan.planner import candidates, plan_all_reduce
+from gradwire.comms.plan.routes import COMPRESS_INSIDE_GAIN
+from gradwire.topology.cluster import Cluster
+from gradwire.topology.graph import Machine
+from gradwire.topology.presets import dgx_a100, dgx_h100, p4d, pcie_box
+
+NODES = (2, 4, 8, 16)
+MEGABYTES = (1, 25, 100)
+
+CODEC_HOST_SECONDS = 100e-6
+"""What a compressed bucket may take of the host more than one NCCL call, for each chunk (120 us less 20)."""
+
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+COLUMNS = ("nodes", "MB", "ring", "tree", "NVLSTree", "gradwire's plan", "ms", "gain", "bf16", "int8", "recommended")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCluster:
+    """One machine of a table, and the command that predicts for it alone."""
+
+    title: str
+    machine: Machine
+    command: str
+    nic_bits_per_second: float | None = None
+
+    def cluster(self, nodes: int) -> Cluster:
+        """That many of them."""
+        return cluster_of_machines(self.machine, nodes, nic_bits_per_second=self.nic_bits_per_second)
+
+
+CLUSTERS = (
+    GpuCluster("DGX H100: 8 GPUs, NVSwitch, 8 x 400 Gbit/s InfiniBand", dgx_h100(), "--preset dgx_h100"),
+    GpuCluster("AWS p4d.24xlarge: 8 A100, NVSwitch, 4 x 100 Gbit/s EFA", p4d(), "--preset p4d"),
+    GpuCluster("Cloud box: 8 A100, NVSwitch, 1 x 100 Gbit/s TCP", dgx_a100(), "--preset dgx_a100 --nic 100gbit", 100e9),
+    GpuCluster("Cloud box: 8 A10 on PCIe, 1 x 100 Gbit/s TCP", pcie_box(8), "--preset pcie_box_8 --nic 100gbit", 100e9),
+    GpuCluster("PCIe box: 8 A10, 1 x 25 Gbit/s TCP", pcie_box(8), "--preset pcie_box_8 --nic 25gbit", 25e9),
+    GpuCluster("PCIe box: 4 A10, 1 x 25 Gbit/s TCP", pcie_box(4), "--preset pcie_box --nic 25gbit", 25e9),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPrediction:
+    """One row: seconds of NCCL's algorithms, of gradwire's plan, and of the hierarchical one compressed."""
+
+    nodes: int
+    megabytes: int
+    nccl: dict[str, float]
+    plan: Plan
+    compressed: dict[str, Plan]
+
+    @property
+    def recommended(self) -> str:
+        """The exact plan, or a compressor that clearly pays: the milder one if the other gains little on it."""
+        best, seconds = self.plan.name, self.plan.seconds
+        for name in ("bf16", "int8"):
+            plan = self.compressed[name]
+            saved = seconds - plan.seconds
+            if seconds / plan.seconds >= COMPRESS_INSIDE_GAIN and saved > plan.chunks * CODEC_HOST_SECONDS:
+                best, seconds = name, plan.seconds
+        return best
+
+    def cells(self) -> Iterator[str]:
+        """As in `COLUMNS`."""
+        fastest = min(self.nccl.values())
+        yield str(self.nodes)
+        yield str(self.megabytes)
+        for algorithm in (RING, TREE, NVLS_TREE):
+            yield milliseconds(self.nccl[algorithm]) if algorithm in self.nccl else "-"
+        yield self.plan.name + (f", {self.plan.chunks} chunks" if self.plan.chunks > 1 else "")
+        yield milliseconds(self.plan.seconds)
+        yield f"{fastest / self.plan.seconds:.2f}"
+        for name in ("bf16", "int8"):
+            yield milliseconds(self.compressed[name].seconds)
+        yield self.recommended
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits."""
+    value = seconds * 1e3
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def predict(machines: GpuCluster) -> Iterator[GpuPrediction]:
+    """The rows of one table."""
+    rate = codec_bytes_per_second(machines.machine)
+    for nodes in NODES:
+        cluster = machines.cluster(nodes)
+        for megabytes in MEGABYTES:
+            nbytes = megabytes * 10**6
+            layout = square_layout(nbytes)
+            compressed = {
+                name: min(
+                    candidates(cluster, nbytes, "hierarchical", 0, codec_price(name, layout, nodes, rate)),
+                    key=lambda plan: plan.seconds,
+                )
+                for name in ("bf16", "int8")
+            }
+            plan = plan_all_reduce(cluster, nbytes, library="nccl")
+            yield GpuPrediction(nodes, megabytes, nccl_model(cluster).flat(nbytes), plan, compressed)
+
+
+def tables() -> str:
+    """All tables as Markdown."""
+    lines: list[str] = []
+    for machines in CLUSTERS:
+        intra, inter = (level.link for level in machines.cluster(2).levels)
+        lines += [
+            f"## {machines.title}",
+            "",
+            f"GB/s: {intra.bytes_per_second / 1e9:g} a GPU inside, {inter.bytes_per_second / 1e9:g} a node outwards.",
+            f"`gradwire predict {machines.command} --nodes N --gradient-mb MB`",
+            "",
+            f"| {' | '.join(COLUMNS)} |",
+            "|" + "---|" * len(COLUMNS),
+            *(f"| {' | '.join(row.cells())} |" for row in predict(machines)),
+            "",
+        ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def with_tables(page: str) -> str:
+    """The page with its tables made anew.
+
+    Raises:
+        ValueError: It does not say where they begin and end.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page has no {BEGIN} ... {END}; wanted both, once")
+    return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the tables, or writes them into the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables into this page")
+    options = parser.parse_args(argv)
+    if options.write is None:
+        print(tables(), end="")
+    else:
+        options.write.write_text(with_tables(options.write.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

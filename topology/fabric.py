@@ -1,0 +1,96 @@
+"""The facts about a machine's GPUs and network that NCCL's own cost model depends on, beside the rates of its links."""
+
+from collections.abc import Iterable
+
+from gradwire.topology.assign import nics_of_gpus
+from gradwire.topology.bandwidth import ALPHA_SECONDS
+from gradwire.topology.cluster import GpuFabric
+from gradwire.topology.graph import Machine, Nic
+from gradwire.topology.paths import Distances, PathType
+from gradwire.topology.pci_ids import AMAZON, AMD_GPU, CRAY, HPE
+
+TCP_ALPHA_SECONDS = 30e-6
+"""One small TCP message between two hosts on one Ethernet switch; an assumption, to be replaced by a measurement."""
+
+NETWORK_SECONDS = {
+    "infiniband": 0.0,
+    "roce": 0.0,
+    "slingshot": 0.0,
+    "efa": 75e-6,
+    "tcp": TCP_ALPHA_SECONDS - ALPHA_SECONDS["network"],
+}
+"""What NCCL is to add to the latencies that it has for InfiniBand. Its plug-ins for InfiniBand, RoCE and sockets say 0
+(NCCL v2.30 src/transport/net_ib/init.cc, net_socket.cc), that for EFA 75 us on p4d, g5 and p5 (aws-ofi-nccl
+src/platform-aws.cpp); nothing is published for Slingshot. For TCP the assumed latency of a message counts."""
+
+CHANNELS_PER_NIC = 2
+"""Connections that NCCL opens between two neighbours for each card. Source: NVIDIA/nccl issue 438."""
+
+NVLS_CAPABILITY = 90
+"""NVLink SHARP: from Hopper on. Source: NCCL v2.30 src/graph/search.cc, ncclTopoCompute."""
+
+_NEAR = (PathType.LOC, PathType.PIX, PathType.PXB)
+_NEAR_FROM_HOPPER = (*_NEAR, PathType.P2C)
+
+
+def sender_nics(nics: int, ranks: int) -> int:
+    """Returns how many cards one GPU's own traffic uses: those near it, at least one.
+
+    Args:
+        nics: Cards that the GPUs of a node drive.
+        ranks: Those GPUs.
+    """
+    return max(1, nics // ranks)
+
+
+def network_of_nics(nics: Iterable[Nic]) -> str:
+    """Returns the slowest kind of network among some cards, a key of `NETWORK_SECONDS`; `tcp` where there are none.
+
+    Args:
+        nics: Cards of one machine.
+    """
+    kinds = {_network_of(nic) for nic in nics}
+    return max(kinds or {"tcp"}, key=lambda kind: (NETWORK_SECONDS[kind], kind))
+
+
+def fabric_of(machine: Machine, *, network: str | None = None) -> GpuFabric | None:
+    """Returns what NCCL's model asks about a machine; None without GPUs, and where they are not NVIDIA's or not known.
+
+    Args:
+        machine: One of the nodes.
+        network: In place of what the machine's own cards say: another card is then somewhere in the machine, and LL128
+            does not pass it.
+    """
+    capabilities = [gpu.compute_capability for gpu in machine.gpus]
+    oldest = min((capability for capability in capabilities if capability is not None), default=None)
+    if oldest is None or None in capabilities or any(gpu.vendor == AMD_GPU or gpu.architecture for gpu in machine.gpus):
+        return None
+    distances = Distances(machine)
+    joined = all(distances.gpu_gpu(machine.gpus[0], gpu) in (PathType.NVL, PathType.LOC) for gpu in machine.gpus)
+    chosen = nics_of_gpus(machine)
+    near = _NEAR_FROM_HOPPER if oldest >= NVLS_CAPABILITY else _NEAR
+    reached = all((nic := chosen[gpu.key]) is not None and distances.gpu_nic(gpu, nic) in near for gpu in machine.gpus)
+    kind = network or network_of_nics(nic for nic in chosen.values() if nic is not None)
+    return GpuFabric(
+        compute_capability=oldest,
+        nvlink=joined,
+        nvls=bool(machine.nvswitches) and oldest >= NVLS_CAPABILITY and len(machine.gpus) > 1,
+        ll128=joined and reached and network is None and kind != "tcp",
+        amd_cpu=any(cpu.vendor == "AuthenticAMD" for cpu in machine.cpus),
+        network=kind,
+        network_seconds=NETWORK_SECONDS[kind],
+    )
+
+
+def _network_of(nic: Nic) -> str:
+    """Returns the network of a card: InfiniBand by class, or what a port with an RDMA device speaks, else TCP."""
+    if (nic.class_code or 0) >> 8 == 0x0207:
+        return "infiniband"
+    rdma = [port for port in nic.ports if not port.virtual and port.name not in port.interfaces]
+    if not rdma:
+        return "tcp"
+    if nic.vendor == AMAZON:
+        return "efa"
+    if nic.vendor in (CRAY, HPE):
+        return "slingshot"
+    return "infiniband" if any(port.link_layer == "InfiniBand" for port in rdma) else "roce"
