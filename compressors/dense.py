@@ -51,8 +51,7 @@ class Dense(Stateful):
         """See `Compressor.flush`; there is no residual, so `shard` stays as it is."""
 
     def _fold_momentum(self, shard: Tensor, layout: Layout) -> None:
-        store = self.fields["momentum"]
-        old, new = store.read(layout, shard.device), store.stage(layout, shard.device)
+        old, new = self.fields["momentum"].update(layout, shard.device)
         torch.add(shard, old, alpha=self.momentum, out=new)
         if self.nesterov:
             shard.add_(new, alpha=self.momentum)

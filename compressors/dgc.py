@@ -125,13 +125,9 @@ class DGC(Stateful):
         return min(item.numel, max(1, math.ceil(self.current_density * item.numel)))
 
     def _state(self, layout: Layout, device: torch.device) -> DgcState:
-        velocity, total = self.fields["velocity"], self.fields["total"]
-        return DgcState(
-            velocity.read(layout, device),
-            total.read(layout, device),
-            velocity.stage(layout, device),
-            total.stage(layout, device),
-        )
+        velocity, new_velocity = self.fields["velocity"].update(layout, device)
+        total, new_total = self.fields["total"].update(layout, device)
+        return DgcState(velocity, total, new_velocity, new_total)
 
     def _scales(self, shard: Tensor, layout: Layout, group_size: int) -> Tensor | None:
         """Returns the factor that clips each slice's gradient, float32; computed on the device, without a wait."""

@@ -70,13 +70,7 @@ class ElementStore:
     def read(self, layout: Layout, device: torch.device) -> Tensor:
         """Returns the committed values for `layout`, 1-D float32; a view of the store, not to be changed."""
         with self._lock:
-            shard = self._shards.get(layout)
-            if shard is None:
-                shard = self._shards[layout] = _Shard(self._assemble(layout, device))
-            elif shard.value.device != device:
-                keep_until_read(shard.value, shard.spare)
-                shard.value, shard.spare = shard.value.to(device), None
-            return shard.value
+            return self._shard(layout, device).value
 
     def settle(self, layout: Layout, device: torch.device, default: float) -> Tensor:
         """Returns what `read` does, after replacing every stored zero by `default`, in the store too."""
@@ -90,13 +84,25 @@ class ElementStore:
 
     def stage(self, layout: Layout, device: torch.device) -> Tensor:
         """Returns an uninitialised 1-D float32 buffer for the values that take effect at `commit`."""
-        value = self.read(layout, device)
+        return self.update(layout, device)[1]
+
+    def update(self, layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns what `read` and `stage` return."""
         with self._lock:
-            shard = self._shards[layout]
+            shard = self._shard(layout, device)
             if shard.spare is None:
-                shard.spare = torch.empty_like(value)
+                shard.spare = torch.empty_like(shard.value)
             shard.staged = True
-            return shard.spare
+            return shard.value, shard.spare
+
+    def _shard(self, layout: Layout, device: torch.device) -> _Shard:
+        shard = self._shards.get(layout)
+        if shard is None:
+            shard = self._shards[layout] = _Shard(self._assemble(layout, device))
+        elif shard.value.device != device:
+            keep_until_read(shard.value, shard.spare)
+            shard.value, shard.spare = shard.value.to(device), None
+        return shard
 
     def commit(self) -> None:
         """Makes what was staged since the last commit or drop the stored values."""

@@ -37,18 +37,24 @@ class Selection:
     runs: tuple[tuple[int, int], ...]
     """Where they lie in the shard; neighbours are one run."""
 
+    sizes: tuple[int, ...] = ()
+    """Of several runs: elements before the first, of the first, up to the second, of the second, and so on."""
+
     def gather(self, shard: Tensor) -> Tensor:
         """Returns the selected elements: a view where they are one run, else a copy."""
         if len(self.runs) == 1:
-            return shard[self.runs[0][0] : self.runs[0][1]]
-        return torch.cat([shard[start:stop] for start, stop in self.runs])
+            start, stop = self.runs[0]
+            return shard if stop - start == shard.numel() else shard[start:stop]
+        return torch.cat(self._views(shard))
 
     def scatter(self, part: Tensor, shard: Tensor) -> None:
         """Writes `part` back to where `gather` took it from."""
-        at = 0
-        for start, stop in self.runs if len(self.runs) > 1 else ():
-            shard[start:stop] = part[at : at + stop - start]
-            at += stop - start
+        if len(self.runs) > 1:
+            torch._foreach_copy_(self._views(shard), part.split_with_sizes(self.sizes[1::2]))
+
+    def _views(self, shard: Tensor) -> tuple[Tensor, ...]:
+        """Returns the runs, all views made by one call."""
+        return shard[: self.runs[-1][1]].split_with_sizes(self.sizes)[1::2]
 
 
 def _selection(slices: Sequence[tuple[int, int, int]], layout: Layout) -> Selection:
@@ -63,7 +69,11 @@ def _selection(slices: Sequence[tuple[int, int, int]], layout: Layout) -> Select
             runs[-1] = (runs[-1][0], stop)
         else:
             runs.append((start, stop))
-    return Selection(Layout(tuple(moved)), tuple(runs))
+    sizes, at = [], 0
+    for start, stop in runs if len(runs) > 1 else ():
+        sizes += [start - at, stop - start]
+        at = stop
+    return Selection(Layout(tuple(moved)), tuple(runs), tuple(sizes))
 
 
 class Routed:

@@ -7,10 +7,11 @@ Owners decode their own reduced payload like everybody else, so that all ranks e
 Source: Tang et al., 1-bit Adam, ICML 2021, section 4.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -104,9 +105,23 @@ class PieceCodec(FusedCodec, Protocol):
         """
 
 
+@functools.cache
+def _offers(kind: type, protocol: type) -> bool:
+    """Whether a class has a protocol's methods: asked of `typing` it takes 10 us, and each bucket asks five times."""
+    return issubclass(kind, protocol)
+
+
+def _is_fused(codec: Codec) -> TypeGuard[FusedCodec]:
+    return _offers(type(codec), FusedCodec)
+
+
+def _takes_pieces(codec: Codec) -> TypeGuard[PieceCodec]:
+    return _offers(type(codec), PieceCodec)
+
+
 def encode(codec: Codec, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor) -> None:
     """Does what FusedCodec.encode_residual does, with any codec."""
-    if isinstance(codec, FusedCodec):
+    if _is_fused(codec):
         codec.encode_residual(flat, residual, new_residual, payload)
         return
     p = flat if residual is None else flat + residual
@@ -123,7 +138,7 @@ def encode_pieces(
     """Does what PieceCodec.encode_pieces does, with any codec and any number of elements."""
     if not flat.numel():
         return
-    if isinstance(codec, PieceCodec):
+    if _takes_pieces(codec):
         codec.encode_pieces(flat, residual, new_residual, payloads, width)
     else:
         encode_each(partial(encode, codec), codec.wire_nbytes, flat, residual, new_residual, payloads, width)
@@ -133,7 +148,7 @@ def decode_pieces(codec: Codec, payloads: Tensor, flat: Tensor, width: int) -> N
     """Does what PieceCodec.decode_pieces does, with any codec and any number of elements."""
     if not flat.numel():
         return
-    if isinstance(codec, PieceCodec):
+    if _takes_pieces(codec):
         codec.decode_pieces(payloads, flat, width)
     else:
         decode_each(codec.decode, codec.wire_nbytes, payloads, flat, width)
@@ -141,7 +156,7 @@ def decode_pieces(codec: Codec, payloads: Tensor, flat: Tensor, width: int) -> N
 
 def decode_sum(codec: Codec, payloads: Tensor, flat: Tensor) -> None:
     """Does what FusedCodec.decode_reduce does without an addend, with any codec."""
-    if isinstance(codec, FusedCodec):
+    if _is_fused(codec):
         codec.decode_reduce(payloads, None, flat)
         return
     decoded = torch.empty_like(flat)
@@ -161,7 +176,7 @@ def reduce_encode(
     numel: int,
 ) -> None:
     """Does what PieceCodec.reduce_encode does, with any two codecs: `return_codec` encodes the sum."""
-    if return_codec is codec and isinstance(codec, PieceCodec):
+    if return_codec is codec and _takes_pieces(codec):
         codec.reduce_encode(payloads, residual, new_residual, reduced, numel)
         return
     total = torch.empty(numel, device=payloads.device)
@@ -212,7 +227,9 @@ def _blank(codec: Codec, rows: int, nbytes: int, full: int, device: torch.device
     user's codec, which need not write every byte, the whole tensor.
     """
     payloads = torch.empty(rows, nbytes, dtype=torch.uint8, device=device)
-    payloads[full if isinstance(codec, PieceCodec) else 0 :].zero_()
+    written = full if _takes_pieces(codec) else 0
+    if written < rows:
+        payloads[written:].zero_()
     return payloads
 
 
@@ -364,8 +381,7 @@ class TwoStage(Stateful):
     def _with_momentum(self, shard: Tensor, layout: Layout) -> Tensor:
         if not self.momentum:
             return shard
-        store = self.fields["momentum"]
-        old, new = store.read(layout, shard.device), store.stage(layout, shard.device)
+        old, new = self.fields["momentum"].update(layout, shard.device)
         return torch.add(shard, old, alpha=self.momentum, out=new)
 
     def _dense(self, source: Tensor, shard: Tensor, layout: Layout, group: Member) -> Iterator[Request]:
@@ -384,12 +400,7 @@ class TwoStage(Stateful):
         worker, server = self.fields["residual"], self.fields["server"]
         if not server.has(part) and not server.covers(layout, part):
             self._fold_server(layout, device)
-        return Residuals(
-            worker.read(layout, device),
-            worker.stage(layout, device),
-            server.read(part, device),
-            server.stage(part, device),
-        )
+        return Residuals(*worker.update(layout, device), *server.update(part, device))
 
     def _fold_server(self, layout: Layout, device: torch.device) -> None:
         """Adds this rank's server residual to its worker residual, which has the same effect on the next sum."""

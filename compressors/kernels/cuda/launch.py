@@ -44,10 +44,10 @@ def blocks_for(device: torch.device, threads: int, most: int = _MOST_CTAS) -> in
 
 
 def even_grid(ctas: int, slots: int) -> int:
-    """Returns how many CTAs to start so that all of them end together, where there is work for a few waves only.
+    """Returns how many CTAs to start so that all end together, where there is work for a few waves only.
 
-    Work for 2.02 waves takes as long as for 3: rather three turns of the kernel's loop in two thirds of the places. From
-    eight waves on the last one costs little, and CTAs that replace each other are balanced better.
+    Work for 2.02 waves takes as long as for 3: rather three turns of the kernel's loop in two thirds of the places.
+    From eight waves on the last one costs little, and CTAs that replace each other are balanced better.
 
     Args:
         ctas: As many as there is work for, each with one turn.
