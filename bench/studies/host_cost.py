@@ -15,8 +15,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket
+from gradwire.comms.execute import Bucket, Times
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.streams import SideStreams
 from gradwire.comms.transport.nccl import NcclTransport
@@ -165,7 +165,7 @@ def host_cost(
 
     def step() -> None:
         for flat, layout in zip(flats, layouts, strict=True):
-            bucket = _OnCuda(flat, layout, _UNTIMED)
+            bucket = _OnCuda(flat, layout, Times())
             for launch in fusion.add(bucket):
                 communicator.start(launch, scale=scale, hold=True)
             bucket.result()
@@ -190,9 +190,6 @@ def host_cost(
     return HostCost(plan, compressor, min(times) * 1e6, each)
 
 
-_UNTIMED = SimpleNamespace(arrived=None, reduced=None)
-
-
 def _communicator(
     nodes: int, gpus: int, plan: str, name: str, calls: "collections.Counter[str]"
 ) -> tuple[Communicator, Compressor | None]:
@@ -203,12 +200,8 @@ def _communicator(
         return [dataclasses.replace(own, rank=rank, host=(f"node{rank // gpus}", "", "")) for rank in range(size)]
 
     made = None if name == "none" else Compression(name, COMPRESSORS[name], (), 0, size).compressor
-    kept = communicator_module.exchange
-    communicator_module.exchange = presences
-    try:
+    with patch.object(communicator_module, "exchange", presences):
         communicator = Communicator(HashStore(), 0, size, CPU, Config(plan=plan), name="host_cost", compressor=made)
-    finally:
-        communicator_module.exchange = kept
     groups, executor = cast(Any, communicator)._groups, cast(Any, communicator.executor)
     groups._make = lambda key, members: NcclTransport(cast(Any, _NoGroup(calls)), members.index(0), len(members))
     groups._device = torch.device("cuda", 0)
