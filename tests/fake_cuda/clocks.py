@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -63,7 +64,12 @@ def site() -> Site:
 
 def spell(where: Site) -> str:
     """A site on one line, innermost first."""
-    return " < ".join(f"{'/'.join(Path(file).parts[-2:])}:{line} {name}" for file, line, name in where) or "unknown"
+    return " < ".join(f"{_short(file)}:{line} {name}" for file, line, name in where) or "unknown"
+
+
+@lru_cache(maxsize=4096)
+def _short(file: str) -> str:
+    return "/".join(Path(file).parts[-2:])
 
 
 @dataclass(eq=False, slots=True)

@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 
 from fake_cuda.machine import Machine, machine
 from fake_cuda.patch import fake_cuda
+from fake_cuda.kernel import run_kernel
 from fake_cuda.ranks import FakeProcessGroup, process_groups, run_ranks
 
 TIMEOUT = timedelta(seconds=30)
@@ -62,25 +63,21 @@ def first_module(*names: str) -> Any:
 
 
 class Watched:
-    """Kernels that the recorder sees as one operation each, made of torch's compositions."""
+    """Kernels that the recorder sees as one operation each: torch's compositions, run on the memory as it lies.
+
+    What a kernel writes shows in the version counters of its arguments.
+    """
 
     def __init__(self, *modules: Any) -> None:
         self._modules = modules
 
     def __getattr__(self, name: str) -> Any:
-        for module in self._modules:
-            kernel = getattr(module, name, None)
-            if callable(kernel):
-                break
-        else:
+        kernel = next((found for each in self._modules if callable(found := getattr(each, name, None))), None)
+        if kernel is None:
             raise AttributeError(name)
 
         def call(*arguments: Any, **named: Any) -> Any:
-            tensors = [each for each in (*arguments, *named.values()) if isinstance(each, Tensor)]
-            if not any(each.is_cuda for each in tensors) and tensors:
-                return kernel(*arguments, **named)
-            with machine().kernel(name, sum(each.numel() * each.element_size() for each in tensors)):
-                return kernel(*arguments, **named)
+            return run_kernel(name, kernel, arguments, named)
 
         setattr(self, name, call)
         return call
@@ -175,7 +172,7 @@ class Job:
         model: Whose gradients travel.
         device: Where they are.
         rank: This rank.
-        quiet: Forbid host waits during the backward pass.
+        quiet: Forbid host waits during the backward pass, but for what was issued before it.
     """
 
     state: Any
@@ -220,7 +217,7 @@ class Job:
             torch.autograd.Variable._execution_engine.queue_callback(finalize)
 
         forbidding = self.quiet and self.device.type == "cuda"
-        with machine().forbid_host_waits() if forbidding else nullcontext():
+        with machine().forbid_host_waits(late=True) if forbidding else nullcontext():
             in_backward(body)
         self.results.append([self._buffers[tuple(names)].clone() for names in buckets])  # the optimizer
 

@@ -21,9 +21,19 @@ class HostWait:
     where: Site
     forbidden: bool
     """It happened under `Machine.forbid_host_waits`."""
+    late: bool
+    """All that it waited for had been issued before that block began: a step later, a GPU is through with it."""
 
     def __str__(self) -> str:
         return f"host wait on cuda:{self.device}: {self.op}, at {spell(self.where)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Forbidden:
+    """Where the streams of a device were when host waits were forbidden, and whether waits for that are allowed."""
+
+    ticks: dict[int, int]
+    late_is_allowed: bool
 
 
 @dataclass(slots=True)
@@ -71,8 +81,8 @@ class Device:
         host: The clock of the host thread that drives it.
         host_version: Changes with the host's clock.
         schedule: What was issued.
-        forbidden: How many `forbid_host_waits` are open.
-        allocated_nbytes: In blocks that are held now, kernels' workspaces not counted.
+        forbidden: What `forbid_host_waits` asks for.
+        allocated_nbytes: In blocks that are held now.
         peak_nbytes: The most that ever was.
     """
 
@@ -82,7 +92,7 @@ class Device:
     host_version: int = 0
     timelines: list[Timeline] = field(default_factory=list)
     schedule: list[Entry] = field(default_factory=list)
-    forbidden: int = 0
+    forbidden: "Forbidden | None" = None
     allocated_nbytes: int = 0
     peak_nbytes: int = 0
 
@@ -103,7 +113,6 @@ class RaceError(AssertionError):
 
 class _PerThread(threading.local):
     device = 0
-    kernel: str | None = None
 
     def __init__(self) -> None:
         self.streams: dict[int, Any] = {}
@@ -133,18 +142,21 @@ class Machine:
             raise RaceError(f"{len(self.faults)} faults:\n{lines}")
 
     @contextmanager
-    def forbid_host_waits(self, device: int | None = None) -> Iterator[None]:
+    def forbid_host_waits(self, device: int | None = None, *, late: bool = False) -> Iterator[None]:
         """Inside it, every host wait of this rank is a fault.
 
         Args:
             device: Index of the rank's device; the current one by default.
+            late: Allow waits for what was issued before the block began (a flag of the step before, say); they are in
+                `host_waits`.
         """
         own = self.devices[self.here.device if device is None else device]
-        own.forbidden += 1
+        before = own.forbidden
+        own.forbidden = Forbidden({stream.number: stream.tick for stream in own.timelines}, late)
         try:
             yield
         finally:
-            own.forbidden -= 1
+            own.forbidden = before
 
     def schedule(self) -> list[list[dict[str, object]]]:
         """What every rank has issued, in the order of issue, as plain data: see `Entry`."""
@@ -169,46 +181,31 @@ class Machine:
             tick = stream.step()
             if stream is device.host:
                 device.host_version += 1
-            name = self.here.kernel or op
             for accessed, write in ((reads, False), (writes, True)):
                 for block, tensor in accessed:
                     for start, stop in runs(tensor):
-                        access = Access(start, stop, stream, tick, write, name, where)
+                        access = Access(start, stop, stream, tick, write, op, where)
                         for old in block.note(access):
                             self._race(device.index, old, access)
-            if self.here.kernel is None:
-                self._issued(device, stream, kind, op, tick, _nbytes(reads), _nbytes(writes), where, entry)
+            self._issued(device, stream, kind, op, tick, _nbytes(reads), _nbytes(writes), where, entry)
             return tick
-
-    @contextmanager
-    def kernel(self, name: str, nbytes: int) -> Iterator[None]:
-        """Makes the operations inside one kernel: their temporaries are its workspace, the host waits for none."""
-        stream = self.current(self.here.device)
-        with self.lock:
-            device = self.devices[stream.device]
-            self.behind_host(device, stream)
-            self._issued(device, stream, "kernel", name, stream.step(), nbytes, 0, site(), {})
-        before, self.here.kernel = self.here.kernel, name
-        try:
-            yield
-        finally:
-            self.here.kernel = before
 
     def host_wait(self, op: str, device: int, *streams: Timeline) -> None:
         """The host waits for streams."""
         with self.lock:
             own = self.devices[device]
+            before = own.forbidden
+            late = before is not None
             for stream in streams:
                 own.host.join(stream.clock)
+                late = late and before is not None and stream.tick <= before.ticks.get(stream.number, 0)
             own.host_version += 1
-            if self.here.kernel is not None:
-                return
             where = site()
-            wait = HostWait(device, op, where, own.forbidden > 0)
+            wait = HostWait(device, op, where, before is not None, late)
             self.host_waits.append(wait)
             waits = [(stream.number, stream.tick) for stream in streams]
             self._issued(own, own.host, "host wait", op, own.host.step(), 0, 0, where, {"waits": waits})
-            if wait.forbidden:
+            if before is not None and not (late and before.late_is_allowed):
                 self._fault(Fault("host wait", device, f"{op} makes the host wait, at {spell(where)}", where, ()))
 
     def host_knows(self, device: int, clock: dict[int, int]) -> None:
@@ -239,7 +236,6 @@ class Machine:
         own = self.devices[device]
         if pinned:
             return Block(nbytes, None, device, None)
-        workspace = self.here.kernel is not None
         stream = self.current(device)
         with self.lock:
             for where, access in handed_out_too_early(stream, own.host.clock):
@@ -250,18 +246,13 @@ class Machine:
                     "wait, is missing)"
                 )
                 self._fault(Fault("reuse", device, text, access.where, where))
-            if not workspace:
-                own.allocated_nbytes += nbytes
-                own.peak_nbytes = max(own.peak_nbytes, own.allocated_nbytes)
-        return Block(nbytes, stream, device, self._freed_workspace if workspace else self._freed)
+            own.allocated_nbytes += nbytes
+            own.peak_nbytes = max(own.peak_nbytes, own.allocated_nbytes)
+        return Block(nbytes, stream, device, self._freed)
 
     def _freed(self, block: Block) -> None:
         with self.lock:
             self.devices[block.device].allocated_nbytes -= block.nbytes
-            block.let_go()
-
-    def _freed_workspace(self, block: Block) -> None:
-        with self.lock:
             block.let_go()
 
     def _race(self, device: int, first: Access, second: Access) -> None:

@@ -90,10 +90,44 @@ class Clique:
         return "\n".join(lines)
 
 
+class Baton:
+    """Held by the one rank thread that runs; passed on wherever a rank waits for others.
+
+    Threads that run side by side would wait for Python's interpreter lock after every operation of torch, which lets go
+    of it: up to five milliseconds each time. It is also what makes runs repeatable. A rank that does not get the baton
+    within `SECONDS`, because its holder waits somewhere in C++, goes on without it.
+    """
+
+    SECONDS = 1.0
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._here = threading.local()
+
+    def take(self) -> None:
+        """Waits for it."""
+        self._here.holds = self._lock.acquire(timeout=self.SECONDS)
+
+    @property
+    def held(self) -> bool:
+        """By this thread."""
+        return getattr(self._here, "holds", False)
+
+    def pass_on(self) -> bool:
+        """Gives it up; whether this thread held it."""
+        holds = getattr(self._here, "holds", False)
+        if holds:
+            self._here.holds = False
+            self._lock.release()
+        return holds
+
+
 class Exchange:
     """Where the ranks of one machine meet."""
 
     def __init__(self) -> None:
+        self.baton = Baton()
+        self.ranks: set[threading.Thread] = set()
         self.changed = threading.Condition()
         self.cliques: dict[str, Clique] = {}
         self.running = 0
@@ -137,6 +171,20 @@ class Exchange:
         Raises:
             OrderError: The ranks do not agree, here or elsewhere.
         """
+        try:
+            return self._meet(clique, rank, signature, inputs, splits)
+        finally:
+            if not self.baton.held and threading.current_thread() in self.ranks:
+                self.baton.take()
+
+    def _meet(
+        self,
+        clique: Clique,
+        rank: int,
+        signature: Signature,
+        inputs: list[list[Tensor]],
+        splits: list[tuple[list[int], list[int]]],
+    ) -> tuple[Slot, int]:
         with self.changed:
             self._raise(clique)
             sequence = clique.issued[rank]
@@ -161,6 +209,7 @@ class Exchange:
                 return slot, number
             slot.waiting += 1
             self.waiting += 1
+            self.baton.pass_on()
             self._look_for_a_deadlock()
             complete = self.changed.wait_for(
                 lambda: len(slot.inputs) == clique.size or self.failure or clique.reason, PATIENCE_SECONDS

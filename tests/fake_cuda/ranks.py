@@ -1,9 +1,11 @@
 """Ranks as threads, each with the device of its number, and process groups for them."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,8 +32,18 @@ def run_ranks(running: Machine, size: int, body: Callable[[int], Result]) -> lis
     errors: dict[int, BaseException] = {}
     meeting = exchange()
     meeting.running += size
+    real_sleep = time.sleep
+
+    def sleep(seconds: float) -> None:
+        """A rank that naps lets the others run: whoever polls a store does."""
+        held = meeting.baton.pass_on()
+        real_sleep(seconds)
+        if held:
+            meeting.baton.take()
 
     def run(rank: int) -> None:
+        meeting.ranks.add(threading.current_thread())
+        meeting.baton.take()
         torch.cuda.set_device(rank)
         try:
             results[rank] = body(rank)
@@ -40,13 +52,15 @@ def run_ranks(running: Machine, size: int, body: Callable[[int], Result]) -> lis
             errors[rank] = error
             meeting.fail(OrderError(f"rank {rank} has failed: {type(error).__name__}: {error}"))
         finally:
+            meeting.baton.pass_on()
             meeting.ended()
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with patch.object(time, "sleep", sleep):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     if errors:
         own = [rank for rank, error in sorted(errors.items()) if not isinstance(error, OrderError)]
         order = [rank for rank, error in sorted(errors.items()) if "has failed" not in str(error)[:40]]
