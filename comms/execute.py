@@ -317,6 +317,7 @@ class Executor:
     Attributes:
         timing: Whether phases are timed from now on; on a CPU they always are.
         checking: Whether the averages of compressed launches are looked at for what is not finite: see `extremes`.
+        last: On CUDA, an event behind everything that came before the last `release`; None before the first.
     """
 
     def __init__(
@@ -333,6 +334,7 @@ class Executor:
     ) -> None:
         self.timing = True
         self.checking = False
+        self.last: torch.cuda.Event | None = None
         self._name = name
         self._groups = groups
         self._rank = rank
@@ -391,8 +393,10 @@ class Executor:
         held, self._held = self._held, None
         if held is not None:
             self._issue_rest(held)
-        if self._issued and self.deadline is not None:
-            self.deadline.watch(self._streams.mark(self._issued - 1))
+        if self._issued:
+            self.last = self._streams.mark(self._issued - 1)
+            if self.deadline is not None:
+                self.deadline.watch(self.last)
         self._issued = 0  # the same bucket travels on the same stream in each step
 
     def extremes(self) -> list[Tensor]:

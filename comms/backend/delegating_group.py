@@ -8,13 +8,14 @@ Python bindings release the GIL. So every method that the trampoline knows exist
 binding.
 """
 
+from collections import deque
 from collections.abc import Callable
 
 import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comms.backend.strided import Packing, tensors_in
-from gradwire.comms.backend.work import PackedWork
+from gradwire.comms.backend.work import FutureWork, PackedWork
 
 
 def _delegate(name: str) -> Callable[..., dist.Work]:
@@ -65,18 +66,22 @@ class DelegatingGroup(dist.ProcessGroup):
         # The stubs know the form with a store alone, for which torch makes no trampoline.
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner = inner
-        self._outstanding: list[dist.Work] = []
+        self._outstanding: deque[dist.Work] = deque()
 
     def issued(self, work: dist.Work) -> dist.Work:
         """The work of a collective that this group finishes itself; `barrier` waits for it."""
-        self._outstanding = [earlier for earlier in self._outstanding if not earlier.is_completed()]
+        while self._outstanding and self._outstanding[0].is_completed():
+            self._outstanding.popleft()
         self._outstanding.append(work)
         return work
 
     def barrier(self, *arguments: object, **named: object) -> dist.Work:
-        """Waits for what this rank has issued, as gloo's does, then for the other ranks."""
+        """Waits on the host for what this rank has issued, as gloo's does, then for the other ranks."""
         for work in self._outstanding:
-            work.wait()
+            if isinstance(work, FutureWork):
+                work.wait_on_host()
+            else:
+                work.wait()
         return _delegate("barrier")(self, *arguments, **named)
 
     allreduce = _packed("allreduce")

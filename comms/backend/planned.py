@@ -8,11 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comms.backend.strided import overwrite
-from gradwire.comms.backend.work import FutureTensors, finished
+from gradwire.comms.backend.work import FutureTensors, FutureWork, finished
 from gradwire.comms.bootstrap.compat import GroupOptions
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.plan.planner import plan_all_reduce
+
+TIMED_EVERY, STEPS_IN_A_ROW = 100, 3
+"""Of the sums on CUDA, which ones are timed: events cost host time."""
 
 SUMMED = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8)
@@ -36,6 +39,7 @@ class PlannedAllReduce:
         self._config = config
         self._communicators: dict[str, Communicator] = {}
         self._better: dict[tuple[str, int], bool] = {}
+        self._sums = 0
         self.cluster = self._communicator(torch.device("cpu")).cluster
 
     def scale(self, op: object, tensors: Sequence[Tensor]) -> float | None:
@@ -65,7 +69,7 @@ class PlannedAllReduce:
             self._better[key] = self._is_better(device, nbytes)
         return self._better[key]
 
-    def all_reduce(self, tensors: list[Tensor], scale: float) -> FutureTensors:
+    def all_reduce(self, tensors: list[Tensor], scale: float) -> FutureWork:
         """Replaces each tensor by the sum over all ranks of `scale * tensor`; several travel end to end as one.
 
         Args:
@@ -73,6 +77,14 @@ class PlannedAllReduce:
             scale: Factor on every rank's contribution; 1 for integers.
         """
         communicator = self._communicator(tensors[0].device)
+        on_cuda = tensors[0].is_cuda
+        if on_cuda:
+            communicator.executor.timing = self._sums % TIMED_EVERY < STEPS_IN_A_ROW
+        self._sums += 1
+        future = self._start(communicator, tensors, scale)
+        return FutureWork(future, communicator.executor.last if on_cuda else None)
+
+    def _start(self, communicator: Communicator, tensors: list[Tensor], scale: float) -> FutureTensors:
         views = [tensor.detach() for tensor in tensors]
         if len(views) == 1 and views[0].is_contiguous() and not views[0].is_inference():
             return finished(communicator.all_reduce(views[0].view(-1), scale=scale), lambda: tensors)

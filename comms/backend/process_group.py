@@ -239,7 +239,7 @@ class GradwireGroup(DelegatingGroup):
         scale = self._planned.scale(op, tensors)
         if scale is None or not self._planned.beats_inner(tensors):
             return None
-        return self.issued(FutureWork(self._planned.all_reduce(tensors, scale)))
+        return self.issued(self._planned.all_reduce(tensors, scale))
 
     def _is_local(self, *tensors: Tensor) -> bool:
         return all(

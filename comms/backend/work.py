@@ -16,11 +16,13 @@ class FutureWork(dist.Work):
 
     Args:
         future: Done when the collective is; its value is the list of output tensors, as DDP's reducer expects.
+        passed: On CUDA, where the future is done as soon as all is issued: an event behind the collective.
     """
 
-    def __init__(self, future: FutureTensors) -> None:
+    def __init__(self, future: FutureTensors, passed: torch.cuda.Event | None = None) -> None:
         super().__init__()
         self._future = future
+        self._passed = passed
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until done (CUDA: makes the current stream wait); raises what the collective raised.
@@ -44,8 +46,16 @@ class FutureWork(dist.Work):
         return self._future
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return (or raise) at once."""
+        """Whether `wait` would return (or raise) at once; on CUDA whether the device has come to its end."""
+        if self._passed is not None:
+            return bool(self._passed.query())  # type: ignore[no-untyped-call]
         return self._future.done()
+
+    def wait_on_host(self) -> None:
+        """Blocks the host until done, on CUDA too."""
+        self.wait()
+        if self._passed is not None:
+            self._passed.synchronize()
 
     def is_success(self) -> bool:
         """Whether it is done and did not fail."""
