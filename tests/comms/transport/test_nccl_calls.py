@@ -88,7 +88,7 @@ def assert_sums(found: Tensor, wanted: Tensor) -> None:
     assert torch.allclose(found, wanted, rtol=loose, atol=0.0 if loose < 1e-3 else 1e-2), (found, wanted)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES[1:])
 def test_slices_are_the_sum_in_one_launch_and_without_memory(size: int) -> None:
     backends = FakeNcclWorld(size).backends()
 
@@ -97,7 +97,7 @@ def test_slices_are_the_sum_in_one_launch_and_without_memory(size: int) -> None:
         turn = count()
         for numel in range(201):
             equal, *others = partitions(numel, size).items()
-            for kind, bounds in (equal, others[numel % len(others)]):
+            for kind, bounds in (equal, others[numel % len(others)]):  # each size with one of the others
                 number = next(turn)
                 dtype = SUMMED[number % len(SUMMED)]
                 options = scales(dtype, size)
