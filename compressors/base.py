@@ -207,6 +207,10 @@ class Compressor(Protocol):
     name: str
     """What the user writes: `compressor="onebit"`."""
 
+    shard_align: int
+    """Shards may be cut at every multiple of so many elements; 0 where only `partition` knows where (PowerSGD). A
+    transport that works faster on equal shards makes them so."""
+
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
         """Cuts a bucket into shards: PowerSGD between whole matrices, block codecs at block boundaries.
 

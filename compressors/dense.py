@@ -31,6 +31,8 @@ class Dense(Stateful):
         self.momentum = momentum
         self.nesterov = nesterov
 
+    shard_align = CACHE_LINE_NUMEL
+
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
         """See `Compressor.partition`."""
         return even_bounds(layout.numel, parts, CACHE_LINE_NUMEL)

@@ -77,6 +77,8 @@ class DGC(Stateful):
         stage = self.step * len(WARMUP_DENSITIES) // self.warmup_steps
         return max(self.density, WARMUP_DENSITIES[stage])
 
+    shard_align = SHARD_ALIGN
+
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
         """See `Compressor.partition`."""
         return even_bounds(layout.numel, parts, SHARD_ALIGN)

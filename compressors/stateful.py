@@ -22,6 +22,8 @@ class Stateful:
         fields: Names of what is stored for each gradient element: "residual", "momentum".
     """
 
+    shard_align = 0
+
     def __init__(self, name: str, fields: Iterable[str] = ()) -> None:
         self.name = name
         self.step = 0

@@ -321,6 +321,8 @@ class TwoStage(Stateful):
         self.warmup_steps = warmup_steps
         self._own_parts: dict[tuple[Layout, Member], Layout] = {}
 
+    shard_align = SHARD_ALIGN
+
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
         """See `Compressor.partition`."""
         return even_bounds(layout.numel, parts, SHARD_ALIGN)

@@ -349,6 +349,7 @@ class Tuning:
         setting = self.tuner.step_ended(StepSeen(self._clock.between(before, ended), sizes, arrivals))
         if setting != self._applied:
             self._communicator.routes.choose(setting.plan, setting.chunks, "Chosen by the tuner.")
+            self._communicator.connect(max(sizes))
             self._fusion.change(setting.fusion)
             self._applied = setting
 

@@ -38,13 +38,13 @@ def even_partition(start: int, stop: int, parts: int) -> tuple[int, ...]:
     return tuple(start + offset for offset in even_bounds(stop - start, parts, ALIGN_NUMEL))
 
 
-def equal_partition(start: int, stop: int, parts: int) -> tuple[int, ...]:
-    """Cuts a region into equal parts; what is left, fewer than `parts * ALIGN_NUMEL` elements, joins the last one.
+def equal_partition(start: int, stop: int, parts: int, align: int = ALIGN_NUMEL) -> tuple[int, ...]:
+    """Cuts a region into equal parts; what is left, fewer than `parts * align` elements, joins the last one.
 
     NCCL's reduce_scatter and all_gather take equal slices; ALIGN_NUMEL elements are a multiple of 16 bytes in every
     dtype, the widest load of a GPU.
     """
-    numel = (stop - start) // parts // ALIGN_NUMEL * ALIGN_NUMEL
+    numel = (stop - start) // parts // align * align
     return (*(start + numel * part for part in range(parts)), stop)
 
 
