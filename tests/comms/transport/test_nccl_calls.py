@@ -18,10 +18,11 @@ from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.errors import PeerError
+from gradwire.comms.execute import issue_together
 from gradwire.comms.plan.routes import Routes
 from gradwire.comms.plan.schedule import ALIGN_NUMEL, equal_partition
 from gradwire.comms.transport import nccl
-from gradwire.comms.transport.groups import Groups, issue_together
+from gradwire.comms.transport.groups import Groups
 from gradwire.comms.transport.nccl import (
     INTER_NODE_CTAS,
     NcclGroups,
