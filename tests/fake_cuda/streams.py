@@ -353,7 +353,8 @@ class FakeFuture(RealFuture):  # type: ignore[type-arg,misc]  # generic in annot
             assert event._source is not None
             event.wait(current_stream(event._source.device))
         for block in self._blocks:
-            block.recorded.add(current_stream(block.device).timeline.number)
+            timeline = current_stream(block.device).timeline
+            block.recorded[timeline.number] = timeline
 
 
 def pool_stream(index: int) -> FakeStream:

@@ -111,7 +111,7 @@ class FakeTensor(Tensor):
 
     def record_stream(self, stream: FakeStream) -> None:
         """Its memory is not handed out again before what is on `stream` when it is freed is done."""
-        self.block.recorded.add(stream.timeline.number)
+        self.block.recorded[stream.timeline.number] = stream.timeline
 
     def to(self, *arguments: Any, **named: Any) -> Tensor:
         device, dtype, non_blocking, copy = _parse_to(self, arguments, named)

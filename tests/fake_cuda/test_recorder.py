@@ -89,6 +89,18 @@ def test_memory_that_is_reused_before_completion(gpu: Machine, mended: str) -> N
     assert kinds(gpu) == ([] if mended else ["reuse"])
 
 
+def test_record_stream_covers_what_the_recorded_stream_has_waited_for(gpu: Machine) -> None:
+    side, third, x = torch.cuda.Stream(), torch.cuda.Stream(), torch.ones(8, device="cuda")
+    third.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(third):
+        x.add_(1)
+    x.record_stream(side)
+    side.wait_stream(third)
+    del x
+    torch.empty(2, device="cuda")
+    gpu.check()
+
+
 def test_a_view_keeps_the_memory(gpu: Machine) -> None:
     x = torch.ones(8, device="cuda")
     part = x[2:4]
