@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_cuda.drive import FIRST, OPTIONS, REBUILT, SHAPES, Job, gradient, make_state, on_cpu, on_cuda, train
+from fake_cuda.drive import FIRST, OPTIONS, REBUILT, Job, gradient, make_state, on_cpu, on_cuda, train
 from fake_cuda.machine import Machine
 
 OTHERS = (("three_bias", "three_weight"), ("norm", "two_bias", "two_weight", "one_bias", "one_weight"))
@@ -43,7 +43,8 @@ def compared(
         for step, (one, other) in enumerate(zip(have, want, strict=True)):
             for mine, theirs in zip(one, other, strict=True):
                 if compressor in APPROXIMATE:
-                    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
+                    largest = float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().max())
+                    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5 * max(1.0, largest), equal_nan=True)
                 else:
                     same = torch.equal(mine.nan_to_num(nan=7.0), theirs.nan_to_num(nan=7.0))
                     assert same, f"rank {rank}, step {step}: not the bits of the CPU"
@@ -78,7 +79,7 @@ def test_a_plan_over_all_ranks(compressor: str) -> None:
 
 @pytest.mark.parametrize("compressor", ["onebit", "dgc"])
 def test_uneven_nodes(compressor: str) -> None:
-    compared(compressor, (REBUILT,) * 3, nodes="aaab")
+    compared(compressor, (REBUILT,) * 3, nodes="aaab", whole=True)  # of three ranks the order matters otherwise
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS)
@@ -115,8 +116,6 @@ def test_a_run_that_resumes_in_a_new_state(compressor: str) -> None:
             config = {"plan": "hierarchical", "compressor": compressor, "compressor_options": OPTIONS[compressor]}
             job.state.close()
             job.state = make_state(job.model.process_group, job.model, node, chunks=1, **config)
-            if not getattr(job.state, "_connection", True):  # an older state connects at its first bucket
-                return
             job.state.load_state_dict(saved)
 
     compared(compressor, (REBUILT, REBUILT, FIRST, REBUILT), before=before)
@@ -187,6 +186,3 @@ def test_the_saved_state_is_that_of_the_cpu() -> None:
         for key, value in have.items():
             assert torch.equal(value, want[key]) if isinstance(value, Tensor) else value == want[key], key
     running.check()
-
-
-assert set(SHAPES) == set(sum(map(list, OTHERS), []))
