@@ -163,7 +163,7 @@ class Block:
         self.freed = freed
         self.where = site()
         self.accesses: list[Access] = []
-        self.recorded: set[int] = set()
+        self.recorded: dict[int, Timeline] = {}
         """Streams named by `record_stream`."""
         self.covered: set[tuple[int, int]] = set()
         """(stream, tick) of operations that somebody has seen done before the block was let go (NCCL's watchdog)."""
@@ -196,11 +196,16 @@ class Block:
         """Gives the memory back to its stream."""
         if self.stream is None:
             return
+        # The events that the allocator records now on the recorded streams cover what those streams are behind, too.
+        covered: Clock = {}
+        for stream in self.recorded.values():
+            for number, tick in stream.clock.items():
+                covered[number] = max(covered.get(number, 0), tick)
         watched = [
             access
             for access in self.accesses
             if access.stream is not self.stream
-            and access.stream.number not in self.recorded
+            and covered.get(access.stream.number, 0) < access.tick
             and (access.stream.number, access.tick) not in self.covered
         ]
         if watched:

@@ -203,7 +203,7 @@ class Machine:
             where = site()
             wait = HostWait(device, op, where, before is not None, late)
             self.host_waits.append(wait)
-            waits = [(stream.number, stream.tick) for stream in streams]
+            waits = [(stream.number, stream.tick) for stream in streams if stream.tick]
             self._issued(own, own.host, "host wait", op, own.host.step(), 0, 0, where, {"waits": waits})
             if before is not None and not (late and before.late_is_allowed):
                 self._fault(Fault("host wait", device, f"{op} makes the host wait, at {spell(where)}", where, ()))

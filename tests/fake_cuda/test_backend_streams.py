@@ -1,0 +1,116 @@
+"""Streams are a law in the backend: sums of CUDA tensors by a plan, waited for on whatever stream the user likes."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fake_cuda.drive import first_module, group_options, on_cuda
+from fake_cuda.machine import machine
+
+NODES = "aabb"
+
+
+def planned(group: Any, rank: int) -> Any:
+    """The all-reduces of one rank's process group."""
+    module = first_module("gradwire.comms.backend.planned", "gradwire.comms.sums")
+    config = first_module("gradwire.comms.config").Config
+    made = getattr(module, "PlannedAllReduce", None) or module.Sums
+    options = group_options(group.store, rank, len(NODES), "fake")
+    return made(options, config(hostname=NODES[rank], plan="hierarchical", chunks=2))
+
+
+def work_of(future: Any) -> Any:
+    """What dist.all_reduce returns for it."""
+    return first_module("gradwire.comms.backend.work", "gradwire.comms.work").FutureWork(future)
+
+
+def tensors(rank: int, device: torch.device, strided: bool = False) -> list[Tensor]:
+    made = [torch.arange(numel, device=device).float() + rank for numel in (700, 1, 333)]
+    made.append((torch.arange(48, device=device).float() + rank).view(6, 8))
+    return [each.t() if strided and each.dim() == 2 else each for each in made]
+
+
+def sums(strided: bool = False) -> list[Tensor]:
+    flats = [torch.arange(numel).float() * 4 + 6 for numel in (700, 1, 333)]
+    matrix = (torch.arange(48).float() * 4 + 6).view(6, 8)
+    return [*flats, matrix.t() if strided else matrix]
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("waits_on", ["the current stream", "another stream", "a callback"])
+def test_sums(strided: bool, together: bool, waits_on: str) -> None:
+    def body(rank: int, device: torch.device, group: Any) -> list[Tensor]:
+        backend = planned(group, rank)
+        each = tensors(rank, device, strided)
+        calls = [each] if together else [[one] for one in each]
+        works = [work_of(backend.all_reduce(call, 1.0)) for call in calls]
+        torch.empty(1, device=device)
+        other = torch.cuda.Stream()
+        found = []
+        with torch.cuda.stream(other if waits_on == "another stream" else torch.cuda.current_stream()):
+            for work in works:
+                if waits_on == "a callback":
+                    doubled = work.get_future().then(lambda done: [one * 2 for one in done.value()])
+                    found += [one / 2 for one in doubled.wait()]
+                else:
+                    assert work.wait()
+            found = found or [one + 0 for one in each]
+        torch.cuda.current_stream().wait_stream(other)
+        for one in each:
+            one.record_stream(other)
+        del each, calls, works
+        torch.empty(1, device=device)
+        result = [one.cpu() for one in found]
+        backend.close()
+        return result
+
+    results, _ = on_cuda(len(NODES), body)
+    for rank in results:
+        for have, want in zip(rank, sums(strided), strict=True):
+            assert torch.equal(have, want)
+
+
+def test_a_sum_makes_the_host_wait_for_nothing() -> None:
+    def body(rank: int, device: torch.device, group: Any) -> float:
+        backend = planned(group, rank)
+        flat = torch.ones(1000, device=device)
+        with machine().forbid_host_waits():
+            works = [work_of(backend.all_reduce([flat], 0.5)) for _ in range(3)]
+            for work in works:
+                work.wait()
+            total = flat.sum()
+        backend.close()
+        return float(total)
+
+    results, _ = on_cuda(len(NODES), body)
+    assert results == [8000.0] * 4
+
+
+def test_a_work_is_not_complete_while_the_gpu_is_busy() -> None:
+    def body(rank: int, device: torch.device, group: Any) -> list[bool]:
+        backend = planned(group, rank)
+        work = work_of(backend.all_reduce([torch.ones(1000, device=device)], 1.0))
+        before = work.is_completed()
+        work.wait()
+        torch.cuda.synchronize()
+        after = work.is_completed()
+        backend.close()
+        return [before, after]
+
+    results, _ = on_cuda(len(NODES), body)
+    assert results == [[False, True]] * 4
+
+
+def test_only_sums_and_averages_are_planned() -> None:
+    def body(rank: int, device: torch.device, group: Any) -> list[float | None]:
+        backend = planned(group, rank)
+        flat = torch.ones(8, device=device)
+        factors = [backend.scale(op, [flat]) for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX)]
+        backend.close()
+        return factors
+
+    assert on_cuda(len(NODES), body)[0] == [[1.0, 0.25, None]] * 4

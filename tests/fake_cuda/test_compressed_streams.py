@@ -1,0 +1,188 @@
+"""Streams are a law, compressed: every compressor over several steps, migration, resume, flush and loss scaling.
+
+Results are those of the CPU path, bit for bit where the order of the sums is the same, and close for PowerSGD, whose
+matrix products are made by other kernels.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fake_cuda.drive import FIRST, OPTIONS, REBUILT, Job, gradient, make_state, on_cpu, on_cuda, train
+from fake_cuda.machine import Machine
+
+OTHERS = (("three_bias", "three_weight"), ("norm", "two_bias", "two_weight", "one_bias", "one_weight"))
+"""Buckets cut elsewhere than `REBUILT`: parameters move to other shards."""
+STEPS = (FIRST, REBUILT, REBUILT, REBUILT)
+APPROXIMATE = {"powersgd"}
+COMPRESSORS = tuple(OPTIONS)
+
+
+def compared(
+    compressor: str,
+    buckets: Sequence[Sequence[Sequence[str]]] = STEPS,
+    nodes: str = "aabb",
+    quiet: bool = False,
+    **more: Any,
+) -> Machine:
+    """Trains on CUDA and on the CPU, and compares all averages; returns the recorder, whose faults were looked at."""
+    settings: dict[str, Any] = {
+        "plan": "hierarchical",
+        "chunks": 1,
+        "compressor": compressor,
+        "compressor_options": OPTIONS[compressor],
+    }
+    settings |= more
+    body = train(nodes, buckets, quiet=quiet, **settings)
+    results, running = on_cuda(len(nodes), body, check=False)
+    for rank, (have, want) in enumerate(zip(results, on_cpu(len(nodes), body), strict=True)):
+        for step, (one, other) in enumerate(zip(have, want, strict=True)):
+            for mine, theirs in zip(one, other, strict=True):
+                if compressor in APPROXIMATE:
+                    largest = float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().max())
+                    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5 * max(1.0, largest), equal_nan=True)
+                else:
+                    same = torch.equal(mine.nan_to_num(nan=7.0), theirs.nan_to_num(nan=7.0))
+                    assert same, f"rank {rank}, step {step}: not the bits of the CPU"
+    running.check()
+    return running
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_several_steps_in_the_same_buckets(compressor: str) -> None:
+    compared(compressor, (REBUILT,) * 4)
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_chunks(compressor: str) -> None:
+    compared(compressor, (FIRST,) * 3, chunks=2)
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_rebuilt_buckets(compressor: str) -> None:
+    compared(compressor, (FIRST, FIRST, FIRST, REBUILT, REBUILT, OTHERS, OTHERS))
+
+
+@pytest.mark.parametrize("compressor", ["int8", "powersgd"])
+def test_joined_buckets(compressor: str) -> None:
+    compared(compressor, (REBUILT, REBUILT, REBUILT), fusion_mb=0.015)
+
+
+@pytest.mark.parametrize("compressor", ["onebit", "powersgd"])
+def test_a_plan_over_all_ranks(compressor: str) -> None:
+    compared(compressor, (REBUILT,) * 3, plan="flat")
+
+
+@pytest.mark.parametrize("compressor", ["onebit", "dgc"])
+def test_uneven_nodes(compressor: str) -> None:
+    compared(compressor, (REBUILT,) * 3, nodes="aaab", whole=True)  # of three ranks the order matters otherwise
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_no_host_wait_during_backward(compressor: str) -> None:
+    # One flag a step and rank may be read, a step late.
+    running = compared(compressor, (REBUILT,) * 4, quiet=True)
+    waits = [wait for wait in running.host_waits if wait.forbidden]
+    assert all(wait.late for wait in waits)
+    assert len(waits) <= 4 * len(running.devices)
+
+
+def loads_its_own(job: Job, step: int) -> None:
+    """Puts the state that it has in the place of the state that it has: every tensor is a new one."""
+    if step == 2:
+        job.state.load_state_dict(job.state.state_dict())
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_a_loaded_state(compressor: str) -> None:
+    compared(compressor, (REBUILT,) * 4, before=loads_its_own)
+
+
+@pytest.mark.parametrize("compressor", ["int8", "dgc"])
+def test_a_state_that_is_loaded_for_other_buckets(compressor: str) -> None:
+    compared(compressor, (REBUILT, REBUILT, OTHERS, OTHERS), before=loads_its_own, chunks=2)
+
+
+@pytest.mark.parametrize("compressor", ["onebit", "powersgd"])
+def test_a_run_that_resumes_in_a_new_state(compressor: str) -> None:
+    def before(job: Job, step: int) -> None:
+        if step == 2:
+            saved = job.state.state_dict()
+            node = job.state.config.hostname
+            config = {"plan": "hierarchical", "compressor": compressor, "compressor_options": OPTIONS[compressor]}
+            job.state.close()
+            job.state = make_state(job.model.process_group, job.model, node, chunks=1, **config)
+            job.state.load_state_dict(saved)
+
+    compared(compressor, (REBUILT, REBUILT, FIRST, REBUILT), before=before)
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_flush(compressor: str) -> None:
+    def before(job: Job, step: int) -> None:
+        if step == 2:
+            job.state.flush()
+
+    compared(compressor, (REBUILT,) * 4, before=before)
+
+
+class Scaler:
+    """What gradwire needs of torch.amp.GradScaler; its scale is a tensor on the GPU, as there."""
+
+    def __init__(self, device: torch.device, scales: Sequence[float]) -> None:
+        self._scales = [torch.full((), scale, device=device) for scale in scales]
+        self.step = 0
+
+    def get_scale(self) -> float:
+        return float(self._scales[self.step].item())
+
+
+def amp(poison: float) -> tuple[Callable[[Job, int], None], Callable[[int, int], dict[str, Tensor]]]:
+    """Loss scales that change, and a step in which one rank's gradient is not finite."""
+    scales = (1024.0, 1024.0, 512.0, 512.0, 2048.0)
+
+    def before(job: Job, step: int) -> None:
+        if step == 0:
+            job.scaler = Scaler(job.device, scales)  # type: ignore[attr-defined]
+            job.state.watch(job.scaler)  # type: ignore[attr-defined]
+        job.scaler.step = step  # type: ignore[attr-defined]
+
+    def gradients(rank: int, step: int) -> dict[str, Tensor]:
+        found = {name: value * scales[step] for name, value in gradient(rank, step).items()}
+        if step == 2 and rank == 1:
+            found["two_weight"][3, 5] = poison
+        return found
+
+    return before, gradients
+
+
+@pytest.mark.parametrize("poison", [math.inf, math.nan, 1.0])
+@pytest.mark.parametrize("compressor", ["int8", "onebit", "powersgd"])
+def test_loss_scaling(compressor: str, poison: float) -> None:
+    before, gradients = amp(poison)
+    compared(compressor, (REBUILT,) * 5, before=before, gradients=gradients)
+
+
+def test_the_saved_state_is_that_of_the_cpu() -> None:
+    def body(rank: int, device: torch.device, group: Any) -> dict[str, Any]:
+        kept: dict[str, Any] = {}
+
+        def before(job: Job, step: int) -> None:
+            if step == 3:
+                for key, value in job.state.state_dict().items():
+                    kept[key] = value.cpu() if isinstance(value, Tensor) else value
+
+        settings: dict[str, Any] = {"compressor": "int8", "plan": "hierarchical", "chunks": 1}
+        train("aabb", (REBUILT,) * 4, before=before, **settings)(rank, device, group)
+        return kept
+
+    results, running = on_cuda(4, body, check=False)
+    for have, want in zip(results, on_cpu(4, body), strict=True):
+        assert have.keys() == want.keys()
+        for key, value in have.items():
+            assert torch.equal(value, want[key]) if isinstance(value, Tensor) else value == want[key], key
+    running.check()

@@ -1,0 +1,157 @@
+"""Streams are a law: the exact hook on CUDA has no race, reuses no memory early, and makes the host wait for nothing."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fake_cuda.drive import FIRST, REBUILT, SHAPES, Job, first_module, gradient, on_cpu, on_cuda, train
+from fake_cuda.machine import Machine
+
+STEPS = (FIRST, REBUILT, REBUILT)
+PLANS = [
+    (plan, nodes, chunks)
+    for plan, nodes in (("flat", "aabb"), ("hierarchical", "aabb"), ("leader", "aabb"), ("hierarchical", "aaab"))
+    for chunks in (1, 3)
+]
+
+
+def averages(nodes: str, buckets: Any = STEPS) -> list[list[Tensor]]:
+    """What every rank must have: of whole numbers, by a power of two of ranks, there is one answer."""
+    wanted = []
+    for step, names in enumerate(buckets):
+        each = [gradient(rank, step, whole=True) for rank in range(len(nodes))]
+        wanted.append(
+            [torch.cat([sum(one[name] for one in each).view(-1) for name in bucket]) / len(nodes) for bucket in names]
+        )
+    return wanted
+
+
+def assert_equal(results: list[list[list[Tensor]]], wanted: list[list[Tensor]]) -> None:
+    for rank in results:
+        for step, (have, want) in enumerate(zip(rank, wanted, strict=True)):
+            for bucket, (one, other) in enumerate(zip(have, want, strict=True)):
+                assert torch.equal(one, other), f"step {step}, bucket {bucket}"
+
+
+def late_waits(running: Machine) -> int:
+    return sum(wait.forbidden for wait in running.host_waits)
+
+
+@pytest.mark.parametrize(("plan", "nodes", "chunks"), PLANS)
+def test_every_plan(plan: str, nodes: str, chunks: int) -> None:
+    body = train(nodes, STEPS, whole=True, quiet=True, plan=plan, chunks=chunks)
+    results, running = on_cuda(len(nodes), body)
+    assert_equal(results, averages(nodes))
+    assert late_waits(running) == 0
+
+
+@pytest.mark.parametrize("plan", ["flat", "hierarchical"])
+def test_the_same_bits_as_on_the_cpu(plan: str) -> None:
+    body = train("aabb", STEPS, plan=plan, chunks=2)
+    results, _ = on_cuda(4, body)
+    for have, want in zip(results, on_cpu(4, body), strict=True):
+        for one, other in zip(sum(have, []), sum(want, []), strict=True):
+            if plan == "hierarchical":
+                assert torch.equal(one, other)  # between two nodes, and inside two ranks, there is one order
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("fusion_mb", [0.015, 1.0])
+@pytest.mark.parametrize("plan", ["flat", "hierarchical"])
+def test_joined_buckets(plan: str, fusion_mb: float) -> None:
+    body = train("aabb", STEPS, whole=True, quiet=True, plan=plan, chunks=2, fusion_mb=fusion_mb)
+    results, _ = on_cuda(4, body)
+    assert_equal(results, averages("aabb"))
+
+
+def test_cuts_that_change_between_steps() -> None:
+    fusion_plan = first_module("gradwire.comms.fusion").FusionPlan
+    sizes = tuple(4 * sum(torch.Size(SHAPES[name]).numel() for name in bucket) for bucket in REBUILT)
+    plans = {
+        1: fusion_plan(piece_nbytes=4096),
+        2: fusion_plan(cuts=(2,), sizes=sizes),
+        3: fusion_plan(),
+    }
+
+    def before(job: Job, step: int) -> None:
+        if step in plans:
+            job.state.fuse(plans[step])
+
+    steps = (FIRST, REBUILT, REBUILT, REBUILT)
+    body = train("aabb", steps, before=before, whole=True, quiet=True, plan="hierarchical", chunks=2)
+    results, _ = on_cuda(4, body)
+    assert_equal(results, averages("aabb", steps))
+
+
+def test_backward_on_a_stream_of_the_user() -> None:
+    inner = train("aabb", STEPS, whole=True, quiet=True, plan="hierarchical", chunks=2, fusion_mb=0.015)
+
+    def body(rank: int, device: torch.device, group: Any) -> Any:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            return inner(rank, device, group)
+
+    results, _ = on_cuda(4, body)
+    assert_equal(results, averages("aabb"))
+
+
+def test_narrow_gradients() -> None:
+    # The sum of whole numbers below 2^8 is exact in float16, in any order.
+    def body(rank: int, device: torch.device, group: Any) -> list[Tensor]:
+        module = first_module("gradwire.comms.communicator").Communicator
+        config = first_module("gradwire.comms.config").Config(hostname="aabb"[rank], plan="hierarchical", chunks=2)
+        communicator = module(group.store, rank, 4, device, config, name="narrow")
+        found = []
+        for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int64):
+            flat = torch.arange(1001, device=device).remainder(7).to(dtype)
+            torch.empty(1, device=device)
+            found.append(communicator.all_reduce(flat).wait() + 0)
+        communicator.close()
+        return [each.cpu() for each in found]
+
+    results, _ = on_cuda(4, body)
+    for rank in results:
+        for each in rank:
+            assert torch.equal(each, (torch.arange(1001).remainder(7) * 4).to(each.dtype))
+
+
+def test_a_bucket_may_be_reused_as_soon_as_its_future_was_waited_for() -> None:
+    # DDP's buckets live on; a tensor that lives for one step shows whether everything in flight is held.
+    def body(rank: int, device: torch.device, group: Any) -> list[float]:
+        module = first_module("gradwire.comms.communicator").Communicator
+        config = first_module("gradwire.comms.config").Config(hostname="aabb"[rank], plan="hierarchical", chunks=3)
+        communicator = module(group.store, rank, 4, device, config, name="short")
+        sums = []
+        for step in range(4):
+            future = communicator.all_reduce(torch.full((999,), float(rank + step), device=device))
+            torch.empty(1, device=device)
+            sums.append(future.wait()[5:7].sum())
+            del future
+            torch.empty(1, device=device)
+        communicator.close()
+        return [float(each) for each in sums]
+
+    results, _ = on_cuda(4, body)
+    assert results == [[12.0, 20.0, 28.0, 36.0]] * 4
+
+
+def test_what_the_schedule_says_of_a_bucket() -> None:
+    _, running = on_cuda(4, train("aabb", STEPS, whole=True, plan="hierarchical", chunks=2))
+    for rank, entries in enumerate(running.schedule()):
+        ticks: dict[int, int] = {}
+        done: set[tuple[int, int]] = set()
+        for entry in entries:
+            assert entry["rank"] == rank
+            assert entry["tick"] == ticks.get(entry["stream"], 0) + 1  # type: ignore[call-overload]
+            assert set(map(tuple, entry["waits"])) <= done  # type: ignore[call-overload]
+            ticks[entry["stream"]] = entry["tick"]  # type: ignore[index, assignment]
+            done.add((entry["stream"], entry["tick"]))  # type: ignore[arg-type]
+        sent = [entry for entry in entries if entry["kind"] == "collective"]
+        assert {entry["members"] for entry in sent} == {(rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)}
+        for communicator in {entry["communicator"] for entry in sent}:
+            numbers = [entry["sequence"] for entry in sent if entry["communicator"] == communicator]
+            assert all(later == earlier + 1 for earlier, later in pairwise(numbers))  # type: ignore[operator]

@@ -1,0 +1,177 @@
+"""Every class of bug is found when it is planted: in a small hook written for this, and in gradwire itself."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ReduceScatterOptions
+
+from fake_cuda.drive import FIRST, REBUILT, on_cuda, train
+from fake_cuda.machine import Machine, RaceError, machine
+from fake_cuda.nccl import FakeNccl, FakeWork, OrderError
+from fake_cuda.streams import FakeEvent, FakeFuture
+
+SIZE = 2
+STEPS = 2
+NUMEL = 64
+NONE = "nothing"
+
+
+class SmallHook:
+    """Sums a bucket in two halves on two side streams, through a buffer of its own; one line may be missing."""
+
+    def __init__(self, group: Any, rank: int, without: str) -> None:
+        self._group = dist.ProcessGroupNCCL(PrefixStore("small", group.store), rank, SIZE)  # type: ignore[attr-defined]
+        self._sides = [torch.cuda.Stream() for _ in range(2)]
+        self._without = without
+        self._rank = rank
+        self._residual = torch.zeros(NUMEL, device="cuda")
+
+    def reduce(self, bucket: Tensor, step: int) -> Any:
+        without, compute = self._without, torch.cuda.current_stream()
+        sent = bucket + self._residual
+        future: Any = torch.futures.Future(devices=[bucket.device])
+        for side in self._sides:
+            if without != "the side streams' wait":
+                side.wait_stream(compute)
+            if without != "record_stream":
+                sent.record_stream(side)
+        halves = list(zip(self._sides, sent.chunk(2), bucket.chunk(2), strict=True))
+        for side, half, target in halves:
+            with torch.cuda.stream(side):
+                part = half.new_empty(NUMEL // 2 // SIZE)
+                work = self._group._reduce_scatter_base(part, half, ReduceScatterOptions())
+                if without != "the reduce-scatter's wait":
+                    work.wait()
+                part.mul_(0.5)
+                work = self._group._allgather_base(target, part, AllgatherOptions())
+                if without != "the all-gather's wait":
+                    work.wait()
+                if without == "agreement" and self._rank == 0 and step == 1:
+                    self._group.allreduce([part], dist.AllreduceOptions())
+        if without == "disjoint halves":
+            with torch.cuda.stream(self._sides[0]):
+                bucket[: NUMEL // 2 + 1].mul_(1.0)
+        if without == "device-side decisions":
+            float(bucket.sum())
+        last, *others = self._sides
+        for other in others:
+            if without != "the last stream's wait":
+                last.wait_stream(other)
+        with torch.cuda.stream(compute if without == "the completing stream" else last):
+            future.set_result(bucket)
+        if without == "the residual's order":
+            with torch.cuda.stream(last):
+                self._residual.mul_(0.5)
+        return future
+
+
+MUTATIONS: dict[str, tuple[type[Exception], str]] = {
+    "the side streams' wait": (RaceError, "race"),
+    "record_stream": (RaceError, "reuse"),
+    "the reduce-scatter's wait": (RaceError, "race"),
+    "the all-gather's wait": (RaceError, "race"),
+    "disjoint halves": (RaceError, "race"),
+    "the last stream's wait": (RaceError, "race"),
+    "the completing stream": (RaceError, "race"),
+    "the future's wait": (RaceError, "race"),
+    "the residual's order": (RaceError, "race"),
+    "device-side decisions": (RaceError, "host wait"),
+    "agreement": (OrderError, "rank 0: "),
+}
+
+
+def small_training(without: str) -> tuple[list[list[float]], Machine]:
+    def body(rank: int, device: torch.device, group: Any) -> list[float]:
+        hook = SmallHook(group, rank, without)
+        bucket = torch.empty(NUMEL, device=device)
+        sums = []
+        for step in range(STEPS):
+            with machine().forbid_host_waits():
+                bucket.fill_(float(rank + step))
+                future = hook.reduce(bucket, step)
+                torch.empty(1, device=device)
+                if without != "the future's wait":
+                    future.wait()
+                sums.append(bucket.sum())
+        return [float(each) for each in sums]
+
+    return on_cuda(SIZE, body)
+
+
+def test_the_small_hook_is_right() -> None:
+    results, _ = small_training(NONE)
+    assert results == [[NUMEL * 0.5, NUMEL * 1.5]] * SIZE
+
+
+@pytest.mark.parametrize("without", MUTATIONS)
+def test_a_small_hook_without(without: str) -> None:
+    error, text = MUTATIONS[without]
+    with pytest.raises(error, match=text):
+        small_training(without)
+
+
+@contextmanager
+def ignored(owner: type, method: str, result: object = None) -> Iterator[None]:
+    """A method that does nothing."""
+    with patch.object(owner, method, lambda *_, **__: result):
+        yield
+
+
+@contextmanager
+def one_ignored(owner: type, method: str, number: int, result: object) -> Iterator[None]:
+    """A method that does nothing the `number`-th time on rank 0."""
+    real: Callable[..., Any] = getattr(owner, method)
+    calls = count()
+
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        if machine().here.device == 0 and next(calls) == number:
+            return result
+        return real(self, *arguments, **named)
+
+    with patch.object(owner, method, call):
+        yield
+
+
+def gradwire_training(**options: Any) -> None:
+    settings: dict[str, Any] = {"plan": "hierarchical", "chunks": 2, "whole": True} | options
+    on_cuda(4, train("aabb", (FIRST, REBUILT, REBUILT), **settings))
+
+
+def test_gradwire_that_waits_for_no_collective() -> None:
+    with ignored(FakeWork, "wait", True), pytest.raises(RaceError, match="race"):
+        gradwire_training()
+
+
+def test_gradwire_that_waits_for_one_collective_too_few() -> None:
+    # Some waits are covered by a later one for the same communicator; most are not.
+    found = 0
+    for number in range(6):
+        with one_ignored(FakeWork, "wait", number, True):
+            try:
+                gradwire_training()
+            except RaceError:
+                found += 1
+    assert found >= 2
+
+
+def test_gradwire_whose_streams_wait_for_nothing() -> None:
+    with ignored(FakeEvent, "wait"), pytest.raises(RaceError, match="race"):
+        gradwire_training()
+
+
+def test_gradwire_whose_futures_order_nothing() -> None:
+    with ignored(FakeFuture, "_join_current_streams"), pytest.raises(RaceError, match="race"):
+        gradwire_training()
+
+
+def test_gradwire_with_one_collective_too_few() -> None:
+    nothing = FakeWork(None, [], [], 0, None)
+    with one_ignored(FakeNccl, "_launch", 3, nothing), pytest.raises(OrderError, match="communicator"):
+        gradwire_training()
