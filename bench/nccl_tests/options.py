@@ -238,6 +238,7 @@ def _add_output(parser: Parser) -> None:
         metavar="FILE.json",
         help="the JSON of nccl-tests, without the environment; never overwrites",
     )
+    output.add_argument("--json", action="store_true", help="print that JSON in place of the table")
     output.add_argument("--csv", type=_output(".csv"), metavar="FILE.csv", help="one line a row; never overwrites")
     output.add_argument("-M", "--memory", type=_at_least(0, 1), default=0, help="shows the memory used (default 0)")
 
