@@ -154,7 +154,7 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
 
 def table(results: list[ContenderResult]) -> Table:
     """What ran as a table, fastest first."""
-    rows = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    rows = Table(box=SIMPLE_HEAD, padding=0)
     for heading in ("compared", "s per step", "MB on NIC", "gradient error", "speed-up"):
         rows.add_column(heading, justify="left" if heading == "compared" else "right")
     for one in sorted((each for each in results if each.seconds is not None), key=lambda each: each.seconds or 0.0):

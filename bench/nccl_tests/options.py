@@ -217,7 +217,14 @@ def _add_timing(parser: Parser) -> None:
 def _add_operation(parser: Parser) -> None:
     operation = parser.add_argument_group("operation and check")
     operation.add_argument("-o", "--op", choices=(*OPERATIONS, "all"), default="sum", help="default sum")
-    operation.add_argument("-d", "--datatype", choices=(*ELEMENT_TYPES, "all"), default="float", help="default float")
+    operation.add_argument(
+        "-d",
+        "--datatype",
+        choices=(*ELEMENT_TYPES, "all"),
+        default="float",
+        metavar="TYPE",
+        help=f"{', '.join(ELEMENT_TYPES)} or all (default float)",
+    )
     operation.add_argument("-r", "--root", type=_root, default=0, help="a rank, or all (default 0)")
     operation.add_argument(
         "-c",

@@ -36,14 +36,16 @@ JOB_OPTIONS = frozenset({"--json", "--prove", "--all-pairs"})
 PROVE_COMMAND = (sys.executable, "-P", "-m", "gradwire.cli.gdr_prove")
 """The all-reduce that `--prove` runs in a child process of every rank."""
 _TIMEOUT = timedelta(minutes=10)  # a probe with two all-reduces may take six
-_EPILOG = """exit code: 0 pass, 1 warning, 2 failure or bad usage, 3 not known (or nothing to check).
-Nothing is changed on the machine; remedies are printed. As root more can be seen (ACS)."""
+_EPILOG = """exit code: 0 pass, 1 warning, 2 failure or bad usage, 3 not known (or nothing
+to check). Nothing is changed on the machine; remedies are printed. As root more
+can be seen (ACS)."""
 
 
 def parser() -> argparse.ArgumentParser:
     """The options of `gradwire gdr-check`."""
     parse = argparse.ArgumentParser(
         prog="gradwire gdr-check",
+        usage="%(prog)s [options]\n       [--root DIR | --from FILE | --example | --compare JSON...]",
         description="Is GPUDirect RDMA possible, configured, in use? Judged for every GPU-NIC pair.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

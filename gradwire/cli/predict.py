@@ -62,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="gradwire predict",
+        usage="%(prog)s (--preset NAME | --topology FILE)\n       (--gradient-mb MB | --model-json FILE) [options]",
         description="Predicts the time of every plan and compressor on a cluster, and recommends one.",
         epilog="example: gradwire predict --preset dgx_a100 --nodes 4 --nic 25gbit --gradient-mb 113.2 "
         "--backward-ms 45",

@@ -89,7 +89,12 @@ def as_table(
     for offer in sorted(shown, key=lambda offer: (not _is_recommended(offer, advice), offer.step_seconds)):
         table.add_row(*_row(offer, advice, known))
     console.print(table)
-    legend = ["*: recommended", "flat: one all-reduce over all ranks, as plain DDP", "comm: one all-reduce of all gradients", "NIC: sent by a node"]
+    legend = [
+        "*: recommended",
+        "flat: one all-reduce over all ranks, as plain DDP",
+        "comm: one all-reduce of all gradients",
+        "NIC: sent by a node",
+    ]
     legend += ["hidden: adds nothing to backward but its last bucket"] if known else []
     legend += ["!: see the note"] if any(offer.caution for offer in shown) else []
     legend += ["-: for comparison, gradwire does not run it"] if everything else []
