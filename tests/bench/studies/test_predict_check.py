@@ -14,7 +14,7 @@ FEW_BYTES = ("onebit", "dgc", "powersgd")
 def test_plans_and_compressors_send_what_was_predicted(name: str) -> None:
     nodes = CLUSTERS[name]
     words = ",".join(f"{case}@{LARGE_MB if case.partition('+')[2] in FEW_BYTES else 4}" for case in CASES)
-    cases = check_on_cluster(nodes, None, ["--bytes", "--rounds", "1", "--cases", words])
+    cases = check_on_cluster(nodes, None, ["--bytes", "--rounds", "2", "--cases", words])
     assert [case.name for case in cases] == list(CASES)
     wrong = [case for case in cases if not case.sends_what_was_predicted(sum(nodes))]
     assert not wrong
