@@ -32,13 +32,13 @@ class Report:
             *self.links,
             *self.plans,
             (
-                f"{'phase':>5}  {'collective':<15} {'level':<13} {'calls':>8} "
-                f"{'logical MB':>12} {'sent MB':>12} {'seconds':>10}"
+                f"{'phase':>5}  {'collective':<15} {'level':<13} {'calls':>6} "
+                f"{'logical MB':>10} {'sent MB':>10} {'seconds':>9}"
             ),
         ]
         body = [
-            f"{row.phase:>5}  {row.op:<15} {row.level:<13} {row.calls:>8} {row.logical_nbytes / 1e6:>12.3f} "
-            f"{row.wire_nbytes / 1e6:>12.3f} {row.seconds:>10.3f}"
+            f"{row.phase:>5}  {row.op:<15} {row.level:<13} {row.calls:>6} {row.logical_nbytes / 1e6:>10.3f} "
+            f"{row.wire_nbytes / 1e6:>10.3f} {row.seconds:>9.3f}"
             for row in self.rows
         ]
         return "\n".join(head + body)

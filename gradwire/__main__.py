@@ -6,11 +6,11 @@ import sys
 COMMANDS: dict[str, tuple[str, str]] = {
     "bench": (
         "gradwire.bench.nccl_tests.command",
-        "nccl-tests for plans and compressors; `bench kernels` times the kernels",
+        "nccl-tests for plans and compressors; bench kernels: the kernels",
     ),
     "compare": (
         "gradwire.bench.compare.command",
-        "plain DDP, torch's hooks, plans and compressors side by side, on an emulated cluster",
+        "plain DDP, torch's hooks, plans and compressors side by side",
     ),
     "emulate": ("gradwire.bench.emulation.command", "run a command on a cluster of network namespaces on this machine"),
     "gdr-check": ("gradwire.cli.gdr_check", "is GPUDirect RDMA possible, configured, in use?"),

@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,15 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
+def nodes_of(file: Path) -> tuple[ast.AST, ...]:
+    """Every node of a file's syntax tree; parsed once for all tests."""
+    return tuple(ast.walk(ast.parse(file.read_text(), str(file))))
+
+
 def imports(file: Path) -> Iterator[str]:
     """Yields the dotted names that a file imports, wherever and why ever; `from a import b` gives a and a.b."""
-    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -120,9 +127,8 @@ def test_no_floor_is_reached_by_a_string(folder: str) -> None:
 
 def module_strings(file: Path) -> Iterator[str]:
     """Yields the dotted names of gradwire's modules that stand in strings; docstrings and attribute docs aside."""
-    tree = ast.parse(file.read_text(), str(file))
-    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    prose = {id(node.value) for node in nodes_of(file) if isinstance(node, ast.Expr)}
+    for node in nodes_of(file):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
             yield from re.findall(r"\bgradwire(?:\.[a-z_]+)+", node.value)
 

@@ -8,14 +8,10 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gradwire.bench.compare.options import parse
 from gradwire.bench.compare.ranks import CompareSettings, compare
@@ -27,26 +23,12 @@ from gradwire.bench.emulation.fork import BAD_FLAG, run_forked
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.nccl_tests.ranks import Start, find_start, meet, speaks
+from gradwire.bench.terminal import progress_bar
 from gradwire.comms.config import launcher_variables
 
 START_TIMEOUT = timedelta(minutes=5)
 
 _LAST_LINES = 30
-
-
-@contextmanager
-def progress_bar(disable: bool = False) -> Iterator[Progress]:
-    """On stderr, so that stdout holds the table alone."""
-    with Progress(
-        TextColumn("{task.description:<32}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=disable,
-    ) as progress:
-        yield progress
 
 
 def run_emulated(options: argparse.Namespace) -> Measured:
@@ -101,7 +83,7 @@ def run_given(options: argparse.Namespace, start: Start) -> Measured | None:
     world = meet(start, START_TIMEOUT)
     scale = Scale(options.factor or 1, options.slow_motion or 1)
     try:
-        with progress_bar(disable=world.rank != 0) as progress:
+        with progress_bar(shown=world.rank == 0) as progress:
             collector = Collector(progress)
             compare(
                 settings_of(options, scale, with_mpi=start.by == "mpirun"),

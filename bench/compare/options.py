@@ -8,6 +8,7 @@ from gradwire.bench.compare.models import MODELS
 from gradwire.bench.compare.replay import load_case
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.nccl_tests.options import Parser
+from gradwire.bench.terminal import add_json_option
 
 REPLAY_CONTENDERS = "gradwire hier,gradwire fp16,gradwire powersgd,gradwire onebit"
 """What a replay compares with plain DDP unless --only says otherwise: every step is slow there."""
@@ -72,7 +73,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--only", metavar="WORDS", help="contenders whose name contains one of these, with commas between them"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    add_json_option(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there (.png or .svg)")
     parser.add_argument(
         "--interface", metavar="NAME", help="under a launcher: the network card whose bytes are counted"

@@ -5,6 +5,7 @@ import json
 import statistics
 from dataclasses import asdict, dataclass, replace
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
@@ -13,6 +14,7 @@ from gradwire.bench.compare.contenders import PLAIN
 from gradwire.bench.compare.replay import ReplayCase, Scale, load_case
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.machine import machine_line
+from gradwire.bench.terminal import STDOUT, write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +87,6 @@ class Collector:
         ] + self._refused
 
 
-_WIDTH = 124
-_REASON_WIDTH = 60
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What a comparison found.
@@ -125,11 +123,16 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
         else _describe_replay(case, measured)
     )
     title = f"{what}; {measured.where}; median of {options.rounds} steps, taken in turns"
-    Console(width=_WIDTH).print(f"{title}; {machine_line()}", table(measured.results), sep="\n", highlight=False)
-    if case is not None:
-        print(f"step time: {case.source}")
-    if measured.expected_seconds is not None:
-        print(f"plain DDP by its waits and its link alone: {measured.expected_seconds:.3f} s per step")
+    if options.json != STDOUT:
+        console = Console(highlight=False, markup=False)
+        console.print(f"{title}; {machine_line()}", table(measured.results), sep="\n")
+        for one in measured.results:
+            if one.reason is not None:
+                console.print(f"{one.name} does not run: {one.reason}")
+        if case is not None:
+            console.print(f"step time: {case.source}")
+        if measured.expected_seconds is not None:
+            console.print(f"plain DDP by its waits and its link alone: {measured.expected_seconds:.3f} s per step")
     record = {
         "kind": "compare",
         "title": title,
@@ -142,8 +145,7 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
         "expected_plain_seconds": measured.expected_seconds,
         "results": [asdict(one) for one in measured.results],
     }
-    if options.json is not None:
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    write_json(options.json, record)
     if options.plot is not None:
         from gradwire.bench.plot.bars import draw_compare  # matplotlib is optional
 
@@ -151,14 +153,11 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
 
 
 def table(results: list[ContenderResult]) -> Table:
-    """The results as a table, fastest first."""
-    rows = Table()
-    for heading in ("way", "s per step", "MB on NIC", "gradient error", "speed-up"):
-        rows.add_column(heading, justify="left" if heading == "way" else "right")
-    for one in sorted(results, key=lambda each: each.seconds or float("inf")):
-        if one.seconds is None:
-            rows.add_row(one.name, "-", "-", "-", f"does not run: {one.reason}"[:_REASON_WIDTH])
-            continue
+    """What ran as a table, fastest first."""
+    rows = Table(box=SIMPLE_HEAD, padding=0)
+    for heading in ("compared", "s per step", "MB on NIC", "gradient error", "speed-up"):
+        rows.add_column(heading, justify="left" if heading == "compared" else "right")
+    for one in sorted((each for each in results if each.seconds is not None), key=lambda each: each.seconds or 0.0):
         nbytes = "-" if one.nic_nbytes is None else f"{one.nic_nbytes / 1e6:.2f}"
         error = "-" if one.error is None else f"{one.error:.1e}"
         rows.add_row(one.name, f"{one.seconds:.3f}", nbytes, error, f"{one.speed_up:.2f}x")

@@ -30,7 +30,7 @@ mount --move {folder}/{name} /sys
 # A sysfs shows the network interfaces of the namespace that mounted it, hence one for each node; the cgroup tree is
 # carried over, because programs read their memory and CPU limits there.
 
-_WITH_ONE_THREAD = 'exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$@"'
+WITH_ONE_THREAD = 'exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$@"'
 # torchrun's rule: one thread a rank unless the user says otherwise.
 
 
@@ -211,7 +211,7 @@ class EmulatedCluster:
         variables |= environment
         words = [*self._holders[seat.node].enter(), "env", "--default-signal=TERM", f"--chdir={Path.cwd()}"]
         words += [f"{name}={value}" for name, value in variables.items()]
-        return [*words, "sh", "-c", _WITH_ONE_THREAD, "sh", *command]
+        return [*words, "sh", "-c", WITH_ONE_THREAD, "sh", *command]
 
     def close(self) -> None:
         """Takes the nodes down with everything that still runs on them; harmless when done twice."""

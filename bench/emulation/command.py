@@ -2,8 +2,8 @@
 
 import argparse
 import dataclasses
-import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import get_args
 
@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from gradwire.bench.emulation.cluster import EmulatedCluster, RunResult
+from gradwire.bench.emulation.launch import RankLine
 from gradwire.bench.emulation.namespaces import available
 from gradwire.bench.emulation.rate import format_rate, parse_rate
 from gradwire.bench.emulation.seats import Order
 from gradwire.bench.emulation.signals import clean_end
+from gradwire.bench.terminal import STDOUT, working, write_json
 
 GRACE_HELP = "how long the others may go on after a rank failed, so that they can say what they saw (default 30)"
 _EXAMPLE = "example: gradwire emulate --nodes 2 --ranks-per-node 4 --nic 200mbit -- python train.py"
@@ -40,7 +42,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefix", action="store_true", help="start every line of output with its [rank N]")
     parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help=GRACE_HELP)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="longest time for the command (default: none)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write statuses and bytes there")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=STDOUT,
+        metavar="FILE",
+        help="print statuses and bytes as JSON on stdout, and what the ranks print on stderr; with FILE write it there",
+    )
     return parser
 
 
@@ -84,17 +93,16 @@ def nic_table(cluster: EmulatedCluster, result: RunResult) -> Table:
     return table
 
 
-def write_json(file: Path, cluster: EmulatedCluster, result: RunResult, command: list[str], order: str) -> None:
-    """Writes what the table says, and the statuses, for programs to read.
+def as_record(cluster: EmulatedCluster, result: RunResult, command: list[str], order: str) -> dict[str, object]:
+    """What the table says, and the statuses, for programs to read.
 
     Args:
-        file: Where to; replaced if it exists.
         cluster: The cluster that ran.
         result: What its `run` returned.
         command: What was run.
         order: How the ranks were dealt.
     """
-    record = {
+    return {
         "command": command,
         "nodes": list(cluster.nodes),
         "order": order,
@@ -105,18 +113,25 @@ def write_json(file: Path, cluster: EmulatedCluster, result: RunResult, command:
         "exit_status": result.exit_status,
         "nic_bytes": [dataclasses.asdict(nic) for nic in result.nic_bytes],
     }
-    file.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def _print_prefixed(rank: int, line: str) -> None:
-    sys.stdout.write(f"[rank {rank}] {line}\n")
-    sys.stdout.flush()
+def _printer(options: argparse.Namespace) -> RankLine | None:
+    """Prints a rank's line; None where the ranks write to stdout and stderr themselves."""
+    if not options.prefix and options.json != STDOUT:
+        return None
+    stream = sys.stderr if options.json == STDOUT else sys.stdout
+
+    def print_line(rank: int, line: str) -> None:
+        stream.write(f"[rank {rank}] {line}\n" if options.prefix else f"{line}\n")
+        stream.flush()
+
+    return print_line
 
 
 def _run(options: argparse.Namespace, command: list[str]) -> int:
     if not command:
         raise ValueError(f"`COMMAND`: found nothing after `--`; {_EXAMPLE}")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
+    if options.json not in (None, STDOUT) and not options.json.absolute().parent.is_dir():
         raise ValueError(f"`--json`: the folder of {options.json} does not exist; make it first")
     nodes = ranks_of_nodes(options)
     if options.nic is not None:
@@ -125,18 +140,20 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
         raise ValueError(f"`--grace`: found {options.grace}, wanted 0 seconds or more")
     if (reason := available()) is not None:
         raise ValueError(f"cannot emulate a cluster here: {reason}")
-    with EmulatedCluster(nodes, options.nic, options.mtu) as cluster:
+    with ExitStack() as stack:
+        with working(f"starting {len(nodes)} nodes"):
+            cluster = stack.enter_context(EmulatedCluster(nodes, options.nic, options.mtu))
+        print_line = _printer(options)
         result = cluster.run(
             command,
             order=options.order,
             timeout_seconds=options.timeout,
             grace_seconds=options.grace,
-            raw=not options.prefix,
-            on_line=_print_prefixed if options.prefix else None,
+            raw=print_line is None,
+            on_line=print_line,
         )
         Console(stderr=True).print(nic_table(cluster, result))
-        if options.json is not None:
-            write_json(options.json, cluster, result, command, options.order)
+        write_json(options.json, as_record(cluster, result, command, options.order))
     return result.exit_status
 
 

@@ -1,28 +1,39 @@
-"""Ranks forked from one warmed process on each node, so that dozens of ranks start in seconds on a few cores.
+"""Ranks forked from one warmed process, so that dozens of ranks start in seconds on a few cores.
 
-`python -m gradwire.bench.emulation.fork MODULE SHAPE ORDER ARGUMENTS...` is started once on every node (by
-`EmulatedCluster.run`); it imports torch and MODULE, then forks the ranks that sit on its node, each of which calls
-`MODULE.rank_main(ForkedRank, ARGUMENTS) -> int`.
+`run_forked` starts this module once, outside the nodes: it imports torch and MODULE. On every node,
+`EmulatedCluster.run` starts a small program (`_CLIENT`), which hands its output and its environment to the warmed
+process. That forks a process, which enters the node's namespaces, and there forks the ranks that sit on the node; each
+of them calls `MODULE.rank_main(ForkedRank, ARGUMENTS) -> int`. The small program ends with their status, and they end
+with it.
+
+Source: setns(2), pid_namespaces(7), unix(7) (SCM_RIGHTS, SO_PEERCRED).
 """
 
+import ctypes
 import gc
 import importlib
 import importlib.util
+import json
 import os
+import select
 import signal
+import socket
+import struct
+import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from gradwire.bench.emulation.cluster import INTERFACE, EmulatedCluster, RunResult
+from gradwire.bench.emulation.cluster import INTERFACE, WITH_ONE_THREAD, EmulatedCluster, RunResult
 from gradwire.bench.emulation.launch import RankLine
 from gradwire.bench.emulation.seats import seat_ranks
 from gradwire.bench.emulation.signals import die_with_parent
@@ -103,8 +114,39 @@ def run_forked(
     if list(cluster.nodes) != [1] * len(nodes):
         raise ValueError(f"`cluster` has {list(cluster.nodes)} ranks on its nodes; wanted one on each of {len(nodes)}")
     shape = ",".join(map(str, nodes))
-    command = [str(Path(sys.executable)), "-m", "gradwire.bench.emulation.fork", module, shape, order, *arguments]
-    return cluster.run(command, timeout_seconds=timeout_seconds, grace_seconds=5.0, on_line=on_line)
+    with tempfile.TemporaryDirectory(prefix="gradwire-fork-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        path = str(Path(folder, "socket"))
+        listener.bind(path)
+        listener.listen(len(nodes))
+        descriptor = listener.fileno()
+        words = [sys.executable, "-m", "gradwire.bench.emulation.fork", str(os.getpid()), str(descriptor), module]
+        # torch reads the number of threads when it is imported, which is here and not on the nodes.
+        warmed = subprocess.Popen(
+            ["sh", "-c", WITH_ONE_THREAD, "sh", *words], pass_fds=[descriptor], stdin=subprocess.DEVNULL
+        )
+        # Only the warmed process listens from here on: if it ends, the nodes get an error instead of waiting.
+        listener.close()
+        try:
+            command = [sys.executable, "-I", "-S", "-c", _CLIENT, path, shape, order, *arguments]
+            return cluster.run(command, timeout_seconds=timeout_seconds, grace_seconds=5.0, on_line=on_line)
+        finally:
+            warmed.kill()
+            warmed.wait()
+
+
+_CLIENT = r"""
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as warmed:
+    warmed.connect(sys.argv[1])
+    socket.send_fds(warmed, [b"f"], [1, 2])
+    warmed.sendall(json.dumps([dict(os.environ), os.getcwd(), sys.argv[2:]]).encode() + b"\n")
+    status = warmed.makefile().read()
+sys.exit(int(status) if status else "the process that forks the ranks has ended")
+"""
+"""Runs on every node with SOCKET SHAPE ORDER ARGUMENTS..., and imports nothing large."""
+
+_NAMESPACES = ("net", "uts", "pid", "mnt")
+"""Those of a `Holder`. A process is in the PID namespace from its next fork on."""
 
 
 BAD_FLAG = 2
@@ -178,18 +220,100 @@ def _load(module: str) -> ModuleType:
 
 
 def main(argv: list[str]) -> int:
-    """Forks this node's ranks.
+    """Imports a module, then serves the nodes that ask for their ranks until it is killed.
 
     Args:
-        argv: Module, ranks of each node (`2,2`), order, then what the ranks are given.
+        argv: Process id of the parent, descriptor of the listening socket, module.
     """
-    module, shape, order, *arguments = argv
+    parent, descriptor, module = argv
+    die_with_parent(int(parent))
+    loaded, problem = None, ""
+    try:
+        loaded = _load(module)
+        for lazy in getattr(loaded, "LAZY", LAZY):
+            importlib.import_module(lazy)
+    except Exception:  # noqa: BLE001 - every node prints it, as ranks print what goes wrong
+        problem = traceback.format_exc()
+    own = os.getpid()
+    with socket.socket(fileno=int(descriptor)) as listener:
+        while True:
+            asking, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                _serve(asking, own, loaded, problem)
+            asking.close()
+
+
+def _serve(asking: socket.socket, parent: int, loaded: ModuleType | None, problem: str) -> NoReturn:
+    """Runs one node's ranks with the output and the environment of who asks, and tells it their status."""
+    status = 1
+    try:
+        die_with_parent(parent)
+        _, outputs, _, _ = socket.recv_fds(asking, 1, 2)
+        for number, output in enumerate(outputs, start=1):
+            os.dup2(output, number)
+            os.close(output)
+        environment, folder, words = json.loads(asking.makefile().readline())
+        if loaded is None:
+            print(problem, file=sys.stderr)
+        else:
+            # Set, not read: a rank finds the variables of its node, as if it had been started there.
+            os.environ.clear()  # noqa: TID251
+            os.environ.update(environment)  # noqa: TID251
+            status = _inside(asking, folder, loaded, words)
+        asking.sendall(str(status).encode())
+    except BaseException:  # noqa: BLE001 - this process must not run on into its parent's code
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _inside(asking: socket.socket, folder: str, loaded: ModuleType, words: list[str]) -> int:
+    """Forks the node's process inside the namespaces of who asks; kills it if that one has gone."""
+    pid, _, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    doors = [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in _NAMESPACES]
+    libc = ctypes.CDLL(None, use_errno=True)
+    for name, door in zip(_NAMESPACES, doors, strict=True):
+        if libc.setns(door, 0) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"cannot enter the node's {name} namespace: {os.strerror(number)}")
+        os.close(door)
+    os.chdir(folder)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = _fork_node(loaded, words)
+        except BaseException:  # noqa: BLE001 - as above
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    ended = os.pidfd_open(child)
+    waiting = select.poll()
+    waiting.register(ended, select.POLLIN)
+    waiting.register(asking, select.POLLIN)  # who asks says nothing more: this is its end
+    if ended not in {descriptor for descriptor, _ in waiting.poll()}:
+        os.kill(child, signal.SIGKILL)
+    os.close(ended)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return code if code >= 0 else 128 - code
+
+
+def _fork_node(loaded: ModuleType, words: list[str]) -> int:
+    """Forks the ranks of the node that this process is on, and returns their status.
+
+    Args:
+        loaded: Has `rank_main`.
+        words: Ranks of each node (`2,2`), order, then what the ranks are given.
+    """
+    shape, order, *arguments = words
     nodes = tuple(int(word) for word in shape.split(","))
     variables = launcher_variables()
     node = int(variables["RANK"])
-    loaded = _load(module)
-    for lazy in getattr(loaded, "LAZY", LAZY):
-        importlib.import_module(lazy)
     places = [
         ForkedRank(
             seat.rank,

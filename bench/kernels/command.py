@@ -6,18 +6,19 @@ the kernel in the same run. Both use the fastest of the repeats: what disturbs a
 """
 
 import argparse
-import json
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from gradwire.bench.kernels.cases import SETS, KernelCase, Step, all_cases
+from gradwire.bench.terminal import STDOUT, StatusLine, add_json_option, write_json
 
 _HEAD_START_CYCLES = 2_000_000
 """About a millisecond: the device waits while the host starts the kernels, so that their launches are not timed."""
@@ -78,14 +79,26 @@ def measure(case: KernelCase, buffers: list[tuple[Tensor, Tensor]], repeats: int
     return KernelResult(case.name, round(case.nbytes), best[0], best[1], rate, rate / copy_rate, best[1] / best[0])
 
 
+def _measure_all(
+    cases: Mapping[str, Callable[[], KernelCase]], buffers: list[tuple[Tensor, Tensor]], repeats: int
+) -> list[KernelResult]:
+    """One result for each case, with a line of progress between them."""
+    status, results = StatusLine(), []
+    for number, (name, case) in enumerate(cases.items()):
+        status.show(f"{number + 1}/{len(cases)}  {name}")
+        results.append(measure(case(), buffers, repeats))
+    status.clear()
+    return results
+
+
 def _table(results: list[KernelResult], copy_note: str) -> Table:
-    table = Table(title=copy_note, title_justify="left")
-    for heading in ("kernel", "bytes", "ms", "GB/s", "of_floor", "torch ms", "speedup"):
+    table = Table(title=copy_note, title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("kernel", "MB", "ms", "GB/s", "of a copy", "torch ms", "vs torch"):
         table.add_column(heading, justify="left" if heading == "kernel" else "right")
     for row in results:
         table.add_row(
             row.kernel,
-            f"{row.nbytes:,}",
+            f"{row.nbytes / 1e6:.2f}",
             f"{row.seconds * 1e3:.2f}",
             f"{row.bytes_per_second / 1e9:.1f}",
             f"{row.of_floor:.2f}",
@@ -98,7 +111,7 @@ def _table(results: list[KernelResult], copy_note: str) -> Table:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gradwire bench kernels", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
+    add_json_option(parser)
     parser.add_argument("--numel", type=int, default=DEFAULT_NUMEL, help="elements, a multiple of 1024")
     parser.add_argument("--repeats", type=int, default=15, help="runs of each kernel; the fastest counts")
     parser.add_argument("--kernel", action="append", metavar="NAME", help="only this kernel; may be repeated")
@@ -134,11 +147,16 @@ def main(argv: list[str]) -> int:
         buffers = [
             (torch.zeros(options.numel, device=device), torch.ones(options.numel, device=device)) for _ in range(SETS)
         ]
-        results = [measure(cases[name](), buffers, options.repeats) for name in options.kernel or cases]
+        results = _measure_all({name: cases[name] for name in options.kernel or cases}, buffers, options.repeats)
     finally:
         torch.set_num_threads(threads)
     mebibytes = options.numel * 4 / 2**20
-    Console(width=110).print(_table(results, f"{mebibytes:g} MiB of float32 on {options.device}, one thread"))
-    if options.json:
-        options.json.write_text(json.dumps({"results": [asdict(row) for row in results]}, indent=2) + "\n")
+    if options.json != STDOUT:
+        console = Console(highlight=False)
+        console.print(_table(results, f"{mebibytes:.3g} MiB of float32 on {options.device}, one thread"))
+        console.print(
+            "MB: what a kernel must read and write at least; of a copy: its rate over that of a copy in memory;\n"
+            "vs torch: how many times as fast as the best that was composed of torch's own operations"
+        )
+    write_json(options.json, {"results": [asdict(row) for row in results]})
     return 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -26,6 +27,7 @@ from gradwire.bench.nccl_tests.options import parse, sizes
 from gradwire.bench.nccl_tests.output import BenchBlock, fresh_name, now, to_json, write_csv
 from gradwire.bench.nccl_tests.ranks import Start, World, find_start, meet, speaks
 from gradwire.bench.nccl_tests.rows import RowRunner, TableRow
+from gradwire.bench.terminal import STDOUT, StatusLine, write_json
 from gradwire.comms.config import bench_environment, launcher_variables
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -121,6 +123,8 @@ class Bench:
         self._device = device_of(options, world.local_rank)
         self._collective = COLLECTIVES[options.collective]
         self._cases = cases(self._collective, options, world.size)
+        self._compact = not options.json and output.compact_fits_better(options)
+        self._status = StatusLine(shown=world.rank == 0)
         self._sizes = [0] if options.collective == "barrier" else sizes(options)
         # As many threads as torch would take are too many where the ranks share the cores.
         local = sum(info.hostname == world.ranks[world.rank].hostname for info in world.ranks)
@@ -153,13 +157,19 @@ class Bench:
         self._say(output.opening(self._collective.title, options, gradwire.__version__))
         self._say(output.devices(world, self._device_name()))
         self._say(output.facts(facts))
-        self._say(output.header(options))
+        self._say(output.header(options, compact=self._compact))
         table = RowRunner(backend, self._collective, options, self._device, world.control, check)
         rows: list[TableRow] = []
+        count = len(runnable) * len(self._sizes)
+        self._status.show(f"{spec.backend} {self._collective.title}: row 1 of {count}")
         for case in runnable:
             for row in table.rows(case, self._sizes):
                 rows.append(row)
-                self._say([output.row_line(row, options)])
+                self._status.clear()
+                self._say([output.row_line(row, options, compact=self._compact)])
+                if len(rows) < count:
+                    self._status.show(f"{spec.backend} {self._collective.title}: row {len(rows) + 1} of {count}")
+        self._status.clear()
         after = {key: value for key, value in backend.facts().items() if facts.get(key) != value}
         if options.memory:
             after["memory"] = memory_line(self._device)
@@ -167,7 +177,7 @@ class Bench:
         self._say(output.closing(self._collective.title, rows, self._wanted))
         losses = lossy.losses if lossy else []
         if losses and world.rank == 0:
-            Console(stderr=True, width=132).print(loss_table(spec.compressor, losses))
+            self._show_losses(spec.compressor, losses)
         return BenchBlock(facts | after, rows, losses)
 
     def _runnable(self, backend: Backend) -> list[Case]:
@@ -194,16 +204,21 @@ class Bench:
             self._say(["# warning: one rank, busbw is 0 by definition"])
 
     def _say(self, lines: list[str]) -> None:
-        if self._world.rank == 0:
+        if self._world.rank == 0 and not self._options.json:
             for line in lines:
                 print(line, flush=True)
+
+    def _show_losses(self, compressor: str, losses: list[Loss]) -> None:
+        """On stderr: parsers of nccl-tests' output read stdout."""
+        if not self._options.json:
+            Console(stderr=True, highlight=False).print(loss_table(compressor, losses))
 
     def _device_name(self) -> str:
         return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else processor()
 
     def _write(self, blocks: list[BenchBlock], started: str) -> None:
-        """The files that -J and --csv ask for."""
-        if self._options.output_file is not None:
+        """What -J, --json and --csv ask for."""
+        if self._options.output_file is not None or self._options.json:
             record = to_json(
                 blocks,
                 self._options,
@@ -215,7 +230,10 @@ class Bench:
                 version=gradwire.__version__,
                 machine=machine_line(),
             )
-            _create(fresh_name(self._options.output_file), json.dumps(record, indent=2) + "\n")
+            if self._options.json:
+                write_json(STDOUT, record)
+            if self._options.output_file is not None:
+                _create(fresh_name(self._options.output_file), json.dumps(record, indent=2) + "\n")
         if self._options.csv is not None:
             write_csv(fresh_name(self._options.csv), blocks, self._options.collective)
 
@@ -227,16 +245,16 @@ def _create(path: Path, text: str) -> None:
 
 def loss_table(compressor: str, losses: list[Loss]) -> Table:
     """What was lost and saved, as a table of its own."""
-    table = Table(title=f"{compressor}: {losses[0].bound}")
+    table = Table(title=f"{compressor}: {losses[0].bound}; times in us", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in (
         "size (B)",
-        "relative error",
+        "error",
         "cosine",
-        "logical (B)",
-        "wire (B)",
+        "exact (B)",
+        "sent (B)",
         "ratio",
-        "encode (us)",
-        "decode (us)",
+        "encode",
+        "decode",
     ):
         table.add_column(heading, justify="right")
     for loss in losses:

@@ -217,7 +217,14 @@ def _add_timing(parser: Parser) -> None:
 def _add_operation(parser: Parser) -> None:
     operation = parser.add_argument_group("operation and check")
     operation.add_argument("-o", "--op", choices=(*OPERATIONS, "all"), default="sum", help="default sum")
-    operation.add_argument("-d", "--datatype", choices=(*ELEMENT_TYPES, "all"), default="float", help="default float")
+    operation.add_argument(
+        "-d",
+        "--datatype",
+        choices=(*ELEMENT_TYPES, "all"),
+        default="float",
+        metavar="TYPE",
+        help=f"{', '.join(ELEMENT_TYPES)} or all (default float)",
+    )
     operation.add_argument("-r", "--root", type=_root, default=0, help="a rank, or all (default 0)")
     operation.add_argument(
         "-c",
@@ -238,6 +245,7 @@ def _add_output(parser: Parser) -> None:
         metavar="FILE.json",
         help="the JSON of nccl-tests, without the environment; never overwrites",
     )
+    output.add_argument("--json", action="store_true", help="print that JSON in place of the table")
     output.add_argument("--csv", type=_output(".csv"), metavar="FILE.csv", help="one line a row; never overwrites")
     output.add_argument("-M", "--memory", type=_at_least(0, 1), default=0, help="shows the memory used (default 0)")
 

@@ -4,11 +4,13 @@ import argparse
 import csv
 import dataclasses
 import datetime
+import sys
 from pathlib import Path
 
 from gradwire.bench.nccl_tests.checks import Loss
 from gradwire.bench.nccl_tests.ranks import World
 from gradwire.bench.nccl_tests.rows import IterationTimes, RowHalf, TableRow
+from gradwire.bench.terminal import fitting_width
 
 MIN_BANDWIDTH_SHARE = 0.9
 """nccl-tests fails a run whose average is below this share of NCCL_TESTS_MIN_BW."""
@@ -71,8 +73,25 @@ def facts(pairs: dict[str, str]) -> list[str]:
     ]
 
 
-def header(options: argparse.Namespace) -> list[str]:
-    """The heading of the columns."""
+def compact_fits_better(options: argparse.Namespace) -> bool:
+    """Whether stdout is a terminal on which nccl-tests' rows would wrap; pipes get them as parsers know them."""
+    plain = not (options.per_iter_timing or options.report_timestamps)
+    return plain and sys.stdout.isatty() and fitting_width() < len(header(options)[2])
+
+
+def header(options: argparse.Namespace, *, compact: bool = False) -> list[str]:
+    """The heading of the columns.
+
+    Args:
+        options: Of the command line.
+        compact: Without count, operation and root, in 80 columns; the lines above the table name them.
+    """
+    if compact:
+        return [
+            "#",
+            f"# {'size':>10s} {'type':>8s} {'out-of-place':^28s} {'in-place':^28s}".rstrip(),
+            f"# {'(B)':>10s} {'':>8s}" + f" {'(us)':>7s} {'algbw':>6s} {'busbw':>6s} {'#wrong':>6s}" * 2,
+        ]
     time = "cputime" if options.report_cputime else "time"
     extra = f" {'i_min':>8s}  {'i_max':>8s}  {'i_p99':>8s}  {'i_cv%':>6s}" if options.per_iter_timing else ""
     extra_units = f" {'(us)':>8s}  {'(us)':>8s}  {'(us)':>8s}  {'(%)':>6s}" if options.per_iter_timing else ""
@@ -92,8 +111,10 @@ def header(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def row_line(row: TableRow, options: argparse.Namespace) -> str:
-    """One row: 13 words, more only with -I or -S."""
+def row_line(row: TableRow, options: argparse.Namespace, *, compact: bool = False) -> str:
+    """One row: 13 words, more only with -I or -S, fewer where it is compact (see `header`)."""
+    if compact:
+        return f"{row.nbytes:12d} {row.element:>8s}{_half(row.out_of_place, ' ')}{_half(row.in_place, ' ')}"
     line = (
         f"{row.nbytes:12d}  {row.count:12d}  {row.element:>8s}  {row.operation:>6s}  {row.root:6d}"
         + _half(row.out_of_place)
@@ -104,11 +125,11 @@ def row_line(row: TableRow, options: argparse.Namespace) -> str:
     return line
 
 
-def _half(half: RowHalf) -> str:
+def _half(half: RowHalf, gap: str = "  ") -> str:
     wrong = f"{half.wrong:6d}" if half.wrong is not None else "   N/A"
     text = (
-        f"  {number_text(half.timing.seconds * 1e6, _TIME_WIDTH)}  {number_text(half.algbw, _RATE_WIDTH)}"
-        f"  {number_text(half.busbw, _RATE_WIDTH)}  {wrong}"
+        f"{gap}{number_text(half.timing.seconds * 1e6, _TIME_WIDTH)}{gap}{number_text(half.algbw, _RATE_WIDTH)}"
+        f"{gap}{number_text(half.busbw, _RATE_WIDTH)}{gap}{wrong}"
     )
     each = half.timing.iterations
     if each is None:

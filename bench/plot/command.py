@@ -12,6 +12,7 @@ from pathlib import Path
 from gradwire.bench.plot.bars import draw_compare, draw_hook_speed
 from gradwire.bench.plot.sizes import draw_sizes
 from gradwire.bench.plot.style import PlotRecord
+from gradwire.bench.terminal import STDOUT, working, write_json
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -23,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help=".png or .svg (default: beside the first file)"
     )
+    parser.add_argument("--json", action="store_true", help="print the names of the pictures as JSON")
     return parser
 
 
@@ -80,8 +82,12 @@ def main(argv: list[str]) -> int:
     """
     options = build_parser().parse_args(argv)
     try:
-        for picture in draw(options.files, options.output):
-            print(picture)
+        with working("drawing"):
+            pictures = draw(options.files, options.output)
+        if options.json:
+            write_json(STDOUT, {"pictures": [str(picture) for picture in pictures]})
+        else:
+            print(*pictures, sep="\n")
     except (ValueError, RuntimeError) as error:
         print(f"gradwire plot: {error}", file=sys.stderr)
         return 2

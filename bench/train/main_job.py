@@ -8,16 +8,22 @@ import argparse
 import json
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.launch import JobOutcome, python_module, run_logical
 from gradwire.bench.emulation.namespaces import available
 from gradwire.bench.emulation.rate import format_rate
 from gradwire.bench.emulation.signals import clean_end
+from gradwire.bench.terminal import STDOUT, StatusLine, add_json_option, working, write_json
+from gradwire.bench.train.story import tell
 from gradwire.bench.train.train import TrainingResult
 
 NODES = [2, 2]
@@ -25,11 +31,11 @@ HOOKS = ["plain", "gradwire", "gradwire:int8"]
 """The rows of the table; the first is what the others are compared with. Of the compressors that fit the job's AdamW,
 int8 sends the fewest bytes without costing loss, or a dense start that would be the whole of a run as short as this."""
 
-CALIBRATION_STEPS = 12
+CALIBRATION_STEPS = 8
 READABLE_MBIT = (5, 8, 10, 15, 20, 25, 30, 40, 50, 60, 80, 100, 120, 150, 200, 300, 400)
 TIMEOUT_SECONDS = 900.0
 
-console = Console(highlight=False)
+console = Console(highlight=False, markup=False)
 
 
 def train_on(
@@ -51,18 +57,25 @@ def train_on(
         file = Path(folder, "results.json")
         words = ["--steps", str(steps), "--batch", str(batch), "--json", str(file)]
         words += [word for hook in hooks for word in ("--hook", hook)]
+        status = StatusLine(shown=show)
+        status.show("starting the ranks ...")
 
         def print_line(rank: int, line: str) -> None:
             if show and rank == 0:
-                console.print(f"  {line}", markup=False, soft_wrap=True)
+                status.clear()
+                console.print(Padding(Text(line), (0, 0, 0, 2)))
 
         outcome: JobOutcome
         if cluster is not None:
-            command = python_module("gradwire.bench.train.train", *words, "--nic-interface", "eth0")
+            words += ["--nic-interface", "eth0"]
+            if cluster.nic_bits_per_second is not None:
+                words += ["--nic-bytes-per-second", str(cluster.nic_bits_per_second / 8)]
+            command = python_module("gradwire.bench.train.train", *words)
             outcome = cluster.run(command, timeout_seconds=TIMEOUT_SECONDS, on_line=print_line)
         else:
             command = python_module("gradwire.bench.train.train", *words)
             outcome = run_logical(NODES, command, timeout_seconds=TIMEOUT_SECONDS, on_line=print_line)
+        status.clear()
         outcome.check()
         return [TrainingResult(**row) for row in json.loads(file.read_text())]
 
@@ -84,8 +97,9 @@ def calibrate(batch: int) -> str:
     Args:
         batch: Sequences per rank and step.
     """
-    console.print("calibrating: a few steps of plain DDP on links without a limit ...")
-    with EmulatedCluster(NODES) as cluster:
+    what = "calibrating: a few steps of plain DDP on links without a limit"
+    console.print(f"{what} ...")
+    with working(what), EmulatedCluster(NODES) as cluster:
         plain = train_on(cluster, ["plain"], steps=CALIBRATION_STEPS, batch=batch, show=False)[0]
     assert plain.nic_nbytes_per_step is not None
     rate = readable_rate(plain.nic_nbytes_per_step, plain.seconds_per_step)
@@ -104,22 +118,16 @@ def result_table(results: list[TrainingResult], title: str) -> Table:
         results: The first row is the one the others are compared with.
         title: Where it ran.
     """
-    table = Table(title=title, min_width=78)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("hook", no_wrap=True)
-    for heading in (
-        "seconds per step",
-        "bytes on the busiest NIC per step",
-        "loss at the end",
-        "bits/byte",
-        "speed-up",
-    ):
+    for heading in ("s per step", "MB on a link", "loss at the end", "bits/byte", "speed-up"):
         table.add_column(heading, justify="right")
     for result in results:
         nbytes = result.nic_nbytes_per_step
         table.add_row(
             result.hook,
             f"{result.seconds_per_step:.3f}",
-            "not measured" if nbytes is None else f"{nbytes:,.0f}",
+            "-" if nbytes is None else f"{nbytes / 1e6:.2f}",
             f"{result.final_loss:.4f}",
             f"{result.validation_bits_per_byte:.3f}",
             f"{results[0].seconds_per_step / result.seconds_per_step:.2f}x",
@@ -127,12 +135,16 @@ def result_table(results: list[TrainingResult], title: str) -> Table:
     return table
 
 
-def run(options: argparse.Namespace) -> list[TrainingResult]:
-    """Compares the hooks and prints the table.
+def run(options: argparse.Namespace) -> dict[str, object]:
+    """Compares the hooks, prints the table, and tells what it comes to in the last lines.
 
     Args:
         options: Of `main`.
+
+    Returns:
+        All of it, for programs.
     """
+    bits_per_second = None
     reason = "asked for with --logical" if options.logical else available()
     hooks = options.hook or HOOKS
     if reason is not None:
@@ -143,15 +155,25 @@ def run(options: argparse.Namespace) -> list[TrainingResult]:
         rate = options.nic or calibrate(options.batch)
         with EmulatedCluster(NODES, rate) as cluster:
             results = train_on(cluster, hooks, steps=options.steps, batch=options.batch)
-            assert cluster.nic_bits_per_second is not None
-            title = f"2 nodes x 2 ranks, {format_rate(cluster.nic_bits_per_second)} links"
+            bits_per_second = cluster.nic_bits_per_second
+            assert bits_per_second is not None
+            title = f"2 nodes x 2 ranks, {format_rate(bits_per_second)} links"
     first = results[0]
     console.print(result_table(results, title))
     console.print(
-        f"{first.steps} steps, gradients of {first.gradient_nbytes:,} bytes; loss in nats, {first.first_loss:.2f} at "
-        "the start"
+        f"{first.steps} steps, {first.gradient_nbytes / 1e6:.2f} MB of gradients; per step; loss in nats, "
+        f"{first.first_loss:.2f} at the start\n"
     )
-    return results
+    story = tell(results, bits_per_second)
+    for line in story:
+        console.print(line)
+    return {
+        "kind": "main_job",
+        "nodes": NODES,
+        "nic_bits_per_second": bits_per_second,
+        "results": [asdict(one) for one in results],
+        "story": story,
+    }
 
 
 def main(argv: list[str]) -> int:
@@ -164,16 +186,18 @@ def main(argv: list[str]) -> int:
         prog="python -m gradwire.bench.train.main_job", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--hook", action="append", help=f"rows of the table (default {' '.join(HOOKS)}); repeatable")
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each (default 60)")
+    parser.add_argument("--steps", type=int, default=56, help="optimizer steps of each (default 56)")
     parser.add_argument("--batch", type=int, default=24, help="sequences per rank and step (default 24)")
     parser.add_argument("--nic", metavar="RATE", help="rate of the links (default: measured, see above)")
     parser.add_argument("--logical", action="store_true", help="logical nodes even where links could be emulated")
+    add_json_option(parser)
     options = parser.parse_args(argv)
+    console.stderr = options.json == STDOUT
     try:
         with clean_end():
-            run(options)
+            write_json(options.json, run(options))
     except (ValueError, RuntimeError) as error:
-        console.print(f"main job: {error}", markup=False)
+        console.print(f"main job: {error}")
         return 1
     return 0
 

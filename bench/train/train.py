@@ -11,9 +11,10 @@ step: whatever else the machine does slows all of them alike, so that their rati
 import argparse
 import json
 import math
+import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,15 +43,18 @@ def check_hook(hook: str) -> None:
         raise ValueError(f"`--hook`: found {hook!r}, wanted one of {HOOKS}")
 
 
-def attach_hook(model: DistributedDataParallel, hook: str) -> Callable[[], str] | None:
+def attach_hook(
+    model: DistributedDataParallel, hook: str, nic_bytes_per_second: float | None = None
+) -> gradwire.HookState | None:
     """Registers a communication hook.
 
     Args:
         model: Gets the hook; nothing is registered for `plain`.
         hook: One of `HOOKS`; the word after the colon is the name of a compressor.
+        nic_bytes_per_second: Of a node's link; None where it is not known, and gradwire presumes one.
 
     Returns:
-        What to call for the hook's own report; None if it has none.
+        The state of gradwire's hook; None for the others.
 
     Raises:
         ValueError: if the hook is unknown.
@@ -58,9 +62,9 @@ def attach_hook(model: DistributedDataParallel, hook: str) -> Callable[[], str] 
     check_hook(hook)
     name, _, compressor = hook.partition(":")
     if name == "gradwire":
-        state = gradwire.HookState(model, compressor=compressor or None)
+        state = gradwire.HookState(model, compressor=compressor or None, nic_bytes_per_second=nic_bytes_per_second)
         model.register_comm_hook(state, gradwire.comm_hook)
-        return lambda: str(state.report())
+        return state
     if hook == "torch-fp16":
         model.register_comm_hook(None, fp16_compress_hook)
     return None
@@ -69,17 +73,18 @@ def attach_hook(model: DistributedDataParallel, hook: str) -> Callable[[], str] 
 class HookTraining:
     """A model in training under one communication hook: what a contender does in its turns."""
 
-    def __init__(self, hook: str, *, steps: int, context: int) -> None:
+    def __init__(self, hook: str, *, steps: int, context: int, nic_bytes_per_second: float | None = None) -> None:
         """Makes the model (the same one for every hook) and registers the hook.
 
         Args:
             hook: One of `HOOKS`.
             steps: Length of the learning rate's schedule.
             context: Bytes in a sequence.
+            nic_bytes_per_second: As for `attach_hook`.
         """
         self.hook = hook
         self.model = DistributedDataParallel(ByteTransformer(context=context))
-        self.report = attach_hook(self.model, hook)
+        self.state = attach_hook(self.model, hook, nic_bytes_per_second)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95))
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: _share_of_peak(step, steps))
         self._loss = torch.zeros(())
@@ -111,6 +116,8 @@ def _share_of_peak(step: int, steps: int) -> float:
 
 VALIDATION_BATCHES = 8
 LAST_STEPS = 10
+STEPS_TO_PREDICT = 4
+"""HookState.advise() wants three whole ones."""
 FIRST_STEPS = 2
 """Left out of the timing: DDP rebuilds its buckets after the first step, gradwire connects its groups in it."""
 
@@ -130,9 +137,14 @@ class TrainingResult:
     first_loss: float
     final_loss: float
     """Training loss in nats per byte, mean of the last 10 steps over all ranks."""
+    loss_deviation: float
+    """By which it varied from step to step in them: standard deviation; 0 for a single step."""
     validation_bits_per_byte: float
     report: str | None
     """The hook's own report, as text."""
+    predicted_seconds: dict[str, float] | None = None
+    """On rank 0, of gradwire without a compressor: from the start of a backward pass to the last gradient, as predicted
+    with each compressor that fits the optimizer. None where the links' rate is not known."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -145,6 +157,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step (default 8)")
     parser.add_argument("--context", type=int, default=128, help="bytes in a sequence (default 128)")
     parser.add_argument("--nic-interface", metavar="NAME", help="count this interface's bytes, for example eth0")
+    parser.add_argument(
+        "--nic-bytes-per-second",
+        type=float,
+        metavar="RATE",
+        help="of a node's link; without it gradwire presumes a rate, and so are its predictions",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="rank 0 writes the results there")
     return parser
 
@@ -178,14 +196,20 @@ def train(
         for training in trainings:
             training.batch = inputs_and_targets
 
+    width = len(f"step {0:>4}/{steps}")
+    widths = [max(len(one.hook), len("loss 0.000 0.00 s")) for one in trainings]
+
     def show(_: str, turn: int, turns: int) -> None:
         step, unfinished = divmod(turn, len(trainings))
+        if turn == 1:
+            hooks = (f"{one.hook:<{column}}" for one, column in zip(trainings, widths, strict=True))
+            print("  ".join([" " * width, *hooks]).rstrip(), flush=True)
         if not unfinished and step % max(1, steps // 15) == 0:
             columns = (
-                f"{one.hook}: loss {one.losses[-1]:.3f}, {contender.seconds[-1]:.2f} s"
-                for one, contender in zip(trainings, contenders, strict=True)
+                f"{f'loss {one.losses[-1]:.3f} {contender.seconds[-1]:.2f} s':<{column}}"
+                for one, contender, column in zip(trainings, contenders, widths, strict=True)
             )
-            print(f"step {step:>4}/{steps}  " + "  |  ".join(columns), flush=True)
+            print("  ".join([f"step {step:>4}/{steps}", *columns]).rstrip(), flush=True)
 
     take_turns(contenders, rounds=steps, warmup=0, interface=interface, before_round=draw, progress=show)
     return contenders
@@ -226,6 +250,7 @@ def summarize(
     """
     losses = torch.tensor(training.losses) / dist.get_world_size()
     dist.all_reduce(losses)
+    last = losses[-LAST_STEPS:].tolist()
     timed = slice(FIRST_STEPS if len(losses) > FIRST_STEPS else 0, None)
     return TrainingResult(
         hook=training.hook,
@@ -235,9 +260,38 @@ def summarize(
         nic_nbytes_per_step=float(statistics.median(contender.nic_nbytes[timed])) if counted else None,
         first_loss=losses[0].item(),
         final_loss=losses[-LAST_STEPS:].mean().item(),
+        loss_deviation=statistics.pstdev(last),
         validation_bits_per_byte=validate(training, validation, batch=batch, context=context),
-        report=None if training.report is None else training.report(),
+        report=None if training.state is None else str(training.state.report()),
+        predicted_seconds=predict(training),
     )
+
+
+def predict(training: HookTraining) -> dict[str, float] | None:
+    """See `TrainingResult.predicted_seconds`.
+
+    Args:
+        training: After its last step.
+    """
+    state = training.state
+    if state is None or state.config.compressor is not None or state.config.nic_bytes_per_second is None:
+        return None
+    if dist.get_rank() != 0 or len(training.losses) < STEPS_TO_PREDICT:
+        return None
+    best: dict[str, float] = {}
+    for offer in state.advise("adamw").advice.offers:
+        if offer.available and not offer.caution:
+            best[offer.compressor] = min(offer.step_seconds, best.get(offer.compressor, math.inf))
+    return best
+
+
+def presumed(report: str) -> str:
+    """A report whose predictions rest on presumed rates, saying so at each of them.
+
+    Args:
+        report: Of a hook that was given no rate.
+    """
+    return re.sub(r"\b([Pp]redicted)\b", r"\1 (presumed rates)", report)
 
 
 def run(options: argparse.Namespace) -> list[TrainingResult]:
@@ -249,7 +303,10 @@ def run(options: argparse.Namespace) -> list[TrainingResult]:
     shape = {"batch": options.batch, "context": options.context}
     training, validation = split_text(library_text())
     hooks = options.hook or ["plain"]
-    trainings = [HookTraining(hook, steps=options.steps, context=options.context) for hook in hooks]
+    rate = options.nic_bytes_per_second
+    trainings = [
+        HookTraining(hook, steps=options.steps, context=options.context, nic_bytes_per_second=rate) for hook in hooks
+    ]
     if dist.get_rank() == 0:
         weights = sum(parameter.numel() for parameter in trainings[0].model.parameters())
         print(f"{weights:,} parameters, {training.numel():,} bytes of text, {dist.get_world_size()} ranks", flush=True)
@@ -294,7 +351,8 @@ def main(argv: list[str]) -> int:
     if dist.get_rank() == 0:
         for result in results:
             if result.report is not None:
-                print(f"{result.hook}:\n{result.report}", flush=True)
+                text = presumed(result.report) if options.nic_bytes_per_second is None else result.report
+                print(f"{result.hook}:\n{text}", flush=True)
         if options.json is not None:
             options.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
     # Rank 0 serves the store: nobody may still need it when it leaves.

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
+from gradwire.bench.terminal import working
 from gradwire.cli.pipe import reader_may_leave
 from gradwire.comms.config import local_rank, world_size
 from gradwire.topology.gdr.capture import write_capture
@@ -34,15 +36,16 @@ JOB_OPTIONS = frozenset({"--json", "--prove", "--all-pairs"})
 PROVE_COMMAND = (sys.executable, "-P", "-m", "gradwire.cli.gdr_prove")
 """The all-reduce that `--prove` runs in a child process of every rank."""
 _TIMEOUT = timedelta(minutes=10)  # a probe with two all-reduces may take six
-_EPILOG = """exit code: 0 pass, 1 warning, 2 failure or bad usage, 3 not known (or nothing to check).
-Nothing is changed on the machine; remedies are printed. As root more can be seen (ACS)."""
-_PIPE_WIDTH = 160
+_EPILOG = """exit code: 0 pass, 1 warning, 2 failure or bad usage, 3 not known (or nothing
+to check). Nothing is changed on the machine; remedies are printed. As root more
+can be seen (ACS)."""
 
 
 def parser() -> argparse.ArgumentParser:
     """The options of `gradwire gdr-check`."""
     parse = argparse.ArgumentParser(
         prog="gradwire gdr-check",
+        usage="%(prog)s [options]\n       [--root DIR | --from FILE | --example | --compare JSON...]",
         description="Is GPUDirect RDMA possible, configured, in use? Judged for every GPU-NIC pair.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -141,14 +144,18 @@ def _check(options: argparse.Namespace, job: JobRank | None) -> int:
         raise SourceError("`--prove` needs this machine itself: leave out --root, --from and --lspci")
     if options.nccl_version and parse_version(options.nccl_version) is None:
         raise SourceError(f"`--nccl-version` {options.nccl_version}: want three numbers, 2.27.3")
-    with opened_host(inputs) as host:
-        if options.nccl_version:
-            host.facts = replace(host.facts, nccl_version=options.nccl_version)
-        if job is not None and options.prove and host.log is None:
-            prove_together(host, job, PROVE_COMMAND)
-        if job is not None:
-            exchange_results(host, job)
-        return _report(host, options, prints=job is None or job.rank == 0)
+    prints = job is None or job.rank == 0
+    with ExitStack() as stack:
+        what = "registering GPU memory with the NICs, all-reducing" if options.prove else "asking drivers and sysfs"
+        with working(what, shown=prints):
+            host = stack.enter_context(opened_host(inputs))
+            if options.nccl_version:
+                host.facts = replace(host.facts, nccl_version=options.nccl_version)
+            if job is not None and options.prove and host.log is None:
+                prove_together(host, job, PROVE_COMMAND)
+            if job is not None:
+                exchange_results(host, job)
+        return _report(host, options, prints=prints)
 
 
 def _report(host: Host, options: argparse.Namespace, *, prints: bool) -> int:
@@ -160,8 +167,7 @@ def _report(host: Host, options: argparse.Namespace, *, prints: bool) -> int:
         if options.json:
             print(json.dumps(report_json(host, report, status), indent=1))
         else:
-            width = None if sys.stdout.isatty() else _PIPE_WIDTH
-            print_report(host, report, Console(emoji=False, width=width), options.all_pairs)  # 0000:cd:00.0 is no disc
+            print_report(host, report, Console(emoji=False), options.all_pairs)  # 0000:cd:00.0 is no disc
     if options.capture is not None:
         try:
             count = write_capture(options.capture, host)

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gradwire.bench.emulation.rate import parse_rate
+from gradwire.bench.terminal import working
 from gradwire.cli.predict_show import as_json, as_table, draw
 from gradwire.comms.plan.advise import BUCKET_NBYTES, Advice, Workload, advise
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_of, square_layout
@@ -70,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="gradwire predict",
+        usage="%(prog)s (--preset NAME | --topology FILE)\n       (--gradient-mb MB | --model-json FILE) [options]",
         description="Predicts the time of every plan and compressor on a cluster, and recommends one.",
         epilog="example: gradwire predict --preset dgx_a100 --nodes 4 --nic 25gbit --gradient-mb 113.2 "
         "--backward-ms 45",
@@ -113,7 +115,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--bucket-mb", type=float, default=BUCKET_NBYTES / 2**20, metavar="MIB", help="DDP's bucket_cap_mb (default 25)"
     )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="some compressors assume SGD")
-    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    parser.add_argument("--all", action="store_true", help="show every plan with every compressor")
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON for programs")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw step time over node count (needs matplotlib)")
     return parser
 
@@ -152,15 +155,17 @@ def main(argv: list[str]) -> int:
     try:
         question = read_question(options)
         began = time.perf_counter()
-        cluster = question.cluster(options.nodes)
-        advice = question.advice(cluster)
+        with working("pricing every plan and compressor"):
+            cluster = question.cluster(options.nodes)
+            advice = question.advice(cluster)
         planning_seconds = time.perf_counter() - began
         if options.json:
             print(json.dumps(as_json(cluster, question.workload, advice, planning_seconds), indent=1))
         else:
-            as_table(Console(), cluster, question.workload, advice, planning_seconds)
+            as_table(Console(), cluster, question.workload, advice, planning_seconds, everything=options.all)
         if options.plot is not None:
-            draw(options.plot, lambda nodes: question.advice(question.cluster(nodes)), options.nodes)
+            with working("pricing clusters of other sizes"):
+                draw(options.plot, lambda nodes: question.advice(question.cluster(nodes)), options.nodes)
     except (ValueError, TopologyError, OSError, RuntimeError) as error:
         print(f"gradwire predict: {error}", file=sys.stderr)
         return 2

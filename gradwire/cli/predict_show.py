@@ -54,8 +54,16 @@ def _offer(offer: Offer) -> Object:
     }  # fmt: skip
 
 
-def as_table(console: Console, cluster: Cluster, workload: Workload, advice: Advice, planning_seconds: float) -> None:
-    """Prints the advice.
+def as_table(
+    console: Console,
+    cluster: Cluster,
+    workload: Workload,
+    advice: Advice,
+    planning_seconds: float,
+    *,
+    everything: bool = False,
+) -> None:
+    """Prints the advice: the recommendation, then the rows that bear on it.
 
     Args:
         console: Where to.
@@ -63,56 +71,72 @@ def as_table(console: Console, cluster: Cluster, workload: Workload, advice: Adv
         workload: What is moved in a step.
         advice: What was found.
         planning_seconds: How long finding it took.
+        everything: Every row, with what other libraries run.
     """
-    nic = cluster.levels[-1].link
+    nic, chosen, known = cluster.levels[-1].link, advice.recommend, workload.backward_seconds > 0
+    console.print(f"recommended: plan {chosen.plan}, compressor {chosen.compressor}", style="bold", highlight=False)
+    console.print(f"{chosen.why}\n", highlight=False)
     console.print(
         f"{cluster.describe()}, {nic.bytes_per_second * 8 / 1e9:g} Gbit/s a node through {nic.nics} "
         f"card{'s' if nic.nics > 1 else ''}; {workload.gradient_nbytes / 1e6:.1f} MB of gradients"
-        + (f", backward {workload.backward_seconds * 1e3:g} ms" if workload.backward_seconds else "")
-    )
-    table = Table(
-        "plan",
-        "chunks",
-        "compressor",
-        "ms",
-        "step ms",
-        "NIC MB",
-        "hidden",
-        "limited by",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for offer in sorted(advice.offers, key=lambda offer: offer.step_seconds):
-        table.add_row(*_row(offer, advice))
-    console.print(table)
-    for offer in advice.offers:
-        if offer.caution and offer.plan.name == "flat":
-            console.print(f"note: {offer.caution}")
-    console.print(
-        "tree and halving_doubling are what other libraries run, for comparison; ms: one all-reduce;\n"
-        "hidden: communication adds nothing but its last bucket to the backward pass; x: recommended"
-    )
-    console.print(
-        f"recommended: plan {advice.recommend.plan}, compressor {advice.recommend.compressor}. {advice.recommend.why}",
+        + (f", backward {workload.backward_seconds * 1e3:g} ms" if known else ""),
         highlight=False,
     )
-    console.print(f"planned in {planning_seconds * 1e3:.0f} ms")
-
-
-def _row(offer: Offer, advice: Advice) -> list[str]:
-    chosen = offer.available and (offer.plan.name, offer.compressor) == (
-        advice.recommend.plan,
-        advice.recommend.compressor,
+    table = Table(box=SIMPLE_HEAD, padding=0)
+    for heading in ("", "plan", "compressor", "step ms", "comm ms", "NIC MB", *(["hidden"] if known else []), "limit"):
+        table.add_column(heading, justify="right" if heading.endswith(("ms", "MB")) else "left", overflow="fold")
+    shown = advice.offers if everything else offers_that_matter(advice)
+    for offer in sorted(shown, key=lambda offer: (not _is_recommended(offer, advice), offer.step_seconds)):
+        table.add_row(*_row(offer, advice, known))
+    console.print(table)
+    legend = [
+        "*: recommended",
+        "flat: one all-reduce over all ranks, as plain DDP",
+        "comm: one all-reduce of all gradients",
+        "NIC: sent by a node",
+    ]
+    legend += ["hidden: adds nothing to backward but its last bucket"] if known else []
+    legend += ["!: see the note"] if any(offer.caution for offer in shown) else []
+    legend += ["-: for comparison, gradwire does not run it"] if everything else []
+    console.print("; ".join(legend), highlight=False)
+    for offer in advice.offers:
+        if offer.caution and offer.plan.name == "flat":
+            console.print(f"note: {offer.caution}", highlight=False)
+    left_out = len(advice.offers) - len(shown)
+    console.print(
+        f"planned in {planning_seconds * 1e3:.0f} ms" + (f"; --all shows {left_out} more rows" if left_out else ""),
+        highlight=False,
     )
+
+
+def offers_that_matter(advice: Advice) -> tuple[Offer, ...]:
+    """What plain DDP does, the best exact plan, and the best plan of each compressor; the recommended one always."""
+    kept = {id(offer): offer for offer in advice.offers if _is_recommended(offer, advice) or offer.name == "flat"}
+    best: dict[str, Offer] = {}
+    for offer in advice.offers:
+        rival = best.get(offer.compressor)
+        if offer.available and (rival is None or offer.step_seconds < rival.step_seconds):
+            best[offer.compressor] = offer
+    kept |= {id(offer): offer for offer in best.values()}
+    return tuple(kept.values())
+
+
+def _is_recommended(offer: Offer, advice: Advice) -> bool:
+    verdict = advice.recommend
+    return offer.available and (offer.plan.name, offer.compressor) == (verdict.plan, verdict.compressor)
+
+
+def _row(offer: Offer, advice: Advice, known: bool) -> list[str]:
+    mark = "*" if _is_recommended(offer, advice) else "!" if offer.caution else " " if offer.available else "-"
     return [
-        f"{'x' if chosen else ' '} {offer.plan.name}",
-        str(offer.plan.chunks),
+        mark,
+        "flat (as DDP)" if offer.name == "flat" else offer.plan.name,
         offer.compressor,
-        f"{offer.seconds * 1e3:.2f}",
         f"{offer.step_seconds * 1e3:.2f}",
+        f"{offer.seconds * 1e3:.2f}",
         f"{offer.plan.bytes_by_level.get('inter_node', 0.0) / 1e6:.1f}",
-        "yes" if offer.hidden else "no",
-        offer.limit,
+        *(["yes" if offer.hidden else "no"] if known else []),
+        offer.limit.removesuffix(" of messages"),
     ]
 
 

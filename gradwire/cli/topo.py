@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from gradwire.bench.terminal import fitting_width, working
 from gradwire.cli.pipe import reader_may_leave
 from gradwire.comms.config import local_rank, world_size
 from gradwire.topology.assign import nic_for_local_rank
@@ -25,7 +26,7 @@ from gradwire.topology.show import draw, json_form, nccl_xml_write
 from gradwire.topology.show.svg import svg
 
 PIPE_WIDTH = 400
-"""Columns where nobody looks at a terminal, so that no line is broken."""
+"""Columns in a pipe where COLUMNS is not set, so that no line is broken and `grep` finds whole ones."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,9 +66,10 @@ def main(argv: list[str]) -> int:
     dist.init_process_group("gloo")
     try:
         ranks: list[RankMachine] = [RankMachine((), 0, "")] * dist.get_world_size()
-        dist.all_gather_object(
-            ranks, RankMachine(host_identity(), local_rank() or 0, json_form.write(detect_machine()))
-        )
+        with working("asking all ranks", shown=dist.get_rank() == 0):
+            dist.all_gather_object(
+                ranks, RankMachine(host_identity(), local_rank() or 0, json_form.write(detect_machine()))
+            )
         if dist.get_rank() != 0:
             return 0
         return show_machine(argv) if argv else show_job(ranks)
@@ -100,7 +102,7 @@ def _print(machine: Machine, options: argparse.Namespace) -> None:
     if options.matrix:
         print(draw.matrix(machine))
     if not (options.json or options.matrix or options.svg or options.nccl_xml):
-        width = None if sys.stdout.isatty() else PIPE_WIDTH
+        width = fitting_width(PIPE_WIDTH)
         Console(highlight=False, emoji=False, width=width).print(draw.tree(machine))  # 0000:cd:00.0 is no disc
 
 

@@ -162,7 +162,7 @@ def test_a_bus_id_is_no_emoji(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     machine.functions[gpu.bus_id] = gpu
     machine.write_tree()
     gdr_check.check(["--root", str(tmp_path)])
-    assert "│ 0000:cd:00.0 │" in capsys.readouterr().out
+    assert " 0000:cd:00.0 " in capsys.readouterr().out
 
 
 def test_control_characters_of_a_foreign_capture_do_not_reach_the_terminal(
@@ -176,7 +176,7 @@ def test_control_characters_of_a_foreign_capture_do_not_reach_the_terminal(
 
 @pytest.mark.netns
 def test_an_emulated_job_meets_and_rank_0_speaks() -> None:
-    with EmulatedCluster(nodes=[2, 2]) as cluster:
+    with EmulatedCluster(nodes=[2, 1]) as cluster:
         result = cluster.run([sys.executable, "-m", "gradwire", "gdr-check"], timeout_seconds=120)
     if result.returncodes[0] != 3:
         pytest.skip("this host has hardware to check")

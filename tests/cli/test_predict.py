@@ -42,8 +42,14 @@ def test_a_card_for_each_gpu_needs_no_compression(capsys: pytest.CaptureFixture[
 def test_people_get_a_table_and_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*AIAK, "--optimizer", "adam"]) == 0
     text = capsys.readouterr().out
-    assert "recommended: plan hierarchical" in text
-    assert "halving_doubling" in text
+    assert text.startswith("recommended: plan hierarchical, compressor int8\n")
+    rows = [line.split() for line in text.splitlines() if line.rstrip().endswith(("card", "links", "latency"))]
+    assert rows[0][:3] == ["*", "hierarchical", "int8"]
+    assert ["flat", "(as", "DDP)", "none"] in [row[:4] for row in rows]
+    assert len(rows) == 9  # plain DDP, and the best plan of each compressor, `none` among them
+    assert "halving_doubling" not in text and "--all shows 21 more rows" in text
+    assert main([*AIAK, "--optimizer", "adam", "--all"]) == 0
+    assert "halving_doubling" in capsys.readouterr().out
     assert "note: dgc requires SGD" in " ".join(text.split())
 
 

@@ -1,5 +1,8 @@
 """A report as a table for people and as JSON for machines."""
 
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -20,6 +23,8 @@ _STYLES = {
     CheckOutcome.UNKNOWN: "magenta",
     CheckOutcome.SKIPPED: "dim",
 }
+_TABLE: dict[str, Any] = {"title_justify": "left", "box": SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
+"""Narrow enough for 80 columns: no lines between columns, long texts on several lines of their cell."""
 _FORMAT = 1
 _LENGTH = 600
 
@@ -63,18 +68,18 @@ def print_report(host: Host, report: GdrReport, console: Console, all_pairs: boo
 
 
 def _check_table(report: GdrReport) -> Table:
-    table = Table(title="GPUDirect RDMA checklist", title_justify="left", expand=False)
-    for column in ("", "check", "outcome", "found", "remedy (not applied)"):
+    table = Table(title="GPUDirect RDMA checklist; remedies are not applied", **_TABLE)
+    for column in ("", "check", "outcome", "found"):
         table.add_column(column, overflow="fold")
     for result in report.results:
         finding = result.finding
-        words = _plain(finding.text), _plain(finding.remedy)
-        table.add_row(result.check.name, result.check.title, _coloured(finding.outcome), *words)
+        found = _plain(finding.text) + (f"\n[bold]remedy:[/] {_plain(finding.remedy)}" if finding.remedy else "")
+        table.add_row(result.check.name, result.check.title, _coloured(finding.outcome), found)
     return table
 
 
 def _channel_table(log: NcclLog) -> Table:
-    table = Table(title="channels with GDRDMA", title_justify="left")
+    table = Table(title="channels with GDRDMA", **_TABLE)
     for column in ("ranks", *DIRECTIONS):
         table.add_column(column, overflow="fold")
     for row in channel_rows(log):
@@ -83,7 +88,7 @@ def _channel_table(log: NcclLog) -> Table:
 
 
 def _pair_table(host: Host, report: GdrReport, pairs: list[Pair]) -> Table:
-    table = Table(title="pairs", title_justify="left")
+    table = Table(title="pairs", **_TABLE)
     for column in ("GPU", "NIC", "path", *Verdict, "because"):
         table.add_column(str(column), overflow="fold")
     names = {nic.bus_id: nic.name for nic in host.nics}
@@ -94,7 +99,7 @@ def _pair_table(host: Host, report: GdrReport, pairs: list[Pair]) -> Table:
         )
         table.add_row(
             pair[0],
-            pair[1] if names[pair[1]] == pair[1] else _plain(f"{names[pair[1]]} {pair[1]}"),
+            pair[1] if names[pair[1]] == pair[1] else f"{_plain(names[pair[1]])}\n{pair[1]}",
             host.distances[pair] or "?",
             *(_coloured(judgements[verdict].outcome) for verdict in Verdict),
             _plain(decisive.because) if decisive else "",

@@ -4,23 +4,27 @@ from pathlib import Path
 import pytest
 
 from gradwire.bench.emulation.launch import python_module, run_logical
-from gradwire.bench.train.train import main
+from gradwire.bench.train.train import main, presumed
 
 
 def test_hooks_train_the_same_model_on_the_same_batches(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    words = ["--hook", "plain", "--hook", "torch-fp16", "--steps", "4", "--batch", "2", "--context", "32"]
+    words = ["--hook", "plain", "--hook", "torch-fp16", "--hook", "gradwire"]
+    words += ["--steps", "4", "--batch", "2", "--context", "32"]
     command = python_module("gradwire.bench.train.train", *words, "--nic-interface", "lo", "--json", str(file))
     outcome = run_logical([1, 1], command, timeout_seconds=240)
     outcome.check()
     assert "step    4/4" in outcome.output[0] and "step" not in outcome.output[1]
-    plain, narrow = json.loads(file.read_text())
-    assert [plain["hook"], narrow["hook"]] == ["plain", "torch-fp16"]
+    assert "predicted (presumed rates) to take" in outcome.output[0]  # nobody gave the link's rate
+    plain, narrow, exact = json.loads(file.read_text())
+    assert [plain["hook"], narrow["hook"], exact["hook"]] == ["plain", "torch-fp16", "gradwire"]
+    assert exact["predicted_seconds"] is None
     assert plain["first_loss"] == narrow["first_loss"]
     assert plain["final_loss"] == pytest.approx(narrow["final_loss"], rel=1e-2)
     # An all-reduce over two ranks sends every gradient once, the float16 hook half of that; lo counts both ranks.
     assert plain["nic_nbytes_per_step"] > 2 * plain["gradient_nbytes"]
     assert 0.45 < narrow["nic_nbytes_per_step"] / plain["nic_nbytes_per_step"] < 0.6
+    assert plain["loss_deviation"] > 0
     assert plain["seconds_per_step"] > 0 and plain["validation_bits_per_byte"] > 1
 
 
@@ -37,3 +41,9 @@ def test_options_that_make_no_sense_end_with_2(
 ) -> None:
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_every_prediction_on_presumed_rates_says_so() -> None:
+    assert presumed("1 MB predicted to take 2 ms. Predicted 2x faster; unpredicted") == (
+        "1 MB predicted (presumed rates) to take 2 ms. Predicted (presumed rates) 2x faster; unpredicted"
+    )

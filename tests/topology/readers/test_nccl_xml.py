@@ -107,9 +107,9 @@ def test_an_exponential_entity_bomb_is_refused() -> None:
         nccl_xml.read(f'<!DOCTYPE s [<!ENTITY a0 "x">{entities}]><system>&a11;</system>')
 
 
-def test_a_hundred_thousand_switches_are_read() -> None:
-    nodes = "".join(f'<pci busid="{i >> 8:04x}:{i & 255:02x}:00.0" class="0x060400"/>' for i in range(100_000))
-    assert len(nccl_xml.read(SYSTEM.format(nodes)).switches) == 100_000
+def test_twenty_thousand_switches_are_read() -> None:
+    nodes = "".join(f'<pci busid="{i >> 8:04x}:{i & 255:02x}:00.0" class="0x060400"/>' for i in range(20_000))
+    assert len(nccl_xml.read(SYSTEM.format(nodes)).switches) == 20_000
 
 
 @pytest.mark.parametrize(

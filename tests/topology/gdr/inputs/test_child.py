@@ -31,12 +31,13 @@ def test_a_program_that_is_not_there() -> None:
 
 
 def test_a_child_that_hangs_is_given_up_and_what_it_said_is_kept() -> None:
-    ended = run_child(["/bin/sh", "-c", "echo half; exec sleep 100"], 5.0)
-    assert (ended.code, ended.output, ended.explanation) == (None, b"half\n", "no answer within 5 s")
+    ended = run_child(["/bin/sh", "-c", "echo half; exec sleep 100"], 2.0)
+    assert (ended.code, ended.output, ended.explanation) == (None, b"half\n", "no answer within 2 s")
 
 
-def test_a_child_that_cannot_be_killed_is_left_behind() -> None:
+def test_a_child_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grandchild holds the pipe open, as a process asleep in a driver would."""
+    monkeypatch.setattr("gradwire.topology.gdr.inputs.child._GRACE_SECONDS", 0.5)
     ended = run_child(["/bin/sh", "-c", "sleep 8; echo late"], 1.0)
     assert (ended.code, ended.output, ended.explanation) == (None, b"", "no answer within 1 s")
 

@@ -1,0 +1,120 @@
+"""What every command shares in talking: progress on a terminal, plain text of any width in a pipe, JSON on request.
+
+Progress goes to stderr, so that stdout holds the result alone, and only where stderr is a terminal.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+STDOUT = Path("-")
+"""What `--json` without a file stands for."""
+
+
+def fitting_width(unlimited: int | None = None) -> int:
+    """Columns that output has: COLUMNS, else those of the terminal, else 80.
+
+    Args:
+        unlimited: Where neither says, in place of 80: for lines that a reader in a pipe wants in one piece.
+    """
+    return shutil.get_terminal_size((unlimited or 80, 24)).columns
+
+
+@contextmanager
+def progress_bar(shown: bool = True) -> Iterator[Progress]:
+    """A bar with counts and elapsed time, drawn by a thread; gone when the block ends.
+
+    Args:
+        shown: False on the ranks that do not speak; never shown where stderr is no terminal.
+    """
+    with Progress(
+        TextColumn("{task.description:<32}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not (shown and sys.stderr.isatty()),
+    ) as progress:
+        yield progress
+
+
+@contextmanager
+def working(what: str, shown: bool = True) -> Iterator[None]:
+    """Says what the block does, for how long already, while it lasts.
+
+    Args:
+        what: For example `starting 4 nodes`.
+        shown: As for `progress_bar`.
+    """
+    if not (shown and sys.stderr.isatty()):
+        yield
+        return
+    with Progress(
+        TextColumn("{task.description} ..."), TimeElapsedColumn(), console=Console(stderr=True), transient=True
+    ) as progress:
+        progress.add_task(what, total=None)
+        yield
+
+
+class StatusLine:
+    """One line on a terminal that is written over, for commands that measure: no thread of it runs beside them.
+
+    Args:
+        shown: As for `progress_bar`.
+    """
+
+    def __init__(self, shown: bool = True) -> None:
+        self._shown = shown and sys.stderr.isatty()
+        self._began = time.monotonic()
+
+    def show(self, text: str) -> None:
+        """Writes the line anew, with the time since this object was made."""
+        if self._shown:
+            minutes, seconds = divmod(round(time.monotonic() - self._began), 60)
+            line = f"{text}  {minutes}:{seconds:02}"[: fitting_width() - 1]
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Wipes the line, before anything else is printed and at the end."""
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Adds `--json [FILE]`: None without it, `STDOUT` without a file.
+
+    Args:
+        parser: Changed in place.
+    """
+    parser.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=STDOUT,
+        metavar="FILE",
+        help="print JSON instead of tables; with FILE the tables stay, and the JSON goes there",
+    )
+
+
+def write_json(target: Path | None, record: object) -> None:
+    """Prints a record or writes it to a file, as `--json` asks.
+
+    Args:
+        target: What `--json` gave; None writes nothing.
+        record: Of what JSON knows.
+    """
+    text = json.dumps(record, indent=2) + "\n"
+    if target == STDOUT:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    elif target is not None:
+        target.write_text(text)

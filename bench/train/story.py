@@ -1,0 +1,96 @@
+"""What a comparison of trainings came to, in plain sentences: saved, on which link, what would save more, quality."""
+
+from gradwire.bench.emulation.rate import format_rate
+from gradwire.bench.train.train import TrainingResult
+
+WORTH_NAMING = 0.05
+"""Another setting is named where it is predicted to save more than this share of the fastest measured step."""
+
+
+def tell(results: list[TrainingResult], bits_per_second: int | None) -> list[str]:
+    """The story of a run; every figure is of the run itself, and what is predicted says so.
+
+    Args:
+        results: Plain DDP first, which the others are compared with.
+        bits_per_second: Of each node's link; None where no link was slow.
+    """
+    plain, *others = results
+    if not others:
+        return ["Only one setting ran: there is nothing to compare it with."]
+    lines = [_speed(plain, others[0], bits_per_second)]
+    lines += [_against(plain, others[0], other) for other in others[1:]]
+    if bits_per_second is not None and (more := _more(plain, others)):
+        lines.append(more)
+    return [*lines, _quality(plain, others)]
+
+
+def setting(hook: str) -> str:
+    """A hook as a user writes it: `gradwire:int8` is what `compressor="int8"` sets."""
+    name, _, compressor = hook.partition(":")
+    return f'{name} with compressor="{compressor}"' if compressor else name
+
+
+def _speed(plain: TrainingResult, other: TrainingResult, bits_per_second: int | None) -> str:
+    link = "With no slow link" if bits_per_second is None else f"Behind links of {_rate(bits_per_second)}"
+    return f"{link}, {setting(other.hook)} {_took(plain, other)}{_sent(plain, other)}."
+
+
+def _against(plain: TrainingResult, first: TrainingResult, other: TrainingResult) -> str:
+    saved, before = (plain.seconds_per_step - one.seconds_per_step for one in (other, first))
+    verdict = "saves more" if saved > max(before, 0.0) else "saves less" if saved > 0 else "saves nothing"
+    return f"{setting(other.hook)} {verdict}: it {_took(plain, other)}{_sent(plain, other)}."
+
+
+def _took(plain: TrainingResult, other: TrainingResult) -> str:
+    saved = plain.seconds_per_step - other.seconds_per_step
+    what = f"{saved:.3f} s saved" if saved >= 0 else f"{-saved:.3f} s lost"
+    return (
+        f"took {other.seconds_per_step:.3f} s a step where {setting(plain.hook)} DDP took {plain.seconds_per_step:.3f} "
+        f"s: {what}, {plain.seconds_per_step / other.seconds_per_step:.2f}x as fast"
+    )
+
+
+def _sent(plain: TrainingResult, other: TrainingResult) -> str:
+    before, after = plain.nic_nbytes_per_step, other.nic_nbytes_per_step
+    if not before or after is None:
+        return ""
+    share = abs(1 - after / before)
+    return (
+        f"; a node's link carried {after / 1e6:.2f} MB a step instead of {before / 1e6:.2f}, {share:.0%} "
+        f"{'less' if after <= before else 'more'}"
+    )
+
+
+def _more(plain: TrainingResult, others: list[TrainingResult]) -> str:
+    """Which setting that did not run would save more; empty where nothing was predicted."""
+    predicted = next((one.predicted_seconds for one in others if one.predicted_seconds), None)
+    if predicted is None:
+        return ""
+    fastest = min([plain, *others], key=lambda one: one.seconds_per_step)
+    ran = {one.hook.partition(":")[2] or "none" for one in others if one.hook.startswith("gradwire")}
+    here = predicted.get(fastest.hook.partition(":")[2] or "none", predicted["none"])
+    gains = {name: here - seconds for name, seconds in predicted.items() if name not in ran}
+    best = max(gains, key=lambda name: gains[name], default="")
+    basis = "predicted from the links' rate and this run's backward passes, not run"
+    if not best or gains[best] <= WORTH_NAMING * fastest.seconds_per_step:
+        return f"No other setting would save much more than {setting(fastest.hook)} ({basis})."
+    return (
+        f'compressor="{best}" would save another {gains[best]:.3f} s a step ({basis}); it is lossier, so check '
+        "the loss of a whole training."
+    )
+
+
+def _quality(plain: TrainingResult, others: list[TrainingResult]) -> str:
+    differences = {one.hook: one.final_loss - plain.final_loss for one in others}
+    listed = ", ".join(f"{value:+.4f} with {setting(hook)}" for hook, value in differences.items())
+    worst = max(differences.values())
+    held = worst <= plain.loss_deviation
+    return (
+        f"Quality {'held' if held else 'did not hold'}: the loss ended at {plain.final_loss:.4f} under plain DDP, "
+        f"{listed}; {'no more' if held else 'more'} than it varies from step to step ({plain.loss_deviation:.4f}). "
+        f"{plain.steps} steps show no more than that: train to the end before you rely on a lossy setting."
+    )
+
+
+def _rate(bits_per_second: int) -> str:
+    return format_rate(bits_per_second).replace("gbit", " Gbit/s").replace("mbit", " Mbit/s").replace("kbit", " kbit/s")
