@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.checkpoint import Checkpoint, pack, unpack
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
