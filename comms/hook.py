@@ -34,7 +34,7 @@ from gradwire.comms.plan.advise import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.resume import Resume
 from gradwire.compressors.base import Layout, StateDict
-from gradwire.compressors.optim.first_step import check_at_first_step
+from gradwire.compressors.optim.first_step import Check, check_at_first_step, withdraw
 
 log = logging.getLogger("gradwire")
 
@@ -132,6 +132,7 @@ class HookState:
         self._resume: Resume | None = None
         self._pending: Checkpoint | None = None
         """A state that was loaded before the ranks had connected."""
+        self._check: Check | None = None
         if isinstance(model_or_group, nn.Module):
             self.bind(model_or_group)
         elif isinstance(model_or_group, dist.ProcessGroup):
@@ -162,12 +163,19 @@ class HookState:
             )
         self.names.bind(model)
         if self.config.compressor is not None:
-            check_at_first_step(model, self.config.compressor, self.config.compressor_options, self.config.rules)
+            self._check = check_at_first_step(
+                model, self.config.compressor, self.config.compressor_options, self.config.rules
+            )
         self._group = getattr(model, "process_group", None) or self._group
         parameter = next(model.parameters(), None)
         if parameter is None:
             raise ValueError("`model` has no parameters: there is nothing to reduce")
         self._connect(parameter.device)
+
+    def unbind(self, model: nn.Module) -> None:
+        """Ends the state because another hook has taken its place on `model`; its optimizer is not checked any more."""
+        withdraw(model, self._check)
+        self.close()
 
     def report(self) -> Report:
         """Calls, bytes and seconds of every phase so far, and the plans in use with their reasons.

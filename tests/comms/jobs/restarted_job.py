@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -52,12 +53,12 @@ def main() -> None:
     latest = FOLDER / "latest.txt"
     if latest.exists():
         first = int(latest.read_text())
-        dcp.load({"model": again.model, "hook": again.state}, checkpoint_id=FOLDER / str(first))
+        load({"model": again.model, "hook": again.state}, checkpoint_id=FOLDER / str(first))
     for number in range(first, STEPS):
         if number == KILLED_BEFORE and RESTARTS == 0 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         found = again.step(number)
-        dcp.save({"model": again.model, "hook": again.state}, checkpoint_id=FOLDER / str(number + 1))
+        save({"model": again.model, "hook": again.state}, checkpoint_id=FOLDER / str(number + 1))
         if dist.get_rank() == 0:
             latest.write_text(str(number + 1))
     verdict = "the same" if torch.equal(found, expected) else "other weights"
