@@ -6,8 +6,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.comms.automatic import automatic_of
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, comm_hook_name
+from gradwire.comms.compression import LossScaler
 from gradwire.comms.config import Config
 from gradwire.comms.hook import HookState, comm_hook
+
+log = logging.getLogger("gradwire")
 
 WRAPPED_AS = (COMPILED_INSIDE, "_forward_module")
 """What torch.compile's module and Lightning Fabric's call the model inside."""
@@ -96,3 +99,38 @@ def _missing(model: nn.Module) -> TypeError | RuntimeError:
         "accelerator.prepare() or fabric.setup() returned, trainer.model_wrapped (Transformers) or "
         "trainer.strategy.model (Lightning)"
     )
+
+
+def watch_scaler(state: HookState, scaler: LossScaler | None) -> None:
+    """Has residuals follow a framework's loss scale, where it scales the loss and there are residuals."""
+    if scaler is not None and state.config.compressor not in (None, "none"):
+        state.watch(scaler)
+
+
+def require(package: str, oldest: tuple[int, int], newest: tuple[int, int], instead: str) -> None:
+    """Refuses a framework that is missing or older than what its adapter is tested with; warns of a newer one.
+
+    Args:
+        package: As its package index calls it.
+        oldest: Major and minor number of the oldest version tested.
+        newest: Of the newest.
+        instead: The line that does without the adapter.
+
+    Raises:
+        ModuleNotFoundError: It is not installed.
+        ImportError: It is older.
+    """
+    command = f"pip install '{package}>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}'"
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise ModuleNotFoundError(
+            f"gradwire.{package} needs {package}, which is not installed: {command}", name=package
+        ) from None
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    version = (int(numbers[1]), int(numbers[2])) if numbers else oldest
+    tested = f"gradwire.{package} is tested with {package} {oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
+    if version < oldest:
+        raise ImportError(f"{tested}, found {found}: {command}; or write, without the adapter: {instead}", name=package)
+    if version > newest:
+        log.warning("%s, found %s: should it fail, write, without the adapter: %s", tested, found, instead)

@@ -23,7 +23,7 @@ from gradwire.comms.autotune.stepwatch import JobAdvice, StepWatch, advise_job
 from gradwire.comms.autotune.tune import Tuning
 from gradwire.comms.bootstrap.compat import GradBucket, Store, queue_end_of_backward, store_of
 from gradwire.comms.bootstrap.store import PollingStore
-from gradwire.comms.checkpoint import NAMED, Checkpoint, gather, normalize, pack, unpack
+from gradwire.comms.checkpoint import JOB, NAMED, Checkpoint, gather, normalize, pack, unpack
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, LossScaler
 from gradwire.comms.config import Config
@@ -257,9 +257,14 @@ class HookState:
         """
         if not state and not self._wants_compression:
             return
-        if not self._wants_compression:
-            raise ValueError("`compressor` is not set: there is nothing to load a state into")
         found = normalize(state)
+        if not self._wants_compression:
+            if dict(found[JOB])["dirty"]:
+                raise ValueError(
+                    "`compressor` is not set, and `state` holds residuals that would be lost: set the compressor that "
+                    "saved it, or call state.flush() and train one more step before saving"
+                )
+            return
         if self._connection is None:
             self._pending = found
         else:

@@ -86,7 +86,13 @@ __all__ = [
 ]
 
 
+_ADAPTERS = ("accelerate", "lightning", "transformers")
+"""Modules that import the framework they are for: `gradwire.lightning.Callback`."""
+
+
 def __getattr__(name: str) -> object:
+    if name in _ADAPTERS:
+        return importlib.import_module(f"gradwire.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
     if not _HOMES[name].startswith("gradwire.topology"):  # which needs no torch

@@ -205,7 +205,7 @@ def attach_to(_: int) -> dict[str, object]:
         "DDP": lambda ddp: ddp,
         "Fabric": lambda ddp: FabricModule(ddp, ddp.module),
         "compiled": lambda ddp: torch.compile(ddp),
-        "compiled Fabric": lambda ddp: FabricModule(torch.compile(ddp), ddp.module),
+        "compiled Fabric": lambda ddp: FabricModule(torch.compile(ddp), ddp.module),  # type: ignore[arg-type]
     }
     for name, wrap in wraps.items():
         ddp = wrapped()
