@@ -1,5 +1,9 @@
 """One call for a model that is already wrapped, by whatever framework: finds its DDP and registers the hook."""
 
+import logging
+import re
+from importlib import metadata
+
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
