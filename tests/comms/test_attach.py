@@ -2,10 +2,12 @@
 
 import copy
 import os
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from typing import Any, Protocol
 
 import pytest
@@ -16,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.comms import automatic
+from gradwire.comms import attach, automatic
 from gradwire.comms.backend.register import register
 from gradwire.comms.bootstrap.compat import GradBucket, comm_hook_name
 
@@ -246,3 +248,24 @@ def test_attach_finds_the_ddp_model_or_says_what_to_pass(processes: Processes) -
         "no world": "start the script with torchrun",
     }.items():
         assert words in found[name], found[name]
+
+
+@pytest.mark.parametrize(
+    ("found", "words"), [("2.5.9", "found 2.5.9: pip install 'lightning>=2.6,<2.8'"), ("2.7.1", ""), ("3.0.0a1", "")]
+)
+def test_an_older_framework_is_refused_and_a_newer_one_warned_of(
+    found: str, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: found)
+    if words:
+        with pytest.raises(ImportError, match=re.escape(words)) as caught:
+            attach.require("lightning", (2, 6), (2, 7), "gradwire.attach(model)")
+        assert "without the adapter: gradwire.attach(model)" in str(caught.value)
+    else:
+        attach.require("lightning", (2, 6), (2, 7), "gradwire.attach(model)")
+        assert ("found 3.0.0a1" in caplog.text) == (found == "3.0.0a1")
+
+
+def test_a_missing_framework_is_named_with_the_line_that_installs_it() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"not installed: pip install 'nowhere>=1.2,<1.4'"):
+        attach.require("nowhere", (1, 2), (1, 3), "")
