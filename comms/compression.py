@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import device_scale_of
+from gradwire.comms.checkpoint import PREFIX
 from gradwire.comms.execute import Bucket
 from gradwire.comms.resume import to_rows
 from gradwire.comms.streams import LateFlag
@@ -18,9 +19,6 @@ from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue
 from gradwire.compressors.registry import Option
 from gradwire.compressors.routed import make_routed
 from gradwire.compressors.rules import Rule
-
-PREFIX = "gradwire/"
-"""Keys of the hook's own entries in a state dict."""
 
 
 class LossScaler(Protocol):
@@ -150,36 +148,39 @@ class Compression:
             self._dirty = True
             self.flushing = self.flushing or flushed
 
-    def state_dict(self) -> StateDict:
-        """This rank's state; see `HookState.state_dict`."""
+    @property
+    def dirty(self) -> bool:
+        """Whether residuals are held back; the same on all ranks."""
         self.settle()
+        return self._dirty
+
+    def state_dict(self) -> StateDict:
+        """This rank's state; transfers that were loaded are in it until a step has replaced them."""
+        self.settle()
+        transfers = to_rows(self._last_transfers) if self._saved_transfers is None else self._saved_transfers.clone()
         own: StateDict = {
             PREFIX + "rank": self._rank,
             PREFIX + "size": self._size,
             PREFIX + "dirty": int(self._dirty),
             PREFIX + "loss_scale": float(self._loss_scale),
-            PREFIX + "transfers": to_rows(self._last_transfers),
+            PREFIX + "transfers": transfers,
         }
         return own | self.compressor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
-        """Restores a state; see `HookState.load_state_dict`."""
-        if any(PREFIX + key not in state for key in ("size", "rank", "dirty", "loss_scale", "transfers")):
-            raise ValueError("`state` has no entries of gradwire's hook: wanted what HookState.state_dict() returned")
-        size, rank, dirty = (int(state[PREFIX + key]) for key in ("size", "rank", "dirty"))
-        if (size, rank) != (self._size, self._rank):
-            if dirty:
-                raise ValueError(
-                    f"`state` is of rank {rank} of {size}, this is rank {self._rank} of {self._size}, and it still "
-                    "holds residuals that belong to that rank: call state.flush() and train one more step before "
-                    "saving, or load each rank's own state at the same world size"
-                )
-            return  # the residuals are in the weights; momenta and factors of other shards build up again
+        """Restores what `state_dict` returned on this rank of as many.
+
+        Raises:
+            ValueError: The state is of another model or compressor, or is damaged; nothing was changed.
+        """
+        if any(PREFIX + key not in state for key in ("dirty", "loss_scale", "transfers")):
+            raise ValueError("`state` lacks entries of gradwire's hook: it is damaged")
         self.compressor.load_state_dict({key: value for key, value in state.items() if not key.startswith(PREFIX)})
         self._undecided = None
         self._loss_scale = float(state[PREFIX + "loss_scale"])
-        self._dirty = bool(dirty)
-        self._saved_transfers = torch.as_tensor(state[PREFIX + "transfers"])
+        self._dirty = bool(state[PREFIX + "dirty"])
+        transfers = torch.as_tensor(state[PREFIX + "transfers"])
+        self._saved_transfers = transfers if transfers.numel() else None
 
 
 def _wait(bucket: Bucket) -> Tensor:

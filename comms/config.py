@@ -16,6 +16,8 @@ PLANS = ("auto", "flat", "hierarchical", "leader")
 FUSIONS = ("fixed", "auto")
 TRANSPORTS = ("auto", "gloo", "nccl", "mpi")
 ENVIRONMENT_PREFIX = "GRADWIRE_"
+AUTOMATIC = ENVIRONMENT_PREFIX + "HOOK"
+"""Names the compressor that every DDP model of the process gets, `none` for an exact hook."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,26 @@ class Config:
                     raise ValueError(f"`{ENVIRONMENT_PREFIX}{name}` is {text!r}; wanted {error}") from None
         return cls(**(values | options))  # type: ignore[arg-type]  # checked by name above, by value in __post_init__
 
+    @classmethod
+    def automatic(cls) -> "Config | None":
+        """The configuration that GRADWIRE_HOOK and the other variables give; None where it is unset or empty.
+
+        Raises:
+            ValueError: It names no compressor, or another one than GRADWIRE_COMPRESSOR; or another variable's value
+                does not fit.
+        """
+        name = os.environ.get(AUTOMATIC)
+        if not name:
+            return None
+        other = os.environ.get(ENVIRONMENT_PREFIX + "COMPRESSOR", name)
+        if other != name:
+            raise ValueError(f"`{AUTOMATIC}` is {name!r}, but `GRADWIRE_COMPRESSOR` is {other!r}: set one of them")
+        try:
+            _check_compressor(name)
+        except ValueError as error:
+            raise ValueError(f"{error}".replace("`compressor`", f"`{AUTOMATIC}`")) from None
+        return cls.from_env(compressor=name)
+
     @property
     def fuses(self) -> bool:
         """Whether buckets may travel together, or apart, differently from step to step."""
@@ -144,6 +166,11 @@ class Config:
         return {
             entry.name: _plain(getattr(self, entry.name)) for entry in dataclasses.fields(self) if entry.name not in own
         }
+
+
+def automatic_hook_wanted() -> bool:
+    """Whether GRADWIRE_HOOK is set; its value is looked at when the first model is made."""
+    return bool(os.environ.get(AUTOMATIC))
 
 
 def world_size() -> int:

@@ -23,6 +23,7 @@ from gradwire.comms.autotune.stepwatch import JobAdvice, StepWatch, advise_job
 from gradwire.comms.autotune.tune import Tuning
 from gradwire.comms.bootstrap.compat import GradBucket, Store, queue_end_of_backward, store_of
 from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.checkpoint import JOB, NAMED, Checkpoint, gather, normalize, pack, unpack
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, LossScaler
 from gradwire.comms.config import Config
@@ -32,8 +33,8 @@ from gradwire.comms.names import ParameterNames
 from gradwire.comms.plan.advise import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.resume import Resume
-from gradwire.compressors.base import Layout, StateDict, StateValue
-from gradwire.compressors.optim.first_step import check_at_first_step
+from gradwire.compressors.base import Layout, StateDict
+from gradwire.compressors.optim.first_step import Check, check_at_first_step, withdraw
 
 log = logging.getLogger("gradwire")
 
@@ -143,6 +144,9 @@ class HookState:
         self._buckets: list[Bucket] = []
         self._transfers: list[Layout] = []
         self._resume: Resume | None = None
+        self._pending: Checkpoint | None = None
+        """A state that was loaded before the ranks had connected."""
+        self._check: Check | None = None
         if isinstance(model_or_group, nn.Module):
             self.bind(model_or_group)
         elif isinstance(model_or_group, dist.ProcessGroup):
@@ -154,15 +158,38 @@ class HookState:
             )
 
     def bind(self, model: nn.Module) -> None:
-        """Takes parameter names from `model`, and its process group where it is a DDP model; connects the ranks."""
+        """Takes parameter names from `model`, and its process group where it is a DDP model; connects the ranks.
+
+        A state that was loaded before is restored now.
+
+        Args:
+            model: Best the DDP model that the hook is registered on.
+
+        Raises:
+            ValueError: The state belongs to another model, or has compressed gradients under numbers already; `model`
+                has no parameters; or a state that was loaded does not fit.
+            RuntimeError: torch.distributed is not initialised, or a rank did not join.
+        """
+        if self._compresses and self.names.shapes:
+            raise ValueError(
+                "`model` comes after the first step: residuals are already kept under numbers instead of its "
+                "parameters' names; call state.bind(model) before the first backward pass"
+            )
         self.names.bind(model)
         if self.config.compressor is not None:
-            check_at_first_step(model, self.config.compressor, self.config.compressor_options, self.config.rules)
+            self._check = check_at_first_step(
+                model, self.config.compressor, self.config.compressor_options, self.config.rules
+            )
         self._group = getattr(model, "process_group", None) or self._group
         parameter = next(model.parameters(), None)
         if parameter is None:
             raise ValueError("`model` has no parameters: there is nothing to reduce")
         self._connect(parameter.device)
+
+    def unbind(self, model: nn.Module) -> None:
+        """Ends the state because another hook has taken its place on `model`; its optimizer is not checked any more."""
+        withdraw(model, self._check)
+        self.close()
 
     def report(self) -> Report:
         """Calls, bytes and seconds of every phase so far, and the plans in use with their reasons.
@@ -191,33 +218,87 @@ class HookState:
         """
         self._compressed().flushing = True
 
-    def state_dict(self) -> StateDict:
-        """This rank's residuals, momenta and factors, as plain tensors and numbers; every rank saves its own.
+    def state_dict(self) -> Checkpoint:
+        """This rank's residuals, momenta and factors; every rank saves its own.
 
-        Safe with `torch.load(weights_only=True)` and torch.distributed.checkpoint. Empty without a compressor,
-        and before the state has a model or has seen a bucket.
+        An entry under a key that carries the rank, and one that is the same on all ranks, both plain tuples of CPU
+        tensors, numbers and strings: safe with `torch.load(weights_only=True)`, and with torch.distributed.checkpoint,
+        which may be given the state itself. A state that has just been made for the model has the same keys. Empty
+        without a compressor, and while neither torch.distributed is initialised nor a state has been loaded.
         """
-        if not self._compresses:
+        if not self._wants_compression:
             return {}
-        connection = self._connected("state_dict()")
-        with connection.communicator.alone():
-            state = self._compressed().state_dict()
-        connection.communicator.rejoin()
-        return state
+        if self._connection is None and self._pending is not None:
+            return dict(self._pending)
+        group = self._group or dist.group.WORLD if dist.is_initialized() else None
+        if group is None:
+            return {}
+        own: StateDict = {}
+        dirty = False
+        if self._connection is not None:
+            with self._connection.communicator.alone():
+                own = self._compressed().state_dict() | {NAMED: int(self.names.bound)}
+            self._connection.communicator.rejoin()
+            dirty = self._compressed().dirty
+        return pack(own, group.rank(), group.size(), dirty)
 
-    def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
-        """Restores what `state_dict` returned on this rank; training goes on bit for bit.
+    def gathered_state_dict(self, *, on_all_ranks: bool = False) -> Checkpoint:
+        """The states of all ranks in one, for frameworks in which rank 0 writes the checkpoint; all ranks call it.
 
-        At another world size a state is taken only if it was flushed before it was saved (`flush()`, one step, save);
-        momenta and warm-start factors then build up again.
+        `load_state_dict` takes each rank's own part of it.
+
+        Args:
+            on_all_ranks: Whether every rank shall have all of it (one writes on each node); else rank 0 of the group
+                alone, and the others get their own part.
+
+        Raises:
+            RuntimeError: torch.distributed is not initialised.
+        """
+        if not self._wants_compression:
+            return {}
+        group = self._group or dist.group.WORLD if dist.is_initialized() else None
+        if group is None:
+            raise RuntimeError("torch.distributed is not initialised: there are no ranks to gather a state from")
+        return gather(self.state_dict(), group, on_all_ranks)
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restores what `state_dict` returned on this rank, or `gathered_state_dict`; training goes on bit for bit.
+
+        Before the state has a model or has seen a bucket, `state` is kept until then, and checked then. At another
+        world size a state is taken only if it was flushed before it was saved (`flush()`, one step, save); momenta and
+        warm-start factors then build up again.
 
         Raises:
             ValueError: The state is of another model, compressor, rank or world size; nothing was changed.
         """
-        if state or self._compresses:
-            compression, communicator = self._compressed(), self._connected("load_state_dict()").communicator
-            with communicator.alone():
-                compression.load_state_dict(state)
+        if not state and not self._wants_compression:
+            return
+        found = normalize(state)
+        if not self._wants_compression:
+            if dict(found[JOB])["dirty"]:
+                raise ValueError(
+                    "`compressor` is not set, and `state` holds residuals that would be lost: set the compressor that "
+                    "saved it, or call state.flush() and train one more step before saving"
+                )
+            return
+        if self._connection is None:
+            self._pending = found
+        else:
+            self._take_over(self._connection, found)
+
+    def _take_over(self, connection: _Connection, state: Checkpoint) -> None:
+        own = unpack(state, connection.group.rank(), connection.group.size())
+        if own is None:
+            return
+        named = own.pop(NAMED, None)
+        if named is not None and bool(named) != self.names.bound:
+            has, other = ("its parameters' names", "numbers") if self.names.bound else ("numbers", "parameters' names")
+            raise ValueError(
+                f"`state` keeps residuals under {other}, this HookState under {has}: give both the model, with "
+                "HookState(model) or state.bind(model) before the first backward pass, or neither"
+            )
+        with connection.communicator.alone():
+            self._compressed().load_state_dict(own)
 
     def close(self) -> None:
         """Ends the threads and releases shared memory; happens by itself when the state is collected or at exit."""
@@ -283,6 +364,10 @@ class HookState:
         return self._connection
 
     @property
+    def _wants_compression(self) -> bool:
+        return self.config.compressor not in (None, "none")
+
+    @property
     def _compresses(self) -> bool:
         return self._connection is not None and self._connection.compression is not None
 
@@ -300,6 +385,9 @@ class HookState:
             group = self._group or dist.group.WORLD
             assert group is not None
             self._connection = _Connection(group, device, self.config, self.names)
+            pending, self._pending = self._pending, None
+            if pending is not None:
+                self._take_over(self._connection, pending)
         return self._connection
 
     def _begin_step(self, connection: _Connection) -> None:

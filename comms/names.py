@@ -44,6 +44,11 @@ class ParameterNames:
         self.layouts.clear()
         self._bound = True
 
+    @property
+    def bound(self) -> bool:
+        """Whether parameters go by their names in a model; else they are numbered."""
+        return self._bound
+
     def numels(self) -> dict[str, int]:
         """Elements of each parameter that has a name."""
         return {

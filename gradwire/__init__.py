@@ -19,6 +19,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gradwire.comms.attach import attach
     from gradwire.comms.bootstrap.mpi_launch import init_mpi_process_group
     from gradwire.comms.config import Config
     from gradwire.comms.fusion import FusionPlan
@@ -48,6 +49,7 @@ _HOMES = {
     "OneBitLamb": "gradwire.compressors.optim.onebit_lamb",
     "Rule": "gradwire.compressors.rules",
     "Slice": "gradwire.compressors.base",
+    "attach": "gradwire.comms.attach",
     "check_optimizer": "gradwire.compressors.optim.fit",
     "comm_hook": "gradwire.comms.hook",
     "detect_machine": "gradwire.topology.readers.detect",
@@ -71,6 +73,7 @@ __all__ = [
     "OneBitLamb",
     "Rule",
     "Slice",
+    "attach",
     "check_optimizer",
     "comm_hook",
     "detect_machine",
@@ -83,7 +86,13 @@ __all__ = [
 ]
 
 
+_ADAPTERS = ("accelerate", "lightning", "transformers")
+"""Modules that import the framework they are for: `gradwire.lightning.Callback`."""
+
+
 def __getattr__(name: str) -> object:
+    if name in _ADAPTERS:
+        return importlib.import_module(f"gradwire.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
     if not _HOMES[name].startswith("gradwire.topology"):  # which needs no torch

@@ -18,6 +18,7 @@ PUBLIC = [
     "OneBitLamb",
     "Rule",
     "Slice",
+    "attach",
     "check_optimizer",
     "comm_hook",
     "detect_machine",

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, GradBucket, HashStore, PrefixStore, Store
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
+from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     "AllgatherOptions",
@@ -265,3 +266,26 @@ def _lazy_nccl(options: GroupOptions) -> "dist.ProcessGroupNCCL":
     return dist.ProcessGroupNCCL(
         PrefixStore("nccl", options.store), options.group_rank, options.group_size, nccl_options
     )
+
+
+REGISTER_BUILTIN = "_register_builtin_comm_hook"
+"""DDP's method (self, BuiltinCommHookType) that registers a hook written in C++."""
+COMPILED_INSIDE = "_orig_mod"
+"""What the module that `torch.compile` returns calls the module it was given."""
+
+
+def comm_hook_name(model: DistributedDataParallel) -> str:
+    """The name of the hook that was registered on a DDP model, a built-in one included; empty where none was."""
+    return str(model._get_ddp_logging_data().get("comm_hook", ""))  # type: ignore[no-untyped-call]
+
+
+def rename_comm_hook(model: DistributedDataParallel, hook: Callable[..., object], state: object) -> None:
+    """Notes another hook in place of the one that DDP calls, which passes on to it from now on.
+
+    Raises:
+        ValueError: The hook's annotations are not those of a hook.
+        TypeError: It cannot be called.
+    """
+    model._check_comm_hook(hook)  # type: ignore[no-untyped-call]
+    model.logger._set_comm_hook_name(hook.__qualname__)  # type: ignore[union-attr]
+    model._comm_hooks[:] = [(hook, state)]

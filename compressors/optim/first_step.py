@@ -14,7 +14,9 @@ from gradwire.compressors.optim.fit import CompressorUse, check_groups
 from gradwire.compressors.registry import Option
 from gradwire.compressors.rules import Rule, first_match, rules_from
 
-_unchecked: WeakKeyDictionary[nn.Module, tuple[CompressorUse, tuple[Rule, ...]]] = WeakKeyDictionary()
+Check = tuple[CompressorUse, tuple[Rule, ...]]
+
+_unchecked: WeakKeyDictionary[nn.Module, Check] = WeakKeyDictionary()
 """Main compressor and rules of the models whose optimizer has not stepped yet."""
 
 
@@ -23,7 +25,7 @@ def check_at_first_step(
     compressor_name: str,
     options: Mapping[str, Option],
     rules: Sequence[Rule | Mapping[str, object]] = (),
-) -> None:
+) -> Check:
     """Runs `check_optimizer` before the first step that an optimizer takes on the model's parameters.
 
     Each compressor, the main one and those that rules name, is checked against the groups that hold its parameters. The
@@ -35,9 +37,19 @@ def check_at_first_step(
         compressor_name: As in `compressor=`.
         options: The compressor's options.
         rules: As in `rules=`.
+
+    Returns:
+        What `withdraw` takes back.
     """
-    _unchecked[model] = CompressorUse(compressor_name, options), rules_from(rules)
+    check = _unchecked[model] = CompressorUse(compressor_name, options), rules_from(rules)
     _register()
+    return check
+
+
+def withdraw(model: nn.Module, check: Check | None) -> None:
+    """Takes back what `check_at_first_step` returned for this model, unless a later check has replaced it."""
+    if check is not None and _unchecked.get(model) is check:
+        del _unchecked[model]
 
 
 @cache

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.checkpoint import Checkpoint, pack, unpack
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
@@ -196,23 +197,36 @@ def test_a_changed_loss_scale_rescales_what_was_held_back() -> None:
 
 
 def test_another_world_size_takes_only_a_flushed_state() -> None:
-    def saved(flush: bool) -> Callable[[Rank], StateDict]:
-        def run(end: Rank) -> StateDict:
+    def saved(flush: bool) -> Callable[[Rank], Checkpoint]:
+        def run(end: Rank) -> Checkpoint:
             end.step(0, ONE_BUCKET)
             end.compression.flushing = flush
             end.step(1, ONE_BUCKET)
-            return end.compression.state_dict()
+            return pack(end.compression.state_dict(), end.rank, 4, end.compression.dirty)
 
         return run
 
     clean, dirty = on_ranks("aabb", "onebit", saved(True)), on_ranks("aabb", "onebit", saved(False))
+    for rank in range(2):
+        assert unpack(clean[rank], rank, 2) is None
+        with pytest.raises(ValueError, match=r"of 4 ranks, there are 2.* call state\.flush\(\)"):
+            unpack(dirty[rank], rank, 2)
 
-    def load(end: Rank) -> None:
-        end.compression.load_state_dict(clean[end.rank])
-        with pytest.raises(ValueError, match=r"call state\.flush\(\)"):
-            end.compression.load_state_dict(dirty[end.rank])
 
-    on_ranks("ab", "onebit", load)
+def test_loaded_transfers_stay_until_a_step_replaces_them() -> None:
+    def body(end: Rank) -> tuple[Tensor, Tensor, Tensor]:
+        end.step(0, ONE_BUCKET)
+        saved = end.compression.state_dict()
+        end.step(1, TWO_BUCKETS)
+        end.compression.load_state_dict(saved)
+        again = end.compression.state_dict()
+        end.compression.take_saved_transfers()  # as the hook does when it begins a step
+        end.step(1, TWO_BUCKETS)
+        states = (saved, again, end.compression.state_dict())
+        return tuple(torch.as_tensor(state["gradwire/transfers"]) for state in states)  # type: ignore[return-value]
+
+    for saved, again, after in on_ranks("aabb", "int4", body):
+        assert torch.equal(saved, again) and not torch.equal(saved, after)
 
 
 @pytest.mark.parametrize(("nodes", "plan", "place"), [("aaa", "flat", "all ranks"), ("aabb", "flat", "all ranks")])

@@ -93,6 +93,12 @@ Record = dict[str, Any]
 """What the file holds of a case."""
 
 
+def own_state(state: gradwire.HookState) -> dict[str, object]:
+    """What a rank's state holds, without what says which rank it is and how the parameters are called."""
+    entries = [entry for key, entry in state.state_dict().items() if key.startswith("gradwire/rank")]
+    return {key: value for entry in entries for key, value in entry if key != "gradwire/named"}
+
+
 class Digest:
     """SHA-256 of plain values: tensors by dtype, shape and bytes, mappings in the order of their keys."""
 
@@ -423,7 +429,7 @@ class _Trainer:
 
     def _finish(self) -> None:
         """Takes in what the state holds, and lets go of it."""
-        self.result.own.add(self.state.state_dict())
+        self.result.own.add(own_state(self.state))
         report = self.state.report()
         self.result.transfers += 0 if self.case.timed else report.buckets
         self.result.own.add(report.steps)

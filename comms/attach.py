@@ -1,0 +1,140 @@
+"""One call for a model that is already wrapped, by whatever framework: finds its DDP and registers the hook."""
+
+import logging
+import re
+from importlib import metadata
+
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.comms.automatic import automatic_of
+from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, comm_hook_name
+from gradwire.comms.compression import LossScaler
+from gradwire.comms.config import Config
+from gradwire.comms.hook import HookState, comm_hook
+
+log = logging.getLogger("gradwire")
+
+WRAPPED_AS = (COMPILED_INSIDE, "_forward_module")
+"""What torch.compile's module and Lightning Fabric's call the model inside."""
+
+SHARDED = {
+    "FullyShardedDataParallel": "FSDP",
+    "FSDPModule": "FSDP2",
+    "DeepSpeedEngine": "DeepSpeed",
+}
+"""Class of a model whose gradients DDP does not average -> how its users call it."""
+
+
+def attach(model: nn.Module, *, config: Config | None = None, **options: object) -> HookState:
+    """Registers gradwire's hook on a model that is wrapped in DDP, and returns the hook's state.
+
+    Args:
+        model: A DistributedDataParallel, or what `accelerator.prepare`, Lightning's `fabric.setup` or `torch.compile`
+            have made of one; a Transformers Trainer's `trainer.model_wrapped`, a Lightning Trainer's
+            `trainer.strategy.model`.
+        config: As for `HookState`.
+        **options: Fields of `Config` by name; they win over the environment.
+
+    Returns:
+        The state, bound to the model. Where GRADWIRE_HOOK has given the model a hook, and nothing else is asked for
+        here, that hook's.
+
+    Raises:
+        TypeError: There is no DDP model inside, or an option has an unknown name.
+        ValueError: The model has a hook already; a value does not fit, or differs between the ranks.
+        RuntimeError: torch.distributed is not initialised, or a rank did not join.
+    """
+    ddp = find_ddp(model)
+    automatic = automatic_of(ddp)
+    if automatic is not None and config is None and not options:
+        return automatic
+    found = comm_hook_name(ddp)
+    if found and automatic is None:
+        raise ValueError(
+            f"`model` has a hook already, {found}, and DDP takes one: register gradwire's instead of it, or leave "
+            "attach() out"
+        )
+    state = HookState(ddp, config=config, **options)
+    ddp.register_comm_hook(state, comm_hook)
+    return state
+
+
+def find_ddp(model: nn.Module) -> DistributedDataParallel:
+    """The DDP model inside of what a framework has made of it.
+
+    Raises:
+        TypeError: There is none; the message says what to pass.
+        RuntimeError: There is none, because torch.distributed is not initialised.
+    """
+    if not isinstance(model, nn.Module):
+        hints = {"model_wrapped": "its `model_wrapped`", "strategy": "its `strategy.model`"}
+        hint = next((text for name, text in hints.items() if hasattr(model, name)), "the model")
+        raise TypeError(f"`model` is a {type(model).__name__}; wanted a torch.nn.Module: pass {hint}")
+    inner: nn.Module = model
+    while not isinstance(inner, DistributedDataParallel):
+        children = dict(inner.named_children())
+        name = next((name for name in WRAPPED_AS if name in children), None)
+        if name is None:
+            raise _missing(inner)
+        inner = children[name]
+    return inner
+
+
+def _missing(model: nn.Module) -> TypeError | RuntimeError:
+    name = type(model).__name__
+    for base in type(model).__mro__:
+        if base.__name__ in SHARDED:
+            return TypeError(
+                f"`model` is a {name}: {SHARDED[base.__name__]} reduces its gradients itself and takes no DDP hook; "
+                'use gradwire as the backend instead: torch.distributed.init_process_group("gradwire")'
+            )
+    if not dist.is_initialized():
+        return RuntimeError(
+            f"torch.distributed is not initialised, so `model`, a {name}, is not wrapped in DistributedDataParallel: "
+            "start the script with torchrun, call torch.distributed.init_process_group() and wrap the model first"
+        )
+    inside = next((path for path, each in model.named_modules() if isinstance(each, DistributedDataParallel)), None)
+    if inside is not None:
+        return TypeError(f"`model` is a {name} that holds a DistributedDataParallel: pass `model.{inside}`")
+    return TypeError(
+        f"`model` is a {name}, not wrapped in DistributedDataParallel: pass what DistributedDataParallel(), "
+        "accelerator.prepare() or fabric.setup() returned, trainer.model_wrapped (Transformers) or "
+        "trainer.strategy.model (Lightning)"
+    )
+
+
+def watch_scaler(state: HookState, scaler: LossScaler | None) -> None:
+    """Has residuals follow a framework's loss scale, where it scales the loss and there are residuals."""
+    if scaler is not None and state.config.compressor not in (None, "none"):
+        state.watch(scaler)
+
+
+def require(package: str, oldest: tuple[int, int], newest: tuple[int, int], instead: str) -> None:
+    """Refuses a framework that is missing or older than what its adapter is tested with; warns of a newer one.
+
+    Args:
+        package: As its package index calls it.
+        oldest: Major and minor number of the oldest version tested.
+        newest: Of the newest.
+        instead: The line that does without the adapter.
+
+    Raises:
+        ModuleNotFoundError: It is not installed.
+        ImportError: It is older.
+    """
+    command = f"pip install '{package}>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}'"
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise ModuleNotFoundError(
+            f"gradwire.{package} needs {package}, which is not installed: {command}", name=package
+        ) from None
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    version = (int(numbers[1]), int(numbers[2])) if numbers else oldest
+    tested = f"gradwire.{package} is tested with {package} {oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
+    if version < oldest:
+        raise ImportError(f"{tested}, found {found}: {command}; or write, without the adapter: {instead}", name=package)
+    if version > newest:
+        log.warning("%s, found %s: should it fail, write, without the adapter: %s", tested, found, instead)

@@ -1,0 +1,130 @@
+"""The hook without a line: with GRADWIRE_HOOK set, every DistributedDataParallel of the process has it from its birth.
+
+DDP takes one hook, once. So what is registered here passes on to the hook that the model's own code registers later, if
+it does. Imported at the end of `import torch`, and only where the variable is set: what is heavy waits for a model.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.comms.bootstrap.compat import REGISTER_BUILTIN, GradBucket, comm_hook_name, rename_comm_hook
+from gradwire.comms.config import AUTOMATIC, Config
+
+if TYPE_CHECKING:
+    from gradwire.comms.hook import HookState
+
+log = logging.getLogger("gradwire")
+
+FutureTensor = torch.futures.Future[torch.Tensor]
+
+
+class Automatic:
+    """The hook of a model that has registered none itself.
+
+    Attributes:
+        state: Bound to the model.
+        own: The (hook, state) that the model's code has registered since; then `state` is closed.
+    """
+
+    def __init__(self, state: "HookState") -> None:
+        self.state = state
+        self.own: tuple[Callable[..., FutureTensor], object] | None = None
+
+
+_models: WeakKeyDictionary[DistributedDataParallel, Automatic] = WeakKeyDictionary()
+_said: set[str] = set()
+_original = (
+    DistributedDataParallel.__init__,
+    DistributedDataParallel.register_comm_hook,
+    getattr(DistributedDataParallel, REGISTER_BUILTIN),
+)
+
+
+def install() -> None:
+    """Gives every DDP model that is made from now on the hook that GRADWIRE_HOOK names; a second call does nothing."""
+    init, register, register_builtin = _original
+    if DistributedDataParallel.__init__ is not init:
+        return
+
+    @wraps(init)
+    def make(model: DistributedDataParallel, *args: Any, **named: Any) -> None:
+        init(model, *args, **named)
+        _add(model)
+
+    @wraps(register)
+    def register_own(model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
+        if automatic_of(model) is None:
+            register(model, state, hook)
+        else:
+            _replace(model, hook, state)
+
+    @wraps(register_builtin)
+    def builtin(model: DistributedDataParallel, kind: Any) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # here: torch is not through yet
+
+        if automatic_of(model) is None:
+            register_builtin(model, kind)
+            return
+        hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
+        _replace(model, hooks[kind.name], model.process_group)
+
+    for name, method in (("__init__", make), ("register_comm_hook", register_own), (REGISTER_BUILTIN, builtin)):
+        setattr(DistributedDataParallel, name, method)
+
+
+def automatic_of(model: DistributedDataParallel) -> "HookState | None":
+    """The state that a model was given when it was made; None where there is none, or another hook has replaced it."""
+    found = _models.get(model)
+    return found.state if found is not None and found.own is None else None
+
+
+def automatic_hook(automatic: Automatic, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What DDP calls: gradwire's hook, or the one that has replaced it."""
+    from gradwire.comms.hook import comm_hook
+
+    if automatic.own is not None:
+        hook, state = automatic.own
+        return hook(state, bucket)
+    return comm_hook(automatic.state, bucket)
+
+
+def _add(model: DistributedDataParallel) -> None:
+    config = Config.automatic()
+    if config is None:
+        return
+    from gradwire.comms.hook import HookState
+
+    found = comm_hook_name(model)
+    if found:
+        _say(f"a DistributedDataParallel came with a hook of its own, {found}: {AUTOMATIC} leaves it alone")
+        return
+    automatic = Automatic(HookState(model, config=config))
+    _original[1](model, automatic, automatic_hook)
+    _models[model] = automatic
+    how = "exactly" if config.compressor == "none" else f"{config.compressor} between the nodes"
+    _say(
+        f"{AUTOMATIC}={config.compressor}: gradwire averages the gradients of every DistributedDataParallel of this "
+        f"process, {how}; a hook that the script registers replaces it"
+    )
+
+
+def _replace(model: DistributedDataParallel, hook: Callable[..., FutureTensor], state: object) -> None:
+    automatic = _models[model]
+    rename_comm_hook(model, hook, state)
+    automatic.own = hook, state
+    automatic.state.unbind(model)
+    _say(f"a DistributedDataParallel has registered {hook.__qualname__}: it replaces the hook of {AUTOMATIC}")
+
+
+def _say(text: str) -> None:
+    """Tells each thing once, and for all ranks."""
+    if text not in _said and dist.get_rank() == 0:
+        log.warning(text)
+    _said.add(text)

@@ -1,0 +1,131 @@
+"""The hook's state in the checkpoints that people write: one entry for each rank, under a key that carries the rank.
+
+What a rank holds (residuals, momenta, factors, transfers) changes in number and shape with DDP's buckets. So an entry
+is one opaque value, a tuple of (key, value) pairs: torch.distributed.checkpoint stores it as it does every value that
+is no tensor, of any size, and a state that has just been bound offers the same keys as the one that was saved. Where
+rank 0 writes the file for all, the ranks' dictionaries are merged into one, because their keys differ.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.compressors.base import StateDict, StateValue
+
+log = logging.getLogger("gradwire")
+
+PREFIX = "gradwire/"
+"""Of the hook's own keys, in a checkpoint and in an entry."""
+JOB = PREFIX + "job"
+"""Key of what all ranks know alike: `size`, the number of ranks, and `dirty`, whether residuals are held back."""
+NAMED = PREFIX + "named"
+"""Key in an entry: 1 where parameters go by their names in the model, 0 where they are numbered."""
+
+Entry = tuple[tuple[str, StateValue], ...]
+"""A state dict as one value. Plain tuples, so that `torch.load(weights_only=True)` takes it."""
+Checkpoint = dict[str, Entry]
+"""What `HookState.state_dict` returns."""
+
+NOT_OURS = "`state` has no entries of gradwire's hook: wanted what HookState.state_dict() returned"
+
+
+def rank_key(rank: int) -> str:
+    """The key of a rank's entry."""
+    return f"{PREFIX}rank{rank}"
+
+
+def pack(state: Mapping[str, StateValue], rank: int, size: int, dirty: bool) -> Checkpoint:
+    """What one rank puts into a checkpoint.
+
+    Args:
+        state: Its own; tensors of any shape and dtype, copied to the CPU where they are not there. Empty for a rank
+            that holds nothing yet.
+        rank: This rank.
+        size: Number of ranks.
+        dirty: Whether residuals are held back; the same on all ranks.
+    """
+    own = tuple((key, value.cpu() if isinstance(value, Tensor) else value) for key, value in state.items())
+    return {JOB: (("size", size), ("dirty", int(dirty))), rank_key(rank): own}
+
+
+def normalize(saved: Mapping[str, object]) -> Checkpoint:
+    """A state as `pack` writes it.
+
+    Args:
+        saved: What `pack` or `gather` returned, also where a serializer has made lists of its tuples; or a state dict
+            of gradwire before its keys carried the rank.
+
+    Raises:
+        ValueError: It is no state of the hook; the message says what was wanted.
+    """
+    if all(PREFIX + key in saved for key in ("size", "rank", "dirty", "loss_scale", "transfers")):
+        state = [(key, value) for key, value in saved.items() if isinstance(value, Tensor | int | float | str)]
+        numbers = dict(state)
+        rank, size, dirty = (int(numbers[PREFIX + key]) for key in ("rank", "size", "dirty"))
+        return {JOB: (("size", size), ("dirty", dirty)), rank_key(rank): tuple(state)}
+    found = {key: _entry(value) for key, value in saved.items()}
+    if not {"size", "dirty"} <= dict(found.get(JOB, ())).keys():
+        raise ValueError(NOT_OURS)
+    return found
+
+
+def unpack(saved: Checkpoint, rank: int, size: int) -> StateDict | None:
+    """This rank's part of a checkpoint of any number of ranks.
+
+    Args:
+        saved: What `pack`, `gather` or `normalize` returned.
+        rank: This rank.
+        size: Number of ranks.
+
+    Returns:
+        None where there is nothing to restore: the state is of another number of ranks, and was flushed, or was saved
+        before the first bucket.
+
+    Raises:
+        ValueError: `saved` holds residuals of another number of ranks, or lacks this rank's part.
+    """
+    job = dict(saved[JOB])
+    if job["size"] != size:
+        if job["dirty"]:
+            raise ValueError(
+                f"`state` is of {job['size']} ranks, there are {size}, and it still holds residuals that belong to "
+                "those ranks: call state.flush() and train one more step before saving, or load it at the number of "
+                "ranks that saved it"
+            )
+        # The residuals are in the weights; momenta and factors of other shards build up again.
+        log.info("a flushed state of %s ranks in a job of %d: the compressor starts anew", job["size"], size)
+        return None
+    if rank_key(rank) not in saved:
+        ranks = ", ".join(sorted(key.removeprefix(PREFIX + "rank") for key in saved if key != JOB))
+        raise ValueError(
+            f"`state` holds the part of rank {ranks or 'none'} alone, this is rank {rank} of {size}: where rank 0 "
+            "saves for all, save state.gathered_state_dict(), called on all ranks; or save each rank's state_dict() "
+            "and load its own"
+        )
+    return dict(saved[rank_key(rank)]) or None
+
+
+def gather(own: Checkpoint, group: dist.ProcessGroup, on_all_ranks: bool) -> Checkpoint:
+    """Merges what the ranks of a group put into a checkpoint; all of them call it.
+
+    Returns:
+        Everything on the group's rank 0 or, if `on_all_ranks`, on all; on the others their own part.
+    """
+    parts: list[Checkpoint | None] = [None] * group.size()
+    if on_all_ranks:
+        dist.all_gather_object(parts, own, group=group)
+    else:
+        receiver = dist.get_global_rank(group, 0)
+        dist.gather_object(own, parts if group.rank() == 0 else None, dst=receiver, group=group)
+    merged = dict(own)
+    for part in parts:
+        merged |= part or {}
+    return merged
+
+
+def _entry(value: object) -> Entry:
+    if not isinstance(value, Sequence) or any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in value):
+        raise ValueError(NOT_OURS)
+    return tuple((str(key), each) for key, each in value)

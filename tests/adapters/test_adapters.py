@@ -1,0 +1,58 @@
+"""The adapters in the real frameworks: as plain DDP where exact, near it where compressed, resumed bit for bit.
+
+`make adapters` installs the frameworks beside the test environment and runs these; where one is missing, its tests are
+skipped.
+"""
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+from adapters.conftest import RunJob
+
+pytestmark = pytest.mark.slow
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Without importing it here: the jobs do."""
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"`make adapters` installs {package}")
+
+
+@needs("lightning")
+def test_lightning(run_job: RunJob) -> None:
+    for found in run_job("lightning_job"):
+        assert found == {"exact": True, "compressed": True, "resumed": True, "steps": [8, 4]}
+
+
+@needs("transformers")
+@needs("accelerate")
+def test_transformers(run_job: RunJob) -> None:
+    files = ["gradwire_state_0.pth", "gradwire_state_1.pth"]
+    for found in run_job("transformers_job"):
+        assert found == {"exact": True, "compressed": True, "resumed": True, "steps": [6, 3], "files": files}
+
+
+@needs("accelerate")
+def test_accelerate(run_job: RunJob) -> None:
+    for found in run_job("accelerate_job"):
+        assert "`model` has a hook already, comm_hook" in found.pop("twice")
+        files = ["custom_checkpoint_0.pkl"]
+        assert found == {"exact": True, "compressed": True, "resumed": True, "files": files}
+
+
+@needs("lightning")
+def test_lightning_with_another_strategy_is_refused() -> None:
+    import gradwire
+
+    callback = gradwire.lightning.Callback()
+    trainer = SimpleNamespace(world_size=2, strategy=SimpleNamespace())
+    with pytest.raises(TypeError, match=r"`strategy` is SimpleNamespace.*wanted Trainer\(strategy=\"ddp\"\)"):
+        callback.on_fit_start(trainer, None)
+
+
+@needs("transformers")
+def test_the_trainer_itself_is_wanted() -> None:
+    import gradwire
+
+    with pytest.raises(TypeError, match=r"`trainer` is a str; wanted the Trainer: trainer\.add_callback"):
+        gradwire.transformers.Callback("int8")

@@ -1,0 +1,271 @@
+"""The hook without a line (GRADWIRE_HOOK), and with one (`gradwire.attach`)."""
+
+import copy
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any, Protocol
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.comms import attach, automatic
+from gradwire.comms.backend.register import register
+from gradwire.comms.bootstrap.compat import GradBucket, comm_hook_name
+
+BUCKETS_MB = 0.003
+
+
+class Processes(Protocol):
+    """See conftest.py."""
+
+    def __call__(
+        self,
+        size: int,
+        target: object,
+        *arguments: object,
+        nodes: Sequence[str] | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> list[Any]: ...
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 48))
+
+
+def train(model: nn.Module, steps: int = 3) -> Tensor:
+    for step in range(steps):
+        rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+        model.zero_grad()
+        model(rows).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(0.1 * parameter.grad)
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def wrapped(**ddp: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(perceptron(), bucket_cap_mb=BUCKETS_MB, **ddp)
+
+
+def same_as_by_hand(_: int) -> dict[str, object]:
+    """What GRADWIRE_HOOK makes of a model, and what the script's own hooks make of that."""
+    dist.init_process_group("gloo")
+    by_hand = wrapped()
+    by_hand.register_comm_hook(gradwire.HookState(by_hand, compressor="int8"), gradwire.comm_hook)
+    plain = train(wrapped())
+    expected = train(by_hand)
+    os.environ["GRADWIRE_HOOK"] = "int8"
+    register()  # as torch does at the end of `import torch`, which is behind these processes
+    model = wrapped()
+    state = automatic.automatic_of(model)
+    found: dict[str, object] = {
+        "equal": torch.equal(train(model), expected) and not torch.equal(plain, expected),
+        "bound": state is not None and state.names.bound and state.report().steps == 3,
+        "attached": gradwire.attach(model) is state,
+        "name": comm_hook_name(model),
+        "copy": comm_hook_name(copy.deepcopy(model)) == "" and automatic.automatic_of(model) is state,
+    }
+    calls = []
+
+    def own(prefix: str, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        calls.append(prefix)
+        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+
+    later = wrapped()
+    later.register_comm_hook("own", own)
+    found["own hook"] = torch.equal(train(later), plain) and "own" in calls and comm_hook_name(later)
+    try:
+        later.register_comm_hook("own", own)
+    except RuntimeError as error:
+        found["second"] = str(error)
+    fp16 = wrapped()
+    fp16._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)  # type: ignore[attr-defined,no-untyped-call]
+    bare = wrapped()
+    gradwire.attach(bare, compressor="none")
+    found["attach replaces"] = automatic.automatic_of(bare) is None and torch.allclose(train(bare), plain)
+    found["built-in"] = automatic.automatic_of(fp16) is None and not torch.equal(train(fp16), plain)
+    dist.destroy_process_group()
+    return found
+
+
+def test_every_model_has_a_bound_hook_and_a_hook_of_its_own_wins(processes: Processes) -> None:
+    for found in processes(2, same_as_by_hand, nodes="ab"):
+        second = found.pop("second")
+        assert "can only be called once" in second
+        assert all(found.values()), found
+
+
+def with_dgc(_: int) -> str:
+    """Whose optimizer check holds: not that of a hook which another one has replaced."""
+    dist.init_process_group("gloo")
+    register()
+    said = ""
+    for replace in (True, False):
+        model = wrapped()
+        if replace:
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, 32)).sum().backward()
+        try:
+            optimizer.step()
+        except ValueError as error:
+            said += f"{replace}: {error}"
+    dist.destroy_process_group()
+    return said
+
+
+def test_a_replaced_hook_checks_no_optimizer(processes: Processes) -> None:
+    (said,) = processes(1, with_dgc, environment={"GRADWIRE_HOOK": "dgc"})
+    assert said.startswith("False: ") and "dgc" in said
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+models = [DistributedDataParallel(torch.nn.Linear(4, 4)) for _ in range(2)]
+for model in models:
+    model(torch.ones(2, 4)).sum().backward()
+print([model._get_ddp_logging_data()["comm_hook"] for model in models])
+dist.destroy_process_group()
+"""
+
+
+def run_script(**variables: str) -> subprocess.CompletedProcess[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=os.environ | world | variables, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.slow
+def test_an_unmodified_script_has_the_hook_and_says_so_once() -> None:
+    done = run_script(GRADWIRE_HOOK="none", GRADWIRE_FUSION_MB="1")
+    assert done.stdout.strip() == "['automatic_hook', 'automatic_hook']", done.stderr
+    assert done.stderr.count("GRADWIRE_HOOK=none: gradwire averages the gradients of every") == 1
+
+
+@pytest.mark.slow
+def test_a_wrong_value_is_an_error_that_names_the_variable() -> None:
+    done = run_script(GRADWIRE_HOOK="int9")
+    assert done.returncode != 0 and "ValueError: `GRADWIRE_HOOK` is 'int9'; wanted one of none, fp16" in done.stderr
+
+
+def test_the_variable_and_another_one_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gradwire.Config.automatic() is None
+    monkeypatch.setenv("GRADWIRE_HOOK", "onebit")
+    monkeypatch.setenv("GRADWIRE_COMPRESSOR_OPTIONS", '{"warmup_steps": 7}')
+    config = gradwire.Config.automatic()
+    assert config is not None and (config.compressor, config.compressor_options) == ("onebit", {"warmup_steps": 7})
+    monkeypatch.setenv("GRADWIRE_COMPRESSOR", "int8")
+    with pytest.raises(ValueError, match="`GRADWIRE_HOOK` is 'onebit', but `GRADWIRE_COMPRESSOR` is 'int8'"):
+        gradwire.Config.automatic()
+
+
+class FabricModule(nn.Module):
+    """As Lightning Fabric wraps a model: the wrapped one, and the one that the user gave."""
+
+    def __init__(self, forward_module: nn.Module, original: nn.Module) -> None:
+        super().__init__()
+        self._forward_module = forward_module
+        self._original_module = original
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Named as torch's."""
+
+
+class DeepSpeedEngine(nn.Module):
+    """Named as DeepSpeed's."""
+
+
+class Trainer:
+    """Of Transformers."""
+
+    model_wrapped = None
+
+
+def attach_to(_: int) -> dict[str, object]:
+    dist.init_process_group("gloo")
+    found: dict[str, object] = {}
+    wraps: dict[str, Callable[[DistributedDataParallel], Any]] = {
+        "DDP": lambda ddp: ddp,
+        "Fabric": lambda ddp: FabricModule(ddp, ddp.module),
+        "compiled": lambda ddp: torch.compile(ddp),
+        "compiled Fabric": lambda ddp: FabricModule(torch.compile(ddp), ddp.module),  # type: ignore[arg-type]
+    }
+    for name, wrap in wraps.items():
+        ddp = wrapped()
+        state = gradwire.attach(wrap(ddp), plan="flat")
+        found[name] = state.config.plan == "flat" and state.names.bound and comm_hook_name(ddp) == "comm_hook"
+    builtin = wrapped()
+    builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)  # type: ignore[attr-defined,no-untyped-call]
+    for name, model in {
+        "hooked": ddp,
+        "built-in": builtin,
+        "bare": perceptron(),
+        "inside": nn.Sequential(wrapped()),
+        "FSDP": FullyShardedDataParallel(),
+        "DeepSpeed": DeepSpeedEngine(),
+        "trainer": Trainer(),
+    }.items():
+        with pytest.raises((TypeError, ValueError)) as caught:
+            gradwire.attach(model)  # type: ignore[arg-type]
+        found[name] = str(caught.value)
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError) as failed:
+        gradwire.attach(perceptron())
+    return found | {"no world": str(failed.value)}
+
+
+def test_attach_finds_the_ddp_model_or_says_what_to_pass(processes: Processes) -> None:
+    (found,) = processes(1, attach_to)
+    for name in ("DDP", "Fabric", "compiled", "compiled Fabric"):
+        assert found[name] is True, name
+    for name, words in {
+        "hooked": "has a hook already, comm_hook",
+        "built-in": "has a hook already, ",
+        "bare": "`model` is a Sequential, not wrapped in DistributedDataParallel: pass what",
+        "inside": "holds a DistributedDataParallel: pass `model.0`",
+        "FSDP": "FSDP reduces its gradients itself and takes no DDP hook; use gradwire as the backend",
+        "DeepSpeed": "DeepSpeed reduces its gradients itself",
+        "trainer": "`model` is a Trainer; wanted a torch.nn.Module: pass its `model_wrapped`",
+        "no world": "start the script with torchrun",
+    }.items():
+        assert words in found[name], found[name]
+
+
+@pytest.mark.parametrize(
+    ("found", "words"), [("2.5.9", "found 2.5.9: pip install 'lightning>=2.6,<2.8'"), ("2.7.1", ""), ("3.0.0a1", "")]
+)
+def test_an_older_framework_is_refused_and_a_newer_one_warned_of(
+    found: str, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: found)
+    if words:
+        with pytest.raises(ImportError, match=re.escape(words)) as caught:
+            attach.require("lightning", (2, 6), (2, 7), "gradwire.attach(model)")
+        assert "without the adapter: gradwire.attach(model)" in str(caught.value)
+    else:
+        attach.require("lightning", (2, 6), (2, 7), "gradwire.attach(model)")
+        assert ("found 3.0.0a1" in caplog.text) == (found == "3.0.0a1")
+
+
+def test_a_missing_framework_is_named_with_the_line_that_installs_it() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"not installed: pip install 'nowhere>=1.2,<1.4'"):
+        attach.require("nowhere", (1, 2), (1, 3), "")

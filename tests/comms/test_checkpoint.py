@@ -1,0 +1,263 @@
+"""Every rank's state comes back from the checkpoints that people write: of all ranks, of rank 0, of a killed job."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.comms.checkpoint import normalize, pack, unpack
+
+NODES = ["a", "a", "b", "b"]
+STEPS = 6
+OPTIONS: dict[str, dict[str, object]] = {
+    "onebit": {"warmup_steps": 1},
+    "powersgd": {"warmup_steps": 1, "rank": 2},
+}
+OLD = {
+    "gradwire/rank": 1,
+    "gradwire/size": 2,
+    "gradwire/dirty": 1,
+    "gradwire/loss_scale": 0.0,
+    "gradwire/transfers": torch.zeros(0, 4, dtype=torch.int64),
+    "0|compressor": "int8",
+}
+"""A state of rank 1 of 2 as it was before keys carried the rank."""
+
+
+class Processes(Protocol):
+    """See conftest.py."""
+
+    def __call__(self, size: int, target: object, *arguments: object, nodes: Sequence[str]) -> list[object]: ...
+
+
+class Shuffled(nn.Module):
+    """Layers that run in another order than that of their declaration, so that DDP's rebuilt buckets differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for number in (3, 0, 5, 1, 4, 2):
+            rows = torch.relu(self.layers[number](rows)) + rows
+        return rows
+
+
+def start(name: str) -> tuple[DistributedDataParallel, gradwire.HookState]:
+    model = DistributedDataParallel(Shuffled(), bucket_cap_mb=0.02)
+    state = gradwire.HookState(model, compressor=name, compressor_options=OPTIONS[name])
+    model.register_comm_hook(state, gradwire.comm_hook)
+    return model, state
+
+
+def train(model: DistributedDataParallel, first: int, last: int) -> Tensor:
+    for step in range(first, last):
+        rows = torch.randn(4, 48, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+        model.zero_grad()
+        model(rows).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(0.01 * parameter.grad)
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def same(one: object, other: object) -> bool:
+    """Whether two states are equal, bit for bit."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
+
+
+def check_resume(rank: int, folder: str) -> dict[str, list[bool]]:
+    """For each compressor: what was resumed in each of the ways ends where the uninterrupted run does."""
+    dist.init_process_group("gloo")
+    found = {}
+    for name in OPTIONS:
+        model, state = start(name)
+        fresh = state.state_dict()
+        train(model, 0, STEPS // 2)
+        saved = state.state_dict()
+        keys = [fresh.keys() == saved.keys(), list(saved) == ["gradwire/job", f"gradwire/rank{rank}"]]
+        save({"model": model.module.state_dict(), "hook": state}, checkpoint_id=f"{folder}/{name}")
+        gathered = state.gathered_state_dict()
+        if rank == 0:
+            torch.save({"model": model.module.state_dict(), "hook": gathered}, f"{folder}/{name}.pt")
+        keys.append(len(gathered) == (1 + len(NODES) if rank == 0 else 2))
+        keys.append(len(state.gathered_state_dict(on_all_ranks=True)) == 1 + len(NODES))
+        through = train(model, STEPS // 2, STEPS)
+        dist.barrier()
+        found[name] = [*keys, *resume(name, folder, saved, through)]
+    dist.destroy_process_group()
+    return found
+
+
+def resume(name: str, folder: str, saved: object, through: Tensor) -> list[bool]:
+    model, state = start(name)
+    parts = {"model": model.module.state_dict(), "hook": state}
+    load(parts, checkpoint_id=f"{folder}/{name}")
+    results = [same(state.state_dict(), saved), torch.equal(train(model, STEPS // 2, STEPS), through)]
+
+    model, state = start(name)  # an optimizer step further, and back: what was loaded is all there is
+    train(model, 0, 1)
+    of_all = torch.load(f"{folder}/{name}.pt", weights_only=True)
+    model.module.load_state_dict(of_all["model"])
+    state.load_state_dict(of_all["hook"])
+    again = state.state_dict()
+    state.load_state_dict(again)  # a save right after a load
+    results += [same(again, saved), torch.equal(train(model, STEPS // 2, STEPS), through)]
+
+    state = gradwire.HookState(compressor=name, compressor_options=OPTIONS[name])  # loaded before it has a model
+    parts = {"hook": state}
+    load(parts, checkpoint_id=f"{folder}/{name}")
+    results.append(same(state.state_dict(), saved))
+    model = DistributedDataParallel(Shuffled(), bucket_cap_mb=0.02)
+    model.module.load_state_dict(of_all["model"])
+    state.bind(model)
+    model.register_comm_hook(state, gradwire.comm_hook)
+    return [*results, same(state.state_dict(), saved), torch.equal(train(model, STEPS // 2, STEPS), through)]
+
+
+def test_resume_equals_no_interruption(processes: Processes, tmp_path: Path) -> None:
+    for found in processes(len(NODES), check_resume, str(tmp_path), nodes=NODES):
+        assert isinstance(found, dict) and {name: all(each) for name, each in found.items()} == dict.fromkeys(
+            OPTIONS, True
+        ), found
+
+
+def save_flushed(_: int, folder: str) -> None:
+    dist.init_process_group("gloo")
+    model, state = start("onebit")
+    train(model, 0, 3)
+    save({"model": model.module.state_dict(), "hook": state}, checkpoint_id=f"{folder}/dirty")
+    state.flush()
+    train(model, 3, 4)
+    save({"model": model.module.state_dict(), "hook": state}, checkpoint_id=f"{folder}/flushed")
+    dist.destroy_process_group()
+
+
+def load_flushed(_: int, folder: str, partial: bool) -> tuple[str, bool, float]:
+    """What another number of ranks says to a state with residuals; whether it starts anew, and trains."""
+    dist.init_process_group("gloo")
+    model, state = start("onebit")
+    fresh, refused = state.state_dict(), ""
+    planner = DefaultLoadPlanner(allow_partial_load=partial)
+    try:
+        load({"hook": state}, checkpoint_id=f"{folder}/dirty", planner=planner)
+    except ValueError as error:
+        refused = str(error)
+    weights = {"model": model.module.state_dict()}
+    load(weights, checkpoint_id=f"{folder}/flushed")
+    planner = DefaultLoadPlanner(allow_partial_load=partial)
+    load({"hook": state}, checkpoint_id=f"{folder}/flushed", planner=planner)
+    anew = same(state.state_dict(), fresh)
+    total = train(model, 4, 6).double().sum().item()
+    dist.destroy_process_group()
+    return refused, anew, total
+
+
+@pytest.mark.parametrize(("before", "after"), [("aabb", "ab"), ("ab", "abb")])
+def test_a_flushed_state_is_taken_at_another_world_size(
+    before: str, after: str, processes: Processes, tmp_path: Path
+) -> None:
+    processes(len(before), save_flushed, str(tmp_path), nodes=before)
+    results = processes(len(after), load_flushed, str(tmp_path), len(after) > len(before), nodes=after)
+    for found in results:
+        assert isinstance(found, tuple)
+        assert f"of {len(before)} ranks, there are {len(after)}" in found[0] and "state.flush()" in found[0]
+        assert found[1:] == (True, results[0][2])  # type: ignore[index]
+
+
+def bind_late(_: int) -> list[str]:
+    """The errors of a state that learns of its model too late, and of one whose parameters are called otherwise."""
+    dist.init_process_group("gloo")
+    errors = []
+    named = gradwire.HookState(model := DistributedDataParallel(nn.Linear(64, 64)), compressor="int8").state_dict()
+    unbound = gradwire.HookState(compressor="int8")
+    model.register_comm_hook(unbound, gradwire.comm_hook)
+    model(torch.ones(1, 64)).sum().backward()
+    with pytest.raises(ValueError, match="bind") as caught:
+        unbound.bind(model)
+    errors.append(str(caught.value))
+    with pytest.raises(ValueError, match="bind") as caught:
+        unbound.load_state_dict(named)
+    errors.append(str(caught.value))
+    dist.destroy_process_group()
+    return errors
+
+
+def test_residuals_under_numbers_and_under_names_are_not_mixed(processes: Processes) -> None:
+    (errors,) = processes(1, bind_late, nodes=["a"])
+    assert isinstance(errors, list)
+    assert "comes after the first step" in errors[0] and "residuals under parameters' names" in errors[1]
+
+
+def test_an_old_state_loads_where_it_is_this_ranks() -> None:
+    assert unpack(normalize(OLD), 1, 2) == OLD
+    with pytest.raises(ValueError, match="part of rank 1 alone, this is rank 0 of 2"):
+        unpack(normalize(OLD), 0, 2)
+    with pytest.raises(ValueError, match=r"of 2 ranks, there are 4"):
+        unpack(normalize(OLD), 1, 4)
+    assert unpack(normalize(OLD | {"gradwire/dirty": 0}), 3, 4) is None
+
+
+def test_a_rank_takes_its_own_part_and_says_what_is_missing() -> None:
+    first, second = (pack({"step": rank, "x": torch.ones(rank)}, rank, 2, True) for rank in range(2))
+    assert unpack(first | second, 1, 2) == {"step": 1, "x": torch.ones(1)}
+    as_lists = {key: [list(pair) for pair in entry] for key, entry in (first | second).items()}
+    assert unpack(normalize(as_lists), 1, 2) == unpack(first | second, 1, 2)
+    with pytest.raises(ValueError, match=r"part of rank 0 alone, this is rank 1 of 2: .*gathered_state_dict\(\)"):
+        unpack(first, 1, 2)
+    assert unpack(pack({}, 0, 2, False), 0, 2) is None
+
+
+@pytest.mark.parametrize("state", [{}, {"step": 3}, {"gradwire/job": ()}, {"gradwire/job": 5}])
+def test_what_is_no_state_of_the_hook_is_refused(state: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"wanted what HookState\.state_dict\(\) returned"):
+        gradwire.HookState(compressor="int8").load_state_dict(state)
+
+
+def test_an_exact_hook_has_no_state_and_takes_none() -> None:
+    state = gradwire.HookState()
+    state.load_state_dict({})
+    assert state.state_dict() == state.gathered_state_dict() == {}
+    with pytest.raises(ValueError, match="`compressor` is not set"):
+        state.load_state_dict(OLD)
+
+
+@pytest.mark.slow
+def test_a_job_that_torchrun_restarts_ends_where_an_undisturbed_one_does(tmp_path: Path) -> None:
+    job = Path(__file__).parent / "jobs" / "restarted_job.py"
+    started = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("--max-restarts", "1", "--monitor-interval", "0.1", str(job), str(tmp_path)),
+        ],
+        # Without it torch gives the new attempt the store of the old one, old keys included: plain gloo hangs too.
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        _, errors = started.communicate(timeout=90)
+    except subprocess.TimeoutExpired:
+        started.terminate()  # torchrun ends its workers
+        _, errors = started.communicate()
+    assert started.returncode == 0, errors[-4000:]
+    for rank in range(2):
+        assert (tmp_path / f"{rank}.txt").read_text() == "restart 1, step 3: the same"
