@@ -1,5 +1,5 @@
 #!/bin/sh
-# MPI starts the ranks; the script meets them with torch.distributed.init_process_group("gloo", init_method="mpi://").
+# MPI starts the ranks; in the script, gradwire.init_mpi_process_group("gloo") lets them meet.
 #
 #   sh mpirun.sh 4 train.py --epochs 3                   on this machine
 #   HOSTS=n0:4,n1:4 sh mpirun.sh 8 train.py --epochs 3   four ranks on each of two
