@@ -1,11 +1,12 @@
-"""The scripts in examples/ run as they stand, on two or four ranks of this machine, with the commands in their headers.
+"""The scripts in examples/ run as they stand, on ranks of this machine, as the commands in their headers say.
 
-The ranks are forked by one process that has imported torch, with the variables that torchrun sets; one command is
-given to torchrun itself.
+The ranks are forked by one process that has imported torch, with the variables that torchrun sets. A command with a
+variable in front, which torch reads when it is imported, is given to torchrun itself.
 """
 
 import importlib.util
 import json
+import os
 import re
 import socket
 import subprocess
@@ -31,14 +32,20 @@ class Example:
     """The package that it shows gradwire with."""
 
 
+BIT_FOR_BIT = "the resumed run ends with the same weights, bit for bit"
 RUNS = {
     "backend.py": Example("--steps 4", "the same weights, bit for bit, on all 2 ranks"),
-    "compressed_resume.py": Example("--steps 6", "the resumed run ends with the same weights, bit for bit"),
+    "compressed_resume.py": Example("--steps 6", BIT_FOR_BIT),
     "ddp_hook.py": Example("--steps 4", "all-reduces in 4 steps"),
     "fsdp.py": Example("--steps 3", "the same weights as with whole models, up to rounding"),
     "own_codec.py": Example("--steps 4", "float8: loss"),
     "read_report.py": Example("--steps 4", "a node sent    0.154 MB a step to the other node"),
     "tune.py": Example("--steps 12", "transfers in step 3: 2; in the last step:"),
+    "unchanged.py": Example("--steps 4", "after 4 steps"),
+    "with_accelerate.py": Example("--steps 4", BIT_FOR_BIT, "accelerate"),
+    "with_lightning.py": Example("", BIT_FOR_BIT, "lightning"),
+    "with_ray.py": Example("--steps 4", "a checkpoint with the states of all ranks", "ray"),
+    "with_transformers.py": Example("--steps 4", BIT_FOR_BIT, "transformers"),
 }
 
 SERVER = """
@@ -118,10 +125,23 @@ def header(name: str) -> str:
     return text[3 : text.index('"""', 3)]
 
 
-def ranks_in_header(name: str) -> int:
-    command = re.search(rf"--nproc-per-node (\d) examples/{re.escape(name)}", header(name))
-    assert command is not None, f"the header of {name} has no command of torchrun"
-    return int(command[1])
+@dataclass(frozen=True)
+class Command:
+    """The first command of a header: `VARIABLE=value torchrun --standalone --nproc-per-node 2 examples/...`."""
+
+    variables: dict[str, str]
+    ranks: int
+    """0 where it is not torchrun that starts them."""
+
+
+def command(name: str) -> Command:
+    launcher = r"(?:torchrun --standalone --nproc-per-node (?P<ranks>[24])|python)"
+    found = re.search(
+        rf"^ *(?P<variables>(?:\w+=\S+ )*){launcher} examples/{re.escape(name)}", header(name), re.MULTILINE
+    )
+    assert found is not None, f"the header of {name} has no command"
+    variables = dict(word.split("=", 1) for word in found["variables"].split())
+    return Command(variables, int(found["ranks"] or 0))
 
 
 def test_every_example_is_run() -> None:
@@ -131,28 +151,53 @@ def test_every_example_is_run() -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_it_is_short_and_says_what_it_shows(name: str) -> None:
     assert len((EXAMPLES / name).read_text().splitlines()) < MOST_LINES
-    assert header(name).splitlines()[0].endswith((".", ":"))
-    assert ranks_in_header(name) in (2, 4)
+    assert header(name).splitlines()[0].endswith(".")
+    assert command(name)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_it_runs(name: str, server: subprocess.Popen[str], tmp_path: Path) -> None:
-    example = RUNS[name]
+    example, wanted = RUNS[name], command(name)
     if example.needs is not None and importlib.util.find_spec(example.needs) is None:
         pytest.skip(f"{example.needs} is not installed")
-    ranks = ranks_in_header(name)
+    if wanted.variables or not wanted.ranks:
+        output = run_alone(name, wanted, tmp_path)
+    else:
+        output = run_forked(name, wanted, tmp_path, server)
+    assert example.last_words in output
+    if wanted.variables:
+        assert "gradwire averages the gradients" in output
+
+
+def run_alone(name: str, wanted: Command, folder: Path) -> str:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(wanted.ranks)]
+    done = subprocess.run(
+        [sys.executable, *(torchrun if wanted.ranks else []), str(EXAMPLES / name), *RUNS[name].arguments.split()],
+        cwd=folder,
+        env=os.environ | wanted.variables,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done.stdout + done.stderr
+
+
+def run_forked(name: str, wanted: Command, folder: Path, server: subprocess.Popen[str]) -> str:
     environment = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
+        "WORLD_SIZE": str(wanted.ranks),
+        "LOCAL_WORLD_SIZE": str(wanted.ranks),
+        "TORCHELASTIC_RUN_ID": "examples",  # by which Lightning knows torchrun
         "OMP_NUM_THREADS": "1",
     }
     task = {
         "script": str(EXAMPLES / name),
-        "arguments": example.arguments.split(),
-        "folder": str(tmp_path),
-        "ranks": ranks,
+        "arguments": RUNS[name].arguments.split(),
+        "folder": str(folder),
+        "ranks": wanted.ranks,
         "environment": environment,
         "seconds": 120,
     }
@@ -161,19 +206,6 @@ def test_it_runs(name: str, server: subprocess.Popen[str], tmp_path: Path) -> No
     server.stdin.write(json.dumps(task) + "\n")
     server.stdin.flush()
     statuses = json.loads(server.stdout.readline())
-    outputs = [(tmp_path / f"output{rank}").read_text() for rank in range(ranks)]
-    assert statuses == [0] * ranks, "\n".join(outputs)[-6000:]
-    assert example.last_words in outputs[0]
-
-
-def test_torchrun_runs_one_as_its_header_says() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp_hook.py"],
-        cwd=EXAMPLES,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "all-reduces in 30 steps" in done.stdout
+    outputs = [(folder / f"output{rank}").read_text() for rank in range(wanted.ranks)]
+    assert statuses == [0] * wanted.ranks, "\n".join(outputs)[-6000:]
+    return outputs[0]
