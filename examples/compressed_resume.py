@@ -1,4 +1,4 @@
-"""Trains with a compressor, saves on every rank, resumes, and compares with a run that was never interrupted.
+"""Trains with a compressor and rules, saves on every rank, resumes, and compares with a run without interruption.
 
     torchrun --standalone --nproc-per-node 2 examples/compressed_resume.py --folder checkpoints
 
@@ -6,6 +6,7 @@ Only what crosses the network is compressed, so each process here calls itself a
 """
 
 import argparse
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -15,27 +16,38 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 
+RULES = [
+    gradwire.Rule(pattern="head.*"),  # sent exactly
+    gradwire.Rule(pattern="embed.*", compressor="fp16"),
+]
+"""By the names of the model's parameters, the first that matches; all others take `--compressor`."""
+
+
+def build() -> nn.Sequential:
+    """Three layers with names, so that rules can speak of them."""
+    layers = {"embed": nn.Linear(64, 256), "relu": nn.ReLU(), "body": nn.Linear(256, 256), "head": nn.Linear(256, 10)}
+    return nn.Sequential(OrderedDict(layers))
+
 
 class Run:
     """A model, its optimizer and its hook."""
 
     def __init__(self, compressor: str) -> None:
         torch.manual_seed(0)
-        self.model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))
+        self.model = DistributedDataParallel(build())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         node = f"node{dist.get_rank()}"
-        self.state = gradwire.HookState(self.model, compressor=compressor, hostname=node)
+        self.state = gradwire.HookState(self.model, compressor=compressor, rules=RULES, hostname=node)
         self.model.register_comm_hook(self.state, gradwire.comm_hook)
 
-    def train(self, first: int, last: int) -> Tensor:
-        """Takes the steps from `first` to `last` and returns the weights of the last layer."""
+    def train(self, first: int, last: int) -> list[Tensor]:
+        """Takes the steps from `first` to `last` and returns the weights."""
         for step in range(first, last):
             generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
             self.optimizer.zero_grad()
             self.model(torch.randn(32, 64, generator=generator)).square().mean().backward()
             self.optimizer.step()
-        weight: Tensor = self.model.module[2].weight
-        return weight.detach()
+        return [parameter.detach() for parameter in self.model.parameters()]
 
     def save(self, file: Path) -> None:
         """Writes this rank's file: residuals differ between ranks, so each saves its own."""
@@ -68,7 +80,7 @@ def main() -> None:
     after = Run(options.compressor)
     after.load(file)
     resumed = after.train(half, options.steps)
-    if not torch.equal(whole, resumed):
+    if not all(torch.equal(one, other) for one, other in zip(whole, resumed, strict=True)):
         raise SystemExit("the resumed run ended elsewhere")
     if dist.get_rank() == 0:
         print("the resumed run ends with the same weights, bit for bit")

@@ -18,15 +18,16 @@ def main() -> None:
     """Trains on data that every rank draws for itself, and prints the hook's report on rank 0."""
     parser = argparse.ArgumentParser(description="A small training with gradwire's DDP hook.")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--compressor", help="fp16, int8, ...; exact without one")
+    parser.add_argument("--compressor", help="fp16, int8, ...; without it GRADWIRE_COMPRESSOR counts, else exact")
     options = parser.parse_args()
+    settings = {"compressor": options.compressor} if options.compressor else {}  # an option wins over its variable
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)  # the same weights everywhere; DDP would see to it, too
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)))
 
-    state = gradwire.HookState(model, compressor=options.compressor)  # 1
+    state = gradwire.HookState(model, **settings)  # 1
     model.register_comm_hook(state, gradwire.comm_hook)  # 2
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

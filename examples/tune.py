@@ -1,0 +1,54 @@
+"""Tuning: small buckets that gradwire joins, cut where the gradients of this model really arrive.
+
+    torchrun --standalone --nproc-per-node 2 examples/tune.py
+    torchrun --standalone --nproc-per-node 2 examples/tune.py --steps 200 --profile tuned.json
+
+The first probes the links and computes the cuts once (`fusion="auto"`). The second tries settings on the real step,
+keeps the fastest, and writes it to a file (`tune=True`); a second run of it begins with what the file holds.
+Each process here calls itself a node of its own.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradwire
+
+
+def main() -> None:
+    """Trains, and prints how many transfers a step makes before and after the cuts were chosen."""
+    parser = argparse.ArgumentParser(description="Tuning with gradwire.")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--profile", type=Path, help="tune by trial, and keep the result in this file")
+    options = parser.parse_args()
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.ReLU())]
+    tuning = {"tune": True, "tune_profile": options.profile} if options.profile else {"fusion": "auto"}
+    # DDP's buckets are 0.25 MiB; gradwire joins them into transfers of up to 1 MiB until it knows better.
+    model, state = gradwire.wrap(
+        nn.Sequential(*layers), base_bucket_mb=0.25, fusion_mb=1, hostname=f"node{rank}", **tuning
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counts = [0]
+    for _ in range(options.steps):
+        optimizer.zero_grad()
+        model(torch.randn(32, 256)).square().mean().backward()
+        optimizer.step()
+        counts.append(state.report().buckets)
+
+    if rank == 0:
+        report = state.report()
+        print(*report.links, *report.plans, sep="\n")
+        print(f"transfers in step 3: {counts[3] - counts[2]}; in the last step: {counts[-1] - counts[-2]}")
+    state.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
