@@ -26,7 +26,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="gradwire emulate",
         usage="%(prog)s --nodes N --ranks-per-node R [options] -- COMMAND...",
         description="Runs COMMAND as the ranks of a job on emulated nodes, with torchrun's environment variables. Each "
-        "node has its own hostname, /dev/shm, processes and network; all are gone when the command ends. Needs root.",
+        "node has its own hostname, /dev/shm, processes and network; all are gone when the command ends. Needs "
+        "root. A COMMAND that starts with `python` runs under gradwire's own interpreter.",
         epilog=_EXAMPLE,
     )
     parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes")
@@ -108,6 +109,17 @@ def write_json(file: Path, cluster: EmulatedCluster, result: RunResult, command:
     file.write_text(json.dumps(record, indent=2) + "\n")
 
 
+def own_python(command: list[str]) -> list[str]:
+    """Has a bare `python` be the interpreter that runs gradwire: PATH's may have neither torch nor gradwire.
+
+    Args:
+        command: Program and arguments; a path such as `./python` stays what it is.
+    """
+    if command and command[0] in ("python", "python3"):
+        return [sys.executable, *command[1:]]
+    return command
+
+
 def _print_prefixed(rank: int, line: str) -> None:
     sys.stdout.write(f"[rank {rank}] {line}\n")
     sys.stdout.flush()
@@ -127,7 +139,7 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
         raise ValueError(f"cannot emulate a cluster here: {reason}")
     with EmulatedCluster(nodes, options.nic, options.mtu) as cluster:
         result = cluster.run(
-            command,
+            own_python(command),
             order=options.order,
             timeout_seconds=options.timeout,
             grace_seconds=options.grace,

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from gradwire.comms.bootstrap.requirement import require_torch
+
 if TYPE_CHECKING:
     from gradwire.comms.backend.process_group import GradwireGroup
     from gradwire.comms.bootstrap.compat import GroupOptions
@@ -22,6 +24,8 @@ def register() -> None:
 
 
 def _create(options: "GroupOptions", backend_options: object = None) -> "GradwireGroup":
+    # Not in register(), which an older torch calls as well, for programs that never ask for this backend.
+    require_torch()
     from gradwire.comms.backend.process_group import create
 
     return create(options, backend_options)

@@ -5,10 +5,13 @@ Two ranks share a node when hostname, boot id and the device number of /dev/shm 
 nodes on one kernel are distinguished exactly where they cannot share memory.
 """
 
+import hashlib
 import json
 import socket
+import time
+import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -40,6 +43,7 @@ class Presence:
         torch_version: As `torch.__version__` says.
         hardware: What it knows of its machine: bytes per second inside and outwards, its NIC.
         shared: The configuration that must agree, field by field.
+        start: Drawn anew by every process, and for every exchange.
     """
 
     rank: int
@@ -50,6 +54,7 @@ class Presence:
     torch_version: str
     hardware: Hardware
     shared: dict[str, str]
+    start: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @classmethod
     def here(cls, rank: int, size: int, config: Config, device: torch.device) -> "Presence":
@@ -77,15 +82,55 @@ def host_identity(hostname: str | None = None) -> tuple[str, str, str]:
     )
 
 
+NAP_SECONDS = 0.005
+"""Between two looks at what a rank that was restarted has left in the store."""
+
+
 def exchange(store: Store, own: Presence, timeout: timedelta) -> list[Presence]:
     """Publishes this rank's presence and returns every rank's, in rank order.
+
+    The store may still hold the presences of an earlier start (an elastic restart keeps it): a rank takes only those of
+    processes that have seen its own, all of it the same on all ranks. What is put below `start_of(...)` is then nobody
+    else's.
 
     Raises:
         RuntimeError: A rank did not join within the time-out; the message names those that are missing.
         ValueError: A rank has another world size, device, or configuration; the message names the field and both
             values. Raised on every rank.
     """
+    deadline = time.monotonic() + timeout.total_seconds()
     store.set(_key(own.rank), json.dumps(asdict(own)))
+    while True:
+        found = _read(store, own, timeout)
+        starts = json.dumps([presence.start for presence in found])
+        store.set(f"starts/{own.start}", starts)
+        silent = [each.rank for each in found if not _agrees(store, each, starts, own)]
+        if not silent:
+            return found
+        if time.monotonic() > deadline:
+            raise _absent(own, silent, timeout)
+        time.sleep(NAP_SECONDS)
+
+
+def start_of(presences: Sequence[Presence]) -> str:
+    """A name for this start of these ranks: the same on all of them, and another after a restart."""
+    return hashlib.sha256("".join(presence.start for presence in presences).encode()).hexdigest()[:16]
+
+
+def _agrees(store: Store, other: Presence, starts: str, own: Presence) -> bool:
+    """Whether a process has seen the same presences as this one; one of an earlier start cannot have."""
+    key = f"starts/{other.start}"
+    return other.rank == own.rank or (store.check([key]) and store.get(key).decode() == starts)
+
+
+def _absent(own: Presence, missing: Sequence[int], timeout: timedelta) -> RuntimeError:
+    return RuntimeError(
+        f"`world_size` is {own.size} on rank {own.rank}, but rank {_list(missing)} did not join within "
+        f"{timeout.total_seconds():g} s: start all ranks, with the same world size"
+    )
+
+
+def _read(store: Store, own: Presence, timeout: timedelta) -> list[Presence]:
     found: list[Presence] = []
     missing: list[int] = []
     for rank in range(own.size):
@@ -97,10 +142,7 @@ def exchange(store: Store, own: Presence, timeout: timedelta) -> list[Presence]:
         found.append(_parse(store.get(_key(rank))))
         _check(own, found[-1])
     if missing:
-        raise RuntimeError(
-            f"`world_size` is {own.size} on rank {own.rank}, but rank {_list(missing)} did not join within "
-            f"{timeout.total_seconds():g} s: start all ranks, with the same world size"
-        )
+        raise _absent(own, missing, timeout)
     return found
 
 
