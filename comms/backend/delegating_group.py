@@ -100,3 +100,4 @@ class DelegatingGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base = _packed("alltoall_base")
     send = _delegate("send")
     recv = _delegate("recv")
+    recvAnysource = recv_anysource = _delegate("recv_anysource")

@@ -5,6 +5,7 @@ Two ranks share a node when hostname, boot id and the device number of /dev/shm 
 nodes on one kernel are distinguished exactly where they cannot share memory.
 """
 
+import contextlib
 import hashlib
 import json
 import socket
@@ -82,6 +83,9 @@ def host_identity(hostname: str | None = None) -> tuple[str, str, str]:
     )
 
 
+LINGER_SECONDS = 2.0
+"""For ranks that have found each other to read a presence; a rank of another world size may never ask for it."""
+
 NAP_SECONDS = 0.005
 """Between two looks at what a rank that was restarted has left in the store."""
 
@@ -101,7 +105,11 @@ def exchange(store: Store, own: Presence, timeout: timedelta) -> list[Presence]:
     deadline = time.monotonic() + timeout.total_seconds()
     store.set(_key(own.rank), json.dumps(asdict(own)))
     while True:
-        found = _read(store, own, timeout)
+        try:
+            found = _read(store, own, timeout)
+        except ValueError:
+            _wait_until_all_refuse(store, own)
+            raise
         starts = json.dumps([presence.start for presence in found])
         store.set(f"starts/{own.start}", starts)
         silent = [each.rank for each in found if not _agrees(store, each, starts, own)]
@@ -115,6 +123,15 @@ def exchange(store: Store, own: Presence, timeout: timedelta) -> list[Presence]:
 def start_of(presences: Sequence[Presence]) -> str:
     """A name for this start of these ranks: the same on all of them, and another after a restart."""
     return hashlib.sha256("".join(presence.start for presence in presences).encode()).hexdigest()[:16]
+
+
+def _wait_until_all_refuse(store: Store, own: Presence) -> None:
+    """Keeps the process that serves the store here until the other ranks, too, have read what does not fit."""
+    deadline = time.monotonic() + LINGER_SECONDS
+    with contextlib.suppress(RuntimeError):  # the server has left nevertheless: nothing more to wait for
+        store.add("refusals", 1)
+        while store.add("refusals", 0) < own.size and time.monotonic() < deadline:
+            time.sleep(NAP_SECONDS)
 
 
 def _agrees(store: Store, other: Presence, starts: str, own: Presence) -> bool:

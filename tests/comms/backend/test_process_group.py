@@ -157,9 +157,7 @@ def check_async(rank: int) -> None:
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     for work, tensor in zip(works, tensors, strict=True):
         assert work is not None
-        assert (
-            work.wait(timedelta(seconds=30)) and work.is_completed() and work.is_success() and work.exception() is None
-        )
+        assert work.wait(timedelta(seconds=30)) and work.is_completed() and work.is_success()
         assert work.result()[0] is tensor and work.get_future().value()[0] is tensor
         assert torch.equal(tensor, total(ranks, tensor.numel(), torch.float32))
     pending = torch.ones(LARGE)
