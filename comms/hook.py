@@ -35,6 +35,7 @@ from gradwire.comms.report import Report
 from gradwire.comms.resume import Resume
 from gradwire.compressors.base import Layout, StateDict
 from gradwire.compressors.optim.first_step import Check, check_at_first_step, withdraw
+from gradwire.compressors.rules import warn_of_idle
 
 log = logging.getLogger("gradwire")
 
@@ -57,6 +58,10 @@ PYTHON_REDUCER = (
     "with which compiled models work"
 )
 
+UNNAMED = (
+    "This state was made without a model, so parameters are called by their place in its first step: give the model, "
+    "gradwire.HookState(model) or state.bind(model) before the first step, for rules that match its names."
+)
 
 _numbers: "dict[str, count[int]]" = {}
 """Process group -> numbers for the states that are made on it, in the same order on all ranks."""
@@ -86,6 +91,7 @@ class _Connection:
             store, group.rank(), group.size(), device, config, name=name, compressor=compressor, group=group
         )
         weakref.finalize(self, self.communicator.close)  # also where something below raises
+        store = self.communicator.plain_store
         threshold_nbytes = round(config.fusion_mb * 2**20)
         self.fusion = Fusion(FusionPlan(threshold_nbytes=threshold_nbytes))
         self.fusion_plans = self._consensus(store, f"fusion/{name}", FUSION_TIMEOUT)
@@ -180,6 +186,7 @@ class HookState:
             self._check = check_at_first_step(
                 model, self.config.compressor, self.config.compressor_options, self.config.rules
             )
+            warn_of_idle(self.config.rules, self.names.numels(), "Patterns are shell-style, of the whole name.")
         self._group = getattr(model, "process_group", None) or self._group
         parameter = next(model.parameters(), None)
         if parameter is None:
@@ -393,6 +400,10 @@ class HookState:
     def _begin_step(self, connection: _Connection) -> None:
         self._in_step = True
         self._in_backward = queue_end_of_backward(self._end_step)
+        if self.steps == 0 and not self.names.bound and self.config.compressor is not None:
+            self._check = check_at_first_step(
+                self.names, self.config.compressor, self.config.compressor_options, self.config.rules
+            )
         communicator = connection.communicator
         if communicator.device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
@@ -421,6 +432,8 @@ class HookState:
         connection = self._connected("backward()")
         self._in_step = False
         self.steps += 1
+        if self.steps == 1 and not self.names.bound and self.config.compressor is not None:
+            warn_of_idle(self.config.rules, self.names.numels(), UNNAMED)
         self._launch(connection, connection.fusion.end_step())
         if self._resume is not None:
             self._launch(connection, self._resume.end_step())

@@ -46,16 +46,18 @@ class ParameterNames:
 
     @property
     def bound(self) -> bool:
-        """Whether parameters go by their names in a model; else they are numbered."""
+        """Whether the names are a model's own."""
         return self._bound
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """The parameters known so far, as `nn.Module.named_parameters` gives them."""
+        return [
+            (self._names[id(parameter)], parameter) for parameter in self._parameters if id(parameter) in self._names
+        ]
 
     def numels(self) -> dict[str, int]:
         """Elements of each parameter that has a name."""
-        return {
-            self._names[id(parameter)]: parameter.numel()
-            for parameter in self._parameters
-            if id(parameter) in self._names
-        }
+        return {name: parameter.numel() for name, parameter in self.named_parameters()}
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -1,7 +1,8 @@
 """Which parameters are compressed, and how: the first rule that matches a parameter decides."""
 
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -68,3 +69,24 @@ def rules_from(items: Sequence[Rule | Mapping[str, object]]) -> tuple[Rule, ...]
                 raise ValueError(f"`rules[{number}]` has {key!r}; a rule has {', '.join(fields)}")
         rules.append(Rule(**item))  # type: ignore[arg-type]  # checked by name above, by kind in the compressor
     return (*rules, *DEFAULT_RULES)
+
+
+def warn_of_idle(items: Sequence[Rule | Mapping[str, object]], names: Collection[str], remedy: str) -> None:
+    """Warns of each rule whose pattern matches no parameter: a misspelt one would change nothing without a word.
+
+    Args:
+        items: The user's rules, as for `rules_from`.
+        names: Of all parameters.
+        remedy: What to do, for the end of the warning.
+
+    Raises:
+        ValueError: A mapping has a key that is no field of a rule.
+    """
+    for number, rule in enumerate(rules_from(items)[: len(items)]):
+        if not any(fnmatchcase(name, rule.pattern) for name in names):
+            examples = ", ".join(repr(name) for name in list(names)[:3])
+            warnings.warn(
+                f"`rules[{number}]` has the pattern {rule.pattern!r}, which matches none of the {len(names)} "
+                f"parameters ({examples}{', ...' if len(names) > 3 else ''}): the rule changes nothing. {remedy}",
+                stacklevel=3,
+            )

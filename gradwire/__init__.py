@@ -102,8 +102,9 @@ def __getattr__(name: str) -> object:
 
 
 def _register() -> None:
+    importlib.import_module("gradwire.comms.bootstrap.requirement").require_torch()
     importlib.import_module("gradwire.comms.backend.register").register()
 
 
 if hasattr(sys.modules.get("torch"), "distributed"):  # not so while torch itself is being imported
-    _register()
+    importlib.import_module("gradwire.comms.backend.register").register()

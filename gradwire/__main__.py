@@ -3,6 +3,8 @@
 import importlib
 import sys
 
+from gradwire.comms.bootstrap.requirement import require_torch
+
 COMMANDS: dict[str, tuple[str, str]] = {
     "bench": (
         "gradwire.bench.nccl_tests.command",
@@ -19,6 +21,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "topo": ("gradwire.cli.topo", "what does this machine look like: tree, matrix, picture"),
 }
 """Name -> (module with `main(argv: list[str]) -> int`, one line of help)."""
+
+NEED_TORCH = ("bench", "compare", "predict")
+"""Commands that do nothing without torch, not even list their options."""
 
 
 def usage() -> str:
@@ -40,6 +45,12 @@ def main(argv: list[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         print(f"gradwire: no command `{words[0]}`\n\n{usage()}", file=sys.stderr)
         return 2
+    if words[0] in NEED_TORCH:
+        try:
+            require_torch()
+        except ImportError as error:
+            print(f"gradwire {words[0]}: {error}", file=sys.stderr)
+            return 1
     module = importlib.import_module(COMMANDS[words[0]][0])
     status: int = module.main(words[1:])
     return status

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--require", action="append", default=[], metavar="MARK", help="fail instead of skipping: netns")
+    parser.addoption(
+        "--require", action="append", default=[], metavar="MARK", help="fail instead of skipping: netns, wheel"
+    )
 
 
 def no_gpu() -> str | None:
@@ -60,6 +62,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and (without := no_gpu()) is not None:
         pytest.skip(without)
+    if item.get_closest_marker("wheel") is not None and "wheel" not in item.config.getoption("--require"):
+        pytest.skip("compiles gradwire from its sdist, over a minute: run `make wheel`")
     if item.get_closest_marker("netns") is None or (reason := available()) is None:
         return
     if "netns" in item.config.getoption("--require"):

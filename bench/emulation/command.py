@@ -28,7 +28,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="gradwire emulate",
         usage="%(prog)s --nodes N --ranks-per-node R [options] -- COMMAND...",
         description="Runs COMMAND as the ranks of a job on emulated nodes, with torchrun's environment variables. Each "
-        "node has its own hostname, /dev/shm, processes and network; all are gone when the command ends. Needs root.",
+        "node has its own hostname, /dev/shm, processes and network; all are gone when the command ends. Needs "
+        "root. A COMMAND that starts with `python` runs under gradwire's own interpreter.",
         epilog=_EXAMPLE,
     )
     parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes")
@@ -115,6 +116,17 @@ def as_record(cluster: EmulatedCluster, result: RunResult, command: list[str], o
     }
 
 
+def own_python(command: list[str]) -> list[str]:
+    """Has a bare `python` be the interpreter that runs gradwire: PATH's may have neither torch nor gradwire.
+
+    Args:
+        command: Program and arguments; a path such as `./python` stays what it is.
+    """
+    if command and command[0] in ("python", "python3"):
+        return [sys.executable, *command[1:]]
+    return command
+
+
 def _printer(options: argparse.Namespace) -> RankLine | None:
     """Prints a rank's line; None where the ranks write to stdout and stderr themselves."""
     if not options.prefix and options.json != STDOUT:
@@ -145,7 +157,7 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
             cluster = stack.enter_context(EmulatedCluster(nodes, options.nic, options.mtu))
         print_line = _printer(options)
         result = cluster.run(
-            command,
+            own_python(command),
             order=options.order,
             timeout_seconds=options.timeout,
             grace_seconds=options.grace,

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from gradwire.comms.backend.strided import Packing, tensors_in
 from gradwire.comms.backend.work import FutureWork, PackedWork
+from gradwire.comms.bootstrap.compat import outside_graphs
 
 
 def _delegate(name: str) -> Callable[..., dist.Work]:
     """A method that calls the inner group's of this name with the same arguments, which torch checks itself."""
 
+    @outside_graphs
     def delegate(group: "DelegatingGroup", *arguments: object, **named: object) -> dist.Work:
         work: dist.Work = getattr(group.inner, name)(*arguments, **named)
         return work
@@ -35,6 +37,7 @@ def _packed(name: str) -> Callable[..., dist.Work]:
     """
     delegate = _delegate(name)
 
+    @outside_graphs
     def delegate_packed(group: "DelegatingGroup", *arguments: object, **named: object) -> dist.Work:
         written, read = Packing(), Packing()
         positional = [(read if place else written).pack(argument) for place, argument in enumerate(arguments)]
@@ -75,6 +78,7 @@ class DelegatingGroup(dist.ProcessGroup):
         self._outstanding.append(work)
         return work
 
+    @outside_graphs
     def barrier(self, *arguments: object, **named: object) -> dist.Work:
         """Waits on the host for what this rank has issued, as gloo's does, then for the other ranks."""
         for work in self._outstanding:
@@ -101,3 +105,4 @@ class DelegatingGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base = _packed("alltoall_base")
     send = _delegate("send")
     recv = _delegate("recv")
+    recvAnysource = recv_anysource = _delegate("recv_anysource")

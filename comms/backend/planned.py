@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradwire.comms.backend.strided import overwrite
 from gradwire.comms.backend.work import FutureTensors, FutureWork, finished
-from gradwire.comms.bootstrap.compat import GroupOptions
+from gradwire.comms.bootstrap.compat import GroupOptions, Store
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.plan.planner import plan_all_reduce
@@ -41,6 +41,11 @@ class PlannedAllReduce:
         self._better: dict[tuple[str, int], bool] = {}
         self._sums = 0
         self.cluster = self._communicator(torch.device("cpu")).cluster
+
+    @property
+    def store(self) -> Store:
+        """For what else the ranks of this group tell each other: without what an earlier start of them has left."""
+        return self._communicators["cpu"].plain_store
 
     def scale(self, op: object, tensors: Sequence[Tensor]) -> float | None:
         """The factor that makes a plain sum of `op`; None where the plan is not for these tensors or this `op`."""

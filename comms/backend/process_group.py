@@ -21,7 +21,15 @@ from gradwire.comms.backend.delegating_group import DelegatingGroup
 from gradwire.comms.backend.node_collectives import NodeCollectives
 from gradwire.comms.backend.planned import PlannedAllReduce
 from gradwire.comms.backend.work import FutureWork
-from gradwire.comms.bootstrap.compat import GroupName, GroupOptions, PrefixStore, Store, clone_of, register_backends
+from gradwire.comms.bootstrap.compat import (
+    GroupName,
+    GroupOptions,
+    PrefixStore,
+    Store,
+    clone_of,
+    outside_graphs,
+    register_backends,
+)
 from gradwire.comms.config import Config
 
 _retired: list[object] = []
@@ -91,20 +99,21 @@ class GradwireGroup(DelegatingGroup):
         )
         self.config = replace(config, timeout=options.timeout)
         _retired.clear()
-        self._backends = register_backends([self, self.inner], options)
         self._coalescing = False
         self._planned: PlannedAllReduce | None = None
         self._node: NodeCollectives | None = None
         if options.group_size > 1:
             self._planned = PlannedAllReduce(options, self.config)
-            if len(self._planned.cluster.nodes) == 1:
-                self._node = NodeCollectives(
-                    PrefixStore("gradwire/node", options.store),
-                    options.group_rank,
-                    options.group_size,
-                    options.timeout,
-                    f"gradwire {options.group_id}",
-                )
+            options = replace(options, store=self._planned.store)
+        self._backends = register_backends([self, self.inner], options)
+        if self._planned and len(self._planned.cluster.nodes) == 1:
+            self._node = NodeCollectives(
+                PrefixStore("gradwire/node", options.store),
+                options.group_rank,
+                options.group_size,
+                options.timeout,
+                f"gradwire {options.group_id}",
+            )
 
     def getBackendName(self) -> str:
         """The backend's name, for C++."""
@@ -118,6 +127,7 @@ class GradwireGroup(DelegatingGroup):
         """The store that all ranks of this group share."""
         return self._store
 
+    @outside_graphs
     def allreduce(self, *arguments: object, **named: object) -> dist.Work:
         """Sums and averages by a plan where that is faster. In place."""
         match arguments:
@@ -125,6 +135,7 @@ class GradwireGroup(DelegatingGroup):
                 return self._sum([tensor], options.reduceOp) or super().allreduce(*arguments, **named)
         return super().allreduce(*arguments, **named)
 
+    @outside_graphs
     def allreduce_coalesced(self, *arguments: object, **named: object) -> dist.Work:
         """As one all-reduce of all tensors end to end, where that pays. In place."""
         match arguments:
@@ -132,6 +143,7 @@ class GradwireGroup(DelegatingGroup):
                 return self._sum(tensors, options.reduceOp) or super().allreduce_coalesced(*arguments, **named)
         return super().allreduce_coalesced(*arguments, **named)
 
+    @outside_graphs
     def broadcast(self, *arguments: object, **named: object) -> dist.Work:
         """Through shared memory on a single node. In place."""
         match arguments:
@@ -140,6 +152,7 @@ class GradwireGroup(DelegatingGroup):
                     return self.issued(FutureWork(self._node.broadcast(tensor.detach(), options.rootRank)))
         return super().broadcast(*arguments, **named)
 
+    @outside_graphs
     def allgather(self, *arguments: object, **named: object) -> dist.Work:
         """Through shared memory on a single node; `arguments` are ([outputs of all ranks], [source], options)."""
         match arguments:
@@ -149,6 +162,7 @@ class GradwireGroup(DelegatingGroup):
                     return self.issued(FutureWork(self._node.all_gather_list(targets, source.detach())))
         return super().allgather(*arguments, **named)
 
+    @outside_graphs
     def all_gather_single(self, *arguments: object, **named: object) -> dist.Work:
         """Through shared memory on a single node; `arguments` are (output, source, options)."""
         match arguments:
@@ -157,6 +171,7 @@ class GradwireGroup(DelegatingGroup):
                     return self.issued(FutureWork(self._node.all_gather(output.detach(), source.detach())))
         return super().all_gather_single(*arguments, **named)
 
+    @outside_graphs
     def reduce_scatter_single(self, *arguments: object, **named: object) -> dist.Work:
         """Sums and averages through shared memory on a single node; `arguments` are (output, source, options)."""
         match arguments:

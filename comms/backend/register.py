@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from gradwire.comms.bootstrap.requirement import require_torch
 from gradwire.comms.config import automatic_hook_wanted
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ def register() -> None:
 
 
 def _create(options: "GroupOptions", backend_options: object = None) -> "GradwireGroup":
+    # Not in register(), which an older torch calls as well, for programs that never ask for this backend.
+    require_torch()
     from gradwire.comms.backend.process_group import create
 
     return create(options, backend_options)

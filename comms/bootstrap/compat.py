@@ -1,9 +1,10 @@
 """Every switch between torch versions, and every private name of torch that gradwire uses. Written for 2.11 to 2.15."""
 
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import lru_cache
-from typing import Protocol, cast
+from functools import lru_cache, wraps
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -190,6 +191,36 @@ def device_scale_of(scaler: object) -> Tensor | None:
     """
     scale = getattr(scaler, "_scale", None)
     return scale if isinstance(scale, Tensor) and scale.is_cuda else None
+
+
+def collective_named(new: str, old: str) -> Callable[..., object]:
+    """A collective of torch.distributed: torch 2.13 deprecates some names of 2.11 and 2.12.
+
+    Args:
+        new: Its name from 2.13 on.
+        old: Its name before.
+    """
+    return cast(Callable[..., object], getattr(dist, new, None) or getattr(dist, old))
+
+
+Method = TypeVar("Method", bound=Callable[..., object])
+
+
+def outside_graphs(method: Method) -> Method:
+    """Has torch.compile leave a method alone, however deep in a compiled function it is called.
+
+    Does what `torch.compiler.disable` does, from the first call at which torch._dynamo is there: importing it takes
+    seconds, and without it nothing is compiled.
+    """
+    disabled: list[Callable[..., object]] = []
+
+    @wraps(method)
+    def call(*arguments: object, **named: object) -> object:
+        if not disabled and "torch._dynamo" in sys.modules:
+            disabled.append(torch.compiler.disable(method))  # type: ignore[no-untyped-call]  # has no types
+        return (disabled[0] if disabled else method)(*arguments, **named)
+
+    return cast(Method, call)
 
 
 class GroupOptions(Protocol):

@@ -5,10 +5,14 @@ Two ranks share a node when hostname, boot id and the device number of /dev/shm 
 nodes on one kernel are distinguished exactly where they cannot share memory.
 """
 
+import contextlib
+import hashlib
 import json
 import socket
+import time
+import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -42,6 +46,7 @@ class Presence:
         torch_version: As `torch.__version__` says.
         hardware: What it knows of its machine: bytes per second inside and outwards, its NIC.
         shared: The configuration that must agree, field by field.
+        start: Drawn anew by every process, and for every exchange.
     """
 
     rank: int
@@ -52,6 +57,7 @@ class Presence:
     torch_version: str
     hardware: Hardware
     shared: dict[str, str]
+    start: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @classmethod
     def here(cls, rank: int, size: int, config: Config, device: torch.device) -> "Presence":
@@ -79,15 +85,71 @@ def host_identity(hostname: str | None = None) -> tuple[str, str, str]:
     )
 
 
+LINGER_SECONDS = 2.0
+"""For ranks that have found each other to read a presence; a rank of another world size may never ask for it."""
+
+NAP_SECONDS = 0.005
+"""Between two looks at what a rank that was restarted has left in the store."""
+
+
 def exchange(store: Store, own: Presence, timeout: timedelta) -> list[Presence]:
     """Publishes this rank's presence and returns every rank's, in rank order.
+
+    The store may still hold the presences of an earlier start (an elastic restart keeps it): a rank takes only those of
+    processes that have seen its own, all of it the same on all ranks. What is put below `start_of(...)` is then nobody
+    else's.
 
     Raises:
         RuntimeError: A rank did not join within the time-out; the message names those that are missing.
         ValueError: A rank has another world size, device, or configuration; the message names the field and both
             values. Raised on every rank.
     """
+    deadline = time.monotonic() + timeout.total_seconds()
     store.set(_key(own.rank), json.dumps(asdict(own)))
+    while True:
+        try:
+            found = _read(store, own, timeout)
+        except ValueError:
+            _wait_until_all_refuse(store, own)
+            raise
+        starts = json.dumps([presence.start for presence in found])
+        store.set(f"starts/{own.start}", starts)
+        silent = [each.rank for each in found if not _agrees(store, each, starts, own)]
+        if not silent:
+            return found
+        if time.monotonic() > deadline:
+            raise _absent(own, silent, timeout)
+        time.sleep(NAP_SECONDS)
+
+
+def start_of(presences: Sequence[Presence]) -> str:
+    """A name for this start of these ranks: the same on all of them, and another after a restart."""
+    return hashlib.sha256("".join(presence.start for presence in presences).encode()).hexdigest()[:16]
+
+
+def _wait_until_all_refuse(store: Store, own: Presence) -> None:
+    """Keeps the process that serves the store here until the other ranks, too, have read what does not fit."""
+    deadline = time.monotonic() + LINGER_SECONDS
+    with contextlib.suppress(RuntimeError):  # the server has left nevertheless: nothing more to wait for
+        store.add("refusals", 1)
+        while store.add("refusals", 0) < own.size and time.monotonic() < deadline:
+            time.sleep(NAP_SECONDS)
+
+
+def _agrees(store: Store, other: Presence, starts: str, own: Presence) -> bool:
+    """Whether a process has seen the same presences as this one; one of an earlier start cannot have."""
+    key = f"starts/{other.start}"
+    return other.rank == own.rank or (store.check([key]) and store.get(key).decode() == starts)
+
+
+def _absent(own: Presence, missing: Sequence[int], timeout: timedelta) -> RuntimeError:
+    return RuntimeError(
+        f"`world_size` is {own.size} on rank {own.rank}, but rank {_list(missing)} did not join within "
+        f"{timeout.total_seconds():g} s: start all ranks, with the same world size"
+    )
+
+
+def _read(store: Store, own: Presence, timeout: timedelta) -> list[Presence]:
     found: list[Presence] = []
     missing: list[int] = []
     for rank in range(own.size):
@@ -99,10 +161,7 @@ def exchange(store: Store, own: Presence, timeout: timedelta) -> list[Presence]:
         found.append(_parse(store.get(_key(rank))))
         _check(own, found[-1])
     if missing:
-        raise RuntimeError(
-            f"`world_size` is {own.size} on rank {own.rank}, but rank {_list(missing)} did not join within "
-            f"{timeout.total_seconds():g} s: start all ranks, with the same world size"
-        )
+        raise _absent(own, missing, timeout)
     return found
 
 

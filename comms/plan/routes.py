@@ -152,8 +152,14 @@ class Routes(dict[RouteKey, Route]):
         """The route of a bucket along any plan, whatever the planner thinks of it.
 
         Raises:
-            ValueError: The plan compresses a phase, and there is no compressor or no layout to do so with.
+            ValueError: The plan compresses a phase, and there is no compressor or no layout to do so with; or the
+                layout is of another number of elements.
         """
+        if layout is not None and layout.numel != numel:
+            raise ValueError(
+                f"`layout` is of {layout.numel} elements, but `flat` has {numel}; wanted slices that cover all of "
+                "`flat`: what lies outside of them would stay unreduced"
+            )
         named = next((phase.compressor for phase in plan.phases if phase.compressor), None)
         if named and (self._compressor is None or layout is None):
             raise ValueError(

@@ -1,11 +1,11 @@
 """Checks the optimizer at its first step: only then is it known which optimizer a training script uses."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -14,14 +14,22 @@ from gradwire.compressors.optim.fit import CompressorUse, check_groups
 from gradwire.compressors.registry import Option
 from gradwire.compressors.rules import Rule, first_match, rules_from
 
+
+class HasParameters(Protocol):
+    """A model, or what stands for one whose state never saw it; one that can be referred to weakly."""
+
+    def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
+        """The parameters by the names that rules match."""
+
+
 Check = tuple[CompressorUse, tuple[Rule, ...]]
 
-_unchecked: WeakKeyDictionary[nn.Module, Check] = WeakKeyDictionary()
+_unchecked: WeakKeyDictionary[HasParameters, Check] = WeakKeyDictionary()
 """Main compressor and rules of the models whose optimizer has not stepped yet."""
 
 
 def check_at_first_step(
-    model: nn.Module,
+    model: HasParameters,
     compressor_name: str,
     options: Mapping[str, Option],
     rules: Sequence[Rule | Mapping[str, object]] = (),
@@ -33,7 +41,7 @@ def check_at_first_step(
     optimizer that passes is not checked again, nor is any other that steps on this model later.
 
     Args:
-        model: Whose gradients the compressor averages; not kept alive.
+        model: Whose gradients the compressor averages; not kept alive. Asked for its parameters at that first step.
         compressor_name: As in `compressor=`.
         options: The compressor's options.
         rules: As in `rules=`.
@@ -71,7 +79,7 @@ def _check(optimizer: Optimizer, _args: object, _named: object) -> None:
             del _unchecked[model]
 
 
-def _uses(model: nn.Module, main: CompressorUse, rules: tuple[Rule, ...]) -> dict[int, CompressorUse]:
+def _uses(model: HasParameters, main: CompressorUse, rules: tuple[Rule, ...]) -> dict[int, CompressorUse]:
     """Returns each parameter's compressor, by the parameter's id.
 
     Dense parameters have the main compressor's momentum and count as compressed by it.

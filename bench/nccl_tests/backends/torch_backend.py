@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradwire.bench.nccl_tests.backends.backend import Issue, copy_first
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, NO_ARITHMETIC
+from gradwire.comms.bootstrap.compat import collective_named
 from gradwire.comms.transport.torch_group import Done
 from gradwire.compressors.base import Work
 
@@ -64,7 +65,7 @@ class TorchBackend:
     def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
         """See `Backend.reduce_scatter`."""
         return _issue(
-            _named("reduce_scatter_single", "reduce_scatter_tensor"),
+            collective_named("reduce_scatter_single", "reduce_scatter_tensor"),
             output,
             source,
             _OPERATIONS[operation],
@@ -73,7 +74,7 @@ class TorchBackend:
 
     def all_gather(self, output: Tensor, source: Tensor) -> Issue:
         """See `Backend.all_gather`."""
-        return _issue(_named("all_gather_single", "all_gather_into_tensor"), output, source, self._group)
+        return _issue(collective_named("all_gather_single", "all_gather_into_tensor"), output, source, self._group)
 
     def broadcast(self, tensor: Tensor, root: int) -> Issue:
         """See `Backend.broadcast`."""
@@ -116,8 +117,3 @@ class _All:
 def _issue(call: Callable[..., object], *arguments: object) -> Issue:
     """A call of torch.distributed that gives a Work: None only where this rank takes no part, but all ranks do."""
     return cast(Issue, partial(call, *arguments, async_op=True))
-
-
-def _named(new: str, old: str) -> Callable[..., object]:
-    """Torch 2.13 deprecates the names of 2.11 and 2.12."""
-    return cast(Callable[..., object], getattr(dist, new, None) or getattr(dist, old))

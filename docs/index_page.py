@@ -1,0 +1,64 @@
+"""The README as a package index shows it: links that lead to the repository, because an index has no docs/ beside it.
+
+scikit-build-core calls it for the fields `readme` and `urls` of pyproject.toml. The variable GRADWIRE_REPOSITORY names
+the repository (`https://github.com/OWNER/NAME`); the workflow that builds a release sets it to its own. Where it is
+not set, the words of a relative link stay and its address goes, and so do pictures: better no link than a dead one.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from email.parser import Parser
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|mailto:|#)([^)\s]+)\)")
+
+
+def dynamic_metadata(settings: Mapping[str, object], project: Mapping[str, object]) -> dict[str, object]:
+    """Returns the fields `readme` and `urls`.
+
+    Args:
+        settings: Of the table in pyproject.toml; there are none.
+        project: The other fields.
+    """
+    saved = ROOT / "PKG-INFO"
+    if saved.exists():  # an sdist: its wheels say what it says
+        message = Parser().parsestr(saved.read_text(encoding="utf-8"))
+        text = str(message.get_payload())
+        urls = dict(each.split(", ", 1) for each in message.get_all("Project-URL") or [])
+    else:
+        repository = os.environ.get("GRADWIRE_REPOSITORY", "").rstrip("/")
+        text = rewrite((ROOT / "README.md").read_text(encoding="utf-8"), repository, f"v{project['version']}")
+        urls = urls_of(repository)
+    return {"readme": {"content-type": "text/markdown", "text": text}, "urls": urls}
+
+
+def rewrite(text: str, repository: str, tag: str) -> str:
+    """Makes relative links absolute.
+
+    Args:
+        text: In Markdown.
+        repository: Its address on GitHub, or on a forge with the same paths; empty where it is not known.
+        tag: What the links show: `v0.1.0`.
+    """
+
+    def absolute(link: re.Match[str]) -> str:
+        picture, words, target = link.groups()
+        if not repository:
+            return "" if picture else words
+        return f"{picture}[{words}]({repository}/{'raw' if picture else 'blob'}/{tag}/{target})"
+
+    return LINK.sub(absolute, text)
+
+
+def urls_of(repository: str) -> dict[str, str]:
+    """The links beside the page: `Project-URL` in the metadata."""
+    if not repository:
+        return {}
+    return {
+        "Source": repository,
+        "Documentation": f"{repository}/blob/main/docs/index.md",
+        "Changelog": f"{repository}/blob/main/CHANGELOG.md",
+        "Issues": f"{repository}/issues",
+    }

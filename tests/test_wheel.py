@@ -1,0 +1,195 @@
+"""What users install: sdist and wheel from clean environments, used without a compiler.
+
+`make wheel` runs it. pip fetches what builds and what gradwire depends on; torch is this environment's.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+import torch
+
+from gradwire.bench.emulation.launch import free_port
+from gradwire.bench.emulation.namespaces import available
+
+pytestmark = [pytest.mark.wheel, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[1]
+REPOSITORY = "https://forge.example/owner/gradwire"
+COMPILERS = re.compile(r"(.*-)?(cc|c\+\+|gcc|g\+\+|cpp|clang|clang\+\+|ld|nvcc|cmake|ninja|make|rustc)(-[\d.]+)?$")
+
+TRAINING = """
+import re, sys
+import torch
+
+def build_model():
+    torch.manual_seed(0)
+    return torch.nn.Linear(64, 32)
+
+def train(model):
+    for _ in range(3):
+        model(torch.ones(4, 64)).sum().backward()
+
+text = open(sys.argv[1], encoding="utf-8").read()
+exec(re.search("```python\\n(.*?)```", text, re.DOTALL)[1])
+dist.barrier()
+"""
+
+
+def run(*command: str | Path, **variables: str) -> str:
+    """Runs a command and returns what it printed, both streams."""
+    done = subprocess.run(
+        [*map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        env=variables or None,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist, and the wheel that was built from it: each in an environment of its own."""
+    folder = tmp_path_factory.mktemp("built")
+    venv.create(folder / "builder", with_pip=True)
+    python = folder / "builder" / "bin" / "python"
+    run(python, "-m", "pip", "install", "--quiet", "build")
+    run(python, "-m", "build", "--outdir", folder / "dist", ROOT, **os.environ | {"GRADWIRE_REPOSITORY": REPOSITORY})
+    return folder / "dist"
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the machine's programs but compilers."""
+    folder = tmp_path_factory.mktemp("tools")
+    for place in ("/usr/sbin", "/usr/bin", "/sbin", "/bin"):
+        for program in Path(place).iterdir() if Path(place).is_dir() else ():
+            if not COMPILERS.match(program.name) and not (folder / program.name).exists():
+                (folder / program.name).symlink_to(program)
+    assert shutil.which("c++", path=str(folder)) is None and shutil.which("cc", path=str(folder)) is None
+    return folder
+
+
+class Installed:
+    """An environment with the wheel and its dependencies, torch aside.
+
+    Args:
+        folder: For the environment.
+        wheel: To install.
+        tools: Programs on its PATH.
+    """
+
+    def __init__(self, folder: Path, wheel: Path, tools: Path) -> None:
+        venv.create(folder, with_pip=True)
+        self.bin = folder / "bin"
+        self.path = f"{self.bin}:{tools}"
+        [self.packages] = (folder / "lib").glob("python*/site-packages")
+        run(self.bin / "python", "-m", "pip", "install", "--quiet", "--only-binary", ":all:", wheel, PATH=self.path)
+
+    def run(self, program: str, *arguments: str | Path) -> str:
+        """Runs a program of the environment; see `run`."""
+        return run(self.bin / program, *arguments, PATH=self.path, OMP_NUM_THREADS="1")
+
+    def fails(self, program: str, *arguments: str) -> tuple[int, str]:
+        """Status and output of a program of the environment."""
+        command = [str(self.bin / program), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": self.path})
+        return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def bare(built: Path, tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """Without torch."""
+    [wheel] = built.glob("*.whl")
+    return Installed(tmp_path_factory.mktemp("bare"), wheel, tools)
+
+
+@pytest.fixture(scope="module")
+def complete(built: Path, tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """With this environment's torch behind its own packages, and no .pth file of it."""
+    [wheel] = built.glob("*.whl")
+    installed = Installed(tmp_path_factory.mktemp("complete"), wheel, tools)
+    (installed.packages / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    return installed
+
+
+def metadata(built: Path) -> Message:
+    [wheel] = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def test_the_wheel_holds_what_users_need_and_no_more(built: Path) -> None:
+    [wheel] = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+    assert all(name.startswith("gradwire/") for name in names)
+    assert len([name for name in names if name.endswith(".so")]) == 1
+    kinds = {name.rpartition(".")[2] for name in names}
+    assert kinds == {"py", "pyi", "so", "typed", "cu", "cuh", "h"}, kinds
+    assert not [name for name in names if "/studies/" in name or "/csrc/cpu/" in name or "test" in Path(name).stem]
+    tags = wheel.name.split("-")
+    assert tags[-2:-1] == ["abi3"] if sys.version_info >= (3, 12) else tags[-3:-1] == ["cp311", "cp311"]
+
+
+def test_the_sdist_has_no_pictures_and_no_links(built: Path) -> None:
+    [sdist] = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        members = archive.getmembers()
+    names = [member.name.partition("/")[2] for member in members]
+    assert not [name for name in names if name.endswith((".png", ".svg", ".so"))]
+    assert not [member.name for member in members if member.issym() or member.islnk()]
+    assert {"LICENSE", "README.md", "CMakeLists.txt", "docs/index_page.py", "comms/hook.py"} <= set(names)
+
+
+def test_the_index_page_links_to_the_repository(built: Path) -> None:
+    found = metadata(built)
+    page = str(found.get_payload())
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert links and not [link for link in links if not link.startswith("https://")]
+    assert f"{REPOSITORY}/raw/v{found['Version']}/docs/pictures/speedup.png" in links
+    assert f"Source, {REPOSITORY}" in (found.get_all("Project-URL") or [])
+    assert not [each for each in found.get_all("Requires-Dist") or [] if re.match(r"torch\b", each)]
+
+
+def test_without_torch_it_says_what_to_install(bare: Installed) -> None:
+    assert "gradwire COMMAND" in bare.run("gradwire", "--help")
+    bare.run("gradwire", "topo")
+    bare.run("gradwire", "emulate", "--help")
+    wanted = "gradwire needs torch 2.11 or newer: pip install torch"
+    for command in ("predict", "bench", "compare"):
+        status, output = bare.fails("gradwire", command)
+        assert status == 1 and wanted in output and "Traceback" not in output
+    status, output = bare.fails("python", "-c", "import gradwire; gradwire.HookState")
+    assert status == 1 and output.rstrip().splitlines()[-1].startswith(f"ModuleNotFoundError: {wanted}")
+
+
+def test_the_two_lines_of_the_readme_train(complete: Installed, tmp_path: Path) -> None:
+    where = complete.run("python", "-c", "import gradwire; print(gradwire.__file__)").strip()
+    assert Path(where).is_relative_to(complete.packages)
+    (tmp_path / "train.py").write_text(TRAINING)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+    output = complete.run("python", *torchrun, tmp_path / "train.py", ROOT / "README.md")
+    assert "2 ranks on 1 node" in output or "flat" in output, output
+
+
+def test_emulate_runs_them_on_a_cluster(complete: Installed, tmp_path: Path) -> None:
+    if (reason := available()) is not None:
+        pytest.skip(reason)
+    (tmp_path / "train.py").write_text(TRAINING)
+    command = ("emulate", "--nodes", "2", "--nic", "1gbit", "--", "python", str(tmp_path / "train.py"))
+    output = complete.run("gradwire", *command, ROOT / "README.md")
+    assert "node0" in output and "bytes on the links" in output
