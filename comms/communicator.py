@@ -3,7 +3,7 @@
 The hook and the process group are two faces of this object.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -41,6 +41,7 @@ class Communicator:
         compressor: Compresses one phase of gradients that are given with a layout.
         group: The process group of the same ranks, in the same order. On CUDA its NCCL backend, if it has one, carries
             what goes between all ranks; it stays the user's, and is aborted only when gradwire gives up.
+        global_ranks: Of the group in the default group, for logs; None asks torch, which knows registered groups only.
 
     Raises:
         RuntimeError: A rank did not join within the time-out.
@@ -58,6 +59,7 @@ class Communicator:
         name: str,
         compressor: Compressor | None = None,
         group: dist.ProcessGroup | None = None,
+        global_ranks: Sequence[int] | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -83,7 +85,7 @@ class Communicator:
             config.timeout,
             board.alarm,
             interface,
-            nccl_groups=_nccl_groups(name, cluster, device, group) if device.type == "cuda" else None,
+            nccl_groups=_nccl_groups(name, cluster, device, group, global_ranks) if device.type == "cuda" else None,
         )
         self._connected = False
         self._streams = SideStreams(device) if device.type == "cuda" else None
@@ -238,10 +240,18 @@ class Communicator:
             raise ValueError(f"`scale` is {scale} but `flat` has dtype {flat.dtype}; wanted 1 for integers")
 
 
-def _nccl_groups(name: str, cluster: Cluster, device: torch.device, group: dist.ProcessGroup | None) -> NcclGroups:
+def _nccl_groups(
+    name: str,
+    cluster: Cluster,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    global_ranks: Sequence[int] | None,
+) -> NcclGroups:
+    if global_ranks is None:
+        global_ranks = () if group is None else dist.get_process_group_ranks(group)
     return NcclGroups(
         name=name,
-        global_ranks=() if group is None else tuple(dist.get_process_group_ranks(group)),
+        global_ranks=tuple(global_ranks),
         size=cluster.size,
         backend=None if group is None else nccl_backend_of(group, device),
         between_nodes=cluster.all_apart,

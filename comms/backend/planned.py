@@ -32,11 +32,13 @@ class PlannedAllReduce:
     Args:
         options: Store, rank, size and name of the group.
         config: How to plan.
+        inner: Torch's own group of the same ranks: its NCCL serves the set of all ranks.
     """
 
-    def __init__(self, options: GroupOptions, config: Config) -> None:
+    def __init__(self, options: GroupOptions, config: Config, inner: dist.ProcessGroup | None = None) -> None:
         self._options = options
         self._config = config
+        self._inner = inner
         self._communicators: dict[str, Communicator] = {}
         self._better: dict[tuple[str, int], bool] = {}
         self._sums = 0
@@ -134,5 +136,7 @@ class PlannedAllReduce:
                 device,
                 replace(self._config, compressor=None),
                 name=device.type,
+                group=self._inner,
+                global_ranks=options.global_ranks_in_group,
             )
         return self._communicators[device.type]

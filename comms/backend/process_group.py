@@ -103,7 +103,7 @@ class GradwireGroup(DelegatingGroup):
         self._planned: PlannedAllReduce | None = None
         self._node: NodeCollectives | None = None
         if options.group_size > 1:
-            self._planned = PlannedAllReduce(options, self.config)
+            self._planned = PlannedAllReduce(options, self.config, self.inner)
             options = replace(options, store=self._planned.store)
         self._backends = register_backends([self, self.inner], options)
         if self._planned and len(self._planned.cluster.nodes) == 1:
