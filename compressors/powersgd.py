@@ -24,6 +24,7 @@ from gradwire.compressors.base import (
     StateDict,
     StateValue,
     check_gradient,
+    refuse_capture,
 )
 from gradwire.compressors.cast import CAST_DTYPES, CastCodec
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
@@ -115,7 +116,9 @@ class PowerSGD(Stateful):
 
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Collective]:
         """See `Compressor.all_reduce`."""
+        refuse_capture(shard.device, self.name)
         check_gradient(shard)
+        kernels = KERNELS_ON[shard.device.type]  # before anything changes: they may not be there
         parts = self._parts_of(layout)
         if group.size == 1 or self.step < self.warmup_steps or not parts.names:
             self.flush(shard, layout)
@@ -128,7 +131,6 @@ class PowerSGD(Stateful):
         q_own = torch.empty(parts.q_numel, device=device)
         q_total = torch.empty_like(q_own)  # before the first write to `shard`: out of memory leaves it intact
         residual, new_residual = self._residual(shard, layout, parts.dense)
-        kernels = KERNELS_ON[device.type]
         kernels.powersgd_project_many(shard, residual, matrices, began, p)
         yield from self._reduce_p(p, parts.p_numel, shard, parts.dense, group)
         keys = [mix_key(self.random_seed, self.step, key) for key in parts.name_keys]
