@@ -109,7 +109,8 @@ class Cast(TwoStage):
         if not self.plain or group.size == 1 or self.step < self.warmup_steps or not shard.numel():
             yield from super().all_reduce(shard, layout, group)
             return
-        refuse_capture(shard.device, self.name)
+        if shard.is_cuda:
+            refuse_capture(self.name)
         check_gradient(shard)
         self.prepare(shard.device)
         narrow = torch.empty(shard.numel(), dtype=self.dtype, device=shard.device)

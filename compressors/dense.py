@@ -51,7 +51,8 @@ class Dense(Stateful):
         """See `Compressor.all_reduce`."""
         check_gradient(shard)
         if self.momentum:
-            refuse_capture(shard.device, self.name)
+            if shard.is_cuda:
+                refuse_capture(self.name)
             self._fold_momentum(shard, layout)
         if group.size > 1 and shard.numel():
             yield Collective(ALL_REDUCE, (shard,))

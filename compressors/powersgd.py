@@ -116,7 +116,8 @@ class PowerSGD(Stateful):
 
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Collective]:
         """See `Compressor.all_reduce`."""
-        refuse_capture(shard.device, self.name)
+        if shard.is_cuda:
+            refuse_capture(self.name)
         check_gradient(shard)
         kernels = KERNELS_ON[shard.device.type]  # before anything changes: they may not be there
         parts = self._parts_of(layout)

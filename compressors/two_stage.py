@@ -332,7 +332,8 @@ class TwoStage(Stateful):
 
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Request]:
         """See `Compressor.all_reduce`."""
-        refuse_capture(shard.device, self.name)
+        if shard.is_cuda:
+            refuse_capture(self.name)
         if (layout, group) not in self._own_parts:
             check_gradient(shard)
             self.prepare(shard.device)
