@@ -354,6 +354,25 @@ def check_factor(factor: float | Tensor) -> None:
         )
 
 
+def refuse_capture(name: str) -> None:
+    """Refuses to record a compressor's step into a CUDA graph; for CUDA gradients, before anything is changed.
+
+    Which buffers hold the state, how many steps there were and whether the start is dense is decided on the host: a
+    replayed graph would repeat the captured step's decisions.
+
+    Args:
+        name: Of the compressor.
+
+    Raises:
+        RuntimeError: The current stream is being captured.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"a CUDA graph is being captured, and compressor {name!r} decides on the host which of its buffers a step "
+            'reads and writes: run the backward pass outside the capture, or train with compressor="none"'
+        )
+
+
 def check_gradient(flat: Tensor) -> None:
     """Refuses what no compressor can compress.
 

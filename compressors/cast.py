@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import ALL_REDUCE, Collective, Layout, Member, Request, check_gradient
+from gradwire.compressors.base import ALL_REDUCE, Collective, Layout, Member, Request, check_gradient, refuse_capture
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.two_stage import TwoStage
 
@@ -94,6 +94,10 @@ class Cast(TwoStage):
         self.dtype = codec.dtype
         self.plain = plain
 
+    def prepare(self, device: torch.device) -> None:
+        """See `TwoStage.prepare`."""
+        _ = KERNELS_ON[device.type]
+
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:
         """See `Compressor.wire_nbytes`."""
         if self.plain:
@@ -105,7 +109,10 @@ class Cast(TwoStage):
         if not self.plain or group.size == 1 or self.step < self.warmup_steps or not shard.numel():
             yield from super().all_reduce(shard, layout, group)
             return
+        if shard.is_cuda:
+            refuse_capture(self.name)
         check_gradient(shard)
+        self.prepare(shard.device)
         narrow = torch.empty(shard.numel(), dtype=self.dtype, device=shard.device)
         KERNELS_ON[shard.device.type].cast_encode(shard, 1.0, None, None, narrow)
         yield Collective(ALL_REDUCE, (narrow,))

@@ -5,7 +5,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import ALL_REDUCE, Collective, Layout, Member, check_gradient, even_bounds
+from gradwire.compressors.base import (
+    ALL_REDUCE,
+    Collective,
+    Layout,
+    Member,
+    check_gradient,
+    even_bounds,
+    refuse_capture,
+)
 from gradwire.compressors.stateful import Stateful
 
 CACHE_LINE_NUMEL = 16
@@ -45,6 +53,8 @@ class Dense(Stateful):
         """See `Compressor.all_reduce`."""
         check_gradient(shard)
         if self.momentum:
+            if shard.is_cuda:
+                refuse_capture(self.name)
             self._fold_momentum(shard, layout)
         if group.size > 1 and shard.numel():
             yield Collective(ALL_REDUCE, (shard,))

@@ -20,6 +20,7 @@ from gradwire.compressors.base import (
     Slice,
     check_gradient,
     even_bounds,
+    refuse_capture,
 )
 from gradwire.compressors.cast import CAST_DTYPES
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
@@ -92,7 +93,10 @@ class DGC(Stateful):
 
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Collective]:
         """See `Compressor.all_reduce`."""
+        if shard.is_cuda:
+            refuse_capture(self.name)
         check_gradient(shard)
+        kernels = KERNELS_ON[shard.device.type]  # before anything changes: they may not be there
         if group.size == 1 or self.current_density == 1.0 or not shard.numel():
             self._everything(shard, layout, group.size)
             if group.size > 1 and shard.numel():
@@ -100,7 +104,6 @@ class DGC(Stateful):
             return
         indices, values = self._select(shard, layout, group.size)
         sent = self._rounded(layout, indices, values)
-        kernels = KERNELS_ON[shard.device.type]
         if self._is_sent_dense(group.size):
             wide = sent.float()
             shard.zero_()

@@ -101,6 +101,10 @@ class OneBit(TwoStage):
         if self.scale is not None:
             self.fields["scale"] = self.scale
 
+    def prepare(self, device: torch.device) -> None:
+        """See `TwoStage.prepare`."""
+        _ = KERNELS_ON[device.type]
+
     def units_of(self, layout: Layout, device: torch.device) -> Tensor | None:
         """See `TwoStage.units_of`."""
         if self.scale is None:

@@ -8,7 +8,8 @@ outputs is the same, and the residual stays bounded.
 Source: Vogels et al., PowerSGD, NeurIPS 2019, algorithms 1 and 2.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,13 +24,30 @@ from gradwire.compressors.base import (
     StateDict,
     StateValue,
     check_gradient,
+    refuse_capture,
 )
 from gradwire.compressors.cast import CAST_DTYPES, CastCodec
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.kernels.hashing import hash_uniforms, mix_key, name_key
+from gradwire.compressors.kernels.reference import FactorRun, FactorRuns
 from gradwire.compressors.matrices import MatrixSlice, as_matrix, cut_between
+from gradwire.compressors.residual import keep_until_read
 from gradwire.compressors.stateful import Stateful
 from gradwire.compressors.two_stage import Parts, Residuals, two_stage, two_stage_nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """What of a shard is compressed, and where its factors lie; computed once for a layout."""
+
+    matrices: FactorRuns
+    names: tuple[str, ...]
+    """Of the matrices' parameters."""
+    name_keys: tuple[int, ...]
+    dense: tuple[Slice, ...]
+    dense_numel: int
+    p_numel: int
+    q_numel: int
 
 
 class PowerSGD(Stateful):
@@ -68,8 +86,11 @@ class PowerSGD(Stateful):
         self.random_seed = random_seed
         self.codec = CastCodec(factor_dtype) if factor_dtype in CAST_DTYPES else None
         self._factors: dict[str, Tensor] = {}
-        self._staged_factors: dict[str, tuple[Tensor, Tensor]] = {}
-        """By parameter: the factor that this step began with, and the one that it found."""
+        self._flat_factors: dict[tuple[str, ...], tuple[Tensor, tuple[Tensor, ...]]] = {}
+        """By the parameters of a shard: their factors one after the other, and the views of it that `_factors` got."""
+        self._staged_factors: dict[tuple[str, ...], tuple[_Parts, Tensor, Tensor]] = {}
+        """The same of all factors that this step began with, and of those that it found."""
+        self._parts: dict[Layout, _Parts] = {}
         self._drawn: set[str] = set()
         """Parameters whose first factor was stored by the last `end_step`, which a tensor decided."""
 
@@ -95,32 +116,31 @@ class PowerSGD(Stateful):
 
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Collective]:
         """See `Compressor.all_reduce`."""
+        if shard.is_cuda:
+            refuse_capture(self.name)
         check_gradient(shard)
-        matrices = [found for item in layout.slices if (found := self.matrix(item))]
-        if group.size == 1 or self.step < self.warmup_steps or not matrices:
+        kernels = KERNELS_ON[shard.device.type]  # before anything changes: they may not be there
+        parts = self._parts_of(layout)
+        if group.size == 1 or self.step < self.warmup_steps or not parts.names:
             self.flush(shard, layout)
             if group.size > 1 and shard.numel():
                 yield Collective(ALL_REDUCE, (shard,))
             return
-        dense = [item for item in layout.slices if self.matrix(item) is None]
-        q = [self._factor(found, shard.device) for found in matrices]
-        p_flat, p = _stack(matrices, [found.rows for found in matrices], sum(item.numel for item in dense), shard)
-        q_flat, q_own = _stack(matrices, [found.columns for found in matrices], 0, shard)
-        q_total = torch.empty_like(q_flat)  # before the first write to `shard`: out of memory leaves it intact
-        residual, new_residual = self._residual(shard, layout, matrices)
-        kernels = KERNELS_ON[shard.device.type]
-        for found, p_part, q_part in zip(matrices, p, q, strict=True):
-            kernels.powersgd_project(_view(shard, found), _maybe_view(residual, found), q_part, p_part)
-        yield from self._reduce_p(p_flat, sum(part.numel() for part in p), shard, dense, group)
-        kernels.orthogonalize_many(p, [self._key(found) for found in matrices])
-        for found, p_part, q_part in zip(matrices, p, q_own, strict=True):
-            kernels.powersgd_back_project(_view(shard, found), p_part, q_part)
-        q_total.copy_(q_flat)
-        yield from self._reduce_q(q_flat, q_total, group)
-        q_sum = [q_total[part.storage_offset() : part.storage_offset() + part.numel()].view_as(part) for part in q_own]
-        for found, p_part, began, own, total in zip(matrices, p, q, q_own, q_sum, strict=True):
-            kernels.powersgd_restore(_view(shard, found), _maybe_view(new_residual, found), p_part, own, total)
-            self._staged_factors[found.item.name] = (began, total)
+        device, matrices = shard.device, parts.matrices
+        began = self._began(parts, device)
+        p = torch.empty(parts.p_numel + parts.dense_numel, device=device)
+        q_own = torch.empty(parts.q_numel, device=device)
+        q_total = torch.empty_like(q_own)  # before the first write to `shard`: out of memory leaves it intact
+        residual, new_residual = self._residual(shard, layout, parts.dense)
+        kernels.powersgd_project_many(shard, residual, matrices, began, p)
+        yield from self._reduce_p(p, parts.p_numel, shard, parts.dense, group)
+        keys = [mix_key(self.random_seed, self.step, key) for key in parts.name_keys]
+        kernels.orthogonalize_many([run.p(p) for run in matrices.runs], keys)
+        kernels.powersgd_back_project_many(shard, matrices, p, q_own)
+        q_total.copy_(q_own)
+        yield from self._reduce_q(q_own, q_total, group)
+        kernels.powersgd_restore_many(shard, new_residual, matrices, p, q_own, q_total)
+        self._staged_factors[parts.names] = parts, began, q_total
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
         """See `Compressor.flush`."""
@@ -133,17 +153,28 @@ class PowerSGD(Stateful):
         """See `Compressor.end_step`."""
         super().end_step(finite)
         self._drawn.clear()
-        if self.warm_start and isinstance(finite, Tensor):
-            self._drawn.update(name for name in self._staged_factors if name not in self._factors)
-            self._factors.update(
-                {
-                    name: torch.where(finite.to(total.device), total, began)
-                    for name, (began, total) in self._staged_factors.items()
-                }
-            )
-        elif self.warm_start and finite:
-            self._factors.update({name: total.clone() for name, (_, total) in self._staged_factors.items()})
+        if self.warm_start and (isinstance(finite, Tensor) or finite):
+            for parts, began, total in self._staged_factors.values():
+                if isinstance(finite, Tensor):
+                    self._drawn.update(name for name in parts.names if name not in self._factors)
+                    torch.where(finite.to(total.device), total, began, out=total)
+                self._keep_factors(parts, total)
+        for _, began, total in self._staged_factors.values():
+            keep_until_read(began, total)
         self._staged_factors.clear()
+
+    def _keep_factors(self, parts: _Parts, flat: Tensor) -> None:
+        views = tuple(run.q(flat) for run in parts.matrices.runs)
+        self._factors.update(zip(parts.names, views, strict=True))
+        if parts.names in self._flat_factors:
+            keep_until_read(self._flat_factors[parts.names][0])
+        else:  # a new layout: what no factor lies in any more is let go of
+            current = {id(view) for view in self._factors.values()}
+            for names, (old, old_views) in list(self._flat_factors.items()):
+                if not any(id(view) in current for view in old_views):
+                    keep_until_read(old)
+                    del self._flat_factors[names]
+        self._flat_factors[parts.names] = flat, views
 
     def retract_step(self) -> None:
         """See `Compressor.retract_step`; the first factors that the step had drawn will be drawn again."""
@@ -165,6 +196,7 @@ class PowerSGD(Stateful):
         for item in layout.slices:
             factor = self._factors.pop(item.name, None) if self.matrix(item) else None
             if factor is not None:
+                keep_until_read(factor)
                 factors[item.start : item.start + factor.numel()] = factor.view(-1)
         return torch.cat([rows, factors.unsqueeze(0)])
 
@@ -186,6 +218,8 @@ class PowerSGD(Stateful):
     def load_state_dict(self, state: Mapping[str, StateValue]) -> None:
         """See `Compressor.load_state_dict`."""
         super().load_state_dict(state)
+        keep_until_read(*self._factors.values(), *(flat for flat, _ in self._flat_factors.values()))
+        self._flat_factors.clear()
         self._factors = {
             key.partition("/")[2]: value.clone()
             for key, value in state.items()
@@ -207,33 +241,62 @@ class PowerSGD(Stateful):
         self.check_parameter(key, key.partition("/")[2], value.numel())
         return True
 
-    def _residual(
-        self, shard: Tensor, layout: Layout, matrices: list[MatrixSlice]
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _parts_of(self, layout: Layout) -> _Parts:
+        parts = self._parts.get(layout)
+        if parts is None:
+            runs: list[FactorRun] = []
+            names: list[str] = []
+            dense: list[Slice] = []
+            p_numel = q_numel = 0
+            for item in layout.slices:
+                found = self.matrix(item)
+                if found is None:
+                    dense.append(item)
+                    continue
+                names.append(item.name)
+                runs.append(FactorRun(item.start, found.rows, found.columns, found.rank, p_numel, q_numel))
+                p_numel, q_numel = p_numel + found.rank * found.rows, q_numel + found.rank * found.columns
+            parts = self._parts[layout] = _Parts(
+                FactorRuns(tuple(runs)),
+                tuple(names),
+                tuple(name_key(name) for name in names),
+                tuple(dense),
+                sum(item.numel for item in dense),
+                p_numel,
+                q_numel,
+            )
+        return parts
+
+    def _residual(self, shard: Tensor, layout: Layout, dense: Sequence[Slice]) -> tuple[Tensor | None, Tensor | None]:
         """Returns the residual and the buffer for the new one; the residual of dense slices is added to them here."""
         store = self.fields.get("residual")
         if store is None:
             return None, None
-        residual, new_residual = store.read(layout, shard.device), store.stage(layout, shard.device)
-        for item in layout.slices:
-            if self.matrix(item) is None:
-                shard[item.start : item.stop] += residual[item.start : item.stop]
-                new_residual[item.start : item.stop] = 0.0
+        residual, new_residual = store.update(layout, shard.device)
+        for item in dense:
+            shard[item.start : item.stop] += residual[item.start : item.stop]
+            new_residual[item.start : item.stop] = 0.0
         return residual, new_residual
 
-    def _key(self, found: MatrixSlice) -> int:
-        return mix_key(self.random_seed, self.step, name_key(found.item.name))
-
-    def _factor(self, found: MatrixSlice, device: torch.device) -> Tensor:
-        """Returns Q (rank, columns): the last step's, or random numbers that all ranks draw alike."""
-        factor = self._factors.get(found.item.name)
-        if factor is None or factor.shape != (found.rank, found.columns):
-            numbers = hash_uniforms(self._key(found), found.rank * found.columns, device) - 0.5
-            return numbers.view(found.rank, found.columns)
-        return factor.to(device)
+    def _began(self, parts: _Parts, device: torch.device) -> Tensor:
+        """Returns all Q of a shard, 1-D: the last step's, or random numbers that all ranks draw alike."""
+        flat, views = self._flat_factors.get(parts.names, (None, ()))
+        if flat is not None and flat.device == device:
+            same = zip(parts.names, views, parts.matrices.runs, strict=True)
+            if all(self._factors.get(name) is view and len(view) == run.rank for name, view, run in same):
+                return flat
+        factors = []
+        for name, key, run in zip(parts.names, parts.name_keys, parts.matrices.runs, strict=True):
+            factor = self._factors.get(name)
+            if factor is None or factor.shape != (run.rank, run.columns):
+                mixed = mix_key(self.random_seed, self.step, key)
+                factor = hash_uniforms(mixed, run.rank * run.columns, device) - 0.5
+            keep_until_read(factor)
+            factors.append(factor.to(device).view(-1))
+        return torch.cat(factors)
 
     def _reduce_p(
-        self, p_flat: Tensor, p_numel: int, shard: Tensor, dense: list[Slice], group: Member
+        self, p_flat: Tensor, p_numel: int, shard: Tensor, dense: Sequence[Slice], group: Member
     ) -> Iterator[Collective]:
         """Sums the factors P and the dense slices: in one collective, or the factors through the cast."""
         at = p_numel
@@ -263,26 +326,6 @@ class PowerSGD(Stateful):
         yield from two_stage(own, total, group, self.codec, self.codec, residuals)
         own.sub_(new_worker)
         own[parts[0] : parts[1]].sub_(new_server)
-
-
-def _stack(matrices: list[MatrixSlice], widths: list[int], extra: int, like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Returns one flat buffer, and the factors in it as views (rank, width); `extra` elements follow them."""
-    flat = torch.empty(
-        sum(found.rank * width for found, width in zip(matrices, widths, strict=True)) + extra, device=like.device
-    )
-    views, at = [], 0
-    for found, width in zip(matrices, widths, strict=True):
-        views.append(flat[at : at + found.rank * width].view(found.rank, width))
-        at += found.rank * width
-    return flat, views
-
-
-def _view(flat: Tensor, found: MatrixSlice) -> Tensor:
-    return flat[found.item.start : found.item.stop].view(found.rows, found.columns)
-
-
-def _maybe_view(flat: Tensor | None, found: MatrixSlice) -> Tensor | None:
-    return None if flat is None else _view(flat, found)
 
 
 def _check_options(rank: int, warmup_steps: int, min_compression_rate: float, factor_dtype: str) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Codec, Layout
@@ -90,6 +91,10 @@ class Quantize(TwoStage):
         super().__init__(name, QuantizeCodec(self.bits), residual=residual, warmup_steps=warmup_steps)
         self.stochastic = stochastic
         self.seed = seed
+
+    def prepare(self, device: torch.device) -> None:
+        """See `TwoStage.prepare`."""
+        _ = KERNELS_ON[device.type]
 
     def codec_for(self, layout: Layout, rank: int) -> Codec:
         """See `TwoStage.codec_for`."""

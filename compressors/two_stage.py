@@ -27,6 +27,7 @@ from gradwire.compressors.base import (
     Request,
     check_gradient,
     even_bounds,
+    refuse_capture,
 )
 from gradwire.compressors.kernels.reference.pieces import decode_each, encode_each
 from gradwire.compressors.stateful import Stateful
@@ -333,8 +334,11 @@ class TwoStage(Stateful):
 
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Request]:
         """See `Compressor.all_reduce`."""
+        if shard.is_cuda:
+            refuse_capture(self.name)
         if (layout, group) not in self._own_parts:
             check_gradient(shard)
+            self.prepare(shard.device)
             self._own_parts[layout, group] = layout.cut(*Parts(layout.numel, group.size).bounds(group.rank))
         source = self._with_momentum(shard, layout)
         if group.size == 1 or self.step < self.warmup_steps or not shard.numel():
@@ -348,6 +352,13 @@ class TwoStage(Stateful):
         yield from two_stage(source, shard, group, codec, return_codec, self._residuals(layout, group, shard.device))
         if units is not None:
             shard.mul_(units)
+
+    def prepare(self, device: torch.device) -> None:
+        """Is called before the first step of a shard: compressors whose codec has kernels see here that they are there.
+
+        Raises:
+            CudaKernelsError: The kernels cannot be used on this device; nothing was changed.
+        """
 
     def codec_for(self, layout: Layout, rank: int) -> Codec:
         """Returns the codec for this step's payload of this shard: codecs with random numbers override this."""

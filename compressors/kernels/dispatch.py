@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.kernels import reference
-from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState
+from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState, FactorRuns
 
 logger = logging.getLogger("gradwire")
 
@@ -122,6 +122,25 @@ class Kernels(Protocol):
         self, matrix: Tensor, new_residual: Tensor | None, p: Tensor, q_own: Tensor, q_sum: Tensor
     ) -> None:
         """See reference.powersgd_restore."""
+
+    def powersgd_project_many(
+        self, flat: Tensor, residual: Tensor | None, matrices: FactorRuns, q: Tensor, p: Tensor
+    ) -> None:
+        """See reference.powersgd_project_many."""
+
+    def powersgd_back_project_many(self, flat: Tensor, matrices: FactorRuns, p: Tensor, q: Tensor) -> None:
+        """See reference.powersgd_back_project_many."""
+
+    def powersgd_restore_many(
+        self,
+        flat: Tensor,
+        new_residual: Tensor | None,
+        matrices: FactorRuns,
+        p: Tensor,
+        q_own: Tensor,
+        q_sum: Tensor,
+    ) -> None:
+        """See reference.powersgd_restore_many."""
 
     def orthogonalize_many(self, matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
         """See reference.orthogonalize_many."""

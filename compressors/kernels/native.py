@@ -14,6 +14,12 @@ from torch import Tensor
 from gradwire import _native
 from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState, onebit_nbytes, quantize_nbytes
 from gradwire.compressors.kernels.reference.dgc import step_each, sum_each
+from gradwire.compressors.kernels.reference.powersgd import (
+    FactorRuns,
+    back_project_each,
+    project_each,
+    restore_each,
+)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -353,6 +359,23 @@ def powersgd_restore(matrix: Tensor, new_residual: Tensor | None, p: Tensor, q_o
     _native.powersgd_restore(
         matrix.data_ptr(), _address(new_residual), rows, columns, rank, p.data_ptr(), q_own.data_ptr(), q_sum.data_ptr()
     )
+
+
+def powersgd_project_many(flat: Tensor, residual: Tensor | None, matrices: FactorRuns, q: Tensor, p: Tensor) -> None:
+    """See reference.powersgd_project_many."""
+    project_each(powersgd_project, flat, residual, matrices, q, p)
+
+
+def powersgd_back_project_many(flat: Tensor, matrices: FactorRuns, p: Tensor, q: Tensor) -> None:
+    """See reference.powersgd_back_project_many."""
+    back_project_each(powersgd_back_project, flat, matrices, p, q)
+
+
+def powersgd_restore_many(
+    flat: Tensor, new_residual: Tensor | None, matrices: FactorRuns, p: Tensor, q_own: Tensor, q_sum: Tensor
+) -> None:
+    """See reference.powersgd_restore_many."""
+    restore_each(powersgd_restore, flat, new_residual, matrices, p, q_own, q_sum)
 
 
 def orthogonalize(matrix: Tensor, key: int) -> None:

@@ -4,7 +4,7 @@
 // ones before it, twice, with sums in a fixed order. Its arithmetic order is not the CPU's, so the two agree within
 // rounding, and all GPUs of one kind agree in every bit. The factors are small: what one launch saves is the other
 // launches.
-// restore: bytes an element, read + written, factors not counted: 4 + 8, one launch a matrix. Bit for bit the CPU's.
+// restore: bytes an element, read + written, factors not counted: 4 + 8, one launch for all. Bit for bit the CPU's.
 // Source: Vogels et al., PowerSGD, NeurIPS 2019, algorithm 1; Giraud, Langou, Rozloznik, Comput. Math. Appl. 50 (2005),
 // 1069: twice is enough.
 #include "common/dependent_formula.h"
@@ -25,8 +25,11 @@ struct Matrix {
   int64_t rank, columns, key;
 };
 
-struct Shape {
-  int64_t rows, columns, rank;
+// A matrix of a shard, and its factors in the buffers of all factors; as compressors/kernels/cuda/powersgd.py writes it.
+struct Factors {
+  int64_t start, rows, columns, rank;
+  int64_t p_start, q_start;
+  int64_t unit;  // its first; a unit is kColumns columns of a row, or the rest of it
 };
 
 // Kernels.
@@ -93,27 +96,41 @@ __device__ inline float4 multiply_add(float4 sum, float weight, float4 x) {
   return make_float4(sum.x + weight * x.x, sum.y + weight * x.y, sum.z + weight * x.z, sum.w + weight * x.w);
 }
 
+// The last matrix whose first unit is at most `unit`; none is empty.
+__device__ inline const Factors* find(const Factors* table, int64_t matrices, int64_t unit) {
+  int64_t low = 0, high = matrices;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    if (table[middle].unit <= unit) low = middle;
+    else high = middle;
+  }
+  return table + low;
+}
+
 // new_residual = matrix - P Q_own and matrix = P Q_sum, factor after factor in this order, as on every other device.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    powersgd_restore(float* matrix, float* new_residual, const float* p, const float* q_own, const float* q_sum,
-                     int64_t rows, int64_t columns, int64_t rank) {
-  const Shape shape = {rows, columns, rank};
-  const int64_t parts = (shape.columns + kColumns - 1) / kColumns;
-  for (int64_t unit = warp_index(); unit < shape.rows * parts; unit += warp_count()) {
+    powersgd_restore(const Factors* table, int64_t matrices, int64_t units, float* flat, float* new_residual,
+                     const float* p, const float* q_own, const float* q_sum) {
+  for (int64_t index = warp_index(); index < units; index += warp_count()) {
+    const Factors shape = *find(table, matrices, index);
+    const int64_t unit = index - shape.unit, parts = (shape.columns + kColumns - 1) / kColumns;
     const int64_t row = unit / parts, start = (unit - row * parts) * kColumns;
     const int64_t stop = start + kColumns < shape.columns ? start + kColumns : shape.columns;
+    const float* weights = p + shape.p_start + row;
     for (int64_t column = start + 4 * lane_index(); column < stop; column += 4 * kWarp) {
       const int64_t count = shape.columns - column;
       float4 all = make_float4(0, 0, 0, 0), own = all;
       for (int64_t k = 0; k < shape.rank; ++k) {
-        const float weight = p[k * shape.rows + row];
-        all = multiply_add(all, weight, load4(q_sum + k * shape.columns + column, count));
-        if (new_residual) own = multiply_add(own, weight, load4(q_own + k * shape.columns + column, count));
+        const float weight = weights[k * shape.rows];
+        const int64_t place = shape.q_start + k * shape.columns + column;
+        all = multiply_add(all, weight, load4(q_sum + place, count));
+        if (new_residual) own = multiply_add(own, weight, load4(q_own + place, count));
       }
-      float* at = matrix + row * shape.columns + column;
+      const int64_t place = shape.start + row * shape.columns + column;
+      float* at = flat + place;
       if (new_residual) {
         const float4 x = load4(at, count);
-        store4(new_residual + row * shape.columns + column,
+        store4(new_residual + place,
                make_float4(x.x - own.x, x.y - own.y, x.z - own.z, x.w - own.w), count);
       }
       store4(at, all, count);

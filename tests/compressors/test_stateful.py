@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue
+from gradwire.compressors.base import Compressor, Layout, Member, StateDict, StateValue
+from gradwire.compressors.kernels import dispatch
+from gradwire.compressors.kernels.cuda.require import CudaKernelsError
+from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.optim.peers import carry_out
-from gradwire.compressors.registry import make
+from gradwire.compressors.registry import Option, make
 from gradwire.compressors.routed import Routed
 from support.threads import ThreadGroup, run_ranks
 
@@ -101,3 +104,46 @@ def test_routes_are_loaded_all_or_none(layout: Layout) -> None:
     fresh = Routed("onebit", {"warmup_steps": 0})
     fresh.load_state_dict(state)
     assert_equal(fresh.state_dict(), state)
+
+
+class OnCuda(Tensor):
+    """A tensor that says it is on a CUDA device."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("name", ["int4", "onebit", "dgc", "powersgd", "none", "bf16"])
+def test_a_capture_is_refused_before_anything_changes(
+    name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient and the state stay as they were."""
+    options: dict[str, dict[str, Option]] = {"none": {"momentum": 0.9}, "bf16": {"plain": True}}
+    compressor = make(name, options.get(name))
+    shard = torch.randn(layout.numel).as_subclass(OnCuda)
+    before, state = shard.clone(), compressor.state_dict()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=f"captured, and compressor '{name}'"):
+        next(compressor.all_reduce(shard, layout, Member(0, 2)))
+    assert torch.equal(shard, before)
+    assert_equal(compressor.state_dict(), state)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "int4", "onebit", "dgc", "powersgd"])
+def test_missing_kernels_are_found_missing_in_the_first_step(
+    name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after a dense start of a hundred steps; and the gradient and the state stay as they were."""
+
+    def missing(device_type: str) -> None:
+        raise CudaKernelsError(f"no CuPy for {device_type}")
+
+    compressor = make(name)
+    shard = torch.randn(layout.numel)
+    before, state = shard.clone(), compressor.state_dict()
+    monkeypatch.delitem(KERNELS_ON, "cpu", raising=False)
+    monkeypatch.setattr(dispatch, "_choose", missing)
+    for member in (Member(0, 2), Member(0, 1)):
+        with pytest.raises(CudaKernelsError, match="no CuPy for cpu"):
+            next(compressor.all_reduce(shard, layout, member))
+    assert torch.equal(shard, before)
+    assert_equal(compressor.state_dict(), state)

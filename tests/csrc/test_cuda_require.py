@@ -1,8 +1,11 @@
 """What is missing is named with what to install, and a machine without CUDA never loads CuPy."""
 
 import dataclasses
+import importlib
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ import torch
 from gradwire.compressors.kernels import dispatch as kernels
 from gradwire.compressors.kernels.cuda import launch as cuda_launch
 from gradwire.compressors.kernels.cuda.launch import blocks_for, even_grid
-from gradwire.compressors.kernels.cuda.load import load_kernel
+from gradwire.compressors.kernels.cuda.load import cached_cubin, load_kernel
 from gradwire.compressors.kernels.cuda.require import CudaKernelsError, CudaSetup, check, require_cupy
 
 GOOD = CudaSetup("13.0", 1, 13000, "", 13000, (9, 0), "H200")
@@ -45,6 +48,47 @@ def test_what_is_missing_is_named(change: dict[str, object], said: str) -> None:
 def test_this_machine_without_cuda_says_so() -> None:
     with pytest.raises(CudaKernelsError, match="no CUDA"):
         require_cupy(0)
+
+
+class NoAnswer(Exception):
+    """What CuPy's runtime raises."""
+
+
+def no_answer() -> int:
+    raise NoAnswer("cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version")
+
+
+def test_a_driver_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = SimpleNamespace(runtimeGetVersion=lambda: 13000, driverGetVersion=no_answer, CUDARuntimeError=NoAnswer)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    with pytest.raises(CudaKernelsError, match=r"cudaErrorInsufficientDriver.*install a newer driver"):
+        require_cupy(0)
+
+
+def test_a_cupy_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> object:
+        raise AttributeError("_ARRAY_API not found\nsecond line")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(CudaKernelsError, match=r"no CuPy \(_ARRAY_API not found\)"):
+        require_cupy(0)
+
+
+def test_a_missing_nvrtc_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def missing() -> tuple[int, int]:
+        raise RuntimeError("CuPy failed to load libnvrtc.so.13")
+
+    cuda = SimpleNamespace(nvrtc=SimpleNamespace(getVersion=missing))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    with pytest.raises(CudaKernelsError, match=r"no NVRTC \(CuPy failed to load libnvrtc"):
+        cached_cubin("cast", 90, tmp_path)
 
 
 def test_a_table_is_not_uploaded_into_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradwire.compressors.kernels import cuda, reference
 from gradwire.compressors.kernels.cuda import launch as cuda_launch
 from gradwire.compressors.kernels.cuda.pack import PackTable
-from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState
+from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState, FactorRun, FactorRuns
 from gradwire.compressors.kernels.reference import pack as reference_pack
 
 Maker = Callable[[int], Tensor]
@@ -219,6 +219,56 @@ def test_powersgd_restore_is_the_reference(
     assert_same(ours, wanted)
     if with_residual:
         assert_same(new_residual, wanted_residual)
+
+
+MATRICES: dict[str, list[tuple[int, int, int]]] = {
+    "one": [(33, 70, 3)],
+    "layers": [(16, 24, 2)] * 3 + [(24, 40, 2)] * 2,
+    "blocks": [(16, 24, 2), (24, 40, 3)] * 3,
+    "uneven": [(16, 24, 2), (16, 24, 2), (5, 1100, 1), (16, 24, 2), (1, 3, 1), (16, 24, 2), (16, 24, 1)],
+}
+"""Rows, columns and rank of a shard's matrices: in a row, at even distances, and at others."""
+
+
+@pytest.mark.parametrize("shapes", MATRICES.values(), ids=MATRICES)
+@pytest.mark.parametrize("gap", [0, 5])
+@pytest.mark.parametrize("with_residual", [True, False])
+def test_powersgd_of_many_matrices_is_the_reference(
+    device: torch.device, shapes: list[tuple[int, int, int]], gap: int, with_residual: bool
+) -> None:
+    """What lies between the matrices stays as it is; the restoration is the reference's bit for bit, in one launch."""
+    runs, start, p_start, q_start = [], gap, 0, 0
+    for rows, columns, rank in shapes:
+        runs.append(FactorRun(start, rows, columns, rank, p_start, q_start))
+        start, p_start, q_start = start + rows * columns + gap, p_start + rank * rows, q_start + rank * columns
+    matrices, generator = FactorRuns(tuple(runs)), torch.Generator().manual_seed(len(shapes))
+    flat, residual = torch.randn(2, start, generator=generator).unbind(0)
+    q, q_sum = torch.randn(2, q_start, generator=generator).unbind(0)
+    results: list[list[Tensor]] = []
+    for there, kernels in ((device, cuda), (torch.device("cpu"), reference)):
+        x, r, p, own = (
+            flat.to(there, copy=True),
+            residual.to(there, copy=True),
+            torch.empty(p_start),
+            torch.empty(q_start),
+        )
+        p, own, given = p.to(there), own.to(there), r if with_residual else None
+        kernels.powersgd_project_many(x, given, matrices, q.to(there), p)
+        kernels.powersgd_back_project_many(x, matrices, p, own)
+        results.append([x.clone(), p.clone(), own.clone()])
+        p.copy_(results[0][1])
+        own.copy_(results[0][2])
+        kernels.powersgd_restore_many(x, given, matrices, p, own, q_sum.to(there))
+        results[-1] += [x, r]
+    for number, (ours, twin) in enumerate(zip(*results, strict=True)):
+        if number in (1, 2):  # products: another library's order of sums
+            torch.testing.assert_close(ours.cpu(), twin, rtol=1e-4, atol=1e-4)
+        else:
+            assert_same(ours, twin)
+    with pytest.raises(ValueError, match="`matrices` reach"):
+        cuda.powersgd_restore_many(
+            torch.zeros(start - gap - 1, device=device), None, matrices, torch.empty(p_start, device=device), own, own
+        )
 
 
 def test_orthogonal_rows_for_any_input_in_one_launch(device: torch.device) -> None:

@@ -17,8 +17,11 @@ from gradwire.compressors.kernels.cuda.onebit import (
 from gradwire.compressors.kernels.cuda.powersgd import (
     orthogonalize_many,
     powersgd_back_project,
+    powersgd_back_project_many,
     powersgd_project,
+    powersgd_project_many,
     powersgd_restore,
+    powersgd_restore_many,
 )
 from gradwire.compressors.kernels.cuda.quantize import (
     quantize_decode_pieces,
@@ -42,8 +45,11 @@ __all__ = [
     "onebit_reduce_encode",
     "orthogonalize_many",
     "powersgd_back_project",
+    "powersgd_back_project_many",
     "powersgd_project",
+    "powersgd_project_many",
     "powersgd_restore",
+    "powersgd_restore_many",
     "quantize_decode_pieces",
     "quantize_decode_reduce",
     "quantize_encode",

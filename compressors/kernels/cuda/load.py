@@ -12,6 +12,7 @@ import logging
 import re
 import tempfile
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol, cast
 
 import torch
@@ -91,6 +92,24 @@ class Launchable(Protocol):
         """Puts the kernel on the current stream."""
 
 
+def _nvrtc() -> ModuleType:
+    """Returns CuPy's binding of NVRTC.
+
+    Raises:
+        CudaKernelsError: The library is not there.
+    """
+    try:
+        nvrtc: ModuleType = importlib.import_module("cupy.cuda").nvrtc
+        nvrtc.getVersion()  # the first call loads the library
+    except (ImportError, RuntimeError, OSError) as error:
+        major = str(torch.version.cuda).split(".")[0]
+        raise CudaKernelsError(
+            f"no NVRTC ({error}): the CUDA kernels are compiled by it once; `pip install gradwire[cuda{major}]` brings "
+            "it, or install the CUDA toolkit of that version"
+        ) from error
+    return nvrtc
+
+
 def compile_cubin(name: str, architecture: int) -> bytes:
     """Compiles one file of csrc/cuda for a compute capability; needs no GPU.
 
@@ -101,7 +120,7 @@ def compile_cubin(name: str, architecture: int) -> bytes:
     Raises:
         CudaKernelsError: NVRTC does not know the architecture, or refuses the source.
     """
-    nvrtc = importlib.import_module("cupy.cuda").nvrtc
+    nvrtc = _nvrtc()
     known = tuple(nvrtc.getSupportedArchs())
     if architecture not in known:
         raise CudaKernelsError(
@@ -140,7 +159,7 @@ def _cache_folder() -> Path:
 
 def cached_cubin(name: str, architecture: int, folder: Path) -> Path:
     """Returns the compiled file, compiling it if this source, compiler and architecture were not seen before."""
-    version = importlib.import_module("cupy.cuda").nvrtc.getVersion()
+    version = _nvrtc().getVersion()
     key = repr((kernel_source(name), OPTIONS, architecture, version)).encode()
     path = folder / f"{name}-sm{architecture}-{hashlib.sha256(key).hexdigest()[:32]}.cubin"
     if not path.exists():

@@ -57,7 +57,7 @@ def check(found: CudaSetup) -> None:
     if not found.device_count:
         raise CudaKernelsError(
             f"no CUDA device: torch was built for CUDA {found.torch_cuda} but sees none; check "
-            "`nvidia-smi` and CUDA_VISIBLE_DEVICES"
+            "`nvidia-smi` (a driver older than that CUDA shows no device) and CUDA_VISIBLE_DEVICES"
         )
     if found.cupy_cuda is None:
         raise CudaKernelsError(
@@ -85,8 +85,26 @@ def check(found: CudaSetup) -> None:
 def _import_cupy() -> tuple[ModuleType | None, str]:
     try:
         return importlib.import_module("cupy"), ""
-    except ImportError as error:  # not installed, or one of the libraries it links to is missing
-        return None, str(error).strip().splitlines()[0] if str(error).strip() else "ImportError"
+    except (ImportError, AttributeError, RuntimeError) as error:
+        # not installed; a library that it links to is missing; or it was built for another numpy
+        return None, str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _versions(cupy: ModuleType) -> tuple[int, int]:
+    """Returns the CUDA that CuPy was built for, and the newest that the driver supports.
+
+    Raises:
+        CudaKernelsError: CUDA's own libraries do not answer, as with a driver that is too old for them.
+    """
+    runtime = cupy.cuda.runtime
+    try:
+        return int(runtime.runtimeGetVersion()), int(runtime.driverGetVersion())
+    except (runtime.CUDARuntimeError, ImportError, RuntimeError) as error:
+        raise CudaKernelsError(
+            f"CuPy cannot ask CUDA for its version ({error}): its CUDA libraries and the driver do not fit together; "
+            "compare `nvidia-smi` with `python -c 'import cupy; cupy.show_config()'`, and install a newer driver or a "
+            "CuPy for an older CUDA"
+        ) from error
 
 
 def require_cupy(device_index: int) -> ModuleType:
@@ -104,15 +122,16 @@ def require_cupy(device_index: int) -> ModuleType:
     count = torch.cuda.device_count()
     cupy, problem = _import_cupy() if count else (None, "not looked for")
     capability, name = (0, 0), ""
+    built_for, driver = (None, 0) if cupy is None else _versions(cupy)
     if count:
         capability, name = torch.cuda.get_device_capability(device_index), torch.cuda.get_device_name(device_index)
     check(
         CudaSetup(
             torch.version.cuda,
             count,
-            None if cupy is None else int(cupy.cuda.runtime.runtimeGetVersion()),
+            built_for,
             problem,
-            0 if cupy is None else int(cupy.cuda.runtime.driverGetVersion()),
+            driver,
             capability,
             name,
         )

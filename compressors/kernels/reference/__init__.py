@@ -35,11 +35,16 @@ from gradwire.compressors.kernels.reference.onebit import (
     onebit_reduce_encode,
 )
 from gradwire.compressors.kernels.reference.powersgd import (
+    FactorRun,
+    FactorRuns,
     orthogonalize,
     orthogonalize_many,
     powersgd_back_project,
+    powersgd_back_project_many,
     powersgd_project,
+    powersgd_project_many,
     powersgd_restore,
+    powersgd_restore_many,
 )
 from gradwire.compressors.kernels.reference.quantize import (
     QUANTIZE_BLOCK,
@@ -57,6 +62,8 @@ __all__ = [
     "DgcRule",
     "DgcRun",
     "DgcState",
+    "FactorRun",
+    "FactorRuns",
     "cast_decode_reduce",
     "cast_encode",
     "cast_reduce_encode",
@@ -72,8 +79,11 @@ __all__ = [
     "orthogonalize",
     "orthogonalize_many",
     "powersgd_back_project",
+    "powersgd_back_project_many",
     "powersgd_project",
+    "powersgd_project_many",
     "powersgd_restore",
+    "powersgd_restore_many",
     "quantize_decode_pieces",
     "quantize_decode_reduce",
     "quantize_encode",

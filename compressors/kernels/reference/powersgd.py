@@ -3,12 +3,129 @@
 Factors are stored transposed, (rank, n), so that every loop runs along memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradwire.compressors.kernels.hashing import hash_uniforms
+
+
+@dataclass(frozen=True, slots=True)
+class FactorRun:
+    """Where a matrix lies in a shard, and its factors in the buffers of all factors."""
+
+    start: int
+    """First element of the matrix in the shard, row after row."""
+    rows: int
+    """n."""
+    columns: int
+    """m."""
+    rank: int
+    """Rows of the transposed factors."""
+    p_start: int
+    """First element of its P (rank, n) in the buffer of them."""
+    q_start: int
+    """First element of its Q (rank, m) in the buffer of them."""
+
+    def matrix(self, flat: Tensor) -> Tensor:
+        """Returns the matrix (n, m), a view of the shard."""
+        return flat[self.start : self.start + self.rows * self.columns].view(self.rows, self.columns)
+
+    def p(self, flat: Tensor) -> Tensor:
+        """Returns P (rank, n), a view of the buffer."""
+        return flat[self.p_start : self.p_start + self.rank * self.rows].view(self.rank, self.rows)
+
+    def q(self, flat: Tensor) -> Tensor:
+        """Returns Q (rank, m), a view of the buffer."""
+        return flat[self.q_start : self.q_start + self.rank * self.columns].view(self.rank, self.columns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FactorRuns:
+    """The matrices of one shard; made once for a layout, and a key by its identity."""
+
+    runs: tuple[FactorRun, ...]
+    """In the order of their places."""
+
+
+Project = Callable[[Tensor, Tensor | None, Tensor, Tensor], None]
+"""`powersgd_project` of one set of kernels."""
+BackProject = Callable[[Tensor, Tensor, Tensor], None]
+"""`powersgd_back_project` of one set of kernels."""
+Restore = Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], None]
+"""`powersgd_restore` of one set of kernels."""
+
+
+def project_each(
+    project: Project, flat: Tensor, residual: Tensor | None, matrices: FactorRuns, q: Tensor, p: Tensor
+) -> None:
+    """Runs `project` on one matrix after the other; the other parameters are those of powersgd_project_many."""
+    for run in matrices.runs:
+        project(run.matrix(flat), None if residual is None else run.matrix(residual), run.q(q), run.p(p))
+
+
+def back_project_each(back_project: BackProject, flat: Tensor, matrices: FactorRuns, p: Tensor, q: Tensor) -> None:
+    """Runs `back_project` on one matrix after the other; as powersgd_back_project_many."""
+    for run in matrices.runs:
+        back_project(run.matrix(flat), run.p(p), run.q(q))
+
+
+def restore_each(
+    restore: Restore,
+    flat: Tensor,
+    new_residual: Tensor | None,
+    matrices: FactorRuns,
+    p: Tensor,
+    q_own: Tensor,
+    q_sum: Tensor,
+) -> None:
+    """Runs `restore` on one matrix after the other; as powersgd_restore_many."""
+    for run in matrices.runs:
+        rest = None if new_residual is None else run.matrix(new_residual)
+        restore(run.matrix(flat), rest, run.p(p), run.q(q_own), run.q(q_sum))
+
+
+def powersgd_project_many(flat: Tensor, residual: Tensor | None, matrices: FactorRuns, q: Tensor, p: Tensor) -> None:
+    """powersgd_project on every matrix of a shard.
+
+    Args:
+        flat: 1-D float32, the shard; the residual is added to its matrices in place.
+        residual: Of the shard, or None.
+        matrices: Which matrices, and where.
+        q: 1-D float32: all Q.
+        p: 1-D float32, receives all P.
+    """
+    project_each(powersgd_project, flat, residual, matrices, q, p)
+
+
+def powersgd_back_project_many(flat: Tensor, matrices: FactorRuns, p: Tensor, q: Tensor) -> None:
+    """powersgd_back_project on every matrix of a shard.
+
+    Args:
+        flat: 1-D float32, the shard.
+        matrices: Which matrices, and where.
+        p: 1-D float32: all P.
+        q: 1-D float32, receives all Q.
+    """
+    back_project_each(powersgd_back_project, flat, matrices, p, q)
+
+
+def powersgd_restore_many(
+    flat: Tensor, new_residual: Tensor | None, matrices: FactorRuns, p: Tensor, q_own: Tensor, q_sum: Tensor
+) -> None:
+    """powersgd_restore on every matrix of a shard.
+
+    Args:
+        flat: 1-D float32, the shard; its matrices are changed in place.
+        new_residual: Of the shard, overwritten where there is a matrix; or None.
+        matrices: Which matrices, and where.
+        p: 1-D float32: all P.
+        q_own: 1-D float32: this rank's Q.
+        q_sum: 1-D float32: the sums of all ranks' Q.
+    """
+    restore_each(powersgd_restore, flat, new_residual, matrices, p, q_own, q_sum)
 
 
 def powersgd_project(matrix: Tensor, residual: Tensor | None, q: Tensor, p: Tensor) -> None:
