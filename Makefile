@@ -91,7 +91,7 @@ $(stamp)run: $(stamp)torch $(sources) $(call fresh,$(stamp)run)
 	@echo $(CURDIR) > $@
 
 $(stamp)test: $(stamp)run $(call fresh,$(stamp)test)
-	$(pip) $(constraints) $(call extra,test)
+	$(pip) $(constraints) $(call extra,test) $(call extra,operators)
 	@echo $(CURDIR) > $@
 
 # Wheels alone: where there is none for this machine, the tests of that MPI are skipped and tell the reason.

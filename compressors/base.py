@@ -159,6 +159,18 @@ def even_bounds(numel: int, parts: int, align: int = 1) -> tuple[int, ...]:
     return tuple(min(numel, blocks * part // parts * align) for part in range(parts + 1))
 
 
+def equal_bounds(numel: int, parts: int, align: int) -> tuple[int, ...]:
+    """Cuts `numel` elements into runs of one length, a multiple of `align`; the last has what is left besides.
+
+    NCCL's reduce_scatter and all_gather take equal slices: then one call moves all but the rest.
+
+    Returns:
+        `parts + 1` ascending offsets from 0 to `numel`.
+    """
+    length = numel // parts // align * align
+    return (*(length * part for part in range(parts)), numel)
+
+
 class Codec(Protocol):
     """A flat tensor -> a payload of fixed size -> an approximation of the tensor. No state, no communication.
 
@@ -206,10 +218,6 @@ class Compressor(Protocol):
 
     name: str
     """What the user writes: `compressor="onebit"`."""
-
-    shard_align: int
-    """Shards may be cut at every multiple of so many elements; 0 where only `partition` knows where (PowerSGD). A
-    transport that works faster on equal shards makes them so."""
 
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
         """Cuts a bucket into shards: PowerSGD between whole matrices, block codecs at block boundaries.

@@ -11,7 +11,7 @@ from gradwire.compressors.base import (
     Layout,
     Member,
     check_gradient,
-    even_bounds,
+    equal_bounds,
     refuse_capture,
 )
 from gradwire.compressors.stateful import Stateful
@@ -39,11 +39,9 @@ class Dense(Stateful):
         self.momentum = momentum
         self.nesterov = nesterov
 
-    shard_align = CACHE_LINE_NUMEL
-
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
         """See `Compressor.partition`."""
-        return even_bounds(layout.numel, parts, CACHE_LINE_NUMEL)
+        return equal_bounds(layout.numel, parts, CACHE_LINE_NUMEL)
 
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:
         """See `Compressor.wire_nbytes`."""

@@ -19,7 +19,7 @@ from gradwire.compressors.base import (
     Member,
     Slice,
     check_gradient,
-    even_bounds,
+    equal_bounds,
     refuse_capture,
 )
 from gradwire.compressors.cast import CAST_DTYPES
@@ -78,11 +78,9 @@ class DGC(Stateful):
         stage = self.step * len(WARMUP_DENSITIES) // self.warmup_steps
         return max(self.density, WARMUP_DENSITIES[stage])
 
-    shard_align = SHARD_ALIGN
-
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
         """See `Compressor.partition`."""
-        return even_bounds(layout.numel, parts, SHARD_ALIGN)
+        return equal_bounds(layout.numel, parts, SHARD_ALIGN)
 
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:
         """See `Compressor.wire_nbytes`; of the current step's density."""

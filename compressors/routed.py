@@ -98,7 +98,6 @@ class Routed:
         exact = Dense(momentum=getattr(self.main, "momentum", 0.0), nesterov=getattr(self.main, "nesterov", False))
         others = [exact if rule.compressor == "none" else make(rule.compressor, rule.options) for rule in self.rules]
         self.routes: tuple[Compressor, ...] = (self.main, *others)
-        self.shard_align = self.main.shard_align
         self._known: dict[Layout, list[tuple[Compressor, Selection]]] = {}
 
     def route_of(self, layout: Layout, index: int) -> int:

@@ -22,8 +22,6 @@ class Stateful:
         fields: Names of what is stored for each gradient element: "residual", "momentum".
     """
 
-    shard_align = 0
-
     def __init__(self, name: str, fields: Iterable[str] = ()) -> None:
         self.name = name
         self.step = 0

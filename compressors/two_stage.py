@@ -26,7 +26,7 @@ from gradwire.compressors.base import (
     Member,
     Request,
     check_gradient,
-    even_bounds,
+    equal_bounds,
     refuse_capture,
 )
 from gradwire.compressors.kernels.reference.pieces import decode_each, encode_each
@@ -322,11 +322,9 @@ class TwoStage(Stateful):
         self.warmup_steps = warmup_steps
         self._own_parts: dict[tuple[Layout, Member], Layout] = {}
 
-    shard_align = SHARD_ALIGN
-
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
         """See `Compressor.partition`."""
-        return even_bounds(layout.numel, parts, SHARD_ALIGN)
+        return equal_bounds(layout.numel, parts, SHARD_ALIGN)
 
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:
         """See `Compressor.wire_nbytes`."""

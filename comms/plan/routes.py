@@ -342,9 +342,6 @@ class Routes(dict[RouteKey, Route]):
             return exact
         if self._device_type == "cuda" and not any(phase.compressor for phase in plan.phases):
             return exact
-        align = compressor.shard_align
-        if self._device_type == "cuda" and align:
-            return lambda start, stop, parts: equal_partition(start, stop, parts, align)
 
         def partition(start: int, stop: int, parts: int) -> tuple[int, ...]:
             return tuple(start + offset for offset in compressor.partition(layout.cut(start, stop), parts))

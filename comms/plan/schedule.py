@@ -13,7 +13,7 @@ from itertools import chain, zip_longest
 from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan, Transfer
 from gradwire.comms.plan.rank_order import rank_ordered
 from gradwire.comms.plan.traffic import nbytes_by_level
-from gradwire.compressors.base import even_bounds
+from gradwire.compressors.base import equal_bounds, even_bounds
 from gradwire.topology.cluster import Cluster
 
 ALIGN_NUMEL = 16
@@ -38,14 +38,13 @@ def even_partition(start: int, stop: int, parts: int) -> tuple[int, ...]:
     return tuple(start + offset for offset in even_bounds(stop - start, parts, ALIGN_NUMEL))
 
 
-def equal_partition(start: int, stop: int, parts: int, align: int = ALIGN_NUMEL) -> tuple[int, ...]:
-    """Cuts a region into equal parts; what is left, fewer than `parts * align` elements, joins the last one.
+def equal_partition(start: int, stop: int, parts: int) -> tuple[int, ...]:
+    """Cuts a region into equal parts; what is left, fewer than `parts * ALIGN_NUMEL` elements, joins the last one.
 
     NCCL's reduce_scatter and all_gather take equal slices; ALIGN_NUMEL elements are a multiple of 16 bytes in every
     dtype, the widest load of a GPU.
     """
-    numel = (stop - start) // parts // align * align
-    return (*(start + numel * part for part in range(parts)), stop)
+    return tuple(start + offset for offset in equal_bounds(stop - start, parts, ALIGN_NUMEL))
 
 
 def child_shares(parts: int, count: int) -> tuple[int, ...]:
