@@ -91,6 +91,7 @@ class _Connection:
             store, group.rank(), group.size(), device, config, name=name, compressor=compressor, group=group
         )
         weakref.finalize(self, self.communicator.close)  # also where something below raises
+        self.communicator.executor.checking = self.compression is not None
         store = self.communicator.plain_store
         threshold_nbytes = round(config.fusion_mb * 2**20)
         self.fusion = Fusion(FusionPlan(threshold_nbytes=threshold_nbytes))
