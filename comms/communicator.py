@@ -19,7 +19,7 @@ from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.config import Config
 from gradwire.comms.execute import Bucket, Executor, FutureTensor, Launch
 from gradwire.comms.plan.plan import Plan
-from gradwire.comms.plan.routes import Routes
+from gradwire.comms.plan.routes import Route, Routes
 from gradwire.comms.report import Report
 from gradwire.comms.streams import Clock, DeviceClock, HostClock, SideStreams
 from gradwire.comms.transport.groups import Groups
@@ -99,6 +99,7 @@ class Communicator:
             self._ring = LivenessRing(store, rank, size, board.alarm, self.executor.interrupt, deadline.overdue)
         self._all_reduces = 0
         self._owners: dict[str, Layout] = {}
+        self._loaded = False
 
     @property
     def cluster(self) -> Cluster:
@@ -165,8 +166,8 @@ class Communicator:
             self.connect(launch.numel * launch.parts[0].element_size())
         self._all_reduces += 1
         route = self.routes[launch.numel, launch.parts[0].dtype, layout]
-        if layout is not None and self._update_owners(layout):
-            self.executor.migrate(layout, route, self.device)
+        if layout is not None:
+            self._migrate(layout, route)
         self.executor.start(launch, route, scale, flush, hold=hold)
 
     @contextmanager
@@ -216,6 +217,24 @@ class Communicator:
         if self._ring is not None:
             self._ring.close(orderly=not self.executor.is_under_way)
         self._groups.close()
+
+    def state_loaded(self) -> None:
+        """Says that the compressor's state has been replaced by one from elsewhere; all ranks, between two steps."""
+        self._owners.clear()
+        self._loaded = True
+
+    def _migrate(self, layout: Layout, route: Route) -> None:
+        """Has state follow its parameters where they travel in a new layout.
+
+        On CUDA the ranks of a node ask each other only about a state that was loaded: an answer makes the host wait.
+        What this process itself has trained is exchanged without a question, and in the first step there is nothing.
+        """
+        known = any(item.name in self._owners for item in layout.slices)
+        if not self._update_owners(layout):
+            return
+        on_cuda = self.device.type == "cuda"
+        if known or self._loaded or not on_cuda:
+            self.executor.migrate(layout, route, self.device, ask=not on_cuda or not known)
 
     def _update_owners(self, layout: Layout) -> bool:
         """Notes that parameters travel in `layout` from now on; whether that is new for any of them."""

@@ -123,6 +123,7 @@ class Bucket:
         future: Completed with `flat`, or with an error. On CUDA made when it is needed.
         pending: Launches that still carry a part of it.
         error: What went wrong first.
+        ends: On CUDA, where launches that carried a part of it stand on their streams.
     """
 
     flat: Tensor
@@ -131,6 +132,7 @@ class Bucket:
     future: Open | None = None
     pending: int = 1
     error: BaseException | None = None
+    ends: list[torch.cuda.Event] = field(default_factory=list)
 
     @classmethod
     def of(cls, flat: Tensor, layout: Layout | None = None, arrived: Mark | None = None) -> "Bucket":
@@ -404,7 +406,7 @@ class Executor:
         extremes, self._extremes = self._extremes, []
         return extremes
 
-    def migrate(self, layout: Layout, route: Route, device: torch.device) -> None:
+    def migrate(self, layout: Layout, route: Route, device: torch.device, *, ask: bool = True) -> None:
         """Starts to move compression state inside this node, for a bucket whose parameters travel in a new layout.
 
         Runs in the order of the launches, before whatever is started next; changes the compressor's state in place.
@@ -413,10 +415,11 @@ class Executor:
             layout: Which parameter lies where in the bucket.
             route: The bucket's: says which runs of elements this rank compresses.
             device: Where the bucket is.
+            ask: See `migration.migrate`.
         """
         if self._compressor is None or not route.shares_ownership:
             return
-        walk = self._migrate(self._compressor, layout, route.compressed_shards(), device)
+        walk = self._migrate(self._compressor, layout, route.compressed_shards(), device, ask)
         if self._streams is not None:
             self.release()
             with self._streams.alone():
@@ -595,10 +598,15 @@ class Executor:
         return group.reduce_scatter(view, transfer.bounds, scale)
 
     def _migrate(
-        self, compressor: Compressor, layout: Layout, shards: list[tuple[int, int]], device: torch.device
+        self,
+        compressor: Compressor,
+        layout: Layout,
+        shards: list[tuple[int, int]],
+        device: torch.device,
+        ask: bool,
     ) -> Iterator[Hop]:
         node = self._groups[(0, 0), self._node] if len(self._node) > 1 else None
-        migrate(compressor, layout, shards, node, device)
+        migrate(compressor, layout, shards, node, device, ask=ask)
         yield from ()
 
     def _issue_now(
@@ -703,7 +711,15 @@ class Executor:
             self._streams.wait(held.number, run.ends)
             if self.checking and run.launch.layout is not None:
                 self._extremes += torch.aminmax(run.flat) if run.flat.numel() else ()
+            for bucket in run.launch.buckets:
+                if bucket.pending == 1:
+                    self._streams.wait(held.number, bucket.ends)
             finish(run.launch, run.flat, None, self._now())
+            waiting = [bucket for bucket in run.launch.buckets if bucket.pending]
+            if waiting:
+                ended = self._streams.mark(held.number)
+                for bucket in waiting:
+                    bucket.ends.append(ended)
 
     def _now(self) -> Mark | None:
         return self._clock.now() if self.timing else None

@@ -307,6 +307,7 @@ class HookState:
             )
         with connection.communicator.alone():
             self._compressed().load_state_dict(own)
+        connection.communicator.state_loaded()
 
     def close(self) -> None:
         """Ends the threads and releases shared memory; happens by itself when the state is collected or at exit."""

@@ -19,6 +19,8 @@ def migrate(
     shards: Sequence[tuple[int, int]],
     node: Transport | None,
     device: torch.device,
+    *,
+    ask: bool = True,
 ) -> None:
     """Moves the state of a bucket's elements to the ranks of this node that own them now.
 
@@ -31,10 +33,12 @@ def migrate(
         shards: The runs of the bucket that this rank owns in the compressed phase.
         node: The ranks of this node; None where this rank is alone.
         device: Where the bucket is.
+        ask: Whether the ranks of the node ask each other first, on the host, if anything lies elsewhere; else all of
+            it is exchanged.
     """
     own = [layout.cut(start, stop) for start, stop in shards]
-    misplaced = not is_settled(compressor.held(), layout, own)
-    if node is not None:  # one word for all ranks of the node: what follows is collective
+    misplaced = (not ask and node is not None) or not is_settled(compressor.held(), layout, own)
+    if node is not None and ask:  # one word for all ranks of the node: what follows is collective
         word = torch.tensor([int(misplaced)], dtype=torch.int32, device=device)
         node.all_reduce(word).wait()
         misplaced = bool(word.item())
