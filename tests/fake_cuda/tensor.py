@@ -6,7 +6,6 @@ answers for a GPU. What an operation reads and writes is in its schema: alias an
 written, and those that are returned as views.
 """
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -35,8 +34,6 @@ BLANK = ("aten.empty", "aten.new_empty", "aten._empty")
 COPIES = {"aten.copy_", "aten._foreach_copy_", "aten._to_copy"}
 UNSAFE_VIEW = "aten._unsafe_view"
 INDEXING = {"aten.index", "aten.index_put_", "aten._index_put_impl_", "aten.index_put", "aten._unsafe_index"}
-
-_raw = threading.local()
 
 
 class Spec:
@@ -311,8 +308,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     made: list[FakeTensor] = []
 
     def block_for(raw: Tensor) -> Block:
-        tensor_block = running.new_block(raw.numel() * raw.element_size(), index, pinned=not on_device)
-        return tensor_block
+        return running.new_block(raw.numel() * raw.element_size(), index, pinned=not on_device)
 
     wrapped = _wrapped(result, block_for, made)
     written = [(tensor.block, tensor) for tensor in (*writes, *([] if spec.blank else made))]
