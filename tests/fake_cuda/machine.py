@@ -229,7 +229,7 @@ class Machine:
     def current(self, device: int) -> Timeline:
         """The current stream of a device, on this thread."""
         set_here = self.here.streams.get(device)
-        return set_here.timeline if set_here is not None else self.devices[device].default  # type: ignore[no-any-return]
+        return set_here.timeline if set_here is not None else self.devices[device].default
 
     def new_block(self, nbytes: int, device: int, *, pinned: bool = False) -> Block:
         """Memory from the allocator, on the current stream; pinned memory belongs to the host."""

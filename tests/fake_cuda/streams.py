@@ -250,7 +250,7 @@ def blocks_of(value: object) -> list[Block]:
     return []
 
 
-class FakeFuture(RealFuture):  # type: ignore[type-arg,misc]  # generic in annotations only
+class FakeFuture(RealFuture):  # type: ignore[type-arg]  # generic in annotations only
     """In the place of torch.futures.Future, on any device."""
 
     def __class_getitem__(cls, _: object) -> "type[FakeFuture]":
@@ -374,7 +374,7 @@ def pool_stream(index: int) -> FakeStream:
 
 def collect_all(futures: list[FakeFuture]) -> FakeFuture:
     """In the place of torch.futures.collect_all."""
-    devices = list(dict.fromkeys(device for future in futures for device in future._devices))
+    devices: list[int | str | torch.device] = list(dict.fromkeys(each for one in futures for each in one._devices))
     gathered, left, lock = FakeFuture(devices=devices), [len(futures)], threading.Lock()
 
     def one_more(_: object) -> None:

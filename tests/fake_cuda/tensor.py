@@ -72,10 +72,10 @@ class FakeTensor(Tensor):
     """See the module. `block` is the memory it views; pinned host memory is a block without a stream."""
 
     block: Block
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _run(func, args, dict(kwargs or {}))
@@ -108,7 +108,7 @@ class FakeTensor(Tensor):
             return self
         raise RuntimeError("cannot pin a tensor on CUDA: only dense CPU tensors can be pinned")
 
-    def record_stream(self, stream: FakeStream) -> None:
+    def record_stream(self, stream: FakeStream) -> None:  # type: ignore[override]
         """Its memory is not handed out again before what is on `stream` when it is freed is done."""
         self.block.recorded[stream.timeline.number] = stream.timeline
 
@@ -142,7 +142,7 @@ class FakeTensor(Tensor):
     def new_full(self, *size: Any, **named: Any) -> Tensor:
         return self._new("full", *size, **named)
 
-    def new_tensor(self, data: Any, **named: Any) -> Tensor:
+    def new_tensor(self, data: Any, **named: Any) -> Tensor:  # type: ignore[override]
         return self._new("tensor", data, **named)
 
     def _new(self, factory: str, *arguments: Any, **named: Any) -> Tensor:
@@ -156,7 +156,7 @@ class FakeTensor(Tensor):
         memo[id(self)] = copied = self.clone()
         return copied
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"{plain(self)!r} on fake {self.device}"
 
     __str__ = __repr__

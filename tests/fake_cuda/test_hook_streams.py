@@ -24,12 +24,8 @@ def averages(nodes: str, buckets: Any = STEPS) -> list[list[Tensor]]:
     wanted = []
     for step, names in enumerate(buckets):
         each = [gradient(rank, step, whole=True) for rank in range(len(nodes))]
-        wanted.append(
-            [
-                torch.cat([torch.stack([one[name] for one in each]).sum(0).view(-1) for name in bucket]) / len(nodes)
-                for bucket in names
-            ]
-        )
+        sums = {name: torch.stack([one[name] for one in each]).sum(0).view(-1) / len(nodes) for name in SHAPES}
+        wanted.append([torch.cat([sums[name] for name in bucket]) for bucket in names])
     return wanted
 
 

@@ -129,7 +129,7 @@ def test_futures_and_synchronous_collectives() -> None:
         options = dist.AllreduceOptions()
         options.asyncOp = False
         assert group.allreduce([halved], options) is None
-        return halved.tolist()
+        return list(halved.tolist())
 
     results, running = ranks(body)
     assert results[0] == (total() * 1.5).tolist()

@@ -1,7 +1,7 @@
 """Laws of the recorder itself: what nothing orders is found, what is ordered is not, and torch is as it was."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fake_cuda.kernel import run_kernel
 from fake_cuda.machine import Machine, RaceError
 from fake_cuda.patch import fake_cuda
-from fake_cuda.streams import FakeEvent, side_stream
+from fake_cuda.streams import FakeEvent, default_stream, side_stream
 
 CUDA = torch.device("cuda", 0)
 
@@ -114,7 +114,7 @@ def test_a_view_keeps_the_memory(gpu: Machine) -> None:
     assert gpu.devices[0].peak_nbytes == 32
 
 
-WAITING = {
+WAITING: dict[str, Callable[[torch.Tensor], object]] = {
     "item": lambda x: x.sum().item(),
     "bool": lambda x: bool((x > 0).any()),
     "cpu": lambda x: x.cpu(),
@@ -125,15 +125,15 @@ WAITING = {
     "equal": lambda x: torch.equal(x, x),
     "tensor": lambda x: torch.tensor([1.0], device="cuda"),
     "synchronize": lambda x: torch.cuda.synchronize(),
-    "stream": lambda x: torch.cuda.current_stream().synchronize(),
-    "event": lambda x: torch.cuda.current_stream().record_event().synchronize(),
+    "stream": lambda x: default_stream().synchronize(),
+    "event": lambda x: default_stream().record_event().synchronize(),
 }
-NOT_WAITING = {
+NOT_WAITING: dict[str, Callable[[torch.Tensor], object]] = {
     "where": lambda x: torch.where(x > 0, x, -x),
     "pinned": lambda x: x.to("cpu", non_blocking=True),
     "masked_fill": lambda x: x.masked_fill_(x == 0, 1.0),
     "isfinite": lambda x: torch.isfinite(x).all(),
-    "query": lambda x: torch.cuda.current_stream().record_event().query(),
+    "query": lambda x: default_stream().record_event().query(),
     "topk": lambda x: x.topk(2),
     "full": lambda x: torch.full((3,), 2.0, device="cuda"),
 }
@@ -259,7 +259,7 @@ def test_the_schedule_is_plain_data(gpu: Machine) -> None:
 
 
 def test_torch_is_as_it_was() -> None:
-    def state() -> list[object]:
+    def state() -> list[tuple[object, str, object]]:
         owners = (torch, torch.cuda, torch.futures, torch.distributed, torch.Tensor)
         return [(owner, name, value) for owner in owners for name, value in sorted(vars(owner).items())]
 
