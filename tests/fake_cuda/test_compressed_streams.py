@@ -74,7 +74,7 @@ def test_joined_buckets(compressor: str) -> None:
 
 @pytest.mark.parametrize("compressor", ["onebit", "powersgd"])
 def test_a_plan_over_all_ranks(compressor: str) -> None:
-    compared(compressor, (REBUILT,) * 3, plan="flat")
+    compared(compressor, (REBUILT,) * 3, plan="flat", whole=True)  # the dense step sums four ranks in another order
 
 
 @pytest.mark.parametrize("compressor", ["onebit", "dgc"])
