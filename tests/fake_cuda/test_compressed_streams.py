@@ -86,7 +86,8 @@ def test_uneven_nodes(compressor: str) -> None:
 def test_no_host_wait_during_backward(compressor: str) -> None:
     # One flag a step and rank may be read, a step late.
     steps = (REBUILT,) * 4
-    settings = {"plan": "hierarchical", "compressor": compressor, "compressor_options": OPTIONS[compressor]}
+    settings: dict[str, Any] = {"plan": "hierarchical", "compressor": compressor}
+    settings["compressor_options"] = OPTIONS[compressor]
     _, running = on_cuda(4, train("aabb", steps, quiet=True, **settings))
     waits = [wait for wait in running.host_waits if wait.forbidden]
     assert all(wait.late for wait in waits)
