@@ -42,6 +42,8 @@ SLOW_FOLDERS = (
     "tests/csrc",
     "tests/cli/test_gdr",
     "tests/digests",
+    "tests/fake_cuda/test_compressed_streams.py",
+    "tests/fake_cuda/test_order.py",
     "tests/test_docs.py",
     "tests/test_examples.py",
     "tests/topology/gdr/inputs",

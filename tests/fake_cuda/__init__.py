@@ -10,6 +10,6 @@ host memory, and every operation on them runs at once on the CPU. Streams and ev
 - a *host wait*: the host blocked until a stream was through (`.item()`, `bool()`, `.cpu()`, `synchronize()`);
 - an *order error*: members of an NCCL communicator issue different collectives (`nccl`), which would hang a GPU.
 
-Ranks are threads (`ranks`), each with the device of its number. docs/how-to/find_races_without_a_gpu.md shows how to use
-it; `drive` runs gradwire on it.
+Ranks are threads (`ranks`), each with the device of its number. `drive` runs gradwire on it;
+docs/how-to/find_races_without_a_gpu.md shows how to use it.
 """

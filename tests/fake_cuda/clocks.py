@@ -233,10 +233,11 @@ def runs(tensor: Tensor) -> tuple[tuple[int, int], ...]:
     if numel == 0:
         return ()
     width = tensor.element_size()
-    first = tensor.storage_offset() * width
+    first = int(tensor.storage_offset()) * width
     if tensor.is_contiguous():
         return ((first, first + numel * width),)
-    length, outer, count = 1, [], 1
+    length, count = 1, 1
+    outer: list[tuple[int, int]] = []
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1 or stride == 0:
             continue

@@ -1,4 +1,4 @@
-"""Drives gradwire on fake CUDA (or on a CPU, for comparison) through what its users call, in this layout or an older one.
+"""Drives gradwire on fake CUDA, or on a CPU for comparison, through what its users call.
 
 What stands in for DDP: buckets in buffers that live on from step to step, handed to the hook during a real backward
 pass of autograd, in whose end callbacks run as in training; gradients that a kernel writes on the current stream before
@@ -152,7 +152,7 @@ class _Backward(torch.autograd.Function):
         return leaf.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.body()
         return gradient, None
 
@@ -196,9 +196,7 @@ class Job:
         kept: dict[tuple[str, ...], Tensor] = {}
         for names in map(tuple, buckets):
             numel = sum(named[name].numel() for name in names)
-            kept[names] = (
-                self._buffers.get(names, None) if names in self._buffers else torch.zeros(numel, device=self.device)
-            )
+            kept[names] = self._buffers[names] if names in self._buffers else torch.zeros(numel, device=self.device)
         self._buffers = kept  # rebuilt buckets: the old ones are let go, as DDP does
 
         def finalize() -> None:

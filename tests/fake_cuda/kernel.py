@@ -1,4 +1,4 @@
-"""One kernel as one operation: for functions that stand in for a CUDA kernel and are made of many operations of torch."""
+"""A function that stands in for a CUDA kernel, and is made of many operations of torch, as one operation."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

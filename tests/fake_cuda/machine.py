@@ -1,7 +1,7 @@
 """What the fake GPUs of one test know: their streams, what was found, what was issued, and who waits for whom."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -158,7 +158,7 @@ class Machine:
         finally:
             own.forbidden = before
 
-    def schedule(self) -> list[list[dict[str, object]]]:
+    def schedule(self) -> list[list[dict[str, Any]]]:
         """What every rank has issued, in the order of issue, as plain data: see `Entry`."""
         return [[asdict(entry) for entry in device.schedule] for device in self.devices]
 
@@ -168,8 +168,8 @@ class Machine:
         self,
         stream: Timeline,
         op: str,
-        reads: list[tuple[Block, Tensor]],
-        writes: list[tuple[Block, Tensor]],
+        reads: Sequence[tuple[Block, Tensor]],
+        writes: Sequence[tuple[Block, Tensor]],
         kind: str = "kernel",
         **entry: Any,
     ) -> int:
@@ -229,7 +229,7 @@ class Machine:
     def current(self, device: int) -> Timeline:
         """The current stream of a device, on this thread."""
         set_here = self.here.streams.get(device)
-        return set_here.timeline if set_here is not None else self.devices[device].default  # type: ignore[no-any-return]
+        return set_here.timeline if set_here is not None else self.devices[device].default
 
     def new_block(self, nbytes: int, device: int, *, pinned: bool = False) -> Block:
         """Memory from the allocator, on the current stream; pinned memory belongs to the host."""
@@ -297,7 +297,7 @@ class Machine:
         )
 
 
-def _nbytes(accessed: list[tuple[Block, Tensor]]) -> int:
+def _nbytes(accessed: Sequence[tuple[Block, Tensor]]) -> int:
     return sum(tensor.numel() * tensor.element_size() for _, tensor in accessed)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fake_cuda.clocks import Timeline, runs
 from fake_cuda.machine import device_index, machine
-from fake_cuda.streams import FakeEvent, FakeFuture, FakeStream, FakeStreamContext, current_stream
+from fake_cuda.streams import FakeEvent, FakeFuture, FakeStream, FakeStreamContext, blocks_of, current_stream
 from fake_cuda.tensor import FakeTensor, plain, view_of
 
 PATIENCE_SECONDS = 20.0
@@ -215,7 +215,9 @@ class Exchange:
                 lambda: len(slot.inputs) == clique.size or self.failure or clique.reason, PATIENCE_SECONDS
             )
             if len(slot.inputs) < clique.size:
-                self.waiting -= 1
+                if slot.waiting:
+                    slot.waiting -= 1
+                    self.waiting -= 1
                 if not complete:
                     self.fail(
                         OrderError(
@@ -411,7 +413,7 @@ class FakeNccl:
 
     # The collectives, under their names in torch 2.11 to 2.15.
 
-    def allreduce(self, tensors: Any, options: Any = None) -> "FakeWork | None":
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:
         (tensor,) = _listed(tensors)
         combine, name = _reduction(options)
 
@@ -422,10 +424,10 @@ class FakeNccl:
             _Call("all_reduce", (tensor.numel(), tensor.dtype, name), [tensor], [tensor], apply), options
         )
 
-    def allreduce_coalesced(self, tensors: Any, options: Any = None) -> "FakeWork | None":
+    def allreduce_coalesced(self, tensors: Any, options: Any = None) -> Any:
         return self._together([lambda each=each: self.allreduce([each], options) for each in tensors], options)
 
-    def reduce(self, tensors: Any, options: Any = None) -> "FakeWork | None":
+    def reduce(self, tensors: Any, options: Any = None) -> Any:
         (tensor,) = _listed(tensors)
         combine, name = _reduction(options)
         root = options.rootRank if options is not None else 0
@@ -439,7 +441,7 @@ class FakeNccl:
             _Call("reduce", (tensor.numel(), tensor.dtype, name, f"root {root}"), [tensor], written, apply), options
         )
 
-    def broadcast(self, tensors: Any, options: Any = None) -> "FakeWork | None":
+    def broadcast(self, tensors: Any, options: Any = None) -> Any:
         (tensor,) = _listed(tensors)
         root = options.rootRank if options is not None else 0
 
@@ -453,7 +455,7 @@ class FakeNccl:
         call = _Call("broadcast", (tensor.numel(), tensor.dtype, f"root {root}"), brought, written, apply)
         return self._issue(call, options, read)
 
-    def _allgather_base(self, output: Any, source: Any, options: Any = None) -> "FakeWork | None":
+    def _allgather_base(self, output: Any, source: Any, options: Any = None) -> Any:
         _fits(output.numel() == source.numel() * self._size, "all_gather", output, source)
 
         def apply(rank: int, everybody: list[list[Tensor]]) -> None:
@@ -463,7 +465,7 @@ class FakeNccl:
 
     all_gather_single = _allgather_base
 
-    def allgather_into_tensor_coalesced(self, outputs: Any, sources: Any, options: Any = None) -> "FakeWork | None":
+    def allgather_into_tensor_coalesced(self, outputs: Any, sources: Any, options: Any = None) -> Any:
         calls = [
             lambda output=output, source=source: self._allgather_base(output, source, options)
             for output, source in zip(outputs, sources, strict=True)
@@ -472,7 +474,7 @@ class FakeNccl:
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
-    def allgather(self, outputs: Any, sources: Any, options: Any = None) -> "FakeWork | None":
+    def allgather(self, outputs: Any, sources: Any, options: Any = None) -> Any:
         (targets,), (source,) = outputs, sources
 
         def apply(rank: int, everybody: list[list[Tensor]]) -> None:
@@ -481,7 +483,7 @@ class FakeNccl:
 
         return self._issue(_Call("all_gather", (source.numel(), source.dtype), [source], list(targets), apply), options)
 
-    def _reduce_scatter_base(self, output: Any, source: Any, options: Any = None) -> "FakeWork | None":
+    def _reduce_scatter_base(self, output: Any, source: Any, options: Any = None) -> Any:
         _fits(source.numel() == output.numel() * self._size, "reduce_scatter", source, output)
         combine, name = _reduction(options)
 
@@ -496,7 +498,7 @@ class FakeNccl:
 
     reduce_scatter_single = _reduce_scatter_base
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, sources: Any, options: Any = None) -> "FakeWork | None":
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, sources: Any, options: Any = None) -> Any:
         calls = [
             lambda output=output, source=source: self._reduce_scatter_base(output, source, options)
             for output, source in zip(outputs, sources, strict=True)
@@ -505,7 +507,7 @@ class FakeNccl:
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def reduce_scatter(self, outputs: Any, sources: Any, options: Any = None) -> "FakeWork | None":
+    def reduce_scatter(self, outputs: Any, sources: Any, options: Any = None) -> Any:
         (output,), (parts,) = outputs, sources
         combine, name = _reduction(options)
 
@@ -518,7 +520,7 @@ class FakeNccl:
 
     def alltoall_base(
         self, output: Any, source: Any, output_splits: Sequence[int], source_splits: Sequence[int], options: Any = None
-    ) -> "FakeWork | None":
+    ) -> Any:
         equal = not output_splits and not source_splits
         taken = list(output_splits) or [output.numel() // self._size] * self._size
         given = list(source_splits) or [source.numel() // self._size] * self._size
@@ -550,13 +552,13 @@ class FakeNccl:
         """From here on collectives are collected, and issued as one group by `_end_coalescing`."""
         self._group = []
 
-    def _end_coalescing(self, device: object = None) -> "FakeWork | None":
+    def _end_coalescing(self, device: object = None) -> Any:
         calls, self._group = self._group or [], None
         if not calls:
             return None
         return self._launch("group", calls, self._group_is_async)
 
-    def _together(self, calls: "list[Callable[[], Any]]", options: Any) -> "FakeWork | None":
+    def _together(self, calls: "Sequence[Callable[..., Any]]", options: Any) -> Any:
         if self._group is not None:
             for call in calls:
                 call()
@@ -571,12 +573,15 @@ class FakeNccl:
         if self._clique is not None:
             with exchange().changed:
                 self._clique.reason = self._clique.reason or f"by rank {self._clique.devices.get(self._rank)}"
+                for slot in self._clique.slots.values():
+                    exchange().waiting -= slot.waiting
+                    slot.waiting = 0
                 exchange().changed.notify_all()
 
     def shutdown(self) -> None:
         """Ends this member; nothing here has threads to end."""
 
-    def _issue(self, call: _Call, options: Any, read: list[Tensor] | None = None) -> "FakeWork | None":
+    def _issue(self, call: _Call, options: Any, read: list[Tensor] | None = None) -> Any:
         call.read = call.inputs if read is None else read  # type: ignore[attr-defined]
         for tensor in (*call.inputs, *call.outputs):
             if not isinstance(tensor, FakeTensor) or tensor.pinned:
@@ -596,7 +601,7 @@ class FakeNccl:
         assert self._stream is not None
         current_stream(self._stream.device_index).record_event().wait(self._stream)
 
-    def _launch(self, op: str, calls: list[_Call], asynchronous: bool) -> "FakeWork | None":
+    def _launch(self, op: str, calls: list[_Call], asynchronous: bool) -> Any:
         index = calls[0].inputs[0].device.index
         clique, own_stream = self._connect(index)
         stream = own_stream if asynchronous else current_stream(index)
@@ -666,12 +671,12 @@ def _check_overlap(calls: list[_Call]) -> None:
     ]
     for place, write, tensor in used:
         for other_place, _, other in used:
-            if write and place != other_place and tensor.block is other.block:
-                if any(a < d and c < b for a, b in runs(tensor) for c, d in runs(other)):
-                    raise OrderError(
-                        f"in one group call, {calls[place].op} writes what {calls[other_place].op} uses: NCCL gives them "
-                        "no order"
-                    )
+            apart = not write or place == other_place or blocks_of(tensor) != blocks_of(other)
+            if not apart and any(a < d and c < b for a, b in runs(tensor) for c, d in runs(other)):
+                raise OrderError(
+                    f"in one group call, {calls[place].op} writes what {calls[other_place].op} uses: NCCL gives them "
+                    "no order"
+                )
 
 
 def _reduction(options: Any) -> tuple[Callable[[list[Tensor]], Tensor], str]:
@@ -679,7 +684,8 @@ def _reduction(options: Any) -> tuple[Callable[[list[Tensor]], Tensor], str]:
     op = getattr(options, "reduceOp", dist.ReduceOp.SUM)
     names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM")
     name = next((each for each in names if op == getattr(dist.ReduceOp, each)), str(op))
-    factor = op.__getstate__()[1] if name == "PREMUL_SUM" else None
+    state: Any = op.__getstate__() if hasattr(op, "__getstate__") else None
+    factor = state[1] if name == "PREMUL_SUM" else None
 
     def combine(each: list[Tensor]) -> Tensor:
         dtype = each[0].dtype

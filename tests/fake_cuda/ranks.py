@@ -83,7 +83,7 @@ class FakeProcessGroup(dist.ProcessGroup):
         return self._name
 
     @property
-    def group_desc(self) -> str:  # type: ignore[override]
+    def group_desc(self) -> str:
         return "default_pg"
 
     def getBackendName(self) -> str:
@@ -109,4 +109,4 @@ def process_groups(size: int) -> Iterator[list[FakeProcessGroup]]:
     finally:
         for group in made:
             for table in (world.pg_map, world.pg_names, world.pg_group_ranks):
-                table.pop(group, None)  # type: ignore[attr-defined]
+                table.pop(group, None)

@@ -9,7 +9,7 @@ records that stream on those tensors' memory; a callback runs on a stream from t
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class FakeStream:
         """As on real GPUs: least, greatest."""
         return 0, -5
 
-    def __enter__(self) -> "FakeStream":
+    def __enter__(self) -> Self:
         self._context = FakeStreamContext(self)
         self._context.__enter__()
         return self
@@ -220,6 +220,11 @@ def default_stream(device: object = None) -> FakeStream:
     return FakeStream(index, timeline=machine().devices[index].default)
 
 
+def side_stream(priority: int = 0) -> Any:
+    """What `torch.cuda.Stream(priority=priority)` makes; of any type, as torch's annotations know their own only."""
+    return FakeStream(priority=priority)
+
+
 def set_stream(stream: FakeStream | None) -> None:
     """In the place of torch.cuda.set_stream."""
     if stream is not None:
@@ -245,14 +250,14 @@ def blocks_of(value: object) -> list[Block]:
     return []
 
 
-class FakeFuture(RealFuture):  # type: ignore[type-arg,misc]  # generic in annotations only
+class FakeFuture(RealFuture):  # type: ignore[type-arg]  # generic in annotations only
     """In the place of torch.futures.Future, on any device."""
 
     def __class_getitem__(cls, _: object) -> "type[FakeFuture]":
         return cls
 
-    def __new__(cls, *, devices: object = None) -> "FakeFuture":
-        return super().__new__(cls)  # type: ignore[no-any-return]
+    def __new__(cls, *, devices: object = None) -> Self:
+        return super().__new__(cls)
 
     def __init__(self, *, devices: "list[int | str | torch.device] | None" = None) -> None:
         super().__init__()
@@ -321,7 +326,7 @@ class FakeFuture(RealFuture):  # type: ignore[type-arg,misc]  # generic in annot
         def run() -> None:
             try:
                 result = callback(self)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - as torch does, the child carries it
                 text = f"Got the following error when running the callback: {type(error).__name__}: {error}"
                 child.set_exception(RuntimeError(text))
             else:
@@ -369,7 +374,7 @@ def pool_stream(index: int) -> FakeStream:
 
 def collect_all(futures: list[FakeFuture]) -> FakeFuture:
     """In the place of torch.futures.collect_all."""
-    devices = list(dict.fromkeys(device for future in futures for device in future._devices))
+    devices: list[int | str | torch.device] = list(dict.fromkeys(each for one in futures for each in one._devices))
     gathered, left, lock = FakeFuture(devices=devices), [len(futures)], threading.Lock()
 
     def one_more(_: object) -> None:

@@ -6,7 +6,6 @@ answers for a GPU. What an operation reads and writes is in its schema: alias an
 written, and those that are returned as views.
 """
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -35,8 +34,6 @@ BLANK = ("aten.empty", "aten.new_empty", "aten._empty")
 COPIES = {"aten.copy_", "aten._foreach_copy_", "aten._to_copy"}
 UNSAFE_VIEW = "aten._unsafe_view"
 INDEXING = {"aten.index", "aten.index_put_", "aten._index_put_impl_", "aten.index_put", "aten._unsafe_index"}
-
-_raw = threading.local()
 
 
 class Spec:
@@ -75,10 +72,10 @@ class FakeTensor(Tensor):
     """See the module. `block` is the memory it views; pinned host memory is a block without a stream."""
 
     block: Block
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _run(func, args, dict(kwargs or {}))
@@ -111,7 +108,7 @@ class FakeTensor(Tensor):
             return self
         raise RuntimeError("cannot pin a tensor on CUDA: only dense CPU tensors can be pinned")
 
-    def record_stream(self, stream: FakeStream) -> None:
+    def record_stream(self, stream: FakeStream) -> None:  # type: ignore[override]
         """Its memory is not handed out again before what is on `stream` when it is freed is done."""
         self.block.recorded[stream.timeline.number] = stream.timeline
 
@@ -145,7 +142,7 @@ class FakeTensor(Tensor):
     def new_full(self, *size: Any, **named: Any) -> Tensor:
         return self._new("full", *size, **named)
 
-    def new_tensor(self, data: Any, **named: Any) -> Tensor:
+    def new_tensor(self, data: Any, **named: Any) -> Tensor:  # type: ignore[override]
         return self._new("tensor", data, **named)
 
     def _new(self, factory: str, *arguments: Any, **named: Any) -> Tensor:
@@ -159,7 +156,7 @@ class FakeTensor(Tensor):
         memo[id(self)] = copied = self.clone()
         return copied
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"{plain(self)!r} on fake {self.device}"
 
     __str__ = __repr__
@@ -311,8 +308,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     made: list[FakeTensor] = []
 
     def block_for(raw: Tensor) -> Block:
-        tensor_block = running.new_block(raw.numel() * raw.element_size(), index, pinned=not on_device)
-        return tensor_block
+        return running.new_block(raw.numel() * raw.element_size(), index, pinned=not on_device)
 
     wrapped = _wrapped(result, block_for, made)
     written = [(tensor.block, tensor) for tensor in (*writes, *([] if spec.blank else made))]

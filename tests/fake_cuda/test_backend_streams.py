@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fake_cuda.drive import first_module, group_options, on_cuda
 from fake_cuda.machine import machine
+from fake_cuda.streams import side_stream
 
 NODES = "aabb"
 
@@ -49,7 +50,7 @@ def test_sums(strided: bool, together: bool, waits_on: str) -> None:
         calls = [each] if together else [[one] for one in each]
         works = [work_of(backend.all_reduce(call, 1.0)) for call in calls]
         torch.empty(1, device=device)
-        other = torch.cuda.Stream()
+        other = side_stream()
         found = []
         with torch.cuda.stream(other if waits_on == "another stream" else torch.cuda.current_stream()):
             for work in works:

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ReduceScat
 from fake_cuda.drive import FIRST, REBUILT, on_cuda, train
 from fake_cuda.machine import Machine, RaceError, machine
 from fake_cuda.nccl import FakeNccl, FakeWork, OrderError
-from fake_cuda.streams import FakeEvent, FakeFuture
+from fake_cuda.streams import FakeEvent, FakeFuture, side_stream
 
 SIZE = 2
 STEPS = 2
@@ -27,8 +27,8 @@ class SmallHook:
     """Sums a bucket in two halves on two side streams, through a buffer of its own; one line may be missing."""
 
     def __init__(self, group: Any, rank: int, without: str) -> None:
-        self._group = dist.ProcessGroupNCCL(PrefixStore("small", group.store), rank, SIZE)  # type: ignore[attr-defined]
-        self._sides = [torch.cuda.Stream() for _ in range(2)]
+        self._group = FakeNccl(PrefixStore("small", group.store), rank, SIZE)
+        self._sides = [side_stream() for _ in range(2)]
         self._without = without
         self._rank = rank
         self._residual = torch.zeros(NUMEL, device="cuda")
