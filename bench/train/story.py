@@ -82,7 +82,7 @@ def _more(plain: TrainingResult, others: list[TrainingResult]) -> str:
 
 def _quality(plain: TrainingResult, others: list[TrainingResult]) -> str:
     differences = {one.hook: one.final_loss - plain.final_loss for one in others}
-    listed = ", ".join(f"{value:+.4f} with {setting(hook)}" for hook, value in differences.items())
+    listed = ", ".join(f"{round(value, 4) + 0.0:+.4f} with {setting(hook)}" for hook, value in differences.items())
     worst = max(differences.values())
     held = worst <= plain.loss_deviation
     return (
