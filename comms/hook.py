@@ -177,7 +177,7 @@ class HookState:
                 has no parameters; or a state that was loaded does not fit.
             RuntimeError: torch.distributed is not initialised, or a rank did not join.
         """
-        if self._compresses and self.names.shapes:
+        if self._compresses and self.names.shapes and not self.names.bound:
             raise ValueError(
                 "`model` comes after the first step: residuals are already kept under numbers instead of its "
                 "parameters' names; call state.bind(model) before the first backward pass"

@@ -19,6 +19,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gradwire import accelerate, lightning, transformers  # noqa: F401  # by their modules' names, not in __all__
     from gradwire.comms.attach import attach
     from gradwire.comms.bootstrap.mpi_launch import init_mpi_process_group
     from gradwire.comms.config import Config

@@ -18,7 +18,7 @@ from lightning import pytorch  # not before its version has been looked at
 log = logging.getLogger("gradwire")
 
 
-class Callback(pytorch.Callback):
+class LightningCallback(pytorch.Callback):
     """Registers gradwire's hook when training starts: `Trainer(strategy="ddp", callbacks=[Callback()])`.
 
     The states of all ranks are in the checkpoints that the Trainer writes, and `fit(ckpt_path=...)` restores them. With
@@ -63,3 +63,7 @@ class Callback(pytorch.Callback):
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Keeps what Lightning has read until training starts."""
         self._loaded = dict(state_dict)
+
+
+Callback = LightningCallback
+"""As its users write it: `gradwire.lightning.Callback`."""

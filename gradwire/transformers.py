@@ -34,7 +34,7 @@ from transformers import (  # not before its version has been looked at
 log = logging.getLogger("gradwire")
 
 
-class Callback(TrainerCallback):
+class TransformersCallback(TrainerCallback):
     """Registers gradwire's hook when training starts: `trainer.add_callback(Callback(trainer, compressor="int8"))`.
 
     Every checkpoint holds each rank's state, and `train(resume_from_checkpoint=...)` restores it. With one process
@@ -94,6 +94,10 @@ class Callback(TrainerCallback):
             folder = Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{state.global_step}"
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(saved, _file(folder, dist.get_rank()))
+
+
+Callback = TransformersCallback
+"""As its users write it: `gradwire.transformers.Callback`."""
 
 
 def _file(folder: Path, rank: int) -> Path:

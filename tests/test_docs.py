@@ -18,8 +18,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-MOST_NOT_RUN = 3
-"""Blocks that are marked as not run: each is a promise that nobody checks."""
+MOST_NOT_RUN = 6
+"""Blocks that are marked as not run: each is a promise that nobody checks, but for the four of frameworks.md, whose
+lines the jobs of tests/adapters hold."""
 
 _PIECE = re.compile(
     r"^<!-- before:\n(?P<before>.*?)^-->$"

@@ -4,7 +4,11 @@
 skipped.
 """
 
+import json
+import subprocess
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +42,19 @@ def test_accelerate(run_job: RunJob) -> None:
         assert "`model` has a hook already, comm_hook" in found.pop("twice")
         files = ["custom_checkpoint_0.pkl"]
         assert found == {"exact": True, "compressed": True, "resumed": True, "files": files}
+
+
+@needs("ray")
+@needs("pyarrow")
+def test_ray(tmp_path: Path) -> None:
+    """Two workers on the backend "gradwire"; one fails after two steps, and Ray starts both again."""
+    job = Path(__file__).parent / "jobs" / "ray_job.py"
+    done = subprocess.run(
+        [sys.executable, str(job), str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found == {"exact": True, "compressed": True, "resumed": True, "first": 2, "backend": "gradwire"}
 
 
 @needs("lightning")

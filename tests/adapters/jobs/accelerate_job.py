@@ -19,7 +19,7 @@ class Run:
 
     def __init__(self, compressor: str | None = None, **accelerator: object) -> None:
         torch.manual_seed(0)
-        buckets = DistributedDataParallelKwargs(bucket_cap_mb=0.02)  # type: ignore[arg-type]
+        buckets = DistributedDataParallelKwargs(bucket_cap_mb=0.02)
         self.accelerator = Accelerator(cpu=True, kwargs_handlers=[buckets], **accelerator)
         model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(4)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
