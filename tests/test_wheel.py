@@ -11,6 +11,7 @@ import sys
 import tarfile
 import venv
 import zipfile
+from collections.abc import Iterator
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
@@ -54,6 +55,7 @@ def run(*command: str | Path, **variables: str) -> str:
         text=True,
         check=False,
         env=variables or None,
+        cwd="/",  # not the checkout: Python would import its gradwire/
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -105,7 +107,7 @@ class Installed:
     def fails(self, program: str, *arguments: str) -> tuple[int, str]:
         """Status and output of a program of the environment."""
         command = [str(self.bin / program), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": self.path})
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", env={"PATH": self.path})
         return done.returncode, done.stdout + done.stderr
 
 
@@ -116,13 +118,13 @@ def bare(built: Path, tools: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return Installed(tmp_path_factory.mktemp("bare"), wheel, tools)
 
 
-@pytest.fixture(scope="module")
-def complete(built: Path, tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """With this environment's torch behind its own packages, and no .pth file of it."""
-    [wheel] = built.glob("*.whl")
-    installed = Installed(tmp_path_factory.mktemp("complete"), wheel, tools)
-    (installed.packages / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
-    return installed
+@pytest.fixture
+def complete(bare: Installed) -> Iterator[Installed]:
+    """With this environment's torch behind its own packages, and no .pth file of it, until the test ends."""
+    line = bare.packages / "torch.pth"
+    line.write_text(f"{Path(torch.__file__).parents[1]}\n")
+    yield bare
+    line.unlink()
 
 
 def metadata(built: Path) -> Message:

@@ -13,6 +13,8 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan
+from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.routed import make_routed
 from support.threads import run_ranks
 
 Result = TypeVar("Result")
@@ -196,3 +198,25 @@ def test_integers_are_not_averaged() -> None:
             communicator.all_reduce(torch.ones(3, dtype=torch.int64), scale=0.5)
 
     on_ranks("a", body)
+
+
+@pytest.mark.parametrize("numel", [99, 101])
+def test_a_layout_of_another_size_than_its_buffer_is_refused(numel: int) -> None:
+    store = HashStore()
+
+    def run(rank: int) -> str:
+        config = Config(hostname=f"n{rank}", compressor="int8", timeout=timedelta(seconds=20))
+        compressor = make_routed("int8", {}, [])
+        compressor.bind_model({"weight": numel})
+        communicator = Communicator(store, rank, 2, CPU, config, name="test", compressor=compressor)
+        layout = Layout((Slice("weight", (numel,), 0, 0, numel),))
+        try:
+            communicator.all_reduce(torch.ones(100), layout=layout)
+        except ValueError as error:
+            return str(error)
+        finally:
+            communicator.close()
+        return ""
+
+    for message in run_ranks(2, run):
+        assert f"`layout` is of {numel} elements, but `flat` has 100" in message

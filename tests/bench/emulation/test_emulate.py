@@ -102,3 +102,15 @@ def test_no_signal_leaves_anything_behind(
         status = process.wait(timeout=30)
     assert status == (-9 if number == signal.SIGKILL else 128 + number)
     assert not wait_until_gone(namespaces)
+
+
+@pytest.mark.netns
+def test_a_bare_python_is_gradwires_own(tmp_path: Path) -> None:
+    """PATH's python has neither torch nor gradwire; a path stays what it is."""
+    (tmp_path / "python").write_text("#!/bin/sh\necho of PATH\n")
+    (tmp_path / "python").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/sbin:/usr/bin:/sbin:/bin"}
+    for word, said in (("python", sys.executable), (str(tmp_path / "python"), "of PATH")):
+        command = [*EMULATE, "--nodes", "1", "--", word, "-c", "import sys; print(sys.executable)"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        assert done.stdout.strip() == said

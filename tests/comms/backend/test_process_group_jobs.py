@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import pytest
 import torch
@@ -77,6 +77,42 @@ def test_ddp_trains_as_on_gloo(processes: Processes, nodes: list[str], hooked: b
         assert torch.allclose(left, right, rtol=1e-4, atol=1e-6)  # sums of floats in another order
     for other in ours[1:]:
         assert all(torch.equal(left, right) for left, right in zip(ours[0], other, strict=True)), "ranks have drifted"
+
+
+def train_compiled(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    start(rank)
+    plain = train(nn.parallel.DistributedDataParallel(make_model()), rank)
+    # The buffers of the batch norm are broadcast from within the compiled forward pass.
+    wrapped = torch.compile(nn.parallel.DistributedDataParallel(make_model()), backend="aot_eager")
+    compiled = train(cast(nn.Module, wrapped), rank)
+    dist.destroy_process_group()
+    return plain, compiled
+
+
+def test_a_compiled_ddp_model_trains_as_a_plain_one(processes: Processes) -> None:
+    for plain, compiled in processes(2, train_compiled, nodes=["a", "a"]):
+        assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(plain, compiled, strict=True))
+
+
+def train_in_a_start(rank: int, port: int, dies: bool) -> list[Tensor]:
+    import os
+
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    dist.init_process_group("gradwire", store=store, rank=rank, world_size=4)
+    held = train(nn.parallel.DistributedDataParallel(make_model()), rank)
+    if dies:
+        os._exit(0)  # nothing is tidied up
+    dist.destroy_process_group()
+    return held
+
+
+@every_cluster
+def test_a_restart_on_the_same_store_meets_nothing_of_the_start_before(processes: Processes, nodes: list[str]) -> None:
+    """torchrun --max-restarts keeps the store, with the addresses and segments of processes that are dead."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes(4, train_in_a_start, store.port, True, nodes=nodes, lost=range(4))
+    again = processes(4, train_in_a_start, store.port, False, nodes=nodes)
+    assert all(torch.equal(left, right) for held in again for left, right in zip(held, again[0], strict=True))
 
 
 def check_sharded(rank: int) -> None:

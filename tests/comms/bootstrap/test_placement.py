@@ -1,6 +1,7 @@
 """Who shares a node: from what ranks say, never from their numbers."""
 
 import socket
+import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.hardware import Hardware
-from gradwire.comms.bootstrap.placement import INTER_NODE, Presence, cluster_of, exchange, host_identity
+from gradwire.comms.bootstrap.placement import INTER_NODE, Presence, cluster_of, exchange, host_identity, start_of
 from gradwire.comms.config import Config
 from gradwire.comms.plan.machine_cluster import cluster_of_machines
 from gradwire.topology.fabric import fabric_of
@@ -163,3 +164,25 @@ def test_what_a_gpu_rank_publishes_is_what_is_read() -> None:
     ranks, _ = gpu_ranks("ab")
     found = run_ranks(2, lambda rank: exchange(store, ranks[rank], timedelta(seconds=10)))
     assert found == [ranks, ranks]
+
+
+def test_a_restart_takes_no_presence_of_the_start_before() -> None:
+    """Rank 1 comes late to the second start: its old presence is there, and nothing of it may be taken."""
+    store = HashStore()
+
+    def join(rank: int, wait_seconds: float) -> list[Presence]:
+        time.sleep(wait_seconds * rank)
+        return exchange(store, Presence.here(rank, 3, Config(), torch.device("cpu")), timedelta(seconds=10))
+
+    first = run_ranks(3, lambda rank: join(rank, 0.0))
+    second = run_ranks(3, lambda rank: join(rank, 0.05))
+    assert len({start_of(found) for found in first}) == len({start_of(found) for found in second}) == 1
+    assert not {each.start for each in first[0]} & {each.start for each in second[0]}
+
+
+def test_a_rank_that_does_not_come_back_is_missing() -> None:
+    store = HashStore()
+    own = Presence.here(0, 2, Config(), torch.device("cpu"))
+    run_ranks(2, lambda rank: exchange(store, replace(own, rank=rank), timedelta(seconds=10)))
+    with pytest.raises(RuntimeError, match="rank 1 did not join"):
+        exchange(store, replace(own, start="again"), timedelta(seconds=0.1))
