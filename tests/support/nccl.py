@@ -38,6 +38,10 @@ class FakeWork:
         """Whether the GPU is through with it."""
         return not self.held
 
+    def get_future(self) -> "torch.futures.Future[list[Tensor]]":
+        """Not asked for by transports."""
+        raise NotImplementedError
+
 
 @dataclass
 class FakeNcclWorld:
