@@ -226,15 +226,12 @@ class Communicator:
     def _migrate(self, layout: Layout, route: Route) -> None:
         """Has state follow its parameters where they travel in a new layout.
 
-        On CUDA the ranks of a node ask each other only about a state that was loaded: an answer makes the host wait.
+        The ranks of a node ask each other only about a state that was loaded: on CUDA an answer makes the host wait.
         What this process itself has trained is exchanged without a question, and in the first step there is nothing.
         """
         known = any(item.name in self._owners for item in layout.slices)
-        if not self._update_owners(layout):
-            return
-        on_cuda = self.device.type == "cuda"
-        if known or self._loaded or not on_cuda:
-            self.executor.migrate(layout, route, self.device, ask=not on_cuda or not known)
+        if self._update_owners(layout) and (known or self._loaded):
+            self.executor.migrate(layout, route, self.device, ask=not known)
 
     def _update_owners(self, layout: Layout) -> bool:
         """Notes that parameters travel in `layout` from now on; whether that is new for any of them."""

@@ -178,6 +178,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(name: str) -> None:
 
     def resumed(end: Rank) -> Tensor:
         end.compression.load_state_dict(through[end.rank][1])
+        end.communicator.state_loaded()
         return torch.stack([end.step(number, ONE_BUCKET) for number in (2, 3)])
 
     for (expected, _), result in zip(through, on_ranks("aabb", name, resumed), strict=True):
@@ -219,6 +220,7 @@ def test_loaded_transfers_stay_until_a_step_replaces_them() -> None:
         saved = end.compression.state_dict()
         end.step(1, TWO_BUCKETS)
         end.compression.load_state_dict(saved)
+        end.communicator.state_loaded()
         again = end.compression.state_dict()
         end.compression.take_saved_transfers()  # as the hook does when it begins a step
         end.step(1, TWO_BUCKETS)

@@ -177,8 +177,8 @@ def test_the_saved_state_is_that_of_the_cpu() -> None:
 
         def before(job: Job, step: int) -> None:
             if step == 3:
-                for key, value in job.state.state_dict().items():
-                    kept[key] = value.cpu() if isinstance(value, Tensor) else value
+                for entry in job.state.state_dict().values():
+                    kept.update((key, value.cpu() if isinstance(value, Tensor) else value) for key, value in entry)
 
         settings: dict[str, Any] = {"compressor": "int8", "plan": "hierarchical", "chunks": 1}
         train("aabb", (REBUILT,) * 4, before=before, **settings)(rank, device, group)

@@ -16,6 +16,7 @@ from fake_cuda.drive import FIRST, REBUILT, on_cuda, train
 from fake_cuda.machine import Machine, RaceError, machine
 from fake_cuda.nccl import FakeNccl, FakeWork, OrderError
 from fake_cuda.streams import FakeEvent, FakeFuture, side_stream
+from gradwire.comms.bootstrap.failure import CollectiveError
 
 SIZE = 2
 STEPS = 2
@@ -173,5 +174,5 @@ def test_gradwire_whose_futures_order_nothing() -> None:
 
 def test_gradwire_with_one_collective_too_few() -> None:
     nothing = FakeWork(None, [], [], 0, None)
-    with one_ignored(FakeNccl, "_launch", 3, nothing), pytest.raises(OrderError, match="communicator"):
+    with one_ignored(FakeNccl, "_launch", 3, nothing), pytest.raises(CollectiveError, match="OrderError: rank"):
         gradwire_training()
