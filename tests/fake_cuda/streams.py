@@ -140,7 +140,9 @@ class FakeEvent:
         """Whether the host has seen that it is done."""
         if self._source is None:
             return True
-        return machine().devices[self._source.device].host.clock.get(self._source.number, 0) >= self._tick
+        seen = machine().devices[self._source.device].host.clock
+        behind = [*self._clock.items(), (self._source.number, self._tick)]  # also what the stream has only waited for
+        return all(seen.get(number, 0) >= tick for number, tick in behind)
 
     def synchronize(self) -> None:
         """The host waits, unless it has seen it done."""

@@ -98,7 +98,7 @@ def test_a_work_is_not_complete_while_the_gpu_is_busy() -> None:
         backend.close()
         return [before, after]
 
-    with patch.object(FakeEvent, "query", lambda event: event.known):  # else whoever asks first learns nothing
+    with patch.object(FakeEvent, "query", lambda event: event.known):  # or who asks a second time would hear yes
         results, _ = on_cuda(len(NODES), body)
     assert results == [[False, True]] * 4
 
