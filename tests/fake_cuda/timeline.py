@@ -17,7 +17,7 @@ The picture: `PYTHONPATH=tests python -m fake_cuda.timeline --draw docs/pictures
 import argparse
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch
 from fake_cuda.drive import Job, Model, gradient, make_state, on_cuda
 from fake_cuda.machine import machine
 from fake_cuda.ranks import FakeProcessGroup
+from gradwire.bench.plot.style import load_pyplot, save, strip
 from gradwire.comms.plan.nccl_model import BASE_SECONDS, HOP_SECONDS, SIMPLE
 from gradwire.comms.plan.plan import RING
 
@@ -34,8 +35,10 @@ OpKey = tuple[int, int]
 LinkKey = tuple[str, int, int]
 """("nvlink", rank, 0) or ("nic", node, index): what leaves there."""
 
-WARM_STEPS = 2
-"""Steps before the recorded one: the first connects, the second has DDP's rebuilt buckets."""
+WARM_STEPS = 1
+"""Steps before the recorded one: in it the hook connects."""
+OPTIMIZER = "aten.clone"
+"""What `drive.Job` has in the place of an optimizer."""
 BACKWARD, KERNEL, COLLECTIVE = "backward", "kernel", "collective"
 
 
@@ -138,7 +141,7 @@ class _Watched:
         self.owned: list[tuple[int, int, int]] = []
         """(first, behind, launch): the later in the list, the truer."""
         self.joined_nbytes: list[int] = []
-        self.base_nbytes = self.peak_nbytes = 0
+        self._base_nbytes = self.peak_nbytes = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._state, name)
@@ -148,9 +151,11 @@ class _Watched:
         if not self.watching:
             return self._state.reduce(bucket)
         began = self._issued
+        if not self.calls:
+            self._base_nbytes = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         future = self._state.reduce(bucket)
-        self.peak_nbytes = max(self.peak_nbytes, torch.cuda.max_memory_allocated() - self.base_nbytes)
+        self.peak_nbytes = max(self.peak_nbytes, torch.cuda.max_memory_allocated() - self._base_nbytes)
         self.calls.append((began, self._issued))
         return future
 
@@ -179,7 +184,6 @@ class _Watched:
             self.owned.append((began, self._issued, number))
 
         executor.start, executor._issue_rest = watched_start, watched_rest
-        self.base_nbytes = torch.cuda.memory_allocated()
         self.watching = True
 
     @property
@@ -194,7 +198,7 @@ def record(
     release_each: bool = False,
     **options: Any,
 ) -> Recorded:
-    """Records one step of the hook on fake CUDA, after those in which it connects and DDP rebuilds its buckets.
+    """Records one step of the hook on fake CUDA, after one in which it connects.
 
     Args:
         nodes: A letter for each rank's node.
@@ -236,18 +240,18 @@ def _take(recorded: Recorded, schedule: list[dict[str, Any]], began: int, watche
     launches = [-1] * len(schedule)
     for first, behind, launch in watched.owned:
         launches[first:behind] = [launch] * (behind - first)
-    calls, arrivals, last = list(watched.calls), [], None
     recorded.joined_nbytes, recorded.peak_nbytes = watched.joined_nbytes, [*recorded.peak_nbytes, watched.peak_nbytes]
+    arrivals: dict[int, OpKey] = {}
+    number = 0  # of the bucket that comes next
     for place in range(began, len(schedule)):
         entry = schedule[place]
-        while calls and place >= calls[0][1]:
-            calls.pop(0)
-        if calls and place >= calls[0][0] and len(arrivals) + len(calls) == len(watched.calls):
-            assert last is not None, "a bucket came without any operation of backward"
-            arrivals.append(last)
-        in_backward = bool(calls) and place < calls[0][0]
+        while number < recorded.buckets and place >= watched.calls[number][0]:
+            number += 1
+        in_backward = number < recorded.buckets and (number == 0 or place >= watched.calls[number - 1][1])
         if entry["kind"] == "host wait":
             continue  # what the test moves from and to the host is no part of a step
+        if number == recorded.buckets and launches[place] < 0 and entry["op"] == OPTIMIZER:
+            continue  # what reads the averages when the step is over
         kind = BACKWARD if in_backward else COLLECTIVE if entry["kind"] == "collective" else KERNEL
         both = entry["read_nbytes"], entry["written_nbytes"]
         op = Op(
@@ -265,10 +269,9 @@ def _take(recorded: Recorded, schedule: list[dict[str, Any]], began: int, watche
             -1 if entry["sequence"] is None else entry["sequence"],
         )
         if in_backward:
-            last = op.key
+            arrivals[number] = op.key
         recorded.ops.append(op)
-    assert len(arrivals) == recorded.buckets, f"{len(arrivals)} of {recorded.buckets} buckets issued something"
-    recorded.arrivals.append(arrivals)
+    recorded.arrivals.append([arrivals[bucket] for bucket in range(recorded.buckets)])
 
 
 @dataclass(slots=True, eq=False)
@@ -553,3 +556,142 @@ def replay(recorded: Recorded, speeds: Speeds, arrivals: Sequence[float], *, sca
     running = _Replay(recorded, speeds, arrivals, scale)
     running.run()
     return Timeline(recorded, running.intervals, dict(running.carried), speeds, list(arrivals))
+
+
+ROWS = ("backward", "kernels", "NVLink", "NIC")
+UP, DOWN = "0123456789", "abcdefghij"
+"""How a bucket is written on its way up, and on its way down (the all-gathers behind its sum)."""
+
+
+def row_of(interval: Interval, nodes: str) -> str:
+    """Where an operation is drawn."""
+    kind = _kind_of(interval.op, nodes)
+    return {"nic": "NIC", "nvlink": "NVLink"}.get(kind, "backward" if interval.op.kind == BACKWARD else "kernels")
+
+
+def is_way_down(op: Op) -> bool:
+    """Whether it is an all-gather of a whole bucket: one inside a node."""
+    return op.kind == COLLECTIVE and "all_gather" in op.name
+
+
+def drawn(timeline: Timeline, rank: int = 0) -> dict[str, list[tuple[float, float, int, bool]]]:
+    """What one rank does, row by row: (start, end, bucket or launch, whether it comes down). Empty rows are left out."""
+    rows: dict[str, list[tuple[float, float, int, bool]]] = {name: [] for name in ROWS}
+    before = 0.0
+    for bucket, arrived in enumerate(timeline.arrived):
+        rows["backward"].append((before, arrived, bucket, False))
+        before = max(before, arrived)
+    for each in timeline.intervals:
+        row = row_of(each, timeline.recorded.nodes)
+        if each.op.rank == rank and row != "backward" and each.op.launch >= 0:
+            rows[row].append((each.start, each.end, each.op.launch, row == "NVLink" and is_way_down(each.op)))
+    return {name: spans for name, spans in rows.items() if spans}
+
+
+def summary(timeline: Timeline) -> str:
+    """The figures in one line."""
+    return (
+        f"NIC busy {timeline.nic_busy:.1%} of the time between the first and the last bucket, occupied "
+        f"{timeline.nic_occupied:.1%}; all done after {timeline.end * 1e3:.2f} ms"
+    )
+
+
+def as_text(timeline: Timeline, columns: int = 110) -> str:
+    """The timeline of rank 0 for a terminal: a row for each resource, a column for each slice of time.
+
+    A digit is a bucket (or a transfer of joined ones) on its way up, a letter the same one on its way down, a dot
+    nothing: what takes most of the slice is shown.
+    """
+    width = timeline.end / columns
+    lines = []
+    for name, spans in drawn(timeline).items():
+        cells = []
+        for column in range(columns):
+            first, last = column * width, (column + 1) * width
+            taken: dict[str, float] = {".": width / 2}
+            for start, end, number, down in spans:
+                mark = (DOWN if down else UP)[number % len(UP)]
+                taken[mark] = taken.get(mark, 0.0) + max(0.0, min(end, last) - max(start, first))
+            cells.append(max(taken, key=lambda mark: taken[mark]))
+        lines.append(f"{name:>9} {''.join(cells)}")
+    return "\n".join([*lines, f"{'':>9} {summary(timeline)}"])
+
+
+def draw(timelines: Mapping[str, Timeline], output: Path, notes: list[str]) -> None:
+    """Draws timelines of rank 0 below each other, on one axis.
+
+    Args:
+        timelines: By title.
+        output: .png or .svg.
+        notes: The caption.
+    """
+    pyplot = load_pyplot()
+    figure, panels = pyplot.subplots(
+        len(timelines), 1, figsize=(11, 2.3 * len(timelines)), sharex=True, squeeze=False, layout="constrained"
+    )
+    colours = pyplot.get_cmap("tab10")
+    for axes, (title, timeline) in zip(panels[:, 0], timelines.items(), strict=True):
+        rows = drawn(timeline)
+        for place, spans in enumerate(rows.values()):
+            for start, end, number, down in spans:
+                axes.barh(
+                    -place,
+                    (end - start) * 1e3,
+                    left=start * 1e3,
+                    height=0.7,
+                    color=colours(number % 10),
+                    hatch="////" if down else None,
+                    edgecolor="white",
+                    linewidth=0.4,
+                )
+        axes.set_yticks([-place for place in range(len(rows))], list(rows))
+        axes.set_title(f"{title}\n{summary(timeline)}", loc="left", fontsize=9)
+        strip(axes)
+    panels[-1, 0].set_xlabel("milliseconds")
+    save(figure, output, notes)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Prints a timeline in the hook's order and in one without holding, and draws both."""
+    parser = argparse.ArgumentParser(prog="PYTHONPATH=tests python -m fake_cuda.timeline", description=main.__doc__)
+    parser.add_argument("--nodes", default="aaaaaaaabbbbbbbb", help="a letter for each rank's node")
+    parser.add_argument("--compressor", help="as in Config; default: none")
+    parser.add_argument("--buckets", type=int, default=6, help="equal ones")
+    parser.add_argument("--megabytes", type=float, default=25.0, help="MiB of a bucket")
+    parser.add_argument("--gap-ms", type=float, default=0.1, help="from bucket to bucket, in backward")
+    parser.add_argument("--nic-gbit", type=float, default=200.0, help="Gbit/s of a NIC")
+    parser.add_argument("--nics", type=int, default=1, help="of a node")
+    parser.add_argument("--nvlink", type=float, default=300.0, help="GB/s of a GPU in one direction")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help=".png or .svg")
+    chosen = parser.parse_args(words)
+    speeds = Speeds(
+        nic_bytes_per_second=chosen.nic_gbit * 1e9 / 8, nics=chosen.nics, nvlink_bytes_per_second=chosen.nvlink * 1e9
+    )
+    rows = 64
+    timelines = {}
+    for title, release_each in (("held: the order of issue", False), ("all-gathers issued at once", True)):
+        recorded = record(
+            chosen.nodes,
+            [rows] * chosen.buckets,
+            release_each=release_each,
+            plan="hierarchical",
+            chunks=1,
+            compressor=chosen.compressor,
+        )
+        arrivals = [chosen.gap_ms * 1e-3 * (number + 1) for number in range(chosen.buckets)]
+        scale = chosen.megabytes * 2**20 / recorded.bucket_nbytes[0]
+        timelines[title] = replay(recorded, speeds, arrivals, scale=scale)
+        print(f"{title}\n{as_text(timelines[title])}\n")
+    if chosen.draw is not None:
+        count = len(set(chosen.nodes))
+        note = (
+            f"Simulated, not measured: {chosen.buckets} buckets of {chosen.megabytes:g} MiB, "
+            f"{chosen.compressor or 'exact'}, {count} nodes of {len(chosen.nodes) // count} GPUs, "
+            f"{chosen.nics} x {chosen.nic_gbit:g} Gbit/s a node, NVLink {chosen.nvlink:g} GB/s; rank 0. A colour is a "
+            "bucket; hatched: on its way down. `PYTHONPATH=tests python -m fake_cuda.timeline`"
+        )
+        draw(timelines, chosen.draw, [note])
+
+
+if __name__ == "__main__":
+    main()
