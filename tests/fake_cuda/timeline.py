@@ -261,7 +261,7 @@ def _take(recorded: Recorded, schedule: list[dict[str, Any]], began: int, watche
             entry["stream_name"],
             kind,
             entry["op"],
-            tuple((stream, tick) for stream, tick in entry["waits"] if tick),
+            tuple(dict.fromkeys((stream, tick) for stream, tick in entry["waits"] if tick)),
             max(both) if kind == COLLECTIVE else sum(both),
             launches[place],
             -1 if entry["communicator"] is None else entry["communicator"],
@@ -575,7 +575,7 @@ def is_way_down(op: Op) -> bool:
 
 
 def drawn(timeline: Timeline, rank: int = 0) -> dict[str, list[tuple[float, float, int, bool]]]:
-    """What one rank does, row by row: (start, end, bucket or launch, whether it comes down). Empty rows are left out."""
+    """What one rank does, in rows, empty ones left out: (start, end, bucket or launch, whether it comes down)."""
     rows: dict[str, list[tuple[float, float, int, bool]]] = {name: [] for name in ROWS}
     before = 0.0
     for bucket, arrived in enumerate(timeline.arrived):
