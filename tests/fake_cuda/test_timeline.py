@@ -18,6 +18,7 @@ from fake_cuda.timeline import (
     Speeds,
     Timeline,
     _Flow,
+    apart,
     as_text,
     draw,
     record,
@@ -141,6 +142,15 @@ def test_coming_down_at_once_would_leave_it_idle(nodes: str, compressor: str | N
     assert at_once.nic_occupied < 0.95 < held.nic_occupied
     assert at_once.nic_busy < held.nic_busy - 0.05
     assert at_once.end > held.end
+
+
+def test_two_communicators_between_nodes_would_hide_latency() -> None:
+    schedule = recorded("4x4", "int8")
+    one, two = on(GBIT_100, schedule, FAST), on(GBIT_100, apart(schedule), FAST)
+    assert one.nic_busy < two.nic_busy
+    assert two.end < one.end
+    carried = [sum(nbytes for _, _, nbytes in each.carried["nic", 0, 0]) for each in (one, two)]
+    assert carried[0] == pytest.approx(carried[1])
 
 
 def test_chunks_of_a_bucket_overlap_as_buckets_do() -> None:

@@ -17,7 +17,7 @@ The picture: `PYTHONPATH=tests python -m fake_cuda.timeline --draw docs/pictures
 import argparse
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -558,6 +558,30 @@ def replay(recorded: Recorded, speeds: Speeds, arrivals: Sequence[float], *, sca
     return Timeline(recorded, running.intervals, dict(running.carried), speeds, list(arrivals))
 
 
+def apart(recorded: Recorded) -> Recorded:
+    """The same step if every other launch had communicators of its own between the nodes: what that would gain."""
+    keys: dict[OpKey, OpKey] = {}
+    ticks: dict[int, int] = defaultdict(int)
+    sequences: dict[tuple[int, int], int] = defaultdict(int)
+    ops = []
+    for op in recorded.ops:
+        if _kind_of(op, recorded.nodes) != "nic":
+            keys[op.key] = op.key
+            ops.append(op)
+            continue
+        # Odd launches move to negative numbers, which nothing else has.
+        stream, communicator = (-1 - op.stream, -1 - op.communicator) if op.launch % 2 else (op.stream, op.communicator)
+        ticks[stream] += 1
+        keys[op.key] = stream, ticks[stream]
+        member = op.rank, communicator
+        ops.append(
+            replace(op, stream=stream, tick=ticks[stream], communicator=communicator, sequence=sequences[member])
+        )
+        sequences[member] += 1
+    renamed = [replace(op, waits=tuple(keys[key] for key in op.waits if key in keys)) for op in ops]
+    return replace(recorded, ops=renamed)
+
+
 ROWS = ("backward", "kernels", "NVLink", "NIC")
 UP, DOWN = "0123456789", "abcdefghij"
 """How a bucket is written on its way up, and on its way down (the all-gathers behind its sum)."""
@@ -651,6 +675,32 @@ def draw(timelines: Mapping[str, Timeline], output: Path, notes: list[str]) -> N
     save(figure, output, notes)
 
 
+def table() -> list[str]:
+    """Rows of Markdown: nodes, NIC, compressor, shares of time in the hook's order and in others."""
+    lines = []
+    for name, nodes in (("2 x 8", "aaaaaaaabbbbbbbb"), ("4 x 4", "aaaabbbbccccdddd")):
+        for compressor in (None, "int8"):
+            held, at_once = (
+                record(nodes, [64] * 6, release_each=early, plan="hierarchical", chunks=1, compressor=compressor)
+                for early in (False, True)
+            )
+            for gbit in (25, 100, 200):
+                speeds = Speeds(nic_bytes_per_second=gbit * 1e9 / 8)
+                one, early, two = (
+                    replay(
+                        each,
+                        speeds,
+                        [1e-4 * (number + 1) for number in range(6)],
+                        scale=25 * 2**20 / held.bucket_nbytes[0],
+                    )
+                    for each in (held, at_once, apart(held))
+                )
+                shares = (one.nic_busy, one.nic_occupied, early.nic_busy, two.nic_busy)
+                cells = " | ".join(f"{100 * share:.1f} %" for share in shares)
+                lines.append(f"| {name} | {gbit} | {compressor or 'exact'} | {cells} |")
+    return lines
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Prints a timeline in the hook's order and in one without holding, and draws both."""
     parser = argparse.ArgumentParser(prog="PYTHONPATH=tests python -m fake_cuda.timeline", description=main.__doc__)
@@ -663,7 +713,11 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--nics", type=int, default=1, help="of a node")
     parser.add_argument("--nvlink", type=float, default=300.0, help="GB/s of a GPU in one direction")
     parser.add_argument("--draw", type=Path, metavar="FILE", help=".png or .svg")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/explanation/cuda.md instead")
     chosen = parser.parse_args(words)
+    if chosen.table:
+        print("\n".join(table()))
+        return
     speeds = Speeds(
         nic_bytes_per_second=chosen.nic_gbit * 1e9 / 8, nics=chosen.nics, nvlink_bytes_per_second=chosen.nvlink * 1e9
     )
