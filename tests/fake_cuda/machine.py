@@ -224,7 +224,8 @@ class Machine:
         """Makes a stream wait for an event: for its clock, which `sources` (stream, tick) sum up."""
         with self.lock:
             stream.join(clock)
-            stream.waits += [each for each in sources if each[1] and each[0] != stream.number]
+            latest = dict(sorted([*stream.waits, *(each for each in sources if each[0] != stream.number)]))
+            stream.waits = [(number, tick) for number, tick in latest.items() if tick]
 
     def current(self, device: int) -> Timeline:
         """The current stream of a device, on this thread."""
