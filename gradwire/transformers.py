@@ -1,4 +1,4 @@
-"""gradwire in the Trainer of Hugging Face Transformers, tested with 5.20 to 5.23: the hook, and its state in checkpoints.
+"""gradwire in the Trainer of Transformers, tested with 5.20 to 5.23: the hook, and its state in checkpoints.
 
 The Trainer hands callbacks the bare model, and no word of the folder that it resumes from: so this callback knows its
 trainer. Each rank writes a file of its own into the checkpoint, beside the Trainer's own `rng_state_<rank>.pth`.
