@@ -1,4 +1,4 @@
-"""gradwire in Hugging Face Accelerate, tested with 1.15: the hook, and its state in `save_state` and `load_state`.
+"""gradwire in Hugging Face Accelerate, tested with 1.10 and 1.15: the hook, and its state in what `save_state` writes.
 
 `accelerator.register_for_checkpointing(state)` alone would keep rank 0's state, which no other rank can load: what is
 registered here gathers all of them when it is saved, and each rank takes its own part back.
@@ -13,7 +13,7 @@ from gradwire.comms.checkpoint import Checkpoint
 from gradwire.comms.config import Config
 from gradwire.comms.hook import HookState
 
-attaching.require("accelerate", (1, 15), (1, 15), "state = gradwire.attach(accelerator.prepare(model))")
+attaching.require("accelerate", (1, 10), (1, 15), "state = gradwire.attach(accelerator.prepare(model))")
 
 from accelerate import Accelerator  # not before its version has been looked at
 

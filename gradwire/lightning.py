@@ -1,4 +1,4 @@
-"""gradwire in Lightning's Trainer, tested with 2.6: the hook, and its state in the Trainer's checkpoints.
+"""gradwire in Lightning's Trainer, tested with 2.5 and 2.6: the hook, and its state in the Trainer's checkpoints.
 
 Lightning registers the hooks that `DDPStrategy(ddp_comm_hook=...)` names on CUDA devices only, and says nothing of it
 elsewhere; this callback registers gradwire's on every device. For Fabric, `gradwire.attach(fabric_module)` is enough.
@@ -11,7 +11,7 @@ from gradwire.comms import attach as attaching
 from gradwire.comms.config import Config
 from gradwire.comms.hook import HookState
 
-attaching.require("lightning", (2, 6), (2, 6), "gradwire.attach(trainer.strategy.model), in on_fit_start")
+attaching.require("lightning", (2, 5), (2, 6), "gradwire.attach(trainer.strategy.model), in on_fit_start")
 
 from lightning import pytorch  # not before its version has been looked at
 

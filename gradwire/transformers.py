@@ -1,4 +1,4 @@
-"""gradwire in the Trainer of Hugging Face Transformers, tested with 5.23: the hook, and its state in checkpoints.
+"""gradwire in the Trainer of Transformers, tested with 5.20 to 5.23: the hook, and its state in checkpoints.
 
 The Trainer hands callbacks the bare model, and no word of the folder that it resumes from: so this callback knows its
 trainer. Each rank writes a file of its own into the checkpoint, beside the Trainer's own `rng_state_<rank>.pth`.
@@ -18,7 +18,7 @@ from gradwire.comms.hook import HookState
 
 attaching.require(
     "transformers",
-    (5, 0),
+    (5, 20),
     (5, 23),
     "gradwire.attach(trainer.model_wrapped), in the on_train_begin of a TrainerCallback",
 )
