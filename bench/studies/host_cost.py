@@ -6,12 +6,14 @@ GPU, where each call of CUDA and NCCL adds some microseconds of its own; how man
 tensors are small, so that what torch computes in place of kernels takes no time of note.
 
     python -m gradwire.bench.studies.host_cost --nodes 2 --gpus 8
+
+With `--device cuda`, on a machine with a GPU, streams, events, futures and kernels are real, and NCCL's collectives
+alone are left out.
 """
 
 import argparse
 import collections
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -144,7 +146,14 @@ class _OnCuda(Bucket):
 
 
 def host_cost(
-    nodes: int, gpus: int, plan: str, compressor: str, *, slices: int = 12, numel: int = 12 * 2048
+    nodes: int,
+    gpus: int,
+    plan: str,
+    compressor: str,
+    *,
+    slices: int = 12,
+    numel: int = 12 * 2048,
+    device: torch.device = CPU,
 ) -> HostCost:
     """Measures one setting.
 
@@ -155,17 +164,26 @@ def host_cost(
         compressor: Its name; `none` is exact.
         slices: Parameters in each bucket.
         numel: Elements of a bucket.
+        device: A CUDA device, whose streams and kernels are then real; on a CPU nothing stands in for them.
     """
+    with patch.dict(dispatch.KERNELS_ON, {"cpu": cast(Any, _NoKernels())}):
+        return _measured(nodes, gpus, plan, compressor, slices, numel, device)
+
+
+def _measured(
+    nodes: int, gpus: int, plan: str, compressor: str, slices: int, numel: int, device: torch.device
+) -> HostCost:
     calls: collections.Counter[str] = collections.Counter()
-    communicator, made = _communicator(nodes, gpus, plan, compressor, calls)
+    communicator, made = _communicator(nodes, gpus, plan, compressor, calls, device)
     fusion = Fusion(FusionPlan())
     layouts = [_layout(number, slices, numel) if made else None for number in range(BUCKETS)]
-    flats = [torch.zeros(numel) for _ in range(BUCKETS)]
+    flats = [torch.zeros(numel, device=device) for _ in range(BUCKETS)]
+    make = Bucket if device.type == "cuda" else _OnCuda
     scale, executor = 1 / communicator.size, communicator.executor
 
     def step() -> None:
         for flat, layout in zip(flats, layouts, strict=True):
-            bucket = _OnCuda(flat, layout, Times())
+            bucket = make(flat, layout, Times())
             for launch in fusion.add(bucket):
                 communicator.start(launch, scale=scale, hold=True)
             bucket.result()
@@ -191,7 +209,7 @@ def host_cost(
 
 
 def _communicator(
-    nodes: int, gpus: int, plan: str, name: str, calls: "collections.Counter[str]"
+    nodes: int, gpus: int, plan: str, name: str, calls: "collections.Counter[str]", device: torch.device
 ) -> tuple[Communicator, Compressor | None]:
     """Rank 0's communicator of a cluster that is not there, as it would be on CUDA."""
     size = nodes * gpus
@@ -201,14 +219,15 @@ def _communicator(
 
     made = None if name == "none" else Compression(name, COMPRESSORS[name], (), 0, size).compressor
     with patch.object(communicator_module, "exchange", presences):
-        communicator = Communicator(HashStore(), 0, size, CPU, Config(plan=plan), name="host_cost", compressor=made)
+        communicator = Communicator(HashStore(), 0, size, device, Config(plan=plan), name="host_cost", compressor=made)
     groups, executor = cast(Any, communicator)._groups, cast(Any, communicator.executor)
     groups._make = lambda key, members: NcclTransport(cast(Any, _NoGroup(calls)), members.index(0), len(members))
-    groups._device = torch.device("cuda", 0)
     communicator._connected = True
-    cast(Any, communicator.routes)._device_type = "cuda"
-    communicator.routes.library = "nccl"
-    communicator._streams = executor._streams = _NoStreams(calls)
+    if device.type != "cuda":
+        groups._device = torch.device("cuda", 0)
+        cast(Any, communicator.routes)._device_type = "cuda"
+        communicator.routes.library = "nccl"
+        communicator._streams = executor._streams = _NoStreams(calls)
     executor.timing = False
     executor.checking = made is not None
     return communicator, made
@@ -238,19 +257,16 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--gpus", type=int, default=8, help="of each node")
     parser.add_argument("--slices", type=int, default=12, help="parameters in a bucket")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--calls", action="store_true", help="name the calls")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    kept = dict(dispatch.KERNELS_ON)
-    dispatch.register_kernels("cpu", cast(Any, _NoKernels()))
-    try:
-        costs = [host_cost(given.nodes, given.gpus, "flat", "none", slices=given.slices)]
-        costs += [host_cost(given.nodes, given.gpus, "hierarchical", name, slices=given.slices) for name in COMPRESSORS]
-    finally:
-        dispatch.KERNELS_ON.clear()
-        dispatch.KERNELS_ON.update(kept)
+    device = torch.device("cuda", torch.cuda.current_device()) if given.device == "cuda" else CPU
+    settings = [("flat", "none"), *(("hierarchical", name) for name in COMPRESSORS)]
+    costs = [
+        host_cost(given.nodes, given.gpus, plan, name, slices=given.slices, device=device) for plan, name in settings
+    ]
     print(table(costs))
-    print(f"\nmedian {statistics.median(cost.microseconds for cost in costs):.0f} us")
     if given.calls:
         for cost in costs:
             print(cost.plan, cost.compressor, cost.calls)
