@@ -174,7 +174,8 @@ def test_the_first_stage_copies_all_that_the_wheel_is_built_from() -> None:
     needed = {name.split("/")[0] for name in packages} | {
         "pyproject.toml",
         "CMakeLists.txt",
-        project["project"]["readme"],
+        "README.md",
+        *(f"{each['provider']['path']}/{each['provider']['module']}.py" for each in project["tool"]["dynamic-metadata"]),
     }
     copied = " ".join(line for line in (CLUSTERS / "Dockerfile").read_text().splitlines() if line.startswith("COPY "))
     assert needed <= set(copied.split())

@@ -96,7 +96,11 @@ class _TimedModel:
     """One model, and its forward and backward pass."""
 
     def __init__(self, network: nn.Module, device: torch.device, image: int, batch: int) -> None:
-        self.model = DistributedDataParallel(network.to(device), gradient_as_bucket_view=True, broadcast_buffers=False)
+        self.model = DistributedDataParallel(
+            network.to(device),
+            gradient_as_bucket_view=True,
+            **without_buffer_sync(),  # type: ignore[arg-type]
+        )
         self.images = torch.randn(batch, 3, image, image, device=device)
 
     def step(self) -> None:

@@ -1,5 +1,6 @@
 """Every switch between torch versions, and every private name of torch that gradwire uses. Written for 2.11 to 2.15."""
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -182,6 +183,12 @@ def queue_end_of_backward(callback: Callable[[], None]) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def without_buffer_sync() -> dict[str, bool]:
+    """What keeps DistributedDataParallel from broadcasting buffers in each forward pass: torch 2.13 renames it."""
+    known = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
 def device_scale_of(scaler: object) -> Tensor | None:

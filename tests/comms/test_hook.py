@@ -146,7 +146,7 @@ def test_a_step_outside_backward_ends_with_its_last_bucket(processes: Processes)
     processes(1, reduce_outside_backward)
 
 
-def refuse() -> None:
+def refuse(*_: object) -> None:
     raise ValueError("not today")
 
 
