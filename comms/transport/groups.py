@@ -115,6 +115,10 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self._interface = interface
         self._nccl = nccl_groups or NcclGroups()
         self._connecting: NcclTransport | None = None
+        self._users: NcclTransport | None = None
+        """On the user's own group, which a plan need not use, and the user does besides: aborted all the same."""
+        if self._nccl.backend is not None:
+            self._users = nccl.borrow(self._nccl.backend, rank, self._nccl.size)
         self._reason: str | None = None
         self._closed = False
 
@@ -148,7 +152,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         NCCL's groups are aborted all at once, also one that is just connecting; this returns before they are gone.
         """
         self._reason = reason
-        for group in [*self.values(), self._connecting]:
+        for group in [*self.values(), self._connecting, self._users]:
             if isinstance(group, ShmGroup | NcclTransport):
                 group.abort(reason)
 
@@ -183,8 +187,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         if self._reason is not None:
             raise PeerError(self._reason)
         index, size = members.index(self._rank), len(members)
-        if self._nccl.backend is not None and members == tuple(range(self._nccl.size)):
-            made = nccl.borrow(self._nccl.backend, index, size)
+        if self._users is not None and members == tuple(range(self._nccl.size)):
+            made = self._users
         else:
             ranks = self._nccl.global_ranks
             made = nccl.connect(

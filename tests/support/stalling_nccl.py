@@ -10,19 +10,18 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import distributed_c10d
-
 from fake_cuda.drive import Job, cuda_job
 from fake_cuda.machine import device_index
 from fake_cuda.nccl import FakeNcclOptions
 from fake_cuda.streams import FakeEvent, FakeFuture
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
 
 LOOK_SECONDS = 0.01
 
@@ -60,7 +59,7 @@ class StallingNccl:
     """
 
     Options = FakeNcclOptions
-    made: "list[StallingNccl]" = []
+    made: "ClassVar[list[StallingNccl]]" = []
 
     def __init__(self, store: Store, rank: int, size: int, options: object = None) -> None:
         self._store, self._size = store, size
