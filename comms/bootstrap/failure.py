@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.liveness import LOOK_SECONDS, look_seconds
+from gradwire.comms.bootstrap.liveness import LOOK_SECONDS, has_ended, look_seconds
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
 
@@ -21,6 +21,10 @@ log = logging.getLogger("gradwire")
 PATIENCE = timedelta(seconds=15)
 """How long survivors wait for the others' word, besides the time between two looks at the board. Most look once a
 second; the rest is for busy machines."""
+
+CALLING_AFTER = timedelta(seconds=2)
+"""Then a rank that is still silent is called at the port of its liveness ring, where it has one: of a node that is lost
+as a whole, the ring's neighbours name two ranks, and this the others."""
 
 NAP_SECONDS = 0.05
 """Between two looks of a rank that collects the others' words; for the others the first of ever longer ones."""
@@ -136,12 +140,16 @@ class FailureBoard:
 
     def _collect(self, own: dict[str, Any], deadline: float) -> set[int]:
         words, silent, dead = {self._rank: own}, set(range(self._size)) - {self._rank}, set(own["dead"])
+        calling = time.monotonic() + CALLING_AFTER.total_seconds() + look_seconds(self._size)
         while True:
             for rank in sorted(silent):
                 if self._store.check([f"word/{rank}"]):
                     silent.discard(rank)
                     words[rank] = json.loads(self._store.get(f"word/{rank}"))
                     dead |= set(words[rank]["dead"])
+            if time.monotonic() > calling:
+                calling = deadline + 1.0
+                dead |= {rank for rank in sorted(silent - dead) if has_ended(self._store, rank)}
             if not silent - dead or time.monotonic() > deadline:
                 break
             time.sleep(NAP_SECONDS)

@@ -32,8 +32,8 @@ LOOK_SECONDS = 1.0
 """Between two looks at the store's alarm, in groups of up to `LOOKS_PER_SECOND` ranks."""
 
 LOOKS_PER_SECOND = 2048
-"""At most, of all ranks of a group together: one server answers them, on one thread. A rank of torch's own NCCL group asks
-it once a second, too (TORCH_NCCL_COORD_CHECK_MILSEC in ProcessGroupNCCL.hpp)."""
+"""At most, of all ranks of a group together: one server answers them, on one thread. Each rank of torch's own NCCL
+group asks it once a second, too (TORCH_NCCL_COORD_CHECK_MILSEC in ProcessGroupNCCL.hpp)."""
 
 FIRST_NAP_SECONDS = 0.05
 """Before the second look for the next rank's address; doubled until it is there."""
@@ -46,6 +46,9 @@ KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 CLOSING_SECONDS = 0.2
 """For who has just called to say who that is, while this rank leaves."""
+
+CALL_SECONDS = 1.0
+"""For each address of a rank that has said nothing after a failure."""
 
 ANSWER_SECONDS = 60.0
 """For whoever was reached at such an address to answer: the next rank may hold the GIL for a while."""
@@ -64,6 +67,30 @@ Lost = Callable[[Exception], None]
 def look_seconds(size: int) -> float:
     """Between two looks of each of `size` ranks at the store's alarm."""
     return max(LOOK_SECONDS, size / LOOKS_PER_SECOND)
+
+
+def has_ended(store: Store, rank: int) -> bool:
+    """Whether nobody listens at the port of a rank's ring any more; False where its host does not answer, or has none.
+
+    Args:
+        store: The ring's.
+        rank: Which.
+
+    Raises:
+        RuntimeError: The store is gone.
+    """
+    if not store.check([f"alive/{rank}"]):
+        return False
+    port, addresses, _ = json.loads(store.get(f"alive/{rank}"))
+    for address in addresses:
+        try:
+            socket.create_connection((address, port), CALL_SECONDS).close()
+        except ConnectionRefusedError:
+            continue
+        except OSError as error:
+            log.debug("rank %d cannot be called at %s: %s", rank, address, error)
+        return False
+    return True
 
 
 @dataclass(slots=True, eq=False)

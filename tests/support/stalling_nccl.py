@@ -59,7 +59,7 @@ class StallingNccl:
     """
 
     Options = FakeNcclOptions
-    made: "ClassVar[list[StallingNccl]]" = []
+    made: ClassVar[list[Any]] = []
 
     def __init__(self, store: Store, rank: int, size: int, options: object = None) -> None:
         self._store, self._size = store, size

@@ -41,7 +41,9 @@ def ring(size: int, overdue: Callable[[], str | None] = lambda: None) -> tuple[l
         for rank in range(size)
     ]
     deadline = time.monotonic() + SECONDS
-    while any(sum(peer.known for peer in list(each._peers.values())) < 2 for each in rings) and time.monotonic() < deadline:
+    while time.monotonic() < deadline and not any(each.told.is_set() for each in heard):
+        if all(sum(peer.known for peer in list(each._peers.values())) == 2 for each in rings):
+            break
         time.sleep(0.01)
     return rings, heard
 
