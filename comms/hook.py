@@ -227,6 +227,8 @@ class HookState:
     def reduce(self, bucket: GradBucket) -> FutureTensor:
         """Averages one bucket over all ranks; the future's value is the bucket's own buffer."""
         flat = bucket.buffer()
+        if not self._in_step and flat.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(CAPTURED)  # before anything is connected or begun: the next step goes on
         connection = self._connection or self._connect(flat.device)
         if not self._in_step:
             self._begin_step(connection)
@@ -307,8 +309,6 @@ class HookState:
         self._in_backward = queue_end_of_backward(self._end_step)
         communicator = connection.communicator
         if communicator.device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(CAPTURED)
             communicator.executor.timing = is_timed(self.steps)
         self._timed = connection.tuning is not None or communicator.executor.timing
         if connection.compression is not None:
