@@ -217,9 +217,15 @@ class Communicator:
     def close(self) -> None:
         """Ends the lanes and releases shared memory and connections."""
         self.executor.close()
-        if self._ring is not None:
-            self._ring.close(orderly=not (self._aborted or self.executor.is_under_way))
-        self._groups.close()
+        if self._ring is None:
+            self._groups.close()
+            return
+        orderly = not (self._aborted or self.executor.is_under_way)
+        self._ring.close(orderly=orderly)
+        if orderly:
+            self._groups.close()
+        else:  # the executor has waited already, and the others are told that nothing more will come
+            self._groups.close(0.0)
 
     def _update_owners(self, layout: Layout) -> bool:
         """Notes that parameters travel in `layout` from now on; whether that is new for any of them."""

@@ -344,8 +344,12 @@ class HookState:
         transfers, self._transfers = self._transfers, []
         if connection.compression is not None:
             if communicator.device.type == "cuda":
-                with communicator.alone():
-                    connection.compression.end_step_on_device(communicator.executor.extremes(), transfers)
+                try:
+                    with communicator.alone():
+                        connection.compression.end_step_on_device(communicator.executor.extremes(), transfers)
+                except Exception as error:  # no memory, say: what this rank holds back is not what the others think
+                    communicator.executor.interrupt(error)
+                    raise
             else:
                 connection.compression.end_step(buckets, transfers)
         times = [bucket.times for bucket in buckets]

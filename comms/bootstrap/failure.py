@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.liveness import LOOK_SECONDS, has_ended, look_seconds
+from gradwire.comms.bootstrap.liveness import LOOK_SECONDS, OverdueError, has_ended, look_seconds
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
 
@@ -91,8 +91,8 @@ class FailureBoard:
             phase: The phase in words: `all_reduce inter_node`.
             members: Global ranks of the group that failed, where known.
             launches: How many launches this rank has started, where all ranks say so.
-            waiting: Whether its device waits for others. One that does not, and has started fewer launches than
-                another one, is the rank that did not come.
+            waiting: Whether its device waits for others. After a time-out one that does not, and has started fewer
+                launches than another one, is the rank that did not come.
 
         Returns:
             The error for every future of this rank; within `PATIENCE` where ranks are silent, else as soon as all have
@@ -100,7 +100,8 @@ class FailureBoard:
         """
         dead = {members[index] for index in error.missing} if isinstance(error, PeerError) and members else set()
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        word = {"dead": sorted(dead), "phase": phase, "launches": launches, "waiting": waiting}
+        overdue = isinstance(error, OverdueError)
+        word = {"dead": sorted(dead), "phase": phase, "launches": launches, "waiting": waiting, "overdue": overdue}
         try:
             missing = tuple(sorted(self._listen(word, cause) - {self._rank}))
         except RuntimeError as store_error:
@@ -153,7 +154,7 @@ class FailureBoard:
             if not silent - dead or time.monotonic() > deadline:
                 break
             time.sleep(NAP_SECONDS)
-        if dead or silent:
+        if dead or silent or not any(each["overdue"] for each in words.values()):
             return dead | silent
         most = max(each["launches"] for each in words.values())
         return {rank for rank, each in words.items() if each["launches"] < most and not each["waiting"]}

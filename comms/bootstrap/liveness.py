@@ -60,6 +60,11 @@ on another host, is nobody's neighbour."""
 GOODBYE, LOST = b".", b"!"
 """First byte of what is said: behind it the number of launches, 8 bytes; or a length, 4 bytes, and JSON."""
 
+
+class OverdueError(PeerError):
+    """Nobody is known to be lost, but there has been no progress for too long."""
+
+
 Lost = Callable[[Exception], None]
 """Called once, from the ring's thread, with what happened; `missing` holds ranks where they are known."""
 
@@ -206,8 +211,10 @@ class LivenessRing:
             return
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + self._look_seconds
-            if reason := self._alarm() or self._overdue():
+            if reason := self._alarm():
                 raise PeerError(reason)
+            if reason := self._overdue():
+                raise OverdueError(reason)
         started = self._launches()
         for rank, launches in self._left.items():
             if started > launches:

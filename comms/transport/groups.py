@@ -156,14 +156,16 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             if isinstance(group, ShmGroup | NcclTransport):
                 group.abort(reason)
 
-    def close(self) -> None:
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Releases shared memory and connections; none is made any more.
 
-        NCCL's groups are ended in the order in which they were made, which is that of all ranks. What is under way in
-        them has `CLOSE_SECONDS` in all.
+        NCCL's groups are ended in the order in which they were made, which is that of all ranks.
+
+        Args:
+            seconds: For what is under way in them, in all.
         """
         self._closed = True
-        deadline = time.monotonic() + CLOSE_SECONDS
+        deadline = time.monotonic() + seconds
         for (lane, _), group in list(self.items()):
             if isinstance(group, ShmGroup):
                 group.close()

@@ -1,8 +1,8 @@
 """A GPU and an NCCL on which a lost rank hangs: a collective is done when all of its members have issued it.
 
 `stalling_cuda()` puts them into torch, over `fake_cuda`. Ranks are threads or processes: the members of a communicator
-count in its store who has issued what. No data is moved, and nothing computes; what counts is who waits for whom. An
-event is done when every collective that its rank had issued before it is done, so `torch.cuda.synchronize()` blocks for
+count in its store who has issued what. No data is moved (what is exchanged is what the rank itself has sent); what
+counts is who waits for whom. An event is done when every collective that its rank had issued before it is done, so `torch.cuda.synchronize()` blocks for
 ever behind a collective to which a rank did not come, until `abort()`, as on a GPU.
 """
 
@@ -99,9 +99,11 @@ class StallingNccl:
         return self._issue(tensors)
 
     def alltoall_base(self, output: Tensor, source: Tensor, *more: object) -> StallingWork | None:
+        output.copy_(source)
         return self._issue([output])
 
     def _allgather_base(self, output: Tensor, source: Tensor, options: object = None) -> StallingWork | None:
+        output.view(self._size, -1).copy_(source.view(1, -1))
         return self._issue([output])
 
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, options: object = None) -> StallingWork | None:
