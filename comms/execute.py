@@ -750,8 +750,10 @@ class Executor:
 
     def _diagnose(self, where: str, lane: Lane, members: Sequence[int], error: BaseException) -> CollectiveError:
         try:
-            waiting = self._streams is None or self._asks_for_others()
+            waiting = self._streams is not None and self._waits_for_others()
             self._groups.abort(f"rank {self._rank} gave up in {where}: {error}")
+            if self._streams is None:
+                return self._board.diagnose(error, lane, where, members)
             return self._board.diagnose(error, lane, where, members, launches=self.launches, waiting=waiting)
         except Exception as second:  # noqa: BLE001 - or nobody would hear of the first
             return CollectiveError(
@@ -760,7 +762,7 @@ class Executor:
                 (),
             )
 
-    def _asks_for_others(self) -> bool:
+    def _waits_for_others(self) -> bool:
         """On CUDA: whether the device waits; so it does where it cannot be asked any more."""
         try:
             return self._held is not None or self._device_is_busy

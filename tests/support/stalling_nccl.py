@@ -103,7 +103,7 @@ class StallingNccl:
         return self._issue([output])
 
     def _allgather_base(self, output: Tensor, source: Tensor, options: object = None) -> StallingWork | None:
-        output.view(self._size, -1).copy_(source.view(1, -1))
+        output.view(self._size, -1).copy_(source.clone().view(1, -1))  # in place
         return self._issue([output])
 
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, options: object = None) -> StallingWork | None:

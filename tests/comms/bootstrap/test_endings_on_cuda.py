@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -34,6 +35,7 @@ SECONDS = 20.0
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(execute, "CLOSING_SECONDS", 0.5)
+    monkeypatch.setattr(failure, "CALLING_AFTER", timedelta(seconds=0.2))
 
 
 @pytest.fixture(autouse=True)
@@ -264,14 +266,16 @@ def test_a_bucket_on_another_device_is_refused_untouched(fusion_mb: float) -> No
 @pytest.mark.parametrize(("name", "joined"), [("onebit", False), ("dgc", True), ("powersgd", False)])
 def test_wherever_memory_ends_everybody_hears_of_it(name: str, joined: bool, full_memory: Memory) -> None:
     """One GPU a node: gradients and the compressor's state are as they were, wherever a launch has ended."""
-    options = {
+    options: dict[str, Any] = {
         "compressor": name,
         "compressor_options": dict(OPTIONS[name]) | {"warmup_steps": 0},
         "fusion_mb": 32.0 if joined else 0.0,
     }
 
     def train(allowed: int) -> bool:
-        went_on = on_ranks("ab", lambda rank: runs_out(rank, full_memory(ENOUGH), allowed, joined), **options)
+        went_on: list[bool] = on_ranks(
+            "ab", lambda rank: runs_out(rank, full_memory(ENOUGH), allowed, joined), **options
+        )
         assert went_on[0] == went_on[1]
         return went_on[0]
 
@@ -306,7 +310,7 @@ def runs_out(rank: Rank, memory: Any, allowed: int, joined: bool) -> bool:
         nonlocal reduced
         for number, ((each,), flat) in enumerate(zip(BUCKETS, flats, strict=True)):
             bucket = FakeBucket(number, flat, [named[each]], number == len(BUCKETS) - 1)
-            limited(lambda bucket=bucket: rank.state.reduce(bucket))
+            limited(partial(rank.state.reduce, bucket))
             reduced += 1
 
     rank.state._end_step = lambda: limited(end_step)
@@ -326,9 +330,9 @@ def runs_out(rank: Rank, memory: Any, allowed: int, joined: bool) -> bool:
             assert all(same(state[key], copied(after[key])) for key in state)
     rank.state._end_step = end_step
     torch.cuda.synchronize()
-    error = rank.error(3)
-    assert error is None or (isinstance(error, CollectiveError) and "no memory left" in str(error))
-    return error is None
+    last = rank.error(3)
+    assert last is None or (isinstance(last, CollectiveError) and "no memory left" in str(last))
+    return last is None
 
 
 def copied(value: object) -> object:
