@@ -86,7 +86,7 @@ def lose(how: str) -> None:
     if how == "raise":
         raise ZeroDivisionError("a bug of the user's")
     if how == "hang":
-        time.sleep(8.0)
+        time.sleep(6.0)
 
 
 HIERARCHICAL = {"plan": "hierarchical"}
@@ -132,7 +132,7 @@ def check(results: Sequence[Any], how: dict[int, str], size: int) -> None:
 
 def test_a_rank_that_does_not_come_is_named_after_the_time_out(processes: Callable[..., list[Any]]) -> None:
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    results = processes(2, train, "ab", store.port, {1: "hang"}, HIERARCHICAL | {"timeout": 3.0}, False, seconds=60)
+    results = processes(2, train, "ab", store.port, {1: "hang"}, HIERARCHICAL | {"timeout": 2.0}, False, seconds=60)
     assert "rank 1 of 2 is missing" in results[0]["error"], results
     check(results, {1: "hang"}, 2)
 
