@@ -196,9 +196,7 @@ class Job:
         kept: dict[tuple[str, ...], Tensor] = {}
         for names in map(tuple, buckets):
             numel = sum(named[name].numel() for name in names)
-            kept[names] = (
-                self._buffers.get(names, None) if names in self._buffers else torch.zeros(numel, device=self.device)
-            )
+            kept[names] = self._buffers.get(names, None) if names in self._buffers else torch.zeros(numel, device=self.device)
         self._buffers = kept  # rebuilt buckets: the old ones are let go, as DDP does
 
         def finalize() -> None:
@@ -240,13 +238,13 @@ def make_state(group: FakeProcessGroup, model: Model, node: str, **options: Any)
     return hook(model, config=config(**settings))
 
 
-def gradient(
-    rank: int, step: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES, *, whole: bool = False
-) -> dict[str, Tensor]:
+def gradient(rank: int, step: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES, *, whole: bool = False) -> dict[str, Tensor]:
     """A rank's gradients of one step: random, or whole numbers whose sums are exact in any order."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     if whole:
-        return {name: torch.randint(-64, 64, shape, generator=generator).float() for name, shape in shapes.items()}
+        return {
+            name: torch.randint(-64, 64, shape, generator=generator).float() for name, shape in shapes.items()
+        }
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 

@@ -256,14 +256,8 @@ def exchange() -> Exchange:
 class FakeWork:
     """What a collective returns."""
 
-    def __init__(
-        self,
-        event: FakeEvent | None,
-        tensors: list[FakeTensor],
-        outputs: list[FakeTensor],
-        device: int,
-        done: tuple[int, int] | None,
-    ) -> None:
+    def __init__(self, event: FakeEvent | None, tensors: list[FakeTensor], outputs: list[FakeTensor], device: int,
+                 done: tuple[int, int] | None) -> None:
         self._event = event
         self._shelf = tensors
         self._outputs = outputs
@@ -418,9 +412,7 @@ class FakeNccl:
         def apply(rank: int, everybody: list[list[Tensor]]) -> None:
             view_of(tensor).copy_(combine([each[0] for each in everybody]))
 
-        return self._issue(
-            _Call("all_reduce", (tensor.numel(), tensor.dtype, name), [tensor], [tensor], apply), options
-        )
+        return self._issue(_Call("all_reduce", (tensor.numel(), tensor.dtype, name), [tensor], [tensor], apply), options)
 
     def allreduce_coalesced(self, tensors: Any, options: Any = None) -> "FakeWork | None":
         return self._together([lambda each=each: self.allreduce([each], options) for each in tensors], options)
@@ -435,9 +427,7 @@ class FakeNccl:
                 view_of(tensor).copy_(combine([each[0] for each in everybody]))
 
         written = [tensor] if self._rank == root else []
-        return self._issue(
-            _Call("reduce", (tensor.numel(), tensor.dtype, name, f"root {root}"), [tensor], written, apply), options
-        )
+        return self._issue(_Call("reduce", (tensor.numel(), tensor.dtype, name, f"root {root}"), [tensor], written, apply), options)
 
     def broadcast(self, tensors: Any, options: Any = None) -> "FakeWork | None":
         (tensor,) = _listed(tensors)
@@ -490,9 +480,7 @@ class FakeNccl:
             own = [each[0].reshape(-1)[rank * numel : (rank + 1) * numel] for each in everybody]
             view_of(output).copy_(combine(own).view_as(output))
 
-        return self._issue(
-            _Call("reduce_scatter", (output.numel(), output.dtype, name), [source], [output], apply), options
-        )
+        return self._issue(_Call("reduce_scatter", (output.numel(), output.dtype, name), [source], [output], apply), options)
 
     reduce_scatter_single = _reduce_scatter_base
 
@@ -512,9 +500,7 @@ class FakeNccl:
         def apply(rank: int, everybody: list[list[Tensor]]) -> None:
             view_of(output).copy_(combine([each[rank] for each in everybody]).view_as(output))
 
-        return self._issue(
-            _Call("reduce_scatter", (output.numel(), output.dtype, name), list(parts), [output], apply), options
-        )
+        return self._issue(_Call("reduce_scatter", (output.numel(), output.dtype, name), list(parts), [output], apply), options)
 
     def alltoall_base(
         self, output: Any, source: Any, output_splits: Sequence[int], source_splits: Sequence[int], options: Any = None
@@ -636,14 +622,7 @@ class FakeNccl:
         writes = [(each.block, each) for call in calls for each in call.outputs]  # type: ignore[attr-defined]
         name = op if op != "group" else "group of " + ", ".join(call.op for call in calls)
         return machine().access(
-            stream,
-            name,
-            reads,
-            writes,
-            "collective",
-            communicator=clique.number,
-            members=clique.members,
-            sequence=number,
+            stream, name, reads, writes, "collective", communicator=clique.number, members=clique.members, sequence=number
         )
 
 

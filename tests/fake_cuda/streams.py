@@ -256,9 +256,7 @@ class FakeFuture(RealFuture):  # type: ignore[type-arg,misc]  # generic in annot
 
     def __init__(self, *, devices: "list[int | str | torch.device] | None" = None) -> None:
         super().__init__()
-        self._devices = [
-            torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in devices or ()
-        ]
+        self._devices = [torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in devices or ()]
         self._changed = threading.Condition()
         self._done = False
         self._value: Any = None
@@ -277,10 +275,8 @@ class FakeFuture(RealFuture):  # type: ignore[type-arg,misc]  # generic in annot
         used = {block.device for block in blocks}
         missing = used - {device_index(device) for device in self._devices}
         if missing:
-            raise ValueError(
-                f"The result contained tensors residing on device(s) cuda:{sorted(missing)} which are not "
-                "among the expected device(s)"
-            )
+            raise ValueError(f"The result contained tensors residing on device(s) cuda:{sorted(missing)} which are not "
+                             "among the expected device(s)")
         events = [current_stream(index).record_event() for index in sorted(used)]
         self._complete(result, None, events, blocks)
 

@@ -45,9 +45,7 @@ class Spec:
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.name: str = schema.name.replace("::", ".")
-        self.written = [
-            argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments
-        ]
+        self.written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
         self.written_by_name = {
             argument.name: written for argument, written in zip(schema.arguments, self.written, strict=True)
         }
@@ -149,9 +147,7 @@ class FakeTensor(Tensor):
         return self._new("tensor", data, **named)
 
     def _new(self, factory: str, *arguments: Any, **named: Any) -> Tensor:
-        options = {"device": self.device, "dtype": self.dtype} | {
-            key: each for key, each in named.items() if each is not None
-        }
+        options = {"device": self.device, "dtype": self.dtype} | {key: each for key, each in named.items() if each is not None}
         made: Tensor = getattr(torch, factory)(*arguments, **options)
         return made
 
@@ -242,9 +238,7 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype, non_blocking
     return plain(tensor).to(dtype)
 
 
-def _parse_to(
-    tensor: Tensor, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[torch.device, torch.dtype, bool, bool]:
+def _parse_to(tensor: Tensor, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[torch.device, torch.dtype, bool, bool]:
     device, dtype = named.get("device"), named.get("dtype")
     non_blocking, copy = named.get("non_blocking", False), named.get("copy", False)
     rest = list(arguments)
@@ -318,13 +312,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = [(tensor.block, tensor) for tensor in (*writes, *([] if spec.blank else made))]
     read = [] if spec.blank else [(tensor.block, tensor) for tensor in reads]
     if read or written:
-        running.access(
-            stream,
-            spec.name,
-            read,
-            written,
-            "copy" if spec.copies and (strangers or len({*map(_is_pinned, reads + writes)}) > 1) else "kernel",
-        )
+        running.access(stream, spec.name, read, written, "copy" if spec.copies and (strangers or len({*map(_is_pinned, reads + writes)}) > 1) else "kernel")
     waits = spec.waits or blocking_copy or (spec.indexes and (strangers or _has_mask(args)))
     if waits and on_device:
         running.host_wait(spec.name, index, stream)
@@ -356,9 +344,7 @@ def _wrapped(result: Any, block_of: Callable[[Tensor], Block], made: list[FakeTe
     if isinstance(result, list):
         return [_wrapped(each, block_of, made) for each in result]
     if isinstance(result, tuple):
-        return (
-            type(result)(*[_wrapped(each, block_of, made) for each in result])
-            if hasattr(result, "_fields")
-            else tuple(_wrapped(each, block_of, made) for each in result)
+        return type(result)(*[_wrapped(each, block_of, made) for each in result]) if hasattr(result, "_fields") else tuple(
+            _wrapped(each, block_of, made) for each in result
         )
     return result

@@ -68,13 +68,7 @@ def test_members_of_a_communicator_issue_the_same_collectives(**case: Any) -> No
 
 
 FAILING = {
-    "a rank without matrices, powersgd": (
-        "aabbc",
-        "hierarchical",
-        "powersgd",
-        3,
-        [(8, 40), (64, 16), (5,), (5,), (300,)],
-    ),
+    "a rank without matrices, powersgd": ("aabbc", "hierarchical", "powersgd", 3, [(8, 40), (64, 16), (5,), (5,), (300,)]),
     "an empty shard, dgc": ("aabbc", "hierarchical", "dgc", 4, [(33, 40), (40,), (8, 40)]),
     "uneven nodes, onebit": ("aaab", "hierarchical", "onebit", 3, [(40,), (40,), (33, 70), (40,), (300,), (300,)]),
     "a leader, int8": ("aaabbb", "leader", "int8", 4, [(8, 40), (40,), (8, 16), (64, 40), (300,)]),

@@ -30,9 +30,7 @@ def test_a_side_stream_that_does_not_wait_races(gpu: Machine) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         x * 2
     assert kinds(gpu) == ["race"]
-    with pytest.raises(
-        RaceError, match=r"(?s)ones writes bytes 0 to 32 on cuda:0 default.*test_recorder.*aten.mul reads"
-    ):
+    with pytest.raises(RaceError, match=r"(?s)ones writes bytes 0 to 32 on cuda:0 default.*test_recorder.*aten.mul reads"):
         gpu.check()
 
 
@@ -232,11 +230,7 @@ def test_the_schedule_is_plain_data(gpu: Machine) -> None:
         x.mul_(2)
     first, second = json.loads(json.dumps(gpu.schedule()))[0]
     assert (first["op"], first["written_nbytes"], first["waits"]) == ("ones", 32, [])
-    assert (second["op"], second["read_nbytes"], second["waits"]) == (
-        "aten.mul_",
-        0,
-        [[first["stream"], first["tick"]]],
-    )
+    assert (second["op"], second["read_nbytes"], second["waits"]) == ("aten.mul_", 0, [[first["stream"], first["tick"]]])
     assert "test_recorder.py" in second["where"]
 
 
@@ -260,8 +254,7 @@ Program = list[tuple[str, int, int]]
 @settings(deadline=None, max_examples=150)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["read", "write", "wait"]), st.integers(0, STREAMS - 1), st.integers(0, 2)),
-        max_size=14,
+        st.tuples(st.sampled_from(["read", "write", "wait"]), st.integers(0, STREAMS - 1), st.integers(0, 2)), max_size=14
     )
 )
 def test_faults_are_exactly_the_conflicts_that_no_path_orders(program: Program) -> None:

@@ -273,9 +273,10 @@ def test_wherever_memory_ends_everybody_hears_of_it(name: str, joined: bool, ful
     }
 
     def train(allowed: int) -> bool:
-        went_on: list[bool] = on_ranks(
-            "ab", lambda rank: runs_out(rank, full_memory(ENOUGH), allowed, joined), **options
-        )
+        def body(rank: Rank) -> bool:
+            return runs_out(rank, full_memory(ENOUGH), allowed, joined)
+
+        went_on: list[bool] = on_ranks("ab", body, **options)
         assert went_on[0] == went_on[1]
         return went_on[0]
 
