@@ -1,9 +1,10 @@
 """A GPU and an NCCL on which a lost rank hangs: a collective is done when all of its members have issued it.
 
 `stalling_cuda()` puts them into torch, over `fake_cuda`. Ranks are threads or processes: the members of a communicator
-count in its store who has issued what. No data is moved (what is received is what the rank itself has sent); what counts
+count in its store who has issued what. No data is moved: what is received is what the rank itself has sent. What counts
 is who waits for whom. An event is done when every collective that its rank had issued before it is done, so
-`torch.cuda.synchronize()` blocks for ever behind a collective to which a rank did not come, until `abort()`, as on a GPU.
+`torch.cuda.synchronize()` blocks for ever behind a collective to which a rank did not come, until `abort()`, as on a
+GPU.
 """
 
 import threading

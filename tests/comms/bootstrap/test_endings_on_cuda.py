@@ -282,7 +282,7 @@ def test_wherever_memory_ends_everybody_hears_of_it(name: str, joined: bool, ful
 
     allowed = 0
     while not train(allowed):
-        allowed += 1 + allowed // 2
+        allowed += 1 + allowed
     assert allowed > 3
 
 
