@@ -61,6 +61,8 @@ class Communicator:
         group: dist.ProcessGroup | None = None,
         global_ranks: Sequence[int] | None = None,
     ) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self.rank = rank
         self.size = size
         self.device = device
@@ -74,7 +76,7 @@ class Communicator:
         cluster = cluster_of(presences, config)
         self.routes = Routes(cluster, rank, device.type, config, compressor)
         self._nics = describe_nics(presences, config)
-        board = FailureBoard(store, rank, size)
+        board = self._board = FailureBoard(store, rank, size)
         interface = interface_of(presences, rank, config)
         self._groups = Groups(
             store,
@@ -90,13 +92,17 @@ class Communicator:
         self._connected = False
         self._streams = SideStreams(device) if device.type == "cuda" else None
         self.clock: Clock = DeviceClock(device) if self._streams else HostClock()
-        deadline = Deadline(config.timeout) if self._streams else None
+        deadline = Deadline(config.timeout, device) if self._streams else None
         self.executor = Executor(
             f"gradwire {name}", self._groups, rank, cluster, compressor, board, self._streams, self.clock, deadline
         )
         self._ring: LivenessRing | None = None
         if deadline is not None and size > 1:
-            self._ring = LivenessRing(store, rank, size, board.alarm, self.executor.interrupt, deadline.overdue)
+            executor = self.executor
+            self._ring = LivenessRing(
+                store, rank, size, board.alarm, executor.interrupt, deadline.overdue, lambda: executor.launches
+            )
+        self._aborted = False
         self._all_reduces = 0
         self._owners: dict[str, Layout] = {}
         self._loaded = False
@@ -209,14 +215,23 @@ class Communicator:
 
     def abort(self, reason: str) -> None:
         """Wakes the ranks that wait for this one, in shared memory or NCCL, and gives the reason. Any thread."""
+        self._aborted = True
         self._groups.abort(reason)
+        if self._ring is not None:  # what waits on a device hears nothing from another rank's NCCL
+            self._board.warn(reason)
 
     def close(self) -> None:
         """Ends the lanes and releases shared memory and connections."""
         self.executor.close()
-        if self._ring is not None:
-            self._ring.close(orderly=not self.executor.is_under_way)
-        self._groups.close()
+        if self._ring is None:
+            self._groups.close()
+            return
+        orderly = not (self._aborted or self.executor.is_under_way)
+        self._ring.close(orderly=orderly)
+        if orderly:
+            self._groups.close()
+        else:  # the executor has waited already, and the others are told that nothing more will come
+            self._groups.close(0.0)
 
     def state_loaded(self) -> None:
         """Says that the compressor's state has been replaced by one from elsewhere; all ranks, between two steps."""

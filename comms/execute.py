@@ -51,6 +51,8 @@ CLOSING_SECONDS = 5.0
 CLOSING_LOOK_SECONDS = 0.02
 """Between two looks at whether the device has come to the end."""
 
+CLOSED = "gradwire is closed on this rank: make a new HookState, or a new process group, for further all-reduces"
+
 OVERCOMMITTING = ("cpu",)
 """Devices that hand out more memory than they have: running out ends the process there, and no error is raised."""
 
@@ -318,6 +320,7 @@ class Executor:
 
     Attributes:
         timing: Whether phases are timed from now on; on a CPU they always are.
+        launches: On CUDA, how many have been started.
         checking: Whether the averages of compressed launches are looked at for what is not finite: see `extremes`.
         last: On CUDA, an event behind everything that came before the last `release`; None before the first.
     """
@@ -335,6 +338,7 @@ class Executor:
         deadline: Deadline | None = None,
     ) -> None:
         self.timing = True
+        self.launches = 0
         self.checking = False
         self.last: torch.cuda.Event | None = None
         self._name = name
@@ -350,6 +354,8 @@ class Executor:
         self.deadline = deadline
         self._held: _HeldChunk | None = None
         self._interrupted = False
+        self._closed = False
+        self._direct: BackendWork | None = None
         self._issued = 0
         self._extremes: list[Tensor] = []
         self._lanes = Lanes()
@@ -373,7 +379,8 @@ class Executor:
             RuntimeError: The executor is closed.
             CollectiveError: On CUDA: a launch before this one has failed.
             torch.OutOfMemoryError: There is no memory to join buckets in, or on CUDA for a phase; the stream that
-                computes then waits for what was issued before, and whoever catches the error may use the gradients.
+                computes then waits for what was issued before, and the gradients of this launch are as they were. On
+                CUDA the other ranks hear of it, and nothing can be started any more.
         """
         if self._streams is not None:
             self._issue_now(self._streams, launch, route, scale, flush, hold)
@@ -394,11 +401,17 @@ class Executor:
         self._raise_failure()
         held, self._held = self._held, None
         if held is not None:
-            self._issue_rest(held)
+            try:
+                self._issue_rest(held)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+                self._give_up_now(self._streams, error)
         if self._issued:
             self.last = self._streams.mark(self._issued - 1)
             if self.deadline is not None:
-                self.deadline.watch(self.last)
+                self.deadline.watch(self.last.query)
+        elif self._direct is not None and self.deadline is not None:
+            self.deadline.watch(self._direct.is_completed)
+        self._direct = None
         self._issued = 0  # the same bucket travels on the same stream in each step
 
     def extremes(self) -> list[Tensor]:
@@ -454,10 +467,11 @@ class Executor:
         On CUDA it waits as long for the device, and gives up nothing: see `is_under_way`.
         """
         self._lanes.close()
+        self._closed = True
         if threading.current_thread() in self._threads:
             return
         deadline = time.monotonic() + CLOSING_SECONDS
-        while self.is_under_way and time.monotonic() < deadline:
+        while not self._interrupted and self._device_is_busy and time.monotonic() < deadline:
             time.sleep(CLOSING_LOOK_SECONDS)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -470,8 +484,13 @@ class Executor:
 
     @property
     def is_under_way(self) -> bool:
-        """On CUDA: whether the device has not come to the end of what was issued, or never will."""
-        return self._interrupted or (self.deadline is not None and self.deadline.is_under_way)
+        """On CUDA: whether the device has not come to the end of what was started, or never will."""
+        return self._interrupted or self._held is not None or self._device_is_busy
+
+    @property
+    def _device_is_busy(self) -> bool:
+        direct = self._direct is not None and not self._direct.is_completed()
+        return direct or (self.deadline is not None and self.deadline.is_under_way)
 
     def _submit(self, job: _ChunkJob) -> None:
         self._open(self._lanes.submit(job))
@@ -623,12 +642,13 @@ class Executor:
         node (a dense rule, an empty shard) and does not matter: no collective of another chunk comes in between.
         """
         self._raise_failure()
-        if route.direct and not self.timing and self._issue_alone(launch, route, scale):
-            return
-        numbers = range(self._issued, self._issued + len(route.chunks))
-        self._issued += len(numbers)
-        last = numbers[-1] if numbers else self._issued
+        self.launches += 1
         try:
+            if route.direct and not self.timing and self._issue_alone(launch, route, scale):
+                return
+            numbers = range(self._issued, self._issued + len(route.chunks))
+            self._issued += len(numbers)
+            last = numbers[-1] if numbers else self._issued
             streams.begin((*numbers, last), launch.parts)
             with streams.of(last):
                 run = RunningLaunch(launch, pack(launch), route, scale, flush, len(route.chunks))
@@ -653,15 +673,20 @@ class Executor:
                 held, self._held = self._held, None
                 if held is not None:
                     self._issue_rest(held)
-        except torch.OutOfMemoryError:
-            self._held = None
-            streams.rejoin()
-            raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-            self._held = None
-            streams.rejoin()
-            self.interrupt(error)
-            self._raise_failure()
+            self._give_up_now(streams, error)
+
+    def _give_up_now(self, streams: SideStreams, error: Exception) -> None:
+        """Ends everything because a launch could not be issued, and raises why.
+
+        Others may have issued it, so no launch of this rank can be paired with theirs any more.
+        """
+        self._held = None
+        streams.rejoin()
+        self.interrupt(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
+        self._raise_failure()
 
     def interrupt(self, error: Exception) -> None:
         """On CUDA: gives up what is under way, and all that would come, because of an error here or elsewhere.
@@ -677,11 +702,14 @@ class Executor:
                 log.error("%s", self._failure)
 
     def _raise_failure(self) -> None:
+        """Raises what has failed, or that the executor is closed."""
         if self._interrupted:
             with self._diagnosing:  # by the thread that has interrupted
                 pass
         if self._failure is not None:
             raise self._failure.with_traceback(None)  # the frames of earlier launches hold their tensors
+        if self._closed and self._streams is not None:
+            raise RuntimeError(CLOSED)
 
     def _issue_alone(self, launch: Launch, route: Route, scale: float) -> bool:
         """Issues one all-reduce of a whole bucket as torch's own hook does; False where it travels otherwise.
@@ -694,6 +722,7 @@ class Executor:
         (part,) = chunk.parts
         for transfer in part.steps[0]:
             work = cast(BackendWork, self._issue(bucket.flat, transfer, (0, 0), scale))
+            self._direct = work
             bucket.future = cast(Open, work.get_future().then(_only))
             self._count(0, part, bucket.flat.element_size(), None, 0.0)
         return bucket.future is not None
@@ -737,14 +766,25 @@ class Executor:
 
     def _diagnose(self, where: str, lane: Lane, members: Sequence[int], error: BaseException) -> CollectiveError:
         try:
+            waiting = self._streams is not None and self._waits_for_others()
             self._groups.abort(f"rank {self._rank} gave up in {where}: {error}")
-            return self._board.diagnose(error, lane, where, members)
+            if self._streams is None:
+                return self._board.diagnose(error, lane, where, members)
+            return self._board.diagnose(error, lane, where, members, launches=self.launches, waiting=waiting)
         except Exception as second:  # noqa: BLE001 - or nobody would hear of the first
             return CollectiveError(
                 f"{where} failed on rank {self._rank} ({type(error).__name__}: {error}), and asking the other ranks "
                 f"failed too ({type(second).__name__}: {second})",
                 (),
             )
+
+    def _waits_for_others(self) -> bool:
+        """On CUDA: whether the device waits; so it does where it cannot be asked any more."""
+        try:
+            return self._held is not None or self._device_is_busy
+        except RuntimeError as error:
+            log.warning("the device of rank %d cannot be asked whether it waits: %s", self._rank, error)
+            return True
 
     def _give_up(self, job: _ChunkJob, error: CollectiveError) -> None:
         """Ends a job's launch with an error; its other chunks' ends do not count any more."""

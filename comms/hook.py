@@ -317,6 +317,8 @@ class HookState:
     def reduce(self, bucket: GradBucket) -> FutureTensor:
         """Averages one bucket over all ranks; the future's value is the bucket's own buffer."""
         flat = bucket.buffer()
+        if not self._in_step and flat.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(CAPTURED)  # before anything is connected or begun: the next step goes on
         connection = self._connection or self._connect(flat.device)
         if not self._in_step:
             self._begin_step(connection)
@@ -408,8 +410,6 @@ class HookState:
             )
         communicator = connection.communicator
         if communicator.device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(CAPTURED)
             communicator.executor.timing = is_timed(self.steps)
         self._timed = connection.tuning is not None or communicator.executor.timing
         if connection.compression is not None:
@@ -447,8 +447,12 @@ class HookState:
         transfers, self._transfers = self._transfers, []
         if connection.compression is not None:
             if communicator.device.type == "cuda":
-                with communicator.alone():
-                    connection.compression.end_step_on_device(communicator.executor.extremes(), transfers)
+                try:
+                    with communicator.alone():
+                        connection.compression.end_step_on_device(communicator.executor.extremes(), transfers)
+                except Exception as error:  # no memory, say: what this rank holds back is not what the others think
+                    communicator.executor.interrupt(error)
+                    raise
             else:
                 connection.compression.end_step(buckets, transfers)
         times = [bucket.times for bucket in buckets]

@@ -5,16 +5,29 @@ it saw, waits a moment for the others to do the same, and names those that said 
 """
 
 import json
+import logging
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.liveness import LOOK_SECONDS, OverdueError, has_ended, look_seconds
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
 
+log = logging.getLogger("gradwire")
+
 PATIENCE = timedelta(seconds=15)
-"""How long a survivor waits for the others' word. They read the board once a second; the rest is for busy machines."""
+"""How long survivors wait for the others' word, besides the time between two looks at the board. Most look once a
+second; the rest is for busy machines."""
+
+CALLING_AFTER = timedelta(seconds=2)
+"""Then a rank that is still silent is called at the port of its liveness ring, where it has one: of a node that is lost
+as a whole, the ring's neighbours name two ranks, and this the others."""
+
+NAP_SECONDS = 0.05
+"""Between two looks of a rank that collects the others' words; for the others the first of ever longer ones."""
 
 
 class CollectiveError(RuntimeError):
@@ -38,17 +51,38 @@ class FailureBoard:
         self._store = store
         self._rank = rank
         self._size = size
+        self._store_is_gone = False
 
     def alarm(self) -> str | None:
         """Why another rank has given up; None while none has, or where the store is gone (connections break then)."""
+        if self._store_is_gone:  # it stays so, and torch logs the whole stack for every question
+            return None
         try:
             if not self._store.check(["alarm"]):
                 return None
             return self._store.get("alarm").decode()
-        except RuntimeError:
+        except RuntimeError as error:
+            self._store_is_gone = True
+            log.debug("the store cannot be asked for alarms any more: %s", error)
             return None
 
-    def diagnose(self, error: BaseException, lane: Lane, phase: str, members: Sequence[int]) -> CollectiveError:
+    def warn(self, reason: str) -> None:
+        """Raises the alarm, and waits for nobody: the other ranks give up with this reason."""
+        try:
+            self._store.compare_set("alarm", "", reason)
+        except RuntimeError as error:
+            log.debug("the store was gone before rank %d could raise the alarm: %s", self._rank, error)
+
+    def diagnose(
+        self,
+        error: BaseException,
+        lane: Lane,
+        phase: str,
+        members: Sequence[int],
+        *,
+        launches: int = 0,
+        waiting: bool = True,
+    ) -> CollectiveError:
         """Publishes this rank's word, listens to the others, and says what happened.
 
         Args:
@@ -56,6 +90,9 @@ class FailureBoard:
             lane: Where it happened.
             phase: The phase in words: `all_reduce inter_node`.
             members: Global ranks of the group that failed, where known.
+            launches: How many launches this rank has started, where all ranks say so.
+            waiting: Whether its device waits for others. After a time-out one that does not, and has started fewer
+                launches than another one, is the rank that did not come.
 
         Returns:
             The error for every future of this rank; within `PATIENCE` where ranks are silent, else as soon as all have
@@ -63,8 +100,10 @@ class FailureBoard:
         """
         dead = {members[index] for index in error.missing} if isinstance(error, PeerError) and members else set()
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        overdue = isinstance(error, OverdueError)
+        word = {"dead": sorted(dead), "phase": phase, "launches": launches, "waiting": waiting, "overdue": overdue}
         try:
-            silent, reported_dead = self._listen(sorted(dead), phase)
+            missing = tuple(sorted(self._listen(word, cause) - {self._rank}))
         except RuntimeError as store_error:
             reason = str(store_error).splitlines()[0]
             return CollectiveError(
@@ -72,23 +111,50 @@ class FailureBoard:
                 f"who is missing ({reason}): the process that serves the store is gone",
                 tuple(sorted(dead)),
             )
-        missing = tuple(sorted(dead | silent | reported_dead))
         if missing:
             who = f"rank {', '.join(map(str, missing))} of {self._size} is missing"
         else:
             who = f"all {self._size} ranks are alive"
         return CollectiveError(f"{phase} failed on rank {self._rank}: {who}. Cause: {cause}", missing)
 
-    def _listen(self, dead: list[int], phase: str) -> tuple[set[int], set[int]]:
-        self._store.set("alarm", f"rank {self._rank} saw {phase} fail")
-        self._store.set(f"word/{self._rank}", json.dumps({"dead": dead, "phase": phase}))
-        silent = set(range(self._size)) - {self._rank}
-        reported_dead: set[int] = set(dead)
-        deadline = time.monotonic() + PATIENCE.total_seconds()
-        while silent - reported_dead and time.monotonic() < deadline:
+    def _listen(self, word: dict[str, object], cause: str) -> set[int]:
+        """The ranks that are missing.
+
+        The first rank to come collects all words and publishes the verdict, which the others wait for: if
+        everybody collected, the store would be asked as many questions as there are pairs of ranks.
+        """
+        alarm = f"rank {self._rank} saw {word['phase']} fail: {cause}"
+        self._store.set(f"word/{self._rank}", json.dumps(word))
+        self._store.compare_set("alarm", "", alarm)
+        first = int(self._store.compare_set("collector", "", str(self._rank))) == self._rank
+        deadline = time.monotonic() + PATIENCE.total_seconds() + look_seconds(self._size)
+        if not first:
+            nap_seconds = NAP_SECONDS
+            while not self._store.check(["verdict"]) and time.monotonic() < deadline + LOOK_SECONDS:
+                time.sleep(nap_seconds)
+                nap_seconds = min(2 * nap_seconds, look_seconds(self._size))
+            if self._store.check(["verdict"]):
+                return set(json.loads(self._store.get("verdict")))
+        missing = self._collect(word, deadline)
+        self._store.set("verdict", json.dumps(sorted(missing)))
+        return missing
+
+    def _collect(self, own: dict[str, Any], deadline: float) -> set[int]:
+        words, silent, dead = {self._rank: own}, set(range(self._size)) - {self._rank}, set(own["dead"])
+        calling = time.monotonic() + CALLING_AFTER.total_seconds() + look_seconds(self._size)
+        while True:
             for rank in sorted(silent):
                 if self._store.check([f"word/{rank}"]):
                     silent.discard(rank)
-                    reported_dead |= set(json.loads(self._store.get(f"word/{rank}"))["dead"])
-            time.sleep(0.05)
-        return silent, reported_dead
+                    words[rank] = json.loads(self._store.get(f"word/{rank}"))
+                    dead |= set(words[rank]["dead"])
+            if time.monotonic() > calling:
+                calling = deadline + 1.0
+                dead |= {rank for rank in sorted(silent - dead) if has_ended(self._store, rank)}
+            if not silent - dead or time.monotonic() > deadline:
+                break
+            time.sleep(NAP_SECONDS)
+        if dead or silent or not any(each["overdue"] for each in words.values()):
+            return dead | silent
+        most = max(each["launches"] for each in words.values())
+        return {rank for rank, each in words.items() if each["launches"] < most and not each["waiting"]}

@@ -3,17 +3,22 @@
 A collective of NCCL waits on the device for a rank that is gone, and nobody is told. So every rank keeps a connection
 to the rank after it and one to the rank before it. The kernel closes the connections of a process that ends, however it
 ends; a host that disappears shows by TCP's keep-alive. A process that is merely slow keeps its connections, so there is
-no false alarm. What two neighbours see reaches all others through the store.
+no false alarm. What two neighbours see goes on along the ring, and reaches all others through the store as well.
+
+A rank that leaves in order says how many launches it has started: it is missed only by a rank that starts another.
 """
 
 import json
 import logging
+import secrets
 import selectors
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -24,7 +29,14 @@ from gradwire.comms.errors import PeerError
 log = logging.getLogger("gradwire")
 
 LOOK_SECONDS = 1.0
-"""Between two looks at the store's alarm."""
+"""Between two looks at the store's alarm, in groups of up to `LOOKS_PER_SECOND` ranks."""
+
+LOOKS_PER_SECOND = 2048
+"""At most, of all ranks of a group together: one server answers them, on one thread. Each rank of torch's own NCCL
+group asks it once a second, too (TORCH_NCCL_COORD_CHECK_MILSEC in ProcessGroupNCCL.hpp)."""
+
+FIRST_NAP_SECONDS = 0.05
+"""Before the second look for the next rank's address; doubled until it is there."""
 
 CONNECT_SECONDS = 3.0
 """For each address of the next rank."""
@@ -32,11 +44,79 @@ CONNECT_SECONDS = 3.0
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 """Seconds of silence, seconds between questions, unanswered questions: a host that is gone shows after 11 s."""
 
-ORDERLY = b"."
-"""Sent by a rank that closes with nothing under way."""
+CLOSING_SECONDS = 0.2
+"""For who has just called to say who that is, while this rank leaves."""
+
+CALL_SECONDS = 1.0
+"""For each address of a rank that has said nothing after a failure."""
+
+ANSWER_SECONDS = 60.0
+"""For whoever was reached at such an address to answer: the next rank may hold the GIL for a while."""
+
+TOKEN_NBYTES = 16
+"""What the rank before shows when it connects, and is shown again: a port scanner, or a service that has the same port
+on another host, is nobody's neighbour."""
+
+GOODBYE, LOST = b".", b"!"
+"""First byte of what is said: behind it the number of launches, 8 bytes; or a length, 4 bytes, and JSON."""
+
+
+class OverdueError(PeerError):
+    """Nobody is known to be lost, but there has been no progress for too long."""
+
 
 Lost = Callable[[Exception], None]
 """Called once, from the ring's thread, with what happened; `missing` holds ranks where they are known."""
+
+
+def look_seconds(size: int) -> float:
+    """Between two looks of each of `size` ranks at the store's alarm."""
+    return max(LOOK_SECONDS, size / LOOKS_PER_SECOND)
+
+
+def has_ended(store: Store, rank: int) -> bool:
+    """Whether nobody listens at the port of a rank's ring any more; False where its host does not answer, or has none.
+
+    Args:
+        store: The ring's.
+        rank: Which.
+
+    Raises:
+        RuntimeError: The store is gone.
+    """
+    if not store.check([f"alive/{rank}"]):
+        return False
+    port, addresses, _ = json.loads(store.get(f"alive/{rank}"))
+    for address in addresses:
+        try:
+            socket.create_connection((address, port), CALL_SECONDS).close()
+        except ConnectionRefusedError:
+            continue
+        except OSError as error:
+            log.debug("rank %d cannot be called at %s: %s", rank, address, error)
+        return False
+    return True
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """One connection.
+
+    Attributes:
+        rank: At its other end; None until a caller has said so.
+        dialled: This rank has made the connection.
+        token: Of the rank that was called.
+        since: When it was made.
+        known: Both ends are sure of each other.
+        heard: What has arrived and was not understood yet.
+    """
+
+    rank: int | None
+    dialled: bool
+    token: bytes
+    since: float
+    known: bool = False
+    heard: bytes = b""
 
 
 class LivenessRing:
@@ -48,7 +128,8 @@ class LivenessRing:
         size: Number of ranks.
         alarm: Returns why another rank has given up; None while none has.
         lost: Called when a rank is gone.
-        overdue: Asked once a second; what it returns, this rank gives up for.
+        overdue: Asked as often as the alarm; what it returns, this rank gives up for.
+        launches: How many launches this rank has started; all ranks start the same ones.
     """
 
     def __init__(
@@ -59,18 +140,28 @@ class LivenessRing:
         alarm: Callable[[], str | None],
         lost: Lost,
         overdue: Callable[[], str | None] = lambda: None,
+        launches: Callable[[], int] = lambda: 0,
     ) -> None:
         self._store = store
         self._rank = rank
-        self._size = size
+        self._following = (rank + 1) % size
         self._alarm = alarm
         self._lost = lost
         self._overdue = overdue
-        self._peers: dict[socket.socket, int] = {}
+        self._launches = launches
+        self._look_seconds = look_seconds(size)
+        self._nap_seconds = FIRST_NAP_SECONDS
+        self._next_look = 0.0
+        self._token = secrets.token_bytes(TOKEN_NBYTES)
+        self._peers: dict[socket.socket, _Peer] = {}
+        self._addresses: deque[tuple[str, int, bytes]] | None = None
+        self._tried = ""
+        self._reached = False
+        self._left: dict[int, int] = {}
         self._closed = threading.Event()
         self._orderly = False
         self._waker, self._woken = socket.socketpair()
-        self._listener = socket.create_server(("", 0), backlog=8)
+        self._listener = _listen()
         self._thread = threading.Thread(target=self._run, name=f"gradwire liveness {rank}", daemon=True)
         self._thread.start()
 
@@ -94,11 +185,13 @@ class LivenessRing:
                 selector.register(self._woken, selectors.EVENT_READ)
                 selector.register(self._listener, selectors.EVENT_READ)
                 try:
-                    self._connect(selector)
+                    self._publish()
                     while not self._closed.is_set():
+                        self._connect(selector)
                         self._look(selector)
-                except PeerError as error:
+                except Exception as error:  # noqa: BLE001 - also an error of the device: the other ranks must hear of it
                     if not self._closed.is_set():
+                        self._pass_on(error)
                         self._lost(error)
                 if self._orderly:
                     self._say_goodbye(selector)
@@ -108,136 +201,297 @@ class LivenessRing:
 
     def _look(self, selector: selectors.BaseSelector) -> None:
         """Raises a PeerError where a rank is gone."""
-        for key, _ in selector.select(LOOK_SECONDS):
+        for key, _ in selector.select(self._nap_seconds if self._addresses is None else self._look_seconds):
             found = key.fileobj
             if found is self._listener:
                 self._accept(selector)
             elif isinstance(found, socket.socket) and found in self._peers:
                 self._hear(selector, found)
-        if reason := self._alarm() or self._overdue():
-            raise PeerError(reason)
+        if self._closed.is_set():
+            return
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + self._look_seconds
+            if reason := self._alarm():
+                raise PeerError(reason)
+            if reason := self._overdue():
+                raise OverdueError(reason)
+        started = self._launches()
+        for rank, launches in self._left.items():
+            if started > launches:
+                raise PeerError(
+                    f"rank {rank} has left after {launches} launches, and rank {self._rank} has started the next one",
+                    (rank,),
+                )
 
-    def _hear(self, selector: selectors.BaseSelector, peer: socket.socket) -> None:
-        rank = self._peers[peer]
+    def _hear(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
+        peer = self._peers[connection]
+        ended = "the process of rank {} has ended"
         try:
-            heard = peer.recv(1)
+            heard = connection.recv(4096)
         except OSError as error:
-            raise PeerError(f"rank {rank} does not answer any more ({error})", (rank,)) from error
-        if heard != ORDERLY and not self._has_left(rank):
-            raise PeerError(f"the process of rank {rank} has ended", (rank,))
-        selector.unregister(peer)
-        del self._peers[peer]
-        peer.close()
+            heard, ended = b"", f"rank {{}} does not answer any more ({error})"
+        peer.heard += heard
+        if not heard or not self._understand(connection, peer):
+            self._hang_up(selector, connection)
+            if not heard and peer.known:
+                self._miss(_sure(peer.rank), ended)
+
+    def _understand(self, connection: socket.socket, peer: _Peer) -> bool:
+        """Takes in what has arrived; whether the connection stays.
+
+        Raises:
+            PeerError: The rank at the other end has given up.
+        """
+        if not peer.known:
+            wanted = TOKEN_NBYTES if peer.dialled else TOKEN_NBYTES + 4
+            if len(peer.heard) < wanted and peer.token.startswith(peer.heard[:TOKEN_NBYTES]):
+                return True
+            if peer.heard[:TOKEN_NBYTES] != peer.token:
+                log.debug("rank %d and a stranger have met", self._rank)
+                return False
+            peer.known = True
+            if peer.dialled:
+                self._reached = True
+            else:
+                peer.rank = int.from_bytes(peer.heard[TOKEN_NBYTES:wanted], "big")
+                self._tell(connection, self._token)
+            peer.heard = peer.heard[wanted:]
+        kind, said = peer.heard[:1], peer.heard[1:]
+        if kind == GOODBYE and len(said) >= 8:
+            self._left[_sure(peer.rank)] = int.from_bytes(said[:8], "big")
+            return False
+        if kind == LOST and len(said) >= 4 and len(said) >= 4 + int.from_bytes(said[:4], "big"):
+            reason, missing = json.loads(said[4 : 4 + int.from_bytes(said[:4], "big")])
+            raise PeerError(reason, tuple(missing))
+        return True
+
+    def _miss(self, rank: int, ended: str) -> None:
+        """Raises a PeerError, unless a rank whose connection has ended has said goodbye, here or in the store."""
+        if rank in self._left:
+            return
+        try:
+            if self._has_left(rank):
+                return
+        except RuntimeError as error:
+            log.debug("the store cannot say whether rank %d has left in order: %s", rank, error)
+        raise PeerError(ended.format(rank), (rank,))
+
+    def _has_left(self, rank: int) -> bool:
+        """Whether a rank has said goodbye in the store; notes how many launches it had started.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        if not self._store.check([f"left/{rank}"]):
+            return False
+        self._left[rank] = int(self._store.get(f"left/{rank}"))
+        return True
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
-        accepted, _ = self._listener.accept()
-        accepted.settimeout(CONNECT_SECONDS)
-        self._watch(selector, accepted, int.from_bytes(accepted.recv(4), "big"))
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError as error:  # it has gone again, or this process has no file descriptor left
+            log.debug("rank %d could not accept a connection: %s", self._rank, error)
+            return
+        self._watch(selector, accepted, _Peer(None, False, self._token, time.monotonic()))
+
+    def _pass_on(self, error: Exception) -> None:
+        """Tells the neighbours before this rank asks who is left: the store may be gone."""
+        missing = error.missing if isinstance(error, PeerError) else ()
+        said = json.dumps([f"{error}".splitlines()[0] if f"{error}" else type(error).__name__, missing]).encode()
+        for connection, peer in self._peers.items():
+            if peer.known:
+                self._tell(connection, LOST + len(said).to_bytes(4, "big") + said)
 
     def _say_goodbye(self, selector: selectors.BaseSelector) -> None:
         """Also to a rank whose connection waits to be accepted, and through the store to one that comes later."""
+        launches = self._launches()
+        goodbye = GOODBYE + launches.to_bytes(8, "big")
         try:
-            self._store.set(f"left/{self._rank}", "1")
-            while any(key.fileobj is self._listener for key, _ in selector.select(0)):
-                self._accept(selector)
-            for peer in self._peers:
-                peer.sendall(ORDERLY)
-        except (OSError, RuntimeError) as error:
-            log.debug("the other ranks or their store were gone before this rank said goodbye: %s", error)
-
-    def _has_left(self, rank: int) -> bool:
-        try:
-            return self._store.check([f"left/{rank}"])
+            self._store.set(f"left/{self._rank}", str(launches))
         except RuntimeError as error:
-            log.debug("the store cannot say whether rank %d has left in order: %s", rank, error)
-            return False
+            log.debug("the store was gone before rank %d said goodbye: %s", self._rank, error)
+        while any(key.fileobj is self._listener for key, _ in selector.select(0)):
+            self._accept(selector)
+        for connection, peer in self._peers.items():
+            if peer.known:
+                self._tell(connection, goodbye)
+            elif not peer.dialled:
+                connection.settimeout(CLOSING_SECONDS)
+                try:  # what was not read when a connection is closed takes along what was sent
+                    peer.heard += connection.recv(4096)
+                except OSError as error:
+                    log.debug("who has just called rank %d says nothing: %s", self._rank, error)
+                if peer.heard.startswith(self._token):
+                    self._tell(connection, self._token + goodbye)
+
+    def _tell(self, connection: socket.socket, said: bytes) -> None:
+        try:
+            connection.sendall(said)
+        except OSError as error:  # what has ended shows when it is read
+            log.debug("rank %d could not tell a neighbour: %s", self._rank, error)
+
+    def _publish(self) -> None:
+        """Says where this rank is."""
+        port = self._listener.getsockname()[1]
+        self._store.set(f"alive/{self._rank}", json.dumps([port, own_addresses(), self._token.hex()]))
 
     def _connect(self, selector: selectors.BaseSelector) -> None:
-        """Says where this rank is, and connects to the next one."""
-        self._store.set(f"alive/{self._rank}", json.dumps([self._listener.getsockname()[1], own_addresses()]))
-        following = (self._rank + 1) % self._size
-        while not self._store.check([f"alive/{following}"]):
-            if self._closed.wait(0.05):
-                return
-        port, addresses = json.loads(self._store.get(f"alive/{following}"))
-        for address in addresses:
+        """Goes on connecting to the next rank; between two looks, because that one may never come."""
+        if self._reached:
+            return
+        if self._addresses is None and not self._find_next():
+            return
+        for connection, peer in list(self._peers.items()):
+            if peer.dialled:
+                if time.monotonic() - peer.since < ANSWER_SECONDS:
+                    return
+                self._hang_up(selector, connection)
+        while self._addresses:
+            address, port, token = self._addresses.popleft()
             try:
                 made = socket.create_connection((address, port), CONNECT_SECONDS)
-            except OSError:
+                made.sendall(token + self._rank.to_bytes(4, "big"))
+            except OSError as error:
+                log.debug("rank %d cannot reach rank %d at %s: %s", self._rank, self._following, address, error)
                 continue
-            made.sendall(self._rank.to_bytes(4, "big"))
-            self._watch(selector, made, following)
+            self._watch(selector, made, _Peer(self._following, True, token, time.monotonic()))
             return
-        if self._has_left(following):
+        self._reached = True
+        try:
+            if self._has_left(self._following):
+                return
+        except RuntimeError as error:
+            log.debug("the store cannot say whether rank %d has left in order: %s", self._following, error)
             return
         log.warning(
-            "rank %d cannot reach rank %d at port %d of %s: if that rank is lost, this one hears of it from another "
-            "rank or by the time-out",
+            "rank %d cannot reach rank %d at %s: if that rank is lost, this one hears of it from another rank or by "
+            "the time-out",
             self._rank,
-            following,
-            port,
-            ", ".join(addresses),
+            self._following,
+            self._tried,
         )
 
-    def _watch(self, selector: selectors.BaseSelector, peer: socket.socket, rank: int) -> None:
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    def _find_next(self) -> bool:
+        """Looks for the addresses of the next rank; whether they are there."""
+        try:
+            if not self._store.check([f"alive/{self._following}"]):
+                self._nap_seconds = min(2 * self._nap_seconds, self._look_seconds)
+                return False
+            port, addresses, token = json.loads(self._store.get(f"alive/{self._following}"))
+        except RuntimeError as error:  # its server has left, or its loss will show to its neighbours
+            log.debug("the store cannot say where rank %d is: %s", self._following, error)
+            self._reached, self._addresses = True, deque()
+            return False
+        self._addresses = deque((address, port, bytes.fromhex(token)) for address in addresses)
+        self._tried = f"port {port} of {', '.join(addresses)}"
+        return True
+
+    def _watch(self, selector: selectors.BaseSelector, connection: socket.socket, peer: _Peer) -> None:
+        connection.settimeout(CONNECT_SECONDS)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEPALIVE.items():
             if hasattr(socket, name):
-                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self._peers[peer] = rank
-        selector.register(peer, selectors.EVENT_READ)
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._peers[connection] = peer
+        selector.register(connection, selectors.EVENT_READ)
+
+    def _hang_up(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
+        selector.unregister(connection)
+        del self._peers[connection]
+        connection.close()
 
 
 class Deadline:
     """Says when work on a device has been under way for too long. Any thread.
 
     Args:
-        timeout: For each event that is watched.
+        timeout: For each moment that is watched.
+        device: The CUDA device; None where the moments need none.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, device: torch.device | None = None) -> None:
         self._seconds = timeout.total_seconds()
-        self._marks: deque[tuple[float, torch.cuda.Event]] = deque()
+        self._device = device
+        self._marks: deque[tuple[float, Callable[[], bool]]] = deque()
         self._lock = threading.Lock()
 
-    def watch(self, event: torch.cuda.Event) -> None:
-        """Expects an event, recorded behind what was issued, to pass within the time-out."""
+    def watch(self, has_passed: Callable[[], bool]) -> None:
+        """Expects the device to pass a moment within the time-out.
+
+        Args:
+            has_passed: Says whether it has: `query` of an event, `is_completed` of a collective.
+        """
         with self._lock:
             self._drop_passed()
-            self._marks.append((time.monotonic(), event))
+            self._marks.append((time.monotonic(), has_passed))
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the device has not reached all events yet."""
+        """Whether the device has not passed all moments yet."""
         with self._lock:
             self._drop_passed()
             return bool(self._marks)
 
     def overdue(self) -> str | None:
-        """Why to give up; None while there is time."""
+        """Why to give up; None while there is time.
+
+        The device is asked only when there is no time left: the question, from another thread, would break a capture
+        of a CUDA graph that the user makes between two steps.
+        """
         with self._lock:
-            self._drop_passed()
-            if not self._marks or time.monotonic() - self._marks[0][0] < self._seconds:
+            if not self._is_late():
+                return None
+            with self._on_device():
+                self._drop_passed()
+            if not self._is_late():
                 return None
         return f"no progress for {self._seconds:g} s: a rank is late, or has issued other collectives"
 
+    def _is_late(self) -> bool:
+        return bool(self._marks) and time.monotonic() - self._marks[0][0] >= self._seconds
+
     def _drop_passed(self) -> None:
-        while self._marks and self._marks[0][1].query():  # type: ignore[no-untyped-call]
+        while self._marks and self._marks[0][1]():
             self._marks.popleft()
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """A thread that has set no device would make a context of its own on the first one."""
+        return nullcontext() if self._device is None else torch.cuda.device(self._device)
 
 
 def own_addresses() -> list[str]:
-    """Addresses at which other ranks may reach this host, the loopback last; IPv4."""
+    """Addresses at which other ranks may reach this host, IPv4 before IPv6, the loopback last."""
     found: list[str] = []
+    for family, destination in ROUTES:
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((destination, 9))  # nothing is sent: the route alone is looked up
+                found.append(probe.getsockname()[0])
+        except OSError as error:
+            log.debug("no route outwards to %s: %s", destination, error)
     try:
-        found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+        found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
     except OSError as error:
         log.debug("this host's name has no address: %s", error)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    outside = [each for each in dict.fromkeys(found) if not each.startswith(("127.", "fe80:")) and each != "::1"]
+    return [*sorted(outside, key=lambda address: ":" in address), "127.0.0.1"]
+
+
+ROUTES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+"""Addresses that are nobody's (RFC 5737, RFC 3849): the route to them is the one outwards."""
+
+
+def _listen() -> socket.socket:
+    """A socket for the rank before this one, at a port that the system chooses; IPv4 and IPv6 where there is both."""
+    if socket.has_dualstack_ipv6():
         try:
-            probe.connect(("192.0.2.1", 9))  # nothing is sent: the route alone is looked up (TEST-NET-1, RFC 5737)
-            found.insert(0, probe.getsockname()[0])
-        except OSError as error:
-            log.debug("no route outwards: %s", error)
-    outside = [address for address in dict.fromkeys(found) if not address.startswith("127.")]
-    return [*outside, "127.0.0.1"]
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=8, dualstack_ipv6=True)
+        except OSError as error:  # switched off on this host
+            log.debug("no IPv6 here: %s", error)
+    return socket.create_server(("", 0), backlog=8)
+
+
+def _sure(rank: int | None) -> int:
+    assert rank is not None
+    return rank

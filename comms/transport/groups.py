@@ -115,6 +115,10 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self._interface = interface
         self._nccl = nccl_groups or NcclGroups()
         self._connecting: NcclTransport | None = None
+        self._users: NcclTransport | None = None
+        """On the user's own group, which a plan need not use, and the user does besides: aborted all the same."""
+        if self._nccl.backend is not None:
+            self._users = nccl.borrow(self._nccl.backend, rank, self._nccl.size)
         self._reason: str | None = None
         self._closed = False
 
@@ -148,18 +152,20 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         NCCL's groups are aborted all at once, also one that is just connecting; this returns before they are gone.
         """
         self._reason = reason
-        for group in [*self.values(), self._connecting]:
+        for group in [*self.values(), self._connecting, self._users]:
             if isinstance(group, ShmGroup | NcclTransport):
                 group.abort(reason)
 
-    def close(self) -> None:
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Releases shared memory and connections; none is made any more.
 
-        NCCL's groups are ended in the order in which they were made, which is that of all ranks. What is under way in
-        them has `CLOSE_SECONDS` in all.
+        NCCL's groups are ended in the order in which they were made, which is that of all ranks.
+
+        Args:
+            seconds: For what is under way in them, in all.
         """
         self._closed = True
-        deadline = time.monotonic() + CLOSE_SECONDS
+        deadline = time.monotonic() + seconds
         for (lane, _), group in list(self.items()):
             if isinstance(group, ShmGroup):
                 group.close()
@@ -183,8 +189,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         if self._reason is not None:
             raise PeerError(self._reason)
         index, size = members.index(self._rank), len(members)
-        if self._nccl.backend is not None and members == tuple(range(self._nccl.size)):
-            made = nccl.borrow(self._nccl.backend, index, size)
+        if self._users is not None and members == tuple(range(self._nccl.size)):
+            made = self._users
         else:
             ranks = self._nccl.global_ranks
             made = nccl.connect(

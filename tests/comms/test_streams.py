@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+from gradwire.comms.bootstrap import failure
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.execute import Bucket, Executor, Launch, RunningLaunch
@@ -134,7 +136,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[SideStreams,
 
 def test_after_an_error_the_current_stream_waits_for_what_was_issued(
     recorded: Callable[[], tuple[SideStreams, list[tuple[str, object]], list[Mock]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(failure, "PATIENCE", timedelta(0))  # the other ranks say nothing
     streams, waits, (computing, *sides) = recorded()
 
     class Failing(Issuing):

@@ -1,19 +1,26 @@
 """Law: a rank whose process has ended is named by its neighbours within seconds; one that is slow or leaves is not."""
 
+import ctypes
+import errno
+import json
+import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from gradwire.comms.bootstrap import failure, liveness
 from gradwire.comms.bootstrap.compat import HashStore, store_of
-from gradwire.comms.bootstrap.failure import FailureBoard
-from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing, own_addresses
+from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
+from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing, OverdueError, own_addresses
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import PeerError
 
@@ -32,16 +39,54 @@ class Heard:
         self.told.set()
 
 
-def ring(size: int, overdue: Callable[[], str | None] = lambda: None) -> tuple[list[LivenessRing], list[Heard]]:
-    store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
+class Breaking(PollingStore):
+    """A store whose server may go away."""
+
+    is_gone = False
+    refused = 0
+
+    def __init__(self) -> None:
+        super().__init__(HashStore(), timedelta(seconds=SECONDS))
+
+    def check(self, keys: Any) -> bool:
+        self._answer()
+        return super().check(keys)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._answer()
+        super().set(key, value)
+
+    def _answer(self) -> None:
+        if self.is_gone:
+            self.refused += 1
+            raise RuntimeError("Broken pipe")
+
+
+def ring(
+    size: int,
+    overdue: Callable[[], str | None] = lambda: None,
+    launches: Callable[[int], int] = lambda rank: 0,
+    store: PollingStore | None = None,
+) -> tuple[list[LivenessRing], list[Heard]]:
+    store = store or PollingStore(HashStore(), timedelta(seconds=SECONDS))
     heard = [Heard() for _ in range(size)]
     boards = [FailureBoard(store, rank, size) for rank in range(size)]
     rings = [
-        LivenessRing(store, rank, size, boards[rank].alarm, heard[rank], overdue if rank == 0 else lambda: None)
+        LivenessRing(
+            store,
+            rank,
+            size,
+            boards[rank].alarm,
+            heard[rank],
+            overdue if rank == 0 else lambda: None,
+            partial(launches, rank),
+        )
         for rank in range(size)
     ]
     deadline = time.monotonic() + SECONDS
-    while any(len(each._peers) < 2 for each in rings) and time.monotonic() < deadline:
+    while time.monotonic() < deadline and not any(each.told.is_set() for each in heard):
+        if all(sum(peer.known for peer in list(each._peers.values())) == 2 for each in rings):
+            break
         time.sleep(0.01)
     return rings, heard
 
@@ -125,9 +170,9 @@ def test_the_oldest_event_that_has_not_passed_decides(monkeypatch: pytest.Monkey
     monkeypatch.setattr(time, "monotonic", lambda: now)
     deadline, first, second = Deadline(timedelta(seconds=5)), Event(), Event()
     assert not deadline.is_under_way
-    deadline.watch(first)  # type: ignore[arg-type]
+    deadline.watch(first.query)
     now = 4.0
-    deadline.watch(second)  # type: ignore[arg-type]
+    deadline.watch(second.query)
     assert deadline.overdue() is None
     now = 6.0
     assert deadline.overdue() == "no progress for 5 s: a rank is late, or has issued other collectives"
@@ -138,5 +183,255 @@ def test_the_oldest_event_that_has_not_passed_decides(monkeypatch: pytest.Monkey
     assert not deadline.is_under_way
 
 
+def test_the_device_is_asked_only_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question from another thread breaks the capture of a CUDA graph."""
+    now, asked = 0.0, 0
+
+    def query() -> bool:
+        nonlocal asked
+        asked += 1
+        return now > 4.0
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    deadline = Deadline(timedelta(seconds=5))
+    deadline.watch(query)
+    now = 4.5
+    assert deadline.overdue() is None
+    assert asked == 0
+    now = 5.0
+    assert deadline.overdue() is None
+    assert asked == 1
+
+
 def test_the_loopback_is_tried_last() -> None:
     assert own_addresses()[-1] == "127.0.0.1"
+    assert len(set(own_addresses())) == len(own_addresses())
+
+
+def test_a_host_with_ipv6_alone_has_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(name: str, port: None) -> list[Any]:
+        return [(None, None, 0, "", (address, 0, 0, 0)) for address in ("::1", "2001:db8::7", "fe80::1%eth0")]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    monkeypatch.setattr(liveness, "ROUTES", ())
+    assert own_addresses() == ["2001:db8::7", "127.0.0.1"]
+
+
+def test_the_ring_listens_on_ipv6_where_there_is_any() -> None:
+    rings, _ = ring(2)
+    if socket.has_dualstack_ipv6():
+        try:
+            socket.create_connection(("::1", rings[0]._listener.getsockname()[1]), 5.0).close()
+        except OSError as error:
+            assert error.errno == errno.EADDRNOTAVAIL  # ::1 is switched off
+    for each in rings:
+        each.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 1024, 2048, 2049, 16_384, 100_000])
+def test_the_store_is_asked_no_more_often_than_one_server_can_answer(size: int) -> None:
+    seconds = liveness.look_seconds(size)
+    assert size / seconds <= liveness.LOOKS_PER_SECOND
+    assert seconds == liveness.LOOK_SECONDS or size / seconds == liveness.LOOKS_PER_SECOND
+    if size <= 1024:
+        assert seconds == 1.0
+    if size <= 16_384:
+        assert seconds <= failure.PATIENCE.total_seconds()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "LOOK_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("quick")
+def test_who_has_left_is_missed_by_a_rank_that_goes_on() -> None:
+    started = [5, 5, 5]
+    rings, heard = ring(3, launches=lambda rank: started[rank])
+    rings[1].close()
+    time.sleep(0.1)
+    assert not any(each.told.is_set() for each in heard)
+    started[2] = 6
+    assert heard[2].told.wait(SECONDS)
+    assert isinstance(heard[2].error, PeerError)
+    assert heard[2].error.missing == (1,)
+    assert heard[0].told.wait(SECONDS), "what one neighbour sees goes on along the ring"
+    for each in rings:
+        each.close()
+
+
+def test_a_loss_goes_along_the_ring_where_the_store_is_gone() -> None:
+    store = Breaking()
+    rings, heard = ring(5, store=store)
+    store.is_gone = True
+    rings[1].close(orderly=False)
+    for rank in (0, 2, 3, 4):
+        assert heard[rank].told.wait(SECONDS)
+        error = heard[rank].error
+        assert isinstance(error, PeerError)
+        assert error.missing == (1,)
+        assert "rank 1 has ended" in str(error)
+    for each in rings:
+        each.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_error_of_the_device_is_told_to_the_others() -> None:
+    def overdue() -> str | None:
+        if sick.is_set():
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return None
+
+    sick = threading.Event()
+    rings, heard = ring(3, overdue)
+    sick.set()
+    for each in heard:
+        assert each.told.wait(SECONDS)
+        assert "illegal memory access" in str(each.error)
+    for one in rings:
+        one.close()
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("said", [b"", b"SSH-2.0-strangers", b"." + bytes(8), bytes(40)])
+def test_strangers_are_turned_away(said: bytes) -> None:
+    rings, heard = ring(2)
+    with socket.create_connection(("127.0.0.1", rings[0]._listener.getsockname()[1]), SECONDS) as stranger:
+        stranger.sendall(said)
+    time.sleep(0.1)
+    assert not any(each.told.is_set() for each in heard)
+    assert all(each._thread.is_alive() for each in rings)
+    for each in rings:
+        each.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_service_with_the_port_of_the_next_rank_is_not_taken_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
+    heard = Heard()
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        store.set("alive/1", json.dumps([service.getsockname()[1], ["127.0.0.1"], "ab" * liveness.TOKEN_NBYTES]))
+        alone = LivenessRing(store, 0, 2, lambda: None, heard)
+        accepted, _ = service.accept()
+        with accepted:
+            accepted.sendall(b"220 ready\r\n")
+        until(lambda: "cannot reach rank 1" in caplog.text)
+    assert not heard.told.is_set()
+    alone.close()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_next_rank_that_never_comes_keeps_nobody_from_hearing_an_alarm() -> None:
+    store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
+    heard = Heard()
+    alone = LivenessRing(store, 0, 2, FailureBoard(store, 0, 2).alarm, heard)
+    time.sleep(0.1)
+    store.set("alarm", "rank 7 saw an all-reduce fail")
+    assert heard.told.wait(SECONDS)
+    alone.close()
+
+
+def test_a_store_that_is_gone_is_not_asked_again() -> None:
+    store = Breaking()
+    board = FailureBoard(store, 0, 2)
+    store.is_gone = True
+    for _ in range(3):
+        assert board.alarm() is None
+    assert store.refused == 1
+
+
+def hold_the_gil(rank: int) -> tuple[str, list[str]]:
+    """Rank 1 computes in C for a while, and nothing of Python runs there."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS))
+    group = dist.group.WORLD
+    assert group is not None
+    heard, warned = Heard(), Warned()
+    logging.getLogger("gradwire").addHandler(warned)
+    store = PollingStore(store_of(group), timedelta(seconds=SECONDS))
+    own = LivenessRing(store, rank, 2, FailureBoard(store, rank, 2).alarm, heard)
+    if rank == 1:
+        ctypes.PyDLL(None).sleep(HELD_SECONDS)
+    dist.barrier()
+    own.close()
+    return str(heard.error), warned.said
+
+
+HELD_SECONDS = 4
+"""Longer than a connection may take, and than the store is looked at; keep-alive is the kernel's business."""
+
+
+class Warned(logging.Handler):
+    """What was logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@pytest.mark.slow
+def test_a_rank_that_holds_the_gil_is_not_missed(processes: Callable[..., list[Any]]) -> None:
+    assert processes(2, hold_the_gil) == [("None", []), ("None", [])]
+
+
+def diagnose_all(size: int, errors: dict[int, BaseException], words: dict[int, dict[str, Any]]) -> tuple[Any, Any]:
+    """What the ranks in `errors` make of it, and how often each of them has asked for another's word."""
+    store = HashStore()
+    asked: dict[int, int] = dict.fromkeys(errors, 0)
+
+    class Counting(PollingStore):
+        def __init__(self, rank: int) -> None:
+            super().__init__(store, timedelta(seconds=SECONDS))
+            self.rank = rank
+
+        def check(self, keys: Any) -> bool:
+            asked[self.rank] += keys[0].startswith("word/")
+            return super().check(keys)
+
+    found: dict[int, CollectiveError] = {}
+
+    def run(rank: int) -> None:
+        board = FailureBoard(Counting(rank), rank, size)
+        found[rank] = board.diagnose(errors[rank], (0, 0), "an all-reduce", range(size), **words.get(rank, {}))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in errors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found, asked
+
+
+def test_one_rank_collects_what_all_have_seen() -> None:
+    size = 32
+    errors: dict[int, BaseException] = {rank: PeerError("gone", (3,)) for rank in range(size) if rank != 3}
+    found, asked = diagnose_all(size, errors, {})
+    assert {error.missing for error in found.values()} == {(3,)}
+    assert sum(times > 0 for times in asked.values()) == 1
+
+
+def test_after_a_time_out_the_rank_that_did_not_come_is_named() -> None:
+    late = {0: {"launches": 7}, 1: {"launches": 6, "waiting": False}, 2: {"launches": 7}}
+    over: dict[int, BaseException] = {rank: OverdueError("no progress for 3 s") for rank in range(3)}
+    found, _ = diagnose_all(3, over, late)
+    assert [found[rank].missing for rank in range(3)] == [(1,), (), (1,)]
+    found, _ = diagnose_all(3, {rank: PeerError("no memory left") for rank in range(3)}, late)
+    assert [found[rank].missing for rank in range(3)] == [(), (), ()]
+
+
+def test_a_collector_that_is_lost_itself_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "PATIENCE", timedelta(seconds=-1.0))
+    store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
+    store.set("collector", "1")
+    error = FailureBoard(store, 0, 2).diagnose(PeerError("gone"), (0, 0), "an all-reduce", range(2))
+    assert error.missing == (1,)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for a thread's deed; how long it takes decides nothing."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
