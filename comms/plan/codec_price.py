@@ -57,6 +57,23 @@ EDGE = 0.25
 UNKNOWN_TOUCHED_NBYTES = 32.0
 """For a compressor that a user has registered."""
 
+KEPT_NBYTES = {
+    "none": (0.0, 0.0),
+    "fp16": (0.0, 0.0),
+    "bf16": (0.0, 0.0),
+    "int8": (8.0, 8.0),
+    "int4": (8.0, 8.0),
+    "onebit": (20.0, 8.0),
+    "dgc": (16.0, 0.0),
+    "powersgd": (8.0, 0.0),
+}
+"""Bytes that a compressor keeps from step to step for each element of a shard, and for each element of the part of it
+that a rank owns. A residual or a momentum is two float32: the value, and the one that takes its place when the step is
+known to be finite; onebit's units are one. PowerSGD's factors, which are small, are left out."""
+
+UNKNOWN_KEPT_NBYTES = (8.0, 8.0)
+"""For a compressor that a user has registered: as for a codec with both residuals."""
+
 
 def codec_price(name: str, layout: Layout, group_size: int, memory_bytes_per_second: float) -> CodecPrice:
     """The price of a compressor in its final state, warm-up over.

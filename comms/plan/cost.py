@@ -114,7 +114,7 @@ class CostModel:
         egress = self._shape.book(everyone, np.full_like(everyone, phase.level), ranks)
         messages = (self.cluster.widest(phase.level) - 1) * (2 if phase.op == ALL_REDUCE else 1)
         alpha = messages * self.cluster.levels[phase.level].link.alpha_seconds
-        return PhaseCost(alpha, self._slowest(egress, spread=False), egress)
+        return PhaseCost(alpha, self.slowest(egress, spread=False), egress)
 
     def shares(self, level: int) -> Floats:
         """For each rank the part of the bucket that it stands for at a level: the regions that it owns by then."""
@@ -140,7 +140,7 @@ class CostModel:
             senders.append(np.where(counts < size, counts, 0))
         booked = Egress(tuple(egress), tuple(senders))
         alpha = max(level.link.alpha_seconds for level in self.cluster.levels)
-        return PhaseCost(2 * (size - 1) * alpha, self._slowest(booked, spread=True), booked)
+        return PhaseCost(2 * (size - 1) * alpha, self.slowest(booked, spread=True), booked)
 
     def _whole(self, algorithm: str) -> PhaseCost:
         messages = flat_messages(self._shape, algorithm)
@@ -148,10 +148,16 @@ class CostModel:
         egress = self._shape.book(messages.sources, crossed, messages.nbytes)
         alphas = np.array([level.link.alpha_seconds for level in self.cluster.levels])
         share = self.cluster.levels[-1].link.ring_share if algorithm == RING else 1.0
-        slowest = self._slowest(egress, spread=True)
+        slowest = self.slowest(egress, spread=True)
         return PhaseCost(messages.critical_seconds(alphas[crossed]), slowest / share, egress)
 
-    def _slowest(self, egress: Egress, *, spread: bool) -> float:
+    def slowest(self, egress: Egress, *, spread: bool) -> float:
+        """Seconds of the slowest link for what leaves each unit, for each byte of bucket.
+
+        Args:
+            egress: Bytes for each byte of bucket.
+            spread: As in `Link.rate`.
+        """
         slowest = 0.0
         for level, nbytes, senders in zip(self.cluster.levels, egress.nbytes, egress.senders, strict=True):
             for count in np.unique(senders[senders > 0]):

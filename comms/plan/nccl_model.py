@@ -181,12 +181,31 @@ class NcclModel:
         """
         if members <= 1:
             return 0.0
-        hop = self._network_hop(TREE, SIMPLE) if crossing else self._hop[RING][SIMPLE]
         half, own = wire_seconds / 2, nbytes / 2
-        sent = BASE_SECONDS[RING][SIMPLE] + hop + (members - 2) * self._posted + half
+        sent = self.all_to_all(members, crossing, half)
+        return rounds / 2 * (sent + self.gather(members, crossing, half, own))
+
+    def all_to_all(self, members: int, crossing: int, wire_seconds: float) -> float:
+        """Seconds of an all_to_all; `wire_seconds` is what the busiest link needs for its bytes at its full rate."""
+        if members <= 1:
+            return 0.0
+        hop = self._network_hop(TREE, SIMPLE) if crossing else self._hop[RING][SIMPLE]
+        return BASE_SECONDS[RING][SIMPLE] + hop + (members - 2) * self._posted + wire_seconds
+
+    def gather(self, members: int, crossing: int, wire_seconds: float, nbytes: float) -> float:
+        """Seconds of an all_gather, or of a reduce_scatter, which NCCL prices alike: a ring, or PAT.
+
+        Args:
+            members: Ranks of it.
+            crossing: Steps between nodes of a ring over them; 0 where they share a node.
+            wire_seconds: What the busiest link needs for its bytes at its full rate.
+            nbytes: That the busiest member sends.
+        """
+        if members <= 1:
+            return 0.0
         alone = crossing == members - 1
         gathers = []
-        for protocol, seconds in self._by_protocol(half, own, inside=not crossing):
+        for protocol, seconds in self._by_protocol(wire_seconds, nbytes, inside=not crossing):
             inner = self._inner_hop(protocol) if crossing else self._hop[RING][protocol]
             outer = self._network_hop(TREE if alone else RING, protocol)
             latency = (members - 1 - crossing) * inner + crossing * outer
@@ -194,8 +213,8 @@ class NcclModel:
         if crossing and alone:
             levels = math.floor(math.log2(members))
             latency = levels * self._network_hop("pat", SIMPLE) * PAT_HOP_SHARE + members * PAT_RANK_SECONDS
-            gathers.append(BASE_SECONDS["pat"][SIMPLE] + latency + half / PAT_SHARE)
-        return rounds / 2 * (sent + min(gathers))
+            gathers.append(BASE_SECONDS["pat"][SIMPLE] + latency + wire_seconds / PAT_SHARE)
+        return min(gathers)
 
     def _by_protocol(self, wire_seconds: float, nbytes: float, *, inside: bool) -> Iterator[tuple[int, float]]:
         """Protocols that are allowed, and the seconds of the bytes with each."""

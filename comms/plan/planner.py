@@ -167,7 +167,7 @@ def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price:
         phases = tuple(replace(phase, algorithm=algorithm) for phase in phases)
     costs, shares = _costs(cluster, name, algorithm)
     costs = tuple(
-        _compressed(cluster, phase, cost, price) if phase.compressor else cost
+        compressed_cost(cluster, phase, cost, price) if phase.compressor else cost
         for phase, cost in zip(phases, costs, strict=True)
     )
     encoded = [share for phase, share in zip(phases, shares, strict=True) if phase.compressor]
@@ -256,7 +256,7 @@ def make_phases(cluster: Cluster, name: str, compressor: str | None = None) -> t
     return (*down, Phase(ALL_REDUCE, top, compressor=compressor), *up)
 
 
-def _compressed(cluster: Cluster, phase: Phase, cost: PhaseCost, price: CodecPrice) -> PhaseCost:
+def compressed_cost(cluster: Cluster, phase: Phase, cost: PhaseCost, price: CodecPrice) -> PhaseCost:
     """The cost of a phase that a compressor runs, for each byte of bucket."""
     link = cluster.levels[phase.level].link
     if phase.whole and price.exchanged:

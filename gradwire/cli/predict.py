@@ -13,6 +13,7 @@ from rich.console import Console
 
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.terminal import working
+from gradwire.cli import predict_sharded
 from gradwire.cli.predict_show import as_json, as_table, draw
 from gradwire.comms.plan.advise import BUCKET_NBYTES, Advice, Workload, advise
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_of, square_layout
@@ -71,7 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="gradwire predict",
-        usage="%(prog)s (--preset NAME | --topology FILE)\n       (--gradient-mb MB | --model-json FILE) [options]",
+        usage="%(prog)s (--preset NAME | --topology FILE)\n"
+        "       (--gradient-mb MB | --parameters N | --model-json FILE) [options]",
         description="Predicts the time of every plan and compressor on a cluster, and recommends one.",
         epilog="example: gradwire predict --preset dgx_a100 --nodes 4 --nic 25gbit --gradient-mb 113.2 "
         "--backward-ms 45",
@@ -99,6 +101,9 @@ def build_parser() -> argparse.ArgumentParser:
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--gradient-mb", type=float, metavar="MB", help="size of all gradients, in 10^6 bytes")
     size.add_argument(
+        "--parameters", type=float, metavar="N", help="number of parameters, 7e9: 4 bytes of gradient each"
+    )
+    size.add_argument(
         "--model-json",
         type=Path,
         metavar="FILE",
@@ -115,6 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--bucket-mb", type=float, default=BUCKET_NBYTES / 2**20, metavar="MIB", help="DDP's bucket_cap_mb (default 25)"
     )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="some compressors assume SGD")
+    predict_sharded.add_options(parser)
     parser.add_argument("--all", action="store_true", help="show every plan with every compressor")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON for programs")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw step time over node count (needs matplotlib)")
@@ -129,14 +135,18 @@ def read_question(options: argparse.Namespace) -> Question:
         TopologyError: The topology file cannot be used.
         OSError: A file cannot be read.
     """
-    for name, least in (("gradient_mb", 0), ("backward_ms", None), ("bucket_mb", 0)):
+    for name, least in (("gradient_mb", 0), ("parameters", 0), ("backward_ms", None), ("bucket_mb", 0)):
         value = getattr(options, name)
         if value is not None and not (value > least if least is not None else value >= 0):
             raise ValueError(
                 f"`{name.replace('_', '-')}` is {value}; wanted a number {'> 0' if least is not None else '>= 0'}"
             )
+    predict_sharded.check_options(options)
     machine = PRESETS[options.preset]() if options.preset else read_file(options.topology)
-    layout, nbytes = gradient_of(options.model_json, options.gradient_mb)
+    layout, nbytes = gradient_of(
+        options.model_json,
+        options.gradient_mb if options.parameters is None else options.parameters * ELEMENT_NBYTES / 1e6,
+    )
     return Question(
         machine,
         options,
@@ -154,6 +164,9 @@ def main(argv: list[str]) -> int:
     options = build_parser().parse_args(argv)
     try:
         question = read_question(options)
+        if options.sharded is not None:
+            _answer_sharded(question)
+            return 0
         began = time.perf_counter()
         with working("pricing every plan and compressor"):
             cluster = question.cluster(options.nodes)
@@ -170,6 +183,20 @@ def main(argv: list[str]) -> int:
         print(f"gradwire predict: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _answer_sharded(question: Question) -> None:
+    options, machine, layout = question.options, question.machine, question.layout
+    began = time.perf_counter()
+    with working("pricing every way of sharding"):
+        cluster = question.cluster(options.nodes)
+        workload = predict_sharded.workload_of(options, machine, layout)
+        advice = predict_sharded.sharded_advice(cluster, options.sharded, workload, machine, layout)
+    seconds = time.perf_counter() - began
+    if options.json:
+        print(json.dumps(predict_sharded.as_json(cluster, workload, advice, seconds), indent=1))
+    else:
+        predict_sharded.as_table(Console(), cluster, workload, advice, seconds, everything=options.all)
 
 
 def gradient_of(model: Path | None, megabytes: float | None) -> tuple[Layout, int]:

@@ -1,0 +1,291 @@
+"""`gradwire predict --sharded`: FSDP2 and HSDP instead of DDP."""
+
+import argparse
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from gradwire.comms.plan.codec_price import codec_price
+from gradwire.comms.plan.machine_cluster import codec_bytes_per_second, library_of
+from gradwire.comms.plan.sharded import (
+    FLAT,
+    FORWARD_SHARE,
+    FULL,
+    HYBRID,
+    RESHARD,
+    UNITS,
+    ShardedAdvice,
+    ShardedOffer,
+    ShardedWorkload,
+    advise_sharded,
+)
+from gradwire.compressors import registry
+from gradwire.compressors.base import Layout
+from gradwire.topology.cluster import Cluster
+from gradwire.topology.graph import Machine
+
+DTYPE_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CLEARLY = 0.01
+"""A row that loses more is shown only where it is faster by more than this share."""
+OWN_OPTIONS = (
+    "forward_ms", "units", "param_dtype", "reduce_dtype", "reshard_after_forward", "gpu_memory_gb", "activations_gb"
+)  # fmt: skip
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what only sharded training asks."""
+    group = parser.add_argument_group("sharded training")
+    group.add_argument(
+        "--sharded",
+        choices=(FULL, HYBRID),
+        help="FSDP2 over all ranks (full), or inside the nodes with replicas between them (hybrid), instead of DDP",
+    )
+    group.add_argument(
+        "--forward-ms",
+        type=float,
+        metavar="MS",
+        help="a forward pass without communication (default: half of backward)",
+    )
+    group.add_argument("--units", type=int, metavar="N", help=f"calls of fully_shard (default {UNITS})")
+    group.add_argument("--param-dtype", choices=DTYPE_NBYTES, help="of gathered weights (default float32)")
+    group.add_argument("--reduce-dtype", choices=DTYPE_NBYTES, help="of reduced gradients (default float32)")
+    group.add_argument(
+        "--reshard-after-forward", choices=RESHARD, help="`node`: the number of ranks on a node (default yes)"
+    )
+    group.add_argument("--gpu-memory-gb", type=float, metavar="GB", help="what one rank has: says whether hybrid fits")
+    group.add_argument("--activations-gb", type=float, metavar="GB", help="of it, activations and others (default 0)")
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Checks numbers and options that belong together.
+
+    Raises:
+        ValueError: An option does not fit; the message names it.
+    """
+    if options.sharded is None:
+        given = [name for name in OWN_OPTIONS if getattr(options, name) is not None]
+        if given:
+            raise ValueError(
+                f"`{_spelled(given[0])}` is given without `sharded`; wanted --sharded full or hybrid with it"
+            )
+        return
+    if options.plot is not None:
+        raise ValueError("`plot` draws plans of DDP; wanted --json with --sharded")
+    for name in ("forward_ms", "activations_gb"):
+        value = getattr(options, name)
+        if value is not None and not value >= 0:
+            raise ValueError(f"`{_spelled(name)}` is {value}; wanted a number >= 0")
+    if options.gpu_memory_gb is not None and not options.gpu_memory_gb > 0:
+        raise ValueError(f"`gpu-memory-gb` is {options.gpu_memory_gb}; wanted a number > 0")
+    if options.units is not None and options.units < 1:
+        raise ValueError(f"`units` is {options.units}; wanted a whole number of at least 1")
+
+
+def _spelled(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def workload_of(options: argparse.Namespace, machine: Machine, layout: Layout) -> ShardedWorkload:
+    """What one step moves, from checked options.
+
+    Args:
+        options: As `check_options` leaves them.
+        machine: One of the nodes.
+        layout: The model's parameters.
+    """
+    backward = options.backward_ms / 1e3
+    forward = backward * FORWARD_SHARE if options.forward_ms is None else options.forward_ms / 1e3
+    return ShardedWorkload(
+        numel=layout.numel,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        units=options.units or UNITS,
+        param_nbytes=DTYPE_NBYTES[options.param_dtype or "float32"],
+        reduce_nbytes=DTYPE_NBYTES[options.reduce_dtype or "float32"],
+        reshard=options.reshard_after_forward or "yes",
+        optimizer=options.optimizer,
+        overlap=bool(machine.gpus),
+        memory_nbytes=None if options.gpu_memory_gb is None else options.gpu_memory_gb * 1e9,
+        activation_nbytes=(options.activations_gb or 0.0) * 1e9,
+    )
+
+
+def sharded_advice(
+    cluster: Cluster, sharded: str, workload: ShardedWorkload, machine: Machine, layout: Layout
+) -> ShardedAdvice:
+    """Every choice priced on a cluster; arguments as for `advise_sharded` and `workload_of`."""
+    rate = codec_bytes_per_second(machine)
+    members = max(2, len(cluster.nodes))  # on one node the ranks exchange: bytes for each element are the same
+    prices = [codec_price(name, layout, members, rate) for name in registry.names()]
+    return advise_sharded(cluster, sharded, workload, prices, rate, library=library_of(machine))
+
+
+def as_json(
+    cluster: Cluster, workload: ShardedWorkload, advice: ShardedAdvice, planning_seconds: float
+) -> dict[str, object]:
+    """The advice as plain dictionaries.
+
+    Args:
+        cluster: Where.
+        workload: What a step moves.
+        advice: What was found.
+        planning_seconds: How long finding it took.
+    """
+    return {
+        "cluster": cluster.describe(),
+        "ranks": cluster.size,
+        "sharded": advice.plain.sharded,
+        "parameters": workload.numel,
+        "units": workload.units,
+        "forward_seconds": workload.forward_seconds,
+        "backward_seconds": workload.backward_seconds,
+        "overlap": workload.overlap,
+        "memory_nbytes": workload.memory_nbytes,
+        "choices": {offer.name: _offer(offer) for offer in advice.offers},
+        "recommend": {
+            "name": advice.recommend.name,
+            "sharded": advice.recommend.sharded,
+            "form": advice.recommend.form,
+            "shards": advice.recommend.shards,
+            "weights": advice.recommend.weights,
+            "compressor": advice.recommend.compressor,
+            "why": advice.why,
+        },
+        "planning_seconds": planning_seconds,
+    }
+
+
+def _offer(offer: ShardedOffer) -> dict[str, object]:
+    memory = offer.memory
+    return {
+        "sharded": offer.sharded, "form": offer.form, "shards": offer.shards, "weights": offer.weights,
+        "compressor": offer.compressor, "step_seconds": offer.step_seconds, "seconds": offer.seconds,
+        "exposed_seconds": offer.exposed_seconds, "hidden": offer.hidden, "bytes_by_level": offer.bytes_by_level,
+        "collectives": {name: {"seconds": seconds, "bytes_by_level": nbytes}
+                        for name, (seconds, nbytes) in offer.legs.items()},
+        "memory": {"fsdp_nbytes": memory.own_nbytes, "extra_nbytes": memory.extra_nbytes,
+                   "kept_nbytes": memory.kept_nbytes, "buffer_nbytes": memory.buffer_nbytes,
+                   "residual_for_shards_nbytes": memory.residual_nbytes},
+        "fits": offer.fits, "limit": offer.limit, "caution": offer.caution,
+    }  # fmt: skip
+
+
+def as_table(
+    console: Console,
+    cluster: Cluster,
+    workload: ShardedWorkload,
+    advice: ShardedAdvice,
+    planning_seconds: float,
+    *,
+    everything: bool = False,
+) -> None:
+    """Prints the advice: the recommendation, then the rows that bear on it.
+
+    Args:
+        console: Where to.
+        cluster: Where the ranks are.
+        workload: What a step moves.
+        advice: What was found.
+        planning_seconds: How long finding it took.
+        everything: Every row.
+    """
+    nic, chosen = cluster.levels[-1].link, advice.recommend
+    console.print(f"recommended: {_headline(chosen)}", style="bold", highlight=False)
+    console.print(f"{advice.why}\n", highlight=False)
+    passes = (
+        f", forward {workload.forward_seconds * 1e3:g} ms, backward {workload.backward_seconds * 1e3:g} ms"
+        if workload.compute_seconds
+        else ""
+    )
+    console.print(
+        f"{cluster.describe()}, {nic.bytes_per_second * 8 / 1e9:g} Gbit/s a node through {nic.nics} "
+        f"card{'s' if nic.nics > 1 else ''}; {_amount(workload.numel)} parameters in {workload.units} units{passes}",
+        highlight=False,
+    )
+    table = Table(box=SIMPLE_HEAD, padding=0)
+    for heading in ("", "sharded", "form", "shards", "weights", "between", "step ms", "comm ms", "NIC MB", "+MB"):
+        table.add_column(heading, justify="right" if heading.endswith(("ms", "MB")) else "left", overflow="fold")
+    shown = advice.offers if everything else rows_that_matter(advice)
+    for offer in sorted(shown, key=lambda offer: (offer is not chosen, offer.step_seconds)):
+        table.add_row(*_row(offer, chosen))
+    console.print(table)
+    legend = [
+        "*: recommended",
+        "flat: each collective over its whole group, exact as plain FSDP2",
+        "shards, weights: how gradients and weights travel",
+        "between: the compressor between replicas",
+        "NIC: sent by a node in a step",
+        "+MB: a rank's memory beyond FSDP2's own",
+    ]
+    if workload.compute_seconds and not workload.overlap:
+        legend.append("on CPUs no collective of FSDP2 overlaps with a pass")
+    legend += ["!: see the note"] if any(offer.caution for offer in shown) else []
+    legend += ["x: does not fit"] if any(offer.fits is False for offer in shown) else []
+    console.print("; ".join(legend), highlight=False)
+    console.print(_memory(advice, workload), highlight=False)
+    for caution in dict.fromkeys(offer.caution for offer in shown if offer.caution):
+        console.print(f"note: {caution}", highlight=False)
+    left_out = len(advice.offers) - len(shown)
+    console.print(
+        f"planned in {planning_seconds * 1e3:.0f} ms" + (f"; --all shows {left_out} more rows" if left_out else ""),
+        highlight=False,
+    )
+
+
+def rows_that_matter(advice: ShardedAdvice) -> tuple[ShardedOffer, ...]:
+    """What torch does alone, and of each way of sharding the choices that nothing gentler beats."""
+    kept = {id(advice.recommend): advice.recommend}
+    for sharded in dict.fromkeys(offer.sharded for offer in advice.offers):
+        best = float("inf")
+        rest = [offer for offer in advice.offers if offer.sharded == sharded]
+        for offer in sorted(rest, key=lambda offer: (offer.harm, offer.step_seconds)):
+            if offer.step_seconds < best * (1 - CLEARLY):
+                best = offer.step_seconds
+                kept[id(offer)] = offer
+        kept |= {id(offer): offer for offer in rest if offer.form == FLAT and offer.exact}
+    return tuple(kept.values())
+
+
+def _headline(offer: ShardedOffer) -> str:
+    if offer.exact and offer.form == FLAT:
+        return f"{offer.sharded}, as torch runs it, exact"
+    parts = [f"shards {offer.shards}", f"weights {offer.weights}"]
+    parts += [f"compressor {offer.compressor}"] if offer.sharded == HYBRID else []
+    return f"{offer.sharded} {offer.form}, " + ", ".join(parts)
+
+
+def _memory(advice: ShardedAdvice, workload: ShardedWorkload) -> str:
+    by_sharding: dict[str, ShardedOffer] = {}
+    for offer in advice.offers:
+        by_sharding.setdefault(offer.sharded, offer)
+    own = " and ".join(f"{offer.memory.own_nbytes / 1e9:.3g} GB {name}" for name, offer in by_sharding.items())
+    text = f"memory of a rank: FSDP2's own {own}, with {workload.optimizer}'s state"
+    text += "" if workload.activation_nbytes else ", activations not counted"
+    residual = advice.recommend.memory.residual_nbytes
+    return text + (f"; a residual for shards would take {residual / 1e9:.3g} GB more" if residual else "")
+
+
+def _row(offer: ShardedOffer, chosen: ShardedOffer) -> Sequence[str]:
+    mark = "*" if offer is chosen else "!" if offer.caution else "x" if offer.fits is False else " "
+    return [
+        mark,
+        offer.sharded,
+        offer.form,
+        offer.shards,
+        offer.weights,
+        offer.compressor if offer.sharded == HYBRID else "-",
+        _number(offer.step_seconds * 1e3),
+        _number(offer.seconds * 1e3),
+        _number(offer.bytes_by_level.get("inter_node", 0.0) / 1e6),
+        _number(offer.memory.extra_nbytes / 1e6),
+    ]
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 10_000 else f"{value:.0f}"
+
+
+def _amount(numel: int) -> str:
+    return f"{numel / 1e9:.3g} billion" if numel >= 1e9 else f"{numel / 1e6:.3g} million"
