@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.comms.bootstrap.compat import GradBucket, HashStore
+from gradwire.comms.bootstrap.compat import GradBucket, HashStore, without_buffer_sync
 
 BLOCKING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
 """Calls of the CUDA runtime in which a thread waits for the device."""

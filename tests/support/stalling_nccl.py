@@ -16,13 +16,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
+
 from fake_cuda.drive import Job, cuda_job
 from fake_cuda.machine import device_index
 from fake_cuda.nccl import FakeNcclOptions
 from fake_cuda.streams import FakeEvent, FakeFuture
-from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import distributed_c10d
 
 LOOK_SECONDS = 0.01
 

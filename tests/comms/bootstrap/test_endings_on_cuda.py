@@ -12,9 +12,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fake_cuda.drive import OPTIONS, FakeBucket, Model, gradient, group_options, in_backward, make_state
 from torch import Tensor
 
+from fake_cuda.drive import OPTIONS, FakeBucket, Model, gradient, group_options, in_backward, make_state
 from gradwire.comms import execute, hook
 from gradwire.comms.backend.planned import PlannedAllReduce
 from gradwire.comms.bootstrap import failure, liveness

@@ -13,9 +13,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fake_cuda.drive import OPTIONS, Model, gradient, make_state
 from torch._C._distributed_c10d import TCPStore
 
+from fake_cuda.drive import OPTIONS, Model, gradient, make_state
 from gradwire.comms import hook
 from gradwire.comms.bootstrap.failure import CollectiveError
 from support.stalling_nccl import StallingNccl, Training, UsersGroup, stalling_cuda
