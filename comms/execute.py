@@ -259,6 +259,7 @@ class RunningLaunch:
         flush: Travel dense, with what the compressor holds back added.
         pending: Chunks that have not ended.
         ends: On CUDA, where the chunks that have ended stand on their streams.
+        extremes: On CUDA, where the averages are looked at: memory for the least and the largest, 0-dim.
     """
 
     launch: Launch
@@ -268,6 +269,7 @@ class RunningLaunch:
     flush: bool
     pending: int
     ends: list[torch.cuda.Event] = field(default_factory=list)
+    extremes: tuple[Tensor, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -652,6 +654,8 @@ class Executor:
             streams.begin((*numbers, last), launch.parts)
             with streams.of(last):
                 run = RunningLaunch(launch, pack(launch), route, scale, flush, len(route.chunks))
+                if self.checking and launch.layout is not None and run.flat.numel():
+                    run.extremes = (run.flat.new_empty(()), run.flat.new_empty(()))  # while the gradient is intact
             if len(launch.parts) > 1:
                 # The memory of joined buckets belongs to the last chunk's stream, which all others end before.
                 packed = streams.mark(last)
@@ -738,8 +742,9 @@ class Executor:
                 run.ends.append(self._streams.mark(held.number))
                 return
             self._streams.wait(held.number, run.ends)
-            if self.checking and run.launch.layout is not None:
-                self._extremes += torch.aminmax(run.flat) if run.flat.numel() else ()
+            if run.extremes:
+                torch.aminmax(run.flat, out=run.extremes)
+                self._extremes += run.extremes
             for bucket in run.launch.buckets:
                 if bucket.pending == 1:
                     self._streams.wait(held.number, bucket.ends)
