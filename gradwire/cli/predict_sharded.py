@@ -244,7 +244,7 @@ def rows_that_matter(advice: ShardedAdvice) -> tuple[ShardedOffer, ...]:
         best = float("inf")
         rest = [offer for offer in advice.offers if offer.sharded == sharded]
         for offer in sorted(rest, key=lambda offer: (offer.harm, offer.step_seconds)):
-            if offer.step_seconds < best * (1 - CLEARLY):
+            if offer.fits is not False and offer.step_seconds < best * (1 - CLEARLY):
                 best = offer.step_seconds
                 kept[id(offer)] = offer
         kept |= {id(offer): offer for offer in rest if offer.form == FLAT and offer.exact}
