@@ -722,7 +722,7 @@ def _gains(best: ShardedOffer, flat: ShardedOffer, workload: ShardedWorkload, cl
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
 
 
 def _gb(nbytes: float) -> str:
@@ -797,12 +797,25 @@ def _why_sharded(
             f"Use {HYBRID} instead of {FULL}: it fits ({needs}, of {_gb(workload.memory_nbytes or 0.0)}), and the "
             f"weights then stay inside the nodes; exact {FULL} as torch runs it takes {_ms(plain.step_seconds)}."
         )
-    gentle = [offer for offer in offers if offer.sharded == HYBRID and not offer.caution and offer.harm <= chosen.harm]
-    rival = min(gentle, key=lambda offer: offer.step_seconds, default=None)
-    if plain.sharded == FULL and rival is not None and rival.step_seconds < chosen.step_seconds * (1 - WORTHWHILE):
+    able = [
+        offer
+        for offer in offers
+        if offer.sharded == HYBRID
+        and not offer.caution
+        and offer.step_seconds <= chosen.step_seconds * (1 + WORTHWHILE)
+    ]
+    rival = min(able, key=lambda offer: (offer.harm, offer.step_seconds), default=None)
+    if plain.sharded == FULL and rival is not None and _clearly_better(rival, chosen):
         choice = rival.name.removeprefix(f"{HYBRID} {rival.form}").strip() or "exact"
         needs = f"{HYBRID} ({choice}) would take {_ms(rival.step_seconds)} and needs {_gb(_needed(rival, workload))}"
         if rival.fits is False:
             return f"{needs} a rank, which there is not."
         return f"{needs} a rank: say what there is with --gpu-memory-gb."
     return ""
+
+
+def _clearly_better(rival: ShardedOffer, chosen: ShardedOffer) -> bool:
+    """Whether it loses less and is about as fast, or loses as much and is faster."""
+    if rival.harm != chosen.harm:
+        return rival.harm < chosen.harm
+    return rival.step_seconds < chosen.step_seconds * (1 - WORTHWHILE)

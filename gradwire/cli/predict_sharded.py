@@ -13,6 +13,7 @@ from gradwire.comms.plan.sharded import (
     FLAT,
     FORWARD_SHARE,
     FULL,
+    HIERARCHICAL,
     HYBRID,
     RESHARD,
     UNITS,
@@ -205,11 +206,13 @@ def as_table(
         highlight=False,
     )
     table = Table(box=SIMPLE_HEAD, padding=0)
-    for heading in ("", "sharded", "form", "shards", "weights", "between", "step ms", "comm ms", "NIC MB", "+MB"):
+    known = workload.compute_seconds > 0
+    times = ("step ms", "comm ms") if known else ("comm ms",)
+    for heading in ("", "sharded", "form", "shards", "weights", "between", *times, "NIC MB", "+MB"):
         table.add_column(heading, justify="right" if heading.endswith(("ms", "MB")) else "left", overflow="fold")
     shown = advice.offers if everything else rows_that_matter(advice)
     for offer in sorted(shown, key=lambda offer: (offer is not chosen, offer.step_seconds)):
-        table.add_row(*_row(offer, chosen))
+        table.add_row(*_row(offer, chosen, known))
     console.print(table)
     legend = [
         "*: recommended",
@@ -241,7 +244,7 @@ def rows_that_matter(advice: ShardedAdvice) -> tuple[ShardedOffer, ...]:
         best = float("inf")
         rest = [offer for offer in advice.offers if offer.sharded == sharded]
         for offer in sorted(rest, key=lambda offer: (offer.harm, offer.step_seconds)):
-            if offer.step_seconds < best * (1 - CLEARLY):
+            if offer.fits is not False and offer.step_seconds < best * (1 - CLEARLY):
                 best = offer.step_seconds
                 kept[id(offer)] = offer
         kept |= {id(offer): offer for offer in rest if offer.form == FLAT and offer.exact}
@@ -267,16 +270,16 @@ def _memory(advice: ShardedAdvice, workload: ShardedWorkload) -> str:
     return text + (f"; a residual for shards would take {residual / 1e9:.3g} GB more" if residual else "")
 
 
-def _row(offer: ShardedOffer, chosen: ShardedOffer) -> Sequence[str]:
+def _row(offer: ShardedOffer, chosen: ShardedOffer, known: bool) -> Sequence[str]:
     mark = "*" if offer is chosen else "!" if offer.caution else "x" if offer.fits is False else " "
     return [
         mark,
         offer.sharded,
-        offer.form,
+        "hierarchy" if offer.form == HIERARCHICAL else offer.form,
         offer.shards,
         offer.weights,
         offer.compressor if offer.sharded == HYBRID else "-",
-        _number(offer.step_seconds * 1e3),
+        *([_number(offer.step_seconds * 1e3)] if known else []),
         _number(offer.seconds * 1e3),
         _number(offer.bytes_by_level.get("inter_node", 0.0) / 1e6),
         _number(offer.memory.extra_nbytes / 1e6),
