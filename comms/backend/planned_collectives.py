@@ -71,7 +71,7 @@ class PlannedCollectives:
                 overwrite(output, target.view(output.shape))
             return [output]
 
-        return finished(self._run(ALL_GATHER, target.view(torch.uint8), source.nbytes), finish)
+        return finished(self._run(ALL_GATHER, _bytes_of(target), source.nbytes), finish)
 
     def all_gather_list(self, outputs: list[Tensor], source: Tensor) -> FutureTensors:
         """Fills `outputs[r]` with rank r's `source`; without a further copy where they lie end to end in memory.
@@ -96,7 +96,7 @@ class PlannedCollectives:
                 overwrite(output, contribution.view(output.shape))
             return outputs
 
-        return finished(self._run(ALL_GATHER, target.view(torch.uint8), source.nbytes), finish)
+        return finished(self._run(ALL_GATHER, _bytes_of(target), source.nbytes), finish)
 
     def reduce_scatter(self, output: Tensor, source: Tensor, scale: float = 1.0) -> FutureTensors:
         """Fills `output` with this rank's piece of the sum over all ranks of `scale * source`.
@@ -157,7 +157,7 @@ class PlannedCollectives:
                 overwrite(tensor, target.view(tensor.shape))
             return [tensor]
 
-        return finished(self._run(BROADCAST, target.view(torch.uint8), tensor.nbytes, root=root), finish)
+        return finished(self._run(BROADCAST, _bytes_of(target), tensor.nbytes, root=root), finish)
 
     def _place(self, target: Tensor, source: Tensor) -> None:
         """Copies this rank's piece to its place in all of them, unless it is there."""
@@ -229,7 +229,14 @@ def _as_lies(tensor: Tensor) -> Tensor | None:
     """The tensor's memory, 1-D; None where a copy must travel: it has gaps, or other threads may not write to it."""
     if not tensor.is_contiguous() or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
         return None
-    return tensor.detach().view(-1)
+    with torch.inference_mode(False):
+        return tensor.detach().view(-1)
+
+
+def _bytes_of(flat: Tensor) -> Tensor:
+    """The same memory as bytes. Made in inference mode, such a view could not be written to by other threads."""
+    with torch.inference_mode(False):
+        return flat.view(torch.uint8)
 
 
 def _empty_flat(like: Tensor, times: int = 1) -> Tensor:
