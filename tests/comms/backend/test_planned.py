@@ -35,7 +35,7 @@ def sums(monkeypatch: pytest.MonkeyPatch, gpus: Cluster, config: Config | None =
     FakeCommunicator.clusters = {"cpu": cpus, "cuda": gpus}
     FakeCommunicator.made = []
     monkeypatch.setattr(planned, "Communicator", FakeCommunicator)
-    options = SimpleNamespace(store=None, group_rank=0, group_size=gpus.size)
+    options = SimpleNamespace(store=None, group_rank=0, group_size=gpus.size, global_ranks_in_group=[])
     return PlannedAllReduce(options, config or Config())
 
 
