@@ -26,9 +26,10 @@ from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline
 from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
 from gradwire.comms.migration import migrate
-from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, Transfer
+from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, Exchange, Transfer
 from gradwire.comms.plan.routes import Chunk, PhasePart, Route
 from gradwire.comms.streams import STREAMS, Clock, HostClock, Mark, SideStreams
+from gradwire.comms.transport.exchange import exchange
 from gradwire.comms.transport.groups import Groups, Transport
 from gradwire.comms.transport.nccl import NcclTransport
 from gradwire.comms.transport.torch_group import Works
@@ -611,6 +612,8 @@ class Executor:
 
     def _issue(self, flat: Tensor, transfer: Transfer, lane: Lane, scale: float) -> Work:
         group = self._groups[lane, transfer.members]
+        if isinstance(transfer, Exchange):
+            return exchange(group, flat, transfer, self._rank)
         view = flat[transfer.start : transfer.stop]
         if transfer.op == ALL_GATHER:
             return group.all_gather_slices(view, transfer.bounds)

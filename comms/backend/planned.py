@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradwire.comms.backend.strided import overwrite
 from gradwire.comms.backend.work import FutureTensors, FutureWork, finished
-from gradwire.comms.bootstrap.compat import GroupOptions, Store
+from gradwire.comms.bootstrap.compat import GroupOptions, Store, factor_of
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.plan.planner import plan_all_reduce
@@ -49,6 +49,11 @@ class PlannedAllReduce:
         """For what else the ranks of this group tell each other: without what an earlier start of them has left."""
         return self._communicators["cpu"].plain_store
 
+    @property
+    def on_cpu(self) -> Communicator:
+        """The communicator for CPU tensors."""
+        return self._communicators["cpu"]
+
     def scale(self, op: object, tensors: Sequence[Tensor]) -> float | None:
         """The factor that makes a plain sum of `op`; None where the plan is not for these tensors or this `op`."""
         first = tensors[0]
@@ -61,7 +66,7 @@ class PlannedAllReduce:
             return 1.0
         if op == dist.ReduceOp.AVG and first.is_floating_point():
             return 1.0 / self._options.group_size
-        return None
+        return factor_of(op) if first.is_floating_point() else None
 
     def beats_inner(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the plan is anything but the ring over all ranks that the inner group runs anyway.

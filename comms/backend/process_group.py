@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Reduc
 from gradwire.comms.backend.delegating_group import DelegatingGroup
 from gradwire.comms.backend.node_collectives import NodeCollectives
 from gradwire.comms.backend.planned import PlannedAllReduce
+from gradwire.comms.backend.planned_collectives import PlannedCollectives, together
 from gradwire.comms.backend.work import FutureWork
 from gradwire.comms.bootstrap.compat import (
     GroupName,
@@ -27,10 +28,13 @@ from gradwire.comms.bootstrap.compat import (
     PrefixStore,
     Store,
     clone_of,
+    factor_of,
     outside_graphs,
     register_backends,
 )
 from gradwire.comms.config import Config
+from gradwire.comms.plan.collectives import BROADCAST
+from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
 
 _retired: list[object] = []
 """Backends of groups that were shut down, kept until the next group is made or the process ends.
@@ -102,6 +106,7 @@ class GradwireGroup(DelegatingGroup):
         self._coalescing = False
         self._planned: PlannedAllReduce | None = None
         self._node: NodeCollectives | None = None
+        self._collectives: PlannedCollectives | None = None
         if options.group_size > 1:
             self._planned = PlannedAllReduce(options, self.config, self.inner)
             options = replace(options, store=self._planned.store)
@@ -114,6 +119,8 @@ class GradwireGroup(DelegatingGroup):
                 options.timeout,
                 f"gradwire {options.group_id}",
             )
+        elif self._planned:
+            self._collectives = PlannedCollectives(self._planned.on_cpu)
 
     def getBackendName(self) -> str:
         """The backend's name, for C++."""
@@ -145,46 +152,98 @@ class GradwireGroup(DelegatingGroup):
 
     @outside_graphs
     def broadcast(self, *arguments: object, **named: object) -> dist.Work:
-        """Through shared memory on a single node. In place."""
+        """Through shared memory on a single node, by a plan on several. In place."""
         match arguments:
-            case [[Tensor() as tensor], dist.BroadcastOptions() as options] if not named:
-                if self._node and self._is_local(tensor):
+            case [[Tensor() as tensor], dist.BroadcastOptions() as options] if not named and self._is_local(tensor):
+                if self._node:
                     return self.issued(FutureWork(self._node.broadcast(tensor.detach(), options.rootRank)))
+                if (planned := self._planning(BROADCAST, tensor.nbytes, options.rootRank)) is not None:
+                    return self.issued(FutureWork(planned.broadcast(tensor, options.rootRank)))
         return super().broadcast(*arguments, **named)
 
     @outside_graphs
     def allgather(self, *arguments: object, **named: object) -> dist.Work:
-        """Through shared memory on a single node; `arguments` are ([outputs of all ranks], [source], options)."""
+        """As `broadcast`; `arguments` are ([outputs of all ranks], [source], options)."""
         match arguments:
             case [[list() as outputs], [Tensor() as source], AllgatherOptions()] if not named:
-                if self._node and self._is_local(source, *outputs) and self._is_alike(source, outputs):
-                    targets = [each.detach() for each in outputs]
-                    return self.issued(FutureWork(self._node.all_gather_list(targets, source.detach())))
+                if self._is_local(source, *outputs) and self._is_alike(source, outputs):
+                    if self._node:
+                        targets = [each.detach() for each in outputs]
+                        return self.issued(FutureWork(self._node.all_gather_list(targets, source.detach())))
+                    if (planned := self._planning(ALL_GATHER, source.nbytes * self.size())) is not None:
+                        return self.issued(FutureWork(planned.all_gather_list(outputs, source)))
         return super().allgather(*arguments, **named)
 
     @outside_graphs
     def all_gather_single(self, *arguments: object, **named: object) -> dist.Work:
-        """Through shared memory on a single node; `arguments` are (output, source, options)."""
+        """As `broadcast`; `arguments` are (output, source, options)."""
         match arguments:
             case [Tensor() as output, Tensor() as source, AllgatherOptions()] if not named:
-                if self._node and self._is_local(source, output) and self._fits(output, source):
-                    return self.issued(FutureWork(self._node.all_gather(output.detach(), source.detach())))
+                if self._is_local(source, output) and self._fits(output, source):
+                    if self._node:
+                        return self.issued(FutureWork(self._node.all_gather(output.detach(), source.detach())))
+                    if (planned := self._planning(ALL_GATHER, output.nbytes)) is not None:
+                        return self.issued(FutureWork(planned.all_gather(output, source)))
         return super().all_gather_single(*arguments, **named)
 
     @outside_graphs
+    def all_gather_single_coalesced(self, *arguments: object, **named: object) -> dist.Work:
+        """By plans on several nodes, all under way together; `arguments` are (outputs, sources, options)."""
+        match arguments:
+            case [list() as outputs, list() as sources, *_] if not named and len(outputs) == len(sources) > 0:
+                pairs = list(zip(outputs, sources, strict=True))
+                if self._is_local(*outputs, *sources) and all(self._fits(*pair) for pair in pairs):
+                    total = sum(output.nbytes for output in outputs)
+                    if (planned := self._planning(ALL_GATHER, total)) is not None:
+                        return self.issued(FutureWork(together([planned.all_gather(*pair) for pair in pairs])))
+        return super().all_gather_single_coalesced(*arguments, **named)
+
+    @outside_graphs
+    def reduce_scatter(self, *arguments: object, **named: object) -> dist.Work:
+        """Sums and averages by a plan on several nodes; `arguments` are ([output], [sources of all ranks], options)."""
+        match arguments:
+            case [[Tensor() as output], [list() as sources], ReduceScatterOptions() as options] if not named:
+                if self._is_dense(output, *sources) and self._is_alike(output, sources):
+                    scale = self._scale_between(options.reduceOp, [output], output.nbytes * self.size())
+                    if scale is not None and self._collectives:
+                        return self.issued(FutureWork(self._collectives.reduce_scatter_list(output, sources, scale)))
+        return super().reduce_scatter(*arguments, **named)
+
+    @outside_graphs
     def reduce_scatter_single(self, *arguments: object, **named: object) -> dist.Work:
-        """Sums and averages through shared memory on a single node; `arguments` are (output, source, options)."""
+        """Sums and averages, through shared memory or by a plan; `arguments` are (output, source, options)."""
         match arguments:
             case [Tensor() as output, Tensor() as source, ReduceScatterOptions() as options] if not named:
-                if self._node and self._planned and self._is_local(source, output) and self._fits(source, output):
-                    scale = self._planned.scale(options.reduceOp, [source])
-                    if scale is not None:
-                        future = self._node.reduce_scatter(output.detach(), source.detach(), scale)
-                        return self.issued(FutureWork(future))
+                if self._is_dense(source, output) and self._fits(source, output):
+                    if self._node and self._planned and self._is_local(source, output):
+                        scale = self._planned.scale(options.reduceOp, [source])
+                        if scale is not None:
+                            future = self._node.reduce_scatter(output.detach(), source.detach(), scale)
+                            return self.issued(FutureWork(future))
+                    scale = self._scale_between(options.reduceOp, [source], source.nbytes)
+                    if scale is not None and self._collectives:
+                        return self.issued(FutureWork(self._collectives.reduce_scatter(output, source, scale)))
         return super().reduce_scatter_single(*arguments, **named)
+
+    @outside_graphs
+    def reduce_scatter_single_coalesced(self, *arguments: object, **named: object) -> dist.Work:
+        """By plans on several nodes, all under way together; `arguments` are (outputs, sources, options)."""
+        match arguments:
+            case [list() as outputs, list() as sources, ReduceScatterOptions() as options] if not named:
+                pairs = list(zip(sources, outputs, strict=False))
+                alike = len(outputs) == len(sources) > 0 and self._is_dense(*sources, *outputs)
+                if alike and all(self._fits(*pair) for pair in pairs):
+                    total = sum(source.nbytes for source in sources)
+                    scale = self._scale_between(options.reduceOp, sources, total)
+                    if scale is not None and self._collectives:
+                        futures = [self._collectives.reduce_scatter(part, whole, scale) for whole, part in pairs]
+                        return self.issued(FutureWork(together(futures)))
+        return super().reduce_scatter_single_coalesced(*arguments, **named)
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Until `_end_coalescing` everything goes to the inner group, which collects it (NCCL)."""
@@ -252,9 +311,33 @@ class GradwireGroup(DelegatingGroup):
         if self._planned is None or self._coalescing:
             return None
         scale = self._planned.scale(op, tensors)
-        if scale is None or not self._planned.beats_inner(tensors):
+        if scale is None:
+            return None
+        if not self._planned.beats_inner(tensors) and not self._library_lacks(op, tensors[0]):
             return None
         return self.issued(self._planned.all_reduce(tensors, scale))
+
+    def _planning(self, op: str, nbytes: int, root: int = 0) -> PlannedCollectives | None:
+        """What runs a collective on CPU tensors of several nodes; None where it is the inner group's."""
+        if self._collectives is None or self._coalescing or not self._collectives.beats_library(op, nbytes, root):
+            return None
+        return self._collectives
+
+    def _scale_between(self, op: object, tensors: list[Tensor], nbytes: int) -> float | None:
+        """The factor of a reduce_scatter between nodes that is planned; None where it is the inner group's."""
+        if self._planned is None or self._collectives is None or self._coalescing:
+            return None
+        scale = self._planned.scale(op, tensors)
+        if scale is None or self._library_lacks(op, tensors[0]):
+            return scale
+        return scale if self._collectives.beats_library(REDUCE_SCATTER, nbytes) else None
+
+    def _library_lacks(self, op: object, tensor: Tensor) -> bool:
+        """Whether the inner group cannot run an op at all: gloo has no PREMUL_SUM."""
+        return tensor.device.type == "cpu" and factor_of(op) is not None
+
+    def _is_dense(self, *tensors: Tensor) -> bool:
+        return all(tensor.device.type == "cpu" and tensor.layout == torch.strided for tensor in tensors)
 
     def _is_local(self, *tensors: Tensor) -> bool:
         return all(

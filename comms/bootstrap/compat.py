@@ -163,6 +163,19 @@ def premultiplied_sum(factor: float) -> dist.ReduceOp:
     return torch._C._distributed_c10d._make_nccl_premul_sum(factor)
 
 
+def factor_of(op: object) -> float | None:
+    """The factor of a PREMUL_SUM, which FSDP2 issues for a gradient divide factor; None for any other op."""
+    if op != dist.ReduceOp.PREMUL_SUM or not isinstance(op, dist.ReduceOp):
+        return None
+    state: object = op.__getstate__()
+    if not isinstance(state, tuple) or len(state) != 2:
+        return None
+    _, factor = state
+    if isinstance(factor, Tensor):
+        return float(factor) if factor.numel() == 1 and factor.device.type == "cpu" else None
+    return float(factor)
+
+
 _RENAMED = hasattr(dist.ProcessGroupGloo, "all_gather_single") and hasattr(dist.ProcessGroupGloo, "all_to_all_single")
 ALL_GATHER_SINGLE = "all_gather_single" if _RENAMED else "_allgather_base"
 """Method of torch's groups: (output, source, options), flat tensors; renamed in torch 2.15."""

@@ -22,7 +22,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from gradwire.comms.plan.algorithms import flat_messages
+from gradwire.comms.plan.algorithms import Messages, flat_messages
 from gradwire.comms.plan.plan import ALL_REDUCE, REDUCE_SCATTER, RING, Phase
 from gradwire.comms.plan.schedule import child_shares
 from gradwire.comms.plan.traffic import Egress, Floats, Ints, shape_of, sole_owner
@@ -142,14 +142,22 @@ class CostModel:
         alpha = max(level.link.alpha_seconds for level in self.cluster.levels)
         return PhaseCost(2 * (size - 1) * alpha, self.slowest(booked, spread=True), booked)
 
-    def _whole(self, algorithm: str) -> PhaseCost:
-        messages = flat_messages(self._shape, algorithm)
+    def messages(self, messages: Messages, *, ring: bool = False) -> PhaseCost:
+        """Seconds and bytes of messages that are all under way, for each byte of bucket.
+
+        Args:
+            messages: Of all ranks.
+            ring: Whether they go around a ring over all ranks, through sockets inside the nodes too.
+        """
         crossed = self._shape.crossings(messages.sources, messages.targets)
         egress = self._shape.book(messages.sources, crossed, messages.nbytes)
         alphas = np.array([level.link.alpha_seconds for level in self.cluster.levels])
-        share = self.cluster.levels[-1].link.ring_share if algorithm == RING else 1.0
+        share = self.cluster.levels[-1].link.ring_share if ring else 1.0
         slowest = self.slowest(egress, spread=True)
         return PhaseCost(messages.critical_seconds(alphas[crossed]), slowest / share, egress)
+
+    def _whole(self, algorithm: str) -> PhaseCost:
+        return self.messages(flat_messages(self._shape, algorithm), ring=algorithm == RING)
 
     def slowest(self, egress: Egress, *, spread: bool) -> float:
         """Seconds of the slowest link for what leaves each unit, for each byte of bucket.

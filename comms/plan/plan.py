@@ -84,6 +84,30 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class Message:
+    """A run of elements that one rank sends to another, in place: both have it at the same offset."""
+
+    source: int
+    target: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange(Transfer):
+    """Messages between some ranks, all under way together; at most one for each pair of ranks and direction.
+
+    As an `all_gather` what arrives overwrites; as a `reduce_scatter` it is added to what the target has there, in the
+    order of the members.
+
+    Attributes:
+        messages: All of them; elements count from the beginning of the tensor, whatever `start` is.
+    """
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What happens to one bucket.
 

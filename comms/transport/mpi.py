@@ -11,7 +11,7 @@ Both are used in the same order on all ranks, though by different threads, so MP
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import count, pairwise
+from itertools import accumulate, count, pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -128,6 +128,18 @@ class MpiGroup:
         data = _bytes(tensor)
         return _Request(self._first.Ibcast([data, self._mpi.BYTE], root=root), (data,), "broadcast", self._seconds)
 
+    def exchange(
+        self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], largest_nbytes: int
+    ) -> Work:
+        """See `TorchTransport.exchange`; MPI itself decides how to send messages of any size."""
+        width = source.element_size()
+        sent, received = _bytes(source), _bytes(output)
+        request = self._first.Ialltoallv(
+            [sent, _counted(source_splits, width), self._mpi.BYTE],
+            [received, _counted(output_splits, width), self._mpi.BYTE],
+        )
+        return _Request(request, (sent, received), "exchange", self._seconds)
+
     def close(self) -> None:
         """Frees the communicators; all members together."""
         self._second.Free()
@@ -199,6 +211,12 @@ class _Then:
         """Waits for both."""
         self._work.wait()
         self._then().wait()
+
+
+def _counted(splits: Sequence[int], width: int) -> tuple[list[int], list[int]]:
+    """Counts and offsets in bytes, as MPI wants them."""
+    counts = [split * width for split in splits]
+    return counts, [0, *accumulate(counts)][:-1]
 
 
 def _bytes(tensor: Tensor) -> "numpy.typing.NDArray[numpy.uint8]":

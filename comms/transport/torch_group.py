@@ -118,6 +118,21 @@ class TorchTransport:
         options.rootRank = root
         return self._pending(self._group.broadcast([tensor], options))
 
+    def exchange(
+        self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], largest_nbytes: int
+    ) -> Work:
+        """Sends runs of a flat tensor to the other ranks, as many elements to each as both ends say.
+
+        Args:
+            output: 1-D; takes what arrives, in the order of the ranks.
+            source: 1-D; what is sent, in the order of the ranks.
+            output_splits: Elements that arrive from each rank; none from this one.
+            source_splits: Elements for each rank; none for this one.
+            largest_nbytes: Of the largest message of any rank; the same on all of them.
+        """
+        issue = getattr(self._group, ALL_TO_ALL_SINGLE)
+        return self._pending(issue(output, source, output_splits, source_splits, dist.AllToAllOptions()))
+
     def _exchange(self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]) -> Work:
         """An all_to_all of unequal parts: `source_splits[p]` elements to rank p, `output_splits[p]` from it."""
         if len({*output_splits, *source_splits}) == 1:
@@ -158,6 +173,17 @@ class GlooTransport(TorchTransport):
     def _exchange(self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]) -> Work:
         if self.size == 1 or max(source_splits) * source.element_size() < LARGE_NBYTES:  # the same on all ranks
             return super()._exchange(output, source, output_splits, source_splits)
+        return self._both_ways(output, source, output_splits, source_splits)
+
+    def exchange(
+        self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int], largest_nbytes: int
+    ) -> Work:
+        """See `TorchTransport.exchange`."""
+        if largest_nbytes < LARGE_NBYTES:
+            return super().exchange(output, source, output_splits, source_splits, largest_nbytes)
+        return self._both_ways(output, source, output_splits, source_splits)
+
+    def _both_ways(self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]) -> Work:
         lower_out, own_out, higher_out = self._sections(output, output_splits)
         lower_in, own_in, higher_in = self._sections(source, source_splits)
         own_out.copy_(own_in)
@@ -281,19 +307,21 @@ class SlicesToSum:
     """What all ranks send of one slice, and the memory for its sum.
 
     Args:
-        received: (ranks, elements of the slice), not filled yet.
+        received: (ranks, elements of the slice), or a row for each rank, not filled yet.
     """
 
-    def __init__(self, received: Tensor) -> None:
-        narrow = received.is_floating_point() and received.element_size() < 4
+    def __init__(self, received: Tensor | Sequence[Tensor]) -> None:
+        first = received[0]
+        narrow = first.is_floating_point() and first.element_size() < 4
         self._received = received
-        self._wide = torch.empty_like(received[0], dtype=torch.float32) if narrow else None
+        self._wide = torch.empty_like(first, dtype=torch.float32) if narrow else None
 
     def sum(self, target: Tensor) -> None:
         """Sums in rank order, narrow types in float32 and rounded once.
 
         Args:
-            target: 1-D, elements of the slice, dtype of `received`; takes the sum. `received` is overwritten.
+            target: 1-D, elements of the slice, dtype of `received`; takes the sum, and may be one of the rows.
+                `received` is overwritten.
         """
         first, *others = self._received
         total = first if self._wide is None else self._wide.copy_(first)

@@ -1,0 +1,268 @@
+"""all_gather, reduce_scatter and broadcast of flat, strided or listed CPU tensors by a plan: see plan/collectives.py.
+
+The process group's face of these collectives, and the one for hooks of sharded training. They run in the lanes of a
+communicator, in the order of the calls, between its all-reduces; everything is exact.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from gradwire.comms.backend.strided import overwrite
+from gradwire.comms.backend.work import FutureTensors, finished
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.execute import Bucket, Launch
+from gradwire.comms.plan.collectives import BROADCAST, CollectivePlan, beats_library, plan_collective
+from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
+from gradwire.comms.plan.routes import Route
+
+
+class PlannedCollectives:
+    """One rank's end; every rank calls the same methods in the same order. CPU tensors of any strides.
+
+    Args:
+        communicator: For the CPU; its executor runs the plans, its `config` says which and in how many chunks.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._rank = communicator.rank
+        self._size = communicator.size
+        self._plans: dict[tuple[str, int, int, int], tuple[CollectivePlan, Route]] = {}
+        self._better: dict[tuple[str, int, int], bool] = {}
+
+    def beats_library(self, op: str, nbytes: int, root: int = 0) -> bool:
+        """Whether a plan is taken: predicted to be faster than gloo's own collective, or asked for by name.
+
+        Args:
+            op: `all_gather`, `reduce_scatter` or `broadcast`.
+            nbytes: Of the whole tensor: of all ranks' pieces.
+            root: Of a broadcast.
+        """
+        key = (op, nbytes, root)
+        if key not in self._better:
+            asked = self._communicator.config.plan
+            if asked == "auto":
+                self._better[key] = beats_library(self._communicator.cluster, op, nbytes, root)
+            else:
+                self._better[key] = asked != "flat" and nbytes > 0
+        return self._better[key]
+
+    def all_gather(self, output: Tensor, source: Tensor) -> FutureTensors:
+        """Fills `output` with every rank's `source`, in rank order.
+
+        Args:
+            output: Any shape, numel = size * source.numel(). Not to be touched until the future is done; the future's
+                value is [output].
+            source: Any dtype; the same numel and dtype on all ranks. May be this rank's part of `output`.
+
+        Raises:
+            ValueError: Numels or dtypes do not fit, or a tensor is not on the CPU.
+        """
+        self._check("output", output, source, self._size)
+        flat = _as_lies(output)
+        target = _empty_flat(output) if flat is None else flat
+        self._place(target, source)
+
+        def finish() -> list[Tensor]:
+            if flat is None:
+                overwrite(output, target.view(output.shape))
+            return [output]
+
+        return finished(self._run(ALL_GATHER, _bytes_of(target), source.nbytes), finish)
+
+    def all_gather_list(self, outputs: list[Tensor], source: Tensor) -> FutureTensors:
+        """Fills `outputs[r]` with rank r's `source`; without a further copy where they lie end to end in memory.
+
+        Args:
+            outputs: One for each rank, numel and dtype of `source`.
+            source: Any dtype; the same numel and dtype on all ranks.
+
+        Raises:
+            ValueError: Numels or dtypes do not fit, or a tensor is not on the CPU.
+        """
+        for output in outputs:
+            self._check("outputs", output, source, 1)
+        flat = _end_to_end(outputs)
+        if flat is not None:
+            return self.all_gather(flat, source).then(_value_of(outputs))
+        target = _empty_flat(source, len(outputs))
+        self._place(target, source)
+
+        def finish() -> list[Tensor]:
+            for output, contribution in zip(outputs, target.view(len(outputs), -1), strict=True):
+                overwrite(output, contribution.view(output.shape))
+            return outputs
+
+        return finished(self._run(ALL_GATHER, _bytes_of(target), source.nbytes), finish)
+
+    def reduce_scatter(self, output: Tensor, source: Tensor, scale: float = 1.0) -> FutureTensors:
+        """Fills `output` with this rank's piece of the sum over all ranks of `scale * source`.
+
+        The order of the sums is fixed: inside each node by rank, then the nodes' sums by node; float16 and bfloat16
+        are added in float32 and rounded once inside the node and once between the nodes. Same bits in every run.
+
+        Args:
+            output: Any shape; the future's value is [output]. May be this rank's piece of `source`.
+            source: numel = size * output.numel(), of a dtype in `SUMMED`. Used as working memory until the future is
+                done, then as it was.
+            scale: Factor on every rank's contribution; 1 for integers.
+
+        Raises:
+            ValueError: Numels or dtypes do not fit, or a tensor is not on the CPU.
+        """
+        self._check("source", source, output, self._size)
+        flat = _as_lies(source)
+        if flat is not None:
+            return self._reduce_scatter(output, flat, scale, keep=True)
+        copied = _empty_flat(source)
+        copied.view(source.shape).copy_(source.detach())
+        return self._reduce_scatter(output, copied, scale, keep=False)
+
+    def reduce_scatter_list(self, output: Tensor, sources: Sequence[Tensor], scale: float = 1.0) -> FutureTensors:
+        """As `reduce_scatter`, with one tensor for each rank; `sources` are copied.
+
+        Raises:
+            ValueError: Numels or dtypes do not fit, or a tensor is not on the CPU.
+        """
+        for source in sources:
+            self._check("sources", source, output, 1)
+        copied = _empty_flat(output, len(sources))
+        for row, source in zip(copied.view(len(sources), -1), sources, strict=True):
+            row.view(source.shape).copy_(source.detach())
+        return self._reduce_scatter(output, copied, scale, keep=False)
+
+    def broadcast(self, tensor: Tensor, root: int) -> FutureTensors:
+        """Copies `tensor` of rank `root` to all ranks, in place.
+
+        Args:
+            tensor: Any dtype; the same numel and dtype on all ranks. The future's value is [tensor].
+            root: 0 <= root < size.
+
+        Raises:
+            ValueError: `root` is out of range, or `tensor` is not on the CPU.
+        """
+        if not 0 <= root < self._size:
+            raise ValueError(f"`root` is {root}; wanted 0 <= root < {self._size}")
+        self._check("tensor", tensor, tensor, 1)
+        flat = _as_lies(tensor)
+        target = _empty_flat(tensor) if flat is None else flat
+        if flat is None and self._rank == root:
+            target.view(tensor.shape).copy_(tensor.detach())
+
+        def finish() -> list[Tensor]:
+            if flat is None and self._rank != root:
+                overwrite(tensor, target.view(tensor.shape))
+            return [tensor]
+
+        return finished(self._run(BROADCAST, _bytes_of(target), tensor.nbytes, root=root), finish)
+
+    def _place(self, target: Tensor, source: Tensor) -> None:
+        """Copies this rank's piece to its place in all of them, unless it is there."""
+        numel = source.numel()
+        own = target[self._rank * numel : (self._rank + 1) * numel]
+        if own.data_ptr() != source.data_ptr() or not source.is_contiguous():
+            own.view(source.shape).copy_(source.detach())
+
+    def _reduce_scatter(self, output: Tensor, flat: Tensor, scale: float, *, keep: bool) -> FutureTensors:
+        cluster, numel = self._communicator.cluster, output.numel()
+        plan, _ = self._plan(REDUCE_SCATTER, numel, flat.element_size(), 0)
+        if scale != 1.0 and len(cluster.ranks(cluster.unit(self._rank, 0))) == 1:
+            with torch.inference_mode(False):  # nobody shares memory with this rank: no pass to scale in
+                flat, scale, keep = flat * scale, 1.0, False
+        with torch.inference_mode(False):
+            runs = [flat[start:stop] for start, stop in plan.own_runs(self._rank)] if keep else []
+            kept = [run.clone() for run in runs]
+        own = flat[self._rank * numel : (self._rank + 1) * numel]
+        in_place = keep and output.is_contiguous() and output.data_ptr() == own.data_ptr()
+
+        def finish() -> list[Tensor]:
+            total = own.clone() if in_place else own
+            if not in_place:
+                overwrite(output, own.view(output.shape))
+            for run, was in zip(runs, kept, strict=True):
+                run.copy_(was)
+            if in_place:
+                own.copy_(total)
+            return [output]
+
+        return finished(self._run(REDUCE_SCATTER, flat, numel, scale), finish)
+
+    def _run(
+        self, op: str, flat: Tensor, numel: int, scale: float = 1.0, root: int = 0
+    ) -> torch.futures.Future[Tensor]:
+        _, route = self._plan(op, numel, flat.element_size(), root)
+        bucket = Bucket.of(flat)
+        self._communicator.executor.start(Launch((flat,), None, (bucket,)), route, scale, flush=False)
+        return bucket.result()
+
+    def _plan(self, op: str, numel: int, width: int, root: int) -> tuple[CollectivePlan, Route]:
+        key = (op, numel, width, root)
+        if key not in self._plans:
+            communicator = self._communicator
+            plan = plan_collective(communicator.cluster, op, numel, width, root=root, chunks=communicator.config.chunks)
+            self._plans[key] = plan, plan.route(self._rank)
+        return self._plans[key]
+
+    def _check(self, name: str, whole: Tensor, part: Tensor, times: int) -> None:
+        for tensor in (whole, part):
+            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+                raise ValueError(f"`{name}` is a {tensor.layout} tensor on {tensor.device}; wanted dense CPU tensors")
+        if whole.dtype != part.dtype or whole.numel() != times * part.numel():
+            raise ValueError(
+                f"`{name}` has {whole.numel()} elements of {whole.dtype}; wanted {times * part.numel()} of {part.dtype}"
+            )
+
+
+def together(futures: Sequence[FutureTensors]) -> FutureTensors:
+    """One future of several collectives: its value is all their tensors; it raises what the first failed one raised."""
+
+    def join(done: "torch.futures.Future[list[FutureTensors]]") -> list[Tensor]:
+        return [tensor for each in done.value() for tensor in each.value()]
+
+    return torch.futures.collect_all(list(futures)).then(join)
+
+
+def _as_lies(tensor: Tensor) -> Tensor | None:
+    """The tensor's memory, 1-D; None where a copy must travel: it has gaps, or other threads may not write to it."""
+    if not tensor.is_contiguous() or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+        return None
+    with torch.inference_mode(False):
+        return tensor.detach().view(-1)
+
+
+def _bytes_of(flat: Tensor) -> Tensor:
+    """The same memory as bytes. Made in inference mode, such a view could not be written to by other threads."""
+    with torch.inference_mode(False):
+        return flat.view(torch.uint8)
+
+
+def _empty_flat(like: Tensor, times: int = 1) -> Tensor:
+    """New memory, 1-D, for so many tensors of this numel and dtype; any thread may write to it."""
+    with torch.inference_mode(False):
+        return torch.empty(times * like.numel(), dtype=like.dtype)
+
+
+def _end_to_end(tensors: Sequence[Tensor]) -> Tensor | None:
+    """All of several tensors as one flat tensor, where they lie end to end in one piece of memory."""
+    if any(_as_lies(tensor) is None for tensor in tensors):
+        return None
+    first = tensors[0].detach()
+    if any(left.data_ptr() + left.nbytes != right.data_ptr() for left, right in pairwise(tensors)):
+        return None
+    storage = first.untyped_storage().data_ptr()
+    if any(tensor.untyped_storage().data_ptr() != storage for tensor in tensors):
+        return None
+    return first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
+
+
+def _value_of(outputs: list[Tensor]) -> Callable[[FutureTensors], list[Tensor]]:
+    """For `then`: other tensors in place of a future's value, if it has one."""
+
+    def value(done: FutureTensors) -> list[Tensor]:
+        done.value()
+        return outputs
+
+    return value

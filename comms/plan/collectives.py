@@ -1,0 +1,379 @@
+"""Plans of all_gather, reduce_scatter and broadcast between nodes: which ranks move which elements, and what it costs.
+
+In an all_gather and a reduce_scatter of n ranks the tensor has n equal pieces, piece p being rank p's. In every other
+node one rank stands for piece p: the one whose place in its node corresponds to p's place in its own. So
+
+    all_gather      each piece goes once to every other node, to the rank that stands for it there; then the ranks of a
+                    node gather through shared memory what they have
+    reduce_scatter  the mirror image: each node sums a piece on the rank that stands for it, which sends that sum to its
+                    owner; the owner adds the nodes' sums in the order of the nodes
+    broadcast       the root's node copies through shared memory, its ranks send a part each to the next node, which
+                    passes it on to the one after it, and each node but the first gathers the parts inside
+
+A card sends each of its node's pieces to each other node: (N - 1)/N of the tensor with N equal nodes, the lower bound;
+a broadcast crosses each card once. Chunks are columns: the same run of elements of every piece.
+
+What gloo does instead: a binomial tree (gloo/broadcast.cc), a ring of all ranks (gloo/allgather.cc), and for a
+reduce_scatter an all_reduce of the whole (ProcessGroupGloo.cpp).
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from gradwire.comms.plan.algorithms import Messages, flat_messages
+from gradwire.comms.plan.cost import CostModel, PhaseCost, busiest, sent_nbytes
+from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER, RING, Exchange, Message, Phase, Plan, Transfer
+from gradwire.comms.plan.planner import CHUNK_COUNTS, CHUNK_TOLERANCE, MINIMUM_CHUNK_NBYTES, MINIMUM_GAIN
+from gradwire.comms.plan.routes import Chunk, PhasePart, Route
+from gradwire.comms.plan.schedule import child_shares
+from gradwire.comms.plan.traffic import shape_of
+from gradwire.compressors.base import even_bounds
+from gradwire.topology.cluster import Cluster
+
+BROADCAST = "broadcast"
+ALIGN_NBYTES = 64
+"""Columns and parts start at a cache line, where the dtype allows it."""
+
+SMALL_NBYTES = 64 << 10
+"""Tensors below this stay with gloo: what a plan saves on the wire is less than what its threads hand over. At 200 Mbit
+this much takes 2.6 ms."""
+
+Steps = list[list[Transfer]]
+"""The transfers of each phase of one chunk, of all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectivePlan:
+    """How one collective runs between nodes, whatever the rank.
+
+    Attributes:
+        plan: Its phases, the number of chunks, and what it is predicted to cost.
+        numel: Elements of a piece (all_gather, reduce_scatter) or of the tensor (broadcast).
+        columns: The chunks: runs of elements of every piece, or of the tensor.
+        chunks: The transfers of each.
+    """
+
+    plan: Plan
+    numel: int
+    columns: tuple[tuple[int, int], ...]
+    chunks: tuple[Steps, ...]
+
+    def route(self, rank: int) -> Route:
+        """What one rank does."""
+        plan = self.plan
+        chunks = []
+        for (start, stop), steps in zip(self.columns, self.chunks, strict=True):
+            parts = [_part(phase, transfers, rank) for phase, transfers in zip(plan.phases, steps, strict=True)]
+            chunks.append(Chunk(start, stop, tuple(parts)))
+        hops = [(number + 1, 0) for number, phase in enumerate(plan.phases) if phase.asynchronous]
+        turn = max((number for number, phase in enumerate(plan.phases, 1) if phase.op != ALL_GATHER), default=0)
+        return Route(plan, tuple(chunks), ((0, 0), *hops), turn, direct=False)
+
+    def own_runs(self, rank: int) -> list[tuple[int, int]]:
+        """Of a reduce_scatter, the runs of elements that sums are made in on one rank, ascending and apart."""
+        runs = [
+            (transfer.start + transfer.bounds[place], transfer.start + transfer.bounds[place + 1])
+            for steps in self.chunks
+            for transfer in steps[0]
+            if not isinstance(transfer, Exchange) and rank in transfer.members
+            for place in [transfer.members.index(rank)]
+        ]
+        runs.append((rank * self.numel, (rank + 1) * self.numel))
+        joined: list[tuple[int, int]] = []
+        for start, stop in sorted(run for run in runs if run[0] < run[1]):
+            if joined and start <= joined[-1][1]:
+                joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+            else:
+                joined.append((start, stop))
+        return joined
+
+
+@lru_cache(maxsize=64)
+def stand_ins(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """For each node and piece the rank that stands for the piece in that node: in its own node its owner."""
+    nodes = cluster.nodes
+    found = [[0] * cluster.size for _ in nodes]
+    for home in nodes:
+        for node, ranks in enumerate(nodes):
+            shares = child_shares(len(home), len(ranks))
+            for place, piece in enumerate(home):
+                found[node][piece] = ranks[bisect_right(shares, place, 1) - 1]
+    return tuple(map(tuple, found))
+
+
+@lru_cache(maxsize=256)
+def plan_collective(
+    cluster: Cluster, op: str, numel: int, element_nbytes: int = 1, *, root: int = 0, chunks: int = 0
+) -> CollectivePlan:
+    """The plan of one collective on the CPU.
+
+    Args:
+        cluster: Where the ranks are and what the links give.
+        op: `all_gather`, `reduce_scatter` or `broadcast`.
+        numel: Elements of a piece; of the tensor of a broadcast.
+        element_nbytes: Size of an element.
+        root: Who has the tensor of a broadcast.
+        chunks: Pieces to pipeline; 0 chooses.
+
+    Raises:
+        ValueError: `op` is unknown.
+    """
+    if op not in (ALL_GATHER, REDUCE_SCATTER, BROADCAST):
+        raise ValueError(f"`op` is {op!r}; wanted {ALL_GATHER}, {REDUCE_SCATTER} or {BROADCAST}")
+    whole = numel * element_nbytes * (1 if op == BROADCAST else cluster.size)
+    inside, between, egress = _costs(cluster, op, root)
+    rails = cluster.widest(0) if op == BROADCAST else cluster.size
+    best: tuple[int, float] | None = None
+    for count in (chunks,) if chunks else CHUNK_COUNTS:
+        if chunks or count == 1 or whole / rails / count >= MINIMUM_CHUNK_NBYTES:
+            # In columns each piece has one summand after the other, where whole pieces are summed by all ranks at once.
+            alone = (cluster.widest(0) + 1) / 2 if op == REDUCE_SCATTER and count > 1 else 1.0
+            took = [alone * inside.seconds(whole / count), *(hop.seconds(whole / count) for hop in between)]
+            seconds = sum(took) + (count - 1) * max(took)
+            if best is None or seconds < best[1] * (1 - CHUNK_TOLERANCE):
+                best = count, seconds
+    assert best is not None
+    count, seconds = best
+    align = max(1, ALIGN_NBYTES // element_nbytes)
+    columns = tuple(run for run in pairwise(even_bounds(numel, count, align)) if run[0] < run[1]) or ((0, 0),)
+    phases = _phases(cluster, op)
+    make = {ALL_GATHER: _gather, REDUCE_SCATTER: _scatter}
+    if op == BROADCAST:
+        steps = tuple(_broadcast(cluster, root, start, stop, align) for start, stop in columns)
+    else:
+        steps = tuple(make[op](cluster, numel, column) for column in columns)
+    priced = [(cost, float(whole)) for cost in egress]
+    why = f"{op} between nodes first-hand: each piece crosses each card once."
+    plan = Plan("hierarchical", phases, len(columns), whole, seconds, busiest(cluster, priced), why)
+    return CollectivePlan(plan, numel, columns, steps)
+
+
+def library_seconds(cluster: Cluster, op: str, nbytes: int, root: int = 0) -> float:
+    """What gloo is predicted to need for a collective over all ranks.
+
+    Args:
+        cluster: Where the ranks are and what the links give.
+        op: `all_gather`, `reduce_scatter` or `broadcast`.
+        nbytes: Of the whole tensor: all pieces.
+        root: Of a broadcast.
+    """
+    cost, times = _library_cost(cluster, op, root)
+    return times * cost.seconds(nbytes)
+
+
+def beats_library(cluster: Cluster, op: str, nbytes: int, root: int = 0) -> bool:
+    """Whether the plan is predicted to be clearly faster than gloo's own collective.
+
+    Args:
+        cluster: Where the ranks are and what the links give.
+        op: `all_gather`, `reduce_scatter` or `broadcast`.
+        nbytes: Of the whole tensor: all pieces.
+        root: Of a broadcast.
+    """
+    if nbytes < SMALL_NBYTES:
+        return False
+    numel = nbytes if op == BROADCAST else nbytes // cluster.size
+    planned = plan_collective(cluster, op, numel, root=root).plan.seconds
+    return planned < library_seconds(cluster, op, nbytes, root) * (1 - MINIMUM_GAIN)
+
+
+def _phases(cluster: Cluster, op: str) -> tuple[Phase, ...]:
+    parts = cluster.widest(0)
+    inside = Phase(REDUCE_SCATTER if op == REDUCE_SCATTER else ALL_GATHER, 0, parts)
+    if len(cluster.nodes) == 1:
+        return (replace(inside, parts=1) if op == BROADCAST else inside,)
+    between = Phase(inside.op, 1, parts, asynchronous=True)
+    if op == REDUCE_SCATTER:
+        return inside, between
+    if op == ALL_GATHER:
+        return between, inside
+    hops = (replace(between, parts=1),) * (len(cluster.nodes) - 1)
+    return replace(inside, parts=1), *hops, inside
+
+
+def _part(phase: Phase, transfers: Iterable[Transfer], rank: int) -> PhasePart:
+    own = tuple(transfer for transfer in transfers if rank in transfer.members)
+    sent = 0.0
+    for transfer in own:
+        if isinstance(transfer, Exchange):
+            sent += sum(each.stop - each.start for each in transfer.messages if each.source == rank)
+        else:
+            place, count = transfer.members.index(rank), len(transfer.members)
+            sent += sent_nbytes(transfer.op, transfer.stop - transfer.start, count, place, transfer.bounds)
+    logical = sum(transfer.stop - transfer.start for transfer in own)
+    # Together the transfers of a phase take all that this rank has: a factor is applied in their pass.
+    return PhasePart(phase, (own,), (), True, len(own), logical, sent)
+
+
+def _gather(cluster: Cluster, numel: int, column: tuple[int, int]) -> Steps:
+    inside = _inside(cluster, ALL_GATHER, numel, column)
+    if len(cluster.nodes) == 1:
+        return [inside]
+    return [_between(cluster, ALL_GATHER, numel, column), inside]
+
+
+def _scatter(cluster: Cluster, numel: int, column: tuple[int, int]) -> Steps:
+    inside = _inside(cluster, REDUCE_SCATTER, numel, column)
+    if len(cluster.nodes) == 1:
+        return [inside]
+    return [inside, _between(cluster, REDUCE_SCATTER, numel, column)]
+
+
+def _inside(cluster: Cluster, op: str, numel: int, column: tuple[int, int]) -> list[Transfer]:
+    """What the ranks of each node do in shared memory: each has, or makes, the pieces that it stands for."""
+    start, stop = column
+    transfers: list[Transfer] = []
+    if start == stop:
+        return transfers
+    for node, ranks in enumerate(cluster.nodes):
+        places = {rank: place for place, rank in enumerate(ranks)}
+        holders = [places[rank] for rank in stand_ins(cluster)[node]]
+        if len(ranks) == 1:
+            continue
+        for first, last in _runs(holders, whole=column == (0, numel)):
+            held = holders[first:last]
+            width = stop - start
+            bounds = tuple(width * sum(holder < place for holder in held) for place in range(len(ranks) + 1))
+            begin = first * numel + start
+            transfers.append(Transfer(op, 0, ranks, begin, begin + bounds[-1], bounds))
+    return transfers
+
+
+def _runs(holders: Sequence[int], *, whole: bool) -> list[tuple[int, int]]:
+    """Runs of pieces that lie end to end and whose holders ascend: each is one collective."""
+    ends = [
+        place
+        for place in range(1, len(holders) + 1)
+        if place == len(holders) or not whole or holders[place] < holders[place - 1]
+    ]
+    return list(pairwise([0, *ends]))
+
+
+def _between(cluster: Cluster, op: str, numel: int, column: tuple[int, int]) -> list[Transfer]:
+    """Each piece's way between its owner and those that stand for it elsewhere."""
+    start, stop = column
+    if start == stop:
+        return []
+    messages = []
+    for piece in range(cluster.size):
+        for row in stand_ins(cluster):
+            if row[piece] != piece:
+                source, target = (piece, row[piece]) if op == ALL_GATHER else (row[piece], piece)
+                messages.append(Message(source, target, piece * numel + start, piece * numel + stop))
+    return [
+        Exchange(op, 1, members, 0, cluster.size * numel, (), tuple(own))
+        for members in correspondents(cluster)
+        for own in [[message for message in messages if message.source in members]]
+    ]
+
+
+@lru_cache(maxsize=64)
+def correspondents(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """The sets of ranks that exchange pieces with each other: one rank of each node, where nodes are alike."""
+    joined = {rank: {rank} for rank in range(cluster.size)}
+    for row in stand_ins(cluster):
+        for piece, rank in enumerate(row):
+            if joined[piece] is not joined[rank]:
+                joined[piece] |= joined[rank]
+                for member in joined[rank]:
+                    joined[member] = joined[piece]
+    return tuple(dict.fromkeys(tuple(sorted(members)) for members in joined.values()))
+
+
+def _broadcast(cluster: Cluster, root: int, start: int, stop: int, align: int) -> Steps:
+    nodes, first = cluster.nodes, cluster.node_rank(root)
+    order = [nodes[(first + step) % len(nodes)] for step in range(len(nodes))]
+    parts = cluster.widest(0)
+    bounds = even_bounds(stop - start, parts, align)
+    home, place = order[0], order[0].index(root)
+    owned = (0,) * (place + 1) + (stop - start,) * (len(home) - place)
+    steps: Steps = [[Transfer(ALL_GATHER, 0, home, start, stop, owned)] if len(home) > 1 and start < stop else []]
+    holders = [_holders(ranks, parts) for ranks in order]
+    for givers, takers in pairwise(holders):
+        steps.append(
+            [
+                Transfer(ALL_GATHER, 1, (giver, taker), start + begin, start + end, (0, end - begin, end - begin))
+                for giver, taker, (begin, end) in zip(givers, takers, pairwise(bounds), strict=True)
+                if begin < end
+            ]
+        )
+    if len(order) > 1:
+        gathers = []
+        for ranks in order[1:]:
+            if len(ranks) > 1 and start < stop:
+                owned = tuple(bounds[share] for share in child_shares(parts, len(ranks)))
+                gathers.append(Transfer(ALL_GATHER, 0, ranks, start, stop, owned))
+        steps.append(gathers)
+    return steps
+
+
+def _holders(ranks: Sequence[int], parts: int) -> list[int]:
+    """For each part of a broadcast the rank of a node that carries it between nodes."""
+    shares = child_shares(parts, len(ranks))
+    return [ranks[bisect_right(shares, part) - 1] for part in range(parts)]
+
+
+@lru_cache(maxsize=128)
+def _costs(cluster: Cluster, op: str, root: int) -> tuple[PhaseCost, tuple[PhaseCost, ...], tuple[PhaseCost, ...]]:
+    """Of one byte of tensor: inside the nodes (all phases together), between them hop by hop, and all of that."""
+    model = CostModel(cluster, {})
+    inside = model.phase(Phase(ALL_GATHER if op == ALL_GATHER else REDUCE_SCATTER, 0, cluster.widest(0)))
+    if op == BROADCAST:
+        inside = model.phase(Phase(ALL_GATHER, 0))
+    nodes = cluster.nodes
+    if len(nodes) == 1:
+        return inside, (), (inside,)
+    if op == BROADCAST:
+        begin = cluster.node_rank(root)
+        order = [nodes[(begin + step) % len(nodes)] for step in range(len(nodes))]
+        parts = cluster.widest(0)
+        hops = tuple(
+            model.messages(
+                _messages(
+                    [
+                        (giver, taker, 1 / parts)
+                        for giver, taker in zip(_holders(givers, parts), _holders(takers, parts), strict=True)
+                    ],
+                    rounds=1,
+                )
+            )
+            for givers, takers in pairwise(order)
+        )
+        return inside, hops, (inside, *hops)
+    pairs = [
+        (piece, row[piece], 1 / cluster.size)
+        for row in stand_ins(cluster)
+        for piece in range(cluster.size)
+        if row[piece] != piece
+    ]
+    if op == REDUCE_SCATTER:
+        pairs = [(target, source, nbytes) for source, target, nbytes in pairs]
+    crossing = model.messages(_messages(pairs, rounds=len(nodes) - 1))
+    return inside, (crossing,), (inside, crossing)
+
+
+@lru_cache(maxsize=128)
+def _library_cost(cluster: Cluster, op: str, root: int) -> tuple[PhaseCost, float]:
+    """Gloo's own algorithm, and how often it runs: an all_gather is half of a ring's all_reduce."""
+    model = CostModel(cluster, {})
+    if op != BROADCAST:
+        cost = model.messages(flat_messages(shape_of(cluster), RING), ring=True)
+        return cost, 0.5 if op == ALL_GATHER else 1.0
+    pairs, rounds, distance = list[tuple[int, int, float]](), 0, 1
+    while distance < cluster.size:
+        for place in range(min(distance, cluster.size - distance)):
+            pairs.append(((place + root) % cluster.size, (place + distance + root) % cluster.size, 1.0))
+        rounds, distance = rounds + 1, 2 * distance
+    return model.messages(_messages(pairs, rounds)), 1.0
+
+
+def _messages(pairs: Sequence[tuple[int, int, float]], rounds: int) -> Messages:
+    """Messages (source, target, bytes), of which so many follow one another."""
+    sources, targets = (np.array([pair[place] for pair in pairs], dtype=np.intp) for place in range(2))
+    nbytes = np.array([pair[2] for pair in pairs])
+    return Messages(sources, targets, nbytes, lambda alphas: rounds * float(alphas.max(initial=0.0)))

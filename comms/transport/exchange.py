@@ -1,0 +1,103 @@
+"""Messages between some ranks in one collective, read from and written to their places in a flat tensor."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.comms.plan.plan import REDUCE_SCATTER, Exchange, Message
+from gradwire.comms.transport.groups import Transport
+from gradwire.comms.transport.mpi import MpiGroup
+from gradwire.comms.transport.torch_group import SlicesToSum, TorchTransport
+from gradwire.compressors.base import Work
+
+
+def exchange(group: Transport, flat: Tensor, transfer: Exchange, rank: int) -> Work:
+    """Issues an exchange; what arrives is in its place in `flat` once the work has been waited for.
+
+    A rank that sends or receives a single message does so without a copy, but where it adds.
+
+    Args:
+        group: Of the transfer's members: gloo or MPI.
+        flat: 1-D, contiguous, any dtype; to be summed, one that torch adds.
+        transfer: What goes where.
+        rank: This rank.
+
+    Raises:
+        TypeError: `group` cannot send unequal messages.
+    """
+    if not isinstance(group, TorchTransport | MpiGroup):
+        raise TypeError(f"`group` is a {type(group).__name__}; wanted gloo or MPI, which send unequal messages")
+    members = transfer.members
+    outgoing = sorted((each for each in transfer.messages if each.source == rank), key=lambda each: each.target)
+    incoming = sorted((each for each in transfer.messages if each.target == rank), key=lambda each: each.source)
+    width = flat.element_size()
+    largest = max((each.stop - each.start for each in transfer.messages), default=0) * width
+    source = _collected([flat[each.start : each.stop] for each in outgoing], flat)
+    adds = transfer.op == REDUCE_SCATTER
+    if len(incoming) == 1 and not adds:
+        received = flat[incoming[0].start : incoming[0].stop]
+    else:
+        received = flat.new_empty(sum(each.stop - each.start for each in incoming))
+    output_splits = _splits(members, {each.source: each for each in incoming}, width)
+    source_splits = _splits(members, {each.target: each for each in outgoing}, width)
+    issued = group.exchange(received.view(torch.uint8), source.view(torch.uint8), output_splits, source_splits, largest)
+    if adds and incoming:
+        place = sum(each.source < rank for each in incoming)
+        own = flat[incoming[0].start : incoming[0].stop]
+        return _Adding(issued, received.view(len(incoming), own.numel()), own, place, source)
+    if len(incoming) > 1:
+        return _Placing(issued, received, [flat[each.start : each.stop] for each in incoming], source)
+    return _Placing(issued, received, [], source)
+
+
+def _collected(runs: list[Tensor], like: Tensor) -> Tensor:
+    if len(runs) == 1:
+        return runs[0]
+    return torch.cat(runs) if runs else like.new_empty(0)
+
+
+def _splits(members: Sequence[int], messages: dict[int, Message], width: int) -> list[int]:
+    """Bytes to or from each member."""
+    return [(messages[member].stop - messages[member].start) * width if member in messages else 0 for member in members]
+
+
+class _Placing:
+    """Waits for messages and copies each to its place; holds what is sent until then."""
+
+    def __init__(self, work: Work, received: Tensor, targets: list[Tensor], source: Tensor) -> None:
+        self._work = work
+        self._received = received
+        self._targets = targets
+        self._source = source
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        self._work.wait()
+        offset = 0
+        for target in self._targets:
+            target.copy_(self._received[offset : offset + target.numel()])
+            offset += target.numel()
+
+
+class _Adding:
+    """Waits for what others have of one run, and adds it up with what is there, in rank order.
+
+    Args:
+        work: Is done when all has arrived.
+        received: (others, elements), in rank order.
+        own: 1-D, elements: this rank's summand; takes the sum.
+        place: How many of the others come before this rank.
+        source: What is sent: held until then.
+    """
+
+    def __init__(self, work: Work, received: Tensor, own: Tensor, place: int, source: Tensor) -> None:
+        self._work = work
+        self._rows = SlicesToSum([*received[:place], own, *received[place:]])
+        self._own = own
+        self._source = source
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        self._work.wait()
+        self._rows.sum(self._own)
