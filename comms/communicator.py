@@ -105,6 +105,7 @@ class Communicator:
         self._aborted = False
         self._all_reduces = 0
         self._owners: dict[str, Layout] = {}
+        self._settled: set[Layout] = set()
         self._loaded = False
 
     @property
@@ -172,7 +173,7 @@ class Communicator:
             self.connect(launch.numel * launch.parts[0].element_size())
         self._all_reduces += 1
         route = self.routes[launch.numel, launch.parts[0].dtype, layout]
-        if layout is not None:
+        if layout is not None and layout not in self._settled:
             self._migrate(layout, route)
         self.executor.start(launch, route, scale, flush, hold=hold)
 
@@ -236,6 +237,7 @@ class Communicator:
     def state_loaded(self) -> None:
         """Says that the compressor's state has been replaced by one from elsewhere; all ranks, between two steps."""
         self._owners.clear()
+        self._settled.clear()
         self._loaded = True
 
     def _migrate(self, layout: Layout, route: Route) -> None:
@@ -245,8 +247,11 @@ class Communicator:
         What this process itself has trained is exchanged without a question, and in the first step there is nothing.
         """
         known = any(item.name in self._owners for item in layout.slices)
-        if self._update_owners(layout) and (known or self._loaded):
-            self.executor.migrate(layout, route, self.device, ask=not known)
+        if self._update_owners(layout):
+            self._settled.clear()
+            if known or self._loaded:
+                self.executor.migrate(layout, route, self.device, ask=not known)
+        self._settled.add(layout)
 
     def _update_owners(self, layout: Layout) -> bool:
         """Notes that parameters travel in `layout` from now on; whether that is new for any of them."""
