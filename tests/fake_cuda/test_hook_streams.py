@@ -155,3 +155,40 @@ def test_what_the_schedule_says_of_a_bucket() -> None:
         for communicator in {entry["communicator"] for entry in sent}:
             numbers = [entry["sequence"] for entry in sent if entry["communicator"] == communicator]
             assert all(later == earlier + 1 for earlier, later in pairwise(numbers))
+
+
+def test_times_are_the_devices_and_are_read_a_step_later() -> None:
+    reports: dict[int, Any] = {}
+
+    def before(job: Job, step: int) -> None:
+        if step == 29:
+            reports[job.rank] = (job.state.report(), job.state._connection.watch.observed())
+
+    body = train("aabb", (REBUILT,) * 30, before=before, whole=True, plan="hierarchical", quiet=True)
+    _, running = on_cuda(4, body)
+    assert late_waits(running) == 0
+    for report, observed in reports.values():
+        assert [row.op for row in report.rows] == ["reduce_scatter", "all_reduce", "all_gather"]
+        for row in report.rows:
+            assert 0 < row.timed_calls < row.calls == 29 * len(REBUILT)
+            assert row.seconds > 0
+        assert observed.steps >= 15
+        assert 0 < observed.backward_seconds < observed.step_seconds
+
+
+def test_the_tuner_looks_at_each_step_a_step_later() -> None:
+    states: dict[int, Any] = {}
+
+    def before(job: Job, step: int) -> None:
+        if step == 59:
+            tuning = job.state._connection.tuning
+            states[job.rank] = (tuning.tuner.setting, tuning._fusion.plan.cuts, tuning._unread)
+
+    body = train("aabb", (REBUILT,) * 60, before=before, whole=True, fusion="auto", quiet=True)
+    _, running = on_cuda(4, body)
+    assert late_waits(running) == 0
+    assert len({setting for setting, _, _ in states.values()}) == 1
+    for setting, cuts, unread in states.values():
+        assert setting.label != "as begun"
+        assert cuts == setting.cuts
+        assert len(unread) == 1
