@@ -1,5 +1,6 @@
 """Laws of planned all_gather, reduce_scatter and broadcast, ranks as threads: what each collective means, exactly."""
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -44,7 +45,8 @@ def on_ranks(nodes: str, body: Callable[[PlannedCollectives, int], Result], **op
     store = HashStore()
 
     def run(rank: int) -> Result:
-        config = Config(hostname=nodes[rank], timeout=timedelta(seconds=20), **options)  # type: ignore[arg-type]
+        settings = {"timeout": timedelta(seconds=20)} | options
+        config = Config(hostname=nodes[rank], **settings)  # type: ignore[arg-type]
         communicator = Communicator(store, rank, len(nodes), CPU, config, name="test")
         try:
             return body(PlannedCollectives(communicator), rank)
@@ -189,6 +191,21 @@ def test_sums_have_the_same_bits_in_every_run_and_narrow_ones_are_made_in_float3
         members = [eight_bits(rank).float() for rank in range(size) if nodes[rank] == node]
         total += torch.stack(members).sum(0).to(torch.bfloat16)
     assert same(torch.cat([parts[2] for parts in first]), total.to(torch.bfloat16))
+
+
+def test_a_rank_that_gives_up_ends_the_collective_on_all_ranks() -> None:
+    def body(collectives: PlannedCollectives, rank: int) -> str:
+        whole, part = torch.ones(4000), torch.ones(1000)
+        if rank == 2:
+            time.sleep(0.2)
+            collectives._communicator.abort("rank 2 has had enough")
+            return "abort"
+        with pytest.raises(RuntimeError) as caught:
+            collectives.reduce_scatter(part, whole).wait()
+        return str(caught.value)
+
+    for rank, message in enumerate(on_ranks("aabb", body, timeout=timedelta(seconds=3))):
+        assert rank == 2 or ("reduce_scatter" in message and "failed on rank" in message), message
 
 
 def test_bad_input_is_named() -> None:

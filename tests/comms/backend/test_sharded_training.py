@@ -82,6 +82,14 @@ def train_sharded(rank: int, backend: str) -> tuple[list[Tensor], Counter[str]]:
         train(replica, optimizer, rank)
         held += [whole(parameter) for parameter in replica.parameters()]
         held += listed_and_coalesced(rank)
+        if backend != "gloo":
+            for numel in (3, 0, 50_000):  # small and empty ones too: gloo has none
+                tensor, part = torch.full((numel,), rank + 1.0), torch.empty(numel)
+                dist.all_reduce(tensor, op=dist.ReduceOp.PREMUL_SUM(0.5))
+                source = torch.full((4 * numel,), rank + 1.0)
+                reduce_scatter = collective_named("reduce_scatter_single", "reduce_scatter_tensor")
+                reduce_scatter(part, source, op=dist.ReduceOp.PREMUL_SUM(0.25))
+                assert torch.equal(tensor, torch.full((numel,), 5.0)) and torch.equal(part, torch.full((numel,), 2.5))
         if backend == "gloo":
             del replica  # outliving its group, the reducer of a DDP model can wait for ever for gloo's threads
         dist.destroy_process_group()
