@@ -101,8 +101,9 @@ class PlannedCollectives:
     def reduce_scatter(self, output: Tensor, source: Tensor, scale: float = 1.0) -> FutureTensors:
         """Fills `output` with this rank's piece of the sum over all ranks of `scale * source`.
 
-        The order of the sums is fixed: inside each node by rank, then the nodes' sums by node; float16 and bfloat16
-        are added in float32 and rounded once inside the node and once between the nodes. Same bits in every run.
+        The order of the sums is fixed: inside each node by rank, then the nodes' sums by the ranks that made them.
+        float16 and bfloat16 are added in float32 and rounded once inside the node and once between the nodes. The same
+        bits in every run.
 
         Args:
             output: Any shape; the future's value is [output]. May be this rank's piece of `source`.

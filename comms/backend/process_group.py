@@ -200,10 +200,15 @@ class GradwireGroup(DelegatingGroup):
 
     @outside_graphs
     def reduce_scatter(self, *arguments: object, **named: object) -> dist.Work:
-        """Sums and averages by a plan on several nodes; `arguments` are ([output], [sources of all ranks], options)."""
+        """As `reduce_scatter_single`; `arguments` are ([output], [sources of all ranks], options)."""
         match arguments:
             case [[Tensor() as output], [list() as sources], ReduceScatterOptions() as options] if not named:
                 if self._is_dense(output, *sources) and self._is_alike(output, sources):
+                    if self._node and self._planned and self._is_local(output):
+                        scale = self._planned.scale(options.reduceOp, [output])
+                        if scale is not None:
+                            whole = torch.cat([source.detach().reshape(-1) for source in sources])
+                            return self.issued(FutureWork(self._node.reduce_scatter(output.detach(), whole, scale)))
                     scale = self._scale_between(options.reduceOp, [output], output.nbytes * self.size())
                     if scale is not None and self._collectives:
                         return self.issued(FutureWork(self._collectives.reduce_scatter_list(output, sources, scale)))

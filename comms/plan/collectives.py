@@ -6,7 +6,7 @@ node one rank stands for piece p: the one whose place in its node corresponds to
     all_gather      each piece goes once to every other node, to the rank that stands for it there; then the ranks of a
                     node gather through shared memory what they have
     reduce_scatter  the mirror image: each node sums a piece on the rank that stands for it, which sends that sum to its
-                    owner; the owner adds the nodes' sums in the order of the nodes
+                    owner; the owner adds the nodes' sums in the order of the ranks that made them
     broadcast       the root's node copies through shared memory, its ranks send a part each to the next node, which
                     passes it on to the one after it, and each node but the first gathers the parts inside
 

@@ -27,7 +27,7 @@ def test_the_busiest_nic_sends_the_lower_bound() -> None:
         result = run_forked(
             cluster,
             str(SCRIPT),
-            [json.dumps(PLACEMENTS), json.dumps({"gradwire": 1})],
+            [json.dumps(PLACEMENTS), json.dumps({"gradwire": 1}), str(NBYTES // 4)],
             nodes=[4] * 4,
             timeout_seconds=120,
         )

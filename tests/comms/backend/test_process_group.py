@@ -122,7 +122,9 @@ def everything(rank: int, backend: str) -> list[Tensor]:
             part = torch.empty(33, dtype=dtype)
             collective_named("reduce_scatter_single", "reduce_scatter_tensor")(part, source)
             assert torch.equal(source, contribution(rank, size * 33, dtype)), "the source is not to be touched"
-            held.append(part)
+            listed_part = torch.empty(33, dtype=dtype)
+            dist.reduce_scatter(listed_part, list(source.view(size, 33)))
+            held += [part, listed_part]
     reduced = contribution(rank, 9, torch.float32)
     dist.reduce(reduced, 1)
     exchanged = torch.empty(size)

@@ -1,7 +1,7 @@
 """One rank on the emulated cluster: groups of some ranks run each collective, one group after the other.
 
-Arguments: for each placement its ranks, in the group's order, and how often each backend's collectives run. Prints what
-this rank's NIC sent in each, and the seconds it took.
+Arguments: for each placement its ranks, in the group's order; how often each backend's collectives run; elements of
+float32 in the whole tensor. Prints what this rank's NIC sent in the last of each, and the seconds they took.
 """
 
 import json
@@ -21,37 +21,34 @@ from gradwire.comms.bootstrap.compat import AllgatherOptions, PrefixStore
 from gradwire.comms.config import Config
 
 LAZY = ("gradwire.comms.backend.process_group",)
-NUMEL = 2 << 20
-"""Elements of float32: 8 MB."""
 
 
 def sent() -> int:
-    time.sleep(0.2)  # acknowledgements under way
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
 def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     torch.set_num_threads(1)
     place.connect()
-    runs = json.loads(arguments[1])
+    runs, numel = json.loads(arguments[1]), int(arguments[2])
     for name, members in json.loads(arguments[0]).items():
         if place.rank in members:
-            for row in measured(name, members, members.index(place.rank), runs):
+            for row in measured(name, members, members.index(place.rank), runs, numel):
                 os.write(1, (json.dumps({"placement": name, "node": place.node} | row) + "\n").encode())
         dist.barrier()
     place.leave()
     return 0
 
 
-def measured(name: str, members: list[int], rank: int, runs: dict[str, int]) -> list[dict[str, object]]:
+def measured(name: str, members: list[int], rank: int, runs: dict[str, int], numel: int) -> list[dict[str, object]]:
     size = len(members)
     store = PrefixStore(name, _get_default_store())
     options = OwnOptions(store, rank, size, timedelta(seconds=60), name, members)
     group = GradwireGroup(options, Config())
     groups = {"gradwire": group, "gloo": group.inner}
-    piece, whole = torch.full((NUMEL // size,), float(rank)), torch.empty(NUMEL)
-    source, part = torch.full((NUMEL,), float(rank)), torch.empty(NUMEL // size)
-    ends = (torch.arange(size) + 1) * (NUMEL // size) - 1
+    piece, whole = torch.full((numel // size,), float(rank)), torch.empty(numel)
+    source, part = torch.full((numel,), float(rank)), torch.empty(numel // size)
+    ends = (torch.arange(size) + 1) * (numel // size) - 1
     sums = float(sum(range(size)))
     root = size - 1
     from_root = dist.BroadcastOptions()
@@ -80,15 +77,16 @@ def measured(name: str, members: list[int], rank: int, runs: dict[str, int]) -> 
                     continue
                 group.inner.barrier().wait()
                 before = sent()
-                group.inner.barrier().wait()
                 began = time.perf_counter()
                 run(groups[backend]).wait()
                 took = time.perf_counter() - began
                 assert holds(), (op, backend)
-                nbytes[backend] = sent() - before
+                if number == 0:  # it connects
+                    continue
                 group.inner.barrier().wait()
-                if number:  # the first one connects
-                    times[backend].append(took)
+                time.sleep(0.05)  # acknowledgements under way
+                nbytes[backend] = sent() - before
+                times[backend].append(took)
         rows += [
             {"op": op, "backend": backend, "sent": nbytes[backend], "seconds": times[backend], "size": size}
             for backend in runs
