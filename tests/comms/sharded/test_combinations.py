@@ -3,6 +3,7 @@
 import gc
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -84,17 +85,17 @@ def other_mesh(mesh: DeviceMesh, folder: Path) -> None:
 def compiled(mesh: DeviceMesh) -> None:
     """Blocks compiled before they are sharded, and the whole model after."""
     native = sharded(mesh)
-    train(native, 2)
+    train(native, 1)
     blocks = Tiny()
     for block in blocks.blocks:
         block.compile(backend="eager")
     inner, _ = applied(mesh, blocks)
-    train(inner, 2)
+    train(inner, 1)
     assert not differs(weights(inner), weights(native))
     model, state = applied(mesh)
     outer = torch.compile(model, backend="eager")
-    train(outer, 2)  # type: ignore[arg-type]
-    assert state.steps == 2
+    train(outer, 1)  # type: ignore[arg-type]
+    assert state.steps == 1
     assert error_of(weights(model), weights(native)) < 1e-6
 
 
@@ -180,7 +181,8 @@ def one_shard(mesh: DeviceMesh) -> None:
     assert "all-reduces in 2 steps" in str(state.report())
     assert local(next(model.parameters())).shape == (WIDTH, 16)
     plain_step(model, 2)
-    assert "recommended" in str(state.advise())
+    with patch("gradwire.comms.autotune.stepwatch.SAMPLE_NBYTES", 1 << 16):  # codecs are timed on less
+        assert "recommended" in str(state.advise())
 
 
 def memory(mesh: DeviceMesh) -> None:
@@ -199,6 +201,7 @@ def memory(mesh: DeviceMesh) -> None:
         del state
         return live_nbytes() - before
 
+    gc.freeze()  # what was there before is not looked at
     shard = 2 * 256 * 256 // 2
     slack = 8192  # scalars, and torch's own empty tensors
     assert kept() < slack
@@ -206,12 +209,13 @@ def memory(mesh: DeviceMesh) -> None:
     assert kept(shards="int4", weights="int8", plan="flat") < slack
     residuals = shard * (8 + 8 // 2)  # worker and owner, each old and new; an owner has one replica's part
     assert abs(kept(replicas=mesh["replicate"], compressor="int8") - residuals) < slack
+    gc.unfreeze()
 
 
 def live_nbytes() -> int:
     """Of all tensors that Python can reach, each memory once."""
     gc.collect()
-    tensors = [local(one) for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    tensors = [local(one) for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 
