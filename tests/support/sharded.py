@@ -1,7 +1,7 @@
 """What each rank of the tests of sharded training does; four ranks, two replicas of two shards."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -22,7 +22,15 @@ WIDTH = 64
 class Processes(Protocol):
     """See tests/comms/conftest.py."""
 
-    def __call__(self, size: int, target: object, *arguments: object, nodes: str) -> list[object]: ...
+    def __call__(
+        self,
+        size: int,
+        target: object,
+        *arguments: object,
+        nodes: str,
+        lost: Collection[int] = (),
+        seconds: float = 90.0,
+    ) -> list[object]: ...
 
 
 class Tiny(nn.Module):

@@ -44,6 +44,7 @@ def combinations(rank: int, folder: str) -> None:
         tensor_parallel()
         second_dimension(mesh)
         scaled(mesh)
+        experts(mesh)
         one_shard(mesh)
 
 
@@ -135,6 +136,40 @@ def second_dimension(mesh: DeviceMesh) -> None:
     assert not differs(weights(ours), weights(native))
     assert error_of(weights(coded), weights(native)) < 0.01
     assert state.steps == 2
+
+
+def experts(mesh: DeviceMesh) -> None:
+    """Two units in one module: the spare weight has one shard, and each place in a shard group has its own."""
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        return  # torch before several units in one module
+    cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "expert", "inner"))
+
+    def model_on(on: DeviceMesh, usual: Any, own: Any) -> Tiny:
+        model = Tiny()
+        ours = set(model.spare.parameters())
+
+        def place(parameter: nn.Parameter) -> Any:
+            return common.ShardPlacementResult(Shard(0), own if parameter in ours else usual)
+
+        fully_shard(model, mesh=on, shard_placement_fn=place)
+        return model
+
+    native = model_on(
+        mesh,
+        common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0),
+        common.HSDPMeshInfo(cube["replicate", "inner"], shard_mesh_dim=1, replicate_mesh_dim=0),
+    )
+    model = model_on(
+        mesh["shard"],
+        common.FSDPMeshInfo(mesh["shard"], shard_mesh_dim=0),
+        common.FSDPMeshInfo(cube["inner"], shard_mesh_dim=0),
+    )
+    state = gradwire.fsdp.apply(model, replicas=mesh["replicate"])
+    for each in (native, model):
+        train(each, 2, lambda one, step: one(batch(step), spare=True).square().mean().backward())
+    assert not differs(weights(model), weights(native))
+    assert "4 all-reduces in 2 steps" in str(state.report())
 
 
 class Scale:

@@ -1,10 +1,13 @@
 """What cannot work is refused in the same words on every rank, and nobody waits for the others."""
 
+import os
+from datetime import timedelta
 from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import gradwire.fsdp
@@ -60,3 +63,21 @@ def test_bad_input_is_an_error_on_all_ranks_alike(processes: Processes) -> None:
     for one, *others in zip(*cast(list[list[str]], said), strict=True):
         digests = "has replicas of" in one  # each rank sees its own neighbour's
         assert digests or all(other == one for other in others), (one, others)
+
+
+def lost(rank: int) -> str:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    model = sharded(init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))
+    gradwire.fsdp.apply(model, shards="int4", weights="int8")
+    train(model, 1)
+    if rank == 3:
+        os._exit(1)
+    with pytest.raises(RuntimeError) as caught:
+        train(model, 3)
+    return str(caught.value)
+
+
+def test_a_lost_rank_is_an_error_on_all_others(processes: Processes) -> None:
+    """Nobody goes on with sums that lack a rank's part. Between replicas it is as for the hook: see test_failure.py."""
+    said = processes(4, lost, nodes="aabb", lost=(3,), seconds=60.0)
+    assert all(said[:3]), said
