@@ -107,9 +107,17 @@ class Compression:
         Raises:
             BaseException: What a bucket's all-reduce failed with.
         """
+        verdicts = [is_finite(_wait(bucket)) for bucket in buckets]
+        self.decide(all(verdicts), transfers)
+
+    def decide(self, finite: bool, transfers: Sequence[Layout]) -> None:
+        """Commits the state that a step left, or drops it; its buckets have been waited for.
+
+        Args:
+            finite: Whether the step's averages are finite on all ranks.
+            transfers: As for `end_step`.
+        """
         self._last_transfers = list(transfers)
-        verdicts = [_is_finite(_wait(bucket)) for bucket in buckets]
-        finite = all(verdicts)
         self.compressor.end_step(finite)
         if finite:
             self._dirty = not self.flushing
@@ -191,7 +199,7 @@ def _wait(bucket: Bucket) -> Tensor:
     return value
 
 
-def _is_finite(flat: Tensor) -> bool:
+def is_finite(flat: Tensor) -> bool:
     """One pass, no temporary: a NaN or an infinity anywhere shows in the extremes."""
     if flat.numel() == 0:
         return True

@@ -19,7 +19,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradwire import accelerate, lightning, transformers  # noqa: F401  # by their modules' names, not in __all__
+    from gradwire import accelerate, fsdp, lightning, transformers  # noqa: F401  # by their modules' names, not in __all__
     from gradwire.comms.attach import attach
     from gradwire.comms.bootstrap.mpi_launch import init_mpi_process_group
     from gradwire.comms.config import Config
@@ -87,8 +87,8 @@ __all__ = [
 ]
 
 
-_ADAPTERS = ("accelerate", "lightning", "transformers")
-"""Modules that import the framework they are for: `gradwire.lightning.Callback`."""
+_ADAPTERS = ("accelerate", "fsdp", "lightning", "transformers")
+"""Modules that import what they are for, when they are first named: `gradwire.lightning.Callback`."""
 
 
 def __getattr__(name: str) -> object:

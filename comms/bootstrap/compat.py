@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache, wraps
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -241,6 +241,198 @@ def outside_graphs(method: Method) -> Method:
         return (disabled[0] if disabled else method)(*arguments, **named)
 
     return cast(Method, call)
+
+
+class ShardedParameter:
+    """A parameter of FSDP2 on this rank, by torch's private FSDPParam.
+
+    Attributes:
+        param: torch's.
+    """
+
+    def __init__(self, param: object) -> None:
+        self.param: Any = param
+
+    @property
+    def sharded(self) -> Tensor:
+        """The parameter as the optimizer sees it, a DTensor."""
+        return cast(Tensor, self.param.sharded_param)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter (with tensor parallelism: of this rank's part of it)."""
+        return tuple(self.param._orig_size)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Of this rank's shard, without padding."""
+        return tuple(self.param.sharded_size)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of a shard with its padding: the same on all ranks."""
+        return int(self.param.padded_sharded_param_size.numel())
+
+    @property
+    def trained(self) -> bool:
+        """Whether it takes a gradient."""
+        return bool(self.param.sharded_param.requires_grad)
+
+    @property
+    def gathers_itself(self) -> bool:
+        """Whether its tensor subclass brings an all-gather of its own (float8 weights do)."""
+        return hasattr(self.param._sharded_local_tensor, "fsdp_pre_all_gather")
+
+    def has_gradient(self, unused_too: bool) -> bool:
+        """Whether the next reduction of its unit takes it in.
+
+        Args:
+            unused_too: Parameters without a gradient count as if it were zero.
+        """
+        if not hasattr(self.param, "_unsharded_param"):
+            return False
+        unsharded = self.param._unsharded_param
+        if self.param.unsharded_accumulated_grad is not None or unsharded.grad is not None:
+            return True
+        return unused_too and bool(unsharded.requires_grad)
+
+
+class ShardedUnit:
+    """What FSDP2 gathers and reduces together, by torch's private FSDPParamGroup: a call of `fully_shard` makes one.
+
+    Attributes:
+        module: That was sharded.
+        parameters: In the order in which their shards lie in what is reduced and gathered.
+        present: Those that the running reduction takes in.
+    """
+
+    def __init__(self, module: torch.nn.Module, group: Any, state: Any) -> None:
+        self.module = module
+        self._group = group
+        self._state = state
+        self.parameters = [ShardedParameter(param) for param in group.fsdp_params]
+        self.present: list[ShardedParameter] = []
+
+    @property
+    def replicates(self) -> bool:
+        """Whether torch all-reduces between replicas itself: native HSDP."""
+        return hasattr(self._group.mesh_info, "replicate_process_group")
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share its parameters; None where they are not sharded."""
+        return cast("dist.ProcessGroup | None", getattr(self._group.mesh_info, "shard_process_group", None))
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return cast(torch.device, self._group.device)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether its parameters and gradients live on the CPU between steps."""
+        return type(self._group.offload_policy).__name__ == "CPUOffloadPolicy"
+
+    @property
+    def divide_factor(self) -> float | None:
+        """What the user has set with `set_gradient_divide_factor`."""
+        return cast("float | None", self._group.gradient_divide_factor)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether this micro-batch is not the last: `set_requires_all_reduce(False)`, `set_is_last_backward(False)`."""
+        return not self._group.all_reduce_grads or not self._state._state_ctx.is_last_backward
+
+    @property
+    def hooked(self) -> bool:
+        """Whether a hook has been set that runs behind the reduce-scatter."""
+        return self._group._all_reduce_hook is not None
+
+    @property
+    def comm_names(self) -> tuple[str, str]:
+        """Classes of what carries out its all-gather and its reduce-scatter."""
+        return type(self._group._all_gather_comm).__name__, type(self._group._reduce_scatter_comm).__name__
+
+    def set_hook(self, hook: Callable[[Tensor], None]) -> None:
+        """Has `hook(shard)` run behind each reduce-scatter; torch's own method refuses modules of several units."""
+        self._group._all_reduce_hook = hook
+
+    @property
+    def all_gather(self) -> Callable[..., object]:
+        """What carries out its all-gathers."""
+        return cast(Callable[..., object], self._group._all_gather_comm)
+
+    def set_all_gather(self, comm: object) -> None:
+        """Has `comm` carry out the all-gathers."""
+        self._group._all_gather_comm = comm
+
+    def set_reduce_scatter(self, comm: object) -> None:
+        """Has `comm` carry out the reduce-scatters."""
+        self._group._reduce_scatter_comm = comm
+
+    def reshard(self) -> None:
+        """Puts the shards back in the place of whole parameters."""
+        self._group._to_sharded()
+
+    def note_present(self) -> None:
+        """Keeps `present` up to date from now on: torch tells its hooks how many elements come, but not whose."""
+        post_backward = self._group.post_backward
+
+        def noting(*unused: object) -> None:
+            unused_too = getattr(self._group, "reduce_scatter_unused_params", False)
+            self.present = [one for one in self.parameters if one.has_gradient(unused_too)]
+            post_backward(*unused)
+
+        self._group.post_backward = noting
+
+
+DEFAULT_SHARDED_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
+"""Classes of what carries out the collectives of FSDP2 where nobody has set anything."""
+
+
+def sharded_units(model: torch.nn.Module) -> list[ShardedUnit]:
+    """What FSDP2 has made of a model, in the model's order; empty where `fully_shard` was not called."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    units: dict[int, ShardedUnit] = {}
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            state: Any = module._get_fsdp_state()
+            if hasattr(state, "_fsdp_param_groups"):
+                groups = state._fsdp_param_groups
+            else:  # before several parameter groups in one module
+                groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+            for group in groups:
+                units.setdefault(id(group), ShardedUnit(module, group, state))
+    return list(units.values())
+
+
+def sharded_roots(model: torch.nn.Module) -> int:
+    """How many modules of FSDP2 are inside no other one."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return 0
+    if isinstance(model, fsdp.FSDPModule):
+        return 1
+    return sum(sharded_roots(child) for child in model.children())
+
+
+def at_end_of_sharded_backward(units: Sequence[ShardedUnit], callback: Callable[[], None]) -> None:
+    """Has `callback()` run when FSDP2 is through with a backward pass; pipeline schedules call the same end themselves.
+
+    Args:
+        units: All of a model.
+        callback: Runs behind torch's own end, once.
+    """
+    for state in {id(unit._state): unit._state for unit in units}.values():
+        ended = state._root_post_backward_final_callback
+
+        def end(ended: Callable[[], None] = ended) -> None:
+            ended()
+            callback()
+
+        state._root_post_backward_final_callback = end
 
 
 class GroupOptions(Protocol):

@@ -1,0 +1,1 @@
+"""Sharded training: the collectives of FSDP2."""

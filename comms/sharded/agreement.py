@@ -1,0 +1,64 @@
+"""What the ranks of a sharded model agree on before the first step, so that a mistake is an error on all of them.
+
+The ranks are a grid: each shares its parameters with the ranks of its row and its gradients with those of its column.
+Each rank writes down what it found, reads what its row and its column have written, and writes that down again: after
+two rounds everybody knows of an error anywhere in the grid, and nobody waits for a rank that has given up.
+"""
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+from gradwire.comms.bootstrap.compat import PrefixStore, Store
+from gradwire.comms.bootstrap.store import PollingStore
+
+ROUNDS = 2
+"""From any rank to any other of a grid it is one step along the row and one along the column."""
+
+OK, ERROR = "ok ", "error "
+
+
+def agree_on_grid(
+    store: Store, name: str, rank: int, peers: Iterable[int], wanted: str, error: str | None, timeout: timedelta
+) -> None:
+    """Compares what the ranks want.
+
+    Args:
+        store: Shared by all ranks.
+        name: Unique among the agreements of this store, the same on all ranks.
+        rank: This rank in the store's group.
+        peers: The ranks of its row and its column.
+        wanted: What has to be the same on all of them, in words.
+        error: What is wrong on this rank; None where nothing is.
+        timeout: For each peer to write.
+
+    Raises:
+        ValueError: On all ranks, where one has an error or two want different things.
+        RuntimeError: A peer did not write within the time-out.
+    """
+    polling = PollingStore(PrefixStore(f"gradwire/sharded/{name}", store), timeout)
+    others = sorted(set(peers) - {rank})
+    for number in range(ROUNDS):
+        polling.set(f"{number}/{rank}", OK + wanted if error is None else ERROR + error)
+        for other in others:
+            if error is not None:
+                break
+            found = _read(polling, f"{number}/{other}", other)
+            if found.startswith(ERROR):
+                error = found.removeprefix(ERROR)
+            elif found.removeprefix(OK) != wanted:
+                error = f"rank {rank} has {wanted}; rank {other} has {found.removeprefix(OK)}; wanted the same on all"
+        if error is not None and number + 1 < ROUNDS:
+            polling.set(f"{number + 1}/{rank}", ERROR + error)
+            break
+    if error is not None:
+        raise ValueError(error)
+
+
+def _read(polling: PollingStore, key: str, rank: int) -> str:
+    try:
+        return polling.get(key).decode()
+    except RuntimeError as failed:
+        raise RuntimeError(
+            f"rank {rank} did not call gradwire.fsdp.apply() within the time-out: all ranks of `replicas` and of the "
+            "mesh that the model is sharded over must call it"
+        ) from failed

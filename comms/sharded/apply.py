@@ -1,0 +1,230 @@
+"""Puts gradwire under a model that `fully_shard` has sharded."""
+
+import hashlib
+from collections.abc import Sequence
+from itertools import count
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradwire.comms.bootstrap.compat import DEFAULT_SHARDED_COMMS, ShardedUnit, sharded_roots, sharded_units, store_of
+from gradwire.comms.config import Config
+from gradwire.comms.sharded.agreement import agree_on_grid
+from gradwire.comms.sharded.collectives import SHARD_CHOICES, WEIGHT_CHOICES, Rounding, install
+from gradwire.comms.sharded.layout import ShardNames
+from gradwire.comms.sharded.nodes import ShardNodes, find_nodes
+from gradwire.comms.sharded.state import FsdpState
+from gradwire.compressors.rules import rules_from, warn_of_idle
+
+_applied = count()
+"""Numbers of the calls of `apply`, in the same order on all ranks of a model."""
+
+NOT_SHARDED = (
+    "`model` has no module that torch.distributed.fsdp.fully_shard (FSDP2) was called on: call fully_shard on its "
+    "blocks and on the model itself first, then gradwire.fsdp.apply(model, ...). FullyShardedDataParallel (FSDP1) has "
+    "no such hooks; for DistributedDataParallel use gradwire.attach(model)"
+)
+
+
+def apply(
+    model: nn.Module,
+    *,
+    replicas: DeviceMesh | None = None,
+    shards: str = "exact",
+    weights: str = "exact",
+    seed: int = 0,
+    config: Config | None = None,
+    **options: object,
+) -> FsdpState:
+    """Takes over collectives of a model that FSDP2 shards: call it after all `fully_shard`, before the first step.
+
+    All ranks of the model call it, with the same arguments.
+
+    Args:
+        model: On which, and on whose blocks, `fully_shard(..., mesh=mesh["shard"])` was called.
+        replicas: The other dimension of the mesh, `mesh["replicate"]`: the ranks that hold the same shards. Their
+            gradients are averaged by the cheapest plan, or compressed. None: there is no second dimension, or torch
+            averages over it (a two-dimensional mesh was given to `fully_shard`).
+        shards: What gradients travel as between nodes in the reduce-scatter over the ranks that share parameters:
+            "exact" (torch's own), "bf16", "int8" or "int4". Inside a node they are summed exactly, and all of it is
+            torch's own where those ranks are on one node; `plan="flat"` takes each rank for a node. Rounding to int8
+            and int4 is random and without bias, and nothing is held back.
+        weights: What weights travel as between nodes in the all-gather: "exact" (torch's own), "bf16" or "int8". All
+            ranks compute with the decoded weights; those that the optimizer changes stay exact.
+        seed: Of the random rounding.
+        config: The configuration; by default what the environment gives.
+        **options: Fields of `Config` by name: `compressor`, `compressor_options`, `rules`, `plan`, ...; they win over
+            the environment. Of `rules`, those that leave a parameter dense hold for `shards` and `weights` too, by its
+            whole shape; vectors and the smallest matrices are always dense. `fusion`, `fusion_mb`, `tune` and `probe`
+            are not for sharded models: FSDP2 says what travels together, by its units.
+
+    Returns:
+        The state; keep it for reports, checkpoints and `flush`.
+
+    Raises:
+        TypeError: An option has an unknown name, or `replicas` is no mesh.
+        ValueError: On all ranks alike: `model` is not sharded by FSDP2, its mesh or `replicas` do not fit, or a value
+            does not fit or differs between the ranks.
+        RuntimeError: torch.distributed is not initialised, or a rank did not join.
+    """
+    if config is not None and options:
+        raise TypeError(
+            f"`config` and {', '.join(f'`{name}`' for name in options)} are both given: put the options into the Config"
+        )
+    if replicas is not None and not isinstance(replicas, DeviceMesh):
+        raise TypeError(
+            f"`replicas` is a {type(replicas).__name__}; wanted one dimension of a DeviceMesh, mesh['replicate']"
+        )
+    config = config or Config.from_env(**options)
+    if not dist.is_initialized() or dist.group.WORLD is None:
+        raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() first")
+    units = sharded_units(model)
+    error = _error_of_choices(shards, weights, units) or _error_of(model, units, replicas, config)
+    names: ShardNames | None = None
+    if error is None:
+        try:
+            names = _names(model, units)
+        except ValueError as failed:
+            error = str(failed)
+    wanted = (
+        f"replicas of {0 if replicas is None else replicas.size()} ranks, shards={shards!r}, weights={weights!r}, "
+        f"seed={seed}, {_shapes(units, names)}"
+    )
+    agree_on_grid(
+        store_of(dist.group.WORLD),
+        str(next(_applied)),
+        dist.get_rank(),
+        _peers(units, replicas),
+        wanted,
+        error,
+        config.timeout,
+    )
+    assert names is not None
+    if config.compressor is not None:
+        warn_of_idle(config.rules, names.numels(), "Patterns are shell-style, of the whole name.")
+    for unit in units:
+        unit.note_present()
+    state = FsdpState(model, units, names, None if replicas is None else replicas.get_group(), config)
+    if shards != "exact" or weights != "exact":
+        found: dict[tuple[int, ...], ShardNodes] = {}
+
+        def nodes_of(group: dist.ProcessGroup) -> ShardNodes:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            if ranks not in found:
+                found[ranks] = find_nodes(group, config.hostname, flat=config.plan == "flat")
+            return found[ranks]
+
+        rounding = Rounding(seed, dist.get_rank())
+        totals = install(units, names, shards, weights, rules_from(config.rules), rounding, nodes_of)
+        where = sorted({nodes.describe() for nodes in found.values()})
+        state.count_shards(
+            totals, rounding, f"shards {shards}, weights {weights}: parameters shared by {', '.join(where)}"
+        )
+    return state
+
+
+def _error_of_choices(shards: str, weights: str, units: Sequence[ShardedUnit]) -> str | None:
+    for name, value, choices in (("shards", shards, SHARD_CHOICES), ("weights", weights, WEIGHT_CHOICES)):
+        if value not in choices:
+            return f"`{name}` is {value!r}; wanted one of {', '.join(choices)}"
+    if weights != "exact" and any(one.gathers_itself for unit in units for one in unit.parameters):
+        return (
+            f"`weights` is {weights!r}, and `model` has weights that bring an all-gather of their own (float8, say): "
+            "leave one of the two out"
+        )
+    return None
+
+
+def _error_of(
+    model: nn.Module, units: Sequence[ShardedUnit], replicas: DeviceMesh | None, config: Config
+) -> str | None:
+    """What is wrong on this rank; None where nothing is."""
+    if not units:
+        return NOT_SHARDED
+    if sharded_roots(model) > 1:
+        return (
+            f"`model` has {sharded_roots(model)} sharded modules that are in no other one: call fully_shard on the "
+            "model itself too, after its blocks"
+        )
+    if any(unit.hooked or unit.comm_names != DEFAULT_SHARDED_COMMS for unit in units):
+        return (
+            "`model` has an all-reduce hook or collectives of its own already: call gradwire.fsdp.apply() once, and "
+            "leave out set_all_reduce_hook, set_custom_all_gather and set_custom_reduce_scatter"
+        )
+    for name in ("fusion_mb", "tune", "probe"):
+        if getattr(config, name):
+            return f"`{name}` is {getattr(config, name)}; FSDP2 says what travels together, by its units: leave it out"
+    if config.fusion != "fixed":
+        return f"`fusion` is {config.fusion!r}; FSDP2 says what travels together, by its units: leave it out"
+    if replicas is None:
+        if config.compressor not in (None, "none"):
+            return (
+                f"`compressor` is {config.compressor!r}, which is for gradients between replicas, and `replicas` is "
+                "not given: " + _how_to_replicate(units)
+            )
+        return None
+    return _error_of_replicas(units, replicas)
+
+
+def _error_of_replicas(units: Sequence[ShardedUnit], replicas: DeviceMesh) -> str | None:
+    rank = dist.get_rank()
+    if any(unit.replicates for unit in units):
+        return "`replicas` is given, but torch averages over the replicas itself: " + _how_to_replicate(units)
+    if replicas.ndim != 1:
+        return (
+            f"`replicas` has {replicas.ndim} dimensions; wanted the one along which the shards are the same: "
+            "mesh['replicate']"
+        )
+    ranks = set(replicas.mesh.flatten().tolist())
+    if rank not in ranks:
+        return f"`replicas` is of ranks {sorted(ranks)}, without rank {rank}: give each rank its own, mesh['replicate']"
+    for unit in units:
+        sharers = _ranks(unit.shard_group)
+        if sharers & ranks - {rank}:
+            return (
+                f"`replicas` of rank {rank} is of ranks {sorted(ranks)}, and its parameters are sharded over "
+                f"{sorted(sharers)}: the two must have this rank alone in common; give mesh['shard'] to fully_shard "
+                "and mesh['replicate'] as `replicas`"
+            )
+    if any(unit.offloads for unit in units):
+        return (
+            "`model` has CPUOffloadPolicy, which is not safe together with replicas: the copy of a gradient to the "
+            "host may read memory that has been used anew (pytorch issue 180665); leave the policy out"
+        )
+    return None
+
+
+def _how_to_replicate(units: Sequence[ShardedUnit]) -> str:
+    if any(unit.replicates for unit in units):
+        return (
+            "the mesh given to fully_shard replicates too (native HSDP). Shard over one dimension, "
+            'fully_shard(module, mesh=mesh["shard"]), and give the other one here: '
+            'gradwire.fsdp.apply(model, replicas=mesh["replicate"], ...)'
+        )
+    return 'make a mesh of two dimensions, fully_shard(module, mesh=mesh["shard"]), and replicas=mesh["replicate"] here'
+
+
+def _names(model: nn.Module, units: Sequence[ShardedUnit]) -> ShardNames:
+    for unit in units:
+        unit.reshard()
+    return ShardNames({id(parameter): name for name, parameter in model.named_parameters()}, units)
+
+
+def _ranks(group: dist.ProcessGroup | None) -> set[int]:
+    return set() if group is None else set(dist.get_process_group_ranks(group))
+
+
+def _peers(units: Sequence[ShardedUnit], replicas: DeviceMesh | None) -> set[int]:
+    peers = set().union(*(_ranks(unit.shard_group) for unit in units))
+    return peers | (set() if replicas is None else set(replicas.mesh.flatten().tolist()))
+
+
+def _shapes(units: Sequence[ShardedUnit], names: ShardNames | None) -> str:
+    """The model in words; ranks of one grid must have the same."""
+    if names is None:
+        return ""
+    shards = [shard for unit in units for shard in names.of(unit.parameters)]
+    digest = hashlib.sha256(repr([(shard.name, shard.shape) for shard in shards]).encode()).hexdigest()[:12]
+    over = sorted({len(_ranks(unit.shard_group)) for unit in units})
+    return f"{len(units)} units of {len(shards)} parameters (digest {digest}) sharded over {over} ranks"

@@ -1,0 +1,286 @@
+"""FSDP2's reduce-scatter of gradients and all-gather of weights, in fewer bits between nodes.
+
+Reduce-scatter: inside each node the rows are summed exactly, so that a rank holds its node's sum of the rows of its
+counterparts; it encodes each for its owner, exchanges, and sums what it receives in float32. What the rounding leaves
+out is not kept: a residual would be as large as the whole unit on every rank. So rounding to few levels is random and
+without bias. A rank's own contribution is not encoded.
+
+All-gather: each rank encodes its row, counterparts exchange payloads, then the ranks of a node pass them on; all ranks,
+the owner included, decode the same bytes and compute with the same weights. The rows that the optimizer changes stay
+exact.
+
+Sources: exchange of encoded gradients in place of a reduce-scatter, and encoded weights: qgZ and qwZ of Wang et al.,
+ZeRO++, 2023. Random rounding of gradients without bias: Alistarh et al., QSGD, NeurIPS 2017, section 3.1.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.comms.bootstrap.compat import ShardedUnit, collective_named
+from gradwire.comms.execute import PhaseTotals
+from gradwire.comms.sharded.layout import RowRuns, ShardNames, runs_of
+from gradwire.comms.sharded.nodes import ShardNodes
+from gradwire.comms.sharded.rows import RowCodec, decode_rows, encode_row, payload_nbytes
+from gradwire.compressors.cast import CastCodec
+from gradwire.compressors.kernels.hashing import mix_key
+from gradwire.compressors.quantize import QuantizeCodec
+from gradwire.compressors.rules import Rule
+
+SHARD_CHOICES = ("exact", "bf16", "int8", "int4")
+"""What gradients may travel as between the ranks that share parameters."""
+WEIGHT_CHOICES = ("exact", "bf16", "int8")
+"""What weights may travel as."""
+
+SHARD_LEVEL = "between nodes, of the ranks that share parameters"
+"""In a report's rows."""
+
+_all_gather = collective_named("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = collective_named("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+def codec_of(choice: str, key: int | None) -> RowCodec:
+    """The codec of one of the choices.
+
+    Args:
+        choice: "bf16", "int8" or "int4".
+        key: Of the random rounding of the last two; None rounds to nearest.
+    """
+    if choice == "bf16":
+        return CastCodec("bfloat16")
+    return QuantizeCodec({"int8": 8, "int4": 4}[choice], key)
+
+
+@dataclass(slots=True)
+class Rounding:
+    """Where the random numbers of a model's reduce-scatters come from: the same after a restart, others on each rank.
+
+    Attributes:
+        seed: Of the job.
+        rank: In the default group.
+        calls: Reduce-scatters so far.
+    """
+
+    seed: int
+    rank: int
+    calls: int = 0
+
+    def next_key(self) -> int:
+        """The key of the next reduce-scatter."""
+        self.calls += 1
+        return mix_key(self.seed, self.calls, self.rank)
+
+
+class _Allocating:
+    """What torch asks of its collectives' objects besides the collective."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what goes in or comes out."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class GradientReduceScatter(_Allocating):
+    """The reduce-scatter of one unit; torch calls it on the stream that it shall run on.
+
+    Args:
+        unit: Whose.
+        names: Of the model's parameters.
+        nodes: Where the ranks are.
+        choice: "bf16", "int8" or "int4".
+        rules: Which parameters travel as they are.
+        rounding: Of the model.
+        totals: Counts what was sent.
+    """
+
+    def __init__(
+        self,
+        unit: ShardedUnit,
+        names: ShardNames,
+        nodes: ShardNodes,
+        choice: str,
+        rules: Sequence[Rule],
+        rounding: Rounding,
+        totals: PhaseTotals,
+    ) -> None:
+        self._unit = unit
+        self._names = names
+        self._nodes = nodes
+        self._choice = choice
+        self._rules = tuple(rules)
+        self._rounding = rounding
+        self._totals = totals
+        self._runs: dict[tuple[int, ...], RowRuns] = {}
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
+    ) -> None:
+        """Writes the sum, or the average, of all ranks' row of this rank to `output_tensor`.
+
+        Args:
+            output_tensor: (numel of a row), floating.
+            input_tensor: (ranks * numel of a row), of the same dtype; row r goes to rank r.
+            group: The ranks.
+            op: SUM, AVG, or PREMUL_SUM of the unit's own factor.
+            async_op: Torch never asks for it.
+        """
+        nodes, runs = self._nodes, self._runs_of_present()
+        rows = input_tensor.view(group.size(), -1)
+        if runs.numel != output_tensor.numel():
+            raise RuntimeError(
+                f"FSDP2 reduces rows of {output_tensor.numel()} elements where {runs.numel} were expected: this torch "
+                f"({torch.__version__}) arranges them otherwise than gradwire knows"
+            )
+        mine = self._sum_inside(rows)
+        assert nodes.between is not None  # else torch's own is there
+        codec = codec_of(self._choice, self._rounding.next_key())
+        total = self._exchange(nodes.between, codec, runs, mine)
+        total.mul_(self._factor(op, group.size()))
+        output_tensor.copy_(total)
+
+    def _runs_of_present(self) -> RowRuns:
+        key = tuple(map(id, self._unit.present))
+        if key not in self._runs:
+            self._runs[key] = runs_of(self._names.of(self._unit.present), self._rules)
+        return self._runs[key]
+
+    def _sum_inside(self, rows: Tensor) -> Tensor:
+        """(nodes, numel): this node's sums of the rows of this rank and its counterparts, by number of node."""
+        nodes = self._nodes
+        if nodes.inside is None:
+            return rows[[indices[0] for indices in nodes.members]]
+        order = [indices[place] for place in nodes.places for indices in nodes.members]
+        mine = torch.empty(len(nodes.members), rows.shape[1], dtype=rows.dtype, device=rows.device)
+        _reduce_scatter(mine.view(-1), rows[order].view(-1), op=dist.ReduceOp.SUM, group=nodes.inside)
+        return mine
+
+    def _exchange(self, between: dist.ProcessGroup, codec: RowCodec, runs: RowRuns, mine: Tensor) -> Tensor:
+        """(numel) float32: the sum over the nodes of this rank's own row."""
+        own = between.rank()
+        nbytes = payload_nbytes(codec, runs, mine.dtype)
+        payloads = torch.zeros(between.size(), nbytes, dtype=torch.uint8, device=mine.device)
+        for index, number in enumerate(self._nodes.numbers):
+            if index != own:
+                encode_row(codec, runs, mine[number], payloads[index])
+        received = torch.empty_like(payloads)
+        dist.all_to_all_single(received, payloads, group=between)
+        self._totals.calls += 1
+        self._totals.logical_nbytes += mine.nbytes
+        self._totals.wire_nbytes += nbytes * (between.size() - 1)
+        others = torch.cat([received[:own], received[own + 1 :]])
+        return decode_rows(codec, runs, others, mine.dtype, mine[self._nodes.numbers[own]])
+
+    def _factor(self, op: object, size: int) -> float:
+        if op == dist.ReduceOp.SUM:
+            return 1.0
+        if op == dist.ReduceOp.AVG:
+            return 1.0 / size
+        factor = self._unit.divide_factor
+        if factor is None:
+            raise ValueError(f"`op` is {op}; wanted SUM, AVG, or the factor of set_gradient_divide_factor()")
+        return 1.0 / factor
+
+
+class WeightAllGather(_Allocating):
+    """The all-gather of one unit's weights; torch calls it on the stream that it shall run on.
+
+    On a mesh of another size, that of `reshard_after_forward=2`, weights that have been gathered once travel exactly.
+
+    Args:
+        runs: Of a row of all the unit's parameters.
+        nodes: Where the ranks are.
+        choice: "bf16" or "int8", to nearest.
+        exact: Torch's own, for other meshes.
+        totals: Counts what was sent.
+    """
+
+    def __init__(
+        self, runs: RowRuns, nodes: ShardNodes, choice: str, exact: Callable[..., object], totals: PhaseTotals
+    ) -> None:
+        self._runs = runs
+        self._nodes = nodes
+        self._codec = codec_of(choice, None)
+        self._exact = exact
+        self._totals = totals
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> object:
+        """Fills `output_tensor` with every rank's row as it was decoded.
+
+        Args:
+            output_tensor: (ranks * numel of a row), floating.
+            input_tensor: (numel of a row), this rank's; it may be a part of `output_tensor`.
+            group: The ranks.
+            async_op: Ignored: it is in the order of the stream.
+
+        Returns:
+            None, for nothing to wait for; torch's work where torch's own is called.
+        """
+        nodes, runs = self._nodes, self._runs
+        if nodes.between is None or group.size() != nodes.group.size():
+            return self._exact(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+        if runs.numel != input_tensor.numel():
+            raise RuntimeError(
+                f"FSDP2 gathers rows of {input_tensor.numel()} elements where {runs.numel} were expected: this torch "
+                f"({torch.__version__}) arranges them otherwise than gradwire knows"
+            )
+        nbytes = payload_nbytes(self._codec, runs, input_tensor.dtype)
+        payload = torch.empty(nbytes, dtype=torch.uint8, device=input_tensor.device)
+        encode_row(self._codec, runs, input_tensor, payload)
+        across = torch.empty(len(nodes.members), nbytes, dtype=torch.uint8, device=payload.device)
+        _all_gather(across.view(-1), payload, group=nodes.between)
+        by_node = across[[nodes.numbers.index(number) for number in range(len(nodes.members))]]
+        everyone = by_node.unsqueeze(0)
+        if nodes.inside is not None:
+            everyone = torch.empty(len(nodes.places), *by_node.shape, dtype=torch.uint8, device=payload.device)
+            _all_gather(everyone.view(-1), by_node.view(-1), group=nodes.inside)
+        self._totals.calls += 1
+        self._totals.logical_nbytes += input_tensor.nbytes
+        self._totals.wire_nbytes += nbytes * (nodes.between.size() - 1)
+        rows = output_tensor.view(group.size(), -1)
+        for payloads, place in zip(everyone, nodes.places or (nodes.place,), strict=True):
+            for number, indices in enumerate(nodes.members):
+                row = decode_rows(self._codec, runs, payloads[number : number + 1], input_tensor.dtype, None)
+                rows[indices[place]].copy_(row)
+        return None
+
+
+def install(
+    units: Sequence[ShardedUnit],
+    names: ShardNames,
+    shards: str,
+    weights: str,
+    rules: Sequence[Rule],
+    rounding: Rounding,
+    nodes_of: Callable[[dist.ProcessGroup], ShardNodes],
+) -> list[PhaseTotals]:
+    """Has units reduce-scatter and all-gather in fewer bits.
+
+    Args:
+        units: Of the model; those that are not sharded, or over one rank, are left alone.
+        names: Of its parameters.
+        shards: One of `SHARD_CHOICES`.
+        weights: One of `WEIGHT_CHOICES`.
+        rules: Which parameters travel as they are: those that a rule gives the compressor "none".
+        rounding: Of the model.
+        nodes_of: Where the ranks of a group are; called on all its ranks alike.
+
+    Returns:
+        What is counted of them from now on.
+    """
+    reduced = PhaseTotals(0, f"reduce_scatter {shards}", SHARD_LEVEL)
+    gathered = PhaseTotals(0, f"all_gather {weights}", SHARD_LEVEL)
+    for unit in units:
+        group = unit.shard_group
+        if group is None or group.size() == 1:
+            continue
+        nodes = nodes_of(group)
+        if shards != "exact" and nodes.between is not None:
+            unit.set_reduce_scatter(GradientReduceScatter(unit, names, nodes, shards, rules, rounding, reduced))
+        if weights != "exact" and nodes.between is not None:
+            runs = runs_of(names.of(unit.parameters), rules)
+            unit.set_all_gather(WeightAllGather(runs, nodes, weights, unit.all_gather, gathered))
+    return [total for total, choice in ((reduced, shards), (gathered, weights)) if choice != "exact"]

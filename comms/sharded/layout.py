@@ -1,0 +1,136 @@
+"""Which parameter's shard lies where in what FSDP2 reduces and gathers.
+
+FSDP2 cuts each parameter along one dimension into as many chunks as there are ranks, pads the chunks to one size and
+puts those of a unit's parameters one after the other. Behind the reduce-scatter a rank holds one such row.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, ShardedParameter, ShardedUnit
+from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.rules import Rule, first_match
+
+PADDING = "#padding"
+"""Behind a parameter's name: the zeros that fill its shard up; of one dimension, so that they travel dense."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedShard:
+    """This rank's shard of one parameter.
+
+    Attributes:
+        name: Of the parameter in the model.
+        shape: Of the whole parameter; with tensor parallelism of this rank's part.
+        shard_shape: Of this rank's shard, without padding.
+        padded_numel: Elements of a shard with its padding, the same on all ranks.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    shard_shape: tuple[int, ...]
+    padded_numel: int
+
+
+class ShardNames:
+    """The names of a sharded model's parameters, and the layouts of its units.
+
+    State is kept by the parameter's name, and by the place within this rank's shard of it: to a compressor a shard is a
+    parameter of its own (PowerSGD factors the rows that lie here, and rules of size go by the shard).
+
+    Args:
+        names: Of all parameters, by `id` of torch's sharded tensor.
+        units: Of the model.
+
+    Raises:
+        ValueError: A unit has a parameter that is not in the model.
+    """
+
+    def __init__(self, names: Mapping[int, str], units: Sequence[ShardedUnit]) -> None:
+        self.shards: dict[int, NamedShard] = {}
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        for unit in units:
+            for one in unit.parameters:
+                if id(one.sharded) not in names:
+                    raise ValueError(
+                        "`model` lacks a parameter that fully_shard took over: give the module that all units are in"
+                    )
+                name = names[id(one.sharded)].replace(COMPILED_INSIDE + ".", "")
+                self.shards[id(one)] = NamedShard(name, one.shape, one.shard_shape, one.padded_numel)
+
+    def of(self, parameters: Sequence[ShardedParameter]) -> list[NamedShard]:
+        """The shards of these parameters."""
+        return [self.shards[id(one)] for one in parameters]
+
+    def numels(self) -> dict[str, int]:
+        """Elements of each shard on this rank, and of its padding."""
+        found: dict[str, int] = {}
+        for shard in self.shards.values():
+            numel = math.prod(shard.shard_shape)
+            found |= {shard.name: numel, shard.name + PADDING: shard.padded_numel - numel}
+        return {name: numel for name, numel in found.items() if numel}
+
+    def layout(self, parameters: Sequence[ShardedParameter]) -> Layout:
+        """Which parameter lies where in this rank's row of these parameters' gradients."""
+        key = tuple(map(id, parameters))
+        if key not in self._layouts:
+            self._layouts[key] = layout_of(self.of(parameters))
+        return self._layouts[key]
+
+
+def layout_of(shards: Sequence[NamedShard]) -> Layout:
+    """The layout of shards one after another, each with its padding behind it."""
+    slices: list[Slice] = []
+    start = 0
+    for shard in shards:
+        numel = math.prod(shard.shard_shape)
+        padding = shard.padded_numel - numel
+        if numel:
+            slices.append(Slice(shard.name, shard.shard_shape, 0, start, numel))
+        if padding:
+            slices.append(Slice(shard.name + PADDING, (padding,), 0, start + numel, padding))
+        start += shard.padded_numel
+    return Layout(tuple(slices))
+
+
+@dataclass(frozen=True, slots=True)
+class RowRuns:
+    """Which elements of a row are compressed, and which travel as they are; the same on all ranks.
+
+    Attributes:
+        numel: Of the row.
+        compressed: Runs (start, stop), ascending, neighbours joined.
+        dense: The others.
+    """
+
+    numel: int
+    compressed: tuple[tuple[int, int], ...]
+    dense: tuple[tuple[int, int], ...]
+    compressed_numel: int = field(init=False)
+    dense_numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compressed_numel", sum(stop - start for start, stop in self.compressed))
+        object.__setattr__(self, "dense_numel", sum(stop - start for start, stop in self.dense))
+
+
+def runs_of(shards: Sequence[NamedShard], rules: Sequence[Rule]) -> RowRuns:
+    """Divides a row into what is compressed and what is not.
+
+    Args:
+        shards: In their order in the row.
+        rules: The first that matches a parameter, by its whole shape, decides: compressor "none" leaves it dense.
+    """
+    runs: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+    start = 0
+    for shard in shards:
+        rule = first_match(rules, shard.name, shard.shape)
+        own = runs[rule is None or rule.compressor != "none"]
+        stop = start + shard.padded_numel
+        if own and own[-1][1] == start:
+            own[-1] = (own[-1][0], stop)
+        elif stop > start:
+            own.append((start, stop))
+        start = stop
+    return RowRuns(start, tuple(runs[True]), tuple(runs[False]))

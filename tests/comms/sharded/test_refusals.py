@@ -1,0 +1,83 @@
+"""What cannot work is refused in the same words on every rank, and nobody waits for the others."""
+
+import os
+from datetime import timedelta
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+import gradwire.fsdp
+from support.sharded import Processes, Tiny, applied, job, sharded, train
+
+
+def refusals(rank: int) -> list[str]:
+    said = []
+
+    def refused(match: str, model: nn.Module, kind: type[Exception] = ValueError, **options: Any) -> None:
+        with pytest.raises(kind, match=match) as caught:
+            gradwire.fsdp.apply(model, **options)
+        said.append(str(caught.value))
+
+    with job() as mesh:
+        replicas = mesh["replicate"]
+        refused("call fully_shard on its blocks and on the model itself first", Tiny(), replicas=replicas)
+        refused("native HSDP.*mesh=mesh..shard", sharded(mesh), replicas=replicas, compressor="int8")
+        refused("native HSDP.*mesh=mesh..shard", sharded(mesh), compressor="int8")
+        refused("`compressor` is 'int8'.*`replicas` is not given", sharded(mesh["shard"]), compressor="int8")
+        refused("`fusion_mb` is 25", sharded(mesh["shard"]), replicas=replicas, fusion_mb=25.0)
+        refused("`replicas` has 2 dimensions", sharded(mesh["shard"]), replicas=mesh)
+        refused("wanted one dimension of a DeviceMesh", sharded(mesh["shard"]), TypeError, replicas=dist.group.WORLD)
+        refused("nothing|unknown|colour", sharded(mesh["shard"]), TypeError, replicas=replicas, colour="red")
+        offloaded = sharded(mesh["shard"], offload_policy=CPUOffloadPolicy(pin_memory=False))
+        refused("CPUOffloadPolicy.*180665", offloaded, replicas=replicas)
+        blocks = Tiny()
+        for block in blocks.blocks:
+            fully_shard(block, mesh=mesh["shard"])
+        refused("call fully_shard on the model itself", blocks, replicas=replicas)
+        model, _ = applied(mesh)
+        refused("hook or collectives of its own already", model, replicas=replicas)
+        # What one rank alone does wrong.
+        wrong = mesh["shard"] if rank == 2 else replicas
+        refused("`replicas` of rank 2 is of ranks .2, 3.", sharded(mesh["shard"]), replicas=wrong)
+        other = Tiny()
+        if rank == 1:
+            other.extra = nn.Linear(3, 3)
+        refused("wanted the same on all", sharded(mesh["shard"], other), replicas=replicas)
+        # A unit that comes after apply() would never be averaged.
+        late = Tiny()
+        fully_shard(late, mesh=mesh["shard"])
+        gradwire.fsdp.apply(late, replicas=replicas)
+        late.added = nn.Linear(4, 4)
+        fully_shard(late.added, mesh=mesh["shard"])
+        with pytest.raises(RuntimeError, match=r"call gradwire.fsdp.apply\(\) after all fully_shard"):
+            train(late, 1)
+    return said
+
+
+def test_bad_input_is_an_error_on_all_ranks_alike(processes: Processes) -> None:
+    said = processes(4, refusals, nodes="aabb")
+    for one, *others in zip(*cast(list[list[str]], said), strict=True):
+        digests = "has replicas of" in one  # each rank sees its own neighbour's
+        assert digests or all(other == one for other in others), (one, others)
+
+
+def lost(rank: int) -> str:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    model = sharded(init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))
+    gradwire.fsdp.apply(model, shards="int4", weights="int8")
+    train(model, 1)
+    if rank == 3:
+        os._exit(1)
+    with pytest.raises(RuntimeError) as caught:
+        train(model, 3)
+    return str(caught.value)
+
+
+def test_a_lost_rank_is_an_error_on_all_others(processes: Processes) -> None:
+    """Nobody goes on with sums that lack a rank's part. Between replicas it is as for the hook: see test_failure.py."""
+    said = processes(4, lost, nodes="aabb", lost=(3,), seconds=60.0)
+    assert all(said[:3]), said
