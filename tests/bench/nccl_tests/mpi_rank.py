@@ -42,10 +42,22 @@ def check_group(group: MpiGroup, dtype: torch.dtype, numel: int) -> None:
     exchanged = torch.empty(group.size, dtype=dtype)
     group.all_to_all(exchanged, torch.full((group.size,), group.rank).to(dtype)).wait()
     assert torch.equal(exchanged, torch.arange(group.size).to(dtype))
+    check_exchange(group, own)
     for root in range(group.size):
         copied = own.clone()
         group.broadcast(copied, root).wait()
         assert torch.equal(copied, inputs(root, numel, dtype))
+
+
+def check_exchange(group: MpiGroup, own: torch.Tensor) -> None:
+    """Each rank sends rank + 1 times its first elements to the next one, and nothing to the others."""
+    numel, last = min(len(own), 2), (group.rank - 1) % group.size
+    sent = own[:numel].repeat(group.rank + 1)
+    received = torch.empty(numel * (last + 1), dtype=own.dtype)
+    to, by = [0] * group.size, [0] * group.size
+    to[(group.rank + 1) % group.size], by[last] = len(sent), len(received)
+    group.exchange(received, sent, by, to, sent.nbytes).wait()
+    assert torch.equal(received, inputs(last, len(own), own.dtype)[:numel].repeat(last + 1))
 
 
 def check_many_at_once(group: MpiGroup) -> None:
