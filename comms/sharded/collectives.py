@@ -150,10 +150,10 @@ class GradientReduceScatter(_Allocating):
         """(nodes, numel): this node's sums of the rows of this rank and its counterparts, by number of node."""
         nodes = self._nodes
         if nodes.inside is None:
-            return rows[[indices[0] for indices in nodes.members]]
+            return _select(rows, [indices[0] for indices in nodes.members])
         order = [indices[place] for place in nodes.places for indices in nodes.members]
         mine = torch.empty(len(nodes.members), rows.shape[1], dtype=rows.dtype, device=rows.device)
-        _reduce_scatter(mine.view(-1), rows[order].view(-1), op=dist.ReduceOp.SUM, group=nodes.inside)
+        _reduce_scatter(mine.view(-1), _select(rows, order).view(-1), op=dist.ReduceOp.SUM, group=nodes.inside)
         return mine
 
     def _exchange(self, between: dist.ProcessGroup, codec: RowCodec, runs: RowRuns, mine: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ class WeightAllGather(_Allocating):
         encode_row(self._codec, runs, input_tensor, payload)
         across = torch.empty(len(nodes.members), nbytes, dtype=torch.uint8, device=payload.device)
         _all_gather(across.view(-1), payload, group=nodes.between)
-        by_node = across[[nodes.numbers.index(number) for number in range(len(nodes.members))]]
+        by_node = _select(across, [nodes.numbers.index(number) for number in range(len(nodes.members))])
         everyone = by_node.unsqueeze(0)
         if nodes.inside is not None:
             everyone = torch.empty(len(nodes.places), *by_node.shape, dtype=torch.uint8, device=payload.device)
@@ -246,6 +246,13 @@ class WeightAllGather(_Allocating):
                 row = decode_rows(self._codec, runs, payloads[number : number + 1], input_tensor.dtype, None)
                 rows[indices[place]].copy_(row)
         return None
+
+
+def _select(rows: Tensor, order: Sequence[int]) -> Tensor:
+    """(len(order), numel): rows in another order, without an index that would have to go to the device first."""
+    if list(order) == list(range(len(rows))):
+        return rows
+    return torch.stack([rows[index] for index in order])
 
 
 def install(

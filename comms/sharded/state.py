@@ -294,8 +294,12 @@ class FsdpState:
         bucket = Bucket.of(flat, layout, communicator.clock.now() if communicator.executor.timing else None)
         scale = 1.0 / communicator.size if unit.divide_factor is None else 1.0
         launch = Launch((flat,), layout, (bucket,))
-        communicator.start(launch, scale=scale, flush=compression is not None and compression.flushing)
-        bucket.result().wait()
+        try:
+            communicator.start(launch, scale=scale, flush=compression is not None and compression.flushing)
+            bucket.result().wait()
+        except BaseException:
+            self._finite = False  # whoever catches it and goes on: this step's state is dropped
+            raise
         if flat.is_cuda:  # allocated on the stream of the reduce-scatter; torch drops it while this stream writes to it
             flat.record_stream(torch.cuda.current_stream(flat.device))
         elif compression is not None:

@@ -174,6 +174,10 @@ def compressed_cases(rank: int) -> None:
             replicas_agree(mesh, found)
             assert state.dirty or name == "bf16"
             state.close()
+        halves = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
+        ours, _ = applied(mesh, fsdp=halves, compressor="int8")
+        plain_step(ours, 0)
+        assert 0 < error_of(gradients(ours), wanted) < 0.02
         nothing_is_lost(mesh)
         resumes(mesh)
         not_finite(mesh)
