@@ -111,6 +111,10 @@ class Fusion:
             launches += self._join()
         return launches
 
+    def flush(self) -> list[Launch]:
+        """What is held back, to be launched now, in the middle of a step."""
+        return self._join()
+
     def end_step(self) -> list[Launch]:
         """Takes up a new plan; all ranks, at the same point of the sequence of buckets.
 

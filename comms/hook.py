@@ -15,6 +15,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.autotune.probe import probe
@@ -148,6 +149,10 @@ class HookState:
         self._in_step = False
         self._in_backward = False
         self._timed = True
+        self._last_bucket_came = False
+        self._announces_last = False
+        """Whether DDP says which bucket is a step's last. With static_graph it does not in the first step, and waits
+        for the futures before autograd says that backward has ended: then nothing may be held back."""
         self._buckets: list[Bucket] = []
         self._transfers: list[Layout] = []
         self._resume: Resume | None = None
@@ -188,6 +193,7 @@ class HookState:
                 model, self.config.compressor, self.config.compressor_options, self.config.rules
             )
             warn_of_idle(self.config.rules, self.names.numels(), "Patterns are shell-style, of the whole name.")
+        self._announces_last = isinstance(model, DistributedDataParallel) and not model.static_graph
         self._group = getattr(model, "process_group", None) or self._group
         parameter = next(model.parameters(), None)
         if parameter is None:
@@ -323,8 +329,8 @@ class HookState:
         if not self._in_step:
             self._begin_step(connection)
         future = self._reduce(bucket, flat, connection)
-        if not self._in_backward and bucket.is_last():
-            self._end_step()
+        if bucket.is_last():
+            self._last_came(connection)
         return future
 
     def _reduce(self, bucket: GradBucket, flat: Tensor, connection: _Connection) -> FutureTensor:
@@ -340,6 +346,11 @@ class HookState:
             self._resume.add(arrived)
         else:
             self._launch(connection, connection.fusion.add(arrived))
+            if not self._announces_last:
+                self._launch(connection, connection.fusion.flush())
+        if self._resume is not None and self._resume.is_complete:
+            self._launch(connection, self._resume.end_step())
+            self._resume = None
         return arrived.result()
 
     def advise(self, optimizer: str = "sgd") -> JobAdvice:
@@ -403,7 +414,8 @@ class HookState:
 
     def _begin_step(self, connection: _Connection) -> None:
         self._in_step = True
-        self._in_backward = queue_end_of_backward(self._end_step)
+        self._last_bucket_came = False
+        self._in_backward = queue_end_of_backward(self._backward_ended)
         if self.steps == 0 and not self.names.bound and self.config.compressor is not None:
             self._check = check_at_first_step(
                 self.names, self.config.compressor, self.config.compressor_options, self.config.rules
@@ -419,6 +431,25 @@ class HookState:
             saved = connection.compression.take_saved_transfers()
             self._resume = None if saved is None else Resume(saved)
 
+    def _last_came(self, connection: _Connection) -> None:
+        """Holds nothing back any more: DDP may wait for the futures before it returns to autograd."""
+        self._last_bucket_came = self._announces_last = True
+        self._launch(connection, connection.fusion.flush())
+        if self._resume is not None:
+            self._launch(connection, self._resume.end_step())
+            self._resume = None
+        connection.communicator.executor.release()
+        if not self._in_backward:
+            self._end_step()
+
+    def _backward_ended(self) -> None:
+        """Called by autograd; too early where the first bucket came in a checkpoint that runs a backward of its own."""
+        if not self._in_step:
+            return
+        self._in_backward = False
+        if self._last_bucket_came or not self._announces_last:
+            self._end_step()
+
     def _launch(self, connection: _Connection, launches: Sequence[Launch]) -> None:
         """Starts what fusion has decided on."""
         compression = connection.compression
@@ -427,7 +458,7 @@ class HookState:
             if launch.layout is not None:
                 self._transfers.append(launch.layout)
             flush = compression is not None and compression.flushing
-            connection.communicator.start(launch, scale=scale, flush=flush, hold=True)
+            connection.communicator.start(launch, scale=scale, flush=flush, hold=self._announces_last)
 
     def _end_step(self) -> None:
         """Runs once at the end of each backward pass, on all ranks at the same point of the sequence of buckets."""

@@ -70,6 +70,11 @@ class Resume:
         """Takes in a bucket, with its layout."""
         self._buckets.append(bucket)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether as many elements have come as were in the transfers of the step that was saved."""
+        return sum(bucket.flat.numel() for bucket in self._buckets) >= int(self._rows[:, -1].sum())
+
     def end_step(self) -> list[Launch]:
         """What is to be launched; all ranks, at the same point of the sequence of buckets."""
         present = [bucket.layout for bucket in self._buckets if bucket.layout is not None]
