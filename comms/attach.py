@@ -53,8 +53,8 @@ def attach(model: nn.Module, *, config: Config | None = None, **options: object)
     found = comm_hook_name(ddp)
     if found and automatic is None:
         raise ValueError(
-            f"`model` has a hook already, {found}, and DDP takes one: register gradwire's instead of it, or leave "
-            "attach() out"
+            f"`model` has a hook already, {found}, and DDP takes one: keep the state that the first attach() returned, "
+            "register gradwire's hook instead of another, or leave attach() out"
         )
     state = HookState(ddp, config=config, **options)
     ddp.register_comm_hook(state, comm_hook)
@@ -86,9 +86,11 @@ def _missing(model: nn.Module) -> TypeError | RuntimeError:
     name = type(model).__name__
     for base in type(model).__mro__:
         if base.__name__ in SHARDED:
+            sharded = SHARDED[base.__name__]
+            own_call = "gradwire.fsdp.apply(model, ...) compresses its gradients, and " if sharded == "FSDP2" else ""
             return TypeError(
-                f"`model` is a {name}: {SHARDED[base.__name__]} reduces its gradients itself and takes no DDP hook; "
-                'use gradwire as the backend instead: torch.distributed.init_process_group("gradwire")'
+                f"`model` is a {name}: {sharded} reduces its gradients itself and takes no DDP hook; {own_call}"
+                'as the backend gradwire plans its collectives: torch.distributed.init_process_group("gradwire")'
             )
     if not dist.is_initialized():
         return RuntimeError(

@@ -108,7 +108,9 @@ def _add(model: DistributedDataParallel) -> None:
     automatic = Automatic(HookState(model, config=config))
     _original[1](model, automatic, automatic_hook)
     _models[model] = automatic
-    how = "exactly" if config.compressor == "none" else f"{config.compressor} between the nodes"
+    how = (
+        "exactly" if config.compressor == "none" else f"{config.compressor} between the nodes (one node alone: exactly)"
+    )
     _say(
         f"{AUTOMATIC}={config.compressor}: gradwire averages the gradients of every DistributedDataParallel of this "
         f"process, {how}; a hook that the script registers replaces it"

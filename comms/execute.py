@@ -399,7 +399,7 @@ class Executor:
         Raises:
             CollectiveError: On CUDA: a launch has failed, or another rank is gone.
         """
-        if self._streams is None:
+        if self._streams is None or (self._closed and self._held is None and self._failure is None):
             return
         self._raise_failure()
         held, self._held = self._held, None
@@ -412,7 +412,7 @@ class Executor:
             self.last = self._streams.mark(self._issued - 1)
             if self.deadline is not None:
                 self.deadline.watch(self.last.query)
-        elif self._direct is not None and self.deadline is not None:
+        if self._direct is not None and self.deadline is not None:
             self.deadline.watch(self._direct.is_completed)
         self._direct = None
         self._issued = 0  # the same bucket travels on the same stream in each step

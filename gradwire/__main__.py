@@ -1,6 +1,7 @@
 """The console command `gradwire`: one table of sub-commands, each imported only when it is asked for."""
 
 import importlib
+import importlib.metadata
 import sys
 
 from gradwire.comms.bootstrap.requirement import require_torch
@@ -41,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help"):
         print(usage())
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"gradwire {importlib.metadata.version('gradwire')}")
         return 0
     if words[0] not in COMMANDS:
         print(f"gradwire: no command `{words[0]}`\n\n{usage()}", file=sys.stderr)

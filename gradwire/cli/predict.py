@@ -14,6 +14,7 @@ from rich.console import Console
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.terminal import working
 from gradwire.cli import predict_sharded
+from gradwire.cli.pipe import reader_may_leave
 from gradwire.cli.predict_show import as_json, as_table, draw
 from gradwire.comms.plan.advise import BUCKET_NBYTES, Advice, Workload, advise
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_of, square_layout
@@ -172,10 +173,11 @@ def main(argv: list[str]) -> int:
             cluster = question.cluster(options.nodes)
             advice = question.advice(cluster)
         planning_seconds = time.perf_counter() - began
-        if options.json:
-            print(json.dumps(as_json(cluster, question.workload, advice, planning_seconds), indent=1))
-        else:
-            as_table(Console(), cluster, question.workload, advice, planning_seconds, everything=options.all)
+        with reader_may_leave():
+            if options.json:
+                print(json.dumps(as_json(cluster, question.workload, advice, planning_seconds), indent=1))
+            else:
+                as_table(Console(), cluster, question.workload, advice, planning_seconds, everything=options.all)
         if options.plot is not None:
             with working("pricing clusters of other sizes"):
                 draw(options.plot, lambda nodes: question.advice(question.cluster(nodes)), options.nodes)
@@ -193,10 +195,11 @@ def _answer_sharded(question: Question) -> None:
         workload = predict_sharded.workload_of(options, machine, layout)
         advice = predict_sharded.sharded_advice(cluster, options.sharded, workload, machine, layout)
     seconds = time.perf_counter() - began
-    if options.json:
-        print(json.dumps(predict_sharded.as_json(cluster, workload, advice, seconds), indent=1))
-    else:
-        predict_sharded.as_table(Console(), cluster, workload, advice, seconds, everything=options.all)
+    with reader_may_leave():
+        if options.json:
+            print(json.dumps(predict_sharded.as_json(cluster, workload, advice, seconds), indent=1))
+        else:
+            predict_sharded.as_table(Console(), cluster, workload, advice, seconds, everything=options.all)
 
 
 def gradient_of(model: Path | None, megabytes: float | None) -> tuple[Layout, int]:

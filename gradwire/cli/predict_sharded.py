@@ -194,7 +194,8 @@ def as_table(
     """
     nic, chosen = cluster.levels[-1].link, advice.recommend
     console.print(f"recommended: {_headline(chosen)}", style="bold", highlight=False)
-    console.print(f"{advice.why}\n", highlight=False)
+    console.print(advice.why, highlight=False)
+    console.print(f"write: {_line_of(chosen)}\n", highlight=False)
     passes = (
         f", forward {workload.forward_seconds * 1e3:g} ms, backward {workload.backward_seconds * 1e3:g} ms"
         if workload.compute_seconds
@@ -259,6 +260,15 @@ def _headline(offer: ShardedOffer) -> str:
     return f"{offer.sharded} {offer.form}, " + ", ".join(parts)
 
 
+def _line_of(offer: ShardedOffer) -> str:
+    """What a training script writes for it."""
+    if offer.exact:
+        return 'init_process_group("gradwire")' if offer.form != FLAT else "nothing: it is what torch does"
+    words = ['replicas=mesh["replicate"]', f'compressor="{offer.compressor}"'] if offer.sharded == HYBRID else []
+    words += [f'{name}="{value}"' for name, value in (("shards", offer.shards), ("weights", offer.weights))]
+    return f"gradwire.fsdp.apply(model, {', '.join(words)})"
+
+
 def _memory(advice: ShardedAdvice, workload: ShardedWorkload) -> str:
     by_sharding: dict[str, ShardedOffer] = {}
     for offer in advice.offers:
@@ -266,8 +276,7 @@ def _memory(advice: ShardedAdvice, workload: ShardedWorkload) -> str:
     own = " and ".join(f"{offer.memory.own_nbytes / 1e9:.3g} GB {name}" for name, offer in by_sharding.items())
     text = f"memory of a rank: FSDP2's own {own}, with {workload.optimizer}'s state"
     text += "" if workload.activation_nbytes else ", activations not counted"
-    residual = advice.recommend.memory.residual_nbytes
-    return text + (f"; a residual for shards would take {residual / 1e9:.3g} GB more" if residual else "")
+    return text
 
 
 def _row(offer: ShardedOffer, chosen: ShardedOffer, known: bool) -> Sequence[str]:

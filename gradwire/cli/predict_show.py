@@ -97,7 +97,7 @@ def as_table(
     ]
     legend += ["hidden: adds nothing to backward but its last bucket"] if known else []
     legend += ["!: see the note"] if any(offer.caution for offer in shown) else []
-    legend += ["-: for comparison, gradwire does not run it"] if everything else []
+    legend += ["-: for comparison: plan auto takes another"] if everything else []
     console.print("; ".join(legend), highlight=False)
     for offer in advice.offers:
         if offer.caution and offer.plan.name == "flat":

@@ -1,4 +1,4 @@
-"""The order in which chunks are issued on CUDA, and how the side streams wait; tests/fake_cuda runs the whole path."""
+"""The order in which chunks are issued on CUDA, and how the side streams wait."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
