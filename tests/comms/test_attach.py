@@ -242,7 +242,7 @@ def test_attach_finds_the_ddp_model_or_says_what_to_pass(processes: Processes) -
         "built-in": "has a hook already, ",
         "bare": "`model` is a Sequential, not wrapped in DistributedDataParallel: pass what",
         "inside": "holds a DistributedDataParallel: pass `model.0`",
-        "FSDP": "FSDP reduces its gradients itself and takes no DDP hook; as the backend gradwire plans its collectives",
+        "FSDP": "FSDP reduces its gradients itself and takes no DDP hook; as the backend gradwire",
         "DeepSpeed": "DeepSpeed reduces its gradients itself",
         "trainer": "`model` is a Trainer; wanted a torch.nn.Module: pass its `model_wrapped`",
         "no world": "start the script with torchrun",
