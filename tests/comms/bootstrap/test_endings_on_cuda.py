@@ -150,9 +150,11 @@ def test_a_rank_that_goes_on_alone_is_told_who_has_left() -> None:
 
 def test_closed_during_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was held back never comes: the others hear of it, and this rank in its next call."""
+    everybody = threading.Barrier(4)
 
     def body(rank: Rank) -> Exception | None:
         assert rank.error() is None
+        everybody.wait(60)
         if rank.rank == 1:
             reduce = rank.state.reduce
 
