@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -25,20 +26,35 @@ HOST = "127.0.0.1"
 
 
 def run_child(body: Callable[[], None]) -> int:
-    """Forks a process that runs `body` and nothing else of pytest's; returns its pid. It exits 1 where body raises."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        signal.alarm(90)  # a hung child is a failure, not a hung test run
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
-        torch.set_num_threads(1)  # the parent's OpenMP threads do not exist here
-        try:
-            body()
-            code = 0
-        except BaseException as error:  # noqa: BLE001 - the parent reads it
-            os.write(2, f"child: {type(error).__name__}: {error}\n".encode())
-        os._exit(code)
-    return pid
+    """Forks a process that runs `body` and nothing else of pytest's; returns its pid. It exits 1 where body raises.
+
+    A process with threads may fork one that never comes to life (a lock that another thread holds at that moment stays
+    locked there), and other tests' libraries have left threads here. Such a child is replaced before `body` begins.
+    """
+    for _ in range(5):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            signal.alarm(90)  # a hung child is a failure, not a hung test run
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
+            torch.set_num_threads(1)  # the parent's OpenMP threads do not exist here
+            try:
+                torch.ones(100_000).add_(1).sum()
+                os.write(writer, b"1")
+                body()
+                code = 0
+            except BaseException as error:  # noqa: BLE001 - the parent reads it
+                os.write(2, f"child: {type(error).__name__}: {error}\n".encode())
+            os._exit(code)
+        os.close(writer)
+        alive, _, _ = select.select([reader], [], [], 10.0)
+        os.close(reader)
+        if alive:
+            return pid
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    raise RuntimeError("five forks in a row have hung")
 
 
 @pytest.fixture
