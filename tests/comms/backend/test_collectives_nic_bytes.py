@@ -42,4 +42,6 @@ def test_the_busiest_nic_sends_the_lower_bound() -> None:
         for op, share in (("all_gather", largest), ("reduce_scatter", largest), ("broadcast", 1.0)):
             measured = [row["sent"] for row in rows if row["placement"] == name and row["op"] == op]
             assert len(measured) == len(members)
-            assert share * NBYTES < max(measured) <= 1.05 * share * NBYTES, (name, op, max(measured) / NBYTES)
+            # Headers are 4 %; a broadcast is one chain of links, in which one that is late is sent again.
+            most = 1.15 if op == "broadcast" else 1.05
+            assert share * NBYTES < max(measured) <= most * share * NBYTES, (name, op, max(measured) / NBYTES)
