@@ -349,8 +349,7 @@ class HookState:
             if not self._announces_last:
                 self._launch(connection, connection.fusion.flush())
         if self._resume is not None and self._resume.is_complete:
-            self._launch(connection, self._resume.end_step())
-            self._resume = None
+            self._launch_resumed(connection)
         return arrived.result()
 
     def advise(self, optimizer: str = "sgd") -> JobAdvice:
@@ -435,9 +434,7 @@ class HookState:
         """Holds nothing back any more: DDP may wait for the futures before it returns to autograd."""
         self._last_bucket_came = self._announces_last = True
         self._launch(connection, connection.fusion.flush())
-        if self._resume is not None:
-            self._launch(connection, self._resume.end_step())
-            self._resume = None
+        self._launch_resumed(connection)
         connection.communicator.executor.release()
         if not self._in_backward:
             self._end_step()
@@ -449,6 +446,12 @@ class HookState:
         self._in_backward = False
         if self._last_bucket_came or not self._announces_last:
             self._end_step()
+
+    def _launch_resumed(self, connection: _Connection) -> None:
+        """Sends what waits for the transfers of the step that was saved."""
+        if self._resume is not None:
+            resume, self._resume = self._resume, None
+            self._launch(connection, resume.end_step())
 
     def _launch(self, connection: _Connection, launches: Sequence[Launch]) -> None:
         """Starts what fusion has decided on."""
@@ -468,9 +471,7 @@ class HookState:
         if self.steps == 1 and not self.names.bound and self.config.compressor is not None:
             warn_of_idle(self.config.rules, self.names.numels(), UNNAMED)
         self._launch(connection, connection.fusion.end_step())
-        if self._resume is not None:
-            self._launch(connection, self._resume.end_step())
-            self._resume = None
+        self._launch_resumed(connection)
         communicator = connection.communicator
         communicator.executor.release()
         communicator.executor.read_times()

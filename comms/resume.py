@@ -3,7 +3,7 @@
 DDP guesses its buckets and rebuilds them after the first step, in the order in which the gradients arrived. In other
 buckets the blocks and shards of a compressor lie elsewhere, and a step rounds otherwise than the uninterrupted run did.
 So a saved state names the transfers of its last step, and the first step after a load gathers its gradients into those.
-It launches them when backward ends: one step without overlap is the price.
+It launches them when all have come: one step without overlap is the price.
 """
 
 import logging

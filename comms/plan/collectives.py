@@ -41,7 +41,7 @@ ALIGN_NBYTES = 64
 
 SMALL_NBYTES = 64 << 10
 """Tensors below this stay with gloo: what a plan saves on the wire is less than what its threads hand over. At this
-size plans measured 0.9 to 2.8 times as fast as gloo at 200 Mbit, most of them 1.3 (2-core EPYC VM, 2026-11-22)."""
+size plans measured 0.86 to 2.8 times as fast as gloo at 200 Mbit, most of them 1.3 (2-core EPYC VM, 2026-11-22)."""
 
 Steps = list[list[Transfer]]
 """The transfers of each phase of one chunk, of all ranks."""

@@ -27,26 +27,11 @@ import torch
 
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.transport.shm import ShmGroup
+from support.processes import Processes
 from support.threads import run_ranks
 
 RANK = "gradwire_rank"
 BLOCK_NBYTES = 4096  # small: a few thousand elements already stream through several chunks
-
-
-class Processes(Protocol):
-    """See `processes`."""
-
-    def __call__(
-        self,
-        size: int,
-        target: Callable[..., object],
-        *arguments: object,
-        nodes: Sequence[str] | None = None,
-        environment: dict[str, str] | None = None,
-        seconds: float = 90.0,
-        lost: Collection[int] = (),
-    ) -> list[object]:
-        """Runs `target(rank, *arguments)` in `size` processes and returns the results in rank order."""
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import metadata
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -21,21 +21,9 @@ import gradwire
 from gradwire.comms import attach, automatic
 from gradwire.comms.backend.register import register
 from gradwire.comms.bootstrap.compat import GradBucket, comm_hook_name
+from support.processes import Processes
 
 BUCKETS_MB = 0.003
-
-
-class Processes(Protocol):
-    """See conftest.py."""
-
-    def __call__(
-        self,
-        size: int,
-        target: object,
-        *arguments: object,
-        nodes: Sequence[str] | None = None,
-        environment: dict[str, str] | None = None,
-    ) -> list[Any]: ...
 
 
 def perceptron() -> nn.Module:

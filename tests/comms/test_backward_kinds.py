@@ -1,6 +1,5 @@
 """Law: a step is one backward pass, however DDP and autograd divide it; nothing is held back that DDP waits for."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradwire
+from support.processes import Processes
 
 STEPS = 3
 
@@ -66,7 +66,7 @@ def every_case(rank: int) -> dict[str, tuple[Tensor, int]]:
 
 
 @pytest.mark.slow
-def test_a_step_is_one_backward_pass(processes: Callable[..., list[Any]]) -> None:
+def test_a_step_is_one_backward_pass(processes: Processes) -> None:
     for results in processes(2, every_case, nodes=["one", "two"]):
         plain, steps = results.pop("plain")
         assert steps == STEPS

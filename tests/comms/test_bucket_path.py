@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from types import FrameType
-from typing import Protocol
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.comms.bootstrap.compat import GradBucket
+from support.processes import Processes
 
 EXACT = (
     "comms.hook",
@@ -43,12 +43,6 @@ MOST_EXACT, MOST_COMPRESSED = 8, 12
 
 Edge = tuple[str | None, str]
 """Whose frame is the nearest of ours above a call, and which module was called."""
-
-
-class Processes(Protocol):
-    """See conftest.py."""
-
-    def __call__(self, size: int, target: object, *arguments: object, nodes: Sequence[str]) -> list[object]: ...
 
 
 class Recorder:

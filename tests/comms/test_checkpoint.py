@@ -3,9 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 import torch
@@ -18,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.comms.checkpoint import normalize, pack, unpack
+from support.models import Shuffled
+from support.processes import Processes
 
 NODES = ["a", "a", "b", "b"]
 STEPS = 6
@@ -34,26 +34,6 @@ OLD = {
     "0|compressor": "int8",
 }
 """A state of rank 1 of 2 as it was before keys carried the rank."""
-
-
-class Processes(Protocol):
-    """See conftest.py."""
-
-    def __call__(self, size: int, target: object, *arguments: object, nodes: Sequence[str]) -> list[object]: ...
-
-
-class Shuffled(nn.Module):
-    """Layers that run in another order than that of their declaration, so that DDP's rebuilt buckets differ."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
-
-    def forward(self, rows: Tensor) -> Tensor:
-        for number in (3, 0, 5, 1, 4, 2):
-            rows = torch.relu(self.layers[number](rows)) + rows
-        return rows
 
 
 def start(name: str) -> tuple[DistributedDataParallel, gradwire.HookState]:
@@ -180,7 +160,7 @@ def test_a_flushed_state_is_taken_at_another_world_size(
     for found in results:
         assert isinstance(found, tuple)
         assert f"of {len(before)} ranks, there are {len(after)}" in found[0] and "state.flush()" in found[0]
-        assert found[1:] == (True, results[0][2])  # type: ignore[index]
+        assert found[1:] == (True, results[0][2])
 
 
 def bind_late(_: int) -> list[str]:

@@ -4,7 +4,6 @@ import gc
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 import gradwire
 from gradwire.comms import hook
 from gradwire.comms.communicator import Communicator
+from support.processes import Processes
 
 NODES = "aabb"
 TRAINING = {
@@ -93,12 +93,6 @@ def test_a_copied_state_is_new_and_keeps_its_configuration(results: Results) -> 
 
 def test_the_compiled_autograd_reducer_is_refused_in_clear_words(results: Results) -> None:
     assert all("optimize_ddp" in str(result["compiled_python_reducer"].get("error")) for result in results)
-
-
-class Processes(Protocol):
-    """See conftest.py."""
-
-    def __call__(self, size: int, target: Callable[..., object], *arguments: object) -> list[object]: ...
 
 
 class HandMadeBucket:

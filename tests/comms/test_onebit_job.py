@@ -1,7 +1,7 @@
 """1-bit optimizers in a real job: no group, torch's default one or a part of it, the same weights on all its ranks."""
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -9,14 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradwire
+from support.processes import Processes
 
 STEPS, FREEZE = 12, 4
-
-
-class Processes(Protocol):
-    """See conftest.py."""
-
-    def __call__(self, size: int, target: object, *arguments: object) -> Sequence[object]: ...
 
 
 def train(rank: int, make: Callable[..., torch.optim.Optimizer], group: dist.ProcessGroup | None) -> list[float]:

@@ -1,8 +1,7 @@
 """The hook looks at the optimizer when it first steps: at the main compressor's fit, and at that of every rule's."""
 
 import warnings
-from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from support.processes import Processes
 
 SETTINGS = {
     "main": (gradwire.Config(compressor="dgc"), "compressor 'dgc', which is known not to converge"),
@@ -21,12 +21,6 @@ SETTINGS = {
     "rule of nobody": (gradwire.Config(compressor="int8", rules=[{"pattern": "1.weight", "compressor": "onebit"}]), ""),
 }
 """Name -> (configuration, what the optimizer's step says)."""
-
-
-class Processes(Protocol):
-    """See conftest.py."""
-
-    def __call__(self, size: int, target: object, *arguments: object) -> Sequence[object]: ...
 
 
 def step_under_adam(rank: int, case: str, bound: bool = True) -> tuple[str, bool]:

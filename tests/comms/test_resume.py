@@ -2,19 +2,19 @@
 
 import hashlib
 import io
-from collections.abc import Sequence
-from typing import Protocol
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.comms.execute import Bucket, FutureTensor, finish, pack
 from gradwire.comms.resume import Resume, from_rows, to_rows
 from gradwire.compressors.base import Layout, Slice
+from support.models import Shuffled
+from support.processes import Processes
 
 NODES = ["a", "a", "b", "b"]
 STEPS = 6
@@ -24,26 +24,6 @@ OPTIONS: dict[str, dict[str, object]] = {
     "powersgd": {"warmup_steps": 1, "rank": 2},
     "int4": {},
 }
-
-
-class Processes(Protocol):
-    """See conftest.py."""
-
-    def __call__(self, size: int, target: object, *arguments: object, nodes: Sequence[str]) -> list[object]: ...
-
-
-class Shuffled(nn.Module):
-    """Layers that run in another order than that of their declaration, so that DDP's rebuilt buckets differ."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(8))
-
-    def forward(self, rows: Tensor) -> Tensor:
-        for number in (3, 0, 6, 1, 7, 4, 2, 5):
-            rows = torch.relu(self.layers[number](rows)) + rows
-        return rows
 
 
 def start(name: str) -> tuple[DistributedDataParallel, gradwire.HookState]:

@@ -1,37 +1,14 @@
 """Law: whatever the layouts were, every element finds its number again."""
 
-from itertools import pairwise
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.residual import ElementStore
+from support.layouts import NUMELS, layout_of, partitions
 
 CPU = torch.device("cpu")
-NUMELS = {"a": 7, "b": 1, "c": 12}
-Run = tuple[str, int, int]
-
-
-def layout_of(runs: list[Run]) -> Layout:
-    slices, at = [], 0
-    for name, start, numel in runs:
-        slices.append(Slice(name, (NUMELS[name],), start, at, numel))
-        at += numel
-    return Layout(tuple(slices))
-
-
-@st.composite
-def partitions(draw: st.DrawFn) -> list[Layout]:
-    """All parameters, torn into runs, shuffled and dealt to a few shards."""
-    runs: list[Run] = []
-    for name, numel in NUMELS.items():
-        cuts = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=3))})
-        runs += [(name, start, stop - start) for start, stop in pairwise(cuts)]
-    runs = draw(st.permutations(runs))
-    middle = draw(st.integers(0, len(runs)))
-    return [layout_of(part) for part in (runs[:middle], runs[middle:]) if part]
 
 
 def number(item: Slice, offset: int) -> float:

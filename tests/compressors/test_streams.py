@@ -6,7 +6,6 @@ another. Here the note is replaced by a recorder, and the storages that a store 
 
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -15,32 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradwire.compressors import element_scale, residual
-from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.base import Layout
 from gradwire.compressors.element_scale import ElementScale
 from gradwire.compressors.residual import ElementStore, Piece
+from support.layouts import partitions
 
 CPU = torch.device("cpu")
-NUMELS = {"a": 7, "b": 1, "c": 12}
-
-
-def layout_of(runs: list[tuple[str, int, int]]) -> Layout:
-    slices, at = [], 0
-    for name, start, numel in runs:
-        slices.append(Slice(name, (NUMELS[name],), start, at, numel))
-        at += numel
-    return Layout(tuple(slices))
-
-
-@st.composite
-def partitions(draw: st.DrawFn) -> list[Layout]:
-    """All parameters, torn into runs, shuffled and dealt to a few shards."""
-    runs: list[tuple[str, int, int]] = []
-    for name, numel in NUMELS.items():
-        cuts = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=3))})
-        runs += [(name, start, stop - start) for start, stop in pairwise(cuts)]
-    runs = draw(st.permutations(runs))
-    middle = draw(st.integers(0, len(runs)))
-    return [layout_of(part) for part in (runs[:middle], runs[middle:]) if part]
 
 
 class Watch:

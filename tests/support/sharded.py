@@ -1,9 +1,9 @@
 """What each rank of the tests of sharded training does; four ranks, two replicas of two shards."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,20 +17,6 @@ from gradwire.fsdp import FsdpState
 
 REPLICAS, SHARDS = 2, 2
 WIDTH = 64
-
-
-class Processes(Protocol):
-    """See tests/comms/conftest.py."""
-
-    def __call__(
-        self,
-        size: int,
-        target: object,
-        *arguments: object,
-        nodes: str,
-        lost: Collection[int] = (),
-        seconds: float = 90.0,
-    ) -> list[object]: ...
 
 
 class Tiny(nn.Module):

@@ -5,10 +5,8 @@ Ranks are processes; nodes are logical (GRADWIRE_HOSTNAME).
 
 import inspect
 import re
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from gradwire.comms.backend.delegating_group import DelegatingGroup
 from gradwire.comms.bootstrap.compat import collective_named
+from support.processes import Processes
 
 NODES = {"one node": ["a"] * 4, "2x2": ["a", "a", "b", "b"]}
 SHAPE = (4, 6)
@@ -26,12 +25,6 @@ LARGE = (1024, 600)
 GAP = -7.0
 
 every_cluster = pytest.mark.parametrize("nodes", NODES.values(), ids=NODES.keys())
-
-
-class Processes(Protocol):
-    def __call__(
-        self, size: int, target: Callable[..., object], *arguments: object, **options: object
-    ) -> list[Any]: ...
 
 
 def test_every_collective_that_the_trampoline_knows_is_python() -> None:

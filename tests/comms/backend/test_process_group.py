@@ -4,9 +4,7 @@ Ranks are processes; nodes are logical (GRADWIRE_HOSTNAME). Values are small int
 are compared with `==` against what each collective means, and against gloo where the meaning is gloo's.
 """
 
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import GroupName, collective_named
+from support.processes import Processes
 
 NODES = {"one node": ["a"] * 4, "2x2": ["a", "a", "b", "b"], "3+1": ["a", "a", "a", "b"]}
 DTYPES = [
@@ -30,12 +29,6 @@ LARGE = 1 << 20
 """Elements: enough for a hierarchical plan in several chunks."""
 
 every_cluster = pytest.mark.parametrize("nodes", NODES.values(), ids=NODES.keys())
-
-
-class Processes(Protocol):
-    def __call__(
-        self, size: int, target: Callable[..., object], *arguments: object, **options: object
-    ) -> list[Any]: ...
 
 
 def contribution(rank: int, numel: int, dtype: torch.dtype) -> Tensor:

@@ -4,10 +4,9 @@ Ranks are processes; nodes are logical (GRADWIRE_HOSTNAME).
 """
 
 import re
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import cast
 
 import pytest
 import torch
@@ -17,18 +16,13 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from gradwire.comms.config import Config
+from support.processes import Processes
 
 NODES = {"one node": ["a"] * 4, "2x2": ["a", "a", "b", "b"]}
 LARGE = 1 << 20
 """Elements: enough for a hierarchical plan in several chunks."""
 
 every_cluster = pytest.mark.parametrize("nodes", NODES.values(), ids=NODES.keys())
-
-
-class Processes(Protocol):
-    def __call__(
-        self, size: int, target: Callable[..., object], *arguments: object, **options: object
-    ) -> list[Any]: ...
 
 
 def start(rank: int, backend: str = "gradwire") -> list[int]:

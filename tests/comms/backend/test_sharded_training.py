@@ -6,7 +6,6 @@ Gradients are sums of small integers, exact in any order; so is their division b
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
 
 import pytest
 import torch
@@ -19,12 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from gradwire.comms.backend.planned_collectives import PlannedCollectives
 from gradwire.comms.bootstrap.compat import collective_named
-
-
-class Processes(Protocol):
-    def __call__(
-        self, size: int, target: Callable[..., object], *arguments: object, **options: object
-    ) -> list[Any]: ...
+from support.processes import Processes
 
 
 def counting(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:

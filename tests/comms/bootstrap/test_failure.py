@@ -3,9 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Collection
 from datetime import timedelta
-from typing import Protocol
 
 import pytest
 import torch
@@ -15,21 +13,8 @@ from torch._C._distributed_c10d import TCPStore
 
 import gradwire
 from gradwire.comms.bootstrap.compat import GradBucket
+from support.processes import Processes
 from support.shared_memory import left_since, segments
-
-
-class Processes(Protocol):
-    """See conftest.py."""
-
-    def __call__(
-        self,
-        size: int,
-        target: object,
-        *arguments: object,
-        nodes: str,
-        environment: dict[str, str],
-        lost: Collection[int],
-    ) -> list[object]: ...
 
 
 def train(rank: int, victim: int) -> dict[str, object]:

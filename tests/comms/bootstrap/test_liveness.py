@@ -23,6 +23,7 @@ from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing, OverdueError, own_addresses
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import PeerError
+from support.processes import Processes
 
 SECONDS = 20.0
 
@@ -152,7 +153,7 @@ def die(rank: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_noticed(processes: Callable[..., list[Any]]) -> None:
+def test_a_killed_process_is_noticed(processes: Processes) -> None:
     assert processes(3, die, lost=[2])[:2] == ["the process of rank 2 has ended"] * 2
 
 
@@ -372,7 +373,7 @@ class Warned(logging.Handler):
 
 
 @pytest.mark.slow
-def test_a_rank_that_holds_the_gil_is_not_missed(processes: Callable[..., list[Any]]) -> None:
+def test_a_rank_that_holds_the_gil_is_not_missed(processes: Processes) -> None:
     assert processes(2, hold_the_gil) == [("None", []), ("None", [])]
 
 

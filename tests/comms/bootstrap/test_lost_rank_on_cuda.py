@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 from fake_cuda.drive import OPTIONS, Model, gradient, make_state
 from gradwire.comms import hook
 from gradwire.comms.bootstrap.failure import CollectiveError
+from support.processes import Processes
 from support.stalling_nccl import StallingNccl, Training, UsersGroup, stalling_cuda
 
 SECONDS = 10.0
@@ -105,7 +106,7 @@ ONEBIT = {"compressor": "onebit", "compressor_options": OPTIONS["onebit"], "plan
     ],
 )
 def test_survivors_name_a_lost_rank(
-    nodes: str, how: dict[int, str], options: dict[str, Any], untimed: bool, processes: Callable[..., list[Any]]
+    nodes: str, how: dict[int, str], options: dict[str, Any], untimed: bool, processes: Processes
 ) -> None:
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     killed = [rank for rank in how if how[rank] == "kill"]
@@ -130,14 +131,14 @@ def check(results: Sequence[Any], how: dict[int, str], size: int) -> None:
         assert found["all aborted"], found
 
 
-def test_a_rank_that_does_not_come_is_named_after_the_time_out(processes: Callable[..., list[Any]]) -> None:
+def test_a_rank_that_does_not_come_is_named_after_the_time_out(processes: Processes) -> None:
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     results = processes(2, train, "ab", store.port, {1: "hang"}, HIERARCHICAL | {"timeout": 2.0}, False, seconds=60)
     assert "rank 1 of 2 is missing" in results[0]["error"], results
     check(results, {1: "hang"}, 2)
 
 
-def test_the_store_dies_with_rank_0(processes: Callable[..., list[Any]]) -> None:
+def test_the_store_dies_with_rank_0(processes: Processes) -> None:
     results = processes(3, train, "aab", 0, {0: "kill"}, HIERARCHICAL, False, lost=[0], seconds=60)
     for found in results[1:]:
         assert "the process that serves the store is gone" in found["error"], found

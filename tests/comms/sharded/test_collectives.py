@@ -14,8 +14,8 @@ from gradwire.comms.sharded.layout import RowRuns
 from gradwire.comms.sharded.nodes import arrange
 from gradwire.comms.sharded.rows import decode_rows, encode_row, payload_nbytes
 from gradwire.fsdp import FsdpState
+from support.processes import Processes
 from support.sharded import (
-    Processes,
     Tiny,
     batch,
     differs,

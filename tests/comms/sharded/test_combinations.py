@@ -19,9 +19,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import gradwire.fsdp
+from support.processes import Processes
 from support.sharded import (
     WIDTH,
-    Processes,
     Tiny,
     applied,
     batch,

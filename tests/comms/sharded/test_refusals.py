@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import gradwire.fsdp
-from support.sharded import Processes, Tiny, applied, job, sharded, train
+from support.processes import Processes
+from support.sharded import Tiny, applied, job, sharded, train
 
 
 def refusals(rank: int) -> list[str]:

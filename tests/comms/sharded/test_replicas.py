@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gradwire.fsdp
+from support.processes import Processes
 from support.sharded import (
-    Processes,
     Tiny,
     applied,
     batch,

@@ -6,9 +6,8 @@ may share a GPU where NCCL_MULTI_RANK_GPU_ENABLE says so. Source: NCCL documenta
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -24,9 +23,8 @@ from gradwire.comms.config import Config
 from gradwire.comms.fusion import FusionPlan
 from gradwire.comms.transport import nccl
 from gradwire.comms.transport.groups import Groups
+from support.processes import Processes
 
-Processes = Callable[..., list[Any]]
-"""The fixture of tests/comms/conftest.py; a rank returns what its function does."""
 Options = Mapping[str, bool | int | float | str]
 
 NODES = ["one", "one", "two", "two"]
