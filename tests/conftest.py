@@ -34,8 +34,10 @@ def no_gpu() -> str | None:
 SLOW_FIXTURES = {"processes", "_server"}
 """Tests that use them start ranks as processes."""
 SLOW_FOLDERS = (
+    "tests/bench/nccl_tests/test_command.py::test_all_types_and_operations_are_exact",
     "tests/bench/studies",
     "tests/bench/train",
+    "tests/comms/autotune/test_probe.py",
     "tests/comms/backend/test_conformance.py",
     "tests/comms/backend/test_process_group_jobs.py",
     "tests/comms/backend/test_planned_collectives.py",
@@ -43,6 +45,10 @@ SLOW_FOLDERS = (
     "tests/comms/bootstrap/test_failure.py",
     "tests/comms/bootstrap/test_liveness.py",
     "tests/comms/bootstrap/test_lost_rank_on_cuda.py",
+    "tests/comms/plan/test_rank_order.py",
+    "tests/comms/test_communicator.py::test_a_rank_that_gives_up",
+    "tests/comms/transport/test_nccl_calls.py",
+    "tests/comms/transport/test_shm_failure.py",
     "tests/csrc",
     "tests/cli/test_gdr",
     "tests/digests",
@@ -59,7 +65,7 @@ SLOW_FOLDERS = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what `make test-fast` leaves out: processes, emulated clusters, studies, compilers."""
+    """Marks what `make test-fast` leaves out: processes, emulated clusters, studies, compilers, long laws."""
     for item in items:
         starts_ranks = SLOW_FIXTURES & set(getattr(item, "fixturenames", ()))
         emulated = item.get_closest_marker("netns") or item.get_closest_marker("mpi")

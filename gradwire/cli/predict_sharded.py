@@ -7,6 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from gradwire.cli.predict_show import describe_cluster, describe_effort
 from gradwire.comms.plan.codec_price import codec_price
 from gradwire.comms.plan.machine_cluster import codec_bytes_per_second, library_of
 from gradwire.comms.plan.sharded import (
@@ -192,7 +193,7 @@ def as_table(
         planning_seconds: How long finding it took.
         everything: Every row.
     """
-    nic, chosen = cluster.levels[-1].link, advice.recommend
+    chosen = advice.recommend
     console.print(f"recommended: {_headline(chosen)}", style="bold", highlight=False)
     console.print(advice.why, highlight=False)
     console.print(f"write: {_line_of(chosen)}\n", highlight=False)
@@ -202,8 +203,7 @@ def as_table(
         else ""
     )
     console.print(
-        f"{cluster.describe()}, {nic.bytes_per_second * 8 / 1e9:g} Gbit/s a node through {nic.nics} "
-        f"card{'s' if nic.nics > 1 else ''}; {_amount(workload.numel)} parameters in {workload.units} units{passes}",
+        f"{describe_cluster(cluster)}; {_amount(workload.numel)} parameters in {workload.units} units{passes}",
         highlight=False,
     )
     table = Table(box=SIMPLE_HEAD, padding=0)
@@ -231,11 +231,7 @@ def as_table(
     console.print(_memory(advice, workload), highlight=False)
     for caution in dict.fromkeys(offer.caution for offer in shown if offer.caution):
         console.print(f"note: {caution}", highlight=False)
-    left_out = len(advice.offers) - len(shown)
-    console.print(
-        f"planned in {planning_seconds * 1e3:.0f} ms" + (f"; --all shows {left_out} more rows" if left_out else ""),
-        highlight=False,
-    )
+    console.print(describe_effort(planning_seconds, len(advice.offers) - len(shown)), highlight=False)
 
 
 def rows_that_matter(advice: ShardedAdvice) -> tuple[ShardedOffer, ...]:
@@ -274,9 +270,8 @@ def _memory(advice: ShardedAdvice, workload: ShardedWorkload) -> str:
     for offer in advice.offers:
         by_sharding.setdefault(offer.sharded, offer)
     own = " and ".join(f"{offer.memory.own_nbytes / 1e9:.3g} GB {name}" for name, offer in by_sharding.items())
-    text = f"memory of a rank: FSDP2's own {own}, with {workload.optimizer}'s state"
-    text += "" if workload.activation_nbytes else ", activations not counted"
-    return text
+    counted = "" if workload.activation_nbytes else ", activations not counted"
+    return f"memory of a rank: FSDP2's own {own}, with {workload.optimizer}'s state{counted}"
 
 
 def _row(offer: ShardedOffer, chosen: ShardedOffer, known: bool) -> Sequence[str]:

@@ -73,12 +73,11 @@ def as_table(
         planning_seconds: How long finding it took.
         everything: Every row, with what other libraries run.
     """
-    nic, chosen, known = cluster.levels[-1].link, advice.recommend, workload.backward_seconds > 0
+    chosen, known = advice.recommend, workload.backward_seconds > 0
     console.print(f"recommended: plan {chosen.plan}, compressor {chosen.compressor}", style="bold", highlight=False)
     console.print(f"{chosen.why}\n", highlight=False)
     console.print(
-        f"{cluster.describe()}, {nic.bytes_per_second * 8 / 1e9:g} Gbit/s a node through {nic.nics} "
-        f"card{'s' if nic.nics > 1 else ''}; {workload.gradient_nbytes / 1e6:.1f} MB of gradients"
+        f"{describe_cluster(cluster)}; {workload.gradient_nbytes / 1e6:.1f} MB of gradients"
         + (f", backward {workload.backward_seconds * 1e3:g} ms" if known else ""),
         highlight=False,
     )
@@ -102,11 +101,19 @@ def as_table(
     for offer in advice.offers:
         if offer.caution and offer.plan.name == "flat":
             console.print(f"note: {offer.caution}", highlight=False)
-    left_out = len(advice.offers) - len(shown)
-    console.print(
-        f"planned in {planning_seconds * 1e3:.0f} ms" + (f"; --all shows {left_out} more rows" if left_out else ""),
-        highlight=False,
-    )
+    console.print(describe_effort(planning_seconds, len(advice.offers) - len(shown)), highlight=False)
+
+
+def describe_cluster(cluster: Cluster) -> str:
+    """Its nodes and ranks, and what a node has towards the others."""
+    nic = cluster.levels[-1].link
+    cards = f"{nic.nics} card{'s' if nic.nics > 1 else ''}"
+    return f"{cluster.describe()}, {nic.bytes_per_second * 8 / 1e9:g} Gbit/s a node through {cards}"
+
+
+def describe_effort(planning_seconds: float, left_out: int) -> str:
+    """How long planning took, and how many rows are not shown."""
+    return f"planned in {planning_seconds * 1e3:.0f} ms" + (f"; --all shows {left_out} more rows" if left_out else "")
 
 
 def offers_that_matter(advice: Advice) -> tuple[Offer, ...]:
