@@ -293,8 +293,18 @@ class ShardedCosts:
         """Ranks that share the weights; of unequal nodes those of the smallest."""
         return self.cluster.size if sharded == FULL else self._smallest
 
+    def runs_as(self, form: str, choice: str) -> str:
+        """The form that a collective of shards or weights really has: on CUDA exact ones are NCCL's own calls.
+
+        Args:
+            form: That was asked for.
+            choice: Of `SHARDS` or `WEIGHTS`.
+        """
+        return FLAT if choice == "exact" and self._nccl is not None else form
+
     def all_gather(self, sharded: str, form: str, weights: str) -> Leg:
         """One unit's weights, gathered on every rank; payloads travel as they are and are decoded at the end."""
+        form = self.runs_as(form, weights)
         exact = self.workload.param_nbytes
         element = self.payload_nbytes(weights, exact)
         nbytes, members = element * self.numel, self.group_size(sharded)
@@ -313,6 +323,7 @@ class ShardedCosts:
         Flat and compressed, every rank sends its payloads to every owner. In a hierarchy the levels below the highest
         sum exactly, and the highest sends payloads.
         """
+        form = self.runs_as(form, shards)
         exact = self.workload.reduce_nbytes
         element = self.payload_nbytes(shards, exact)
         passes = 2 if self.library == "gloo" else 1
@@ -568,6 +579,9 @@ def offers_of(costs: ShardedCosts, sharded: str) -> tuple[ShardedOffer, ...]:
         for weight, gather in gathers.items():
             back = again or (Leg(ALL_GATHER) if load.reshard == "no" else gather)
             for shard, scatter in scatters.items():
+                as_flat = sharded == FULL and {costs.runs_as(form, each) for each in (shard, weight)} == {FLAT}
+                if form == HIERARCHICAL and as_flat:
+                    continue
                 for compressor, reduce in reduces.items():
                     if not native or (shard == weight == "exact"):
                         found.append(

@@ -1,6 +1,8 @@
 """`gradwire predict` from its command line to what it prints."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -133,3 +135,18 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
 def test_the_picture_shows_the_number_that_was_asked_for() -> None:
     assert node_counts(4) == [1, 2, 4, 8, 16]
     assert 48 in node_counts(48)
+
+
+def test_the_page_shows_what_the_commands_print(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = (Path(__file__).parents[2] / "docs/how-to/predict.md").read_text()
+    commands = re.findall(r"```sh\n(gradwire predict --preset .*?)```", text, re.DOTALL)
+    shown = re.findall(r"```text\n(recommended: .*?)```", text, re.DOTALL)
+    assert len(commands) == len(shown) >= 2
+    for command, block in zip(commands, shown, strict=True):
+        assert main(shlex.split(command.replace("\\\n", " "))[2:]) == 0
+        printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        lines = [line for line in block.splitlines() if line.strip() not in ("", "...")]
+        assert lines == [line for line in printed if line in lines]
