@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
+import gradwire
 import gradwire.fsdp
 from support.processes import Processes
 from support.sharded import Tiny, applied, job, sharded, train
@@ -41,6 +42,9 @@ def refusals(rank: int) -> list[str]:
         refused("call fully_shard on the model itself", blocks, replicas=replicas)
         model, _ = applied(mesh)
         refused("hook or collectives of its own already", model, replicas=replicas)
+        for inside in (sharded(mesh["shard"]), blocks):  # a DDP hook would never be called
+            with pytest.raises(TypeError, match=r"FSDP2 reduces its gradients itself.*gradwire.fsdp.apply"):
+                gradwire.HookState(inside)
         # What one rank alone does wrong.
         wrong = mesh["shard"] if rank == 2 else replicas
         refused("`replicas` of rank 2 is of ranks .2, 3.", sharded(mesh["shard"]), replicas=wrong)
