@@ -388,6 +388,11 @@ class ShardedUnit:
         """What carries out its all-gathers."""
         return cast(Callable[..., object], self._group._all_gather_comm)
 
+    @property
+    def reduce_scatter(self) -> Callable[..., object]:
+        """What carries out its reduce-scatters."""
+        return cast(Callable[..., object], self._group._reduce_scatter_comm)
+
     def set_all_gather(self, comm: object) -> None:
         """Has `comm` carry out the all-gathers."""
         self._group._all_gather_comm = comm

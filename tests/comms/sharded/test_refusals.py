@@ -12,8 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import gradwire
 import gradwire.fsdp
+from gradwire.comms.bootstrap import failure
 from support.processes import Processes
-from support.sharded import Tiny, applied, job, sharded, train
+from support.sharded import Tiny, applied, job, mesh_of, sharded, train
 
 
 def refusals(rank: int) -> list[str]:
@@ -70,19 +71,26 @@ def test_bad_input_is_an_error_on_all_ranks_alike(processes: Processes) -> None:
         assert digests or all(other == one for other in others), (one, others)
 
 
-def lost(rank: int) -> str:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-    model = sharded(init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))
-    gradwire.fsdp.apply(model, shards="int4", weights="int8")
+def lost(rank: int, way: str) -> str:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    failure.PATIENCE = timedelta(minutes=10)  # a rank that is gone is found out, not waited for
+    if way == "replicas":
+        model, state = applied(mesh_of(), compressor="int8")
+    else:
+        model = sharded(init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))
+        state = gradwire.fsdp.apply(model, shards="int4", weights="exact", plan="hierarchical")
     train(model, 1)
     if rank == 3:
         os._exit(1)
     with pytest.raises(RuntimeError) as caught:
         train(model, 3)
+    state.close()
     return str(caught.value)
 
 
-def test_a_lost_rank_is_an_error_on_all_others(processes: Processes) -> None:
-    """Nobody goes on with sums that lack a rank's part. Between replicas it is as for the hook: see test_failure.py."""
-    said = processes(4, lost, nodes="aabb", lost=(3,), seconds=60.0)
-    assert all(said[:3]), said
+@pytest.mark.parametrize("way", ["replicas", "shards"])
+def test_a_lost_rank_is_named_by_all_others(way: str, processes: Processes) -> None:
+    """By those too that have no collective with it, and wait for one that has."""
+    said = processes(4, lost, way, nodes="aabb", lost=(3,), seconds=120.0)
+    assert said[3] is None
+    assert all("rank 3 of 4 is missing" in each for each in said[:3]), said
