@@ -18,6 +18,7 @@ Sources: exchange of encoded gradients in place of a reduce-scatter, and encoded
 ZeRO++, 2023. Random rounding of gradients without bias: Alistarh et al., QSGD, NeurIPS 2017, section 3.1.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -272,9 +273,9 @@ def _select(rows: Tensor, order: Sequence[int]) -> Tensor:
     return torch.stack([rows[index] for index in order])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Link:
-    """What the ranks of one group that share parameters have in common.
+    """What the ranks of one group that share parameters have in common. Its communicator ends with it.
 
     Attributes:
         nodes: Where they are; None where nothing is in fewer bits.
@@ -286,27 +287,25 @@ class Link:
     communicator: Communicator | None
     planned: PlannedCollectives | None
 
+    def __post_init__(self) -> None:
+        if self.communicator is not None:
+            weakref.finalize(self, self.communicator.close)
+
 
 class ExactReduceScatter(_Allocating):
     """The exact reduce-scatter of one unit on a CPU: by a plan where that is faster, and watched in any case.
 
     Args:
         unit: Whose.
-        communicator: Of the ranks that share it.
-        planned: Theirs; None leaves all to `exact`.
+        link: Of the ranks that share it.
         exact: Torch's own.
     """
 
-    def __init__(
-        self,
-        unit: ShardedUnit,
-        communicator: Communicator,
-        planned: PlannedCollectives | None,
-        exact: Callable[..., object],
-    ) -> None:
+    def __init__(self, unit: ShardedUnit, link: Link, exact: Callable[..., object]) -> None:
+        assert link.communicator is not None
         self._unit = unit
-        self._communicator = communicator
-        self._planned = planned
+        self._link = link
+        self._communicator = link.communicator
         self._exact = exact
 
     def __call__(
@@ -321,13 +320,17 @@ class ExactReduceScatter(_Allocating):
             op: SUM, AVG, or PREMUL_SUM of the unit's own factor.
             async_op: Torch never asks for it.
         """
-        planned = self._planned
+        planned = self._link.planned
         lacking = op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)  # gloo has no PREMUL_SUM
         if planned is None or not (lacking or planned.beats_library(REDUCE_SCATTER, input_tensor.nbytes)):
             issue = _issuing(self._exact, output_tensor, input_tensor, group, op=op)
             self._communicator.carry_out("reduce_scatter (of shards)", issue)
             return
-        planned.reduce_scatter(output_tensor, input_tensor, keep=False).wait()
+        self._communicator.carry_out(
+            "reduce_scatter (of shards)",
+            lambda: FutureWork(planned.reduce_scatter(output_tensor, input_tensor, keep=False)),
+            range(group.size()),
+        )
         divisor = divisor_of(op, group.size(), self._unit)
         if divisor != 1.0:
             output_tensor.div_(divisor)
@@ -337,16 +340,14 @@ class ExactAllGather(_Allocating):
     """The exact all-gather of one unit's weights on a CPU: by a plan where that is faster, and watched in any case.
 
     Args:
-        communicator: Of the ranks that share the unit.
-        planned: Theirs; None leaves all to `exact`.
+        link: Of the ranks that share the unit.
         exact: Torch's own, also for the smaller mesh of `reshard_after_forward=2`.
     """
 
-    def __init__(
-        self, communicator: Communicator, planned: PlannedCollectives | None, exact: Callable[..., object]
-    ) -> None:
-        self._communicator = communicator
-        self._planned = planned
+    def __init__(self, link: Link, exact: Callable[..., object]) -> None:
+        assert link.communicator is not None
+        self._link = link
+        self._communicator = link.communicator
         self._exact = exact
 
     def __call__(
@@ -363,13 +364,13 @@ class ExactAllGather(_Allocating):
         Returns:
             With `async_op` what is to be waited for.
         """
-        planned = self._planned
+        planned = self._link.planned
         theirs = planned is not None and group.size() == self._communicator.size
         if planned is not None and theirs and planned.beats_library(ALL_GATHER, output_tensor.nbytes):
             work = FutureWork(planned.all_gather(output_tensor, input_tensor))
             if async_op:
                 return work
-            work.wait()
+            self._communicator.carry_out("all_gather (of shards)", lambda: work, range(group.size()))
         elif async_op:
             return self._exact(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=True)
         else:
@@ -420,8 +421,8 @@ def install(
             continue
         link = link_of(group)
         if link.communicator is not None:
-            unit.set_reduce_scatter(ExactReduceScatter(unit, link.communicator, link.planned, unit.reduce_scatter))
-            unit.set_all_gather(ExactAllGather(link.communicator, link.planned, unit.all_gather))
+            unit.set_reduce_scatter(ExactReduceScatter(unit, link, unit.reduce_scatter))
+            unit.set_all_gather(ExactAllGather(link, unit.all_gather))
         nodes = link.nodes
         if nodes is None or nodes.between is None:
             continue

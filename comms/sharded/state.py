@@ -8,9 +8,11 @@ stream that the hook runs on.
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 from gradwire.comms.autotune.stepwatch import JobAdvice, StepWatch, advise_job
 from gradwire.comms.bootstrap.compat import (
+    BackendWork,
     ShardedParameter,
     ShardedUnit,
     at_end_of_sharded_backward,
@@ -89,6 +92,7 @@ class FsdpState:
         self._partial: dict[int, tuple[tuple[ShardedParameter, ...], Tensor]] = {}
         """Unit -> whose gradients, and their sum over the micro-batches that have not been averaged."""
         self._links: tuple[Communicator, ...] = ()
+        self._torchs = [(unit.all_gather, unit.reduce_scatter) for unit in units]
         self._shard_totals: tuple[PhaseTotals, ...] = ()
         self._rounding: Rounding | None = None
         self._described = ""
@@ -138,14 +142,12 @@ class FsdpState:
         """Takes in what goes on between the ranks that share parameters.
 
         Args:
-            communicators: To be closed with the state.
+            communicators: On a CPU, of this rank's groups of several ranks; they end with the model, or with `close`.
             totals: Counted while the model trains; for reports.
             rounding: Saved and restored with the state; None where nothing is rounded.
             described: In one line.
         """
         self._links = tuple(communicators)
-        for communicator in communicators:
-            weakref.finalize(self, communicator.close)
         self._shard_totals = tuple(totals)
         self._rounding = rounding
         self._described = described
@@ -253,7 +255,14 @@ class FsdpState:
         self._take_over(own)
 
     def close(self) -> None:
-        """Ends the threads and releases shared memory; happens by itself when the state is collected or at exit."""
+        """Ends the threads and releases shared memory; happens by itself when the model is collected or at exit.
+
+        Torch's own collectives are put back between the ranks that share parameters, so the model can still be
+        evaluated; with `replicas` it can be trained no more.
+        """
+        for unit, (all_gather, reduce_scatter) in zip(self._units, self._torchs, strict=True):
+            unit.set_all_gather(all_gather)
+            unit.set_reduce_scatter(reduce_scatter)
         for communicator in (self._communicator, *self._links):
             if communicator is not None:
                 communicator.close()
@@ -404,8 +413,9 @@ class FsdpState:
     def _agreed(self) -> bool:
         """Whether the step is finite on all ranks: other ranks hold other shards."""
         verdict = torch.tensor(int(self._finite), dtype=torch.int32)
-        for group in self._shard_groups:
-            dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=group)
+        for group, link in zip(self._shard_groups, self._links, strict=True):
+            issue = partial(dist.all_reduce, verdict, op=dist.ReduceOp.MIN, group=group, async_op=True)
+            link.carry_out("agreement on whether the step is finite", cast(Callable[[], BackendWork], issue))
         return bool(verdict)
 
     def _agreed_extremes(self, communicator: Communicator) -> list[Tensor]:

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -91,6 +92,9 @@ def lost(rank: int, way: str) -> str:
 @pytest.mark.parametrize("way", ["replicas", "shards"])
 def test_a_lost_rank_is_named_by_all_others(way: str, processes: Processes) -> None:
     """By those too that have no collective with it, and wait for one that has."""
-    said = processes(4, lost, way, nodes="aabb", lost=(3,), seconds=120.0)
+    # The store lives in a process of its own, as under torchrun: whoever ends first does not take it along.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    said = processes(4, lost, way, nodes="aabb", environment=environment, lost=(3,), seconds=120.0)
     assert said[3] is None
     assert all("rank 3 of 4 is missing" in each for each in said[:3]), said
