@@ -17,7 +17,7 @@ from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.sharded.agreement import agree_on_grid, board_of_grid
-from gradwire.comms.sharded.collectives import SHARD_CHOICES, WEIGHT_CHOICES, Link, Rounding, install
+from gradwire.comms.sharded.collectives import SHARD_CHOICES, WEIGHT_CHOICES, Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.nodes import find_nodes
 from gradwire.comms.sharded.state import FsdpState, shard_groups
@@ -118,7 +118,7 @@ def apply(
     groups = [*shard_groups(units), *([] if replicas is None or replicas.size() == 1 else [replicas.get_group()])]
     board = board_of_grid(store_of(dist.group.WORLD), number, groups, _peers(units, replicas), config.timeout)
     state = FsdpState(model, units, names, None if replicas is None else replicas.get_group(), config, board)
-    links = Links(units[0].device, config, board, few_bits=shards != "exact" or weights != "exact")
+    links = ShardLinks(units[0].device, config, board, few_bits=shards != "exact" or weights != "exact")
     rounding = Rounding(seed, dist.get_rank())
     totals = install(units, names, shards, weights, rules_from(config.rules), rounding, links.of)
     described = f"shards {shards}, weights {weights}: parameters shared by {links.describe()}" if links.made else ""
@@ -126,7 +126,7 @@ def apply(
     return state
 
 
-class Links:
+class ShardLinks:
     """What the ranks that share parameters have in common, for each group of them.
 
     Args:
@@ -137,7 +137,7 @@ class Links:
     """
 
     def __init__(self, device: torch.device, config: Config, board: FailureBoard, *, few_bits: bool) -> None:
-        self.made: dict[tuple[int, ...], Link] = {}
+        self.made: dict[tuple[int, ...], ShardLink] = {}
         self._device = device
         self._config = config
         self._board = board
@@ -148,7 +148,7 @@ class Links:
         """Those of the links."""
         return [link.communicator for link in self.made.values() if link.communicator is not None]
 
-    def of(self, group: dist.ProcessGroup) -> Link:
+    def of(self, group: dist.ProcessGroup) -> ShardLink:
         """The link of one group; all its ranks call this at the same point.
 
         Raises:
@@ -161,7 +161,7 @@ class Links:
             nodes = find_nodes(group, self._config.hostname, flat, communicator) if self._few_bits else None
             plans = communicator is not None and not isinstance(group, GradwireGroup)
             planned = PlannedCollectives(communicator) if communicator is not None and plans else None
-            self.made[ranks] = Link(nodes, communicator, planned)
+            self.made[ranks] = ShardLink(nodes, communicator, planned)
         return self.made[ranks]
 
     def describe(self) -> str:

@@ -274,7 +274,7 @@ def _select(rows: Tensor, order: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Link:
+class ShardLink:
     """What the ranks of one group that share parameters have in common. Its communicator ends with it.
 
     Attributes:
@@ -301,7 +301,7 @@ class ExactReduceScatter(_Allocating):
         exact: Torch's own.
     """
 
-    def __init__(self, unit: ShardedUnit, link: Link, exact: Callable[..., object]) -> None:
+    def __init__(self, unit: ShardedUnit, link: ShardLink, exact: Callable[..., object]) -> None:
         assert link.communicator is not None
         self._unit = unit
         self._link = link
@@ -344,7 +344,7 @@ class ExactAllGather(_Allocating):
         exact: Torch's own, also for the smaller mesh of `reshard_after_forward=2`.
     """
 
-    def __init__(self, link: Link, exact: Callable[..., object]) -> None:
+    def __init__(self, link: ShardLink, exact: Callable[..., object]) -> None:
         assert link.communicator is not None
         self._link = link
         self._communicator = link.communicator
@@ -397,7 +397,7 @@ def install(
     weights: str,
     rules: Sequence[Rule],
     rounding: Rounding,
-    link_of: Callable[[dist.ProcessGroup], Link],
+    link_of: Callable[[dist.ProcessGroup], ShardLink],
 ) -> list[PhaseTotals]:
     """Has units reduce-scatter and all-gather by gradwire.
 

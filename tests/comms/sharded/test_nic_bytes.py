@@ -16,6 +16,7 @@ SHARES = {
     "HSDP exact": 1.05,
     "HSDP int8": 0.27,
     "HSDP int4": 0.14,
+    "FSDP exact exact": 3 / 2 * 1.05,
     "FSDP bf16 bf16": 3 / 4 * 1.05,
     "FSDP int8 int8": 3 / 8 * 1.07,
     "FSDP int4 int8": (2 / 8 + 1 / 16) * 1.07,
