@@ -56,10 +56,11 @@ def apply(
             gradients are averaged by the cheapest plan, or compressed. None: there is no second dimension, or torch
             averages over it (a two-dimensional mesh was given to `fully_shard`).
         shards: What gradients travel as between nodes in the reduce-scatter over the ranks that share parameters:
-            "exact" (torch's own), "bf16", "int8" or "int4". Inside a node they are summed exactly, and all of it is
-            torch's own where those ranks are on one node; `plan="flat"` takes each rank for a node. Rounding to int8
-            and int4 is random and without bias, and nothing is held back.
-        weights: What weights travel as between nodes in the all-gather: "exact" (torch's own), "bf16" or "int8". All
+            "exact", "bf16", "int8" or "int4". Exact ones are planned on CPUs, where that beats the library, on whatever
+            backend; on CUDA they are torch's own, as they are with `plan="flat"`. In fewer bits: inside a node they are
+            summed exactly, and all of it is exact where those ranks are on one node; `plan="flat"` takes each rank for
+            a node. Rounding to int8 and int4 is random and without bias, and nothing is held back.
+        weights: What weights travel as between nodes in the all-gather: "exact" (see `shards`), "bf16" or "int8". All
             ranks compute with the decoded weights; those that the optimizer changes stay exact.
         seed: Of the random rounding.
         config: The configuration; by default what the environment gives.
