@@ -5,6 +5,7 @@ The hook and the process group are two faces of this object.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -231,14 +232,16 @@ class Communicator:
         Args:
             where: Which, in words, for an error.
             issue: Issues it: on a `transport`, or on a group of torch's.
-            members: The ranks of the transport.
+            members: The ranks of the transport; none where it is torch's group, which hears no alarm by itself.
 
         Raises:
             CollectiveError: It failed, or another rank has given up.
         """
         try:
             work = issue()
-            (work if members else Waiting(work, self._board.alarm)).wait()
+            if not members:
+                work = Waiting(cast(BackendWork, work), self._board.alarm)
+            work.wait()
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             raise self.executor.failed(where, (0, 0), members, error) from None
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 from fake_cuda.drive import TIMEOUT, on_cuda
 from fake_cuda.machine import Machine, RaceError, machine
 from fake_cuda.ranks import FakeProcessGroup
-from fake_cuda.streams import FakeFuture
+from fake_cuda.streams import FakeFuture, side_stream
 from fake_cuda.tensor import FakeTensor
 from gradwire.comms.bootstrap.compat import HashStore, ShardedUnit
 from gradwire.comms.bootstrap.failure import FailureBoard
@@ -59,7 +59,9 @@ class Group(FakeProcessGroup):
     def alltoall_base(self, *arguments: Any) -> Any:
         return self._nccl.alltoall_base(*arguments)
 
-    all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
+    all_gather_single = _allgather_base  # type: ignore[assignment]
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
 
 
 class Unit:
@@ -186,15 +188,15 @@ def trained(
                 for name, each in zip(unit.names, unit.fsdp_params, strict=True)
             }
             names = ShardNames(named, units)
-            for unit in units:
-                unit.note_present()
+            for each in units:
+                each.note_present()
             config = Config(timeout=TIMEOUT, hostname=nodes[rank], **options)
             board = FailureBoard(boards, rank, SIZE)
             state = FsdpState(nn.Identity(), units, names, replicas, config, board)
             link = ShardLink(nodes_of(shard, row, nodes, make, rank), None, None)
             install(units, names, shards, weights, rules_from(()), Rounding(0, rank), lambda group: link)
-            streams = {f"{name}_stream": torch.cuda.Stream() for name in ("reduce_scatter", "all_reduce")}
-            gathering, found = torch.cuda.Stream(), list[Tensor]()
+            streams = {f"{name}_stream": side_stream() for name in ("reduce_scatter", "all_reduce")}
+            gathering, found = side_stream(), list[Tensor]()
             for step in range(steps):
                 held: tuple[Any, ...] = ()
                 with machine().forbid_host_waits(late=True) if step else nullcontext():
