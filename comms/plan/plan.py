@@ -40,6 +40,9 @@ class Phase:
     in_rank_order: bool = False
     """Whether every element is summed in the same order wherever it lies: the all_reduce is then taken apart into the
     steps of `rank_order`. Otherwise the order is the library's own, and a ring's depends on an element's place."""
+    shares: tuple[int, ...] = ()
+    """Where the links of the units differ: what each rank would own of a bucket that its group shares out, in any
+    measure; the members of a transfer own in proportion. Empty: equal parts."""
 
     def describe(self, level_names: tuple[str, ...]) -> str:
         """The phase in a few words.
@@ -47,7 +50,8 @@ class Phase:
         Args:
             level_names: Names of the cluster's levels, innermost first.
         """
-        how = [self.compressor or "", "asynchronous" * self.asynchronous, "sums in rank order" * self.in_rank_order]
+        how = [self.compressor or "", "asynchronous" * self.asynchronous, "sums in rank order" * self.in_rank_order,
+               "owners by their links" * bool(self.shares)]  # fmt: skip
         details = ", ".join(filter(None, how))
         return f"{self._name()} {self.place(level_names)}" + (f" ({details})" if details else "")
 
