@@ -45,7 +45,7 @@ def owner_shares(rates: tuple[float, ...], further: float = 0.0) -> tuple[int, .
     count, owning = len(rates), len(rates) - 2 + further
     if owning <= 0 or max(rates) <= min(rates) * (1 + EVEN_WITHIN):
         return ()
-    exact = _shares(rates, owning)
+    exact = exact_shares(rates, owning)
     total = UNITS_PER_MEMBER * count
     shares = [int(share * total) for share in exact]
     for _ in range(total - sum(shares)):
@@ -55,7 +55,7 @@ def owner_shares(rates: tuple[float, ...], further: float = 0.0) -> tuple[int, .
     return tuple(shares)
 
 
-def _shares(rates: Sequence[float], owning: float) -> list[float]:
+def exact_shares(rates: Sequence[float], owning: float) -> list[float]:
     """The f_i of the module's docstring; the slowest units own nothing where T is reached by their S alone.
 
     Args:

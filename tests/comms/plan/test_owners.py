@@ -1,7 +1,6 @@
-"""Laws of unequal shares: no other shares are done sooner, every link carries what its unit owns, no bit depends on them."""
+"""Laws of unequal shares: none are done sooner, every link carries what its unit owns, no bit depends on them."""
 
 import random
-from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
@@ -15,7 +14,7 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.plan.cost import CostModel
 from gradwire.comms.plan.owners import UNITS_PER_MEMBER, owner_shares
-from gradwire.comms.plan.plan import ALL_REDUCE, Plan
+from gradwire.comms.plan.plan import ALL_REDUCE
 from gradwire.comms.plan.planner import plan_all_reduce
 from gradwire.comms.plan.schedule import executable
 from gradwire.compressors.base import Layout, Slice
