@@ -127,6 +127,8 @@ class Plan:
         why: One sentence: why this plan and not another.
         limit: What the prediction is limited by: a level's name, `processor` (encoding and decoding) or `latency`.
         busy_seconds: How long what limits it is occupied; the next bucket may start that much later.
+        assumed: The links whose rates went into the prediction though nobody has published, given or measured them, in
+            words; empty where there are none. `describe` then names no time.
     """
 
     name: str
@@ -138,6 +140,7 @@ class Plan:
     why: str
     limit: str = ""
     busy_seconds: float = 0.0
+    assumed: str = ""
 
     def describe(self, level_names: tuple[str, ...]) -> str:
         """The plan as one readable paragraph.
@@ -148,7 +151,10 @@ class Plan:
         steps = " -> ".join(phase.describe(level_names) for phase in self.phases)
         pieces = "in one piece" if self.chunks == 1 else f"in {self.chunks} pipelined chunks"
         traffic = ", ".join(f"{nbytes / 1e6:.3g} MB {name}" for name, nbytes in self.bytes_by_level.items())
-        return (
-            f"{self.name}: {steps or 'nothing to do'}, {pieces}; {self.nbytes / 1e6:.3g} MB predicted to take "
-            f"{self.seconds * 1e3:.3g} ms and to send {traffic}. {self.why}"
-        )
+        head = f"{self.name}: {steps or 'nothing to do'}, {pieces}; {self.nbytes / 1e6:.3g} MB predicted to"
+        if self.assumed:
+            return (
+                f"{head} send {traffic}, in a time that is not known: the rates {self.assumed} are assumed "
+                f"(`nic_bytes_per_second` gives them, `probe=True` measures them). {self.why}"
+            )
+        return f"{head} take {self.seconds * 1e3:.3g} ms and to send {traffic}. {self.why}"

@@ -78,7 +78,10 @@ def plan_all_reduce(
         ValueError: `name` is unknown.
     """
     names = ("flat", "hierarchical", "leader") if name == "auto" else (name,)
-    plans = [plan for each in names for plan in candidates(cluster, nbytes, each, chunks, price)]
+    assumed = _presumed(cluster)
+    plans = [
+        replace(plan, assumed=assumed) for each in names for plan in candidates(cluster, nbytes, each, chunks, price)
+    ]
     if library == "nccl" and not chunks and price.name == EXACT.name:
         # One call of NCCL fills its links by itself; the chunks' tolerance was measured on gloo.
         plans = [plan for plan in plans if plan.name not in FLAT_ALGORITHMS or plan.chunks == 1]
@@ -88,10 +91,10 @@ def plan_all_reduce(
     flat = plans[0]
     if _only_flat(cluster):
         return with_reason(flat, "There is one level of links: a hierarchy has nothing to save.")
-    if library == "nccl" and (unknown := _presumed(cluster)):
+    if library == "nccl" and assumed:
         return with_reason(
             flat,
-            f"How fast the links {unknown} are is not known: one NCCL call, until `probe=True` measures them or "
+            f"How fast the links {assumed} are is not known: one NCCL call, until `probe=True` measures them or "
             "`nic_bytes_per_second` says it.",
         )
     if cluster.fabric is not None and library == "nccl":
@@ -99,11 +102,13 @@ def plan_all_reduce(
     rival = flat
     if library == "nccl":
         tree = next(candidates(cluster, nbytes, TREE, 1, price))
-        rival = min(flat, replace(tree, name="flat"), key=lambda plan: plan.seconds)
+        rival = min(flat, replace(tree, name="flat", assumed=assumed), key=lambda plan: plan.seconds)
     if best.seconds > rival.seconds * (1 - MINIMUM_GAIN):
         against = " than NCCL's tree" if rival is not flat else ""
         return with_reason(rival, f"No hierarchy is predicted to be more than {MINIMUM_GAIN:.0%} faster{against}.")
     than = "a flat ring" if rival is flat else "NCCL's tree"
+    if assumed:
+        return with_reason(best, f"Predicted to be faster than {than} over the links as they are assumed.")
     return with_reason(best, f"Predicted {rival.seconds / best.seconds:.2f}x faster than {than}.")
 
 
