@@ -22,6 +22,7 @@ from gradwire.comms.autotune.probe import probe
 from gradwire.comms.autotune.profile import fingerprint
 from gradwire.comms.autotune.stepwatch import JobAdvice, StepWatch, advise_job
 from gradwire.comms.autotune.tune import Tuning
+from gradwire.comms.autotune.unit_rates import REMEASURE_STEPS, measure_units
 from gradwire.comms.bootstrap.compat import GradBucket, Store, queue_end_of_backward, store_of, why_no_ddp_hook
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.checkpoint import JOB, NAMED, Checkpoint, gather, normalize, pack, unpack
@@ -97,8 +98,11 @@ class _Connection:
         threshold_nbytes = round(config.fusion_mb * 2**20)
         self.fusion = Fusion(FusionPlan(threshold_nbytes=threshold_nbytes))
         self.fusion_plans = self._consensus(store, f"fusion/{name}", FUSION_TIMEOUT)
+        self.units: Consensus | None = None
         if config.learns_cuts or config.probe:
             probe(self.communicator, self._consensus(store, f"probe/{name}", config.timeout))
+            self.units = self._consensus(store, f"units/{name}", config.timeout)
+            measure_units(self.communicator, self.units)
         self.communicator.routes.settle(threshold_nbytes or BUCKET_NBYTES)
         self.communicator.connect(threshold_nbytes or BUCKET_NBYTES)
         self.watch = StepWatch(self.communicator.clock)
@@ -425,6 +429,8 @@ class HookState:
         communicator = connection.communicator
         if communicator.device.type == "cuda":
             communicator.executor.timing = is_timed(self.steps)
+        if connection.units is not None and self.steps and self.steps % REMEASURE_STEPS == 0:
+            measure_units(communicator, connection.units, again=True)
         self._timed = connection.tuning is not None or communicator.executor.timing
         if connection.compression is not None:
             if connection.compression.follows_scaler:
