@@ -219,16 +219,24 @@ def test_few_bits_between_nodes_train_as_exact_ones_do(processes: Processes) -> 
 
 
 def crossed(rank: int) -> None:
-    with job():
+    with job("gradwire") as both:
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
-        model, _ = row_of(mesh, shards="int8", weights="int8")
         native = sharded(mesh)
-        train(model, 2)
         train(native, 2)
-        assert error_of(weights(model), weights(native)) < 0.01
-        same_output(model)
+        for options, limit in (({"shards": "int8", "weights": "int8"}, 0.01), ({"plan": "hierarchical"}, 1e-6)):
+            model, state = row_of(mesh, **options)
+            train(model, 2)
+            assert error_of(weights(model), weights(native)) < limit
+            same_output(model)
+            assert ("plan" in options) == (not state.report().rows)  # exact ones are the backend's own, and its plans
+        replicated = sharded(both["shard"])
+        gradwire.fsdp.apply(replicated, replicas=both["replicate"], compressor="int8")
+        whole = sharded(both)
+        train(replicated, 2)
+        train(whole, 2)
+        assert error_of(weights(replicated), weights(whole)) < 0.01
 
 
-def test_ranks_may_lie_on_the_nodes_in_any_order(processes: Processes) -> None:
+def test_ranks_may_lie_on_the_nodes_in_any_order_on_the_backend_too(processes: Processes) -> None:
     """Counterparts are then not in the order of their nodes."""
     processes(4, crossed, nodes="abba")
