@@ -281,4 +281,4 @@ def live_nbytes() -> int:
 
 
 def test_together_with_torch(processes: Processes, tmp_path: Path) -> None:
-    processes(4, combinations, str(tmp_path), nodes="aabb")
+    processes(4, combinations, str(tmp_path), nodes="aabb", seconds=240.0)
