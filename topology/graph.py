@@ -127,6 +127,8 @@ class Gpu(Endpoint):
 
     index: int | None = None
     """Number the driver gives it."""
+    part: int | None = None
+    """Which part it is of a card that shows itself as several GPUs on one bus id; None for a whole card."""
     compute_capability: int | None = None
     """`sm` of NCCL's file: 80 for A100, 90 for H100; AMD writes a number of its own."""
     architecture: str | None = None

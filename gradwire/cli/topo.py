@@ -117,7 +117,7 @@ def _write_files(machine: Machine, picture: Path | None, nccl_xml: Path | None) 
         count = nccl_xml_write.element_count(text)
         limit = nccl_xml_write.NCCL_MAX_NODES
         over = f"; NCCL refuses more than {limit} elements, this has {count}" if count > limit else ""
-        print(f"wrote {nccl_xml}{over}", file=sys.stderr)
+        print(f"wrote {nccl_xml}: {len(machine.gpus)} GPUs, {len(machine.nics)} NICs{over}", file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)
