@@ -42,7 +42,9 @@ def pcie_text(link: PcieLink | None) -> str:
     if link.virtual:
         return "virtual link"
     rate = UNKNOWN if link.gigatransfers_per_second is None else f"{link.gigatransfers_per_second:g}"
-    return f"{rate} GT/s x{link.lanes or UNKNOWN}, {gigabytes(pcie_bytes_per_second(link))}"
+    now = link.current_gigatransfers_per_second
+    lowered = "" if now is None else f" (now {now:g} GT/s)"
+    return f"{rate} GT/s x{link.lanes or UNKNOWN}, {gigabytes(pcie_bytes_per_second(link))}{lowered}"
 
 
 def nic_rate(nic: Nic) -> str:

@@ -159,9 +159,14 @@ class Distances:
         if cpu_a is None or cpu_b is None:
             return None
         if cpu_a == cpu_b:
-            return PathType.PHB
+            return PathType.PHB if self._complete(a) and self._complete(b) else None
         known = all(key in self._cpus and self._cpus[key].numa is not None for key in (cpu_a, cpu_b))
         return PathType.SYS if known else None
+
+    def _complete(self, device: Gpu | Nic) -> bool:
+        """Returns whether all switches above a device are known."""
+        top = self._switches[self._tops[device.parent][0]] if device.parent in self._tops else device
+        return top.bridges_known
 
     def _path(self, a: Gpu | Nic, b: Gpu | Nic) -> PathType | None:
         """Returns what the source states, else the path through the PCI tree."""
