@@ -76,6 +76,11 @@ class Host:
         return tuple(gpu for gpu in gpus if gpu.bus_id in given or not given or self.process.container == "")
 
     @cached_property
+    def gpu_names(self) -> dict[str, str]:
+        """Bus id -> `GPU0`: the position in bus order, by which `gradwire topo` and the driver count them too."""
+        return {bus_id: f"GPU{position}" for position, bus_id in enumerate(sorted(gpu.bus_id for gpu in self.gpus))}
+
+    @cached_property
     def rdma_devices(self) -> tuple[RdmaDevice, ...] | None:
         """All RDMA devices; None when sysfs cannot be seen."""
         return read_rdma_devices(self.files, self.tree)
