@@ -14,21 +14,29 @@ _MAKER = re.compile(r"^(NVIDIA|Mellanox|AMD|Intel|Broadcom Inc\.)( Corporation| 
 
 
 def gigabytes(bytes_per_second: float | None) -> str:
-    """Returns a rate as people write it: `48 GB/s`, or `?`.
+    """Returns a rate as people write it: `48 GB/s`, `1.8 TB/s`, or `?`.
 
     Args:
         bytes_per_second: The rate.
     """
-    return UNKNOWN if bytes_per_second is None else f"{bytes_per_second / 1e9:.3g} GB/s"
+    return UNKNOWN if bytes_per_second is None else f"{_scaled(bytes_per_second)}B/s"
 
 
 def gigabits(bits_per_second: float | None) -> str:
-    """Returns a line rate as people write it: `400 Gb/s`, or `?`.
+    """Returns a line rate as people write it: `400 Gbit/s`, `1.6 Tbit/s`, or `?`.
 
     Args:
         bits_per_second: The rate.
     """
-    return UNKNOWN if not bits_per_second else f"{bits_per_second / 1e9:.3g} Gb/s"
+    return UNKNOWN if not bits_per_second else f"{_scaled(bits_per_second)}bit/s"
+
+
+def _scaled(rate: float) -> str:
+    """Returns three digits and a prefix, never an exponent: `450 G`, `1.6 T`, `375 M`."""
+    for prefix, unit in (("T", 1e12), ("G", 1e9)):
+        if float(f"{rate:.3g}") >= unit:
+            return f"{float(f'{rate / unit:.3g}'):g} {prefix}"
+    return f"{float(f'{rate / 1e6:.3g}'):g} M"
 
 
 def pcie_text(link: PcieLink | None) -> str:

@@ -4,6 +4,7 @@ Source: NCCL v2.30 src/graph/xml.cc (a switch is two bridges, upstream and downs
 bridges at a time; the functions of a multi-port card and its virtual functions are one NIC).
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -48,7 +49,9 @@ def card_of(bus: str) -> str:
 
 def _may_be_a_gpu(function: PciFunction) -> bool:
     """Returns whether only its vendor would tell a GPU or NVSwitch from a screen adapter or another bridge."""
-    return function.vendor is None and role_of_class(function.class_code or 0) in ("gpu", "nvswitch")
+    named = function.name is not None and not re.match(r"Device\b|$", function.name)
+    unknown = function.vendor is None and not named  # a maker that is named and has no number here makes no GPUs
+    return unknown and role_of_class(function.class_code or 0) in ("gpu", "nvswitch")
 
 
 def link_between(function: PciFunction, bridge: PciFunction | None) -> PcieLink | None:

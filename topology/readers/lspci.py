@@ -39,6 +39,8 @@ HEAD = re.compile(
 )
 """`19:00.0 3D controller [0302]: NVIDIA Corporation GH100 [10de:2330] (rev a1)`."""
 _IDS = re.compile(r"\[([0-9a-f]{4}):([0-9a-f]{4})\]", re.IGNORECASE)
+_UNNAMED = re.compile(r"Device ([0-9a-f]{4}):([0-9a-f]{4})", re.IGNORECASE)
+"""What lspci prints where its list of names lacks the maker."""
 _ROOT_PORT = re.compile(r"Express \(v\d\) Root Port")
 _BUSES = re.compile(r"Bus: primary=([0-9a-f]{2}), secondary=([0-9a-f]{2})", re.IGNORECASE)
 _LINK_NOW, _LINK_MOST = (
@@ -223,7 +225,8 @@ def _chain(bus_id: str, above: dict[tuple[str, str], str]) -> tuple[str, ...] | 
 def _function(entry: _Listed, parents: tuple[str, ...] | None) -> PciFunction:
     """Returns one function with everything that its lines say."""
     text, description = entry.text, entry.description
-    ids = _IDS.findall(description)
+    unnamed = _UNNAMED.match(description)
+    ids = _IDS.findall(description) or ([unnamed.groups()] if unnamed else [])
     by_name = next((code for name, code in VENDORS if description.startswith(name)), None)
     driver = re.search(r"Kernel driver in use: (\S{1,40})", text)
     sizes = re.findall(r"Region \d: Memory .{1,100}?\[size=(\d{1,4})([KMGT]?)\]", text)

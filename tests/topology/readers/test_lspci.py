@@ -119,6 +119,10 @@ def test_a_display_adapter_of_an_unnamed_vendor_is_not_lost() -> None:
     assert len(machine.gpus) == 1
     assert machine.unclassified == ("0000:05:00.0",)
     assert any("0000:05:00.0 is a GPU is unknown" in note for note in machine.notes)
+    bare = lspci.read("05:00.0 3D controller: Device 10de:2330 (rev a1)\n")
+    assert [(gpu.vendor, gpu.device) for gpu in bare.gpus] == [(0x10DE, 0x2330)]
+    screen = lspci.read("05:00.0 VGA compatible controller: ASPEED Technology, Inc. Graphics Family\n")
+    assert (screen.gpus, screen.unclassified) == ((), ())
 
 
 def test_other_makers_display_adapters_are_no_gpus() -> None:
