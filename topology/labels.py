@@ -172,6 +172,16 @@ class Labels:
         known = [rate for rate in rates if rate is not None]
         return sum(known) if known and len(known) == len(rates) else None
 
+    def c2c(self, gpu: Gpu) -> str:
+        """Returns `C2C 224 GB/s` for a GPU with a chip-to-chip link to its CPU, else nothing.
+
+        Args:
+            gpu: A GPU of the machine.
+        """
+        link = next((link for link in self.machine.links if link.kind == "c2c" and link.a == gpu.key), None)
+        rate = None if link is None else link.bytes_per_second
+        return "" if link is None else "C2C" if rate is None else f"C2C {gigabytes(rate)}"
+
     def gpu_gpu(self, a: Gpu, b: Gpu) -> str:
         """Returns the cell of a matrix for two GPUs: `NV12`, `XGMI`, a path type, or `?`.
 

@@ -17,6 +17,7 @@ from gradwire.topology.readers.pci_sysfs import read_tree
 from gradwire.topology.readers.small_files import names_in, number_of, text_of
 from gradwire.topology.readers.sysfs_ports import FoundPorts, find_ports
 
+_NO_PRODUCT = re.compile(r"(to be filled by o\.?e\.?m\.?|system product name|default string|none|n/a|)", re.IGNORECASE)
 MAX_NODES = 1024
 """Linux is built for at most 1024 NUMA nodes (CONFIG_NODES_SHIFT 10)."""
 
@@ -42,12 +43,18 @@ def read(root: Path) -> Machine:
     return replace(
         machine,
         hostname=text_of(root / "proc/sys/kernel/hostname"),
-        product=text_of(root / "sys/class/dmi/id/product_name"),
+        product=_product(root),
         nics=(*machine.nics, *_without_pci(found, machine, only)),
         notes=(*machine.notes, *_notes(machine, tree), *found.notes),
         sources=("sysfs",),
         virtual=_is_virtual(root),
     )
+
+
+def _product(root: Path) -> str | None:
+    """Returns the host's model, unless its maker left the field as it came."""
+    name = text_of(root / "sys/class/dmi/id/product_name")
+    return None if name is None or _NO_PRODUCT.fullmatch(name) else name
 
 
 def _cpus(root: Path) -> tuple[Cpu, ...]:

@@ -252,7 +252,11 @@ class _Placer:
         device = self.leaves[key]
         bus = (device.bus or "").removeprefix("0000:")
         if isinstance(device, Gpu):
-            lines = [self.labels.gpu(device), " · ".join(filter(None, (model_name(device), self._c2c(key)))), bus]
+            lines = [
+                self.labels.gpu(device),
+                " · ".join(filter(None, (model_name(device), self.labels.c2c(device)))),
+                bus,
+            ]
         else:
             layers = "/".join(sorted({port.link_layer for port in device.ports if port.link_layer}))
             rate = nic_rate(device).replace(UNKNOWN, "")
@@ -263,12 +267,6 @@ class _Placer:
         self.layout.boxes[key] = box
         self.y += ROW
         return box
-
-    def _c2c(self, key: str) -> str:
-        """Returns what is written about a GPU's chip-to-chip link."""
-        link = next((link for link in self.machine.links if link.kind == "c2c" and link.a == key), None)
-        rate = None if link is None else link.bytes_per_second
-        return "" if link is None else "C2C" if rate is None else f"C2C {gigabytes(rate)}"
 
     def nowhere(self) -> None:
         """Places the devices whose place is unknown, without links, beside a dashed box."""

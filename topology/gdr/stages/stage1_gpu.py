@@ -196,7 +196,9 @@ def nvlink(host: Host) -> Finding:
         return warned(f"NVLinks missing: {', '.join(down)}", "look at the fabric manager and dmesg (Xid 74); reseat")
     if not any(active.values()):
         return informed("PCIe cards without an NVLink bridge")
-    return passed(f"{max(active.values())} NVLinks active on each of {len(active) - len(bridgeless)} GPUs")
+    count = len(active) - len(bridgeless)
+    each = f"each of {count} GPUs" if count != 1 else "the GPU"
+    return passed(f"{max(active.values())} NVLinks active on {each}")
 
 
 def fabric_manager(host: Host) -> Finding:
