@@ -4,14 +4,15 @@ The hook and the process group are two faces of this object.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.bootstrap.compat import PrefixStore, Store, nccl_backend_of
+from gradwire.comms.bootstrap.compat import BackendWork, PrefixStore, Store, nccl_backend_of
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
 from gradwire.comms.bootstrap.nics import describe_nics, interface_of
@@ -19,13 +20,15 @@ from gradwire.comms.bootstrap.placement import Presence, cluster_of, exchange, s
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.config import Config
 from gradwire.comms.execute import Bucket, Executor, FutureTensor, Launch
+from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import Plan
 from gradwire.comms.plan.routes import Route, Routes
 from gradwire.comms.report import Report
 from gradwire.comms.streams import Clock, DeviceClock, HostClock, SideStreams
-from gradwire.comms.transport.groups import Groups
+from gradwire.comms.transport.groups import Groups, Transport
 from gradwire.comms.transport.nccl import NcclGroups
-from gradwire.compressors.base import Compressor, Layout
+from gradwire.comms.transport.torch_group import Waiting
+from gradwire.compressors.base import Compressor, Layout, Work
 from gradwire.topology.cluster import Cluster
 
 
@@ -43,6 +46,7 @@ class Communicator:
         group: The process group of the same ranks, in the same order. On CUDA its NCCL backend, if it has one, carries
             what goes between all ranks; it stays the user's, and is aborted only when gradwire gives up.
         global_ranks: Of the group in the default group, for logs; None asks torch, which knows registered groups only.
+        board: Shared with other groups that wait for this one; None makes one for this group.
 
     Raises:
         RuntimeError: A rank did not join within the time-out.
@@ -61,6 +65,7 @@ class Communicator:
         compressor: Compressor | None = None,
         group: dist.ProcessGroup | None = None,
         global_ranks: Sequence[int] | None = None,
+        board: FailureBoard | None = None,
     ) -> None:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -77,7 +82,11 @@ class Communicator:
         cluster = cluster_of(presences, config)
         self.routes = Routes(cluster, rank, device.type, config, compressor)
         self._nics = describe_nics(presences, config)
-        board = self._board = FailureBoard(store, rank, size)
+        if board is None:
+            board = FailureBoard(store, rank, size)
+            if device.type == "cpu" and not cluster.share_a_node(tuple(range(size))):
+                board.publish()
+        self._board = board
         interface = interface_of(presences, rank, config)
         self._groups = Groups(
             store,
@@ -208,6 +217,34 @@ class Communicator:
         bucket = Bucket.of(flat)
         self.executor.start(Launch((flat,), None, (bucket,)), self.routes.along(flat.numel(), plan), 1.0, flush=False)
         return bucket.result()
+
+    def transport(self, lane: Lane, members: tuple[int, ...]) -> Transport:
+        """The collectives of some ranks, for a caller that issues them itself.
+
+        Args:
+            lane: One that no plan has: nobody else uses its transports. One thread at a time.
+            members: Ranks of this communicator; the same on all of them, in the same order.
+        """
+        return self._groups[lane, members]
+
+    def carry_out(self, where: str, issue: Callable[[], Work | BackendWork], members: Sequence[int] = ()) -> None:
+        """Runs one collective in the thread of the caller, on a CPU, and waits for it.
+
+        Args:
+            where: Which, in words, for an error.
+            issue: Issues it: on a `transport`, or on a group of torch's.
+            members: The ranks of the transport; none where it is torch's group, which hears no alarm by itself.
+
+        Raises:
+            CollectiveError: It failed, or another rank has given up.
+        """
+        try:
+            work = issue()
+            if not members:
+                work = Waiting(cast(BackendWork, work), self._board.alarm)
+            work.wait()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            raise self.executor.failed(where, (0, 0), members, error) from None
 
     def swap(self, other: int, nbytes: int) -> float:
         """Exchanges bytes with one other rank, for measurements; both call it, and nothing else is in flight.

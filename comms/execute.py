@@ -777,19 +777,33 @@ class Executor:
 
     def _fail(self, job: _ChunkJob, lane: Lane, error: BaseException) -> None:
         """Ends a job that has failed, and with the first one everything that comes after it."""
-        with self._diagnosing:  # a lane that fails because of the first failure takes its diagnosis
+        phases = job.run.route.plan.phases if job.run is not None else ()
+        phase = phases[min(lane[0], len(phases) - 1)] if phases else None
+        where = f"{phase.op} {phase.place(self._level_names)}" if phase else job.name
+        self._give_up(job, self.failed(where, lane, self._node, error))
+
+    def failed(self, where: str, lane: Lane, members: Sequence[int], error: BaseException) -> CollectiveError:
+        """On a CPU: ends everything because a collective has failed, and says what happened to the ranks.
+
+        Args:
+            where: Which collective, in words.
+            lane: Where it ran.
+            members: The ranks that an error's `missing` are indices of.
+            error: What it raised.
+
+        Returns:
+            The diagnosis of the first failure: one that comes of it takes it too.
+        """
+        with self._diagnosing:
             if self._failure is None:
-                phases = job.run.route.plan.phases if job.run is not None else ()
-                phase = phases[min(lane[0], len(phases) - 1)] if phases else None
-                where = f"{phase.op} {phase.place(self._level_names)}" if phase else job.name
-                self._failure = self._diagnose(where, lane, self._node, error)
+                self._failure = self._diagnose(where, lane, members, error)
                 log.error("%s", self._failure)
-        self._give_up(job, self._failure)
+        return self._failure
 
     def _diagnose(self, where: str, lane: Lane, members: Sequence[int], error: BaseException) -> CollectiveError:
         try:
             waiting = self._streams is not None and self._waits_for_others()
-            self._groups.abort(f"rank {self._rank} gave up in {where}: {error}")
+            self._groups.abort(f"rank {self._board.rank} gave up in {where}: {error}")
             if self._streams is None:
                 return self._board.diagnose(error, lane, where, members)
             return self._board.diagnose(error, lane, where, members, launches=self.launches, waiting=waiting)

@@ -23,7 +23,7 @@ from gradwire.comms.autotune.profile import fingerprint
 from gradwire.comms.autotune.stepwatch import JobAdvice, StepWatch, advise_job
 from gradwire.comms.autotune.tune import Tuning
 from gradwire.comms.autotune.unit_rates import REMEASURE_STEPS, measure_units
-from gradwire.comms.bootstrap.compat import GradBucket, Store, queue_end_of_backward, store_of
+from gradwire.comms.bootstrap.compat import GradBucket, Store, queue_end_of_backward, store_of, why_no_ddp_hook
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.checkpoint import JOB, NAMED, Checkpoint, gather, normalize, pack, unpack
 from gradwire.comms.communicator import Communicator
@@ -127,7 +127,7 @@ class HookState:
         **options: Fields of `Config` by name; they win over the environment.
 
     Raises:
-        TypeError: An option has an unknown name, or `model_or_group` is neither.
+        TypeError: An option has an unknown name, or `model_or_group` is neither, or a sharded model.
         ValueError: A value does not fit, or differs between the ranks.
         RuntimeError: torch.distributed is not initialised, or a rank did not join.
     """
@@ -184,8 +184,11 @@ class HookState:
         Raises:
             ValueError: The state belongs to another model, or has compressed gradients under numbers already; `model`
                 has no parameters; or a state that was loaded does not fit.
+            TypeError: `model` is sharded (FSDP, FSDP2, DeepSpeed): no DDP hook is ever called for it.
             RuntimeError: torch.distributed is not initialised, or a rank did not join.
         """
+        if (why := why_no_ddp_hook(model)) is not None:
+            raise TypeError(f"`model` is {why}")
         if self._compresses and self.names.shapes and not self.names.bound:
             raise ValueError(
                 "`model` comes after the first step: residuals are already kept under numbers instead of its "

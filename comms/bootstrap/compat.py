@@ -243,6 +243,32 @@ def outside_graphs(method: Method) -> Method:
     return cast(Method, call)
 
 
+SHARDED = {
+    "FullyShardedDataParallel": "FSDP",
+    "FSDPModule": "FSDP2",
+    "DeepSpeedEngine": "DeepSpeed",
+}
+"""Class of a model whose gradients DDP does not average -> how its users call it."""
+
+
+def why_no_ddp_hook(model: torch.nn.Module) -> str | None:
+    """Why a DDP hook would never be called for a model that is sharded, or that has a sharded module; else None."""
+    for module in model.modules():
+        for base in type(module).__mro__:
+            if base.__name__ in SHARDED:
+                sharded = SHARDED[base.__name__]
+                own_call = (
+                    "gradwire.fsdp.apply(model, ...) compresses its gradients, and " if sharded == "FSDP2" else ""
+                )
+                named = "a" if module is model else f"a {type(model).__name__} with a"
+                return (
+                    f"{named} {type(module).__name__}: {sharded} reduces its gradients itself and takes no DDP hook; "
+                    f"{own_call}as the backend gradwire plans its collectives: "
+                    'torch.distributed.init_process_group("gradwire")'
+                )
+    return None
+
+
 class ShardedParameter:
     """A parameter of FSDP2 on this rank, by torch's private FSDPParam.
 
@@ -361,6 +387,11 @@ class ShardedUnit:
     def all_gather(self) -> Callable[..., object]:
         """What carries out its all-gathers."""
         return cast(Callable[..., object], self._group._all_gather_comm)
+
+    @property
+    def reduce_scatter(self) -> Callable[..., object]:
+        """What carries out its reduce-scatters."""
+        return cast(Callable[..., object], self._group._reduce_scatter_comm)
 
     def set_all_gather(self, comm: object) -> None:
         """Has `comm` carry out the all-gathers."""

@@ -7,12 +7,13 @@ it saw, waits a moment for the others to do the same, and names those that said 
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from datetime import timedelta
 from typing import Any
 
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.liveness import LOOK_SECONDS, OverdueError, has_ended, look_seconds
+from gradwire.comms.bootstrap.liveness import LOOK_SECONDS, OverdueError, has_ended, look_seconds, publish_process
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
 
@@ -23,8 +24,8 @@ PATIENCE = timedelta(seconds=15)
 second; the rest is for busy machines."""
 
 CALLING_AFTER = timedelta(seconds=2)
-"""Then a rank that is still silent is called at the port of its liveness ring, where it has one: of a node that is lost
-as a whole, the ring's neighbours name two ranks, and this the others."""
+"""Then a rank that is still silent is called at the port of its liveness ring, or of its process: of a node that is
+lost as a whole, neighbours name some ranks, and this the others."""
 
 NAP_SECONDS = 0.05
 """Between two looks of a rank that collects the others' words; for the others the first of ever longer ones."""
@@ -39,19 +40,38 @@ class CollectiveError(RuntimeError):
 
 
 class FailureBoard:
-    """Where the survivors of one group leave their word.
+    """Where the survivors of one group leave their word, or those of several groups that wait for each other.
 
     Args:
         store: A store that all ranks share, with a prefix of its own; one whose waits block nobody else.
         rank: This rank.
         size: Number of ranks.
+        everybody: Gives the ranks that may be missing; None: all of them. Asked when something has failed.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, everybody: Callable[[], Iterable[int]] | None = None
+    ) -> None:
+        self.rank = rank
         self._store = store
-        self._rank = rank
         self._size = size
+        self._everybody = everybody or (lambda: range(size))
+        self._group: Sequence[int] = range(size)
         self._store_is_gone = False
+
+    def of_group(self, ranks: Sequence[int]) -> "FailureBoard":
+        """The same board for one of several groups.
+
+        Args:
+            ranks: The board's number of each of the group's ranks.
+        """
+        board = copy(self)
+        board._group = tuple(ranks)
+        return board
+
+    def publish(self) -> None:
+        """Says where others find out whether this process has ended."""
+        publish_process(self._store, self.rank)
 
     def alarm(self) -> str | None:
         """Why another rank has given up; None while none has, or where the store is gone (connections break then)."""
@@ -71,7 +91,7 @@ class FailureBoard:
         try:
             self._store.compare_set("alarm", "", reason)
         except RuntimeError as error:
-            log.debug("the store was gone before rank %d could raise the alarm: %s", self._rank, error)
+            log.debug("the store was gone before rank %d could raise the alarm: %s", self.rank, error)
 
     def diagnose(
         self,
@@ -89,7 +109,7 @@ class FailureBoard:
             error: What the transport raised.
             lane: Where it happened.
             phase: The phase in words: `all_reduce inter_node`.
-            members: Global ranks of the group that failed, where known.
+            members: Ranks, as the group numbers them, of what failed in it, where known.
             launches: How many launches this rank has started, where all ranks say so.
             waiting: Whether its device waits for others. After a time-out one that does not, and has started fewer
                 launches than another one, is the rank that did not come.
@@ -98,16 +118,17 @@ class FailureBoard:
             The error for every future of this rank; within `PATIENCE` where ranks are silent, else as soon as all have
             published what they saw.
         """
-        dead = {members[index] for index in error.missing} if isinstance(error, PeerError) and members else set()
+        missing_of = error.missing if isinstance(error, PeerError) and members else ()
+        dead = {self._group[members[index]] for index in missing_of}
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         overdue = isinstance(error, OverdueError)
         word = {"dead": sorted(dead), "phase": phase, "launches": launches, "waiting": waiting, "overdue": overdue}
         try:
-            missing = tuple(sorted(self._listen(word, cause) - {self._rank}))
+            missing = tuple(sorted(self._listen(word, cause) - {self.rank}))
         except RuntimeError as store_error:
             reason = str(store_error).splitlines()[0]
             return CollectiveError(
-                f"{phase} failed on rank {self._rank} ({cause}), and the store cannot be reached to ask "
+                f"{phase} failed on rank {self.rank} ({cause}), and the store cannot be reached to ask "
                 f"who is missing ({reason}): the process that serves the store is gone",
                 tuple(sorted(dead)),
             )
@@ -115,7 +136,7 @@ class FailureBoard:
             who = f"rank {', '.join(map(str, missing))} of {self._size} is missing"
         else:
             who = f"all {self._size} ranks are alive"
-        return CollectiveError(f"{phase} failed on rank {self._rank}: {who}. Cause: {cause}", missing)
+        return CollectiveError(f"{phase} failed on rank {self.rank}: {who}. Cause: {cause}", missing)
 
     def _listen(self, word: dict[str, object], cause: str) -> set[int]:
         """The ranks that are missing.
@@ -123,10 +144,10 @@ class FailureBoard:
         The first rank to come collects all words and publishes the verdict, which the others wait for: if
         everybody collected, the store would be asked as many questions as there are pairs of ranks.
         """
-        alarm = f"rank {self._rank} saw {word['phase']} fail: {cause}"
-        self._store.set(f"word/{self._rank}", json.dumps(word))
+        alarm = f"rank {self.rank} saw {word['phase']} fail: {cause}"
+        self._store.set(f"word/{self.rank}", json.dumps(word))
         self._store.compare_set("alarm", "", alarm)
-        first = int(self._store.compare_set("collector", "", str(self._rank))) == self._rank
+        first = int(self._store.compare_set("collector", "", str(self.rank))) == self.rank
         deadline = time.monotonic() + PATIENCE.total_seconds() + look_seconds(self._size)
         if not first:
             nap_seconds = NAP_SECONDS
@@ -140,7 +161,7 @@ class FailureBoard:
         return missing
 
     def _collect(self, own: dict[str, Any], deadline: float) -> set[int]:
-        words, silent, dead = {self._rank: own}, set(range(self._size)) - {self._rank}, set(own["dead"])
+        words, silent, dead = {self.rank: own}, set(self._everybody()) - {self.rank}, set(own["dead"])
         calling = time.monotonic() + CALLING_AFTER.total_seconds() + look_seconds(self._size)
         while True:
             for rank in sorted(silent):

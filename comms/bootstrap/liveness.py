@@ -10,6 +10,7 @@ A rank that leaves in order says how many launches it has started: it is missed 
 
 import json
 import logging
+import os
 import secrets
 import selectors
 import socket
@@ -74,19 +75,60 @@ def look_seconds(size: int) -> float:
     return max(LOOK_SECONDS, size / LOOKS_PER_SECOND)
 
 
-def has_ended(store: Store, rank: int) -> bool:
-    """Whether nobody listens at the port of a rank's ring any more; False where its host does not answer, or has none.
+class _ProcessPort:
+    """A port that is open as long as this process lives, and at which nobody ever answers."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._where = ""
+        os.register_at_fork(after_in_child=self._forget)
+
+    def where(self) -> str:
+        """JSON of the port and of this host's addresses."""
+        with self._lock:
+            if self._socket is None:
+                self._socket = _listen()
+                self._where = json.dumps([self._socket.getsockname()[1], own_addresses()])
+            return self._where
+
+    def _forget(self) -> None:
+        """A child that kept it open would speak for its parent."""
+        self._lock = threading.Lock()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+_process_port = _ProcessPort()
+
+
+def publish_process(store: Store, rank: int) -> None:
+    """Says where a caller finds out whether this process has ended, where a rank has no ring: see `has_ended`.
 
     Args:
-        store: The ring's.
+        store: A store that all ranks share, with a prefix of its own.
+        rank: This rank in it.
+    """
+    store.set(f"process/{rank}", _process_port.where())
+
+
+def has_ended(store: Store, rank: int) -> bool:
+    """Whether nobody listens at the port of a rank any more, its ring's or its process's.
+
+    False where its host does not answer, or where it has none.
+
+    Args:
+        store: The ring's, or the one that `publish_process` was given.
         rank: Which.
 
     Raises:
         RuntimeError: The store is gone.
     """
-    if not store.check([f"alive/{rank}"]):
+    key = next((key for key in (f"alive/{rank}", f"process/{rank}") if store.check([key])), None)
+    if key is None:
         return False
-    port, addresses, _ = json.loads(store.get(f"alive/{rank}"))
+    port, addresses, *_ = json.loads(store.get(key))
     for address in addresses:
         try:
             socket.create_connection((address, port), CALL_SECONDS).close()

@@ -557,11 +557,15 @@ def advise_sharded(
 
 
 def offers_of(costs: ShardedCosts, sharded: str) -> tuple[ShardedOffer, ...]:
-    """Every choice for one way of sharding, flat and exact first; choices that save no byte are left out."""
+    """Every choice for one way of sharding, flat and exact first.
+
+    Choices that save no byte are left out, and few bits between ranks of one node, which `gradwire.fsdp.apply` leaves
+    exact.
+    """
     load = costs.workload
     shards = [each for each in SHARDS if _saves(costs, each, load.reduce_nbytes)]
     weights = [each for each in WEIGHTS if _saves(costs, each, load.param_nbytes)]
-    if costs.group_size(sharded) == 1:
+    if sharded == HYBRID or len(costs.cluster.nodes) == 1:  # inside a node nothing is encoded: see `sharded/nodes.py`
         shards, weights = ["exact"], ["exact"]
     several = sharded == HYBRID and len(costs.cluster.nodes) > 1
     found = []

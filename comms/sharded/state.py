@@ -8,9 +8,11 @@ stream that the hook runs on.
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,12 +20,14 @@ from torch import Tensor, nn
 
 from gradwire.comms.autotune.stepwatch import JobAdvice, StepWatch, advise_job
 from gradwire.comms.bootstrap.compat import (
+    BackendWork,
     ShardedParameter,
     ShardedUnit,
     at_end_of_sharded_backward,
     sharded_units,
     store_of,
 )
+from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, normalize, pack, unpack
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, LossScaler, is_finite
@@ -44,6 +48,9 @@ SHARDS = PREFIX + "shards"
 ROUNDING = PREFIX + "rounding"
 """Key in a rank's entry: reduce-scatters so far, from which the random rounding of the next one follows."""
 
+OF_SHARDS = ", of the ranks that share parameters"
+"""Behind a level's name in a report's rows."""
+
 _numbers: "dict[str, count[int]]" = {}
 """Replica group -> numbers for the states that are made on it, in the same order on all ranks."""
 
@@ -57,6 +64,7 @@ class FsdpState:
         names: Of its parameters.
         replicas: The ranks that hold the same shards as this one; None leaves the gradients to torch.
         config: The configuration.
+        board: Where all ranks of the grid hear that one of them has failed.
 
     Raises:
         RuntimeError: A replica did not join within the time-out.
@@ -70,6 +78,7 @@ class FsdpState:
         names: ShardNames,
         replicas: dist.ProcessGroup | None,
         config: Config,
+        board: FailureBoard,
     ) -> None:
         self.config = config
         self.steps = 0
@@ -79,9 +88,11 @@ class FsdpState:
         self._names = names
         self._communicator: Communicator | None = None
         self._compression: Compression | None = None
-        self._shard_groups = _distinct(units)
+        self._shard_groups = shard_groups(units)
         self._partial: dict[int, tuple[tuple[ShardedParameter, ...], Tensor]] = {}
         """Unit -> whose gradients, and their sum over the micro-batches that have not been averaged."""
+        self._links: tuple[Communicator, ...] = ()
+        self._torchs = [(unit.all_gather, unit.reduce_scatter) for unit in units]
         self._shard_totals: tuple[PhaseTotals, ...] = ()
         self._rounding: Rounding | None = None
         self._described = ""
@@ -92,12 +103,12 @@ class FsdpState:
         self._sizes: list[int] = []
         self._last_sizes: list[int] = []
         if replicas is not None:
-            self._connect(replicas, units[0].device)
+            self._connect(replicas, units[0].device, board)
             for unit in units:
                 unit.set_hook(lambda flat, unit=unit: self._reduce(unit, flat))  # type: ignore[misc]
             at_end_of_sharded_backward(units, self._end_backward)
 
-    def _connect(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def _connect(self, group: dist.ProcessGroup, device: torch.device, board: FailureBoard) -> None:
         config = self.config
         if config.compressor not in (None, "none"):
             self._compression = Compression(
@@ -113,6 +124,7 @@ class FsdpState:
             name=f"sharded{next(_numbers.setdefault(group.group_name, count()))}",
             compressor=self._compression.compressor if self._compression else None,
             group=group,
+            board=board.of_group(dist.get_process_group_ranks(group)),
         )
         weakref.finalize(self, self._communicator.close)
         self._communicator.executor.checking = self._compression is not None
@@ -120,14 +132,22 @@ class FsdpState:
         self._communicator.connect(BUCKET_NBYTES)
         self._watch = StepWatch(self._communicator.clock)
 
-    def count_shards(self, totals: Sequence[PhaseTotals], rounding: Rounding, described: str) -> None:
+    def take_links(
+        self,
+        communicators: Sequence[Communicator],
+        totals: Sequence[PhaseTotals],
+        rounding: Rounding | None,
+        described: str,
+    ) -> None:
         """Takes in what goes on between the ranks that share parameters.
 
         Args:
+            communicators: On a CPU, of this rank's groups of several ranks; they end with the model, or with `close`.
             totals: Counted while the model trains; for reports.
-            rounding: Saved and restored with the state.
+            rounding: Saved and restored with the state; None where nothing is rounded.
             described: In one line.
         """
+        self._links = tuple(communicators)
         self._shard_totals = tuple(totals)
         self._rounding = rounding
         self._described = described
@@ -137,11 +157,14 @@ class FsdpState:
 
         Torch's own collectives are not in it; of those in fewer bits, calls and bytes between nodes are.
         """
-        rows = tuple(replace(total) for total in self._shard_totals)
+        rows = [replace(total) for total in self._shard_totals]
+        for link in self._links:
+            rows += [replace(row, level=f"{row.level}{OF_SHARDS}") for row in link.executor.totals()]
+        described = [self._described] if rows else []
         if self._communicator is None:
-            return Report(self._described or "torch's own collectives", (), rows, 0, self.steps)
+            return Report(self._described or "torch's own collectives", (), tuple(rows), 0, self.steps)
         found = self._communicator.report(self.steps)
-        return replace(found, plans=(*found.plans, *([self._described] if rows else [])), rows=(*found.rows, *rows))
+        return replace(found, plans=(*found.plans, *described), rows=(*found.rows, *rows))
 
     def advise(self, optimizer: str = "sgd") -> JobAdvice:
         """Recommends a plan and a compressor between replicas, from what this rank has measured.
@@ -232,9 +255,17 @@ class FsdpState:
         self._take_over(own)
 
     def close(self) -> None:
-        """Ends the threads and releases shared memory; happens by itself when the state is collected or at exit."""
-        if self._communicator is not None:
-            self._communicator.close()
+        """Ends the threads and releases shared memory; happens by itself when the model is collected or at exit.
+
+        Torch's own collectives are put back between the ranks that share parameters, so the model can still be
+        evaluated; with `replicas` it can be trained no more.
+        """
+        for unit, (all_gather, reduce_scatter) in zip(self._units, self._torchs, strict=True):
+            unit.set_all_gather(all_gather)
+            unit.set_reduce_scatter(reduce_scatter)
+        for communicator in (self._communicator, *self._links):
+            if communicator is not None:
+                communicator.close()
 
     def _own_state(self) -> StateDict:
         own: StateDict = {}
@@ -382,8 +413,9 @@ class FsdpState:
     def _agreed(self) -> bool:
         """Whether the step is finite on all ranks: other ranks hold other shards."""
         verdict = torch.tensor(int(self._finite), dtype=torch.int32)
-        for group in self._shard_groups:
-            dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=group)
+        for group, link in zip(self._shard_groups, self._links, strict=True):
+            issue = partial(dist.all_reduce, verdict, op=dist.ReduceOp.MIN, group=group, async_op=True)
+            link.carry_out("agreement on whether the step is finite", cast(Callable[[], BackendWork], issue))
         return bool(verdict)
 
     def _agreed_extremes(self, communicator: Communicator) -> list[Tensor]:
@@ -398,7 +430,7 @@ class FsdpState:
         return [torch.where(verdict.bool(), 0.0, torch.inf)]
 
 
-def _distinct(units: Sequence[ShardedUnit]) -> list[dist.ProcessGroup]:
+def shard_groups(units: Sequence[ShardedUnit]) -> list[dist.ProcessGroup]:
     """The groups of several ranks that parameters are sharded over; equal ones once."""
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for unit in units:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -99,6 +100,20 @@ def compiled(mesh: DeviceMesh) -> None:
     train(outer, 1)  # type: ignore[arg-type]
     assert state.steps == 1
     assert error_of(weights(model), weights(native)) < 1e-6
+    rows = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+
+    def checkpointed() -> Tiny:
+        inside = Tiny()
+        for number, block in enumerate(inside.blocks):
+            inside.blocks[number] = checkpoint_wrapper(block)
+            block.compile(backend="eager")
+        return inside
+
+    plain = sharded(rows, checkpointed())
+    coded, _ = applied(rows, checkpointed(), shards="int8", weights="int8", plan="flat")
+    train(plain, 1)
+    train(coded, 1)
+    assert 0 < error_of(weights(coded), weights(plain)) < 0.01
 
 
 def tensor_parallel() -> None:
@@ -121,6 +136,12 @@ def tensor_parallel() -> None:
     train(native, 2, step)
     train(ours, 2, step)
     assert not differs(weights(ours), weights(native))
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))  # shards between nodes
+    native, ours = model_on(mesh["shard"]), model_on(mesh["shard"])
+    gradwire.fsdp.apply(ours, shards="int8", weights="int8")
+    train(native, 2, step)
+    train(ours, 2, step)
+    assert 0 < error_of(weights(ours), weights(native)) < 0.01
 
 
 def second_dimension(mesh: DeviceMesh) -> None:
@@ -260,4 +281,4 @@ def live_nbytes() -> int:
 
 
 def test_together_with_torch(processes: Processes, tmp_path: Path) -> None:
-    processes(4, combinations, str(tmp_path), nodes="aabb")
+    processes(4, combinations, str(tmp_path), nodes="aabb", seconds=240.0)
