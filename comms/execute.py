@@ -29,7 +29,6 @@ from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
 from gradwire.comms.migration import migrate
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange, Transfer
 from gradwire.comms.plan.routes import Chunk, PhasePart, Route
-from gradwire.comms.plan.schedule import member_shares
 from gradwire.comms.streams import STREAMS, Clock, HostClock, Mark, SideStreams
 from gradwire.comms.transport.exchange import all_to_all_of, exchange
 from gradwire.comms.transport.groups import Groups, Transport
@@ -599,8 +598,7 @@ class Executor:
         shards = [run.flat[transfer.start : transfer.stop] for transfer in transfers]
         wide = [_contribution(shard, scale) for shard in shards]
         running: list[tuple[tuple[int, ...], Iterator[Request]]] = []
-        for transfer, layout, shard in zip(transfers, part.layouts, wide, strict=True):
-            shares = member_shares(part.phase, transfer)
+        for transfer, layout, shares, shard in zip(transfers, part.layouts, part.shares, wide, strict=True):
             member = Member(transfer.members.index(self._rank), len(transfer.members), shares)
             steps = _flushed(compressor, shard, layout) if run.flush else compressor.all_reduce(shard, layout, member)
             running.append((transfer.members, _by_owners(steps, shares) if shares else steps))
