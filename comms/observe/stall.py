@@ -40,7 +40,7 @@ CLOSE_SECONDS = 1.0
 """How long `close` waits for the thread, which may be in a call of the store."""
 
 MOST_FAILURES = 3
-"""Of the store, one after the other; then the thread ends."""
+"""Of the store, in one stall; then the thread ends."""
 
 COLLECTOR, VERDICT = "stall/collector", "stall/verdict"
 
@@ -184,6 +184,7 @@ class StallWatch:
         self._collects = False
         self._warned = False
         self._all_here_said = False
+        self._failures = 0
         look_seconds = min(max(seconds / LOOKS, SHORTEST_LOOK_SECONDS), LONGEST_LOOK_SECONDS)
         self._thread = threading.Thread(
             target=self._run, args=(look_seconds,), name=f"gradwire stall watch {rank}", daemon=True
@@ -197,15 +198,13 @@ class StallWatch:
             self._thread.join(CLOSE_SECONDS)
 
     def _run(self, look_seconds: float) -> None:
-        failures = 0
         while not self._closed.wait(look_seconds):
             try:
                 self._look()
-                failures = 0
             except RuntimeError as error:  # a key is gone again, or the store: whoever waits will hear of that
-                failures += 1
+                self._failures += 1
                 log.debug("rank %d cannot say or hear what hangs: %s", self._rank, error)
-                if failures == MOST_FAILURES:
+                if self._failures == MOST_FAILURES:
                     return
 
     def _look(self) -> None:
@@ -292,6 +291,7 @@ class StallWatch:
     def _go_on(self, idle: float) -> None:
         """Takes this rank's word back."""
         self._next = self._seconds
+        self._failures = 0
         said, self._said = self._said, None
         if said is None:
             return

@@ -231,7 +231,8 @@ class StragglerWatch:
         self._pending: tuple[Shared, bool, tuple[int, ...]] | None = None
         self._count = 0
         self._fresh = 0
-        self._pulsed_at = 0
+        self._timed = 0
+        self._pulsed_at = self._looked_at = 0
         self._stride = PULSE_STEPS
         self._asked_step: int | None = None
         self._look_next = False
@@ -260,12 +261,12 @@ class StragglerWatch:
         if self._communicator.executor.timing and buckets:
             self._last = step, buckets, self._communicator.executor.phase_seconds()
         self._hear()
-        due = self._every > 0 and step % self._every == 0 and self._fresh > 0
+        due = self._fresh > 0 and step - self._looked_at >= max(self._every, self._stride)
         if self._look_next or due:
             self._look_next = False
-            self._fresh, self._pulsed_at = 0, step
+            self._fresh, self._pulsed_at, self._looked_at = 0, step, step
             self._start(self._look().numbers(), look=True)
-        elif self._fresh >= 3 and step - self._pulsed_at >= self._stride:
+        elif self._timed >= WINDOW and self._fresh >= 3 and step - self._pulsed_at >= self._stride:
             pulse = self._pulse()
             self._fresh, self._pulsed_at = 0, step
             self._start([pulse.wait_seconds, pulse.longest_seconds, pulse.longest_step, pulse.step_seconds], look=False)
@@ -277,6 +278,7 @@ class StragglerWatch:
             return
         step, buckets, before = last
         self._fresh += 1
+        self._timed += 1
         between = self._communicator.clock.between
         waits = tuple(
             between(each.arrived, each.reduced)
