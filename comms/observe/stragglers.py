@@ -228,7 +228,7 @@ class StragglerWatch:
         self._lengths: deque[float] = deque(maxlen=WINDOW)
         self._last: tuple[int, Sequence[Times], dict[tuple[int, str, str], tuple[float, int, int]]] | None = None
         self._ended: float | None = None
-        self._pending: tuple[Shared, bool, tuple[int, ...]] | None = None
+        self._pending: tuple[int, Shared, bool, tuple[int, ...]] | None = None
         self._count = 0
         self._fresh = 0
         self._timed = 0
@@ -260,16 +260,20 @@ class StragglerWatch:
         self._count = len(buckets)
         if self._communicator.executor.timing and buckets:
             self._last = step, buckets, self._communicator.executor.phase_seconds()
-        self._hear()
+        self._hear(step)
+        if self._pending is not None:
+            return
         due = self._fresh > 0 and step - self._looked_at >= max(self._every, self._stride)
         if self._look_next or due:
             self._look_next = False
             self._fresh, self._pulsed_at, self._looked_at = 0, step, step
-            self._start(self._look().numbers(), look=True)
+            self._start(step, self._look().numbers(), look=True)
         elif self._timed >= WINDOW and self._fresh >= 3 and step - self._pulsed_at >= self._stride:
             pulse = self._pulse()
             self._fresh, self._pulsed_at = 0, step
-            self._start([pulse.wait_seconds, pulse.longest_seconds, pulse.longest_step, pulse.step_seconds], look=False)
+            self._start(
+                step, [pulse.wait_seconds, pulse.longest_seconds, pulse.longest_step, pulse.step_seconds], look=False
+            )
 
     def _complete_sample(self) -> None:
         """Takes in the step before the last: only now its buckets have been reduced."""
@@ -294,16 +298,14 @@ class StragglerWatch:
                 phases[key[0]] += seconds - had[0]
         self._samples.append(Sample(step, waits, tuple(phases)))
 
-    def _start(self, numbers: list[float], *, look: bool) -> None:
-        if self._pending is None:
-            self._pending = Shared(self._communicator, numbers), look, self._columns()
+    def _start(self, step: int, numbers: list[float], *, look: bool) -> None:
+        self._pending = step, Shared(self._communicator, numbers), look, self._columns()
 
-    def _hear(self) -> None:
-        """Takes in what was shared in the step before."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+    def _hear(self, step: int) -> None:
+        """Takes in what was shared a step before; on a device two, when the stream that computes has passed it."""
+        if self._pending is None or step - self._pending[0] <= self._communicator.clock.lag:
             return
-        shared, look, columns = pending
+        (_, shared, look, columns), self._pending = self._pending, None
         rows = shared.read()
         if rows is None:
             return
