@@ -35,7 +35,7 @@ WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class TimelineBar:
     """A rectangle in a rank's rows.
 
     Attributes:
@@ -59,7 +59,7 @@ def is_trace(record: PlotRecord) -> bool:
     return isinstance(about, dict) and about.get("kind") == KIND
 
 
-def rows_of(record: PlotRecord, step: int) -> dict[int, dict[str, list[Bar]]]:
+def rows_of(record: PlotRecord, step: int) -> dict[int, dict[str, list[TimelineBar]]]:
     """For each rank its rows from top to bottom: the step, and what its lanes did in it.
 
     Args:
@@ -74,7 +74,7 @@ def rows_of(record: PlotRecord, step: int) -> dict[int, dict[str, list[Bar]]]:
         held = sorted(spans)
         raise ValueError(f"`--step` is {step}; the trace holds steps {held[0]} to {held[-1]}")
     first, last = spans[step]
-    found: dict[int, dict[str, list[Bar]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[int, dict[str, list[TimelineBar]]] = defaultdict(lambda: defaultdict(list))
     for event in record["traceEvents"]:
         if event["ph"] != "X":
             continue
@@ -83,14 +83,14 @@ def rows_of(record: PlotRecord, step: int) -> dict[int, dict[str, list[Bar]]]:
         rank, track, name = int(event["pid"]), str(event["cat"]), str(event["name"])
         if track == "step" and event["args"].get("step") == step:
             kind = "backward" if name.endswith("backward") else "wait"
-            found[rank]["step"].append(Bar(began, ended, kind))
+            found[rank]["step"].append(TimelineBar(began, ended, kind))
         elif track == "buckets" and event["args"].get("step") == step:
             number = event["args"]["bucket"]
-            found[rank]["arrivals"].append(Bar(began, ended, "backward", text=str(number)))
+            found[rank]["arrivals"].append(TimelineBar(began, ended, "backward", text=str(number)))
         elif track.startswith(("lane ", "phase ")) and ended > first and began < last:
             kind = next((kind for kind in COLOURS if name.startswith(kind)), None)
             if kind is not None:
-                found[rank][track].append(Bar(max(began, first), min(ended, last), kind, kind == "codec"))
+                found[rank][track].append(TimelineBar(max(began, first), min(ended, last), kind, kind == "codec"))
     return found
 
 
@@ -198,7 +198,7 @@ def draw_timeline(record: PlotRecord, output: Path, step: int | None) -> None:
     save(figure, output, [f"{about['cluster']}{more}; clocks aligned to {error * 1e3:.2g} ms", *about["plans"][:1]])
 
 
-def shown_ranks(rows: dict[int, dict[str, list[Bar]]]) -> list[int]:
+def shown_ranks(rows: dict[int, dict[str, list[TimelineBar]]]) -> list[int]:
     """All ranks, or of many the ones whose last bucket came earliest and latest, and some between; ascending."""
     ranks = sorted(rows, key=lambda rank: max((bar.began for bar in rows[rank]["arrivals"]), default=0.0))
     if len(ranks) > MOST_RANKS:
@@ -206,18 +206,18 @@ def shown_ranks(rows: dict[int, dict[str, list[Bar]]]) -> list[int]:
     return sorted(set(ranks))
 
 
-def _tracks(rows: dict[str, list[Bar]]) -> list[str]:
+def _tracks(rows: dict[str, list[TimelineBar]]) -> list[str]:
     others = sorted(track for track, bars in rows.items() if track not in ("step", "arrivals") and bars)
     return ["step", "arrivals", *others]
 
 
-def _label(track: str, bars: Sequence[Bar]) -> str:
+def _label(track: str, bars: Sequence[TimelineBar]) -> str:
     if track in ("step", "arrivals"):
         return {"step": "backward", "arrivals": "buckets"}[track]
     return track
 
 
-def _draw_bar(axes: object, bar: Bar, height: float, first: float, scale: float, track: str) -> None:
+def _draw_bar(axes: object, bar: TimelineBar, height: float, first: float, scale: float, track: str) -> None:
     began, width = (bar.began - first) * scale, max((bar.ended - bar.began) * scale, 0.0)
     if track == "arrivals":
         axes.plot([began, began + width], [height, height], color="#90a4ae", linewidth=1.2, zorder=2)  # type: ignore[attr-defined]

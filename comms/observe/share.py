@@ -37,6 +37,7 @@ class Shared:
         if on_cuda:
             self._host = torch.empty_like(host, pin_memory=True)
             with communicator.alone():
+                self._bucket.result().wait()  # the stream, not the host
                 self._host.copy_(flat, non_blocking=True)
                 self._copied = torch.cuda.current_stream(communicator.device).record_event()
 

@@ -17,7 +17,9 @@ than the waits of the median rank without the shortest, by more than the thresho
 steps in which it is so by chance; then eight steps give a false alarm with a probability of less than 28 p^6, and two
 looks in a row, which are asked for, 784 p^12: at p = 0.1 below 1e-9, at 0.2 3e-6. A rank that is behind by
 `STRONG_SHARE` of a step, at least `STRONG_SECONDS`, is named after one look: p is tiny there. It is dropped after two
-looks without it. Source: the tail of the binomial distribution, C(8, 6) p^6 (1 - p)^2 + ... <= 28 p^6.
+looks without it. A link is slow by the same comparison of a step's transfers, with those of the other links or of the
+last looks, and takes two looks. Inside a node of CPUs there is no link: what is slow there is a busy processor. Source:
+the tail of the binomial distribution, C(8, 6) p^6 (1 - p)^2 + ... <= 28 p^6.
 """
 
 import logging
@@ -53,8 +55,9 @@ STRONG_SECONDS, STRONG_SHARE = 0.05, 0.25
 LONG_SECONDS = 1.0
 """A single wait so much longer than usual is explained, too."""
 
-SLOW_LINK_RATIO = 1.5
-"""A link is slow where a step's transfers take so many times as long as they did, or as on the other ranks' links."""
+SLOW_LINK_RATIO, USUAL_LOOKS = 1.5, 4
+"""A link is slow where the fastest transfers take so many times as long as the slowest of as many last looks, or of the
+other ranks' links."""
 
 MOST_BUCKETS, MANY_RANKS, FEW_BUCKETS = 64, 512, 16
 """Numbers are sent for so many buckets, and for fewer among many ranks; of more, one in several stands for all."""
@@ -105,7 +108,8 @@ class Look:
     Attributes:
         step_seconds: Median.
         since_step: Since when it has waited as it does now.
-        phases: Median seconds of a step in each phase; negative where there is none.
+        fast: Seconds of a step in each phase, the least of the window, outliers left out; negative without a window.
+        slow: The most.
         low: For each column the shortest wait of the window, outliers left out. Empty without a window.
         middle: The median.
         high: The longest, outliers left out.
@@ -114,7 +118,8 @@ class Look:
 
     step_seconds: float
     since_step: float
-    phases: tuple[float, ...]
+    fast: tuple[float, ...]
+    slow: tuple[float, ...]
     low: tuple[float, ...]
     middle: tuple[float, ...]
     high: tuple[float, ...]
@@ -122,14 +127,16 @@ class Look:
 
     def numbers(self) -> list[float]:
         """To be shared."""
-        return [self.step_seconds, self.since_step, *self.phases, *self.low, *self.middle, *self.high, *self.once]
+        phases = (*self.fast, *self.slow)
+        return [self.step_seconds, self.since_step, *phases, *self.low, *self.middle, *self.high, *self.once]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "Look":
         """From what `numbers` gave."""
-        head, rest = 2 + MOST_PHASES, (len(numbers) - 2 - MOST_PHASES) // 4
+        middle, head = 2 + MOST_PHASES, 2 + 2 * MOST_PHASES
+        rest = (len(numbers) - head) // 4
         columns = [tuple(numbers[head + part * rest : head + (part + 1) * rest]) for part in range(4)]
-        return cls(numbers[0], numbers[1], tuple(numbers[2:head]), *columns)
+        return cls(numbers[0], numbers[1], tuple(numbers[2:middle]), tuple(numbers[middle:head]), *columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +185,11 @@ def late_ranks(looks: Sequence[Look]) -> list[Late]:
     return sorted(found, key=lambda late: -late.seconds)
 
 
+def _is_slow(seconds: float, usual: float, length: float) -> bool:
+    """Whether a step's transfers take much longer than usual."""
+    return seconds > SLOW_LINK_RATIO * usual and seconds - usual > threshold(length)
+
+
 def _reference(looks: Sequence[Look], column: int) -> int:
     """The rank in the middle; of two the one that waits."""
     return sorted(range(len(looks)), key=lambda rank: looks[rank].middle[column])[len(looks) // 2]
@@ -189,7 +201,7 @@ def late_once(looks: Sequence[Look]) -> Late | None:
     for column in range(min(len(look.once) for look in looks)):
         waits = [look.once[column] for look in looks]
         first, second = min(waits), sorted(waits)[len(waits) // 2]
-        if first >= 0 and second - first > max(LONG_SECONDS / 2, found.seconds * 1.1 if found else 0.0):
+        if first >= 0 and second - first > max(LONG_SECONDS, found.seconds * 1.1 if found else 0.0):
             found = Late(waits.index(first), column, second - first, strong=True)
     return found
 
@@ -238,8 +250,9 @@ class StragglerWatch:
         self._look_next = False
         self._suspects: frozenset[int] = frozenset()
         self._missed = 0
-        self._links: dict[int, tuple[float, int]] = {}
+        self._links: dict[int, deque[float]] = {}
         self._slow_link: tuple[int, int] | None = None
+        self._confirm_link = False
         self.found: tuple[Straggler, ...] = ()
         """What the last look found; the same on all ranks."""
         self.once: Straggler | None = None
@@ -318,7 +331,8 @@ class StragglerWatch:
         longest = max(pulses, key=lambda pulse: pulse.longest_seconds)
         self._asked_step = int(longest.longest_step) if longest.longest_seconds >= LONG_SECONDS else None
         differ = pulses_differ(pulses, self._named())
-        self._look_next = differ or self._asked_step is not None or bool(self._suspects)
+        self._look_next = differ or self._asked_step is not None or bool(self._suspects) or self._confirm_link
+        self._confirm_link = False
 
     def _window(self) -> list[Sample]:
         """The last steps with as many buckets as the one that has just ended."""
@@ -354,13 +368,14 @@ class StragglerWatch:
             once = tuple(asked.waits[column] for column in columns)
         none = tuple(-1.0 for _ in columns)
         if len(window) < WINDOW:
-            return Look(length, -1.0, (-1.0,) * MOST_PHASES, none, none, none, once)
+            return Look(length, -1.0, (-1.0,) * MOST_PHASES, (-1.0,) * MOST_PHASES, none, none, none, once)
         waits = [sorted(sample.waits[column] for sample in window) for column in columns]
-        phases = tuple(statistics.median(seconds) for seconds in zip(*(each.phases for each in window), strict=True))
+        phases = [sorted(seconds) for seconds in zip(*(each.phases for each in window), strict=True)]
         return Look(
             length,
             float(self._since()),
-            phases,
+            tuple(each[OUTLIERS] for each in phases),
+            tuple(each[-1 - OUTLIERS] for each in phases),
             tuple(each[OUTLIERS] for each in waits),
             tuple(statistics.median(each) for each in waits),
             tuple(each[-1 - OUTLIERS] for each in waits),
@@ -453,35 +468,32 @@ class StragglerWatch:
     def _links_of(self, looks: Sequence[Look], length: float) -> list[Straggler]:
         """The links on which a step's transfers take much longer than on others, or than they did."""
         for phase in range(MOST_PHASES):
-            seconds = {
-                group: min(looks[rank].phases[phase] for rank in group) for group in self._groups_of_phase(phase)
-            }
-            seconds = {group: each for group, each in seconds.items() if each > 0}
-            if not seconds:
+            # A phase's time of the rank that came last holds no wait for another one.
+            fast = {group: min(looks[rank].fast[phase] for rank in group) for group in self._links_of_phase(phase)}
+            slow = {group: min(looks[rank].slow[phase] for rank in group) for group in fast}
+            if not fast or min(fast.values()) <= 0:
                 continue
-            middle = sorted(seconds.values())[(len(seconds) - 1) // 2]
-            slow = [group for group, each in seconds.items() if self._is_slow(each, middle, length)]
-            usual, rounds = self._links.get(phase, (middle, 0))
-            if not slow and rounds >= 2 and self._is_slow(middle, usual, length):
-                slow = list(seconds)
-            else:
-                self._links[phase] = min(usual, middle), rounds + 1
-            if not slow:
+            usual = self._links.setdefault(phase, deque(maxlen=USUAL_LOOKS))
+            middle = sorted(slow.values())[(len(slow) - 1) // 2]
+            found, before = [group for group, each in fast.items() if _is_slow(each, middle, length)], middle
+            if not found and len(usual) == USUAL_LOOKS and _is_slow(min(fast.values()), max(usual), length):
+                found, before = list(fast), max(usual)
+            if not found:
+                usual.append(max(slow.values()))
                 if self._slow_link is not None and self._slow_link[0] == phase:
                     self._slow_link = None
                 continue
             if self._slow_link is None or self._slow_link[0] != phase:  # once more, then it is believed
                 self._slow_link = phase, int(statistics.median_low(look.since_step for look in looks))
-                self._look_next = True
+                self._confirm_link = True
                 return []
-            members = sorted({rank for group in slow for rank in group})
-            worst = max(slow, key=seconds.__getitem__)
+            members = sorted({rank for group in found for rank in group})
             return [
                 Straggler(
                     SLOW_LINK,
                     tuple(self._ranks[rank] for rank in members),
                     " and ".join(dict.fromkeys(self._node(rank) for rank in members)),
-                    seconds[worst] - (middle if len(slow) < len(seconds) else usual),
+                    max(fast[group] for group in found) - before,
                     length,
                     self._slow_link[1],
                     phase=self._phase_words(phase),
@@ -489,16 +501,18 @@ class StragglerWatch:
             ]
         return []
 
-    def _is_slow(self, seconds: float, usual: float, length: float) -> bool:
-        return seconds > SLOW_LINK_RATIO * usual and seconds - usual > threshold(length)
+    def _links_of_phase(self, phase: int) -> list[tuple[int, ...]]:
+        """The sets of ranks that wait for each other in a phase: a node's, or those of one place in every node.
 
-    def _groups_of_phase(self, phase: int) -> list[tuple[int, ...]]:
-        """The sets of ranks that wait for each other in a phase: a node's, or those of one place in every node."""
+        None inside nodes of CPUs.
+        """
         cluster = self._communicator.cluster
-        keys = [key for key in self._communicator.executor.phase_seconds() if key[0] == phase]
-        if any(level == cluster.level_names[0] for _, _, level in keys):
+        levels = [level for index, _, level in self._communicator.executor.phase_seconds() if index == phase]
+        if any(level == cluster.level_names[0] for level in levels):
+            if self._communicator.device.type == "cpu":
+                return []
             return [tuple(node) for node in cluster.nodes if len(node) > 1]
-        if len({len(node) for node in cluster.nodes}) == 1 and not any(level == "all ranks" for _, _, level in keys):
+        if len({len(node) for node in cluster.nodes}) == 1 and "all ranks" not in levels:
             return [tuple(rail) for rail in zip(*cluster.nodes, strict=True)]
         return [tuple(range(cluster.size))]
 
