@@ -88,9 +88,9 @@ def rows_of(record: PlotRecord, step: int) -> dict[int, dict[str, list[TimelineB
             number = event["args"]["bucket"]
             found[rank]["arrivals"].append(TimelineBar(began, ended, "backward", text=str(number)))
         elif track.startswith(("lane ", "phase ")) and ended > first and began < last:
-            kind = next((kind for kind in COLOURS if name.startswith(kind)), None)
-            if kind is not None:
-                found[rank][track].append(TimelineBar(max(began, first), min(ended, last), kind, kind == "codec"))
+            what = next((each for each in COLOURS if name.startswith(each)), None)
+            if what is not None:
+                found[rank][track].append(TimelineBar(max(began, first), min(ended, last), what, what == "codec"))
     return found
 
 
@@ -145,8 +145,8 @@ def draw_timeline(record: PlotRecord, output: Path, step: int | None) -> None:
     scale, unit = (1e3, "ms") if last - first < 2 else (1.0, "s")
     figure, axes = pyplot.subplots(figsize=(11, 1.4 + 0.27 * len(lines) + 0.1 * len(ranks)), layout="constrained")
     heights, at = {}, 0.0
-    for number, (rank, track) in enumerate(lines):
-        if number and lines[number - 1][0] != rank:
+    for place, (rank, track) in enumerate(lines):
+        if place and lines[place - 1][0] != rank:
             at += 0.5
             axes.axhline(at - 0.28, color="#e0e0e0", linewidth=0.8)
         heights[rank, track] = at

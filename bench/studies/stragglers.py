@@ -11,6 +11,7 @@ the harder case: threads are late by chance all the time. Feeds docs/how-to/find
 import argparse
 import logging
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -38,8 +39,8 @@ class WatchedRank:
         self.communicator = communicator
         self.observer = Observer(communicator, config)
         self.steps = 0
-        self.watching_seconds = 0.0
-        """Processor time of this rank's own thread at the ends of steps."""
+        self.watching: list[float] = []
+        """Seconds of processor time of this rank's own thread at the end of each step."""
         self._flats = [torch.ones(NUMEL) for _ in range(BUCKETS)]
         for index in range(BUCKETS):
             self.observer.contents[index] = NUMEL, (f"layers.{BUCKETS - 1 - index}.weight",)
@@ -56,7 +57,7 @@ class WatchedRank:
         self.steps += 1
         began = time.thread_time()
         self.observer.step_ended(self.steps, buckets, lambda: self.communicator.report(self.steps))
-        self.watching_seconds += time.thread_time() - began
+        self.watching.append(time.thread_time() - began)
         for bucket in buckets:
             bucket.result().wait()
 
@@ -128,31 +129,19 @@ def inject(nodes: str, steps: int, late_seconds: float, seconds: float) -> str:
 
 
 def cost(nodes: str, steps: int, seconds: float) -> str:
-    """What watching takes: of a rank's thread at the ends of steps, and of the whole process, on and off in turns."""
+    """What watching takes of a rank's own thread at the ends of steps."""
 
-    def body(rank: WatchedRank) -> float:
-        for _ in range(50):
-            rank.step(lambda index: seconds)
-        rank.watching_seconds = 0.0
+    def body(rank: WatchedRank) -> list[float]:
         for _ in range(steps):
             rank.step(lambda index: seconds)
-        return rank.watching_seconds / steps
+        return sorted(rank.watching)
 
-    process: dict[int, list[float]] = {50: [], 0: []}
-    own = []
-    for _ in range(3):
-        for every, taken in process.items():
-            began = time.process_time()
-            found = on_threads(nodes, body, every)
-            taken.append((time.process_time() - began) / (steps + 50) / len(nodes))
-            if every:
-                own.append(min(found))
-    more = min(process[50]) - min(process[0])
-    return (
-        f"{nodes}, {BUCKETS} buckets, {steps} steps: {min(own) * 1e6:.1f} us a step of the rank's own thread; "
-        f"{more * 1e6:.1f} us a step and rank of the whole process ({min(process[50]) * 1e6:.0f} with, "
-        f"{min(process[0]) * 1e6:.0f} without)"
-    )
+    words = []
+    for every in (50, 0):
+        taken = min(on_threads(nodes, body, every), key=sum)
+        mean, median = sum(taken) / steps * 1e6, statistics.median(taken) * 1e6
+        words.append(f"{mean:.1f} us a step with `straggler_every={every}`, half of the steps below {median:.1f} us")
+    return f"{nodes}, {BUCKETS} buckets, {steps} steps, processor time of a rank's own thread: {'; '.join(words)}"
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ PULSE_STEPS = 8
 """Between two pulses: a rank that becomes late is named at most 2 * 8 + 3 steps later."""
 
 PULSE_SECONDS = 0.16
-"""And at least: a pulse costs the host some 0.1 ms (docs/how-to/find_the_slow_rank.md), so 0.06 % of the time."""
+"""And at least so long: a pulse costs the host some 0.1 ms of processor time, so 0.06 % of it."""
 
 FLOOR_SECONDS, SHARE = 5e-3, 0.05
 """Less than this, of less than this share of a step, is not worth a name: what a scheduler's time slice takes."""
@@ -269,10 +269,12 @@ class StragglerWatch:
         if self._ended is not None:
             self._lengths.append(now - self._ended)
         self._ended = now
-        self._complete_sample()
+        timed = self._communicator.executor.timing and bool(buckets)
+        phases = self._communicator.executor.phase_seconds() if timed or self._last is not None else {}
+        self._complete_sample(phases)
         self._count = len(buckets)
-        if self._communicator.executor.timing and buckets:
-            self._last = step, buckets, self._communicator.executor.phase_seconds()
+        if timed:
+            self._last = step, buckets, phases
         self._hear(step)
         if self._pending is not None:
             return
@@ -288,7 +290,7 @@ class StragglerWatch:
                 step, [pulse.wait_seconds, pulse.longest_seconds, pulse.longest_step, pulse.step_seconds], look=False
             )
 
-    def _complete_sample(self) -> None:
+    def _complete_sample(self, now: dict[tuple[int, str, str], tuple[float, int, int]]) -> None:
         """Takes in the step before the last: only now its buckets have been reduced."""
         last, self._last = self._last, None
         if last is None:
@@ -305,7 +307,7 @@ class StragglerWatch:
         if len(waits) < len(buckets):  # of what failed, or is under way
             return
         phases = [0.0] * MOST_PHASES
-        for key, (seconds, calls, _) in self._communicator.executor.phase_seconds().items():
+        for key, (seconds, calls, _) in now.items():
             had = before.get(key, (0.0, 0, 0))
             if key[0] < MOST_PHASES and calls > had[1]:
                 phases[key[0]] += seconds - had[0]
@@ -388,7 +390,7 @@ class StragglerWatch:
         now = statistics.median(wait for _, wait in sums[-WINDOW:])
         least = min(
             statistics.median(wait for _, wait in sums[first : first + WINDOW])
-            for first in range(max(1, len(sums) - WINDOW + 1))
+            for first in range(0, max(1, len(sums) - WINDOW + 1), WINDOW)
         )
         if now - least < 0.3 * now:
             return sums[0][0]
