@@ -21,7 +21,7 @@ class Straggler:
         step_seconds: How long a step takes.
         since_step: The first step that was seen to be so.
         bucket: Where the delay begins: the bucket whose arrival is late by most more than the one before it.
-        parameters: What that bucket holds, or the one parameter among them that the delay comes before.
+        parameters: What that bucket holds; the delay lies between the gradients before it and the last of these.
         phase: Of a slow link: `all_reduce inter_node`.
         once: Whether it is about that one step.
     """
