@@ -80,6 +80,8 @@ class Communicator:
         """What the ranks tell each other from here on; without what an earlier start of them has left."""
         store = PollingStore(self.plain_store, config.timeout)
         cluster = cluster_of(presences, config)
+        self.hostnames = tuple(presence.host[0] for presence in presences)
+        """Of each rank's host, as it calls itself."""
         self.routes = Routes(cluster, rank, device.type, config, compressor)
         self._nics = describe_nics(presences, config)
         if board is None:
@@ -181,8 +183,11 @@ class Communicator:
             self._check(part, scale)
         if not self._connected:
             self.connect(launch.numel * launch.parts[0].element_size())
-        self._all_reduces += 1
-        route = self.routes[launch.numel, launch.parts[0].dtype, layout]
+        self._all_reduces += launch.counted
+        if launch.counted:
+            route = self.routes[launch.numel, launch.parts[0].dtype, layout]
+        else:
+            route = self.routes.unlisted(launch.numel, launch.parts[0].dtype)
         if layout is not None and layout not in self._settled:
             self._migrate(layout, route)
         self.executor.start(launch, route, scale, flush, hold=hold)
@@ -267,7 +272,8 @@ class Communicator:
         """What has travelled so far, and by which plans."""
         plans = dict.fromkeys(plan.describe(self.cluster.level_names) for plan in self.routes.plans())
         links = (self.routes.describe_links(), *self._nics)
-        return Report(self.cluster.describe(), tuple(plans), self.executor.totals(), self._all_reduces, steps, links)
+        totals = self.executor.totals()
+        return Report(self.cluster.describe(), tuple(plans), totals, self._all_reduces, steps, links, rank=self.rank)
 
     def abort(self, reason: str) -> None:
         """Wakes the ranks that wait for this one, in shared memory or NCCL, and gives the reason. Any thread."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.execute import Bucket, FutureTensor, Launch
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
+from gradwire.comms.observe.observer import Observer
 from gradwire.comms.plan.advise import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.resume import Resume
@@ -106,6 +108,8 @@ class _Connection:
         self.communicator.routes.settle(threshold_nbytes or BUCKET_NBYTES)
         self.communicator.connect(threshold_nbytes or BUCKET_NBYTES)
         self.watch = StepWatch(self.communicator.clock)
+        self.observer = Observer(self.communicator, config, group)
+        weakref.finalize(self, self.observer.close)
         self.tuning: Tuning | None = None
         if config.learns_cuts:
             self.tuning = Tuning(
@@ -218,7 +222,52 @@ class HookState:
         Raises:
             RuntimeError: The state has neither a model nor seen a bucket.
         """
-        return self._connected("report()").communicator.report(self.steps)
+        connection = self._connected("report()")
+        return connection.observer.add_to(connection.communicator.report(self.steps))
+
+    def trace(self, file: str | Path, steps: int = 20) -> None:
+        """Writes a timeline of all ranks' next steps into one file; every rank calls it between the same two steps.
+
+        Buckets, transfers, phases, codecs, lanes and waits, on one clock, for https://ui.perfetto.dev, chrome://tracing
+        and `gradwire plot`. The file is there when the last of the steps has ended.
+
+        Args:
+            file: JSON; rank 0 writes it.
+            steps: How many.
+
+        Raises:
+            ValueError: `steps` is less than one.
+            OSError: Rank 0 cannot write the file; raised on all ranks.
+            RuntimeError: The ranks have not connected yet, or a trace is being made already.
+        """
+        self._connected("trace()").observer.trace(Path(file), steps)
+
+    def export_metrics(
+        self,
+        *,
+        file: str | Path | None = None,
+        port: int | None = None,
+        address: str = "127.0.0.1",
+        every_seconds: float = 15.0,
+    ) -> int | None:
+        """Exports this rank's numbers for Prometheus, made anew at the end of a step.
+
+        Args:
+            file: Replaced in one piece, as node_exporter's textfile collector wants it.
+            port: Served as http://address:port/metrics; 0 takes a free one.
+            address: That the port is opened at; "0.0.0.0" for all of this host.
+            every_seconds: At most so often.
+
+        Returns:
+            The port; None without one.
+
+        Raises:
+            ValueError: Neither `file` nor `port` is given.
+            OSError: The file cannot be written, or the port is taken.
+            RuntimeError: The ranks have not connected yet.
+        """
+        observer = self._connected("export_metrics()").observer
+        return observer.export_metrics(None if file is None else Path(file), port, address, every_seconds)
 
     def watch(self, scaler: LossScaler) -> None:
         """Follows a torch.amp.GradScaler: residuals are rescaled when it changes its scale.
@@ -325,6 +374,7 @@ class HookState:
     def close(self) -> None:
         """Ends the threads and releases shared memory; happens by itself when the state is collected or at exit."""
         if self._connection is not None:
+            self._connection.observer.close()
             self._connection.communicator.close()
 
     def reduce(self, bucket: GradBucket) -> FutureTensor:
@@ -335,7 +385,12 @@ class HookState:
         connection = self._connection or self._connect(flat.device)
         if not self._in_step:
             self._begin_step(connection)
-        future = self._reduce(bucket, flat, connection)
+        recorder = connection.communicator.executor.recorder
+        if recorder is None:
+            future = self._reduce(bucket, flat, connection)
+        else:
+            with recorder.host_range(f"bucket {len(self._buckets)}"):
+                future = self._reduce(bucket, flat, connection)
         if bucket.is_last():
             self._last_came(connection)
         return future
@@ -347,7 +402,10 @@ class HookState:
         if connection.compression is not None:
             parameters = tuple(map(id, bucket.parameters()))
             layout = self.names.layouts.get(parameters) or self.names.layout(bucket)
-        arrived = Bucket.of(flat, layout, connection.communicator.clock.now() if self._timed else None)
+        index, contents = len(self._buckets), connection.observer.contents
+        if index not in contents or contents[index][0] != flat.numel():
+            contents[index] = flat.numel(), self.names.known(bucket.parameters())
+        arrived = Bucket.of(flat, layout, connection.communicator.clock.now() if self._timed else None, index)
         self._buckets.append(arrived)
         if self._resume is not None and layout is not None:
             self._resume.add(arrived)
@@ -428,9 +486,10 @@ class HookState:
             )
         communicator = connection.communicator
         if communicator.device.type == "cuda":
-            communicator.executor.timing = is_timed(self.steps)
+            communicator.executor.timing = is_timed(self.steps) or connection.observer.wants_times
         if connection.units is not None and self.steps and self.steps % REMEASURE_STEPS == 0:
             measure_units(communicator, connection.units, again=True)
+        connection.observer.step_began()
         self._timed = connection.tuning is not None or communicator.executor.timing
         if connection.compression is not None:
             if connection.compression.follows_scaler:
@@ -501,6 +560,7 @@ class HookState:
             connection.watch.step_ended(times)
         else:
             connection.watch.step_passed()
+        connection.observer.step_ended(self.steps, buckets, self.report)
         if connection.tuning is not None:
             connection.tuning.step_ended([each.arrived for each in times if each.arrived is not None])
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, GradBucket, HashStore, PrefixStore, Store
+from torch.autograd import profiler
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 from torch.nn.parallel import DistributedDataParallel
@@ -196,6 +197,14 @@ def queue_end_of_backward(callback: Callable[[], None]) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def profiler_is_on() -> bool:
+    """Whether a profiler of torch runs in this process, `torch.profiler.profile` or `emit_nvtx`, whatever its threads.
+
+    torch keeps it in a global variable, for `torch.optim` to leave its own ranges out otherwise (2.11 to 2.15).
+    """
+    return bool(profiler._is_profiler_enabled)
 
 
 def without_buffer_sync() -> dict[str, bool]:

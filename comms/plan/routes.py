@@ -150,6 +150,7 @@ class Routes(dict[RouteKey, Route]):
         self._why = ""
         self._measured = False
         self._compressor = compressor
+        self._unlisted: dict[tuple[int, torch.dtype], Route] = {}
 
     def __missing__(self, key: RouteKey) -> Route:
         numel, dtype, layout = key
@@ -157,6 +158,17 @@ class Routes(dict[RouteKey, Route]):
         self[key] = route = self.along(numel, plan, layout)
         log.info("%d elements of %s: %s", numel, dtype, route.plan.describe(self.cluster.level_names))
         return route
+
+    def unlisted(self, numel: int, dtype: torch.dtype) -> Route:
+        """The exact route of what the ranks tell each other about themselves: reports do not list it."""
+        if (numel, dtype) not in self._unlisted:
+            self._unlisted[numel, dtype] = self.along(numel, self._plan(numel * dtype.itemsize, None))
+        return self._unlisted[numel, dtype]
+
+    def clear(self) -> None:
+        """Forgets all routes."""
+        super().clear()
+        self._unlisted.clear()
 
     def along(self, numel: int, plan: Plan, layout: Layout | None = None) -> Route:
         """The route of a bucket along any plan, whatever the planner thinks of it.

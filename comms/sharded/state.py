@@ -32,8 +32,9 @@ from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, normalize, pack, 
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, LossScaler, is_finite
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket, Launch, PhaseTotals, Times
+from gradwire.comms.execute import Bucket, Launch, PhaseTotals
 from gradwire.comms.hook import is_timed
+from gradwire.comms.observe.observer import Observer
 from gradwire.comms.plan.advise import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.sharded.collectives import Rounding
@@ -99,7 +100,7 @@ class FsdpState:
         self._in_step = False
         self._reduced: set[int] = set()
         self._finite = True
-        self._times: list[Times] = []
+        self._buckets: list[Bucket] = []
         self._sizes: list[int] = []
         self._last_sizes: list[int] = []
         if replicas is not None:
@@ -131,6 +132,8 @@ class FsdpState:
         self._communicator.routes.settle(BUCKET_NBYTES)
         self._communicator.connect(BUCKET_NBYTES)
         self._watch = StepWatch(self._communicator.clock)
+        self._observer = Observer(self._communicator, config, group)
+        weakref.finalize(self, self._observer.close)
 
     def take_links(
         self,
@@ -163,7 +166,7 @@ class FsdpState:
         described = [self._described] if rows else []
         if self._communicator is None:
             return Report(self._described or "torch's own collectives", (), tuple(rows), 0, self.steps)
-        found = self._communicator.report(self.steps)
+        found = self._observer.add_to(self._communicator.report(self.steps))
         return replace(found, plans=(*found.plans, *described), rows=(*found.rows, *rows))
 
     def advise(self, optimizer: str = "sgd") -> JobAdvice:
@@ -263,6 +266,8 @@ class FsdpState:
         for unit, (all_gather, reduce_scatter) in zip(self._units, self._torchs, strict=True):
             unit.set_all_gather(all_gather)
             unit.set_reduce_scatter(reduce_scatter)
+        if self._communicator is not None:
+            self._observer.close()
         for communicator in (self._communicator, *self._links):
             if communicator is not None:
                 communicator.close()
@@ -322,7 +327,10 @@ class FsdpState:
         self._reduced.add(id(unit))
         compression = self._compression
         layout = None if compression is None else self._names.layout(present)
-        bucket = Bucket.of(flat, layout, communicator.clock.now() if communicator.executor.timing else None)
+        index, contents = len(self._buckets), self._observer.contents
+        if index not in contents or contents[index][0] != flat.numel():
+            contents[index] = flat.numel(), tuple(shard.name for shard in self._names.of(present))
+        bucket = Bucket.of(flat, layout, communicator.clock.now() if communicator.executor.timing else None, index)
         scale = 1.0 / communicator.size if unit.divide_factor is None else 1.0
         launch = Launch((flat,), layout, (bucket,))
         try:
@@ -335,7 +343,7 @@ class FsdpState:
             flat.record_stream(torch.cuda.current_stream(flat.device))
         elif compression is not None:
             self._finite = is_finite(flat) and self._finite
-        self._times.append(bucket.times)
+        self._buckets.append(bucket)
         self._sizes.append(flat.nbytes)
 
     def _whole_sum(self, unit: ShardedUnit, present: tuple[ShardedParameter, ...], flat: Tensor) -> bool:
@@ -366,6 +374,7 @@ class FsdpState:
         self._finite = True
         if communicator.device.type == "cuda":
             communicator.executor.timing = is_timed(self.steps)
+        self._observer.step_began()
         if self._compression is not None and self._compression.follows_scaler:
             with communicator.alone():
                 self._compression.begin_step()
@@ -403,12 +412,14 @@ class FsdpState:
                     self._compression.end_step_on_device(self._agreed_extremes(communicator), ())
             else:
                 self._compression.decide(self._agreed(), ())
-        times, self._times = self._times, []
+        buckets, self._buckets = self._buckets, []
+        times = [bucket.times for bucket in buckets]
         self._last_sizes, self._sizes = self._sizes, []
         if communicator.executor.timing:
             self._watch.step_ended(times)
         else:
             self._watch.step_passed()
+        self._observer.step_ended(self.steps, buckets, self.report)
 
     def _agreed(self) -> bool:
         """Whether the step is finite on all ranks: other ranks hold other shards."""
