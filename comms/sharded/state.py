@@ -2,8 +2,9 @@
 
 FSDP2 reduce-scatters a unit's gradients over the ranks that share its parameters; then it calls a hook with this rank's
 row, which the state averages over the replicas. What the hook is given is divided by the number of shards only. torch
-goes on as soon as the hook returns: on a CPU it waits for the average, on CUDA the average is in the order of the
-stream that the hook runs on.
+goes on as soon as the hook returns: on CUDA the average is in the order of the stream that the hook runs on. On a CPU
+it is under way until the end of the backward pass, where torch makes nothing but views of it until then; else the hook
+waits for it.
 """
 
 import logging
@@ -32,7 +33,7 @@ from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, normalize, pack, 
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, LossScaler, is_finite
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket, Launch, PhaseTotals, Times
+from gradwire.comms.execute import Bucket, FutureTensor, Launch, PhaseTotals, Times
 from gradwire.comms.hook import is_timed
 from gradwire.comms.plan.advise import BUCKET_NBYTES
 from gradwire.comms.report import Report
@@ -99,6 +100,8 @@ class FsdpState:
         self._in_step = False
         self._reduced: set[int] = set()
         self._finite = True
+        self._under_way: list[tuple[Tensor, FutureTensor]] = []
+        """On a CPU: averages that torch has made gradients of already."""
         self._times: list[Times] = []
         self._sizes: list[int] = []
         self._last_sizes: list[int] = []
@@ -327,16 +330,36 @@ class FsdpState:
         launch = Launch((flat,), layout, (bucket,))
         try:
             communicator.start(launch, scale=scale, flush=compression is not None and compression.flushing)
-            bucket.result().wait()
+            future = bucket.result()
+            self._under_way.append((flat, future))
+            if flat.is_cuda or not unit.keeps(present, flat.dtype):
+                self._settle()
         except BaseException:
             self._finite = False  # whoever catches it and goes on: this step's state is dropped
             raise
         if flat.is_cuda:  # allocated on the stream of the reduce-scatter; torch drops it while this stream writes to it
             flat.record_stream(torch.cuda.current_stream(flat.device))
-        elif compression is not None:
-            self._finite = is_finite(flat) and self._finite
         self._times.append(bucket.times)
         self._sizes.append(flat.nbytes)
+
+    def _settle(self) -> None:
+        """Waits for the averages that are under way; on CUDA in the order of the stream.
+
+        Raises:
+            RuntimeError: One of them failed; none is under way any more.
+        """
+        under_way, self._under_way = self._under_way, []
+        failed: RuntimeError | None = None
+        for flat, future in under_way:
+            try:
+                future.wait()
+            except RuntimeError as error:
+                failed = failed or error
+            if self._compression is not None and not flat.is_cuda and self._finite:
+                self._finite = is_finite(flat)
+        if failed is not None:
+            self._finite = False
+            raise failed
 
     def _whole_sum(self, unit: ShardedUnit, present: tuple[ShardedParameter, ...], flat: Tensor) -> bool:
         """Adds up micro-batches: `flat` becomes zero but for the last, where it becomes the sum.
@@ -392,6 +415,7 @@ class FsdpState:
             )
 
     def _end_step(self, communicator: Communicator) -> None:
+        self._settle()
         self._in_step = False
         self.steps += 1
         self._reduced.clear()
