@@ -238,9 +238,7 @@ def main(argv: list[str]) -> int:
         print(f"sharded_step: `CASE` is {unknown[0]!r}; wanted one of {', '.join(CASES)}", file=sys.stderr)
         return 2
     wanted = options.setting or [""]
-    names = [
-        one.name for one in SETTINGS if one.name in (PLAIN, NATIVE) or any(words in one.name for words in wanted)
-    ]
+    names = [one.name for one in SETTINGS if one.name in (PLAIN, NATIVE) or any(words in one.name for words in wanted)]
     nic = None if options.nic == "none" else options.nic
     results = []
     with clean_end():
@@ -248,7 +246,7 @@ def main(argv: list[str]) -> int:
             results += measure(case, nic, options.rounds, (options.sequences, options.tokens), names)
     rate = "without a limit" if nic is None else f"of {format_rate(parse_rate(nic, '--nic'))}"
     title = (
-        f"{options.sequences} x {options.tokens} bytes of text a rank, links {rate}, median of {options.rounds} rounds; "
+        f"{options.sequences} x {options.tokens} bytes of text a rank, links {rate}, median of {options.rounds} rounds, "
         f"{machine_line()}"
     )
     Console(width=120).print(table(results, title))

@@ -39,6 +39,7 @@ from gradwire.comms.plan.advise import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.sharded.collectives import Rounding
 from gradwire.comms.sharded.layout import ShardNames
+from gradwire.comms.sharded.overlap import Overlap
 from gradwire.compressors.base import StateDict
 
 log = logging.getLogger("gradwire")
@@ -94,6 +95,7 @@ class FsdpState:
         """Unit -> whose gradients, and their sum over the micro-batches that have not been averaged."""
         self._links: tuple[Communicator, ...] = ()
         self._torchs = [(unit.all_gather, unit.reduce_scatter) for unit in units]
+        self._overlap: Overlap | None = None
         self._shard_totals: tuple[PhaseTotals, ...] = ()
         self._rounding: Rounding | None = None
         self._described = ""
@@ -141,6 +143,7 @@ class FsdpState:
         totals: Sequence[PhaseTotals],
         rounding: Rounding | None,
         described: str,
+        overlap: Overlap | None,
     ) -> None:
         """Takes in what goes on between the ranks that share parameters.
 
@@ -149,7 +152,11 @@ class FsdpState:
             totals: Counted while the model trains; for reports.
             rounding: Saved and restored with the state; None where nothing is rounded.
             described: In one line.
+            overlap: Carries the collectives out, on a CPU.
         """
+        self._overlap = overlap
+        if overlap is not None:
+            at_end_of_sharded_backward(self._units, self._settle_shards)
         self._links = tuple(communicators)
         self._shard_totals = tuple(totals)
         self._rounding = rounding
@@ -266,6 +273,8 @@ class FsdpState:
         for unit, (all_gather, reduce_scatter) in zip(self._units, self._torchs, strict=True):
             unit.set_all_gather(all_gather)
             unit.set_reduce_scatter(reduce_scatter)
+        if self._overlap is not None:
+            self._overlap.close()
         for communicator in (self._communicator, *self._links):
             if communicator is not None:
                 communicator.close()
@@ -341,6 +350,11 @@ class FsdpState:
             flat.record_stream(torch.cuda.current_stream(flat.device))
         self._times.append(bucket.times)
         self._sizes.append(flat.nbytes)
+
+    def _settle_shards(self) -> None:
+        """Waits for reduce-scatters that are under way. Also keeps this state as long as its model."""
+        if self._overlap is not None:
+            self._overlap.settle()
 
     def _settle(self) -> None:
         """Waits for the averages that are under way; on CUDA in the order of the stream.
