@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ class Setting:
 
     name: str
     inside_nodes: bool
-    apply: dict[str, str] | None = None
+    apply: dict[str, Any] | None = None
     backend: str = "gloo"
 
 
