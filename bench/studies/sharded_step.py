@@ -247,8 +247,8 @@ def main(argv: list[str]) -> int:
             results += measure(case, nic, options.rounds, (options.sequences, options.tokens), names)
     rate = "without a limit" if nic is None else f"of {format_rate(parse_rate(nic, '--nic'))}"
     title = (
-        f"{options.sequences} x {options.tokens} bytes of text a rank, links {rate}, median of {options.rounds} rounds, "
-        f"{machine_line()}"
+        f"{options.sequences} x {options.tokens} bytes of text a rank, links {rate}, "
+        f"median of {options.rounds} rounds; {machine_line()}"
     )
     Console(width=120).print(table(results, title))
     if options.json is not None:

@@ -20,6 +20,10 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import ShardedUnit
 from gradwire.comms.sharded.collectives import AllGather, Allocating, Job, ReduceScatter
 
+MOST_REDUCING = 1
+"""Reduce-scatters that are under way when the next unit's gradients come, as torch allows by default on CUDA
+(set_reduce_scatter_max_input_buffers)."""
+
 
 class Submitted(dist.Work):
     """A job in the queue."""
@@ -116,13 +120,14 @@ class Overlap:
 
         Args:
             job: It.
-            later: Wait for it in `settle`.
+            later: Wait for it in `settle`, or before the one after the next: until then whole gradients are held.
         """
         submitted = self.submit(job)
-        if later:
-            self._reducing.append(submitted)
-        else:
-            submitted.wait()
+        self._reducing.append(submitted)
+        if not later:
+            self.settle()
+        while len(self._reducing) > MOST_REDUCING:
+            self._reducing.pop(0).wait()
 
     def settle(self) -> None:
         """Waits for all reduce-scatters, and raises what the first failed one raised."""
