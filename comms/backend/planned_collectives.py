@@ -14,7 +14,7 @@ from gradwire.comms.backend.strided import overwrite
 from gradwire.comms.backend.work import FutureTensors, finished
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.execute import Bucket, Launch
-from gradwire.comms.plan.collectives import BROADCAST, CollectivePlan, beats_library, plan_collective
+from gradwire.comms.plan.collectives import BROADCAST, SMALL_NBYTES, CollectivePlan, beats_library, plan_collective
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
 from gradwire.comms.plan.routes import Route
 
@@ -43,9 +43,11 @@ class PlannedCollectives:
         """
         key = (op, nbytes, root)
         if key not in self._better:
-            asked = self._communicator.config.plan
-            if asked == "auto":
-                self._better[key] = beats_library(self._communicator.cluster, op, nbytes, root)
+            asked, cluster = self._communicator.config.plan, self._communicator.cluster
+            if asked == "auto" and len(cluster.nodes) == 1:  # shared memory, where gloo goes through sockets
+                self._better[key] = nbytes >= SMALL_NBYTES
+            elif asked == "auto":
+                self._better[key] = beats_library(cluster, op, nbytes, root)
             else:
                 self._better[key] = asked != "flat" and nbytes > 0
         return self._better[key]

@@ -314,6 +314,11 @@ class ShardedParameter:
         return bool(self.param.sharded_param.requires_grad)
 
     @property
+    def followed(self) -> bool:
+        """Whether a hook of the user's reads its gradient as soon as it is there."""
+        return bool(getattr(self.param.sharded_param, "_post_accumulate_grad_hooks", None))
+
+    @property
     def gathers_itself(self) -> bool:
         """Whether its tensor subclass brings an all-gather of its own (float8 weights do)."""
         return hasattr(self.param._sharded_local_tensor, "fsdp_pre_all_gather")
@@ -409,6 +414,22 @@ class ShardedUnit:
     def set_reduce_scatter(self, comm: object) -> None:
         """Has `comm` carry out the reduce-scatters."""
         self._group._reduce_scatter_comm = comm
+
+    def keeps(self, reduced: Sequence[ShardedParameter], dtype: torch.dtype) -> bool:
+        """Whether torch will make gradients of what is reduced without reading it before the backward pass ends.
+
+        It reads it to add it to gradients that are there, to cast or to divide it, to copy it to the host, and for
+        hooks that users have set on gradients.
+
+        Args:
+            reduced: Whose gradients.
+            dtype: In which they are reduced.
+        """
+        group = self._group
+        divided = dtype not in (torch.float32, torch.bfloat16) or getattr(group, "force_sum_reduction_for_comms", False)
+        if divided or dtype != group._orig_dtype or self.offloads:
+            return False
+        return all(one.sharded.grad is None and not one.followed for one in reduced)
 
     def reshard(self) -> None:
         """Puts the shards back in the place of whole parameters."""

@@ -20,6 +20,7 @@ from gradwire.comms.sharded.agreement import agree_on_grid, board_of_grid
 from gradwire.comms.sharded.collectives import SHARD_CHOICES, WEIGHT_CHOICES, Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.nodes import find_nodes
+from gradwire.comms.sharded.overlap import Overlap
 from gradwire.comms.sharded.state import FsdpState, shard_groups
 from gradwire.compressors.rules import rules_from, warn_of_idle
 
@@ -123,7 +124,8 @@ def apply(
     rounding = Rounding(seed, dist.get_rank())
     totals = install(units, names, shards, weights, rules_from(config.rules), rounding, links.of)
     described = f"shards {shards}, weights {weights}: parameters shared by {links.describe()}" if links.made else ""
-    state.take_links(links.communicators, totals, rounding if totals else None, described)
+    overlap = Overlap(units) if units[0].device.type == "cpu" else None
+    state.take_links(links.communicators, totals, rounding if totals else None, described, overlap)
     return state
 
 

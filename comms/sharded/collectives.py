@@ -19,6 +19,7 @@ ZeRO++, 2023. Random rounding of gradients without bias: Alistarh et al., QSGD, 
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -82,7 +83,11 @@ class Rounding:
         return mix_key(self.seed, self.calls, self.rank)
 
 
-class _Allocating:
+Job = Callable[[], None]
+"""A collective that has connections of its own: any one thread may carry it out, in the same order on all ranks."""
+
+
+class Allocating:
     """What torch asks of its collectives' objects besides the collective."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -90,7 +95,35 @@ class _Allocating:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class GradientReduceScatter(_Allocating):
+class AllGather(Allocating, ABC):
+    """An all-gather that torch may be given."""
+
+    @abstractmethod
+    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> Job | None:
+        """A call of it as a job; None where it goes over `group`, or stands in a stream. The same on all ranks."""
+
+    @abstractmethod
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> object:
+        """Carries it out; returns what is to be waited for, if anything is."""
+
+
+class ReduceScatter(Allocating, ABC):
+    """A reduce-scatter that torch may be given."""
+
+    @abstractmethod
+    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object) -> Job | None:
+        """See `AllGather.job`."""
+
+    @abstractmethod
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
+    ) -> None:
+        """Carries it out."""
+
+
+class GradientReduceScatter(ReduceScatter):
     """The reduce-scatter of one unit; torch calls it on the stream that it shall run on.
 
     Args:
@@ -134,19 +167,31 @@ class GradientReduceScatter(_Allocating):
             op: SUM, AVG, or PREMUL_SUM of the unit's own factor.
             async_op: Torch never asks for it.
         """
+        self._call(output_tensor, input_tensor, group, op)()
+
+    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object) -> Job | None:
+        """See `AllGather.job`."""
+        return None if input_tensor.is_cuda else self._call(output_tensor, input_tensor, group, op)
+
+    def _call(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object) -> Job:
+        """What is left to do when everything is known that may have changed by the time it is done."""
         nodes, runs = self._nodes, self._runs_of_present()
-        rows = input_tensor.view(group.size(), -1)
         if runs.numel != output_tensor.numel():
             raise RuntimeError(
                 f"FSDP2 reduces rows of {output_tensor.numel()} elements where {runs.numel} were expected: this torch "
                 f"({torch.__version__}) arranges them otherwise than gradwire knows"
             )
-        mine = self._sum_inside(rows)
-        assert nodes.between is not None  # else torch's own is there
+        divisor = divisor_of(op, group.size(), self._unit)
         codec = codec_of(self._choice, self._rounding.next_key())
-        total = self._exchange(nodes.between, codec, runs, mine)
-        total.div_(divisor_of(op, group.size(), self._unit))
-        output_tensor.copy_(total)
+
+        def run() -> None:
+            mine = self._sum_inside(input_tensor.view(nodes.size, -1))
+            assert nodes.between is not None  # else it is exact
+            total = self._exchange(nodes.between, codec, runs, mine)
+            total.div_(divisor)
+            output_tensor.copy_(total)
+
+        return run
 
     def _runs_of_present(self) -> RowRuns:
         key = tuple(map(id, self._unit.present))
@@ -201,7 +246,7 @@ def divisor_of(op: object, size: int, unit: ShardedUnit) -> float:
     return unit.divide_factor
 
 
-class WeightAllGather(_Allocating):
+class WeightAllGather(AllGather):
     """The all-gather of one unit's weights; torch calls it on the stream that it shall run on.
 
     On a mesh of another size, that of `reshard_after_forward=2`, weights that have been gathered once travel exactly.
@@ -237,9 +282,20 @@ class WeightAllGather(_Allocating):
         Returns:
             None, for nothing to wait for; torch's work where torch's own is called.
         """
-        nodes, runs = self._nodes, self._runs
-        if nodes.between is None or group.size() != nodes.size:
+        if group.size() != self._nodes.size:
             return self._exact(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+        self._gather(output_tensor, input_tensor)
+        return None
+
+    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> Job | None:
+        """See `AllGather.job`."""
+        if input_tensor.is_cuda or group.size() != self._nodes.size:
+            return None
+        return lambda: self._gather(output_tensor, input_tensor)
+
+    def _gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
+        nodes, runs = self._nodes, self._runs
+        assert nodes.between is not None  # else it is exact
         if runs.numel != input_tensor.numel():
             raise RuntimeError(
                 f"FSDP2 gathers rows of {input_tensor.numel()} elements where {runs.numel} were expected: this torch "
@@ -258,12 +314,11 @@ class WeightAllGather(_Allocating):
         self._totals.calls += 1
         self._totals.logical_nbytes += input_tensor.nbytes
         self._totals.wire_nbytes += nbytes * (nodes.between.size - 1)
-        rows = output_tensor.view(group.size(), -1)
+        rows = output_tensor.view(nodes.size, -1)
         for payloads, place in zip(everyone, nodes.places or (nodes.place,), strict=True):
             for number, indices in enumerate(nodes.members):
                 row = decode_rows(self._codec, runs, payloads[number : number + 1], input_tensor.dtype, None)
                 rows[indices[place]].copy_(row)
-        return None
 
 
 def _select(rows: Tensor, order: Sequence[int]) -> Tensor:
@@ -292,7 +347,7 @@ class ShardLink:
             weakref.finalize(self, self.communicator.close)
 
 
-class ExactReduceScatter(_Allocating):
+class ExactReduceScatter(ReduceScatter):
     """The exact reduce-scatter of one unit on a CPU: by a plan where that is faster, and watched in any case.
 
     Args:
@@ -320,23 +375,33 @@ class ExactReduceScatter(_Allocating):
             op: SUM, AVG, or PREMUL_SUM of the unit's own factor.
             async_op: Torch never asks for it.
         """
+        if (job := self.job(output_tensor, input_tensor, group, op)) is not None:
+            job()
+            return
+        issue = _issuing(self._exact, output_tensor, input_tensor, group, op=op)
+        self._communicator.carry_out("reduce_scatter (of shards)", issue)
+
+    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object) -> Job | None:
+        """See `AllGather.job`."""
         planned = self._link.planned
         lacking = op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)  # gloo has no PREMUL_SUM
         if planned is None or not (lacking or planned.beats_library(REDUCE_SCATTER, input_tensor.nbytes)):
-            issue = _issuing(self._exact, output_tensor, input_tensor, group, op=op)
-            self._communicator.carry_out("reduce_scatter (of shards)", issue)
-            return
-        self._communicator.carry_out(
-            "reduce_scatter (of shards)",
-            lambda: FutureWork(planned.reduce_scatter(output_tensor, input_tensor, keep=False)),
-            range(group.size()),
-        )
+            return None
         divisor = divisor_of(op, group.size(), self._unit)
-        if divisor != 1.0:
-            output_tensor.div_(divisor)
+
+        def run() -> None:
+            self._communicator.carry_out(
+                "reduce_scatter (of shards)",
+                lambda: FutureWork(planned.reduce_scatter(output_tensor, input_tensor, keep=False)),
+                range(group.size()),
+            )
+            if divisor != 1.0:
+                output_tensor.div_(divisor)
+
+        return run
 
 
-class ExactAllGather(_Allocating):
+class ExactAllGather(AllGather):
     """The exact all-gather of one unit's weights on a CPU: by a plan where that is faster, and watched in any case.
 
     Args:
@@ -364,19 +429,31 @@ class ExactAllGather(_Allocating):
         Returns:
             With `async_op` what is to be waited for.
         """
-        planned = self._link.planned
-        theirs = planned is not None and group.size() == self._communicator.size
-        if planned is not None and theirs and planned.beats_library(ALL_GATHER, output_tensor.nbytes):
-            work = FutureWork(planned.all_gather(output_tensor, input_tensor))
-            if async_op:
-                return work
-            self._communicator.carry_out("all_gather (of shards)", lambda: work, range(group.size()))
-        elif async_op:
+        if (job := self.job(output_tensor, input_tensor, group)) is not None:
+            job()
+            return None
+        if async_op:
             return self._exact(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=True)
-        else:
-            issue = _issuing(self._exact, output_tensor, input_tensor, group)
-            self._communicator.carry_out("all_gather (of shards)", issue)
+        issue = _issuing(self._exact, output_tensor, input_tensor, group)
+        self._communicator.carry_out("all_gather (of shards)", issue)
         return None
+
+    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> Job | None:
+        """See `AllGather.job`."""
+        planned = self._link.planned
+        if planned is None or group.size() != self._communicator.size:
+            return None
+        if not planned.beats_library(ALL_GATHER, output_tensor.nbytes):
+            return None
+
+        def run() -> None:
+            self._communicator.carry_out(
+                "all_gather (of shards)",
+                lambda: FutureWork(planned.all_gather(output_tensor, input_tensor)),
+                range(group.size()),
+            )
+
+        return run
 
 
 def _issuing(

@@ -2,8 +2,9 @@
 
 FSDP2 reduce-scatters a unit's gradients over the ranks that share its parameters; then it calls a hook with this rank's
 row, which the state averages over the replicas. What the hook is given is divided by the number of shards only. torch
-goes on as soon as the hook returns: on a CPU it waits for the average, on CUDA the average is in the order of the
-stream that the hook runs on.
+goes on as soon as the hook returns: on CUDA the average is in the order of the stream that the hook runs on. On a CPU
+it is under way until the end of the backward pass, where torch makes nothing but views of it until then; else the hook
+waits for it.
 """
 
 import logging
@@ -32,13 +33,14 @@ from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, normalize, pack, 
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, LossScaler, is_finite
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket, Launch, PhaseTotals
+from gradwire.comms.execute import Bucket, FutureTensor, Launch, PhaseTotals
 from gradwire.comms.hook import is_timed
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.plan.advise import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.sharded.collectives import Rounding
 from gradwire.comms.sharded.layout import ShardNames
+from gradwire.comms.sharded.overlap import Overlap
 from gradwire.compressors.base import StateDict
 
 log = logging.getLogger("gradwire")
@@ -94,12 +96,15 @@ class FsdpState:
         """Unit -> whose gradients, and their sum over the micro-batches that have not been averaged."""
         self._links: tuple[Communicator, ...] = ()
         self._torchs = [(unit.all_gather, unit.reduce_scatter) for unit in units]
+        self._overlap: Overlap | None = None
         self._shard_totals: tuple[PhaseTotals, ...] = ()
         self._rounding: Rounding | None = None
         self._described = ""
         self._in_step = False
         self._reduced: set[int] = set()
         self._finite = True
+        self._under_way: list[tuple[Tensor, FutureTensor]] = []
+        """On a CPU: averages that torch has made gradients of already."""
         self._buckets: list[Bucket] = []
         self._sizes: list[int] = []
         self._last_sizes: list[int] = []
@@ -141,6 +146,7 @@ class FsdpState:
         totals: Sequence[PhaseTotals],
         rounding: Rounding | None,
         described: str,
+        overlap: Overlap | None,
     ) -> None:
         """Takes in what goes on between the ranks that share parameters.
 
@@ -149,7 +155,11 @@ class FsdpState:
             totals: Counted while the model trains; for reports.
             rounding: Saved and restored with the state; None where nothing is rounded.
             described: In one line.
+            overlap: Carries the collectives out, on a CPU.
         """
+        self._overlap = overlap
+        if overlap is not None:
+            at_end_of_sharded_backward(self._units, self._settle_shards)
         self._links = tuple(communicators)
         self._shard_totals = tuple(totals)
         self._rounding = rounding
@@ -268,6 +278,8 @@ class FsdpState:
             unit.set_reduce_scatter(reduce_scatter)
         if self._communicator is not None:
             self._observer.close()
+        if self._overlap is not None:
+            self._overlap.close()
         for communicator in (self._communicator, *self._links):
             if communicator is not None:
                 communicator.close()
@@ -335,16 +347,41 @@ class FsdpState:
         launch = Launch((flat,), layout, (bucket,))
         try:
             communicator.start(launch, scale=scale, flush=compression is not None and compression.flushing)
-            bucket.result().wait()
+            future = bucket.result()
+            self._under_way.append((flat, future))
+            if flat.is_cuda or not unit.keeps(present, flat.dtype):
+                self._settle()
         except BaseException:
             self._finite = False  # whoever catches it and goes on: this step's state is dropped
             raise
         if flat.is_cuda:  # allocated on the stream of the reduce-scatter; torch drops it while this stream writes to it
             flat.record_stream(torch.cuda.current_stream(flat.device))
-        elif compression is not None:
-            self._finite = is_finite(flat) and self._finite
         self._buckets.append(bucket)
         self._sizes.append(flat.nbytes)
+
+    def _settle_shards(self) -> None:
+        """Waits for reduce-scatters that are under way. Also keeps this state as long as its model."""
+        if self._overlap is not None:
+            self._overlap.settle()
+
+    def _settle(self) -> None:
+        """Waits for the averages that are under way; on CUDA in the order of the stream.
+
+        Raises:
+            RuntimeError: One of them failed; none is under way any more.
+        """
+        under_way, self._under_way = self._under_way, []
+        failed: RuntimeError | None = None
+        for flat, future in under_way:
+            try:
+                future.wait()
+            except RuntimeError as error:
+                failed = failed or error
+            if self._compression is not None and not flat.is_cuda and self._finite:
+                self._finite = is_finite(flat)
+        if failed is not None:
+            self._finite = False
+            raise failed
 
     def _whole_sum(self, unit: ShardedUnit, present: tuple[ShardedParameter, ...], flat: Tensor) -> bool:
         """Adds up micro-batches: `flat` becomes zero but for the last, where it becomes the sum.
@@ -401,6 +438,7 @@ class FsdpState:
             )
 
     def _end_step(self, communicator: Communicator) -> None:
+        self._settle()
         self._in_step = False
         self.steps += 1
         self._reduced.clear()

@@ -28,6 +28,7 @@ from support.sharded import (
     batch,
     differs,
     error_of,
+    gradients,
     job,
     local,
     plain_step,
@@ -48,6 +49,7 @@ def combinations(rank: int, folder: str) -> None:
         scaled(mesh)
         experts(mesh)
         one_shard(mesh)
+        gradient_hooks(mesh)
 
 
 def checkpoints(mesh: DeviceMesh, folder: Path) -> None:
@@ -242,6 +244,26 @@ def one_shard(mesh: DeviceMesh) -> None:
         assert "recommended" in str(state.advise())
 
 
+def gradient_hooks(mesh: DeviceMesh) -> None:
+    """A hook on a gradient, as of an optimizer in the backward pass, reads it when it is reduced, not under way."""
+    row = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    both: dict[str, Any] = {"replicas": mesh["replicate"], "compressor": "int8"}
+    for on, options in ((mesh["shard"], both), (row, {"shards": "int8"}), (row, {})):
+        model = sharded(on)
+        gradwire.fsdp.apply(model, plan="hierarchical", **options)
+        seen: dict[str, torch.Tensor] = {}
+        for name, parameter in list(model.named_parameters())[::2]:
+
+            def note(one: nn.Parameter, name: str = name, seen: dict[str, torch.Tensor] = seen) -> None:
+                assert one.grad is not None
+                seen[name] = local(one.grad).clone()
+
+            parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+        plain_step(model, 0)
+        found = gradients(model)
+        assert seen and not differs(seen, {name: found[name] for name in seen}), options
+
+
 def memory(mesh: DeviceMesh) -> None:
     """What docs/how-to/train_sharded.md says a rank keeps beside FSDP2's own, by counting live tensors."""
 
@@ -258,18 +280,19 @@ def memory(mesh: DeviceMesh) -> None:
         del state
         counted = [live_nbytes()]
         while counted.count(counted[-1]) < 5:  # the threads of the lanes let go a moment after the futures are done
-            time.sleep(0.1)
+            time.sleep(0.05)
             counted.append(live_nbytes())
         return counted[-1] - before
 
     gc.freeze()  # what was there before is not looked at
-    shard = 2 * 256 * 256 // 2
-    slack = 8192  # scalars, and torch's own empty tensors
+    shard, slack = 2 * 256 * 256 // 2, 16384  # slack: scalars, factors, and torch's own empty tensors
     assert kept() < slack
     assert kept(replicas=mesh["replicate"]) < slack
     assert kept(shards="int4", weights="int8", plan="flat") < slack
-    residuals = shard * (8 + 8 // 2)  # worker and owner, each old and new; an owner has one replica's part
-    assert abs(kept(replicas=mesh["replicate"], compressor="int8") - residuals) < slack
+    for compressor, nbytes in (("fp16", 0), ("int8", 12), ("onebit", 24), ("powersgd", 8), ("dgc", 16)):
+        options = {"warmup_steps": 1} if compressor in ("onebit", "powersgd") else {}
+        found = kept(replicas=mesh["replicate"], compressor=compressor, compressor_options=options)
+        assert abs(found - shard * nbytes) < slack, (compressor, found / shard)
     gc.unfreeze()
 
 
