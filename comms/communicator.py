@@ -4,8 +4,10 @@ The hook and the process group are two faces of this object.
 """
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -13,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import BackendWork, PrefixStore, Store, nccl_backend_of
+from gradwire.comms.bootstrap.door import Directory, Door, addresses_of_this_host
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
 from gradwire.comms.bootstrap.nics import describe_nics, interface_of
-from gradwire.comms.bootstrap.placement import Presence, cluster_of, exchange, start_of
-from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.bootstrap.placement import Presence, cluster_of
+from gradwire.comms.bootstrap.rendezvous import exchange
+from gradwire.comms.bootstrap.store import PollingStore, epoch_store
 from gradwire.comms.config import Config
 from gradwire.comms.execute import Bucket, Executor, FutureTensor, Launch
 from gradwire.comms.lanes import Lane
@@ -42,6 +46,8 @@ class Communicator:
         device: Where the tensors are.
         config: The configuration; must agree on all ranks.
         name: Unique among the communicators of this store, equal on all ranks.
+        epoch: One more for every communicator of that name, equal on all ranks: survivors of a lost rank make a new
+            one, and read nothing of the old one's.
         compressor: Compresses one phase of gradients that are given with a layout.
         group: The process group of the same ranks, in the same order. On CUDA its NCCL backend, if it has one, carries
             what goes between all ranks; it stays the user's, and is aborted only when gradwire gives up.
@@ -62,6 +68,7 @@ class Communicator:
         config: Config,
         *,
         name: str,
+        epoch: int = 0,
         compressor: Compressor | None = None,
         group: dist.ProcessGroup | None = None,
         global_ranks: Sequence[int] | None = None,
@@ -74,20 +81,28 @@ class Communicator:
         self.device = device
         self.config = config
         self.compressor = compressor
-        own = PollingStore(PrefixStore(f"gradwire/{name}", store), config.timeout)
-        presences = exchange(own, Presence.here(rank, size, config, device), config.timeout)
-        self.plain_store = PrefixStore(f"gradwire/{name}/{start_of(presences)}", store)
+        own = PollingStore(epoch_store(store, name, epoch), config.timeout, ranks=size)
+        door = Door.open()
+        try:
+            presences = exchange(own, self._presence(door, own.host), config.timeout)
+        except BaseException:
+            door.close()
+            raise
+        door.answer_for(presences.start, rank)
+        self._leave = weakref.finalize(self, _leave, door, presences.start, rank)
+        self.plain_store = PrefixStore(presences.start, own.plain)
         """What the ranks tell each other from here on; without what an earlier start of them has left."""
-        store = PollingStore(self.plain_store, config.timeout)
+        store = PollingStore(self.plain_store, config.timeout, ranks=size)
         cluster = cluster_of(presences, config)
         self.hostnames = tuple(presence.host[0] for presence in presences)
         """Of each rank's host, as it calls itself."""
         self.routes = Routes(cluster, rank, device.type, config, compressor)
         self._nics = describe_nics(presences, config)
         if board is None:
-            board = FailureBoard(store, rank, size)
-            if device.type == "cpu" and not cluster.share_a_node(tuple(range(size))):
-                board.publish()
+            doors = {each.rank: (each.port, each.addresses) for each in presences if each.port}
+            node = next(node for node in cluster.nodes if rank in node)
+            directory = Directory(presences.start, rank, doors, node, door)
+            board = FailureBoard(store, rank, size, directory=directory)
         self._board = board
         interface = interface_of(presences, rank, config)
         self._groups = Groups(
@@ -119,6 +134,10 @@ class Communicator:
         self._owners: dict[str, Layout] = {}
         self._settled: set[Layout] = set()
         self._loaded = False
+
+    def _presence(self, door: Door, store_host: str | None) -> Presence:
+        own = Presence.here(self.rank, self.size, self.config, self.device)
+        return replace(own, port=door.port, addresses=addresses_of_this_host(store_host))
 
     @property
     def cluster(self) -> Cluster:
@@ -285,6 +304,7 @@ class Communicator:
     def close(self) -> None:
         """Ends the lanes and releases shared memory and connections."""
         self.executor.close()
+        self._leave()
         if self._ring is None:
             self._groups.close()
             return
@@ -335,6 +355,11 @@ class Communicator:
             )
         if scale != 1.0 and not (flat.is_floating_point() or flat.is_complex()):
             raise ValueError(f"`scale` is {scale} but `flat` has dtype {flat.dtype}; wanted 1 for integers")
+
+
+def _leave(door: Door, start: str, rank: int) -> None:
+    door.forget(start, rank)
+    door.close()
 
 
 def _nccl_groups(

@@ -117,7 +117,7 @@ class _Connection:
             )
 
     def _consensus(self, store: Store, name: str, timeout: timedelta) -> Consensus:
-        own = PollingStore(store, self._config.timeout)
+        own = PollingStore(store, self._config.timeout, ranks=self.communicator.size)
         return Consensus(own, self.communicator.rank, self.communicator.size, name, timeout)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, GradBucket, HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import AllgatherOptions, GradBucket, HashStore, PrefixStore, Store, TCPStore
 from torch.autograd import profiler
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
@@ -23,6 +23,7 @@ __all__ = [
     "HashStore",
     "PrefixStore",
     "Store",
+    "TCPStore",
 ]  # passed on, besides what is defined below
 
 

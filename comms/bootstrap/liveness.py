@@ -25,6 +25,7 @@ from datetime import timedelta
 import torch
 
 from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.door import listener, own_addresses
 from gradwire.comms.errors import PeerError
 
 log = logging.getLogger("gradwire")
@@ -52,7 +53,7 @@ CALL_SECONDS = 1.0
 """For each address of a rank that has said nothing after a failure."""
 
 ANSWER_SECONDS = 60.0
-"""For whoever was reached at such an address to answer: the next rank may hold the GIL for a while."""
+"""For whoever was reached at an address of the next rank to answer: the next rank may hold the GIL for a while."""
 
 TOKEN_NBYTES = 16
 """What the rank before shows when it connects, and is shown again: a port scanner, or a service that has the same port
@@ -88,7 +89,7 @@ class _ProcessPort:
         """JSON of the port and of this host's addresses."""
         with self._lock:
             if self._socket is None:
-                self._socket = _listen()
+                self._socket = listener(8)
                 self._where = json.dumps([self._socket.getsockname()[1], own_addresses()])
             return self._where
 
@@ -203,7 +204,7 @@ class LivenessRing:
         self._closed = threading.Event()
         self._orderly = False
         self._waker, self._woken = socket.socketpair()
-        self._listener = _listen()
+        self._listener = listener(8)
         self._thread = threading.Thread(target=self._run, name=f"gradwire liveness {rank}", daemon=True)
         self._thread.start()
 
@@ -500,38 +501,6 @@ class Deadline:
     def _on_device(self) -> AbstractContextManager[object]:
         """A thread that has set no device would make a context of its own on the first one."""
         return nullcontext() if self._device is None else torch.cuda.device(self._device)
-
-
-def own_addresses() -> list[str]:
-    """Addresses at which other ranks may reach this host, IPv4 before IPv6, the loopback last."""
-    found: list[str] = []
-    for family, destination in ROUTES:
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((destination, 9))  # nothing is sent: the route alone is looked up
-                found.append(probe.getsockname()[0])
-        except OSError as error:
-            log.debug("no route outwards to %s: %s", destination, error)
-    try:
-        found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
-    except OSError as error:
-        log.debug("this host's name has no address: %s", error)
-    outside = [each for each in dict.fromkeys(found) if not each.startswith(("127.", "fe80:")) and each != "::1"]
-    return [*sorted(outside, key=lambda address: ":" in address), "127.0.0.1"]
-
-
-ROUTES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Addresses that are nobody's (RFC 5737, RFC 3849): the route to them is the one outwards."""
-
-
-def _listen() -> socket.socket:
-    """A socket for the rank before this one, at a port that the system chooses; IPv4 and IPv6 where there is both."""
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=8, dualstack_ipv6=True)
-        except OSError as error:  # switched off on this host
-            log.debug("no IPv6 here: %s", error)
-    return socket.create_server(("", 0), backlog=8)
 
 
 def _sure(rank: int | None) -> int:
