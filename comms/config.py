@@ -346,8 +346,8 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
 """Name behind the prefix -> (field, what its text becomes); one for each field of `Config`."""
 
 _LONGEST_VALUE = 200
-_STEERING_BEGINNINGS = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "GOMP_", "KMP_", "MKL_", "UCX_", "FI_", "OFI_NCCL_",
-                        "PYTORCH_", "GRADWIRE_", "TP_SOCKET_")  # fmt: skip
+_STEERING_BEGINNINGS = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "GOMP_", "KMP_", "MKL_", "UCX_", "FI_",
+                        "OFI_NCCL_", "PYTORCH_", "GRADWIRE_", "TP_SOCKET_")  # fmt: skip
 _STEERING_NAMES = ("KUBERNETES_SERVICE_HOST", "SLURM_CPU_BIND", "SLURM_CPUS_PER_TASK")
 
 _LAUNCHER_VARIABLES = (

@@ -2,8 +2,8 @@
 
     torchrun --nnodes 2 --nproc-per-node 8 ... -m gradwire doctor [--gradient-mb 350]
 
-Starts as your script starts: torchrun, mpirun, srun, or any pod with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Alone
-it looks at this machine only.
+Starts as your script starts: torchrun, mpirun, srun, or any pod with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+Alone it looks at this machine only.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         prog="gradwire doctor",
         description="Looks for what slows a job down, and says what it costs and what to type. Start it as you start "
         "your script, on all nodes; it takes less than a minute and changes nothing.",
-        epilog="exit status: 0 nothing found, 1 something found, 2 bad use. --run comes last: what follows is the script's.",
+        epilog="exit status: 0 nothing found, 1 something found, 2 bad use. After --run all is the script's.",
     )
     options.add_argument(
         "--gradient-mb", type=float, metavar="MB", help="size of all gradients, in 10^6 bytes (default: 100)"
@@ -41,6 +41,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--step-seconds", type=float, metavar="S", help="a step of your training, if you know it")
     options.add_argument(
         "--link", metavar="RATE", help="what a node's link should give, 25gbit, where its card does not say"
+    )
+    options.add_argument(
+        "--seconds", type=float, default=45.0, metavar="S", help="how long to measure, about; at least 5 (default: 45)"
     )
     options.add_argument("--svg", type=Path, metavar="FILE", help="draw the rates between all nodes")
     add_json_option(options)
@@ -95,8 +98,8 @@ def _job(start: Start, wanted: Wanted) -> JobFacts | None:
     except RuntimeError as error:
         first = str(error).splitlines()[0]
         raise RuntimeError(
-            f"nobody serves the ranks at {start.address}:{start.port}: {first}; is the first node's name right, does it "
-            "run, and does a firewall let this node through?"
+            f"nobody serves the ranks at {start.address}:{start.port}: {first}; is the first node's name right, does "
+            "it run, and does a firewall let this node through?"
         ) from error
     return examine_job(start, control, wanted)
 
@@ -106,6 +109,8 @@ def _wanted(options: argparse.Namespace, status: StatusLine) -> Wanted:
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise ValueError(f"`--{name.replace('_', '-')}`: found {value:g}, wanted more than 0")
+    if options.seconds < 5:
+        raise ValueError(f"`--seconds`: found {options.seconds:g}, wanted 5 or more: less shows noise")
     script = tuple(options.run or ())
     if options.run is not None and not script:
         raise ValueError("`--run`: found nothing after it, wanted a script, for example --run train.py")
@@ -120,6 +125,7 @@ def _wanted(options: argparse.Namespace, status: StatusLine) -> Wanted:
         step_seconds=options.step_seconds,
         link_bytes_per_second=None if options.link is None else parse_rate(options.link, "--link") / 8,
         script=script,
+        seconds=options.seconds,
         say=status.show,
     )
 

@@ -14,10 +14,11 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from gradwire.bench.doctor import local
 from gradwire.bench.doctor.checks.machine import available_cores
-from gradwire.bench.doctor.checks.network import doubtful_pairs
+from gradwire.bench.doctor.checks.network import CONFIRMED, doubtful_pairs
 from gradwire.bench.doctor.control import Control, circle, spread
 from gradwire.bench.doctor.facts import (
     DEFAULT_GRADIENT_NBYTES,
@@ -37,8 +38,6 @@ from gradwire.bench.doctor.work import core_work, threads_seconds
 from gradwire.bench.emulation.connections import connected_sockets
 from gradwire.bench.nccl_tests.backends.select import BackendSpec, connect
 from gradwire.bench.nccl_tests.ranks import RankInfo, Start, World, gather
-from torch._C._distributed_c10d import TCPStore
-
 from gradwire.comms.bootstrap.compat import PrefixStore
 from gradwire.comms.config import local_rank
 
@@ -50,9 +49,12 @@ GROUP = timedelta(seconds=15)
 
 LONGEST_FLOW, SHORTEST_FLOW = 0.5, 0.12
 MOST_ROUNDS = 16
-MOST_AGAIN = 6
-"""Pairs that are measured again, of those that look bad; a node is known by two of its pairs."""
-REPEATS = 2
+MOST_AGAIN = 3
+"""Pairs that are measured again in a round, of those that look bad."""
+REPEATS = 5
+REPEATS_SHARE = 0.6
+"""Of the whole time, after which no round of them begins."""
+AGAIN_FLOW = 0.35
 BACKEND_SECONDS = 0.4
 WORK_SECONDS = 0.4
 AGAIN_TRIES = 5
@@ -153,6 +155,7 @@ class _Examination:
         self._start = start
         self._control = control
         self._wanted = wanted
+        self._began = time.monotonic()
         self._facts = JobFacts(ranks=())
         """Complete on rank 0 alone."""
 
@@ -287,14 +290,15 @@ class _Examination:
             rates = {int(each[0]): float(each[1]) for each in own if isinstance(each, list) and each[1]}
             self._facts = replace(self._facts, own_bytes_per_second=rates)
         for number in range(REPEATS):
-            again = self._tell(doubtful_pairs(self._facts)[:MOST_AGAIN] if self._start.rank == 0 else None)
+            late = time.monotonic() - self._began > REPEATS_SHARE * self._wanted.seconds and number >= CONFIRMED - 1
+            again = self._tell([] if late else doubtful_pairs(self._facts)[:MOST_AGAIN])
             assert isinstance(again, list)
             if not again:
                 return
             found = []
             for pair in again:
-                self._wanted.say(f"measuring the links that look bad again ({number + 1} of {REPEATS})")
-                found += self._measured([(pair[0], pair[1])], LONGEST_FLOW)
+                self._wanted.say(f"measuring the links that look bad again ({number + 1})")
+                found += self._measured([(pair[0], pair[1])], AGAIN_FLOW)
             self._take(found)
 
     def _measured(self, pairs: list[tuple[int, int]], seconds: float) -> list[object]:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
 from statistics import median
 from typing import TypeVar
 

@@ -24,7 +24,7 @@ from gradwire.topology.gdr.model import CheckOutcome
 from gradwire.topology.gdr.process_context import read_process_context
 from gradwire.topology.gdr.runner import run_checks
 from gradwire.topology.gdr.sources import HostInputs, SourceError, opened_host
-from gradwire.topology.readers.small_files import link_name, names_in, number_of, text_of
+from gradwire.topology.readers.small_files import names_in, number_of, text_of
 from gradwire.topology.readers.sysfs_ports import find_ports
 
 LIVE = Path("/")

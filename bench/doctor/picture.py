@@ -28,11 +28,15 @@ def svg(facts: JobFacts) -> str:
     top = 64 + (max(len(name) for name in names) * _LETTER * 0.75 if turned else 20)
     width, height = left + cell * len(names) + _MARGIN + 40, top + cell * len(names) + 76
     parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.0f} {height:.0f}' width='{width:.0f}' "
-        f"height='{height:.0f}'>",
+        (
+            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.0f} {height:.0f}' width='{width:.0f}' "
+            f"height='{height:.0f}'>"
+        ),
         "<rect width='100%' height='100%' fill='white'/>",
-        f"<text x='{_MARGIN}' y='34' {_FONT} font-size='17' font-weight='600'>What each node sends to each other node"
-        "</text>",
+        (
+            f"<text x='{_MARGIN}' y='34' {_FONT} font-size='17' font-weight='600'>"
+            "What each node sends to each other node</text>"
+        ),
     ]
     for column, name in enumerate(names):
         x, y = left + cell * (column + 0.5), top - 8

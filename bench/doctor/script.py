@@ -5,6 +5,7 @@ which torch offers for all optimizers at once, looks at the gradients and at the
 ends. Nothing else in the script is touched.
 """
 
+import itertools
 import os
 import runpy
 import subprocess
@@ -60,14 +61,22 @@ def run_script(words: Sequence[str], variables: Mapping[str, str] | None) -> Scr
                 child.wait()
             output.seek(0)
             said = output.read()[-2000:].decode("utf-8", "replace").strip().splitlines()
-        return _judge(record, child.returncode, late, said)
+        return judge(record, child.returncode, late, said)
 
 
-def _judge(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:
+def judge(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:
+    """What a script's record of steps says.
+
+    Args:
+        record: A line for each step: bytes and moment.
+        status: With which the script ended.
+        late: Its time was up.
+        said: The last lines of its output.
+    """
     lines = record.read_text().splitlines() if record.exists() else []
     rows = [line.split() for line in lines]
     moments = [float(row[1]) for row in rows][WARM_UP_STEPS if len(rows) > WARM_UP_STEPS + 1 else 0 :]
-    steps = [after - before for before, after in zip(moments, moments[1:], strict=False)]
+    steps = [after - before for before, after in itertools.pairwise(moments)]
     error = None
     if not steps:
         last = said[-1] if said else "it printed nothing"
@@ -112,10 +121,13 @@ def main(argv: list[str]) -> None:
             sys.stderr.flush()
             os._exit(0)  # the script's own end may be hours away, and its exit handlers may wait for other ranks
 
-    register_optimizer_step_post_hook(after_step)
+    hook = register_optimizer_step_post_hook(after_step)
     sys.argv = argv[1:]
     sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        hook.remove()
 
 
 if __name__ == "__main__":

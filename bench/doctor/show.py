@@ -59,8 +59,10 @@ def headline(facts: JobFacts) -> list[str]:
     good = facts.good_rate()
     least = facts.exchange_seconds(good)
     lines = [
-        f"Costs are for {size} of gradients{given}{step}. At {rate(good)} a link, the best that was seen or promised, "
-        f"their exchange takes at least {seconds(least)} in every step."
+        (
+            f"Costs are for {size} of gradients{given}{step}. At {rate(good)} a link, the best seen or promised, "
+            f"their exchange takes at least {seconds(least)} in every step."
+        )
     ]
     if facts.step_seconds is not None and least > 0.5 * facts.step_seconds:
         ranks = max(len(node) for node in facts.nodes)

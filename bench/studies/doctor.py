@@ -1,4 +1,4 @@
-"""Ten faults planted on an emulated cluster, one at a time, and a healthy one again and again: what does the doctor say?
+"""Ten faults planted on an emulated cluster, one at a time, and a healthy one again and again: what does doctor say?
 
 Feeds docs/how-to/find_why_it_is_slow.md.
 
@@ -24,7 +24,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from gradwire.bench.doctor import command as doctor
 from gradwire.bench.emulation.cluster import INTERFACE, EmulatedCluster
+from gradwire.bench.emulation.fork import ForkedRank
 from gradwire.bench.emulation.seats import Order
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
@@ -108,21 +110,26 @@ def send(pids, number):
             pass
 while not sockets():
     time.sleep(0.05)
+waiting = 1.0
 while True:
+    waiting += 0.1 * (int(open("/proc/loadavg").read().split()[3].split("/")[0]) - waiting)
+    share = min(1.0, os.cpu_count() / max(waiting, 1.0))
+    runs = max(0.002, 0.25 * share * 0.060)
     found = list(ranks())
     send(found, signal.SIGSTOP)
-    time.sleep(0.045)
+    time.sleep(0.060 - runs)
     send(found, signal.SIGCONT)
-    time.sleep(0.005)
+    time.sleep(runs)
 """
-"""From the doctor's first UDP socket on, its processes stand still nine tenths of the time: less would not be felt on a
-machine whose cores many share. Those that came from outside, with no parent here, go on: nsenter stops with its child.
+"""From the doctor's first UDP socket on, its processes run a quarter of the time that others get here; on a machine whose
+cores many share that is less than a quarter, and would not be felt otherwise. Those that came from outside, with no
+parent here, go on: nsenter stops with its child.
 """
 
 
 @contextmanager
 def throttled(cluster: EmulatedCluster) -> Iterator[None]:
-    """A node whose processors run a tenth of the time, as one that is too hot or taken away, without saying so."""
+    """A node whose processors run a quarter of the time, as one that is too hot or taken away, without saying so."""
     with subprocess.Popen([*cluster.enter(2), sys.executable, "-I", "-S", "-c", THROTTLE]) as throttle:
         try:
             yield
@@ -252,11 +259,11 @@ def examine(
     wrong = fault or PlantedFault(name="healthy", key="")
     with tempfile.TemporaryDirectory(prefix="gradwire-doctor-") as folder, EmulatedCluster(nodes, nic) as cluster:
         result = Path(folder, "doctor.json")
-        doctor = [sys.executable, "-P", "-m", "gradwire", "doctor", "--json", str(result), *words]
+        command = [sys.executable, "-P", "-m", "gradwire", "doctor", "--json", str(result), *words]
         with wrong.plant(cluster):
             began = time.monotonic()
             ran = cluster.run(
-                ["sh", "-c", wrong.before + ' "$@"', "sh", *doctor],
+                ["sh", "-c", wrong.before + ' "$@"', "sh", *command],
                 order=wrong.order,
                 environment=wrong.environment,
                 timeout_seconds=PATIENCE_SECONDS,
@@ -273,6 +280,22 @@ def examine(
         load=os.getloadavg()[0],
         facts=said["facts"],
     )
+
+
+LAZY = ()
+"""See `gradwire.bench.emulation.fork`: nothing is trained."""
+
+
+def rank_main(place: ForkedRank, arguments: list[str]) -> int:
+    """One forked rank of the doctor; what it found is in its file, and no failure.
+
+    Args:
+        place: Of the rank; the doctor finds the same in the environment, where every node has one rank.
+        arguments: Of `gradwire doctor`.
+    """
+    assert place.nodes == (1,) * len(place.nodes)
+    doctor.main(arguments)
+    return 0
 
 
 def table(runs: Sequence[DoctorRun]) -> Table:

@@ -1,6 +1,4 @@
-"""The machines themselves: shared memory, cores and quotas, threads, a node that is slower than the others, GPUs held
-down, GPUDirect RDMA, clocks.
-"""
+"""The machines themselves: shared memory, cores, quotas and threads, slow nodes and GPUs, GPUDirect RDMA, clocks."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -82,10 +80,10 @@ def crowded_cores(facts: JobFacts) -> list[Diagnosis]:
         elif bound < count and bound < ranks[0].cores:
             text = f"its {count} ranks are all bound to core{'s' if bound > 1 else ''} {listed(_cores(ranks))}"
             found.append(_crowd(facts, name, count / bound, text, _BINDING, "binding"))
-        elif (threads := sum(each.threads for each in ranks)) > cores and (effect := _effect(facts, ranks)) is not None:
-            if effect > CROWD_EFFECT:
-                text = f"{count} ranks with {ranks[0].threads} threads each are {threads} threads on {cores:g} cores"
-                found.append(_crowd(facts, name, effect, text, _threads_remedy(cores, count), "threads"))
+        elif (effect := _effect(facts, ranks)) > CROWD_EFFECT:
+            threads = sum(each.threads for each in ranks)
+            text = f"{count} ranks with {ranks[0].threads} threads each are {threads} threads on {cores:g} cores"
+            found.append(_crowd(facts, name, effect, text, _threads_remedy(cores, count), "threads"))
     return _merged(found)
 
 
@@ -93,14 +91,15 @@ def _cores(ranks: Sequence[RankFacts]) -> list[int]:
     return sorted({core for each in ranks for core in each.affinity})
 
 
-def _effect(facts: JobFacts, ranks: Sequence[RankFacts]) -> float | None:
+def _effect(facts: JobFacts, ranks: Sequence[RankFacts]) -> float:
+    """How many times longer work takes with the node's threads than with one for each core; 1 where they fit."""
     numbers = {each.rank for each in ranks}
     ratios = [
         each.threads_seconds / each.fair_seconds
         for each in facts.work
         if each.rank in numbers and each.threads_seconds is not None and each.fair_seconds
     ]
-    return median(ratios) if ratios else None
+    return median(ratios) if ratios else 1.0
 
 
 _QUOTA = (
@@ -180,8 +179,10 @@ def slow_node(facts: JobFacts) -> list[Diagnosis]:
                 sure=0.9,
                 cost_seconds=facts.compute_seconds * (1 / max(share, 0.01) - 1),
                 evidence=(
-                    f"a core of {name} usually did {share:.0%} of a good node's work, in several tries beside nobody "
-                    f"else{hint}; in every step all ranks wait for it",
+                    (
+                        f"a core of {name} usually did {share:.0%} of a good node's work, in several tries beside "
+                        f"nobody else{hint}; in every step all ranks wait for it"
+                    ),
                 ),
                 remedy=(
                     f"on {name}: top   # does something else run there?",

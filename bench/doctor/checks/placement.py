@@ -24,9 +24,11 @@ def rank_order(facts: JobFacts) -> list[Diagnosis]:
             cost_seconds=(cost - 1) * ring,
             evidence=(
                 f"{shown}, ...",
-                f"a ring in the order of ranks crosses the busiest network card {cost} times at once, each at a part of "
-                f"its {rate(good)}; gloo and MPI go in that order, NCCL orders its rings itself, but groups of "
-                "neighbouring ranks (tensor parallelism, FSDP's shards) then span nodes with it too",
+                (
+                    f"a ring in the order of ranks crosses the busiest network card {cost} times at once, each at "
+                    f"a part of its {rate(good)}; gloo and MPI go in that order, NCCL orders its rings itself, but "
+                    "groups of neighbouring ranks (tensor parallelism, FSDP's shards) then span nodes with it too"
+                ),
             ),
             remedy=(
                 "Open MPI: mpirun --map-by slot   MPICH, Intel MPI: mpirun -ppn RANKS_OF_A_NODE",
