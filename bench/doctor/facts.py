@@ -221,11 +221,14 @@ class JobFacts:
         return any(each.gpus or each.device == "cuda" for each in self.ranks)
 
     def reached(self, node: int) -> tuple[float, float] | None:
-        """What a node sends and receives with its best partner; bytes per second, None where it was not measured."""
-        sent = [pair.many[0] for pair in self.pairs if pair.a == node]
-        sent += [pair.many[1] for pair in self.pairs if pair.b == node]
-        received = [pair.many[1] for pair in self.pairs if pair.a == node]
-        received += [pair.many[0] for pair in self.pairs if pair.b == node]
+        """What a node sends and receives with its best partner, bytes per second; None where that is not known.
+
+        Pairs that lose whole packets say nothing of the link's rate.
+        """
+        whole = [pair for pair in self.pairs if pair.packets_pass is not False]
+        sent = [pair.many[0] for pair in whole if pair.a == node] + [pair.many[1] for pair in whole if pair.b == node]
+        received = [pair.many[1] for pair in whole if pair.a == node]
+        received += [pair.many[0] for pair in whole if pair.b == node]
         return (max(sent), max(received)) if sent else None
 
     def promised(self, node: int) -> float | None:

@@ -91,6 +91,7 @@ def tiny_shared_memory(cluster: EmulatedCluster) -> Iterator[None]:
 
 THROTTLE = """
 import os, signal, time
+os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 def sockets():
     return len(open("/proc/net/udp").readlines()) + len(open("/proc/net/udp6").readlines()) > 2
 def ranks():
@@ -121,9 +122,10 @@ while True:
     send(found, signal.SIGCONT)
     time.sleep(runs)
 """
-"""From the doctor's first UDP socket on, its processes run a quarter of the time that others get here; on a machine whose
-cores many share that is less than a quarter, and would not be felt otherwise. Those that came from outside, with no
-parent here, go on: nsenter stops with its child.
+"""From the doctor's first UDP socket on, its processes run a quarter of the time that others get here; on a machine
+whose cores many share that is less than a quarter, and would not be felt otherwise. It comes first itself, or it would
+let them run for as long as it waits for a core. Those that came from outside, with no parent here, go on: nsenter stops
+with its child.
 """
 
 

@@ -120,7 +120,7 @@ def _threads_remedy(cores: float, count: int) -> tuple[str, ...]:
 _TITLES = {
     "quota": "{who} may use too few CPUs",
     "binding": "The ranks of {who} share a core while others idle",
-    "threads": "{who} runs more threads than it has cores",
+    "threads": "More threads than cores on {who}",
 }
 
 

@@ -2,7 +2,7 @@
 
 from statistics import median
 
-from gradwire.bench.doctor.checks.words import listed, rate, seconds
+from gradwire.bench.doctor.checks.words import listed, rate, seconds, verb
 from gradwire.bench.doctor.facts import (
     BUCKET_NBYTES,
     TCP_SHARE,
@@ -227,7 +227,11 @@ def lost_duplex(facts: JobFacts) -> list[Diagnosis]:
         for node, ranks in enumerate(facts.nodes)
         if (card := ranks[0].interface(ranks[0].gloo_interface)) is not None and card.duplex == "half"
     ]
-    halved = [pair for pair in facts.pairs if pair.times >= CONFIRMED and _halved(facts, pair)]
+    halved = [
+        pair
+        for pair in facts.pairs
+        if pair.times >= CONFIRMED and pair.packets_pass is not False and _halved(facts, pair)
+    ]
     if found or not halved:
         return found
     blamed = _in_all(halved, facts.pairs) or {node for pair in halved for node in (pair.a, pair.b)}
@@ -348,7 +352,7 @@ def packet_sizes(facts: JobFacts) -> list[Diagnosis]:
         return [
             Diagnosis(
                 key="mtu",
-                title=f"{listed([names[node] for node in odd])} sends packets of another size than the others",
+                title=f"{listed([names[node] for node in odd])} {verb(odd, 'send')} packets of another size",
                 sure=0.9,
                 cost_seconds=facts.exchange_seconds(good)
                 * (_share(max(mtus.values())) / _share(min(mtus.values())) - 1),

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from gradwire.bench.doctor.checks.words import listed
+from gradwire.bench.doctor.checks.words import listed, verb
 from gradwire.bench.doctor.facts import Diagnosis, JobFacts
 
 GRAVE = ("torch", "nccl", "gradwire")
@@ -27,7 +27,7 @@ def versions(facts: JobFacts) -> list[Diagnosis]:
         found.append(
             Diagnosis(
                 key="versions",
-                title=f"{listed(odd)} runs {library} {by_node[odd[0]]}, the others {usual}",
+                title=f"{listed(odd)} {verb(odd, 'run')} {library} {by_node[odd[0]]}, the others {usual}",
                 sure=0.95 if grave else 0.6,
                 evidence=tuple(
                     f"{version}: {count} of {len(by_node)} nodes" for version, count in votes.most_common(4)
@@ -64,6 +64,7 @@ def missing(facts: JobFacts) -> list[Diagnosis]:
 
 def failing_backends(facts: JobFacts) -> list[Diagnosis]:
     """An all-reduce that failed, where no other check says why."""
+    lost = any(pair.packets_pass is False for pair in facts.pairs)
     return [
         Diagnosis(
             key="backend_fails",
@@ -74,7 +75,7 @@ def failing_backends(facts: JobFacts) -> list[Diagnosis]:
             stops=each.backend in ("gloo", "nccl"),
         )
         for each in facts.backends
-        if each.error and "shared memory" not in each.error
+        if each.error and "shared memory" not in each.error and not lost
     ]
 
 

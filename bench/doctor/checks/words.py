@@ -34,3 +34,8 @@ def listed(names: Sequence[object]) -> str:
     if len(words) > 6:
         return f"{', '.join(words[:5])} and {len(words) - 5} more"
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
+def verb(names: Sequence[object], word: str) -> str:
+    """`runs` after one name, `run` after several."""
+    return word + "s" if len(names) == 1 else word

@@ -115,9 +115,13 @@ FAULTS: dict[str, tuple[str, Callable[[JobFacts], JobFacts]]] = {
             facts, 1, gpus=(GpuState(index=0, name="H100", sm_mhz=700, max_sm_mhz=1980, slowed_by=("too hot",)),) * 8
         ),
     ),
-    "no GPUDirect": ("gpudirect", lambda facts: on_node(facts, 1, gdr=(("fail", "peer memory: not loaded", "modprobe"),))),
+    "no GPUDirect": (
+        "gpudirect", lambda facts: on_node(facts, 1, gdr=(("fail", "peer memory: not loaded", "modprobe"),)),
+    ),
     "clocks": ("clocks", lambda facts: first_pair(facts, clock_seconds=-30.0)),
-    "other torch": ("versions", lambda facts: on_node(facts, 1, versions={**facts.ranks[0].versions, "torch": "2.11.0"})),
+    "other torch": (
+        "versions", lambda facts: on_node(facts, 1, versions={**facts.ranks[0].versions, "torch": "2.11.0"}),
+    ),
     "a variable": ("variable", lambda facts: everywhere(facts, variables={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})),
     "a variable of NCCL": ("variable", lambda facts: everywhere(facts, variables={"NCCL_P2P_DISABLE": "1"})),
     "another variable on one node": (
@@ -126,7 +130,9 @@ FAULTS: dict[str, tuple[str, Callable[[JobFacts], JobFacts]]] = {
     "a missing rank": ("missing_ranks", lambda facts: replace(facts, missing_ranks=(3,))),
     "a failing backend": (
         "backend_fails",
-        lambda facts: replace(facts, backends=(BackendTime(backend="nccl", nbytes=4, seconds=None, error="no", rank=1),)),
+        lambda facts: replace(
+            facts, backends=(BackendTime(backend="nccl", nbytes=4, seconds=None, error="no", rank=1),)
+        ),
     ),
 }  # fmt: skip
 

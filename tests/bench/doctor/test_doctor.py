@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 from xml.dom import minidom
 
@@ -67,12 +68,12 @@ def test_words_of_any_length_reach_rank_0_and_come_back() -> None:
         found = own.gather(said[rank], command_timeout)
         return own.tell(found, command_timeout)
 
-    command_timeout = control.timedelta(seconds=20)
+    command_timeout = timedelta(seconds=20)
     assert run_ranks(3, rank_main) == [said] * 3
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    assert control.Control(HashStore(), 0, 3).arrive(control.timedelta(seconds=0.05)) == [1, 2]
+    assert control.Control(HashStore(), 0, 3).arrive(timedelta(seconds=0.05)) == [1, 2]
     found = diagnose(JobFacts(ranks=(RankFacts(rank=0, host=("a", "", "")),), missing_ranks=(1, 2)))
     assert "1 and 2 did not come" in found[0].title and found[0].stops
 
@@ -139,7 +140,7 @@ def test_the_interface_that_gloo_and_nccl_would_take(
 def test_the_picture_has_a_square_for_every_pair_and_the_words_are_peoples() -> None:
     facts = slowed(healthy(3, nodes=4), 2, 0.25)
     drawn = minidom.parseString(svg(facts))
-    titles = [each.firstChild.data for each in drawn.getElementsByTagName("title")]
+    titles = [each.firstChild.nodeValue for each in drawn.getElementsByTagName("title") if each.firstChild]
     assert len(titles) == 12 and f"node0 to node2: {words.rate(facts.pairs[1].many[0])}" in titles
     assert [words.rate(25e6), words.rate(5e10), words.nbytes(64e6), words.seconds(0.045)] == [
         "200 Mbit/s", "400 Gbit/s", "64 MB", "45 ms"
@@ -171,7 +172,7 @@ def test_a_script_is_measured_by_its_optimizer_steps_and_ended(tmp_path: Path, m
     def leave(status: int) -> None:
         raise SystemExit(status)
 
-    monkeypatch.setattr(script.os, "_exit", leave)
+    monkeypatch.setattr("os._exit", leave)
     with pytest.raises(SystemExit):
         script.main([str(record), str(train), "--epochs", "3"])
     run = script.judge(record, 0, False, [])
@@ -196,7 +197,8 @@ def test_alone_it_looks_at_this_machine(capsys: pytest.CaptureFixture[str], monk
 
 
 @pytest.mark.parametrize("argv", [
-    ["--gradient-mb", "-3"], ["--link", "fast"], ["--run"], ["--run", "no_such_file.py"], ["--what"], ["--seconds", "1"],
+    ["--gradient-mb", "-3"], ["--link", "fast"], ["--run"], ["--run", "no_such_file.py"], ["--what"],
+    ["--seconds", "1"],
     ["--svg", "/no/such/folder/a.svg"],
 ])  # fmt: skip
 def test_bad_use_is_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,7 +233,7 @@ def test_a_healthy_cluster_has_nothing_and_a_broken_one_what_was_broken(tmp_path
     assert bad["exit_status"] == 1 and isinstance(bad["findings"], list)
     named = {each["key"]: each["nodes"] for each in bad["findings"]}
     assert named == {"mtu": ["node1"], "shared_memory": ["node0"]}, bad
-    assert {"gloo", "gradwire"} == {each["backend"] for each in bad["facts"]["backends"]}  # type: ignore[index,call-overload]
+    assert {"gloo", "gradwire"} == {each["backend"] for each in bad["facts"]["backends"]}  # type: ignore[index]
 
 
 def test_a_listener_ends_with_its_threads() -> None:
