@@ -17,16 +17,18 @@ def svg(facts: JobFacts) -> str:
     Args:
         facts: With measured pairs.
     """
-    names = facts.names
+    names = _short(facts.names)
     rates: dict[tuple[int, int], float] = {}
     for pair in facts.pairs:
         rates[pair.a, pair.b], rates[pair.b, pair.a] = pair.many
     best = max(rates.values(), default=1.0) or 1.0
     cell = _CELL if len(names) <= 16 else 40
+    top_number, unit_of_all = float(rate(best).split(" ")[0]), rate(best).split(" ")[1]
     left = _MARGIN + max(len(name) for name in names) * _LETTER + 12
     turned = max(len(name) for name in names) * _LETTER > cell - 8
     top = 64 + (max(len(name) for name in names) * _LETTER * 0.75 if turned else 20)
-    width, height = left + cell * len(names) + _MARGIN + 40, top + cell * len(names) + 76
+    hanging = max(len(name) for name in names) * _LETTER * 0.75 - cell / 2 if turned else 0
+    width, height = left + cell * len(names) + _MARGIN + max(hanging, 40), top + cell * len(names) + 76
     parts = [
         (
             f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.0f} {height:.0f}' width='{width:.0f}' "
@@ -61,18 +63,27 @@ def svg(facts: JobFacts) -> str:
                 parts.append(_text(x + cell / 2, y + cell / 2 + 1, number, "middle", 17, ink))
                 parts.append(_text(x + cell / 2, y + cell / 2 + 18, unit, "middle", 11, ink))
             elif found is not None:
-                parts.append(_text(x + cell / 2, y + cell / 2 + 4, label.split(" ")[0], "middle", 11, ink))
-    parts += _legend(_MARGIN, height - 44, best)
+                parts.append(
+                    _text(x + cell / 2, y + cell / 2 + 4, f"{found / best * top_number:.3g}", "middle", 11, ink)
+                )
+    note = "row to column, several connections" + (f", in {unit_of_all}" if cell < _CELL else "")
+    parts += _legend(_MARGIN, height - 44, best, note)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _legend(x: float, y: float, best: float) -> list[str]:
+def _short(names: list[str]) -> list[str]:
+    """Without the domain, where all have one and the first parts tell them apart."""
+    first = [name.partition(".")[0] for name in names]
+    return first if len(set(first)) == len(first) else names
+
+
+def _legend(x: float, y: float, best: float, note: str) -> list[str]:
     parts = []
     for place, share in enumerate((0.0, 0.25, 0.5, 0.75, 1.0)):
         parts.append(f"<rect x='{x + 26 * place:.0f}' y='{y:.0f}' width='26' height='14' fill='{_colour(share)[0]}'/>")
     parts.append(_text(x, y + 30, "0", "start", 11, "#444"))
     parts.append(_text(x + 130, y + 30, rate(best), "end", 11, "#444"))
-    parts.append(_text(x + 142, y + 11, "row to column, several connections", "start", 11, "#444"))
+    parts.append(_text(x + 142, y + 11, note, "start", 11, "#444"))
     return parts
 
 
