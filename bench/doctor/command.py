@@ -7,6 +7,7 @@ Alone it looks at this machine only.
 """
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gradwire.bench.doctor.checks import diagnose
-from gradwire.bench.doctor.examine import Wanted, examine_alone, examine_job, open_control
+from gradwire.bench.doctor.examine import Wanted, examine_alone, examine_job, left_behind, open_control
 from gradwire.bench.doctor.facts import Diagnosis, JobFacts
 from gradwire.bench.doctor.picture import svg
 from gradwire.bench.doctor.show import as_record, print_report
@@ -80,6 +81,16 @@ def main(argv: list[str]) -> int:
         if speaks(variables):
             print(f"gradwire doctor: {error}", file=sys.stderr)
         return BAD_USE
+    status_number = _examined(options, wanted, start, status)
+    if left_behind:  # a thread in gloo's connect cannot be stopped, and would crash the interpreter's own end
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status_number)
+    return status_number
+
+
+def _examined(options: argparse.Namespace, wanted: Wanted, start: Start | None, status: StatusLine) -> int:
+    """Examines and reports; the exit status."""
     began = time.monotonic()
     try:
         facts = examine_alone(wanted) if start is None else _job(start, wanted)

@@ -5,6 +5,7 @@ makes a network look slow, never fast.
 """
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -38,7 +39,7 @@ from gradwire.bench.doctor.work import core_work, threads_seconds
 from gradwire.bench.emulation.connections import connected_sockets
 from gradwire.bench.nccl_tests.backends.select import BackendSpec, connect
 from gradwire.bench.nccl_tests.ranks import RankInfo, Start, World, gather
-from gradwire.comms.bootstrap.compat import PrefixStore
+from gradwire.comms.bootstrap.compat import PrefixStore, clone_of
 from gradwire.comms.config import local_rank
 
 ARRIVE = timedelta(seconds=30)
@@ -55,11 +56,16 @@ REPEATS = 5
 REPEATS_SHARE = 0.6
 """Of the whole time, after which no round of them begins."""
 AGAIN_FLOW = 0.35
+GLOO_SECONDS = 25.0
 BACKEND_SECONDS = 0.4
 WORK_SECONDS = 0.4
 AGAIN_TRIES = 5
 SUSPECT = 0.75
 """A node below this share of the others' work is looked at again, alone."""
+
+
+left_behind: list[threading.Thread] = []
+"""Threads that still try to connect: the process must end without them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,33 +201,53 @@ class _Examination:
         return self._control.tell(what, WORD)
 
     def _connect_gloo(self) -> None:
-        """Connects gloo as the user's job would, and sees over which interface it talks to other hosts."""
+        """Connects gloo as the user's job would, and sees over which interface it talks to other hosts.
+
+        In a thread, because gloo tries far longer than its time-out says where an address leads nowhere (90 s, torch
+        2.13): once one rank has failed, or `GLOO_SECONDS` have passed, nobody waits for it any more.
+        """
         self._wanted.say("connecting with gloo")
         before = _local_addresses()
-        error = None
+        errors: list[str] = []
+        failed = PrefixStore("doctor-gloo-failed", self._control.store)
+        thread = threading.Thread(target=self._init_gloo, args=(errors,), daemon=True)
+        thread.start()
+        deadline = time.monotonic() + GLOO_SECONDS
+        while thread.is_alive() and time.monotonic() < deadline and not failed.check(["one"]):
+            thread.join(0.1)
+        # A moment for what this rank has to say itself.
+        thread.join(1.0)
+        if thread.is_alive():
+            errors.append("gloo did not connect to the other ranks")
+            left_behind.append(thread)
+        if errors:
+            failed.set("one", "1")
+        seen = _local_addresses() - before
+        names = [each.name for each in self._own.interfaces if seen & set(each.addresses)]
+        self._own = replace(
+            self._own,
+            gloo_error=errors[0] if errors else None,
+            gloo_interface=names[0] if names else self._own.gloo_interface,
+            gloo_seen=bool(names) and not errors,
+        )
+        everybody = self._gather(bool(errors))
+        self._gloo = bool(self._tell(not any(everybody)))
+        if not errors and not self._gloo:
+            dist.destroy_process_group()
+
+    def _init_gloo(self, errors: list[str]) -> None:
+        """The thread's part; its own connection to the store, because a wait holds a connection."""
         try:
             dist.init_process_group(
                 "gloo",
-                store=PrefixStore("doctor-gloo", self._control.store),
+                store=PrefixStore("doctor-gloo", clone_of(self._control.store)),
                 rank=self._start.rank,
                 world_size=self._start.size,
                 timeout=GROUP,
             )
             dist.all_reduce(torch.zeros(1))
         except (RuntimeError, dist.DistStoreError) as problem:
-            error = str(problem).splitlines()[0][:300]
-        seen = _local_addresses() - before
-        names = [each.name for each in self._own.interfaces if seen & set(each.addresses)]
-        self._own = replace(
-            self._own,
-            gloo_error=error,
-            gloo_interface=names[0] if names else self._own.gloo_interface,
-            gloo_seen=bool(names),
-        )
-        errors = self._gather(error)
-        self._gloo = bool(self._tell(not any(errors)))
-        if error is None and not self._gloo:
-            dist.destroy_process_group()
+            errors.append(str(problem).splitlines()[0][:300])
 
     def _meet_nodes(self) -> None:
         """Tells rank 0 what this rank sees, and everybody who sits where and listens where."""

@@ -32,8 +32,8 @@ def print_report(facts: JobFacts, found: Sequence[Diagnosis], console: Console, 
     count = f"{len(facts.ranks)} rank{'s' if len(facts.ranks) > 1 else ''}"
     many = f" on {len(nodes)} nodes" if len(nodes) > 1 else f" on {escape(facts.names[0])}"
     say(f"gradwire doctor: {count}{many}, looked at in {took_seconds:.0f} s", highlight=False)
-    for line in headline(facts):
-        say(escape(line), highlight=False, soft_wrap=False)
+    for line in headline(facts) if not facts.missing_ranks else ["Nothing was measured: ranks are missing."]:
+        say(escape(line), highlight=False)
     say()
     if not found:
         say("Nothing wrong was found.", style="bold", highlight=False)
@@ -45,7 +45,7 @@ def print_report(facts: JobFacts, found: Sequence[Diagnosis], console: Console, 
         say(backend_table(facts))
     for note in facts.notes:
         say(f"Not looked at: {escape(note)}", highlight=False)
-    if len(nodes) == 1:
+    if len(nodes) == 1 and not facts.missing_ranks:
         say(escape(TWO_NODES), highlight=False)
 
 

@@ -479,36 +479,33 @@ def _nowhere(facts: JobFacts) -> list[Diagnosis]:
     """Gloo did not connect, or sits on the loopback or a container's bridge while there are several nodes."""
     names = facts.names
     many = len(names) > 1
+    inside = []
     for node, ranks in enumerate(facts.nodes):
-        first = ranks[0]
-        used = first.interface(first.gloo_interface)
-        inside = used is not None and used.kind in ("loopback", "bridge")
+        used = ranks[0].interface(ranks[0].gloo_interface)
+        nowhere = used is not None and used.kind in ("loopback", "bridge") and not ranks[0].gloo_seen
         error = next((each.gloo_error for each in ranks if each.gloo_error), None)
-        cards = [
-            each.name for each in first.interfaces if each.kind in ("card", "virtual") and each.up and each.addresses
+        cards = _leading_out(ranks[0])
+        if nowhere and (error or not many) and cards and _chosen(ranks[0]):
+            inside.append(node)
+    if inside:
+        first = facts.nodes[inside[0]][0]
+        card = _leading_out(first)[0]
+        error = next((each.gloo_error for each in facts.ranks if each.gloo_error), None)
+        where = listed([names[node] for node in inside])
+        return [
+            Diagnosis(
+                key="wrong_interface",
+                title=f"gloo would use {first.gloo_interface} on {where}, which no other machine can reach",
+                sure=0.9 if error else 0.6,
+                evidence=tuple(text for text in (_why(first), error) if text),
+                remedy=(
+                    f"export GLOO_SOCKET_IFNAME={card} NCCL_SOCKET_IFNAME={card}",
+                    f"or in /etc/hosts: the address of {card} beside {first.hostname}, in place of 127.0.1.1",
+                ),
+                nodes=tuple(names[node] for node in inside),
+                stops=bool(error),
+            )
         ]
-        if (
-            inside
-            and used is not None
-            and not first.gloo_seen
-            and (error or not many)
-            and cards
-            and _named_inside(first)
-        ):
-            return [
-                Diagnosis(
-                    key="wrong_interface",
-                    title=f"gloo would use {used.name} on {names[node]}, which no other machine can reach",
-                    sure=0.9 if error else 0.6,
-                    evidence=tuple(text for text in (_why(first), error) if text),
-                    remedy=(
-                        f"export GLOO_SOCKET_IFNAME={cards[0]} NCCL_SOCKET_IFNAME={cards[0]}",
-                        f"or in /etc/hosts: the address of {cards[0]} beside {first.hostname}, in place of 127.0.1.1",
-                    ),
-                    nodes=(names[node],),
-                    stops=bool(error),
-                )
-            ]
     errors = [(place, each) for place, ranks in enumerate(facts.nodes) for each in ranks if each.gloo_error]
     if errors:
         node, failed = errors[0]
@@ -529,9 +526,14 @@ def _nowhere(facts: JobFacts) -> list[Diagnosis]:
     return []
 
 
-def _named_inside(first: RankFacts) -> bool:
+def _chosen(first: RankFacts) -> bool:
     """Not merely a single machine without a network name."""
     return "GLOO_SOCKET_IFNAME" in first.variables or first.gloo_error is not None
+
+
+def _leading_out(first: RankFacts) -> list[str]:
+    """Interfaces that may lead to other machines."""
+    return [each.name for each in first.interfaces if each.kind in ("card", "virtual") and each.up and each.addresses]
 
 
 def _slower_card(facts: JobFacts) -> list[Diagnosis]:
