@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="gradwire doctor",
         description="Looks for what slows a job down, and says what it costs and what to type. Start it as you start "
-        "your script, on all nodes; it takes less than a minute and changes nothing.",
+        "your script, on all nodes; it takes about a minute and changes nothing.",
         epilog="exit status: 0 nothing found, 1 something found, 2 bad use. After --run all is the script's.",
     )
     options.add_argument(
