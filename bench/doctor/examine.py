@@ -453,6 +453,10 @@ class _Examination:
         """A short all-reduce by every backend that this job can use."""
         if not self._gloo:
             return
+        if self._tell(any(pair.packets_pass is False for pair in self._facts.pairs)):
+            lost = "all-reduces were not tried: they would wait for packets that are lost"
+            self._facts = replace(self._facts, notes=(*self._facts.notes, lost))
+            return
         kinds = self._tell(_backends_of(self._facts, self._start.by) if self._start.rank == 0 else None)
         nbytes = self._tell(_backend_nbytes(self._facts) if self._start.rank == 0 else None)
         assert isinstance(kinds, list) and isinstance(nbytes, int)
