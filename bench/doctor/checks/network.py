@@ -151,7 +151,9 @@ def _slow_paths(facts: JobFacts, best: dict[int, float]) -> list[Diagnosis]:
     found = [
         pair
         for pair in facts.pairs
-        if pair.times >= CONFIRMED and min(pair.many) < SLOW * min(best[pair.a], best[pair.b])
+        if pair.times >= CONFIRMED
+        and pair.packets_pass is not False
+        and min(pair.many) < SLOW * min(best[pair.a], best[pair.b])
     ]
     if not found:
         return []
@@ -181,8 +183,9 @@ def _slow_paths(facts: JobFacts, best: dict[int, float]) -> list[Diagnosis]:
 
 def single_connection(facts: JobFacts) -> list[Diagnosis]:
     """One connection reaches far less than several: clouds limit a flow, and a core's TCP stack does."""
-    limited = [pair for pair in facts.pairs if pair.times >= CONFIRMED and min(pair.one) < ONE_OF_MANY * min(pair.many)]
-    if not limited or 2 * len(limited) < len([pair for pair in facts.pairs if pair.times >= CONFIRMED]):
+    confirmed = [pair for pair in facts.pairs if pair.times >= CONFIRMED and pair.packets_pass is not False]
+    limited = [pair for pair in confirmed if min(pair.one) < ONE_OF_MANY * min(pair.many)]
+    if not limited or 2 * len(limited) < len(confirmed):
         return []
     one, many = (median(min(getattr(pair, name)) for pair in limited) for name in ("one", "many"))
     return [

@@ -83,6 +83,12 @@ FAULTS: dict[str, tuple[str, Callable[[JobFacts], JobFacts]]] = {
     "another zone": ("far_apart", lambda facts: first_pair(facts, latency_seconds=8e-3)),
     "other MTU": ("mtu", lambda facts: interface(facts, 1, mtu=1400)),
     "packets lost": ("mtu", lambda facts: first_pair(facts, packets_pass=False, packet_nbytes=9000)),
+    "all packets lost": (
+        "mtu",
+        lambda facts: all_pairs(
+            facts, lambda a, b: {"packets_pass": False, "packet_nbytes": 9000, "one": (0.0, 0.1 * b), "both": (0.0, 0.0)}
+        ),
+    ),
     "wrong interface": ("wrong_interface", second_interface),
     "no such interface": (
         "wrong_interface", lambda facts: everywhere(facts, variables={"GLOO_SOCKET_IFNAME": "ens5"}),
