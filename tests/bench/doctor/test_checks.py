@@ -86,7 +86,7 @@ FAULTS: dict[str, tuple[str, Callable[[JobFacts], JobFacts]]] = {
     "all packets lost": (
         "mtu",
         lambda facts: all_pairs(
-            facts, lambda a, b: {"packets_pass": False, "packet_nbytes": 9000, "one": (0.0, 0.1 * b), "both": (0.0, 0.0)}
+            facts, lambda a, b: {"packets_pass": False, "packet_nbytes": 9000, "one": (0.0, b / 9), "both": (0.0, 0.0)}
         ),
     ),
     "wrong interface": ("wrong_interface", second_interface),
