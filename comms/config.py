@@ -217,6 +217,18 @@ def launcher_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in _LAUNCHER_VARIABLES if name in os.environ}
 
 
+def steering_variables() -> dict[str, str]:
+    """The variables that steer torch, NCCL, gloo, OpenMP and their like in this process, for `gradwire doctor`.
+
+    Only names with one of these beginnings: what a user may show to others, without the rest of their environment.
+    """
+    return {
+        name: value[:_LONGEST_VALUE]
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_STEERING_BEGINNINGS) or name in _STEERING_NAMES
+    }
+
+
 def bench_environment() -> float | None:
     """NCCL_TESTS_MIN_BW: the bus bandwidth in GB/s that a benchmark must come near; None where it is not set.
 
@@ -332,6 +344,11 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "NVTX": ("nvtx", _switch),
 }
 """Name behind the prefix -> (field, what its text becomes); one for each field of `Config`."""
+
+_LONGEST_VALUE = 200
+_STEERING_BEGINNINGS = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "GOMP_", "KMP_", "MKL_", "UCX_", "FI_",
+                        "OFI_NCCL_", "PYTORCH_", "GRADWIRE_", "TP_SOCKET_")  # fmt: skip
+_STEERING_NAMES = ("KUBERNETES_SERVICE_HOST", "SLURM_CPU_BIND", "SLURM_CPUS_PER_TASK")
 
 _LAUNCHER_VARIABLES = (
     "RANK",
