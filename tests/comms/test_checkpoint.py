@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.comms.checkpoint import ENTRIES, JOB, normalize, pack, rank_key, unpack
+from gradwire.compressors.base import StateDict
 from support.models import Shuffled
 from support.processes import Processes
 
@@ -207,7 +208,7 @@ def test_a_rank_takes_its_own_part_and_says_what_is_missing() -> None:
 
 
 def test_a_state_that_lost_anything_on_the_way_is_refused_on_every_rank() -> None:
-    parts = {"0|compressor": "int8", "0|residual/0/0.weight": torch.ones(3), "0|step": 2}
+    parts: StateDict = {"0|compressor": "int8", "0|residual/0/0.weight": torch.ones(3), "0|step": 2}
     saved = pack(parts, 0, 2, True) | pack({}, 1, 2, True)
     assert unpack(normalize(saved), 0, 2) == parts and unpack(normalize(saved), 1, 2) is None
     whole = dict(saved[rank_key(0)])

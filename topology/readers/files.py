@@ -10,7 +10,7 @@ from gradwire.topology.graph import Machine
 from gradwire.topology.readers import hwloc, lspci, nccl_xml, smi
 from gradwire.topology.show import json_form
 
-MAX_NBYTES = 64 << 20
+MAX_NBYTES = 16 << 20
 """A full `lspci -vvv` of a large server is 1 MB."""
 
 _MARKS = ((b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"), (b"\xef\xbb\xbf", "utf-8-sig"))
