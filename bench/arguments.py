@@ -11,7 +11,7 @@ from typing import NoReturn
 from gradwire.bench.terminal import STDOUT
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.printable import printable
-from gradwire.topology.readers.files import read_text
+from gradwire.topology.readers.files import MAX_NBYTES, read_text
 
 MOST_SECONDS = 366 * 86_400
 """A year: nobody waits longer, and torch counts time-outs in milliseconds of 64 bits."""
@@ -109,17 +109,18 @@ def check_can_plot(option: str) -> None:
         raise ValueError(f"`{option}` needs matplotlib: install it with `pip install gradwire[plot]`")
 
 
-def read_input(option: str, path: Path) -> str:
+def read_input(option: str, path: Path, most_nbytes: int = MAX_NBYTES) -> str:
     """The text of a regular file of sensible size.
 
     Args:
         option: As the user wrote it.
         path: Which file.
+        most_nbytes: The largest that is read.
 
     Raises:
         ValueError: It cannot be read, is too large, or is no text.
     """
     try:
-        return read_text(path)
+        return read_text(path, most_nbytes)
     except TopologyError as error:
         raise ValueError(f"`{option}` {error}") from None

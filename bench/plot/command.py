@@ -18,6 +18,9 @@ from gradwire.bench.plot.timeline import draw_timeline, is_trace
 from gradwire.bench.terminal import STDOUT, complain, working, write_json, writing
 from gradwire.topology.printable import printable
 
+_MOST_NBYTES = 1 << 28
+"""Of a file; a trace of 20 steps on 64 ranks has some 20 MB."""
+
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
@@ -39,7 +42,7 @@ def read(file: Path) -> PlotRecord:
     Raises:
         ValueError: It is missing, or none of ours.
     """
-    text = read_input("FILE.json", file)
+    text = read_input("FILE.json", file, _MOST_NBYTES)
     try:
         record: PlotRecord = json.loads(text)
     except (ValueError, RecursionError) as error:
