@@ -5,6 +5,7 @@ import importlib.metadata
 import sys
 
 from gradwire.comms.bootstrap.requirement import require_torch
+from gradwire.topology.printable import printable
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "bench": (
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"gradwire {importlib.metadata.version('gradwire')}")
         return 0
     if words[0] not in COMMANDS:
-        print(f"gradwire: no command `{words[0]}`\n\n{usage()}", file=sys.stderr)
+        print(f"gradwire: no command `{printable(words[0])}`\n\n{usage()}", file=sys.stderr)
         return 2
     if words[0] in NEED_TORCH:
         try:
