@@ -18,7 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "doctor": (
         "gradwire.bench.doctor.command",
-        "two nodes are slower than one: what is wrong, what it costs, what to type",
+        "why is it slow: what is wrong, what it costs, what to type",
     ),
     "emulate": ("gradwire.bench.emulation.command", "run a command on a cluster of network namespaces on this machine"),
     "gdr-check": ("gradwire.cli.gdr_check", "is GPUDirect RDMA possible, configured, in use?"),
