@@ -2,7 +2,7 @@
 
 import gc
 import os
-import resource
+import re
 import select
 import shutil
 import signal
@@ -212,16 +212,28 @@ def test_time_out_of_a_stopped_process(server: TCPStore, no_leftovers: None) -> 
     exit_code(pid)
 
 
-def test_a_lack_of_memory_names_the_remedy_on_all_ranks(server: TCPStore, no_leftovers: None) -> None:
+def test_a_lack_of_memory_names_the_remedy_on_all_ranks(no_leftovers: None) -> None:
     """A file-size limit makes the allocation fail as a lack of memory does."""
-
-    def body(rank: int) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-        with pytest.raises(OSError, match=r"cannot allocate shared memory: .*; wanted \d+ bytes: give"):
-            make(server, rank, 2)
-
-    pids = [run_child(lambda rank=rank: body(rank)) for rank in range(2)]  # type: ignore[misc]
-    assert [exit_code(pid) for pid in pids] == [0, 0]
+    script = """
+import resource, threading, datetime
+from torch._C._distributed_c10d import HashStore
+from gradwire.comms.transport.shm import ShmGroup
+resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+store, errors = HashStore(), {}
+def body(rank):
+    try:
+        ShmGroup.create(store, rank, 2, key="k", timeout=datetime.timedelta(seconds=20))
+    except OSError as error:
+        errors[rank] = str(error)
+ranks = [threading.Thread(target=body, args=(rank,)) for rank in range(2)]
+for rank in ranks: rank.start()
+for rank in ranks: rank.join()
+for rank in range(2): print(errors.get(rank))
+"""
+    result = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=120)
+    lines = result.stdout.splitlines()
+    assert len(lines) == 2, result.stderr
+    assert all(re.search(r"cannot allocate shared memory: .*; wanted \d+ bytes: give", line) for line in lines)
 
 
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare to mount")
