@@ -3,8 +3,9 @@
 The hook and the process group are two faces of this object.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,19 @@ from gradwire.compressors.base import Compressor, Layout
 from gradwire.topology.cluster import Cluster
 
 
+@dataclass(frozen=True, slots=True)
+class Oversight:
+    """Who hears of a failure, where that is not the ranks of one communicator among themselves: elastic training.
+
+    Attributes:
+        board: Where ranks that survive leave their word.
+        polling: Makes a store whose waits end when a rank is lost.
+    """
+
+    board: FailureBoard
+    polling: Callable[[Store], PollingStore]
+
+
 class Communicator:
     """All-reduces flat tensors over a group of ranks by the cheapest plan.
 
@@ -42,6 +56,7 @@ class Communicator:
         group: The process group of the same ranks, in the same order. On CUDA its NCCL backend, if it has one, carries
             what goes between all ranks; it stays the user's, and is aborted only when gradwire gives up.
         global_ranks: Of the group in the default group, for logs; None asks torch, which knows registered groups only.
+        oversight: Who hears of a failure, and watches the other ranks; None leaves it to this communicator.
 
     Raises:
         RuntimeError: A rank did not join within the time-out.
@@ -60,6 +75,7 @@ class Communicator:
         compressor: Compressor | None = None,
         group: dist.ProcessGroup | None = None,
         global_ranks: Sequence[int] | None = None,
+        oversight: Oversight | None = None,
     ) -> None:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -68,15 +84,16 @@ class Communicator:
         self.device = device
         self.config = config
         self.compressor = compressor
-        own = PollingStore(PrefixStore(f"gradwire/{name}", store), config.timeout)
+        polling = oversight.polling if oversight else lambda plain: PollingStore(plain, config.timeout)
+        own = polling(PrefixStore(f"gradwire/{name}", store))
         presences = exchange(own, Presence.here(rank, size, config, device), config.timeout)
         self.plain_store = PrefixStore(f"gradwire/{name}/{start_of(presences)}", store)
         """What the ranks tell each other from here on; without what an earlier start of them has left."""
-        store = PollingStore(self.plain_store, config.timeout)
+        store = polling(self.plain_store)
         cluster = cluster_of(presences, config)
         self.routes = Routes(cluster, rank, device.type, config, compressor)
         self._nics = describe_nics(presences, config)
-        board = self._board = FailureBoard(store, rank, size)
+        board = self._board = oversight.board if oversight else FailureBoard(store, rank, size)
         interface = interface_of(presences, rank, config)
         self._groups = Groups(
             store,
@@ -97,7 +114,7 @@ class Communicator:
             f"gradwire {name}", self._groups, rank, cluster, compressor, board, self._streams, self.clock, deadline
         )
         self._ring: LivenessRing | None = None
-        if deadline is not None and size > 1:
+        if deadline is not None and size > 1 and oversight is None:
             executor = self.executor
             self._ring = LivenessRing(
                 store, rank, size, board.alarm, executor.interrupt, deadline.overdue, lambda: executor.launches
@@ -220,6 +237,15 @@ class Communicator:
         self._groups.abort(reason)
         if self._ring is not None:  # what waits on a device hears nothing from another rank's NCCL
             self._board.warn(reason)
+
+    def abandon(self, reason: str) -> None:
+        """Gives up all that is under way, here and now, gloo's connections too. Any thread.
+
+        For ranks that will meet again in other groups: who waits for this one is woken by the end of the connection.
+        """
+        self._aborted = True
+        self._groups.abort(reason)
+        self._groups.disconnect()
 
     def close(self) -> None:
         """Ends the lanes and releases shared memory and connections."""

@@ -92,6 +92,10 @@ class Compression:
             self.compressor.rescale(scale / before)
         self._loss_scale = scale
 
+    def renumber(self, rank: int, size: int) -> None:
+        """Notes that this rank is another one, of others, from now on."""
+        self._rank, self._size = rank, size
+
     def take_saved_transfers(self) -> Tensor | None:
         """The transfers of the step before this one, where that step is in a state that was just loaded; else None."""
         saved, self._saved_transfers = self._saved_transfers, None

@@ -60,6 +60,10 @@ class Config:
     tune_profile: str | None = None
     """File that the tuner's result is kept in and read from (own on every rank; rank 0's counts); None keeps none."""
 
+    elastic: bool = False
+    """Training goes on where ranks or nodes are lost, among those that are left; see
+    docs/how-to/survive_a_lost_node.md."""
+
     timeout: timedelta = timedelta(minutes=5)
     """A collective that takes longer fails on all ranks."""
 
@@ -83,6 +87,7 @@ class Config:
             ("timeout", timedelta),
             ("probe", bool),
             ("tune", bool),
+            ("elastic", bool),
             ("nic_per_rank", bool),
         ):
             value = getattr(self, name)
@@ -93,6 +98,8 @@ class Config:
         _check_choice("plan", self.plan, PLANS)
         _check_choice("fusion", self.fusion, FUSIONS)
         _check_choice("transport", self.transport, TRANSPORTS)
+        if self.elastic and self.transport == "mpi":
+            raise ValueError("`elastic` is set and `transport` is mpi; wanted gloo or nccl")
         if self.chunks < 0:
             raise ValueError(f"`chunks` is {self.chunks}; wanted 0 (the planner chooses) or a positive number")
         if self.timeout <= timedelta(0):
@@ -293,6 +300,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "PROBE": ("probe", _switch),
     "TUNE": ("tune", _switch),
     "TUNE_PROFILE": ("tune_profile", str),
+    "ELASTIC": ("elastic", _switch),
     "TIMEOUT_SECONDS": ("timeout", _seconds),
     "HOSTNAME": ("hostname", str),
     "LOCATION": ("location", _units),

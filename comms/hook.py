@@ -7,8 +7,8 @@ is narrowed.
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import count
 
@@ -22,12 +22,23 @@ from gradwire.comms.autotune.probe import probe
 from gradwire.comms.autotune.profile import fingerprint
 from gradwire.comms.autotune.stepwatch import JobAdvice, StepWatch, advise_job
 from gradwire.comms.autotune.tune import Tuning
-from gradwire.comms.bootstrap.compat import GradBucket, Store, queue_end_of_backward, store_of
+from gradwire.comms.bootstrap.compat import (
+    GradBucket,
+    PrefixStore,
+    Store,
+    queue_end_of_backward,
+    store_of,
+    swap_process_group,
+)
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.checkpoint import JOB, NAMED, Checkpoint, gather, normalize, pack, unpack
-from gradwire.comms.communicator import Communicator
+from gradwire.comms.communicator import Communicator, Oversight
 from gradwire.comms.compression import Compression, LossScaler
 from gradwire.comms.config import Config
+from gradwire.comms.elastic.group import ElasticGroup
+from gradwire.comms.elastic.membership import Membership, View
+from gradwire.comms.elastic.step import Kept
+from gradwire.comms.elastic.survive import EpochBoard, Survivor, oversight
 from gradwire.comms.execute import Bucket, FutureTensor, Launch
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
@@ -64,49 +75,107 @@ UNNAMED = (
     "gradwire.HookState(model) or state.bind(model) before the first step, for rules that match its names."
 )
 
+OnChange = Callable[[View, View], None]
+"""Called with the ranks as they were and as they are; see `HookState`."""
+
 _numbers: "dict[str, count[int]]" = {}
 """Process group -> numbers for the states that are made on it, in the same order on all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Peers:
+    """The ranks that connect.
+
+    Attributes:
+        store: Shared by all of them.
+        name: Unique in the store; equal on all ranks, which connect their states in the same order.
+        rank: This one.
+        size: How many.
+        group: Torch's group of them; None in elastic training, once the ranks have changed.
+        oversight: In elastic training, who hears of a failure.
+    """
+
+    store: Store
+    name: str
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+    oversight: Oversight | None = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, oversight: Oversight | None) -> "_Peers":
+        """The ranks of a group of torch's."""
+        name = f"hook{next(_numbers.setdefault(group.group_name, count()))}"
+        return cls(store_of(group), name, group.rank(), group.size(), group, oversight)
 
 
 class _Connection:
     """What a state has once its ranks have connected.
 
     Args:
-        group: The ranks; all of them connect their states in the same order.
+        peers: The ranks.
         device: Where the gradients are.
         config: What the user set.
         names: Which parameter is which.
+        previous: What there was before the ranks have changed; its compressor and fusion go on.
 
     Raises:
         RuntimeError: A rank did not join within the time-out.
         ValueError: A rank joined with another world size or configuration.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, config: Config, names: ParameterNames) -> None:
-        self.group = group
+    def __init__(
+        self,
+        peers: _Peers,
+        device: torch.device,
+        config: Config,
+        names: ParameterNames,
+        previous: "_Connection | None" = None,
+    ) -> None:
+        self.group = peers.group
         self._config = config
-        self.compression = _compression(config, names, group)
-        store, name = store_of(group), f"hook{next(_numbers.setdefault(group.group_name, count()))}"
-        compressor = self.compression.compressor if self.compression else None
+        self.compression: Compression | None = previous.compression if previous else _compression(config, names, peers)
+        name, compressor = peers.name, self.compression.compressor if self.compression else None
         self.communicator = Communicator(
-            store, group.rank(), group.size(), device, config, name=name, compressor=compressor, group=group
+            peers.store,
+            peers.rank,
+            peers.size,
+            device,
+            config,
+            name=name,
+            compressor=compressor,
+            group=peers.group,
+            oversight=peers.oversight,
         )
         weakref.finalize(self, self.communicator.close)  # also where something below raises
         self.communicator.executor.checking = self.compression is not None
         store = self.communicator.plain_store
         threshold_nbytes = round(config.fusion_mb * 2**20)
-        self.fusion = Fusion(FusionPlan(threshold_nbytes=threshold_nbytes))
+        self.fusion: Fusion = Fusion(
+            previous.fusion.plan if previous else FusionPlan(threshold_nbytes=threshold_nbytes)
+        )
         self.fusion_plans = self._consensus(store, f"fusion/{name}", FUSION_TIMEOUT)
-        if config.learns_cuts or config.probe:
+        if previous is not None:
+            self._go_on(previous)
+        elif config.learns_cuts or config.probe:
             probe(self.communicator, self._consensus(store, f"probe/{name}", config.timeout))
         self.communicator.routes.settle(threshold_nbytes or BUCKET_NBYTES)
         self.communicator.connect(threshold_nbytes or BUCKET_NBYTES)
         self.watch = StepWatch(self.communicator.clock)
         self.tuning: Tuning | None = None
-        if config.learns_cuts:
+        if config.learns_cuts and previous is None:
             self.tuning = Tuning(
                 self.communicator, self.fusion, store, name, fingerprint(names.shapes), clock=self.communicator.clock
             )
+
+    def _go_on(self, previous: "_Connection") -> None:
+        """Takes over what was learned with the ranks before: the compressor's state, and the links' rates."""
+        routes, before = self.communicator.routes, previous.communicator.routes
+        if before.is_measured and before.cluster.depth == routes.cluster.depth:
+            routes.measured(before.cluster.levels)
+        if self.compression is not None:
+            self.compression.renumber(self.communicator.rank, self.communicator.size)
+            self.communicator.state_loaded()
 
     def _consensus(self, store: Store, name: str, timeout: timedelta) -> Consensus:
         own = PollingStore(store, self._config.timeout)
@@ -120,6 +189,8 @@ class HookState:
         model_or_group: The DDP model, or any module (its parameter names are used), or a process group; None binds to
             the default group at the first bucket, for frameworks that want the state before the model exists.
         config: The configuration; by default what the environment gives.
+        on_change: In elastic training, called with (old, new) `View`s at the end of the first step that other ranks
+            have made than the one before, from inside of `loss.backward()`: the place to deal out the data anew.
         **options: Fields of `Config` by name; they win over the environment.
 
     Raises:
@@ -133,6 +204,7 @@ class HookState:
         model_or_group: nn.Module | dist.ProcessGroup | None = None,
         *,
         config: Config | None = None,
+        on_change: OnChange | None = None,
         **options: object,
     ) -> None:
         if config is not None and options:
@@ -156,9 +228,16 @@ class HookState:
         self._buckets: list[Bucket] = []
         self._transfers: list[Layout] = []
         self._resume: Resume | None = None
+        self._on_change = on_change
+        self._survivor: Survivor | None = None
+        self._kept: Kept | None = None
+        self._told: View | None = None
+        """The ranks that the user knows of."""
         self._pending: Checkpoint | None = None
         """A state that was loaded before the ranks had connected."""
         self._check: Check | None = None
+        if on_change is not None and not self.config.elastic:
+            raise ValueError("`on_change` is given but `elastic` is not set: pass elastic=True, too")
         if isinstance(model_or_group, nn.Module):
             self.bind(model_or_group)
         elif isinstance(model_or_group, dist.ProcessGroup):
@@ -198,7 +277,15 @@ class HookState:
         parameter = next(model.parameters(), None)
         if parameter is None:
             raise ValueError("`model` has no parameters: there is nothing to reduce")
+        if self.config.elastic and not isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                f"`elastic` is set, and `model` is a {type(model).__name__}; wanted the DistributedDataParallel model: "
+                "its own process group has to change with the ranks"
+            )
         self._connect(parameter.device)
+        if self._survivor is not None and isinstance(model, DistributedDataParallel):
+            self._group = ElasticGroup(self._survivor)
+            swap_process_group(model, self._group)
 
     def unbind(self, model: nn.Module) -> None:
         """Ends the state because another hook has taken its place on `model`; its optimizer is not checked any more."""
@@ -301,7 +388,7 @@ class HookState:
             self._take_over(self._connection, found)
 
     def _take_over(self, connection: _Connection, state: Checkpoint) -> None:
-        own = unpack(state, connection.group.rank(), connection.group.size())
+        own = unpack(state, connection.communicator.rank, connection.communicator.size)
         if own is None:
             return
         named = own.pop(NAMED, None)
@@ -317,7 +404,9 @@ class HookState:
 
     def close(self) -> None:
         """Ends the threads and releases shared memory; happens by itself when the state is collected or at exit."""
-        if self._connection is not None:
+        if self._survivor is not None:
+            self._survivor.close()
+        elif self._connection is not None:
             self._connection.communicator.close()
 
     def reduce(self, bucket: GradBucket) -> FutureTensor:
@@ -335,14 +424,23 @@ class HookState:
 
     def _reduce(self, bucket: GradBucket, flat: Tensor, connection: _Connection) -> FutureTensor:
         if flat.layout != torch.strided:
+            if self._survivor is not None:
+                raise TypeError("a sparse gradient in elastic training; wanted dense ones: nn.Embedding(sparse=False)")
             return _reduce_sparse(flat, connection)
         layout = None
-        if connection.compression is not None:
+        if connection.compression is not None or self._resume is not None:
             parameters = tuple(map(id, bucket.parameters()))
             layout = self.names.layouts.get(parameters) or self.names.layout(bucket)
         arrived = Bucket.of(flat, layout, connection.communicator.clock.now() if self._timed else None)
         self._buckets.append(arrived)
-        if self._resume is not None and layout is not None:
+        if self._kept is not None:
+            return self._kept.add(arrived, lambda: self._travel(connection, arrived))
+        self._travel(connection, arrived)
+        return arrived.result()
+
+    def _travel(self, connection: _Connection, arrived: Bucket) -> None:
+        """Launches what is due now that a bucket has arrived."""
+        if self._resume is not None and arrived.layout is not None:
             self._resume.add(arrived)
         else:
             self._launch(connection, connection.fusion.add(arrived))
@@ -350,7 +448,6 @@ class HookState:
                 self._launch(connection, connection.fusion.flush())
         if self._resume is not None and self._resume.is_complete:
             self._launch_resumed(connection)
-        return arrived.result()
 
     def advise(self, optimizer: str = "sgd") -> JobAdvice:
         """Recommends a plan and a compressor, from what this rank has measured, and says what could be gained at most.
@@ -405,11 +502,43 @@ class HookState:
                 )
             group = self._group or dist.group.WORLD
             assert group is not None
-            self._connection = _Connection(group, device, self.config, self.names)
+            if self.config.elastic:
+                self._connect_elastic(group, device)
+            else:
+                self._connection = _Connection(_Peers.of(group, None), device, self.config, self.names)
+            assert self._connection is not None
             pending, self._pending = self._pending, None
             if pending is not None:
                 self._take_over(self._connection, pending)
         return self._connection
+
+    def _connect_elastic(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        first = oversight(0, self.config.timeout)
+        self._connection = _Connection(_Peers.of(group, first), device, self.config, self.names)
+        communicator = self._connection.communicator
+        view = View(0, group.rank(), tuple(f"rank {rank}" for rank in range(group.size())))
+        store = PrefixStore("elastic", communicator.plain_store)
+        membership = Membership(store, view, self.config.timeout)
+        assert isinstance(first.board, EpochBoard)
+        first.board.membership = membership
+        this = weakref.ref(self)
+
+        def rebuild(view: View, store: Store, oversight: Oversight) -> Communicator:
+            state = this()
+            assert state is not None
+            return state._rebuild(view, store, oversight)
+
+        self._survivor = Survivor(membership, communicator, rebuild, self.config.timeout)
+        weakref.finalize(self, self._survivor.close)
+        self._told = view
+
+    def _rebuild(self, view: View, store: Store, oversight: Oversight) -> Communicator:
+        """In elastic training: connects the ranks of a new epoch."""
+        previous = self._connected("elastic training")
+        peers = _Peers(store, "hook", view.rank, view.size, None, oversight)
+        made = _Connection(peers, previous.communicator.device, self.config, self.names, previous)
+        self._connection = made
+        return made.communicator
 
     def _begin_step(self, connection: _Connection) -> None:
         self._in_step = True
@@ -429,15 +558,54 @@ class HookState:
                     connection.compression.begin_step()
             saved = connection.compression.take_saved_transfers()
             self._resume = None if saved is None else Resume(saved)
+        if self._survivor is not None:
+            self._kept = Kept(connection.communicator, self._resume.rows if self._resume else None)
 
     def _last_came(self, connection: _Connection) -> None:
         """Holds nothing back any more: DDP may wait for the futures before it returns to autograd."""
         self._last_bucket_came = self._announces_last = True
+        if self._kept is not None:
+            self._settle()
+        else:
+            self._release(connection)
+        if not self._in_backward:
+            self._end_step()
+
+    def _release(self, connection: _Connection) -> None:
         self._launch(connection, connection.fusion.flush())
         self._launch_resumed(connection)
         connection.communicator.executor.release()
-        if not self._in_backward:
-            self._end_step()
+
+    def _settle(self) -> None:
+        """In elastic training: returns when the step's gradients are averaged on all ranks that are left."""
+        kept, survivor = self._kept, self._survivor
+        if kept is not None and survivor is not None and not kept.settled:
+            survivor.complete(lambda: self._attempt(kept, survivor))
+            kept.settle()
+
+    def _attempt(self, kept: Kept, survivor: Survivor) -> None:
+        """Sends the step's gradients, or sends them again, and returns when all ranks have the averages.
+
+        Raises:
+            RuntimeError: A rank was lost.
+        """
+        connection = self._connected("backward()")
+        communicator = connection.communicator
+        if kept.belongs_to(communicator):
+            kept.check()
+        else:
+            self._transfers.clear()
+            if connection.compression is not None:
+                with communicator.alone():
+                    connection.compression.compressor.end_step(False)
+            self._buckets = kept.restore(communicator)
+            self._resume = None if kept.rows is None else Resume(kept.rows)
+            for bucket in self._buckets:
+                self._travel(connection, bucket)
+        self._release(connection)
+        kept.wait()
+        communicator.rejoin()
+        survivor.wait(communicator.all_reduce(torch.zeros(1, dtype=torch.int32, device=communicator.device)))
 
     def _backward_ended(self) -> None:
         """Called by autograd; too early where the first bucket came in a checkpoint that runs a backward of its own."""
@@ -465,6 +633,8 @@ class HookState:
 
     def _end_step(self) -> None:
         """Runs once at the end of each backward pass, on all ranks at the same point of the sequence of buckets."""
+        self._settle()
+        self._kept = None
         connection = self._connected("backward()")
         self._in_step = False
         self.steps += 1
@@ -494,6 +664,15 @@ class HookState:
             connection.watch.step_passed()
         if connection.tuning is not None:
             connection.tuning.step_ended([each.arrived for each in times if each.arrived is not None])
+        self._tell_change()
+
+    def _tell_change(self) -> None:
+        """In elastic training: tells the user that other ranks have made this step than the one before."""
+        if self._survivor is None or self._told is None or self._survivor.view.epoch == self._told.epoch:
+            return
+        old, self._told = self._told, self._survivor.view
+        if self._on_change is not None:
+            self._on_change(old, self._told)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HookState":
         """A copy of a DDP model loses its hook; its state starts anew, unbound, and says so."""
@@ -547,10 +726,10 @@ def _reduce_sparse(sparse: Tensor, connection: _Connection) -> FutureTensor:
     return future
 
 
-def _compression(config: Config, names: ParameterNames, group: dist.ProcessGroup) -> Compression | None:
+def _compression(config: Config, names: ParameterNames, peers: _Peers) -> Compression | None:
     if config.compressor in (None, "none"):
         return None
-    compression = Compression(config.compressor, config.compressor_options, config.rules, group.rank(), group.size())
+    compression = Compression(config.compressor, config.compressor_options, config.rules, peers.rank, peers.size)
     compression.compressor.bind_model(names.numels())
     return compression
 

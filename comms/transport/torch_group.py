@@ -159,6 +159,12 @@ class GlooTransport(TorchTransport):
         self._connect = connect
         self._downwards: TorchGroup | None = None
 
+    def disconnect(self) -> None:
+        """Ends the connections: what is under way on them fails at once, here and at their other ends. Any thread."""
+        for group in (self._group, self._downwards):
+            if group is not None:
+                group.abort()
+
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport.all_gather`. Of gloo's ring through two ranks both directions are one connection, too."""
         if self.size != 2 or source.nbytes < LARGE_NBYTES:

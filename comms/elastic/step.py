@@ -1,0 +1,84 @@
+"""What is kept of a step's gradients until all ranks have averaged them: then they can be sent again, to others."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.execute import Bucket, FutureTensor
+
+
+class Kept:
+    """One step's buckets, as they arrived; DDP's futures of them are done when `settle` says so.
+
+    Args:
+        communicator: With which the step begins.
+        rows: The transfers that it has to travel in, as `Resume` wants them; None where there are none.
+
+    Attributes:
+        settled: All ranks have the averages.
+        rows: As given.
+    """
+
+    def __init__(self, communicator: Communicator, rows: Tensor | None) -> None:
+        self.settled = False
+        self.rows = rows
+        self._communicator = communicator
+        self._error: Exception | None = None
+        self._buckets: list[Bucket] = []
+        self._copies: list[Tensor] = []
+        self._promises: list[FutureTensor] = []
+
+    def add(self, bucket: Bucket, travel: Callable[[], None]) -> FutureTensor:
+        """Takes in a bucket, and launches it unless something has failed before in this step.
+
+        Args:
+            bucket: Its elements are copied before anything is launched.
+            travel: Launches it.
+
+        Returns:
+            A future of its buffer.
+        """
+        self._buckets.append(bucket)
+        self._copies.append(bucket.flat.clone())
+        promise: FutureTensor = torch.futures.Future(devices=[bucket.flat.device] if bucket.flat.is_cuda else [])
+        self._promises.append(promise)
+        if self._error is None:
+            try:
+                travel()
+            except (RuntimeError, OSError) as error:  # raised at the end of the step, where it is dealt with
+                self._error = error
+        return promise
+
+    def belongs_to(self, communicator: Communicator) -> bool:
+        """Whether the buckets travel with this communicator already."""
+        return communicator is self._communicator
+
+    def check(self) -> None:
+        """Raises what went wrong when a bucket was launched."""
+        if self._error is not None:
+            raise self._error
+
+    def restore(self, communicator: Communicator) -> list[Bucket]:
+        """The buckets as they arrived, to travel with another communicator."""
+        self._communicator, self._error = communicator, None
+        for bucket, copy in zip(self._buckets, self._copies, strict=True):
+            bucket.flat.copy_(copy)
+        self._buckets = [Bucket.of(bucket.flat, bucket.layout) for bucket in self._buckets]
+        return list(self._buckets)
+
+    def wait(self) -> None:
+        """Waits for the averages of all buckets.
+
+        Raises:
+            RuntimeError: One of them failed.
+        """
+        for bucket in self._buckets:
+            bucket.result().wait()
+
+    def settle(self) -> None:
+        """Gives DDP the averages."""
+        self.settled = True
+        for bucket, promise in zip(self._buckets, self._promises, strict=True):
+            promise.set_result(bucket.flat)

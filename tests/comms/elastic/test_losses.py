@@ -1,0 +1,77 @@
+"""Ranks are killed in the middle of training: the others go on, with the same weights, and nothing is left behind."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.comms.elastic.membership import View
+from support.processes import Processes
+
+STEPS = 12
+NODES = ["a", "a", "b", "b"]
+
+
+def train(rank: int, killed: dict[int, tuple[int, float]], options: dict[str, Any]) -> dict[str, Any]:
+    """Trains, and dies so many seconds after the beginning of a step where told so."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.Linear(64, 1)), bucket_cap_mb=0.01
+    )
+    changes: list[tuple[View, View]] = []
+    state = gradwire.HookState(model, elastic=True, on_change=lambda *views: changes.append(views), **options)
+    model.register_comm_hook(state, gradwire.comm_hook)
+    momentum = 0.0 if "compressor" in options else 0.9
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
+    generator = torch.Generator().manual_seed(rank)
+    step, after = killed.get(rank, (STEPS, 0.0))
+    for number in range(STEPS):
+        if number == 3:
+            before = resources()
+        if number == step:
+            threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        optimizer.zero_grad()
+        model(torch.randn(16, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+    digest = torch.cat([value.detach().flatten() for value in model.parameters()])
+    grown = {name: count - before[name] for name, count in resources().items()}
+    state.close()
+    return {
+        "digest": digest,
+        "steps": state.steps,
+        "changes": [(old.size, new.size) for old, new in changes],
+        "grown": grown,
+    }
+
+
+def resources() -> dict[str, int]:
+    return {"threads": threading.active_count(), "descriptors": len(list(Path("/proc/self/fd").iterdir()))}
+
+
+def test_survivors_go_on_with_the_same_weights(processes: Processes) -> None:
+    found = processes(4, train, {3: (5, 0.0), 2: (8, 0.001)}, {}, nodes=NODES, lost=[2, 3])
+    assert found[2:] == [None, None]
+    assert torch.equal(found[0]["digest"], found[1]["digest"])
+    for each in found[:2]:
+        assert each["steps"] == STEPS
+        assert each["changes"] == [(4, 3), (3, 2)]
+        assert all(count <= 0 for count in each["grown"].values()), each["grown"]
+
+
+@pytest.mark.parametrize("compressor", ["fp16", "int8", "onebit", "dgc", "powersgd"])
+def test_compressed(processes: Processes, compressor: str) -> None:
+    options = {"compressor": compressor, "compressor_options": {"warmup_steps": 3} if compressor == "powersgd" else {}}
+    found = processes(4, train, {1: (5, 0.003)}, options, nodes=NODES, lost=[1])
+    found.remove(None)
+    assert all(torch.equal(other["digest"], found[0]["digest"]) for other in found)
+    assert all(each["steps"] == STEPS for each in found)
+    assert all(each["changes"] == [(4, 3)] for each in found)
