@@ -87,7 +87,9 @@ class Communicator:
         polling = oversight.polling if oversight else lambda plain: PollingStore(plain, config.timeout)
         own = polling(PrefixStore(f"gradwire/{name}", store))
         presences = exchange(own, Presence.here(rank, size, config, device), config.timeout)
-        self.plain_store = PrefixStore(f"gradwire/{name}/{start_of(presences)}", store)
+        self.start_name = start_of(presences)
+        """Names this start of these ranks: the same on all of them, and no earlier one's."""
+        self.plain_store = PrefixStore(f"gradwire/{name}/{self.start_name}", store)
         """What the ranks tell each other from here on; without what an earlier start of them has left."""
         store = polling(self.plain_store)
         cluster = cluster_of(presences, config)

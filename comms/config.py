@@ -64,6 +64,10 @@ class Config:
     """Training goes on where ranks or nodes are lost, among those that are left; see
     docs/how-to/survive_a_lost_node.md."""
 
+    join: str | None = None
+    """HOST:PORT of the store of a running elastic job, which this process joins (own on every rank); None starts a job
+    with the other ranks."""
+
     timeout: timedelta = timedelta(minutes=5)
     """A collective that takes longer fails on all ranks."""
 
@@ -100,6 +104,13 @@ class Config:
         _check_choice("transport", self.transport, TRANSPORTS)
         if self.elastic and self.transport == "mpi":
             raise ValueError("`elastic` is set and `transport` is mpi; wanted gloo or nccl")
+        if self.join is not None:
+            if not self.elastic:
+                raise ValueError(
+                    f"`join` is {self.join} and `elastic` is off; wanted elastic=True, as in the running job"
+                )
+            if not self.join.rpartition(":")[0] or not self.join.rpartition(":")[2].isdigit():
+                raise ValueError(f"`join` is {self.join!r}; wanted HOST:PORT of the running job's store")
         if self.chunks < 0:
             raise ValueError(f"`chunks` is {self.chunks}; wanted 0 (the planner chooses) or a positive number")
         if self.timeout <= timedelta(0):
@@ -169,7 +180,7 @@ class Config:
 
     def shared(self) -> dict[str, str]:
         """The fields that must agree on all ranks, as text."""
-        own = {"hostname", "location", "tune_profile"}
+        own = {"hostname", "location", "tune_profile", "join"}
         return {
             entry.name: _plain(getattr(self, entry.name)) for entry in dataclasses.fields(self) if entry.name not in own
         }
@@ -301,6 +312,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "TUNE": ("tune", _switch),
     "TUNE_PROFILE": ("tune_profile", str),
     "ELASTIC": ("elastic", _switch),
+    "JOIN": ("join", str),
     "TIMEOUT_SECONDS": ("timeout", _seconds),
     "HOSTNAME": ("hostname", str),
     "LOCATION": ("location", _units),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import count
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,15 +37,17 @@ from gradwire.comms.communicator import Communicator, Oversight
 from gradwire.comms.compression import Compression, LossScaler
 from gradwire.comms.config import Config
 from gradwire.comms.elastic.group import ElasticGroup
+from gradwire.comms.elastic.joining import Requests, ask, find_job, job_key, unprefixed
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.step import Kept
 from gradwire.comms.elastic.survive import EpochBoard, Survivor, oversight
+from gradwire.comms.elastic.transfer import Carried, Transfer, load_module
 from gradwire.comms.execute import Bucket, FutureTensor, Launch
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.plan.advise import BUCKET_NBYTES
 from gradwire.comms.report import Report
-from gradwire.comms.resume import Resume
+from gradwire.comms.resume import COLUMNS, Resume, to_rows
 from gradwire.compressors.base import Layout, StateDict
 from gradwire.compressors.optim.first_step import Check, check_at_first_step, withdraw
 from gradwire.compressors.rules import warn_of_idle
@@ -105,8 +108,13 @@ class _Peers:
     @classmethod
     def of(cls, group: dist.ProcessGroup, oversight: Oversight | None) -> "_Peers":
         """The ranks of a group of torch's."""
-        name = f"hook{next(_numbers.setdefault(group.group_name, count()))}"
-        return cls(store_of(group), name, group.rank(), group.size(), group, oversight)
+        return cls(store_of(group), cls.name_in(group), group.rank(), group.size(), group, oversight)
+
+    @classmethod
+    def name_in(cls, group: dist.ProcessGroup | None) -> str:
+        """The name of the next state of a group."""
+        assert group is not None
+        return f"hook{next(_numbers.setdefault(group.group_name, count()))}"
 
 
 class _Connection:
@@ -117,7 +125,8 @@ class _Connection:
         device: Where the gradients are.
         config: What the user set.
         names: Which parameter is which.
-        previous: What there was before the ranks have changed; its compressor and fusion go on.
+        previous: What there was before the ranks have changed; its compressor goes on.
+        joined: Ranks have joined, which know nothing of what others have learned of links and cuts.
 
     Raises:
         RuntimeError: A rank did not join within the time-out.
@@ -131,6 +140,7 @@ class _Connection:
         config: Config,
         names: ParameterNames,
         previous: "_Connection | None" = None,
+        joined: bool = False,
     ) -> None:
         self.group = peers.group
         self._config = config
@@ -151,27 +161,26 @@ class _Connection:
         self.communicator.executor.checking = self.compression is not None
         store = self.communicator.plain_store
         threshold_nbytes = round(config.fusion_mb * 2**20)
-        self.fusion: Fusion = Fusion(
-            previous.fusion.plan if previous else FusionPlan(threshold_nbytes=threshold_nbytes)
-        )
+        first = FusionPlan(threshold_nbytes=threshold_nbytes)
+        self.fusion: Fusion = Fusion(previous.fusion.plan if previous and not joined else first)
         self.fusion_plans = self._consensus(store, f"fusion/{name}", FUSION_TIMEOUT)
         if previous is not None:
-            self._go_on(previous)
-        elif config.learns_cuts or config.probe:
+            self._go_on(previous, joined)
+        elif (config.learns_cuts or config.probe) and not joined:
             probe(self.communicator, self._consensus(store, f"probe/{name}", config.timeout))
         self.communicator.routes.settle(threshold_nbytes or BUCKET_NBYTES)
         self.communicator.connect(threshold_nbytes or BUCKET_NBYTES)
         self.watch = StepWatch(self.communicator.clock)
         self.tuning: Tuning | None = None
-        if config.learns_cuts and previous is None:
+        if config.learns_cuts and previous is None and not joined:
             self.tuning = Tuning(
                 self.communicator, self.fusion, store, name, fingerprint(names.shapes), clock=self.communicator.clock
             )
 
-    def _go_on(self, previous: "_Connection") -> None:
+    def _go_on(self, previous: "_Connection", joined: bool) -> None:
         """Takes over what was learned with the ranks before: the compressor's state, and the links' rates."""
         routes, before = self.communicator.routes, previous.communicator.routes
-        if before.is_measured and before.cluster.depth == routes.cluster.depth:
+        if before.is_measured and not joined and before.cluster.depth == routes.cluster.depth:
             routes.measured(before.cluster.levels)
         if self.compression is not None:
             self.compression.renumber(self.communicator.rank, self.communicator.size)
@@ -189,6 +198,9 @@ class HookState:
         model_or_group: The DDP model, or any module (its parameter names are used), or a process group; None binds to
             the default group at the first bucket, for frameworks that want the state before the model exists.
         config: The configuration; by default what the environment gives.
+        carries: In elastic training, what a process that joins must know besides the model: the optimizer, and whatever
+            else has a `state_dict`: scheduler, GradScaler, data loader. The same on all ranks, in the same order.
+            Without it nobody can join.
         on_change: In elastic training, called with (old, new) `View`s at the end of the first step that other ranks
             have made than the one before, from inside of `loss.backward()`: the place to deal out the data anew.
         **options: Fields of `Config` by name; they win over the environment.
@@ -204,6 +216,7 @@ class HookState:
         model_or_group: nn.Module | dist.ProcessGroup | None = None,
         *,
         config: Config | None = None,
+        carries: Sequence[Carried] = (),
         on_change: OnChange | None = None,
         **options: object,
     ) -> None:
@@ -228,16 +241,26 @@ class HookState:
         self._buckets: list[Bucket] = []
         self._transfers: list[Layout] = []
         self._resume: Resume | None = None
+        self._carries = tuple(carries)
         self._on_change = on_change
         self._survivor: Survivor | None = None
         self._kept: Kept | None = None
         self._told: View | None = None
         """The ranks that the user knows of."""
+        self._requests: Requests | None = None
+        self._listed = 0
+        """The list of those that join before the next step; 0 where nobody does."""
+        self._last_rows: list[list[int]] = []
+        """The transfers of the last step, for those that join."""
+        self._next_rows: Tensor | None = None
+        """The transfers of the next step, where ranks have joined whose buckets are others."""
+        self._model: weakref.ref[DistributedDataParallel] | None = None
         self._pending: Checkpoint | None = None
         """A state that was loaded before the ranks had connected."""
         self._check: Check | None = None
-        if on_change is not None and not self.config.elastic:
-            raise ValueError("`on_change` is given but `elastic` is not set: pass elastic=True, too")
+        for name, given in (("on_change", on_change), ("carries", carries)):
+            if given and not self.config.elastic:
+                raise ValueError(f"`{name}` is given but `elastic` is not set: pass elastic=True, too")
         if isinstance(model_or_group, nn.Module):
             self.bind(model_or_group)
         elif isinstance(model_or_group, dist.ProcessGroup):
@@ -282,15 +305,29 @@ class HookState:
                 f"`elastic` is set, and `model` is a {type(model).__name__}; wanted the DistributedDataParallel model: "
                 "its own process group has to change with the ranks"
             )
+        if self.config.elastic and isinstance(model, DistributedDataParallel):
+            self._model = weakref.ref(model)
         self._connect(parameter.device)
         if self._survivor is not None and isinstance(model, DistributedDataParallel):
             self._group = ElasticGroup(self._survivor)
             swap_process_group(model, self._group)
+            model.register_forward_pre_hook(_TakeIn(weakref.ref(self)), prepend=True)
 
     def unbind(self, model: nn.Module) -> None:
         """Ends the state because another hook has taken its place on `model`; its optimizer is not checked any more."""
         withdraw(model, self._check)
         self.close()
+
+    @property
+    def view(self) -> View:
+        """In elastic training: which ranks there are now, and which of them is this one.
+
+        Raises:
+            RuntimeError: `elastic` is not set, or the ranks have not connected.
+        """
+        if self._survivor is None:
+            raise RuntimeError("there is no view: `elastic` is not set, or no model is bound yet")
+        return self._survivor.view
 
     def report(self) -> Report:
         """Calls, bytes and seconds of every phase so far, and the plans in use with their reasons.
@@ -428,7 +465,7 @@ class HookState:
                 raise TypeError("a sparse gradient in elastic training; wanted dense ones: nn.Embedding(sparse=False)")
             return _reduce_sparse(flat, connection)
         layout = None
-        if connection.compression is not None or self._resume is not None:
+        if connection.compression is not None or self._survivor is not None:
             parameters = tuple(map(id, bucket.parameters()))
             layout = self.names.layouts.get(parameters) or self.names.layout(bucket)
         arrived = Bucket.of(flat, layout, connection.communicator.clock.now() if self._timed else None)
@@ -502,7 +539,9 @@ class HookState:
                 )
             group = self._group or dist.group.WORLD
             assert group is not None
-            if self.config.elastic:
+            if self.config.join is not None:
+                self._join(self.config.join, device)
+            elif self.config.elastic:
                 self._connect_elastic(group, device)
             else:
                 self._connection = _Connection(_Peers.of(group, None), device, self.config, self.names)
@@ -514,13 +553,50 @@ class HookState:
 
     def _connect_elastic(self, group: dist.ProcessGroup, device: torch.device) -> None:
         first = oversight(0, self.config.timeout)
-        self._connection = _Connection(_Peers.of(group, first), device, self.config, self.names)
+        peers = _Peers.of(group, first)
+        name = peers.name
+        self._connection = _Connection(peers, device, self.config, self.names)
         communicator = self._connection.communicator
         view = View(0, group.rank(), tuple(f"rank {rank}" for rank in range(group.size())))
-        store = PrefixStore("elastic", communicator.plain_store)
-        membership = Membership(store, view, self.config.timeout)
+        prefix = f"gradwire/elastic/{name}/{communicator.start_name}"
+        outside = unprefixed(communicator.plain_store)
+        membership = Membership(PrefixStore(prefix, outside), view, self.config.timeout)
         assert isinstance(first.board, EpochBoard)
         first.board.membership = membership
+        if self._carries:
+            self._requests = Requests(PrefixStore(prefix, outside), self.config.timeout, self.config.shared())
+            if view.rank == 0:
+                outside.set(job_key(name), prefix)
+        self._survive(membership, communicator, joins=False)
+
+    def _join(self, address: str, device: torch.device) -> None:
+        """Joins a running job: waits until it takes this process in, and takes over its state."""
+        if not self._carries:
+            raise ValueError("`join` is set and `carries` is empty; wanted the optimizer in it, as in the running job")
+        name = _Peers.name_in(self._group or dist.group.WORLD)
+        store = find_job(address, name, self.config.timeout)
+        self._requests = Requests(store, self.config.timeout, self.config.shared())
+        while self._survivor is None:
+            view = ask(store, self.config.shared(), self.config.timeout)
+            membership = Membership(store, view, self.config.timeout)
+            try:
+                peers = _Peers(
+                    membership.store,
+                    "hook",
+                    view.rank,
+                    view.size,
+                    None,
+                    oversight(view.epoch, self.config.timeout, membership),
+                )
+                self._connection = _Connection(peers, device, self.config, self.names, joined=True)
+                self._survive(membership, self._connection.communicator, joins=True)
+                self._exchange_state(view.joined)
+            except (RuntimeError, OSError) as error:
+                log.warning("could not join, and asks again: %s", error)
+                membership.close(orderly=False)
+                self._survivor = self._connection = None
+
+    def _survive(self, membership: Membership, communicator: Communicator, *, joins: bool) -> None:
         this = weakref.ref(self)
 
         def rebuild(view: View, store: Store, oversight: Oversight) -> Communicator:
@@ -528,15 +604,17 @@ class HookState:
             assert state is not None
             return state._rebuild(view, store, oversight)
 
-        self._survivor = Survivor(membership, communicator, rebuild, self.config.timeout)
-        weakref.finalize(self, self._survivor.close)
-        self._told = view
+        survivor = Survivor(membership, communicator, rebuild, self.config.timeout, joins=joins)
+        weakref.finalize(self, survivor.close)
+        self._survivor, self._told = survivor, survivor.view
 
     def _rebuild(self, view: View, store: Store, oversight: Oversight) -> Communicator:
         """In elastic training: connects the ranks of a new epoch."""
         previous = self._connected("elastic training")
         peers = _Peers(store, "hook", view.rank, view.size, None, oversight)
-        made = _Connection(peers, previous.communicator.device, self.config, self.names, previous)
+        made = _Connection(
+            peers, previous.communicator.device, self.config, self.names, previous, joined=bool(view.joined)
+        )
         self._connection = made
         return made.communicator
 
@@ -559,6 +637,8 @@ class HookState:
             saved = connection.compression.take_saved_transfers()
             self._resume = None if saved is None else Resume(saved)
         if self._survivor is not None:
+            rows, self._next_rows = self._next_rows, None
+            self._resume = Resume(rows) if rows is not None else self._resume
             self._kept = Kept(connection.communicator, self._resume.rows if self._resume else None)
 
     def _last_came(self, connection: _Connection) -> None:
@@ -580,11 +660,16 @@ class HookState:
         """In elastic training: returns when the step's gradients are averaged on all ranks that are left."""
         kept, survivor = self._kept, self._survivor
         if kept is not None and survivor is not None and not kept.settled:
-            survivor.complete(lambda: self._attempt(kept, survivor))
+            like = torch.zeros(1, dtype=torch.int64, device=survivor.communicator.device)
+            listed = survivor.complete(lambda: self._attempt(kept, survivor), like)
             kept.settle()
+            self._listed = int(like.copy_(listed).item()) if listed is not None else 0
 
-    def _attempt(self, kept: Kept, survivor: Survivor) -> None:
+    def _attempt(self, kept: Kept, survivor: Survivor) -> Tensor:
         """Sends the step's gradients, or sends them again, and returns when all ranks have the averages.
+
+        Returns:
+            The number of the list of those that want to join; int64, one element.
 
         Raises:
             RuntimeError: A rank was lost.
@@ -605,7 +690,69 @@ class HookState:
         self._release(connection)
         kept.wait()
         communicator.rejoin()
-        survivor.wait(communicator.all_reduce(torch.zeros(1, dtype=torch.int32, device=communicator.device)))
+        looks = self._requests is not None and communicator.rank == 0
+        listed = torch.tensor([self._requests.look() if looks and self._requests else 0], device=communicator.device)
+        return survivor.wait(communicator.all_reduce(listed))
+
+    def take_in(self) -> None:
+        """In elastic training: takes in processes that wait; called by the model before each forward pass."""
+        if not self._listed or self._in_step or self._survivor is None or self._requests is None:
+            return
+        listed, self._listed = self._listed, 0
+        newcomers = self._requests.listed(listed)
+        self._survivor.admit(newcomers, self._requests)
+        self._exchange_state([name for _, name in newcomers])
+        self._tell_change()
+
+    def _exchange_state(self, names: Sequence[str]) -> None:
+        """Gives rank 0's state to those that have joined; all ranks."""
+        survivor, model = self._survivor, self._model() if self._model else None
+        assert survivor is not None and model is not None
+        joins = survivor.view.members[survivor.view.rank] in names
+        found: dict[str, Any] = {}
+
+        def attempt() -> Tensor:
+            found.clear()
+            if set(names) & set(survivor.view.members):
+                found.update(Transfer(survivor.communicator, survivor.wait).run(self._own_state, wanted=joins))
+            return survivor.wait(survivor.communicator.all_reduce(torch.zeros_like(like)))
+
+        like = torch.zeros(1, dtype=torch.int64, device=survivor.communicator.device)
+        survivor.complete(attempt, like)
+        if not found:
+            return
+        self._next_rows = torch.tensor(found["rows"], dtype=torch.int64).view(-1, COLUMNS) if found["rows"] else None
+        if joins:
+            self._take_state(model, found)
+        else:
+            swap_process_group(model, model.process_group)
+
+    def _own_state(self) -> dict[str, object]:
+        """What a process that joins has to know."""
+        model = self._model() if self._model else None
+        compression = self._connected("elastic training").compression
+        assert model is not None
+        return {
+            "steps": self.steps,
+            "rows": self._last_rows,
+            "model": model.module.state_dict(),
+            "carried": [each.state_dict() for each in self._carries],
+            "compression": {} if compression is None else compression.progress(),
+        }
+
+    def _take_state(self, model: DistributedDataParallel, found: Mapping[str, Any]) -> None:
+        load_module(model.module, found["model"])
+        if len(found["carried"]) != len(self._carries):
+            raise ValueError(
+                f"`carries` has {len(self._carries)} entries here and {len(found['carried'])} in the running job; "
+                "wanted the same objects in the same order"
+            )
+        for each, state in zip(self._carries, found["carried"], strict=True):
+            each.load_state_dict(state)
+        self.steps = found["steps"]
+        compression = self._connected("elastic training").compression
+        if compression is not None:
+            compression.take_progress(found["compression"])
 
     def _backward_ended(self) -> None:
         """Called by autograd; too early where the first bucket came in a checkpoint that runs a backward of its own."""
@@ -647,6 +794,8 @@ class HookState:
         communicator.executor.read_times()
         buckets, self._buckets = self._buckets, []
         transfers, self._transfers = self._transfers, []
+        if self._requests is not None:
+            self._last_rows = to_rows(transfers).tolist()
         if connection.compression is not None:
             if communicator.device.type == "cuda":
                 try:
@@ -685,6 +834,31 @@ class HookState:
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the configuration alone: threads and connections stay with the process."""
         return _restore, (self.config,)
+
+
+class _TakeIn:
+    """Forward pre-hook of an elastic model; called by all ranks alike in training, which an evaluation need not be.
+
+    Args:
+        state: The model's; not kept alive.
+    """
+
+    def __init__(self, state: "weakref.ref[HookState]") -> None:
+        self._state = state
+
+    def __call__(self, model: nn.Module, inputs: object) -> None:
+        """Takes in processes that wait, before a step."""
+        state = self._state()
+        if state is not None and model.training and torch.is_grad_enabled():
+            state.take_in()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A copy of the model has no state."""
+        return _TakeIn, (_no_state,)
+
+
+def _no_state() -> None:
+    """Of a copied model."""
 
 
 def is_timed(step: int) -> bool:

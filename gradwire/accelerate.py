@@ -4,13 +4,14 @@
 registered here gathers all of them when it is saved, and each rank takes its own part back.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from gradwire.comms import attach as attaching
 from gradwire.comms.checkpoint import Checkpoint
 from gradwire.comms.config import Config
+from gradwire.comms.elastic.transfer import Carried
 from gradwire.comms.hook import HookState, OnChange
 
 attaching.require("accelerate", (1, 10), (1, 15), "state = gradwire.attach(accelerator.prepare(model))")
@@ -23,6 +24,7 @@ def attach(
     model: nn.Module,
     *,
     config: Config | None = None,
+    carries: Sequence[Carried] = (),
     on_change: OnChange | None = None,
     **options: object,
 ) -> HookState:
@@ -34,6 +36,7 @@ def attach(
         accelerator: That prepared the model.
         model: What `accelerator.prepare` returned.
         config: As for `gradwire.HookState`.
+        carries: As for `gradwire.HookState`.
         on_change: As for `gradwire.HookState`.
         **options: Fields of `gradwire.Config` by name.
 
@@ -41,7 +44,7 @@ def attach(
         TypeError: The model is not wrapped in DDP (one process, FSDP, DeepSpeed), or an option has an unknown name.
         ValueError: The model has a hook already, or a value does not fit.
     """
-    state = attaching.attach(model, config=config, on_change=on_change, **options)
+    state = attaching.attach(model, config=config, carries=carries, on_change=on_change, **options)
     attaching.watch_scaler(state, accelerator.scaler)
     everywhere = accelerator.project_configuration.save_on_each_node
     accelerator.register_for_checkpointing(OfAllRanks(state, everywhere))

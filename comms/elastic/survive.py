@@ -19,6 +19,7 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
 from gradwire.comms.communicator import Communicator, Oversight
+from gradwire.comms.elastic.joining import Newcomer, Requests
 from gradwire.comms.elastic.membership import (
     LEADER_SECONDS,
     SILENCE_SECONDS,
@@ -91,6 +92,8 @@ class Survivor:
     Args:
         membership: Who is left.
         communicator: Of the membership's epoch.
+        joins: Whether this rank joins with this epoch: whatever goes wrong is raised, until `complete` has come to its
+            first end. Then it is a rank like the others.
         rebuild: Makes the next one.
         timeout: For what the ranks of an epoch tell each other through the store.
 
@@ -101,11 +104,18 @@ class Survivor:
     """
 
     def __init__(
-        self, membership: Membership, communicator: Communicator, rebuild: Rebuild, timeout: timedelta
+        self,
+        membership: Membership,
+        communicator: Communicator,
+        rebuild: Rebuild,
+        timeout: timedelta,
+        *,
+        joins: bool = False,
     ) -> None:
         self.membership = membership
         self.communicator = communicator
         self.position = 0
+        self._joins = joins
         self.repeated = 0
         self._rebuild = rebuild
         self._timeout = timeout
@@ -114,6 +124,8 @@ class Survivor:
         membership.started = lambda: self._started
         membership.on_alarm = self._interrupt
         membership.overdue = self._overdue
+        if joins:
+            self._catch_up(None)
 
     @property
     def view(self) -> View:
@@ -145,6 +157,8 @@ class Survivor:
             except GivenUpError:
                 raise
             except (RuntimeError, OSError) as error:
+                if self._joins:
+                    raise
                 ended, result = self._recover(error, like)
                 if ended:
                     break
@@ -153,8 +167,34 @@ class Survivor:
                 if alike == MOST_REPEATS:
                     raise
         self.position += 1
+        self._joins = False
         self._last = result
         return result
+
+    def admit(self, newcomers: Sequence[Newcomer], requests: Requests) -> bool:
+        """Enters an epoch with new ranks; all ranks, between the same two operations.
+
+        Args:
+            newcomers: Which.
+            requests: Where they wait for an answer.
+
+        Returns:
+            Whether one of them is there now.
+        """
+        names = [name for _, name in newcomers]
+        if not set(names) & set(self.view.members):
+            try:
+                view = self.membership.admit(names)
+                if view.rank == 0:
+                    requests.answer(newcomers, view)
+                self.communicator.close()
+                self._begin(view)
+                self._catch_up(None)
+            except GivenUpError:
+                raise
+            except (RuntimeError, OSError) as error:
+                self._recover(error, None)
+        return bool(set(names) & set(self.view.members))
 
     def wait(self, future: FutureTensor) -> Tensor:
         """Waits for an all-reduce, on CUDA on the host, too.
@@ -206,9 +246,7 @@ class Survivor:
             self.communicator.close()
             view = self.membership.next(AGREEMENT_SECONDS)
             try:
-                self.communicator = self._rebuild(
-                    view, self.membership.store, oversight(view.epoch, self._timeout, self.membership)
-                )
+                self._begin(view)
                 found = self._catch_up(like)
             except (RuntimeError, OSError) as failed:
                 error = failed
@@ -223,22 +261,34 @@ class Survivor:
             )
             return found
 
+    def _begin(self, view: View) -> None:
+        self.communicator = self._rebuild(
+            view, self.membership.store, oversight(view.epoch, self._timeout, self.membership)
+        )
+
     def _catch_up(self, like: Tensor | None) -> tuple[bool, Tensor | None]:
         """Takes the result of the running operation from ranks that have come to its end."""
-        device, rank = self.communicator.device, self.view.rank
-        positions = torch.zeros(self.view.size, dtype=torch.int64, device=device)
-        positions[rank] = self.position
-        ended = self.wait(self.communicator.all_reduce(positions)).tolist()
+        device, rank, size = self.communicator.device, self.view.rank, self.view.size
+        words = torch.zeros((size, 2), dtype=torch.int64, device=device)
+        if not self._joins:
+            words[rank] = torch.tensor([self.position + 1, 0 if self._last is None else self._last.nbytes])
+        self.wait(self.communicator.all_reduce(words.view(-1)))
+        ended = [count - 1 for count, _ in words.tolist()]
         furthest = max(ended)
-        if min(ended) == furthest:
+        first = ended.index(furthest)
+        behind, joins = self.position < furthest, self._joins
+        if joins:
+            self.position = self._started = furthest
+        if not any(0 <= count < furthest for count in ended):
             return False, None
-        ahead = self.position == furthest
-        result = self._last if ahead else like
-        if result is not None:
-            flat = as_bytes(result.clone() if rank == ended.index(furthest) else torch.zeros_like(result))
-            self.wait(self.communicator.all_reduce(flat))
-            result = flat.view(result.dtype).view(result.shape)
-        return (False, None) if ahead else (True, result)
+        result = torch.zeros(int(words[first, 1]), dtype=torch.uint8, device=device)
+        if rank == first and self._last is not None:
+            result.copy_(as_bytes(self._last))
+        if result.numel():
+            self.wait(self.communicator.all_reduce(result))
+        if not behind or joins:
+            return False, None
+        return True, None if like is None else result.view(like.dtype).view(like.shape)
 
 
 POLL_SECONDS = 0.0002

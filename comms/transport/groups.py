@@ -171,6 +171,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             seconds: For what is under way in them, in all.
         """
         self._closed = True
+        if self._reason is not None:  # or gloo's destructors would wait for what is under way
+            self.disconnect()
         deadline = time.monotonic() + seconds
         for (lane, _), group in list(self.items()):
             if isinstance(group, ShmGroup):
