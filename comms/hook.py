@@ -8,7 +8,7 @@ is narrowed.
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -164,9 +164,11 @@ class _Connection:
         first = FusionPlan(threshold_nbytes=threshold_nbytes)
         self.fusion: Fusion = Fusion(previous.fusion.plan if previous and not joined else first)
         self.fusion_plans = self._consensus(store, f"fusion/{name}", FUSION_TIMEOUT)
-        if previous is not None:
-            self._go_on(previous, joined)
-        elif (config.learns_cuts or config.probe) and not joined:
+        if previous is not None and not joined:
+            self._go_on(previous)
+        if previous is not None or joined:
+            self._move_state()
+        elif config.learns_cuts or config.probe:
             probe(self.communicator, self._consensus(store, f"probe/{name}", config.timeout))
         self.communicator.routes.settle(threshold_nbytes or BUCKET_NBYTES)
         self.communicator.connect(threshold_nbytes or BUCKET_NBYTES)
@@ -177,11 +179,14 @@ class _Connection:
                 self.communicator, self.fusion, store, name, fingerprint(names.shapes), clock=self.communicator.clock
             )
 
-    def _go_on(self, previous: "_Connection", joined: bool) -> None:
-        """Takes over what was learned with the ranks before: the compressor's state, and the links' rates."""
+    def _go_on(self, previous: "_Connection") -> None:
+        """Takes over what was learned with the ranks before: the links' rates."""
         routes, before = self.communicator.routes, previous.communicator.routes
-        if before.is_measured and not joined and before.cluster.depth == routes.cluster.depth:
+        if before.is_measured and before.cluster.depth == routes.cluster.depth:
             routes.measured(before.cluster.levels)
+
+    def _move_state(self) -> None:
+        """Has the compressor's state move to the ranks that own it now."""
         if self.compression is not None:
             self.compression.renumber(self.communicator.rank, self.communicator.size)
             self.communicator.state_loaded()
@@ -307,6 +312,11 @@ class HookState:
             )
         if self.config.elastic and isinstance(model, DistributedDataParallel):
             self._model = weakref.ref(model)
+        if self.config.elastic and getattr(model, "skip_all_reduce_unused_params", False):
+            raise ValueError(
+                "`elastic` is set, and `model` skips the all-reduce of unused parameters; wanted "
+                "skip_all_reduce_unused_params=False: without a step's last bucket it has no end"
+            )
         self._connect(parameter.device)
         if self._survivor is not None and isinstance(model, DistributedDataParallel):
             self._group = ElasticGroup(self._survivor)
@@ -819,9 +829,14 @@ class HookState:
         """In elastic training: tells the user that other ranks have made this step than the one before."""
         if self._survivor is None or self._told is None or self._survivor.view.epoch == self._told.epoch:
             return
-        old, self._told = self._told, self._survivor.view
+        old, now = self._told, self._survivor.view
+        lost = tuple(name for name in old.members if name not in now.members)
+        joined = tuple(name for name in now.members if name not in old.members)
+        new = self._told = replace(now, lost=lost, joined=joined)
+        if lost and self._compresses:
+            log.warning("what the compressor held back on %s is lost; its norm is unknown", ", ".join(lost))
         if self._on_change is not None:
-            self._on_change(old, self._told)
+            self._on_change(old, new)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HookState":
         """A copy of a DDP model loses its hook; its state starts anew, unbound, and says so."""

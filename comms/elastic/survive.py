@@ -8,6 +8,7 @@ all-reduce tells), so no rank steps where another does not. Where all are alike 
 survivors, from what it was given: no step is lost but the part of it that the lost ranks had computed.
 """
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -251,6 +252,8 @@ class Survivor:
             except (RuntimeError, OSError) as failed:
                 error = failed
                 continue
+            del error  # its traceback holds what belonged to the epoch before
+            gc.collect()
             log.warning(
                 "%s: %d of %d ranks go on after %.2f s, as epoch %d",
                 f"lost {', '.join(view.lost)}" if view.lost else reason,

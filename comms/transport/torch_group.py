@@ -299,10 +299,11 @@ class Connection:
             copy = os.dup(self.descriptor)
         except OSError:  # closed by its owner
             return
-        with socket.socket(fileno=copy) as connection:
-            if os.fstat(copy).st_ino == self.inode:
-                with suppress(OSError):  # its other end has been faster
-                    connection.shutdown(socket.SHUT_RDWR)
+        if os.fstat(copy).st_ino != self.inode:  # something else by now
+            os.close(copy)
+            return
+        with socket.socket(fileno=copy) as connection, suppress(OSError):  # its other end has been faster
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def connections() -> Iterator[Connection]:
@@ -318,6 +319,9 @@ def connections() -> Iterator[Connection]:
                 continue
             copy = os.dup(descriptor)
         except OSError:  # closed meanwhile
+            continue
+        if os.fstat(copy).st_ino != inode.st_ino:
+            os.close(copy)
             continue
         with socket.socket(fileno=copy) as connection:
             of_tcp = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
