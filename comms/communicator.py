@@ -18,7 +18,8 @@ from gradwire.comms.bootstrap.nics import describe_nics, interface_of
 from gradwire.comms.bootstrap.placement import Presence, cluster_of, exchange, start_of
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket, Executor, FutureTensor, Launch
+from gradwire.comms.errors import PeerError
+from gradwire.comms.execute import CLOSING_SECONDS, Bucket, Executor, FutureTensor, Launch
 from gradwire.comms.plan.plan import Plan
 from gradwire.comms.plan.routes import Route, Routes
 from gradwire.comms.report import Report
@@ -246,17 +247,21 @@ class Communicator:
         For ranks that will meet again in other groups: who waits for this one is woken by the end of the connection.
         """
         self._aborted = True
+        if self._streams is not None:
+            self.executor.interrupt(PeerError(reason))
         self._groups.abort(reason)
         self._groups.disconnect()
 
-    def close(self) -> None:
-        """Ends the lanes and releases shared memory and connections."""
-        self.executor.close()
-        if self._ring is None:
-            self._groups.close()
-            return
-        orderly = not (self._aborted or self.executor.is_under_way)
-        self._ring.close(orderly=orderly)
+    def close(self, seconds: float = CLOSING_SECONDS) -> None:
+        """Ends the lanes and releases shared memory and connections.
+
+        Args:
+            seconds: For what is under way.
+        """
+        self.executor.close(seconds)
+        orderly = self._streams is None or not (self._aborted or self.executor.is_under_way)
+        if self._ring is not None:
+            self._ring.close(orderly=orderly)
         if orderly:
             self._groups.close()
         else:  # the executor has waited already, and the others are told that nothing more will come

@@ -219,7 +219,11 @@ class Job:
                 weights[row["step"]].add(row["weights"])
         odd = [step for step, found in weights.items() if len(found) > 1]
         if odd:
-            problems.append(f"weights differ between ranks after steps {odd[:5]} and {max(0, len(odd) - 5)} more")
+            problems.append(f"weights differ between ranks after {len(odd)} steps, first after {min(odd)}")
+            for rank in self.all:
+                rows = [row for row in self.rows(rank) if abs(row["step"] - min(odd)) < 3]
+                seen = [(row["step"], row["epoch"], row["size"], row["weights"]) for row in rows]
+                print(f"  {rank.log.name} on {rank.node}: {seen}", flush=True)
         for rank in self.ranks:
             if rank.process.exitcode != 0:
                 problems.append(f"{rank.log.name} ended with {rank.process.exitcode}")

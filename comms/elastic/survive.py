@@ -37,6 +37,9 @@ log = logging.getLogger("gradwire")
 AGREEMENT_SECONDS = 4 * (SILENCE_SECONDS + LEADER_SECONDS)
 """For an agreement, with three leaders that are lost over it."""
 
+LANES_SECONDS = 60.0
+"""For lanes to end whose connections are gone: milliseconds, on a machine that has time for them."""
+
 MOST_REPEATS = 3
 """Of one operation by the same members: a connection that broke is made anew, an error that comes again is raised."""
 
@@ -244,7 +247,9 @@ class Survivor:
             began = time.monotonic()
             self.membership.report(before.epoch, reason)
             self.communicator.abandon(reason)
-            self.communicator.close()
+            self.communicator.close(LANES_SECONDS)
+            if not self.communicator.executor.has_ended:  # it may write to gradients that are to be sent again
+                raise GivenUpError(f"what was under way has not ended {LANES_SECONDS:g} s after: {reason}") from error
             view = self.membership.next(AGREEMENT_SECONDS)
             try:
                 self._begin(view)

@@ -1,7 +1,7 @@
 """Laws of the agreement, with ranks as threads: whoever is lost, all survivors name the same members in one order."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import pytest
@@ -27,6 +27,10 @@ def lose(made: Sequence[Membership], lost: Sequence[int]) -> None:
         made[rank].close(orderly=False)
 
 
+def next_of(made: Sequence[Membership], left: Sequence[int]) -> Callable[[int], View]:
+    return lambda index: made[left[index]].next(SECONDS)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_all_survivors_name_the_same_members(seed: int) -> None:
     choose = random.Random(seed)
@@ -37,7 +41,7 @@ def test_all_survivors_name_the_same_members(seed: int) -> None:
         lost = choose.sample(left, choose.randint(1, len(left) - 1))
         lose(made, lost)
         left = [rank for rank in left if rank not in lost]
-        views = run_ranks(len(left), lambda index, left=left: made[left[index]].next(SECONDS))
+        views = run_ranks(len(left), next_of(made, left))
         assert {view.members for view in views} == {tuple(f"rank {rank}" for rank in left)}
         assert [view.rank for view in views] == list(range(len(left)))
         assert set(views[0].lost) >= {f"rank {rank}" for rank in lost} or views[0].epoch > 1
