@@ -39,7 +39,7 @@ from gradwire.comms.config import Config
 from gradwire.comms.elastic.group import ElasticGroup
 from gradwire.comms.elastic.joining import Requests, ask, find_job, job_key, unprefixed
 from gradwire.comms.elastic.membership import Membership, View
-from gradwire.comms.elastic.step import Kept
+from gradwire.comms.elastic.step import Kept, agree
 from gradwire.comms.elastic.survive import EpochBoard, Survivor, oversight
 from gradwire.comms.elastic.transfer import Carried, Transfer, load_module
 from gradwire.comms.execute import Bucket, FutureTensor, Launch
@@ -50,6 +50,7 @@ from gradwire.comms.report import Report
 from gradwire.comms.resume import COLUMNS, Resume, to_rows
 from gradwire.compressors.base import Layout, StateDict
 from gradwire.compressors.optim.first_step import Check, check_at_first_step, withdraw
+from gradwire.compressors.routed import Routed
 from gradwire.compressors.rules import warn_of_idle
 
 log = logging.getLogger("gradwire")
@@ -163,6 +164,8 @@ class _Connection:
         threshold_nbytes = round(config.fusion_mb * 2**20)
         first = FusionPlan(threshold_nbytes=threshold_nbytes)
         self.fusion: Fusion = Fusion(previous.fusion.plan if previous and not joined else first)
+        self.agrees = previous is None and not joined
+        """Whether what payloads are decoded with is the same on all ranks."""
         self.fusion_plans = self._consensus(store, f"fusion/{name}", FUSION_TIMEOUT)
         if previous is not None and not joined:
             self._go_on(previous)
@@ -487,6 +490,8 @@ class HookState:
 
     def _travel(self, connection: _Connection, arrived: Bucket) -> None:
         """Launches what is due now that a bucket has arrived."""
+        if self._survivor is not None and not connection.agrees:
+            self._agree(connection, self._survivor)
         if self._resume is not None and arrived.layout is not None:
             self._resume.add(arrived)
         else:
@@ -660,6 +665,13 @@ class HookState:
             self._release(connection)
         if not self._in_backward:
             self._end_step()
+
+    def _agree(self, connection: _Connection, survivor: Survivor) -> None:
+        """Has all ranks decode payloads alike: what that takes may be on some nodes alone after a change."""
+        routed = connection.compression.compressor if connection.compression is not None else None
+        if isinstance(routed, Routed) and (stores := routed.shared()):
+            agree(stores, self.names.numels(), connection.communicator, survivor.wait)
+        connection.agrees = True
 
     def _release(self, connection: _Connection) -> None:
         self._launch(connection, connection.fusion.flush())

@@ -92,7 +92,7 @@ def train(environment: dict[str, str], log: str, compressor: str, compute_second
     module = nn.Sequential(nn.Linear(32, 256), nn.BatchNorm1d(256), nn.Linear(256, 256), nn.Linear(256, 10))
     model = DistributedDataParallel(module, bucket_cap_mb=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    options = {"warmup_steps": 3} if compressor == "powersgd" else {}
+    options = {"warmup_steps": 3} if compressor in ("powersgd", "onebit", "dgc") else {}
     state = gradwire.HookState(
         model,
         elastic=True,

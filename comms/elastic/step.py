@@ -1,12 +1,13 @@
 """What is kept of a step's gradients until all ranks have averaged them: then they can be sent again, to others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.execute import Bucket, FutureTensor
+from gradwire.compressors.residual import ElementStore, Piece
 
 
 class Kept:
@@ -82,3 +83,43 @@ class Kept:
         self.settled = True
         for bucket, promise in zip(self._buckets, self._promises, strict=True):
             promise.set_result(bucket.flat)
+
+
+def agree(
+    stores: Sequence[ElementStore],
+    numels: Mapping[str, int],
+    communicator: Communicator,
+    wait: Callable[[FutureTensor], Tensor],
+) -> None:
+    """Gives every node what any node has: in the end its first rank holds all of it, and it moves on to the owners.
+
+    Ranks of a node hold different elements, nodes the same ones; after a loss or a join some have a gap. Nothing is
+    changed here before all has been received, so the agreement may be broken off and begun again.
+
+    Args:
+        stores: Whose values are the same wherever they are, and not zero; replaced. The same on all ranks.
+        numels: Elements of each parameter; the same on all ranks, in the same order.
+        communicator: Of all ranks.
+        wait: Waits for an all-reduce, or raises what went wrong.
+
+    Raises:
+        RuntimeError: A rank was lost.
+    """
+    cluster, rank, device = communicator.cluster, communicator.rank, communicator.device
+    holds = cluster.ranks(cluster.unit(rank, 0))[0] == rank
+    received: list[list[Piece]] = []
+    for store in stores:
+        own: dict[str, list[Piece]] = {}
+        for piece in store.pieces():
+            own.setdefault(piece.name, []).append(piece)
+        received.append([])
+        for name, numel in numels.items():
+            values, counts = both = torch.zeros(2, numel, device=device)
+            for piece in own.get(name, ()):
+                values[piece.start : piece.stop] = piece.value
+            counts.copy_(values != 0.0)
+            wait(communicator.all_reduce(both.view(-1)))
+            if counts.any():
+                received[-1].append(Piece(name, 0, values / counts.clamp(min=1.0)))
+    for store, pieces in zip(stores, received, strict=True):
+        store.replace(pieces if holds else [])
