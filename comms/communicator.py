@@ -3,6 +3,7 @@
 The hook and the process group are two faces of this object.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -227,6 +228,23 @@ class Communicator:
         bucket = Bucket.of(flat)
         self.executor.start(Launch((flat,), None, (bucket,)), self.routes.along(flat.numel(), plan), 1.0, flush=False)
         return bucket.result()
+
+    def swap(self, other: int, nbytes: int) -> float:
+        """Exchanges bytes with one other rank, for measurements; both call it, and nothing else is in flight.
+
+        Args:
+            other: The other rank, on another node.
+            nbytes: From each to the other.
+
+        Returns:
+            Seconds that it took.
+        """
+        transport = self._groups[(0, 0), tuple(sorted((self.rank, other)))]
+        source = torch.zeros(2, -(-nbytes // 4), device=self.device)
+        received = torch.empty_like(source)
+        began = time.perf_counter()
+        transport.all_to_all(received, source).wait()
+        return time.perf_counter() - began
 
     def report(self, steps: int = 0) -> Report:
         """What has travelled so far, and by which plans."""

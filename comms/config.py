@@ -78,8 +78,9 @@ class Config:
     """Units above the node that this rank is in, outermost first: `("region1", "rack7")` (own on every rank)."""
 
     nic_bytes_per_second: float | None = None
-    """Bandwidth of a node towards the others, one direction; None takes the slowest node's card where every
-    rank knows its own, else the cost model's default."""
+    """Bandwidth of this rank's node towards the others, one direction (own on every rank, given on all or on none).
+    Nodes with slower links then own less of what is exchanged; None takes the card's where every rank knows its own,
+    else the cost model's default."""
 
     nic_per_rank: bool = False
     """Gloo listens on the network card that the topology gives each local rank, instead of on one interface for all;
@@ -180,7 +181,7 @@ class Config:
 
     def shared(self) -> dict[str, str]:
         """The fields that must agree on all ranks, as text."""
-        own = {"hostname", "location", "tune_profile", "join"}
+        own = {"hostname", "location", "tune_profile", "nic_bytes_per_second", "join"}
         return {
             entry.name: _plain(getattr(self, entry.name)) for entry in dataclasses.fields(self) if entry.name not in own
         }

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -26,14 +27,23 @@ from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline
 from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
 from gradwire.comms.migration import migrate
-from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, Exchange, Transfer
+from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange, Transfer
 from gradwire.comms.plan.routes import Chunk, PhasePart, Route
+from gradwire.comms.plan.schedule import member_shares
 from gradwire.comms.streams import STREAMS, Clock, HostClock, Mark, SideStreams
-from gradwire.comms.transport.exchange import exchange
+from gradwire.comms.transport.exchange import all_to_all_of, exchange
 from gradwire.comms.transport.groups import Groups, Transport
 from gradwire.comms.transport.nccl import NcclTransport
 from gradwire.comms.transport.torch_group import Works
-from gradwire.compressors.base import ALL_TO_ALL, Collective, Compressor, Layout, Member, Request, Work
+from gradwire.compressors.base import (
+    Collective,
+    Compressor,
+    Layout,
+    Member,
+    Request,
+    Work,
+    weighted_bounds,
+)
 from gradwire.topology.cluster import Cluster
 
 log = logging.getLogger("gradwire")
@@ -51,6 +61,9 @@ CLOSING_SECONDS = 5.0
 
 CLOSING_LOOK_SECONDS = 0.02
 """Between two looks at whether the device has come to the end."""
+
+ALL_GATHER_SLICES = "all_gather_slices"
+"""The method of a transport that is the inverse of `reduce_scatter`, beside the operations of compressors."""
 
 CLOSED = "gradwire is closed on this rank: make a new HookState, or a new process group, for further all-reduces"
 
@@ -598,9 +611,10 @@ class Executor:
         wide = [_contribution(shard, scale) for shard in shards]
         running: list[tuple[tuple[int, ...], Iterator[Request]]] = []
         for transfer, layout, shard in zip(transfers, part.layouts, wide, strict=True):
-            member = Member(transfer.members.index(self._rank), len(transfer.members))
+            shares = member_shares(part.phase, transfer)
+            member = Member(transfer.members.index(self._rank), len(transfer.members), shares)
             steps = _flushed(compressor, shard, layout) if run.flush else compressor.all_reduce(shard, layout, member)
-            running.append((transfer.members, steps))
+            running.append((transfer.members, _by_owners(steps, shares) if shares else steps))
         sent_nbytes, rounds = 0.0, 0
         while True:
             works: list[Work] = []
@@ -610,7 +624,7 @@ class Executor:
                     continue
                 collectives = (request,) if isinstance(request, Collective) else request
                 works.append(issue_together(self._groups[lane, members], collectives))
-                sent_nbytes += sum(_sent_nbytes(each, len(members)) for each in collectives)
+                sent_nbytes += sum(_sent_nbytes(each, len(members), members.index(self._rank)) for each in collectives)
             if not works:
                 break
             rounds += 1
@@ -845,8 +859,40 @@ def issue_together(transport: Transport, collectives: Sequence[Collective]) -> W
     """
     if isinstance(transport, NcclTransport):
         return transport.issue_together(collectives)
-    works = [getattr(transport, each.op)(*each.tensors) for each in collectives]
+    works = [_issue_one(transport, each) for each in collectives]
     return works[0] if len(works) == 1 else Works(works)
+
+
+def _issue_one(transport: Transport, collective: Collective) -> Work:
+    issue = getattr(transport, collective.op)
+    if not collective.bounds:
+        return cast(Work, issue(*collective.tensors))
+    if collective.op in (REDUCE_SCATTER, ALL_GATHER_SLICES):
+        return cast(Work, issue(*collective.tensors, collective.bounds))
+    output, source = collective.tensors
+    width = output.shape[1:].numel()
+    if collective.op == ALL_GATHER:
+        start, stop = collective.bounds[transport.rank : transport.rank + 2]
+        output[start:stop] = source
+        return transport.all_gather_slices(output.view(-1), [width * bound for bound in collective.bounds])
+    splits = [width * (stop - start) for start, stop in pairwise(collective.bounds)]
+    return all_to_all_of(transport, output.view(-1), source.view(-1), splits)
+
+
+def _by_owners(steps: Iterator[Request], shares: Sequence[int]) -> Iterator[Request]:
+    """A compressor's collectives, with every all_reduce as a reduce_scatter to unequal owners and an all_gather."""
+    for request in steps:
+        collectives = (request,) if isinstance(request, Collective) else request
+        sums = [each for each in collectives if each.op == ALL_REDUCE]
+        if not sums:
+            yield request
+            continue
+        others = [each for each in collectives if each.op != ALL_REDUCE]
+        for op in (REDUCE_SCATTER, ALL_GATHER_SLICES):
+            flats = [each.tensors[0].view(-1) for each in sums]
+            halves = [Collective(op, (flat,), weighted_bounds(flat.numel(), shares)) for flat in flats]
+            yield (*halves, *others)
+            others = []
 
 
 def _only(done: torch.futures.Future[list[Tensor]]) -> Tensor:
@@ -882,9 +928,12 @@ def _flushed(compressor: Compressor, shard: Tensor, layout: Layout) -> Iterator[
     yield Collective(ALL_REDUCE, (shard,))
 
 
-def _sent_nbytes(collective: Collective, size: int) -> float:
-    """Bytes that each of `size` ranks sends in a collective of a compressor, headers not counted."""
-    nbytes = collective.tensors[-1].nbytes
+def _sent_nbytes(collective: Collective, size: int, rank: int) -> float:
+    """Bytes that one of `size` ranks sends in a collective of a compressor, headers not counted."""
+    nbytes, bounds = collective.tensors[-1].nbytes, collective.bounds
     if collective.op == ALL_REDUCE:
         return 2 * (size - 1) / size * nbytes
-    return nbytes * (size - 1) / (size if collective.op == ALL_TO_ALL else 1)
+    if collective.op == ALL_GATHER:
+        return nbytes * (size - 1)
+    own = (bounds[rank + 1] - bounds[rank]) / max(bounds[-1], 1) if bounds else 1 / size
+    return nbytes * own * (size - 1) if collective.op == ALL_GATHER_SLICES else nbytes * (1 - own)

@@ -23,6 +23,7 @@ from gradwire.comms.autotune.probe import probe
 from gradwire.comms.autotune.profile import fingerprint
 from gradwire.comms.autotune.stepwatch import JobAdvice, StepWatch, advise_job
 from gradwire.comms.autotune.tune import Tuning
+from gradwire.comms.autotune.unit_rates import REMEASURE_STEPS, measure_units
 from gradwire.comms.bootstrap.compat import (
     GradBucket,
     PrefixStore,
@@ -167,12 +168,15 @@ class _Connection:
         self.agrees = previous is None and not joined
         """Whether what payloads are decoded with is the same on all ranks."""
         self.fusion_plans = self._consensus(store, f"fusion/{name}", FUSION_TIMEOUT)
+        self.units: Consensus | None = None
         if previous is not None and not joined:
             self._go_on(previous)
         if previous is not None or joined:
             self._move_state()
         elif config.learns_cuts or config.probe:
             probe(self.communicator, self._consensus(store, f"probe/{name}", config.timeout))
+            self.units = self._consensus(store, f"units/{name}", config.timeout)
+            measure_units(self.communicator, self.units)
         self.communicator.routes.settle(threshold_nbytes or BUCKET_NBYTES)
         self.communicator.connect(threshold_nbytes or BUCKET_NBYTES)
         self.watch = StepWatch(self.communicator.clock)
@@ -644,6 +648,8 @@ class HookState:
         communicator = connection.communicator
         if communicator.device.type == "cuda":
             communicator.executor.timing = is_timed(self.steps)
+        if connection.units is not None and self._survivor is None and self.steps and self.steps % REMEASURE_STEPS == 0:
+            measure_units(communicator, connection.units, again=True)
         self._timed = connection.tuning is not None or communicator.executor.timing
         if connection.compression is not None:
             if connection.compression.follows_scaler:

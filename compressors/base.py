@@ -7,8 +7,9 @@ owns between the phases inside the node.
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
@@ -51,6 +52,10 @@ class Collective:
     """`all_reduce`: (tensor,), replaced by its sum over the ranks, the same bits on all of them. `all_to_all`: (output,
     source) of one shape; the r-th of `size` equal parts of `source` goes to rank r. `all_gather`: (output, source);
     `output` (numel = size * source.numel()) receives every rank's `source`, in rank order."""
+    bounds: tuple[int, ...] = ()
+    """Where the ranks' parts are unequal: rank r's rows (along dim 0) of what all ranks have together are
+    `bounds[r]:bounds[r + 1]`. `all_to_all`: of `source`; `output` (size times the rows of this rank's part) receives
+    this rank's part from every rank, in rank order. `all_gather`: of `output`; `source` is this rank's part."""
 
 
 Request = Collective | tuple[Collective, ...]
@@ -65,6 +70,8 @@ class Member:
     """Index in the group, 0 <= rank < size."""
     size: int
     """Number of ranks."""
+    shares: tuple[int, ...] = ()
+    """How much of what they exchange each rank owns, where their links differ, in any measure; empty: equal parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +164,21 @@ def even_bounds(numel: int, parts: int, align: int = 1) -> tuple[int, ...]:
     """
     blocks = -(-numel // align)
     return tuple(min(numel, blocks * part // parts * align) for part in range(parts + 1))
+
+
+def weighted_bounds(numel: int, shares: Sequence[int], align: int = 1) -> tuple[int, ...]:
+    """Cuts `numel` elements in proportion to some shares.
+
+    Args:
+        numel: Elements.
+        shares: Whole numbers >= 0, not all 0.
+        align: Cuts are at multiples of this many elements, but for the end.
+
+    Returns:
+        `len(shares) + 1` ascending offsets from 0 to `numel`.
+    """
+    blocks, total = -(-numel // align), sum(shares)
+    return tuple(min(numel, blocks * before // total * align) for before in accumulate(shares, initial=0))
 
 
 def equal_bounds(numel: int, parts: int, align: int) -> tuple[int, ...]:

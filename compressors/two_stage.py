@@ -28,6 +28,7 @@ from gradwire.compressors.base import (
     check_gradient,
     equal_bounds,
     refuse_capture,
+    weighted_bounds,
 )
 from gradwire.compressors.kernels.reference.pieces import decode_each, encode_each
 from gradwire.compressors.stateful import Stateful
@@ -187,24 +188,42 @@ def reduce_encode(
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How a shard of `numel` elements is divided between `size` owners."""
+    """How a shard of `numel` elements is divided between `size` owners: into pieces, of which each owns a run.
+
+    With equal parts each owns one piece. With shares there are as many pieces as `shares` has units in all, whoever
+    owns them: so neither a payload nor a sum depends on the shares.
+    """
 
     numel: int
     size: int
+    shares: tuple[int, ...] = ()
 
     @property
     def width(self) -> int:
-        """Elements of a full part; the last ones may be shorter or empty."""
+        """Elements of a full piece; the last ones may be shorter or empty."""
+        if self.shares:
+            return max(1, -(-self.numel // (sum(self.shares) * SHARD_ALIGN))) * SHARD_ALIGN
         return -(-self.numel // (self.size * PART_ALIGN)) * PART_ALIGN
 
     @property
+    def pieces(self) -> int:
+        """How many there are."""
+        return max(1, -(-self.numel // self.width)) if self.shares else self.size
+
+    @property
     def full(self) -> int:
-        """Number of parts of the full width."""
+        """Number of pieces of the full width."""
         return self.numel // self.width if self.numel else 0
+
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """Which pieces each owner has: `size + 1` ascending numbers; empty for one each."""
+        return weighted_bounds(self.pieces, self.shares) if self.shares else ()
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Returns the first element of the rank's part, and one past its last."""
-        return min(self.numel, rank * self.width), min(self.numel, (rank + 1) * self.width)
+        first, last = (rank, rank + 1) if not self.shares else self.owned[rank : rank + 2]
+        return min(self.numel, first * self.width), min(self.numel, last * self.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,28 +269,31 @@ def two_stage(
     Yields:
         Two collectives: all-to-all, all-gather.
     """
-    parts = Parts(source.numel(), group.size)
-    payloads = _blank(codec, group.size, codec.wire_nbytes(parts.width), parts.full, source.device)
+    parts = Parts(source.numel(), group.size, group.shares)
+    payloads = _blank(codec, parts.pieces, codec.wire_nbytes(parts.width), parts.full, source.device)
     encode_pieces(codec, source, residuals.worker, residuals.new_worker, payloads, parts.width)
-    received = torch.empty_like(payloads)
-    yield Collective(ALL_TO_ALL, (received, payloads))
-
     start, stop = parts.bounds(group.rank)
-    reduced = _blank(
-        return_codec, 1, return_codec.wire_nbytes(parts.width), int(stop - start == parts.width), source.device
-    )[0]
-    received = received[:, : codec.wire_nbytes(stop - start)]
-    reduce_encode(
-        codec,
-        return_codec,
-        received,
-        residuals.server,
-        residuals.new_server,
-        reduced[: return_codec.wire_nbytes(stop - start)],
-        stop - start,
-    )
-    all_reduced = torch.empty(group.size, reduced.numel(), dtype=torch.uint8, device=source.device)
-    yield Collective(ALL_GATHER, (all_reduced, reduced))
+    own = parts.owned[group.rank + 1] - parts.owned[group.rank] if group.shares else 1
+    received = torch.empty(group.size * own, payloads.shape[1], dtype=torch.uint8, device=source.device)
+    yield Collective(ALL_TO_ALL, (received, payloads), parts.owned)
+
+    full = (stop - start) // max(parts.width, 1)
+    reduced = _blank(return_codec, own, return_codec.wire_nbytes(parts.width), full, source.device)
+    for piece in range(own):
+        low = piece * parts.width
+        numel = min(stop - start - low, parts.width)
+        old, new = residuals.server, residuals.new_server
+        reduce_encode(
+            codec,
+            return_codec,
+            received[piece::own, : codec.wire_nbytes(numel)],
+            old if old is None or own == 1 else old[low : low + numel],
+            new if new is None or own == 1 else new[low : low + numel],
+            reduced[piece, : return_codec.wire_nbytes(numel)],
+            numel,
+        )
+    all_reduced = torch.empty(parts.pieces, reduced.shape[1], dtype=torch.uint8, device=source.device)
+    yield Collective(ALL_GATHER, (all_reduced, reduced), parts.owned)
 
     decode_pieces(return_codec, all_reduced, target, parts.width)
 
@@ -337,7 +359,9 @@ class TwoStage(Stateful):
         if (layout, group) not in self._own_parts:
             check_gradient(shard)
             self.prepare(shard.device)
-            self._own_parts[layout, group] = layout.cut(*Parts(layout.numel, group.size).bounds(group.rank))
+            self._own_parts[layout, group] = layout.cut(
+                *Parts(layout.numel, group.size, group.shares).bounds(group.rank)
+            )
         source = self._with_momentum(shard, layout)
         if group.size == 1 or self.step < self.warmup_steps or not shard.numel():
             yield from self._dense(source, shard, layout, group)

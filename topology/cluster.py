@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 
@@ -94,6 +94,26 @@ class Level:
 
     name: str
     link: Link
+    unit_rates: tuple[float, ...] = ()
+    """Bytes per second that each unit below sends, in the order of `Cluster.units(level - 1)`, where they are known to
+    differ; the link's rate is then the least of them. Empty: all units are alike."""
+
+    def __post_init__(self) -> None:
+        if any(not 0 < rate < math.inf for rate in self.unit_rates):
+            raise ValueError(f"`unit_rates` is {self.unit_rates}; wanted finite numbers > 0, in bytes per second")
+
+    def link_of(self, unit: int) -> Link:
+        """The link of one unit, by its place in `Cluster.units(level - 1)`."""
+        return replace(self.link, bytes_per_second=self.unit_rates[unit]) if self.unit_rates else self.link
+
+    def with_rates(self, rates: Sequence[float]) -> "Level":
+        """The same level, its units with these rates in bytes per second; of rates that are all equal only one stays.
+
+        Args:
+            rates: One for each unit, in the order of `Cluster.units(level - 1)`.
+        """
+        link = replace(self.link, bytes_per_second=min(rates))
+        return replace(self, link=link, unit_rates=tuple(rates) if len(set(rates)) > 1 else ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +164,13 @@ class Cluster:
                 f"`levels` has {len(self.levels)} entries; wanted {sorted(lengths)}: "
                 "one more than there are numbers in a rank's location"
             )
+        for number, level in enumerate(self.levels):
+            units = len(self.units(number - 1)) if level.unit_rates and number else 0
+            if level.unit_rates and len(level.unit_rates) != units:
+                raise ValueError(
+                    f"`unit_rates` of level {level.name} has {len(level.unit_rates)} entries; wanted "
+                    + (f"{units}: one for each unit" if number else "none: inside a node one rate serves all ranks")
+                )
 
     @property
     def size(self) -> int:

@@ -16,7 +16,9 @@ class PcieLink:
     """How fast a PCIe function is attached to the bridge above it."""
 
     gigatransfers_per_second: float | None = None
-    """Transfer rate of one lane: 2.5, 5, 8, 16, 32 or 64."""
+    """Highest transfer rate of one lane that both ends have: 2.5, 5, 8, 16, 32 or 64."""
+    current_gigatransfers_per_second: float | None = None
+    """The rate at the moment where it is lower: an idle GPU lowers it."""
     lanes: int | None = None
     """Width of the link."""
     virtual: bool = False
@@ -51,6 +53,8 @@ class PciDevice:
     """Unique name in the machine: the bus id, where there is one."""
     parent: str | None = None
     """Key of the switch or CPU above; None where unknown."""
+    bridges_known: bool = True
+    """False where the source may lack PCIe switches between it and its `parent`."""
     vendor: int | None = None
     device: int | None = None
     subsystem_vendor: int | None = None
@@ -127,6 +131,8 @@ class Gpu(Endpoint):
 
     index: int | None = None
     """Number the driver gives it."""
+    part: int | None = None
+    """Which part it is of a card that shows itself as several GPUs on one bus id; None for a whole card."""
     compute_capability: int | None = None
     """`sm` of NCCL's file: 80 for A100, 90 for H100; AMD writes a number of its own."""
     architecture: str | None = None
@@ -183,6 +189,8 @@ class Machine:
     """Everything known about one host."""
 
     hostname: str | None = None
+    product: str | None = None
+    """Model of the host, as its firmware names it: `DGXH100`."""
     cpus: tuple[Cpu, ...] = ()
     switches: tuple[PciSwitch, ...] = ()
     gpus: tuple[Gpu, ...] = ()

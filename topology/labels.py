@@ -14,21 +14,29 @@ _MAKER = re.compile(r"^(NVIDIA|Mellanox|AMD|Intel|Broadcom Inc\.)( Corporation| 
 
 
 def gigabytes(bytes_per_second: float | None) -> str:
-    """Returns a rate as people write it: `48 GB/s`, or `?`.
+    """Returns a rate as people write it: `48 GB/s`, `1.8 TB/s`, or `?`.
 
     Args:
         bytes_per_second: The rate.
     """
-    return UNKNOWN if bytes_per_second is None else f"{bytes_per_second / 1e9:.3g} GB/s"
+    return UNKNOWN if bytes_per_second is None else f"{_scaled(bytes_per_second)}B/s"
 
 
 def gigabits(bits_per_second: float | None) -> str:
-    """Returns a line rate as people write it: `400 Gb/s`, or `?`.
+    """Returns a line rate as people write it: `400 Gbit/s`, `1.6 Tbit/s`, or `?`.
 
     Args:
         bits_per_second: The rate.
     """
-    return UNKNOWN if not bits_per_second else f"{bits_per_second / 1e9:.3g} Gb/s"
+    return UNKNOWN if not bits_per_second else f"{_scaled(bits_per_second)}bit/s"
+
+
+def _scaled(rate: float) -> str:
+    """Returns three digits and a prefix, never an exponent: `450 G`, `1.6 T`, `375 M`."""
+    for prefix, unit in (("T", 1e12), ("G", 1e9)):
+        if float(f"{rate:.3g}") >= unit:
+            return f"{float(f'{rate / unit:.3g}'):g} {prefix}"
+    return f"{float(f'{rate / 1e6:.3g}'):g} M"
 
 
 def pcie_text(link: PcieLink | None) -> str:
@@ -42,7 +50,9 @@ def pcie_text(link: PcieLink | None) -> str:
     if link.virtual:
         return "virtual link"
     rate = UNKNOWN if link.gigatransfers_per_second is None else f"{link.gigatransfers_per_second:g}"
-    return f"{rate} GT/s x{link.lanes or UNKNOWN}, {gigabytes(pcie_bytes_per_second(link))}"
+    now = link.current_gigatransfers_per_second
+    lowered = "" if now is None else f" (now {now:g} GT/s)"
+    return f"{rate} GT/s x{link.lanes or UNKNOWN}, {gigabytes(pcie_bytes_per_second(link))}{lowered}"
 
 
 def nic_rate(nic: Nic) -> str:
@@ -161,6 +171,16 @@ class Labels:
         rates = [link.bytes_per_second for link in self.bundles[gpu.key]]
         known = [rate for rate in rates if rate is not None]
         return sum(known) if known and len(known) == len(rates) else None
+
+    def c2c(self, gpu: Gpu) -> str:
+        """Returns `C2C 224 GB/s` for a GPU with a chip-to-chip link to its CPU, else nothing.
+
+        Args:
+            gpu: A GPU of the machine.
+        """
+        link = next((link for link in self.machine.links if link.kind == "c2c" and link.a == gpu.key), None)
+        rate = None if link is None else link.bytes_per_second
+        return "" if link is None else "C2C" if rate is None else f"C2C {gigabytes(rate)}"
 
     def gpu_gpu(self, a: Gpu, b: Gpu) -> str:
         """Returns the cell of a matrix for two GPUs: `NV12`, `XGMI`, a path type, or `?`.

@@ -8,10 +8,11 @@ Source: NCCL v2.30 src/include/graph.h (types), src/graph/paths.cc (how a path g
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 
+from gradwire.topology.bandwidth import nic_bytes_per_second
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Gpu, Machine, Nic, PciSwitch
 from gradwire.topology.pci_ids import broadcom_generation
@@ -33,7 +34,13 @@ class PathType(Enum):
 
 
 GDR_BY_DEFAULT = frozenset({PathType.LOC, PathType.PIX, PathType.PXB, PathType.P2C})
-"""Paths on which NCCL uses GPUDirect RDMA unless configured otherwise (P2C from NCCL 2.27 on)."""
+"""Paths on which NCCL uses GPUDirect RDMA unless configured otherwise (P2C from NCCL 2.27 on).
+
+P2C is for a GPU's local cards alone. Source: NCCL v2.30 src/graph/paths.cc (ncclTopoComputePaths).
+"""
+
+_INSIDE_A_CPU = frozenset({PathType.PIX, PathType.PXB, PathType.PHB})
+"""Paths through the PCI tree that do not leave the CPU."""
 
 MAX_DEVICES = 512
 """More GPUs or more NICs than this are no machine; the limit keeps a hostile file from costing quadratic time."""
@@ -54,6 +61,25 @@ def path_of_printed(name: str) -> PathType | None:
     if name in PathType.__members__:
         return PathType[name]
     return PathType.NVL if name.startswith("NV") and name[2:].isdigit() else _PRINTED.get(name)
+
+
+def local_cards(paths: Mapping[str, PathType | None], rates: Mapping[str, float | None]) -> frozenset[str]:
+    """Returns the cards that NCCL calls local to a GPU: of those on its own CPU the fastest, of these the nearest.
+
+    A card whose rate is unknown may be one of the fastest.
+
+    Args:
+        paths: Card -> its path from the GPU through the PCI tree.
+        rates: Card -> what it can send, in any unit.
+
+    Source: NCCL v2.30 src/graph/topo.cc (ncclTopoGetLocal: bandwidth first, then path type).
+    """
+    order = tuple(PathType)
+    near = {card: order.index(path) for card, path in paths.items() if path in _INSIDE_A_CPU and path is not None}
+    best = max((rate for card in near if (rate := rates.get(card)) is not None), default=None)
+    fastest = [card for card in near if rates.get(card) in (None, best)]
+    nearest = min((near[card] for card in fastest), default=None)
+    return frozenset(card for card in fastest if near[card] == nearest)
 
 
 def _generation(switch: PciSwitch, level: int) -> int:
@@ -133,9 +159,14 @@ class Distances:
         if cpu_a is None or cpu_b is None:
             return None
         if cpu_a == cpu_b:
-            return PathType.PHB
+            return PathType.PHB if self._complete(a) and self._complete(b) else None
         known = all(key in self._cpus and self._cpus[key].numa is not None for key in (cpu_a, cpu_b))
         return PathType.SYS if known else None
+
+    def _complete(self, device: Gpu | Nic) -> bool:
+        """Returns whether all switches above a device are known."""
+        top = self._switches[self._tops[device.parent][0]] if device.parent in self._tops else device
+        return top.bridges_known
 
     def _path(self, a: Gpu | Nic, b: Gpu | Nic) -> PathType | None:
         """Returns what the source states, else the path through the PCI tree."""
@@ -160,9 +191,14 @@ class Distances:
         return {gpu: frozenset(peers) for gpu, peers in direct.items()}
 
     @cached_property
-    def _coherent(self) -> frozenset[str]:
-        """GPUs with a chip-to-chip link to their CPU."""
-        return frozenset(link.a for link in self.machine.links if link.kind == "c2c")
+    def _over_c2c(self) -> dict[str, frozenset[str]]:
+        """GPU with a chip-to-chip link -> its local cards, the only ones that NCCL reaches over that link."""
+        coherent = {link.a for link in self.machine.links if link.kind == "c2c"}
+        rates = {nic.key: nic_bytes_per_second(nic) for nic in self.machine.nics} if coherent else {}
+        gpus = (gpu for gpu in self.machine.gpus if gpu.key in coherent)
+        return {
+            gpu.key: local_cards({nic.key: self._path(gpu, nic) for nic in self.machine.nics}, rates) for gpu in gpus
+        }
 
     def gpu_gpu(self, a: Gpu, b: Gpu) -> PathType | None:
         """Returns the best path between two GPUs, or None where it is unknown.
@@ -189,7 +225,7 @@ class Distances:
             nic: A NIC of the machine.
         """
         path = self._path(gpu, nic)
-        return PathType.P2C if path is PathType.PHB and gpu.key in self._coherent else path
+        return PathType.P2C if path is PathType.PHB and nic.key in self._over_c2c.get(gpu.key, ()) else path
 
     def nic_nic(self, a: Nic, b: Nic) -> PathType | None:
         """Returns the path between two NICs, or None where it is unknown.

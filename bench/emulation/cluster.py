@@ -10,7 +10,7 @@ from typing import Self
 
 from gradwire.bench.emulation.launch import JobOutcome, RankLine, Ranks
 from gradwire.bench.emulation.namespaces import Holder, available
-from gradwire.bench.emulation.rate import parse_rate
+from gradwire.bench.emulation.rate import parse_rates
 from gradwire.bench.emulation.seats import Order, Seat, seat_ranks, torchrun_environment
 
 INTERFACE = "eth0"
@@ -71,7 +71,8 @@ class EmulatedCluster:
 
         Args:
             nodes: Ranks of each node, for example [2, 2] or [3, 1].
-            nic: Rate of each node's link, each direction, for example `200mbit`; None leaves the links unlimited.
+            nic: Rate of each node's link, each direction: `200mbit` for all, or one for each node, with commas:
+                `200mbit,200mbit,50mbit`. None leaves the links unlimited.
             mtu: Largest packet on the links, in bytes; 576 to 65535.
 
         Raises:
@@ -80,7 +81,7 @@ class EmulatedCluster:
         """
         seat_ranks(nodes)
         self.nodes = tuple(nodes)
-        self.nic_bits_per_second = None if nic is None else parse_rate(nic, "nic")
+        self.nic_rates = () if nic is None else parse_rates(nic, len(nodes), "nic")
         self.mtu = mtu
         if len(nodes) > MOST_NODES:
             raise ValueError(f"`nodes`: found {len(nodes)} nodes, wanted at most {MOST_NODES} on one machine")
@@ -95,6 +96,11 @@ class EmulatedCluster:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def nic_bits_per_second(self) -> int | None:
+        """Rate of the slowest node's link, each direction; None without a limit."""
+        return min(self.nic_rates, default=None)
 
     @property
     def hostnames(self) -> tuple[str, ...]:
@@ -133,23 +139,23 @@ class EmulatedCluster:
         bridge.run(
             f"ip link add port{node} mtu {self.mtu} type veth"
             f" peer name {INTERFACE} mtu {self.mtu} netns /proc/{holder.pid}/ns/net\n"
-            f"ip link set port{node} master bridge0 up\n" + self._limit(f"port{node}")
+            f"ip link set port{node} master bridge0 up\n" + self._limit(f"port{node}", node)
         )
         holder.run(
             f"ip address add {self.address(node)}/16 dev {INTERFACE}\n"
-            f"ip link set {INTERFACE} up\n" + self._limit(INTERFACE)
+            f"ip link set {INTERFACE} up\n" + self._limit(INTERFACE, node)
         )
 
-    def _limit(self, interface: str) -> str:
+    def _limit(self, interface: str, node: int) -> str:
         """The line that limits what an interface sends; the other direction is limited at the cable's other end."""
-        if self.nic_bits_per_second is None:
+        if not self.nic_rates:
             return ""
-        bytes_per_second = self.nic_bits_per_second // 8
+        bytes_per_second = self.nic_rates[node] // 8
         # 1 ms of traffic, at least one segmentation-offload packet (64 KiB) and two packets of the MTU: with less, tc
         # documents that the rate is missed. The queue holds 200 ms, so that TCP fills the link without losing packets.
         burst = max(65536, 2 * self.mtu, bytes_per_second // 1000)
         limit = max(4 * burst, bytes_per_second // 5)
-        return f"tc qdisc add dev {interface} root tbf rate {self.nic_bits_per_second}bit burst {burst} limit {limit}"
+        return f"tc qdisc add dev {interface} root tbf rate {self.nic_rates[node]}bit burst {burst} limit {limit}"
 
     def run(
         self,

@@ -13,7 +13,7 @@ from rich.table import Table
 from gradwire.bench.emulation.cluster import EmulatedCluster, RunResult
 from gradwire.bench.emulation.launch import RankLine
 from gradwire.bench.emulation.namespaces import available
-from gradwire.bench.emulation.rate import format_rate, parse_rate
+from gradwire.bench.emulation.rate import format_rate, parse_rates
 from gradwire.bench.emulation.seats import Order
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.terminal import STDOUT, working, write_json
@@ -36,7 +36,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks-per-node", type=int, default=1, metavar="R", help="ranks on each node (default 1)")
     parser.add_argument("--uneven", metavar="3,1", help="ranks of each node, one by one, instead of --ranks-per-node")
     parser.add_argument(
-        "--nic", metavar="RATE", help="rate of each node's link, each direction: 200mbit (default: no limit)"
+        "--nic",
+        metavar="RATE[,RATE...]",
+        help="rate of each node's link, each direction: 200mbit, or one for each node: 200mbit,200mbit,50mbit "
+        "(default: no limit)",
     )
     parser.add_argument("--order", choices=get_args(Order), default="contiguous", help="how ranks are dealt over nodes")
     parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="largest packet (default 1500)")
@@ -85,7 +88,7 @@ def nic_table(cluster: EmulatedCluster, result: RunResult) -> Table:
         cluster: The cluster that ran.
         result: What its `run` returned.
     """
-    rate = "no limit" if cluster.nic_bits_per_second is None else format_rate(cluster.nic_bits_per_second)
+    rate = ", ".join(dict.fromkeys(map(format_rate, cluster.nic_rates))) or "no limit"
     table = Table(title=f"bytes on the links ({rate}, {result.seconds:.1f} s)", min_width=48)
     for heading in ("node", "ranks", "sent", "received"):
         table.add_column(heading, justify="left" if heading == "node" else "right")
@@ -108,6 +111,7 @@ def as_record(cluster: EmulatedCluster, result: RunResult, command: list[str], o
         "nodes": list(cluster.nodes),
         "order": order,
         "nic_bits_per_second": cluster.nic_bits_per_second,
+        "nic_rates": list(cluster.nic_rates),
         "mtu": cluster.mtu,
         "seconds": result.seconds,
         "returncodes": list(result.returncodes),
@@ -147,7 +151,7 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
         raise ValueError(f"`--json`: the folder of {options.json} does not exist; make it first")
     nodes = ranks_of_nodes(options)
     if options.nic is not None:
-        parse_rate(options.nic, "--nic")
+        parse_rates(options.nic, len(nodes), "--nic")
     if options.grace < 0:
         raise ValueError(f"`--grace`: found {options.grace}, wanted 0 seconds or more")
     if (reason := available()) is not None:

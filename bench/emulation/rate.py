@@ -46,3 +46,25 @@ def format_rate(bits_per_second: int) -> str:
         (unit for unit, bits in BITS_PER_UNIT.items() if bits_per_second % bits == 0), key=BITS_PER_UNIT.__getitem__
     )
     return f"{bits_per_second // BITS_PER_UNIT[unit]}{unit}"
+
+
+def parse_rates(text: str, count: int, parameter: str) -> tuple[int, ...]:
+    """Reads one link rate for all of some nodes, or one for each, with commas.
+
+    Args:
+        text: `200mbit`, or `200mbit,200mbit,50mbit`.
+        count: Number of nodes.
+        parameter: As for `parse_rate`.
+
+    Returns:
+        The rate of each node's link in bits per second.
+
+    Raises:
+        ValueError: if one of them is no rate, or if there are neither one nor `count` of them.
+    """
+    rates = [parse_rate(each, parameter) for each in text.split(",")]
+    if len(rates) not in (1, count):
+        raise ValueError(
+            f"`{parameter}`: found {len(rates)} rates in {text!r}, wanted one for all nodes or {count}, one for each"
+        )
+    return tuple(rates * count if len(rates) == 1 else rates)

@@ -1,15 +1,17 @@
 """One bucket through the DDP hook, on emulated clusters: seconds and bytes on the busiest network card.
 
-Feeds docs/reference/performance.md, docs/reference/compressors.md and the table of README.md.
+Feeds docs/reference/performance.md, docs/reference/compressors.md, docs/how-to/slow_links.md and README.md.
 
     python -m gradwire.bench.studies.hook_speed                       # every cluster of `CASES`; needs root
     python -m gradwire.bench.studies.hook_speed 2x2 3+1 --json FILE
     python -m gradwire.bench.studies.hook_speed 2x2 --compressor fp16,onebit,dgc,powersgd
+    python -m gradwire.bench.studies.hook_speed 4x1 --nic 200mbit,200mbit,200mbit,50mbit
 
 On each cluster plain DDP (a flat ring over gloo), a bare gloo all_reduce and gradwire's hook take turns in one process
 group. The link's limit is 2(N-1)/N * S / B for N nodes, S bytes and B bytes per second: every node must let (N-1)/N of
 the sum in and as much out, twice (reduce-scatter, all-gather). Source: Patarasuk and Yuan, Bandwidth optimal
-all-reduce algorithms for clusters of workstations (JPDC 2009), section 3, with a node in place of a process.
+all-reduce algorithms for clusters of workstations (JPDC 2009), section 3, with a node in place of a process. Where the
+links differ it is that of comms/plan/owners.py, and gradwire runs with equal shares too.
 """
 
 import argparse
@@ -32,23 +34,27 @@ import gradwire
 from gradwire.bench.contender import Contender, take_turns
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import ForkedRank, run_forked
-from gradwire.bench.emulation.rate import format_rate, parse_rate
+from gradwire.bench.emulation.rate import format_rate, parse_rate, parse_rates
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
 from gradwire.bench.nccl_tests.backends.select import check_compressor
 from gradwire.comms.plan.codec_price import short_start
+from gradwire.comms.plan.owners import exact_shares
 
 CASES = {
     "2x2": ((2, 2), "contiguous"),
     "2x4": ((4, 4), "contiguous"),
     "4x2": ((2, 2, 2, 2), "contiguous"),
     "4x4": ((4, 4, 4, 4), "contiguous"),
+    "4x1": ((1, 1, 1, 1), "contiguous"),
+    "8x1": ((1,) * 8, "contiguous"),
     "3+1": ((3, 1), "contiguous"),
     "2x2 round-robin": ((2, 2), "round-robin"),
 }
 """Name -> (ranks of each node, order of the ranks)."""
 
 PLAIN, RING, GRADWIRE, RATE_UNKNOWN = "plain DDP", "gloo all_reduce", "gradwire", "gradwire, rate unknown"
+EQUAL_SHARES = "gradwire, equal shares"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,7 @@ class HookSpeedResult:
         name: Of the contender.
         seconds: Of the slowest rank.
         nic_nbytes: Most that a node sent or received.
-        nic_share: `nic_nbytes` over the lower bound 2(N-1)/N * S.
+        nic_share: `nic_nbytes` over the lower bound 2(N-1)/N * S of equal links.
         limit_share: The link's limit in seconds over `seconds`.
         speed_up: Seconds of plain DDP over `seconds`.
     """
@@ -130,16 +136,23 @@ def _step(model: DistributedDataParallel, own: Tensor, mean: Tensor | None, name
     return Contender(name, step)
 
 
-def contenders(place: ForkedRank, numel: int, bytes_per_second: float, compressors: list[str]) -> list[Contender]:
+def contenders(
+    place: ForkedRank, numel: int, node_rates: Sequence[float], compressors: Sequence[str]
+) -> list[Contender]:
     """Who averages one bucket; all ranks make them in the same order."""
     # Integers whose mean is exact in float32 in whatever order they are added.
     own = torch.arange(numel, dtype=torch.float32).remainder_(1021).mul_(place.world_size).add_(place.rank)
     mean = own - place.rank + (place.world_size - 1) / 2
+    bytes_per_second, slowest = node_rates[place.node], min(node_rates)
     plain, rate_known = _ddp((numel,)), _ddp((numel,))
     _hook(rate_known, bytes_per_second)
     always = [_step(plain, own, mean, PLAIN), _step(rate_known, own, mean, GRADWIRE)]
     if compressors:
         return always + [_compressed(name, matrix_shape(numel), place.rank, bytes_per_second) for name in compressors]
+    if slowest < max(node_rates):
+        equal = _ddp((numel,))
+        _hook(equal, slowest)
+        return [*always, _step(equal, own, mean, EQUAL_SHARES)]
     rate_unknown, flat = _ddp((numel,)), own.clone()
     _hook(rate_unknown, None)
     return [*always, Contender(RING, lambda _: _all_reduce(flat)), _step(rate_unknown, own, mean, RATE_UNKNOWN)]
@@ -172,12 +185,12 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
     Args:
         place: Where this rank is.
-        arguments: Elements in the bucket, rounds, bytes per second of the links, compressors.
+        arguments: Elements in the bucket, rounds, bytes per second of each node's link, compressors.
     """
     torch.set_num_threads(1)
-    numel, rounds, bytes_per_second = int(arguments[0]), int(arguments[1]), float(arguments[2])
+    numel, rounds, node_rates = int(arguments[0]), int(arguments[1]), [float(each) for each in arguments[2].split(",")]
     place.connect()
-    measured = _measured(place, numel, rounds, bytes_per_second, arguments[3:])
+    measured = _measured(place, numel, rounds, node_rates, arguments[3:])
     if place.rank == 0:
         print(json.dumps(measured), flush=True)
     place.leave()
@@ -185,10 +198,10 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
 
 def _measured(
-    place: ForkedRank, numel: int, rounds: int, bytes_per_second: float, names: list[str]
+    place: ForkedRank, numel: int, rounds: int, node_rates: Sequence[float], names: Sequence[str]
 ) -> list[dict[str, object]]:
     """Every round of all contenders; their models are gone when it returns."""
-    finished = contenders(place, numel, bytes_per_second, names)
+    finished = contenders(place, numel, node_rates, names)
     take_turns(finished, rounds=rounds, warmup=2, interface=place.interface)
     return [{"name": one.name, "seconds": one.seconds, "nic_nbytes": one.nic_nbytes} for one in finished]
 
@@ -198,7 +211,7 @@ def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[
 
     Args:
         case: A key of `CASES`.
-        nic: Rate of each node's link.
+        nic: Rate of each node's link; one for all, or one for each with commas.
         numel: float32 elements in the bucket.
         rounds: Timed rounds.
         compressors: Compare these, instead of what runs without one.
@@ -207,18 +220,22 @@ def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
     """
     nodes, order = CASES[case]
-    bytes_per_second = parse_rate(nic, "--nic") / 8
+    node_rates = [bits / 8 for bits in parse_rates(nic, len(nodes), "--nic")]
     with EmulatedCluster([1] * len(nodes), nic) as cluster:
         outcome = run_forked(
             cluster,
             "gradwire.bench.studies.hook_speed",
-            [str(numel), str(rounds), str(bytes_per_second), *compressors],
+            [str(numel), str(rounds), ",".join(map(str, node_rates)), *compressors],
             nodes=nodes,
             order=order,
             timeout_seconds=540,
         )
     outcome.check()
     lower_bound = 2 * (len(nodes) - 1) / len(nodes) * numel * 4
+    owned = exact_shares(tuple(node_rates), len(nodes) - 2) if len(nodes) > 2 else [0.0] * len(nodes)
+    limit_seconds = max(
+        numel * 4 * (1 + (len(nodes) - 2) * share) / rate for share, rate in zip(owned, node_rates, strict=True)
+    )
     line = next(line for line in outcome.output[0].splitlines() if line.startswith("["))
     finished = [
         Contender(entry["name"], print, None, entry["seconds"], entry["nic_nbytes"]) for entry in json.loads(line)
@@ -231,7 +248,7 @@ def measure(case: str, nic: str, numel: int, rounds: int, compressors: Sequence[
             one.median_seconds,
             one.median_nic_nbytes,
             one.median_nic_nbytes / lower_bound,
-            lower_bound / bytes_per_second / one.median_seconds,
+            limit_seconds / one.median_seconds,
             plain / one.median_seconds,
         )
         for one in finished
@@ -263,7 +280,9 @@ def build_parser() -> argparse.ArgumentParser:
         description="One bucket through the DDP hook, on emulated clusters.",
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
-    parser.add_argument("--nic", default="200mbit", help="rate of each node's link (default 200mbit)")
+    parser.add_argument(
+        "--nic", default="200mbit", help="rate of the links: one, or one for each node (default 200mbit)"
+    )
     parser.add_argument("--megabytes", type=float, default=16.0, help="size of the bucket in 10^6 bytes (default 16)")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
     parser.add_argument(
@@ -291,7 +310,7 @@ def main(argv: list[str]) -> int:
     with clean_end():
         for case in options.cases or CASES:
             results += measure(case, options.nic, round(options.megabytes * 1e6 / 4), options.rounds, compressors)
-    rate = format_rate(parse_rate(options.nic, "--nic"))
+    rate = ", ".join(dict.fromkeys(format_rate(parse_rate(each, "--nic")) for each in options.nic.split(",")))
     title = f"{options.megabytes:g} MB, links of {rate}, median of {options.rounds} rounds; {machine_line()}"
     Console(width=110).print(table(results, title))
     if options.json is not None:

@@ -11,7 +11,6 @@ step: whatever else the machine does slows all of them alike, so that their rati
 import argparse
 import json
 import math
-import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -285,15 +284,6 @@ def predict(training: HookTraining) -> dict[str, float] | None:
     return best
 
 
-def presumed(report: str) -> str:
-    """A report whose predictions rest on presumed rates, saying so at each of them.
-
-    Args:
-        report: Of a hook that was given no rate.
-    """
-    return re.sub(r"\b([Pp]redicted)\b", r"\1 (presumed rates)", report)
-
-
 def run(options: argparse.Namespace) -> list[TrainingResult]:
     """Trains as the options say, in the default process group.
 
@@ -351,8 +341,7 @@ def main(argv: list[str]) -> int:
     if dist.get_rank() == 0:
         for result in results:
             if result.report is not None:
-                text = presumed(result.report) if options.nic_bytes_per_second is None else result.report
-                print(f"{result.hook}:\n{text}", flush=True)
+                print(f"{result.hook}:\n{result.report}", flush=True)
         if options.json is not None:
             options.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
     # Rank 0 serves the store: nobody may still need it when it leaves.

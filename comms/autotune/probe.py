@@ -56,7 +56,7 @@ def probe(communicator: Communicator, consensus: Consensus) -> tuple[Level, ...]
     place = (communicator.cluster.locations, communicator.device.type)
     known = consensus.decide(place in _known, all)
     if not known:
-        levels = list(communicator.cluster.levels)
+        levels = [replace(level, unit_rates=()) for level in communicator.cluster.levels]
         ruler = _Ruler(communicator, consensus)
         for number in range(communicator.cluster.depth):
             if communicator.cluster.widest(number) > 1:

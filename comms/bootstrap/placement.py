@@ -46,6 +46,7 @@ class Presence:
         torch_version: As `torch.__version__` says.
         hardware: What it knows of its machine: bytes per second inside and outwards, its NIC.
         shared: The configuration that must agree, field by field.
+        nic_bytes_per_second: Of its node towards the others, where the configuration gives it.
         start: Drawn anew by every process, and for every exchange.
     """
 
@@ -57,6 +58,7 @@ class Presence:
     torch_version: str
     hardware: Hardware
     shared: dict[str, str]
+    nic_bytes_per_second: float | None = None
     start: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @classmethod
@@ -71,6 +73,7 @@ class Presence:
             torch.__version__,
             hardware(local_rank(), device.type),
             config.shared(),
+            config.nic_bytes_per_second,
         )
 
 
@@ -179,9 +182,9 @@ def cluster_of(presences: Sequence[Presence], config: Config) -> Cluster:
     for presence in presences:
         outer = [_number(numbers, presence.location[: end + 1]) for end in range(len(presence.location))]
         locations.append((*outer, _number(numbers, (*presence.location, presence.host))))
-    cluster = _with_links(locations, *_assumed(presences, config))
+    cluster = _with_links(locations, *_assumed(presences))
     if presences[0].device != "cuda":
-        return cluster
+        return with_node_rates(cluster, _node_rates(presences, cluster))
     fabric = _common([presence.hardware.fabric for presence in presences])
     cluster = _with_links(locations, *_of_gpus(presences, cluster, fabric, config))
     presumed = [level.name for number, level in enumerate(cluster.levels)
@@ -189,15 +192,47 @@ def cluster_of(presences: Sequence[Presence], config: Config) -> Cluster:
     return replace(cluster, fabric=None if presumed or cluster.depth != 2 else fabric)
 
 
+def with_node_rates(cluster: Cluster, rates: Sequence[float]) -> Cluster:
+    """The cluster, its nodes (and what they are in) with links of these rates.
+
+    Args:
+        cluster: Of any depth.
+        rates: Bytes per second of each node, in the order of `cluster.units(0)`; empty leaves it as it is. A rack is
+            taken to be as fast as the fastest of its nodes, a region likewise.
+    """
+    if not rates or cluster.depth == 1:
+        return cluster
+    known = dict(zip(cluster.units(0), rates, strict=True))
+    levels = list(cluster.levels)
+    for number in range(1, cluster.depth):
+        levels[number] = levels[number].with_rates(
+            [
+                max(rate for node, rate in known.items() if node[: len(unit)] == unit)
+                for unit in cluster.units(number - 1)
+            ]
+        )
+    return replace(cluster, levels=tuple(levels))
+
+
+def _node_rates(presences: Sequence[Presence], cluster: Cluster) -> list[float]:
+    """What each node sends, as given, else as its topology says; empty where neither is known of all ranks."""
+    given = [presence.nic_bytes_per_second for presence in presences]
+    rates = given if None not in given else [presence.hardware.inter_node for presence in presences]
+    known = [rate for rate in rates if rate is not None]
+    return [min(known[rank] for rank in node) for node in cluster.nodes] if len(known) == len(rates) else []
+
+
 def _with_links(locations: Sequence[tuple[int, ...]], intra: Link, inter: Link) -> Cluster:
     links = (intra, *[inter] * len(locations[0]))
     return Cluster(tuple(locations), tuple(map(Level, LEVEL_NAMES, links)))
 
 
-def _assumed(presences: Sequence[Presence], config: Config) -> tuple[Link, Link]:
+def _assumed(presences: Sequence[Presence]) -> tuple[Link, Link]:
     """The links inside a node and between nodes, with the rates that are known."""
     inside = _slowest([presence.hardware.intra_node for presence in presences])
-    outwards = config.nic_bytes_per_second or _slowest([presence.hardware.inter_node for presence in presences])
+    outwards = _slowest([presence.nic_bytes_per_second for presence in presences]) or _slowest(
+        [presence.hardware.inter_node for presence in presences]
+    )
     return (
         INTRA_NODE if inside is None else replace(INTRA_NODE, bytes_per_second=inside, presumed=False),
         INTER_NODE if outwards is None else replace(INTER_NODE, bytes_per_second=outwards, presumed=False),
@@ -272,6 +307,8 @@ def _check(own: Presence, other: Presence) -> None:
         _refuse("world_size", other, other.size, own, own.size)
     if own.device != other.device:
         _refuse("device", other, other.device, own, own.device)
+    if (own.nic_bytes_per_second is None) != (other.nic_bytes_per_second is None):
+        _refuse("nic_bytes_per_second", other, other.nic_bytes_per_second, own, own.nic_bytes_per_second)
     for name, value in own.shared.items():
         if other.shared.get(name) != value:
             _refuse(name, other, other.shared.get(name), own, value)

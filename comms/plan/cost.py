@@ -18,7 +18,8 @@ Thakur, Rabenseifner and Gropp, "Optimization of collective communication operat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from types import MappingProxyType
 
 import numpy as np
 
@@ -93,12 +94,26 @@ class CostModel:
     Args:
         cluster: Where the ranks are and what the links give.
         parts: For each level with a reduce_scatter, the shards that a region is cut into.
+        part_shares: How large those are at the levels where they are not equal, in any measure.
     """
 
-    def __init__(self, cluster: Cluster, parts: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        parts: Mapping[int, int],
+        part_shares: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    ) -> None:
         self.cluster = cluster
         self.parts = parts
+        self.part_shares = part_shares
         self._shape = shape_of(cluster)
+
+    @classmethod
+    def of(cls, cluster: Cluster, phases: Iterable[Phase]) -> "CostModel":
+        """The model for the phases of one plan."""
+        scatters = [phase for phase in phases if phase.op == REDUCE_SCATTER]
+        parts = {phase.level: phase.parts for phase in scatters}
+        return cls(cluster, parts, {phase.level: phase.shares for phase in scatters if phase.shares})
 
     def phase(self, phase: Phase) -> PhaseCost:
         """Seconds and bytes of one phase, for each byte of bucket."""
@@ -106,21 +121,39 @@ class CostModel:
             return self._whole(phase.algorithm)
 
         def sent(count: int) -> list[float]:
-            shares = child_shares(phase.parts, count)
+            shares = _owned(phase.parts, count, phase.shares)
             return [sent_nbytes(phase.op, 1.0, count, index, shares) for index in range(count)]
 
-        ranks = self._shape.by_child(phase.level, sent) * self.shares(phase.level)
-        everyone = np.arange(self.cluster.size)
-        egress = self._shape.book(everyone, np.full_like(everyone, phase.level), ranks)
         messages = (self.cluster.widest(phase.level) - 1) * (2 if phase.op == ALL_REDUCE else 1)
         alpha = messages * self.cluster.levels[phase.level].link.alpha_seconds
+        if phase.op == ALL_REDUCE and phase.shares:
+            return self._between_unequal(phase, alpha)
+        egress = self._booked(phase, self._shape.by_child(phase.level, sent))
         return PhaseCost(alpha, self.slowest(egress, spread=False), egress)
+
+    def _booked(self, phase: Phase, sent: Floats) -> Egress:
+        """What leaves each unit, from what each rank sends for each byte of its regions."""
+        everyone = np.arange(self.cluster.size)
+        return self._shape.book(everyone, np.full_like(everyone, phase.level), sent * self.shares(phase.level))
+
+    def _between_unequal(self, phase: Phase, alpha_seconds: float) -> PhaseCost:
+        """An all_reduce between owners of unequal parts (owners.py): two stages, each as long as its slowest link."""
+        counts, owned = self._shape.counts[phase.level], np.array(phase.shares, dtype=float)
+        places, parents = self._shape.unit_ids[phase.level], self._shape.parents(phase.level)
+        _, first = np.unique(places, return_index=True)  # every rank of a unit stands for it
+        total = np.bincount(parents[first], owned[first])[parents]
+        fraction = np.divide(owned, total, out=1.0 / counts, where=total > 0)
+        egress = self._booked(phase, 1 + (counts - 2) * fraction)
+        stage = self._booked(phase, np.maximum(1 - fraction, (counts - 1) * fraction))
+        busy, taken = self.slowest(egress, spread=False), 2 * self.slowest(stage, spread=False)
+        return PhaseCost(alpha_seconds, taken, egress, min(1.0, busy / taken) if taken else 1.0)
 
     def shares(self, level: int) -> Floats:
         """For each rank the part of the bucket that it stands for at a level: the regions that it owns by then."""
         shares = np.ones(self.cluster.size)
         for below in range(level):
-            shares *= self._shape.by_child(below, partial(_fractions, self.parts.get(below, 1)))
+            fractions = partial(_fractions, self.parts.get(below, 1), self.part_shares.get(below, ()))
+            shares *= self._shape.by_child(below, fractions)
         return shares
 
     def exchange(self) -> PhaseCost:
@@ -168,6 +201,13 @@ class CostModel:
         """
         slowest = 0.0
         for level, nbytes, senders in zip(self.cluster.levels, egress.nbytes, egress.senders, strict=True):
+            if level.unit_rates:
+                rates = [
+                    level.link_of(unit).rate(max(int(count), 1), spread=spread) for unit, count in enumerate(senders)
+                ]
+                seconds = (float(sent) / rate for sent, rate in zip(nbytes, rates, strict=True) if sent)
+                slowest = max(slowest, max(seconds, default=0.0))
+                continue
             for count in np.unique(senders[senders > 0]):
                 rate = level.link.rate(int(count), spread=spread)
                 slowest = max(slowest, float(nbytes[senders == count].max()) / rate)
@@ -188,10 +228,19 @@ def busiest(cluster: Cluster, costs: Iterable[tuple[PhaseCost, float]]) -> dict[
     return most
 
 
-def _fractions(parts: int, count: int) -> list[float]:
-    """The share of `parts` regions that each of `count` children owns."""
+def _fractions(parts: int, sizes: Sequence[int], count: int) -> list[float]:
+    """The share of `parts` regions, of some sizes or all equal, that each of `count` children owns."""
+    shares = _owned(parts, count, sizes)
+    return [(stop - start) / shares[-1] for start, stop in pairwise(shares)]
+
+
+def _owned(parts: int, count: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Where what each of `count` children owns of `parts` regions begins and ends: `count + 1` ascending places."""
     shares = child_shares(parts, count)
-    return [(stop - start) / parts for start, stop in pairwise(shares)]
+    if not sizes:
+        return shares
+    ends = tuple(accumulate(sizes, initial=0))
+    return tuple(ends[share] for share in shares)
 
 
 def sent_nbytes(op: str, nbytes: float, count: int, index: int, bounds: Sequence[int] = ()) -> float:

@@ -40,6 +40,9 @@ class Phase:
     in_rank_order: bool = False
     """Whether every element is summed in the same order wherever it lies: the all_reduce is then taken apart into the
     steps of `rank_order`. Otherwise the order is the library's own, and a ring's depends on an element's place."""
+    shares: tuple[int, ...] = ()
+    """Where the links of the units differ: what each rank would own of a bucket that its group shares out, in any
+    measure; the members of a transfer own in proportion. Empty: equal parts."""
 
     def describe(self, level_names: tuple[str, ...]) -> str:
         """The phase in a few words.
@@ -47,7 +50,8 @@ class Phase:
         Args:
             level_names: Names of the cluster's levels, innermost first.
         """
-        how = [self.compressor or "", "asynchronous" * self.asynchronous, "sums in rank order" * self.in_rank_order]
+        how = [self.compressor or "", "asynchronous" * self.asynchronous, "sums in rank order" * self.in_rank_order,
+               "owners by their links" * bool(self.shares)]  # fmt: skip
         details = ", ".join(filter(None, how))
         return f"{self._name()} {self.place(level_names)}" + (f" ({details})" if details else "")
 
@@ -123,6 +127,8 @@ class Plan:
         why: One sentence: why this plan and not another.
         limit: What the prediction is limited by: a level's name, `processor` (encoding and decoding) or `latency`.
         busy_seconds: How long what limits it is occupied; the next bucket may start that much later.
+        assumed: The links whose rates went into the prediction though nobody has published, given or measured them, in
+            words; empty where there are none. `describe` then names no time.
     """
 
     name: str
@@ -134,6 +140,7 @@ class Plan:
     why: str
     limit: str = ""
     busy_seconds: float = 0.0
+    assumed: str = ""
 
     def describe(self, level_names: tuple[str, ...]) -> str:
         """The plan as one readable paragraph.
@@ -144,7 +151,10 @@ class Plan:
         steps = " -> ".join(phase.describe(level_names) for phase in self.phases)
         pieces = "in one piece" if self.chunks == 1 else f"in {self.chunks} pipelined chunks"
         traffic = ", ".join(f"{nbytes / 1e6:.3g} MB {name}" for name, nbytes in self.bytes_by_level.items())
-        return (
-            f"{self.name}: {steps or 'nothing to do'}, {pieces}; {self.nbytes / 1e6:.3g} MB predicted to take "
-            f"{self.seconds * 1e3:.3g} ms and to send {traffic}. {self.why}"
-        )
+        head = f"{self.name}: {steps or 'nothing to do'}, {pieces}; {self.nbytes / 1e6:.3g} MB predicted to"
+        if self.assumed:
+            return (
+                f"{head} send {traffic}, in a time that is not known: the rates {self.assumed} are assumed "
+                f"(`nic_bytes_per_second` gives them, `probe=True` measures them). {self.why}"
+            )
+        return f"{head} take {self.seconds * 1e3:.3g} ms and to send {traffic}. {self.why}"

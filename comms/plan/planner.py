@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, CostModel, PhaseCost, busiest, busiest_resource
 from gradwire.comms.plan.nccl_model import NcclModel, nccl_model
+from gradwire.comms.plan.owners import part_shares, rank_shares
 from gradwire.comms.plan.plan import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -77,7 +78,10 @@ def plan_all_reduce(
         ValueError: `name` is unknown.
     """
     names = ("flat", "hierarchical", "leader") if name == "auto" else (name,)
-    plans = [plan for each in names for plan in candidates(cluster, nbytes, each, chunks, price)]
+    assumed = _presumed(cluster)
+    plans = [
+        replace(plan, assumed=assumed) for each in names for plan in candidates(cluster, nbytes, each, chunks, price)
+    ]
     if library == "nccl" and not chunks and price.name == EXACT.name:
         # One call of NCCL fills its links by itself; the chunks' tolerance was measured on gloo.
         plans = [plan for plan in plans if plan.name not in FLAT_ALGORITHMS or plan.chunks == 1]
@@ -87,10 +91,10 @@ def plan_all_reduce(
     flat = plans[0]
     if _only_flat(cluster):
         return with_reason(flat, "There is one level of links: a hierarchy has nothing to save.")
-    if library == "nccl" and (unknown := _presumed(cluster)):
+    if library == "nccl" and assumed:
         return with_reason(
             flat,
-            f"How fast the links {unknown} are is not known: one NCCL call, until `probe=True` measures them or "
+            f"How fast the links {assumed} are is not known: one NCCL call, until `probe=True` measures them or "
             "`nic_bytes_per_second` says it.",
         )
     if cluster.fabric is not None and library == "nccl":
@@ -98,11 +102,13 @@ def plan_all_reduce(
     rival = flat
     if library == "nccl":
         tree = next(candidates(cluster, nbytes, TREE, 1, price))
-        rival = min(flat, replace(tree, name="flat"), key=lambda plan: plan.seconds)
+        rival = min(flat, replace(tree, name="flat", assumed=assumed), key=lambda plan: plan.seconds)
     if best.seconds > rival.seconds * (1 - MINIMUM_GAIN):
         against = " than NCCL's tree" if rival is not flat else ""
         return with_reason(rival, f"No hierarchy is predicted to be more than {MINIMUM_GAIN:.0%} faster{against}.")
     than = "a flat ring" if rival is flat else "NCCL's tree"
+    if assumed:
+        return with_reason(best, f"Predicted to be faster than {than} over the links as they are assumed.")
     return with_reason(best, f"Predicted {rival.seconds / best.seconds:.2f}x faster than {than}.")
 
 
@@ -192,7 +198,11 @@ def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price:
             ]
             alone = codec + sum(seconds)
             pieces = [
-                (_taken(cluster, phase), took if gap is None else cost.byte_share * cost.byte_seconds(part))
+                (
+                    _taken(cluster, phase),
+                    (took if gap is None else cost.byte_seconds(part))
+                    - (1 - cost.byte_share) * cost.byte_seconds(part),
+                )
                 for (phase, cost), took in zip(priced, seconds, strict=True)
             ]
             level, busy = busiest_resource([*pieces, (PROCESSOR, codec + (gap or 0.0))])
@@ -245,15 +255,17 @@ def make_phases(cluster: Cluster, name: str, compressor: str | None = None) -> t
     levels = [level for level in range(cluster.depth) if cluster.widest(level) > 1]
     if not levels:
         return ()
-    if name in FLAT_ALGORITHMS or len(levels) == 1:
+    *inner, top = levels
+    shares = rank_shares(cluster, top)
+    if name in FLAT_ALGORITHMS or (len(levels) == 1 and not shares):
         return (
             Phase(ALL_REDUCE, levels[-1], whole=True, compressor=compressor, algorithm=FLAT_ALGORITHMS.get(name, RING)),
         )
-    *inner, top = levels
     parts = {level: cluster.widest(level) if name == "hierarchical" else 1 for level in inner}
-    down = [Phase(REDUCE_SCATTER, level, parts[level]) for level in inner]
-    up = [Phase(ALL_GATHER, level, parts[level]) for level in reversed(inner)]
-    return (*down, Phase(ALL_REDUCE, top, compressor=compressor), *up)
+    sizes = {level: part_shares(cluster, level, parts[level]) for level in inner}
+    down = [Phase(REDUCE_SCATTER, level, parts[level], shares=sizes[level]) for level in inner]
+    up = [Phase(ALL_GATHER, level, parts[level], shares=sizes[level]) for level in reversed(inner)]
+    return (*down, Phase(ALL_REDUCE, top, compressor=compressor, shares=shares), *up)
 
 
 def compressed_cost(cluster: Cluster, phase: Phase, cost: PhaseCost, price: CodecPrice) -> PhaseCost:
@@ -280,7 +292,7 @@ def _costs(cluster: Cluster, name: str, algorithm: str = RING) -> tuple[tuple[Ph
     phases = make_phases(cluster, name)
     if name == "flat":
         phases = tuple(replace(phase, algorithm=algorithm) for phase in phases)
-    model = CostModel(cluster, {phase.level: phase.parts for phase in phases if phase.op == REDUCE_SCATTER})
+    model = CostModel.of(cluster, phases)
     shares = [1.0 if phase.whole else float(model.shares(phase.level).max()) for phase in phases]
     return tuple(model.phase(phase) for phase in phases), tuple(shares)
 
@@ -291,4 +303,5 @@ def with_reason(plan: Plan, why: str) -> Plan:
 
 
 def _only_flat(cluster: Cluster) -> bool:
-    return sum(cluster.widest(level) > 1 for level in range(cluster.depth)) <= 1
+    """Whether every plan is the flat one: there is one level of links, and they are alike."""
+    return all(phase.whole for phase in make_phases(cluster, "hierarchical"))

@@ -14,25 +14,29 @@ Source: recursive halving and doubling, near partners first: Thakur, Rabenseifne
 communication operations in MPICH", IJHPCA 2005, section 4. Times: 2-core EPYC VM, 2026-11-21.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER, Transfer
+from gradwire.compressors.base import weighted_bounds
 
 SameNode = Callable[[tuple[int, ...]], bool]
 """Whether these ranks share a node."""
 
 
-def rank_ordered(transfer: Transfer, same_node: SameNode) -> list[list[Transfer]]:
+def rank_ordered(transfer: Transfer, same_node: SameNode, shares: Sequence[int] = ()) -> list[list[Transfer]]:
     """An all_reduce as steps of collectives over fewer ranks; each step begins when the one before it is done.
 
     Args:
         transfer: The all_reduce.
         same_node: Whether a set of ranks shares a node.
+        shares: What each member owns of the region, in any measure; empty: equal parts.
 
     Returns:
         The collectives of each step, over disjoint sets of ranks; without those that would move nothing.
     """
+    if shares:
+        return [[each] for each in _scatter_and_gather(transfer, shares)]
     down: list[list[Transfer]] = []
     up: list[list[Transfer]] = []
     groups = [transfer]
@@ -66,8 +70,10 @@ def _halves(group: Transfer) -> tuple[Transfer, Transfer]:
     return first, replace(group, members=group.members[1::2], start=middle)
 
 
-def _scatter_and_gather(transfer: Transfer) -> tuple[Transfer, Transfer]:
-    """An all_reduce as a reduce_scatter and an all_gather over nearly equal slices."""
+def _scatter_and_gather(transfer: Transfer, shares: Sequence[int] = ()) -> tuple[Transfer, Transfer]:
+    """An all_reduce as a reduce_scatter and an all_gather over slices, nearly equal ones or in proportion to shares."""
     numel, count = transfer.stop - transfer.start, len(transfer.members)
     bounds = (*(numel // count * place for place in range(count)), numel)
+    if shares:
+        bounds = weighted_bounds(numel, shares)
     return replace(transfer, op=REDUCE_SCATTER, bounds=bounds), replace(transfer, op=ALL_GATHER, bounds=bounds)

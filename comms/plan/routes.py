@@ -113,6 +113,13 @@ class Route:
         return not any(phase.whole for phase in self.plan.phases if phase.compressor)
 
 
+def _rates(level: Level) -> str:
+    """A level's rate; its slowest and its fastest where its units differ."""
+    known = sorted(level.unit_rates or (level.link.bytes_per_second,))
+    spread = " to ".join(f"{rate / 1e9:.3g}" for rate in dict.fromkeys((known[0], known[-1])))
+    return f"{spread} GB/s{' (assumed)' if level.link.presumed else ''}"
+
+
 class Routes(dict[RouteKey, Route]):
     """The routes of one communicator's buckets, planned when they are first asked for.
 
@@ -245,11 +252,11 @@ class Routes(dict[RouteKey, Route]):
     def describe_links(self) -> str:
         """The rates that plans are predicted with, in one line."""
         rates = ", ".join(
-            f"{level.link.bytes_per_second / 1e9:.3g} GB/s {level.name}"
+            f"{_rates(level)} {level.name}"
             for number, level in enumerate(self.cluster.levels)
             if self.cluster.widest(number) > 1
         )
-        origin = "as given or assumed (`probe=True` measures them)"
+        origin = "as given (`probe=True` measures them)"
         if self._measured:
             origin = "as measured"
         elif self.cluster.fabric is not None:

@@ -6,9 +6,9 @@ a unit with fewer children than rails a child owns several of them, so uneven no
 The all_reduce joins the owners of each region; the all_gathers walk back.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, zip_longest
+from itertools import accumulate, chain, zip_longest
 
 from gradwire.comms.plan.plan import ALL_REDUCE, Phase, Plan, Transfer
 from gradwire.comms.plan.rank_order import rank_ordered
@@ -64,6 +64,7 @@ class Schedule:
         self.cluster = cluster
         self.plan = plan
         self._parts = {phase.level: phase.parts for phase in plan.phases if phase.op != ALL_REDUCE}
+        self._shares = {phase.level: phase.shares for phase in plan.phases if phase.op != ALL_REDUCE}
         self._children = cluster.children()
 
     def transfers(
@@ -77,14 +78,18 @@ class Schedule:
         regions = {0: [_Region((), start, start + numel)]}
         for level in range(self.cluster.depth):  # a level that nobody scatters at leaves every region whole
             regions[level + 1] = [
-                smaller for region in regions[level] for smaller in _split(region, self._parts.get(level, 1), partition)
+                smaller
+                for region in regions[level]
+                for smaller in _split(region, self._parts.get(level, 1), partition, self._shares.get(level, ()))
             ]
         return [self._steps(phase, list(self._phase(phase, regions))) for phase in self.plan.phases]
 
     def _steps(self, phase: Phase, transfers: list[Transfer]) -> list[list[Transfer]]:
         if not phase.in_rank_order:
             return [transfers]
-        expanded = [rank_ordered(transfer, self.cluster.share_a_node) for transfer in transfers]
+        expanded = [
+            rank_ordered(transfer, self.cluster.share_a_node, member_shares(phase, transfer)) for transfer in transfers
+        ]
         return [list(chain.from_iterable(step)) for step in zip_longest(*expanded, fillvalue=())]
 
     def _phase(self, phase: Phase, regions: dict[int, list[_Region]]) -> Iterator[Transfer]:
@@ -111,8 +116,21 @@ class Schedule:
         return self._owner(below[child], level - 1, indices)
 
 
-def _split(region: _Region, parts: int, partition: Partition) -> Iterator[_Region]:
-    cuts = partition(region.start, region.stop, parts)
+def member_shares(phase: Phase, transfer: Transfer) -> tuple[int, ...]:
+    """What each member of a transfer of an all_reduce owns, where its phase gives unequal shares; else empty.
+
+    Members that would own nothing all together (a rail through the slowest nodes alone) own equal parts.
+    """
+    shares = tuple(phase.shares[rank] for rank in transfer.members) if phase.shares else ()
+    return shares if any(shares) else ()
+
+
+def _split(region: _Region, parts: int, partition: Partition, shares: Sequence[int]) -> Iterator[_Region]:
+    if shares:  # each part is several of the smallest: a partition knows equal parts alone
+        finest = partition(region.start, region.stop, sum(shares))
+        cuts = tuple(finest[place] for place in accumulate(shares, initial=0))
+    else:
+        cuts = partition(region.start, region.stop, parts)
     for index in range(parts):
         yield _Region((*region.indices, index), cuts[index], cuts[index + 1])
 
@@ -130,9 +148,10 @@ def executable(plan: Plan, cluster: Cluster, device_type: str, *, fixed_order: b
         plan: As the planner made it.
         cluster: Where the ranks are.
         device_type: Of the bucket: on a CPU the ranks of a node use shared memory.
-        fixed_order: Make sums between nodes in rank order. Gloo's ring sums an element in an order that depends on its
-            place; fusion moves elements to other places, so with fusion, and only then, the price of a fixed order is
-            paid. Of two ranks any order gives the same bits, and NCCL's order is its own.
+        fixed_order: Make sums between nodes in rank order, as those with unequal shares are anyway. Gloo's ring sums
+            an element in an order that depends on its place; fusion moves elements to other places, so with fusion,
+            and only then, the price of a fixed order is paid. Of two ranks any order gives the same bits, and NCCL's
+            order is its own.
     """
 
     def completed(phase: Phase) -> Phase:
@@ -140,7 +159,7 @@ def executable(plan: Plan, cluster: Cluster, device_type: str, *, fixed_order: b
         asynchronous = device_type != "cpu" or not local
         members = cluster.size if phase.whole else cluster.widest(phase.level)
         in_rank_order = (
-            fixed_order
+            (fixed_order or bool(phase.shares))
             and phase.op == ALL_REDUCE
             and phase.compressor is None
             and device_type == "cpu"

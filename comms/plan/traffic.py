@@ -55,11 +55,15 @@ class Shape:
         self.places: list[Ints] = []
         self.counts: list[Ints] = []
         for level, ids in enumerate(self.unit_ids):
-            parents = self.unit_ids[level + 1] if level + 1 < cluster.depth else np.zeros(cluster.size, dtype=np.intp)
+            parents = self.parents(level)
             _, first = np.unique(ids, return_index=True)
             place, count = _among_siblings(parents[first])
             self.places.append(place[ids])
             self.counts.append(count[ids])
+
+    def parents(self, level: int) -> Ints:
+        """For each rank the number of the unit in which the units below `level` are siblings."""
+        return self.unit_ids[level + 1] if level + 1 < self.depth else np.zeros(self.size, dtype=np.intp)
 
     def by_child(self, level: int, values: Callable[[int], Sequence[float]]) -> Floats:
         """For each rank a value that depends on its place among the siblings at one level.

@@ -26,8 +26,7 @@ def exchange(group: Transport, flat: Tensor, transfer: Exchange, rank: int) -> W
     Raises:
         TypeError: `group` cannot send unequal messages.
     """
-    if not isinstance(group, TorchTransport | MpiGroup):
-        raise TypeError(f"`group` is a {type(group).__name__}; wanted gloo or MPI, which send unequal messages")
+    unequal = _unequal(group)
     members = transfer.members
     outgoing = sorted((each for each in transfer.messages if each.source == rank), key=lambda each: each.target)
     incoming = sorted((each for each in transfer.messages if each.target == rank), key=lambda each: each.source)
@@ -41,7 +40,9 @@ def exchange(group: Transport, flat: Tensor, transfer: Exchange, rank: int) -> W
         received = flat.new_empty(sum(each.stop - each.start for each in incoming))
     output_splits = _splits(members, {each.source: each for each in incoming}, width)
     source_splits = _splits(members, {each.target: each for each in outgoing}, width)
-    issued = group.exchange(received.view(torch.uint8), source.view(torch.uint8), output_splits, source_splits, largest)
+    issued = unequal.exchange(
+        received.view(torch.uint8), source.view(torch.uint8), output_splits, source_splits, largest
+    )
     if adds and incoming:
         place = sum(each.source < rank for each in incoming)
         own = flat[incoming[0].start : incoming[0].stop]
@@ -49,6 +50,28 @@ def exchange(group: Transport, flat: Tensor, transfer: Exchange, rank: int) -> W
     if len(incoming) > 1:
         return _Placing(issued, received, [flat[each.start : each.stop] for each in incoming], source)
     return _Placing(issued, received, [], source)
+
+
+def all_to_all_of(group: Transport, output: Tensor, source: Tensor, splits: Sequence[int]) -> Work:
+    """Sends each rank its run of `source`; `output` receives this rank's run from every rank, in rank order.
+
+    Args:
+        group: Gloo or MPI.
+        output: 1-D, `group.size * splits[group.rank]` elements.
+        source: 1-D, `sum(splits)` elements.
+        splits: Elements of each rank's run, the same on all ranks.
+
+    Raises:
+        TypeError: `group` cannot send unequal messages.
+    """
+    own, largest = [splits[group.rank]] * group.size, max(splits) * source.element_size()
+    return _unequal(group).exchange(output, source, own, list(splits), largest)
+
+
+def _unequal(group: Transport) -> TorchTransport | MpiGroup:
+    if not isinstance(group, TorchTransport | MpiGroup):
+        raise TypeError(f"`group` is a {type(group).__name__}; wanted gloo or MPI, which send unequal messages")
+    return group
 
 
 def _collected(runs: list[Tensor], like: Tensor) -> Tensor:

@@ -95,7 +95,10 @@ class TorchTransport:
         return _Summing(work, rows, tensor[bounds[self.rank] : bounds[self.rank + 1]])
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
-        """See `Transport.all_gather_slices`: one all_gather of equal slices, else a broadcast of each."""
+        """See `Transport.all_gather_slices`: one all_gather of equal slices, a broadcast where one rank has all.
+
+        Else every rank sends its slice to each of the others, and nothing on behalf of others.
+        """
         numel = bounds[1] - bounds[0]
         if (
             numel
@@ -103,11 +106,14 @@ class TorchTransport:
             and bounds[-1] - bounds[-2] >= numel
         ):
             return self._gather_equal(tensor, numel, bounds[-1])
-        works = []
-        for root in range(self.size):
-            if bounds[root] < bounds[root + 1]:
-                works.append(self.broadcast(tensor[bounds[root] : bounds[root + 1]], root))
-        return Works(works)
+        sizes = [stop - start for start, stop in pairwise(bounds)]
+        roots = [root for root, size in enumerate(sizes) if size]
+        if len(roots) < 2:
+            return Works([self.broadcast(tensor[bounds[root] : bounds[root + 1]], root) for root in roots])
+        own = tensor[bounds[self.rank] : bounds[self.rank + 1]]
+        source = own.repeat(self.size)
+        splits, largest = [own.numel()] * self.size, max(sizes) * tensor.element_size()
+        return _Holding(self.exchange(tensor[: bounds[-1]], source, sizes, splits, largest), source)
 
     def _gather_equal(self, tensor: Tensor, numel: int, stop: int) -> Work:
         """One all_gather for slices of `numel` elements, and a broadcast for what the last one has beyond that."""
@@ -132,8 +138,8 @@ class TorchTransport:
         Args:
             output: 1-D; takes what arrives, in the order of the ranks.
             source: 1-D; what is sent, in the order of the ranks.
-            output_splits: Elements that arrive from each rank; none from this one.
-            source_splits: Elements for each rank; none for this one.
+            output_splits: Elements that arrive from each rank; from this one as many as `source` has for it.
+            source_splits: Elements for each rank, this one among them.
             largest_nbytes: Of the largest message of any rank; the same on all of them.
         """
         issue = getattr(self._group, ALL_TO_ALL_SINGLE)
@@ -371,6 +377,18 @@ class Waiting:
                     raise PeerError(reason) from None
             else:
                 return
+
+
+class _Holding:
+    """A work, and what it reads: alive until it is done."""
+
+    def __init__(self, work: Work, source: Tensor) -> None:
+        self._work = work
+        self._source = source
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        self._work.wait()
 
 
 class SlicesToSum:

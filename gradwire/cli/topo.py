@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         type=Path,
         dest="description",
-        help="read NCCL XML, nvidia-smi topo -m, lspci -vvv or this command's JSON instead of this machine",
+        help="read NCCL XML, hwloc XML, nvidia-smi topo -m, lspci -vvv or this command's JSON instead of this machine",
     )
     source.add_argument("--root", metavar="DIR", type=Path, default=LIVE, help="read sys/ and proc/ below this folder")
     return options
@@ -117,7 +117,7 @@ def _write_files(machine: Machine, picture: Path | None, nccl_xml: Path | None) 
         count = nccl_xml_write.element_count(text)
         limit = nccl_xml_write.NCCL_MAX_NODES
         over = f"; NCCL refuses more than {limit} elements, this has {count}" if count > limit else ""
-        print(f"wrote {nccl_xml}{over}", file=sys.stderr)
+        print(f"wrote {nccl_xml}: {len(machine.gpus)} GPUs, {len(machine.nics)} NICs{over}", file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)

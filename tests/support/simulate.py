@@ -53,6 +53,7 @@ def simulate(
     inputs: Sequence[Array],
     partition: Partition = even_partition,
     element_nbytes: int = 4,
+    wires: Wires | None = None,
 ) -> tuple[list[Array], dict[str, int]]:
     """Runs `plan` and returns every rank's result and the bytes of the busiest unit at each level.
 
@@ -62,9 +63,10 @@ def simulate(
         inputs: One int64 array for each rank, all of one length; left as they are.
         partition: Where a region may be cut.
         element_nbytes: Size of an element on the wire.
+        wires: Takes what leaves each unit, where that is asked for too.
     """
     state = [array.copy() for array in inputs]
-    wires = Wires(cluster, element_nbytes)
+    wires = wires or Wires(cluster, element_nbytes)
     for transfer, algorithm in _transfers(cluster, plan, len(inputs[0]), partition):
         _run(transfer, algorithm, state, wires)
     return state, wires.busiest()

@@ -12,6 +12,7 @@ from gradwire.topology.gdr.inputs.topology_file import STANDARD_PATH, TAGS, File
 from gradwire.topology.gdr.nccl import LEVELS, Version, default_level, parse_level, parse_version
 from gradwire.topology.gdr.process_context import ProcessContext, read_process_context
 from gradwire.topology.gdr.rdma import RdmaDevice, rdma_capable, read_rdma_devices
+from gradwire.topology.paths import local_cards, path_of_printed
 from gradwire.topology.pci_ids import NVIDIA
 from gradwire.topology.readers.pci import PciFunction, PciTree, path_type
 
@@ -35,6 +36,12 @@ class RdmaNic:
     def name(self) -> str:
         """`mlx5_0`, or the bus id when there is no RDMA device."""
         return self.devices[0].name if self.devices else self.bus_id
+
+    @property
+    def gigabits(self) -> float | None:
+        """Sum of the ports' rates; None where one is unknown."""
+        rates = [port.gigabits for device in self.devices for port in device.ports]
+        return sum(rate for rate in rates if rate is not None) if rates and None not in rates else None
 
 
 @dataclass
@@ -69,6 +76,11 @@ class Host:
         return tuple(gpu for gpu in gpus if gpu.bus_id in given or not given or self.process.container == "")
 
     @cached_property
+    def gpu_names(self) -> dict[str, str]:
+        """Bus id -> `GPU0`: the position in bus order, by which `gradwire topo` and the driver count them too."""
+        return {bus_id: f"GPU{position}" for position, bus_id in enumerate(sorted(gpu.bus_id for gpu in self.gpus))}
+
+    @cached_property
     def rdma_devices(self) -> tuple[RdmaDevice, ...] | None:
         """All RDMA devices; None when sysfs cannot be seen."""
         return read_rdma_devices(self.files, self.tree)
@@ -98,13 +110,21 @@ class Host:
     @cached_property
     def distances(self) -> dict[Pair, str | None]:
         """Path type of every pair, from topology file or PCI tree: NCCL's own table is rewritten when GDR is off."""
-        return {
-            (gpu.bus_id, nic.bus_id): self._distance(gpu.bus_id, nic.bus_id) for gpu in self.gpus for nic in self.nics
-        }
+        return {(gpu.bus_id, nic): path for gpu in self.gpus for nic, path in self._distances_of(gpu.bus_id).items()}
 
-    def _distance(self, gpu: str, nic: str) -> str | None:
-        path = file_path_type(self.file_positions, gpu, nic) or path_type(self.tree, gpu, nic)
-        return "P2C" if path == "PHB" and self.gpu_facts(gpu).c2c else path
+    def _distances_of(self, gpu: str) -> dict[str, str | None]:
+        """Path type from one GPU to every NIC; over a chip-to-chip link only to the GPU's local cards, as in NCCL."""
+        paths = {
+            nic.bus_id: file_path_type(self.file_positions, gpu, nic.bus_id) or path_type(self.tree, gpu, nic.bus_id)
+            for nic in self.nics
+        }
+        if not self.gpu_facts(gpu).c2c:
+            return paths
+        local = local_cards(
+            {nic: path_of_printed(path or "") for nic, path in paths.items()},
+            {nic.bus_id: nic.gigabits for nic in self.nics},
+        )
+        return {nic: "P2C" if path == "PHB" and nic in local else path for nic, path in paths.items()}
 
     @cached_property
     def file_positions(self) -> dict[str, FilePosition]:

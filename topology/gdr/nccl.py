@@ -39,6 +39,25 @@ def path_name(number: int, version: Version | None) -> str | None:
     return names[number] if 0 <= number < len(names) else None
 
 
+def named_distance(number: int, level: int, version: Version | None, level_name: str | None) -> tuple[str, str]:
+    """Names of a distance and of the level it exceeds, which old logs print as numbers; the numbers where unclear.
+
+    Without a version the level tells which release's numbers these are: it has another number in each of them.
+
+    Args:
+        number: The distance, `7` of `distance 7 > 4`.
+        level: The level, `4` of it.
+        version: NCCL's version, where the log says.
+        level_name: The level that a variable set; None is NCCL's default.
+    """
+    tables = [names for first, names in _NUMBERS if version is None or version >= first]
+    if version is None:
+        wanted = [(level_name or ("P2C" if "P2C" in names else "PXB"), names) for names in tables]
+        tables = [names for name, names in wanted if level < len(names) and names[level] == name]
+    names = tables[0] if tables and (version is not None or len(tables) == 1) else ()
+    return tuple(names[n] if n < len(names) else str(n) for n in (number, level))  # type: ignore[return-value]  # two
+
+
 def parse_level(text: str) -> str | None:
     """The level a value of NCCL_NET_GDR_LEVEL stands for; None when NCCL would not understand it."""
     word = text.strip().upper()

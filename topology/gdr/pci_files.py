@@ -17,8 +17,8 @@ def tree_files(tree: PciTree) -> tuple[dict[str, bytes], dict[str, str]]:
         link = f"sys/bus/pci/devices/{function.bus_id}"
         folder = link
         if function.parents is not None:
-            above = "/".join((function.host_bridge or "pci0000:00", *reversed(function.parents)))
-            folder = f"sys/devices/{above}/{function.bus_id}"
+            root = (function.host_bridge or "pci0000:00",) if function.reaches_root else ()
+            folder = "/".join(("sys/devices", *root, *reversed(function.parents), function.bus_id))
             links[link] = folder
         contents |= {f"{folder}/{name}": content for name, content in _attributes(function).items()}
         links |= {f"{folder}/{name}": target for name, target in _links(function).items()}

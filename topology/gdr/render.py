@@ -98,7 +98,7 @@ def _pair_table(host: Host, report: GdrReport, pairs: list[Pair]) -> Table:
             (a for a in judgements.values() if a.outcome not in (CheckOutcome.PASS, CheckOutcome.SKIPPED)), None
         )
         table.add_row(
-            pair[0],
+            f"{host.gpu_names.get(pair[0], '')}\n{pair[0]}",
             pair[1] if names[pair[1]] == pair[1] else f"{_plain(names[pair[1]])}\n{pair[1]}",
             host.distances[pair] or "?",
             *(_coloured(judgements[verdict].outcome) for verdict in Verdict),
@@ -153,6 +153,7 @@ def _pair_json(host: Host, report: GdrReport, pair: Pair) -> dict[str, object]:
     judgements = report.pairs[pair].items()
     return {
         "gpu": pair[0],
+        "gpu_name": host.gpu_names.get(pair[0]),
         "nic": pair[1],
         "device": nic.name,
         "path": host.distances[pair],

@@ -52,13 +52,14 @@ def run_checks(host: Host, checks: Sequence[GdrCheck] = CHECKS) -> GdrReport:
         host: The machine.
         checks: The checklist; without hardware only the checks whose evidence was given are run.
     """
-    nothing = nothing_to_check(host)
+    nothing, given = nothing_to_check(host), _given(host)
     if nothing:
-        checks = [check for check in checks if check.name in _given(host)]
+        checks = [check for check in checks if check.name in given]
     results: list[CheckResult] = []
     blamed: dict[str, CheckResult] = {}
     for check in checks:
-        cause = next((blamed[name] for name in check.needs if name in blamed), None)
+        needs = () if check.name in given else check.needs  # evidence in hand needs no driver and no bus
+        cause = next((blamed[name] for name in needs if name in blamed), None)
         result = CheckResult(check, _skipped(cause) if cause else _run(check, host))
         results.append(result)
         if cause or result.finding.outcome is CheckOutcome.FAIL:
@@ -74,6 +75,7 @@ def _given(host: Host) -> set[str]:
     return {
         name
         for name, given in (
+            ("G7", host.nvlinks is not None),
             ("U2", "gdr" in host.bandwidths),
             ("U3", host.log is not None),
             ("U4", "LOC" in host.bandwidths),

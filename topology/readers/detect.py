@@ -54,6 +54,7 @@ def _with_file(machine: Machine, provided: Path) -> Machine:
 
 def _with_nvml(machine: Machine, library: ModuleType | SimpleNamespace | None) -> Machine:
     """Returns the machine with what the driver knows, or with a note where it should have known something."""
+    from gradwire.topology.paths import Distances
     from gradwire.topology.readers import nvml  # here, because hosts without a GPU need neither
     from gradwire.topology.readers.merge import merge
 
@@ -78,10 +79,11 @@ def _with_nvml(machine: Machine, library: ModuleType | SimpleNamespace | None) -
         sources=("nvml",),
     )
     merged = merge(machine, driver, add=True)
+    distances = Distances(merged)  # a GPU may hang below switches: the link leads to the CPU above them
     cpus = {cpu.key for cpu in merged.cpus}
     coherent = [
-        replace(reading.c2c[gpu.key], b=gpu.parent)
+        replace(reading.c2c[gpu.key], b=cpu)
         for gpu in merged.gpus
-        if gpu.parent in cpus and gpu.parent is not None and gpu.key in reading.c2c
+        if gpu.key in reading.c2c and (cpu := distances.cpu_of(gpu)) is not None and cpu in cpus
     ]
     return replace(merged, links=(*merged.links, *coherent))

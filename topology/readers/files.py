@@ -1,11 +1,13 @@
 """Offline inputs: which kind a file is, by what stands in it, and the Machine it describes."""
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Machine
-from gradwire.topology.readers import lspci, nccl_xml, smi
+from gradwire.topology.readers import hwloc, lspci, nccl_xml, smi
 from gradwire.topology.show import json_form
 
 MAX_NBYTES = 64 << 20
@@ -52,28 +54,65 @@ def decode(content: bytes) -> str:
     return smi.ANSI.sub("", text)
 
 
+_XML = re.compile(r"^[ \t]*<(?:\?xml\b|!DOCTYPE\b|(?:system|graphs|topology)\b)", re.MULTILINE)
+"""Where an XML document of a known kind begins; a shell prompt or a ticket's text may stand before it."""
+_OBJECT = re.compile(r"^[ \t]*(?=\{\s*(?:[\"}]|\Z))", re.MULTILINE)
+"""Where a line begins with a JSON object."""
+_DECLARATION = re.compile(r"<\?xml\b[^>]{0,200}\?>")
+
+
 def machine_of(text: str) -> Machine:
-    """Returns the machine that a text of any accepted kind describes.
+    """Returns the machine that a text of any accepted kind describes, whatever stands before and after it.
 
     Args:
-        text: NCCL topology XML, `nvidia-smi topo -m`, `lspci -vvv`, or this project's JSON.
+        text: NCCL topology XML, hwloc XML, `nvidia-smi topo -m`, `lspci -vvv`, or this project's JSON.
 
     Raises:
         TopologyError: The text is of no known kind, or broken.
     """
-    start = text.lstrip()[:1]
-    if start == "<":
-        return nccl_xml.read(text)
-    if start in ("{", "["):
-        return json_form.read(text)
+    document = _XML.search(text)
+    if document is not None:
+        return _machine_of_xml(text, document.start())
     if smi.looks_like_smi(text):
         return smi.read(text)
     if lspci.looks_like_lspci(text):
         return lspci.read(text)
+    start = text.lstrip()[:1]
+    if start in ("{", "[") or _OBJECT.search(text):
+        return json_form.read(_json_part(text))
+    if start == "<":
+        return nccl_xml.read(text)
     raise TopologyError(
-        "not recognised; expected NCCL topology XML, the output of `nvidia-smi topo -m` or `lspci -vvv`, "
-        "or the JSON of `gradwire topo --json`"
+        "not recognised; expected NCCL topology XML, hwloc XML (lstopo), the output of `nvidia-smi topo -m` or "
+        "`lspci -vvv`, or the JSON of `gradwire topo --json`"
     )
+
+
+def _machine_of_xml(text: str, start: int) -> Machine:
+    """Returns the machine of the first XML document in a text; line numbers stay those of the text."""
+    document = "\n" * text.count("\n", 0, start) + _DECLARATION.sub("", text[start:], count=1)
+    root = re.search(r"<([a-z]\w{0,40})", document)
+    end = document.find(f"</{root[1]}>") if root else -1
+    rest = "" if root is None or end < 0 else document[end + len(root[1]) + 3 :]
+    another = _XML.search(rest) is not None
+    if another or "<" not in rest:
+        document = document[: len(document) - len(rest)]
+    machine = hwloc.read(document) if root is not None and root[1] == "topology" else nccl_xml.read(document)
+    note = "Another XML document follows in the file, of another host perhaps; the first is shown."
+    return replace(machine, notes=(*machine.notes, note)) if another else machine
+
+
+def _json_part(text: str) -> str:
+    """Returns the first JSON object that begins a line, without what stands around it; line numbers stay."""
+    first = _OBJECT.search(text)
+    if first is None:
+        return text
+    before = "\n" * text.count("\n", 0, first.end())
+    try:
+        _, end = json.JSONDecoder().raw_decode(text, first.end())
+    except (ValueError, RecursionError):  # the reader of the form says what is wrong, and where
+        return before + text[first.end() :]
+    return before + text[first.end() : end]
 
 
 def read_file(path: Path) -> Machine:

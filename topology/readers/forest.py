@@ -4,6 +4,7 @@ Source: NCCL v2.30 src/graph/xml.cc (a switch is two bridges, upstream and downs
 bridges at a time; the functions of a multi-port card and its virtual functions are one NIC).
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,12 +13,14 @@ from typing import TypedDict
 
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Cpu, Gpu, Machine, Nic, NvSwitch, PcieLink, PciSwitch, Port
-from gradwire.topology.pci_ids import PciRole, is_virtual_bridge, role_of_function
+from gradwire.topology.pci_ids import PciRole, is_virtual_bridge, role_of_class, role_of_function
 from gradwire.topology.readers.pci import PciFunction
 
 MAX_DEPTH = 64
 """Bridges above a device; PCI has 256 buses in a domain and real machines stack six."""
 
+
+_NO_VENDOR = "Whether {} is a GPU is unknown: the source gives a display adapter's class and no vendor."
 
 LinkOf = Callable[[PciFunction, PciFunction | None], PcieLink | None]
 """(function, bridge above it) -> the link between them; None where nothing is known about it."""
@@ -27,6 +30,7 @@ class _Identity(TypedDict):
     """The fields that switches, GPUs and NICs have in common."""
 
     parent: str | None
+    bridges_known: bool
     vendor: int | None
     device: int | None
     subsystem_vendor: int | None
@@ -41,6 +45,36 @@ def card_of(bus: str) -> str:
         bus: A normal bus id.
     """
     return f"{bus[:-1]}0"
+
+
+def _may_be_a_gpu(function: PciFunction) -> bool:
+    """Returns whether only its vendor would tell a GPU or NVSwitch from a screen adapter or another bridge."""
+    named = function.name is not None and not re.match(r"Device\b|$", function.name)
+    unknown = function.vendor is None and not named  # a maker that is named and has no number here makes no GPUs
+    return unknown and role_of_class(function.class_code or 0) in ("gpu", "nvswitch")
+
+
+def link_between(function: PciFunction, bridge: PciFunction | None) -> PcieLink | None:
+    """Returns the link to the bridge above: the slower of the two ends' highest rates, and the lanes in use.
+
+    The rate of the moment is not what the link is worth: an idle GPU lowers it. It is kept beside where it is lower.
+
+    Args:
+        function: The function.
+        bridge: The bridge above, where known.
+
+    Source: NCCL v2.30 src/graph/xml.cc takes the same minimum.
+    """
+    ends = [end for end in (function, bridge) if end is not None]
+    rates = [end.max_gigatransfers for end in ends if end.max_gigatransfers]
+    rate, now = min(rates, default=None), function.current_gigatransfers
+    lanes = function.current_width or function.max_width
+    if rate is None and now is None and not lanes:
+        return None
+    lowered = now if now is not None and rate is not None and now < rate else None
+    return PcieLink(
+        gigatransfers_per_second=now if rate is None else rate, lanes=lanes, current_gigatransfers_per_second=lowered
+    )
 
 
 class Forest:
@@ -94,12 +128,15 @@ class Forest:
             ports: Bus id of a function -> the network ports found on it.
         """
         gpus, cards = self._parents("gpu"), self._parents("nic")
+        doubtful = sorted(bus for bus, function in self._functions.items() if _may_be_a_gpu(function))
         switches = {step.bus_id: step for steps in (*gpus.values(), *cards.values()) for step in steps}
         machine = Machine(
             switches=tuple(self._switch(function) for _, function in sorted(switches.items())),
             gpus=tuple(self._gpu(bus, steps) for bus, steps in sorted(gpus.items())),
             nics=self._nics(cards, ports),
             nvswitches=tuple(NvSwitch(key=bus) for bus in sorted(self._parents("nvswitch"))),
+            unclassified=tuple(doubtful),
+            notes=(_NO_VENDOR.format(", ".join(doubtful[:8])),) if doubtful else (),
         )
         known = [cpu for _, cpu in sorted(self._cpus.items(), key=lambda item: (item[0] is None, item[0]))]
         return replace(machine, cpus=(*known, *(self._unknown[root] for root in sorted(self._unknown))))
@@ -117,6 +154,7 @@ class Forest:
         """Returns what every device says in its own function, and where it hangs."""
         return _Identity(
             parent=parent,
+            bridges_known=parent in self._functions or (function.parents is not None and function.reaches_root),
             vendor=function.vendor,
             device=function.device,
             subsystem_vendor=function.subsystem_vendor,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from gradwire.topology.errors import TopologyError
-from gradwire.topology.graph import Machine, PcieLink
+from gradwire.topology.graph import Gpu, Machine, Nic
 from gradwire.topology.pci_ids import (
     AMAZON,
     AMD_GPU,
@@ -30,7 +30,7 @@ from gradwire.topology.pci_ids import (
     normal_bus_id,
     role_of_function,
 )
-from gradwire.topology.readers.forest import Forest
+from gradwire.topology.readers.forest import Forest, link_between
 from gradwire.topology.readers.pci import PciFunction, PciTree
 from gradwire.topology.readers.pci_config import REDIRECT_BITS, ConfigSpace
 
@@ -39,6 +39,9 @@ HEAD = re.compile(
 )
 """`19:00.0 3D controller [0302]: NVIDIA Corporation GH100 [10de:2330] (rev a1)`."""
 _IDS = re.compile(r"\[([0-9a-f]{4}):([0-9a-f]{4})\]", re.IGNORECASE)
+_UNNAMED = re.compile(r"Device ([0-9a-f]{4}):([0-9a-f]{4})", re.IGNORECASE)
+"""What lspci prints where its list of names lacks the maker."""
+_ROOT_PORT = re.compile(r"Express \(v\d\) Root Port")
 _BUSES = re.compile(r"Bus: primary=([0-9a-f]{2}), secondary=([0-9a-f]{2})", re.IGNORECASE)
 _LINK_NOW, _LINK_MOST = (
     re.compile(
@@ -86,7 +89,7 @@ def read_tree(lines: Iterable[str]) -> PciTree:
     Args:
         lines: What lspci printed, with or without line ends. Never raises; what is not there is None.
     """
-    return _tree(list(_listed(lines)))
+    return _tree(list(_listed(lines)))[0]
 
 
 def read(text: str) -> Machine:
@@ -101,21 +104,26 @@ def read(text: str) -> Machine:
     listed = list(_listed(text.splitlines()))
     if not listed:
         raise TopologyError("no PCI function found; expected the output of `lspci -vvv`")
-    seen: set[str] = set()
+    seen: dict[str, int] = {}
     for entry in listed:
         if entry.bus_id in seen:
-            raise TopologyError(f"PCI function {entry.bus_id} is listed twice", line=entry.line)
-        seen.add(entry.bus_id)
-    functions = list(_tree(listed).functions.values())
+            raise TopologyError(
+                f"PCI function {entry.bus_id} is listed twice, first on line {seen[entry.bus_id]}; "
+                "if these are two hosts, give the listing of one",
+                line=entry.line,
+            )
+        seen[entry.bus_id] = entry.line
+    tree, circles = _tree(listed)
+    functions = list(tree.functions.values())
     for function in functions:
         role = role_of_function(function.class_code or 0, function.vendor)
-        if function.parents is None and role in ("gpu", "nic", "nvswitch"):
+        if function.bus_id in circles and role in ("gpu", "nic", "nvswitch"):
             raise TopologyError(f"the PCI bridges above {function.bus_id} form a cycle")
     verbose = any(entry.body for entry in listed)
     if verbose:
         functions = [replace(function, host_bridge=f"pci{function.bus_id[:-5]}") for function in functions]
-    machine = Forest(functions, (), _link).build({})
-    return replace(machine, notes=_notes(verbose, text), sources=("lspci",))
+    machine = Forest(functions, (), link_between).build({})
+    return replace(machine, notes=(*machine.notes, *_notes(verbose, text, machine)), sources=("lspci",))
 
 
 @dataclass(slots=True)
@@ -139,6 +147,12 @@ class _Listed:
     def text(self) -> str:
         """The further lines in one piece."""
         return "\n".join(self.body)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it proves that its bus is one right below a host bridge."""
+        host = self.kind.strip() == "Host bridge" or self.class_id == "0600"
+        return host or self.bus_id[-7:-5] == "00" or _ROOT_PORT.search(self.text) is not None
 
 
 def _listed(lines: Iterable[str]) -> Iterator[_Listed]:
@@ -166,16 +180,34 @@ def _listed(lines: Iterable[str]) -> Iterator[_Listed]:
         yield entry
 
 
-def _tree(listed: list[_Listed]) -> PciTree:
-    """Builds the tree from buses: a function on bus B hangs below the bridge whose secondary bus is B."""
+def _tree(listed: list[_Listed]) -> tuple[PciTree, frozenset[str]]:
+    """Builds the tree from buses: a function on bus B hangs below the bridge whose secondary bus is B.
+
+    A listing that was filtered or cut lacks bridges. That a chain of bridges is whole shows the bus it ends on: bus
+    00, one with a host bridge or a root port, or, in a listing that has the host's bus 00 and so was not filtered,
+    any bus that a bridge stands on.
+
+    Returns:
+        The tree, and the functions above which the buses run in a circle.
+    """
     above: dict[tuple[str, str], str] = {}
+    roots = {(entry.bus_id[:-8], entry.bus_id[-7:-5]) for entry in listed if entry.is_root}
     for entry in listed:
         buses = _BUSES.search(entry.text)
         if buses is not None and buses[2] != "00":
             above[entry.bus_id[:-8], buses[2].lower()] = entry.bus_id
-    functions = {entry.bus_id: _function(entry, _chain(entry.bus_id, above)) for entry in listed}
+    whole = any(entry.bus_id.startswith("0000:00:") for entry in listed)
+    functions, circles = {}, set()
+    for entry in listed:
+        chain = _chain(entry.bus_id, above)
+        if chain is None:
+            circles.add(entry.bus_id)
+        top = (chain or (entry.bus_id,))[-1]
+        rooted = (top[:-8], top[-7:-5]) in roots or (whole and bool(chain))
+        function = _function(entry, chain if chain or rooted else None)
+        functions[entry.bus_id] = replace(function, reaches_root=rooted and chain is not None)
     problems = () if functions else ("no line begins with a bus id: is this the output of lspci?",)
-    return PciTree(MappingProxyType(dict(sorted(functions.items()))), problems)
+    return PciTree(MappingProxyType(dict(sorted(functions.items()))), problems), frozenset(circles)
 
 
 def _chain(bus_id: str, above: dict[tuple[str, str], str]) -> tuple[str, ...] | None:
@@ -193,7 +225,8 @@ def _chain(bus_id: str, above: dict[tuple[str, str], str]) -> tuple[str, ...] | 
 def _function(entry: _Listed, parents: tuple[str, ...] | None) -> PciFunction:
     """Returns one function with everything that its lines say."""
     text, description = entry.text, entry.description
-    ids = _IDS.findall(description)
+    unnamed = _UNNAMED.match(description)
+    ids = _IDS.findall(description) or ([unnamed.groups()] if unnamed else [])
     by_name = next((code for name, code in VENDORS if description.startswith(name)), None)
     driver = re.search(r"Kernel driver in use: (\S{1,40})", text)
     sizes = re.findall(r"Region \d: Memory .{1,100}?\[size=(\d{1,4})([KMGT]?)\]", text)
@@ -250,19 +283,18 @@ def _config(text: str) -> ConfigSpace:
     )
 
 
-def _link(function: PciFunction, bridge: PciFunction | None) -> PcieLink | None:
-    """Returns the link status as the listing has it, or None for a function without one."""
-    del bridge
-    if function.current_width is None:
-        return None
-    return PcieLink(gigatransfers_per_second=function.current_gigatransfers, lanes=function.current_width)
-
-
-def _notes(verbose: bool, text: str) -> tuple[str, ...]:
+def _notes(verbose: bool, text: str, machine: Machine) -> list[str]:
     """Returns what this listing cannot show."""
     notes = ["lspci does not know network ports, their speed or NVLink."]
+    devices: list[Gpu | Nic] = [*machine.gpus, *machine.nics]
+    lost = sum(not device.bridges_known for device in (*devices, *machine.switches))
     if not verbose:
         notes.append("The listing has no bridges' bus numbers: use `lspci -vvv`; every distance is unknown.")
-    elif "NUMA node:" not in text:
+    elif lost:
+        notes.append(
+            f"Of {lost} devices the listing lacks bridges above them, as one that was filtered or cut does: distances "
+            "below one CPU are unknown; give the whole output of `lspci -vvv`."
+        )
+    if verbose and "NUMA node:" not in text:
         notes.append("The listing names no NUMA node: which CPU a device hangs off is unknown.")
-    return tuple(notes)
+    return notes

@@ -41,6 +41,7 @@ def merge(first: Machine, second: Machine, *, add: bool) -> Machine:
     return replace(
         first,
         hostname=first.hostname or second.hostname,
+        product=first.product or second.product,
         cpus=cpus,
         switches=(*first.switches, *(switch for switch in adopted[0])),
         gpus=tuple(replace(gpu, parent=adopted[1].get(gpu.key, gpu.parent)) for gpu in gpus),

@@ -4,13 +4,26 @@ Source: NCCL v2.30 src/graph/xml.cc and src/graph/topo.cc; RCCL's topology model
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
 from gradwire.topology.bandwidth import GIGABYTE, nvlink_bytes_per_second, xgmi_bytes_per_second
 from gradwire.topology.errors import TopologyError
-from gradwire.topology.graph import Cpu, Defect, DeviceLink, Gpu, Machine, Nic, NvSwitch, PcieLink, PciSwitch, Port
+from gradwire.topology.graph import (
+    Cpu,
+    Defect,
+    DeviceLink,
+    Gpu,
+    LinkKind,
+    Machine,
+    Nic,
+    NvSwitch,
+    PcieLink,
+    PciSwitch,
+    Port,
+)
 from gradwire.topology.pci_ids import is_virtual_bridge, normal_bus_id, role_of_class
 from gradwire.topology.readers.affinity import cores_of_mask
 from gradwire.topology.readers.xml_tree import Element
@@ -26,8 +39,25 @@ OTHER_FILES = {
 HIDDEN_PEER = "fffffff:ffff:ff"
 """Target that a virtual machine sees instead of the switch's bus id. Source: NCCL src/graph/xml.cc."""
 
+_HIDDEN = "fffffff:ff"
+"""How it begins in every release: some write a bus id of all ones."""
+
+NCCL_SPEEDS = (
+    "2.5 GT/s", "5 GT/s", "8 GT/s", "16 GT/s", "32 GT/s",
+    "2.5 GT/s PCIe", "5.0 GT/s PCIe", "8.0 GT/s PCIe", "16.0 GT/s PCIe", "32.0 GT/s PCIe", "64.0 GT/s PCIe",
+)  # fmt: skip
+"""Beginnings of `link_speed` that NCCL knows; it takes any other text for 8 GT/s.
+
+Source: NCCL v2.30 src/graph/topo.cc (kvDictPciGen), src/graph/xml.h (kvConvertToInt compares beginnings).
+"""
+
+_OF_ONE_HOST = frozenset({"host_hash", "rank", "guid"})
+"""Attributes in which equal hosts differ."""
+
 MAX_LINKS_OF_A_GPU = 64
 """No GPU has more; NVLink 5 has 18."""
+
+MAX_SPEED_NOTES = 8
 
 
 @dataclass(slots=True)
@@ -47,7 +77,11 @@ class _Reading:
     def name(self, key: str, element: Element) -> str:
         """Returns `key` after making sure that nothing else has it."""
         if key in self.lines:
-            raise TopologyError(f"<{element.tag}> {key} was already given on line {self.lines[key]}", line=element.line)
+            raise TopologyError(
+                f"<{element.tag}> {key} was already given on line {self.lines[key]}; if these are two hosts, "
+                "give the file of one, or set host_hash on every <cpu>",
+                line=element.line,
+            )
         self.lines[key] = element.line
         return key
 
@@ -68,12 +102,13 @@ def read(text: str) -> Machine:
     reading = _Reading()
     if root.integer("version") not in (1, 2):
         reading.notes.append(f'version="{root.text("version")}": NCCL reads only version 1, RCCL version 2.')
-    for element in root.children:
+    for element in _one_host(root, reading):
         if element.tag == "cpu":
             _read_cpu(element, reading)
         else:
             reading.notes.append(f"line {element.line}: <{element.tag}> below <system> was ignored.")
-    links, nvswitches, defects = _links_of(reading.gpus, reading.cpus, reading.peers)
+    _doubt_speeds(root, reading)
+    links, nvswitches, defects = _links_of(reading)
     return Machine(
         cpus=tuple(reading.cpus),
         switches=tuple(reading.switches),
@@ -87,6 +122,44 @@ def read(text: str) -> Machine:
         notes=(*reading.notes, *_doubts(reading, defects)),
         sources=("NCCL XML",),
     )
+
+
+def _one_host(root: Element, reading: _Reading) -> list[Element]:
+    """Returns the elements of the first host; the file of a multi-node NVLink domain holds all of its hosts."""
+    hosts: dict[str, list[Element]] = {}
+    for element in root.all("cpu"):
+        hosts.setdefault(element.text("host_hash") or "", []).append(element)
+    if len(hosts) < 2:
+        return root.children
+    first, *others = hosts.values()
+    alike = all([_shape(cpu) for cpu in other] == [_shape(cpu) for cpu in first] for other in others)
+    reading.notes.append(
+        f"The file describes {len(hosts)} hosts (host_hash {', '.join(list(hosts)[:4])}), as NCCL writes it for a "
+        f"multi-node NVLink domain; the first is shown, the others {'are alike' if alike else 'differ from it'}."
+    )
+    return [element for element in root.children if element.tag != "cpu" or element in first]
+
+
+def _shape(element: Element) -> tuple[object, ...]:
+    """Returns an element as something that can be compared, without what equal hosts differ in."""
+    own = sorted((name, text) for name, text in element.attributes.items() if name not in _OF_ONE_HOST)
+    return element.tag, tuple(own), tuple(_shape(child) for child in element.children)
+
+
+def _doubt_speeds(root: Element, reading: _Reading) -> None:
+    """Notes every text of `link_speed` that NCCL does not know, or that only begins like one."""
+    lines: dict[str, int] = {}
+    waiting = [root]
+    while waiting:
+        element = waiting.pop()
+        waiting += reversed(element.children)
+        speed = element.text("link_speed") if element.tag == "pci" else None
+        if speed is not None and speed not in NCCL_SPEEDS:
+            lines.setdefault(speed, element.line)
+    for speed, line in sorted(lines.items(), key=lambda item: item[1])[:MAX_SPEED_NOTES]:
+        known = speed.startswith(NCCL_SPEEDS)
+        what = "NCCL reads its beginning alone" if known else "NCCL does not know it and takes it for 8 GT/s"
+        reading.notes.append(f'line {line}: link_speed="{speed[:40]}" is no text that the kernel writes; {what}.')
 
 
 def _doubts(reading: _Reading, defects: tuple[Defect, ...]) -> list[str]:
@@ -104,9 +177,6 @@ def _read_cpu(element: Element, reading: _Reading) -> None:
     """Adds one <cpu> and everything below it."""
     numa = element.integer("numaid")  # -1 is no number here: unknown
     key = "numa?" if numa is None else f"numa{numa}"
-    host = element.text("host_hash")
-    if key in reading.lines and host is not None:
-        key = f"{key}@{host}"
     cpu = Cpu(
         key=reading.name(key, element),
         numa=numa,
@@ -141,10 +211,12 @@ def _read_pci(element: Element, parent: str, reading: _Reading) -> None:
         raise TopologyError(f"`busid` of <pci> is {found!r}, expected for example 0000:04:00.0", line=element.line)
     reading.name(bus, element)
     class_code = element.integer("class")
-    gpu, nic = next(element.all("gpu"), None), next(element.all("nic"), None)
+    gpus, nic = list(element.all("gpu")), next(element.all("nic"), None)
     role = "other" if class_code is None else role_of_class(class_code)
-    if gpu is not None or (role == "gpu" and nic is None):
-        reading.gpus.append((_gpu(element, bus, parent, gpu), gpu))
+    if gpus:
+        _add_gpus(gpus, element, bus, parent, reading)
+    elif role == "gpu" and nic is None:
+        reading.gpus.append((_gpu(element, bus, parent, None), None))
     elif nic is not None or role == "nic":
         _add_nic(nic, element, parent, reading)
     elif role == "switch" or any(element.all("pci")):
@@ -154,6 +226,28 @@ def _read_pci(element: Element, parent: str, reading: _Reading) -> None:
     for child in element.children:
         if child.tag not in ("gpu", "nic"):
             _read_child(child, bus, reading)
+
+
+def _add_gpus(gpus: Sequence[Element], pci: Element, bus: str, parent: str, reading: _Reading) -> None:
+    """Adds the GPUs of a <pci>: several where one card shows itself as several devices (`dev`, `mlopart`).
+
+    Several <gpu> of one device are ranks that share it.
+
+    Source: NCCL v2.30 src/graph/topo.cc (ncclTopoXmlIsPrimaryGpuForDev).
+    """
+    parts: dict[tuple[int | None, int | None], Element] = {}
+    for gpu in gpus:
+        parts.setdefault((gpu.integer("dev"), gpu.integer("mlopart")), gpu)
+    for position, gpu in enumerate(parts.values()):
+        found = _gpu(pci, bus, parent, gpu)
+        if len(parts) > 1:
+            found = replace(found, key=found.key if position == 0 else f"{bus}/{position}", part=position)
+            reading.lines.setdefault(found.key, gpu.line)
+        reading.gpus.append((found, gpu))
+    if len(parts) < len(gpus):
+        reading.notes.append(f"line {pci.line}: {len(gpus)} ranks share {len(parts)} GPU{'s'[: len(parts) > 1]} {bus}.")
+    if len(parts) > 1:
+        reading.notes.append(f"line {pci.line}: the card {bus} is {len(parts)} GPUs, which share its links.")
 
 
 class _Ids(TypedDict):
@@ -248,24 +342,16 @@ def _port(net: Element) -> Port:
     )
 
 
-def _links_of(
-    gpus: Sequence[tuple[Gpu, Element | None]], cpus: Sequence[Cpu], peers: Sequence[tuple[str, Element]]
-) -> tuple[tuple[DeviceLink, ...], tuple[NvSwitch, ...], tuple[Defect, ...]]:
-    """Returns the links, the switches they name, and what had to be left out.
-
-    Args:
-        gpus: Every GPU with its <gpu> element.
-        cpus: The CPUs; a chip-to-chip link leads to the one above its GPU.
-        peers: (key of a switch, its <pcilink>).
-    """
-    collected = _Collected({gpu.key: gpu for gpu, _ in gpus})
-    for gpu, element in gpus:
+def _links_of(reading: _Reading) -> tuple[tuple[DeviceLink, ...], tuple[NvSwitch, ...], tuple[Defect, ...]]:
+    """Returns the links, the switches they name, and what had to be left out."""
+    collected = _Collected(reading)
+    for gpu, element in reading.gpus:
         for child in element.children if element is not None else ():
             if child.tag in ("nvlink", "xgmi"):
                 collected.add(gpu, child)
             elif child.tag == "c2c":
-                collected.add_c2c(gpu, child, {cpu.key for cpu in cpus})
-    for key, element in peers:
+                collected.add_c2c(gpu, child)
+    for key, element in reading.peers:
         target = normal_bus_id(element.text("target") or "")
         if target is not None and target != key:
             collected.links.setdefault(frozenset((key, target)), DeviceLink(a=key, b=target, kind="pci_peer"))
@@ -276,11 +362,15 @@ def _links_of(
 class _Collected:
     """Links by their two ends, so that a link written on both sides counts once."""
 
-    def __init__(self, gpus: dict[str, Gpu]) -> None:
-        self.gpus = gpus
+    def __init__(self, reading: _Reading) -> None:
+        self.gpus = {gpu.key: gpu for gpu, _ in reading.gpus}
         self.links: dict[frozenset[str], DeviceLink] = {}
         self.switches: set[str] = set()
         self.defects: list[Defect] = []
+        self._notes = reading.notes
+        self._above = {switch.key: switch.parent for switch in reading.switches}
+        self._cpus = {cpu.key for cpu in reading.cpus}
+        self._parts = Counter(gpu.bus for gpu, _ in reading.gpus)
 
     def add(self, gpu: Gpu, element: Element) -> None:
         """Adds one <nvlink> or <xgmi>."""
@@ -288,9 +378,9 @@ class _Collected:
         target = normal_bus_id(text)
         tclass = element.integer("tclass")
         where = f"line {element.line}: {element.tag} {gpu.key} -> {text or '?'}"
-        if text.startswith(HIDDEN_PEER):
+        if text.startswith(_HIDDEN):
             target = "hidden"
-        elif target == gpu.key:
+        elif target == gpu.bus:
             self.defects.append(Defect(kind="self_link", where=where))
             return
         elif target not in self.gpus and (tclass is None or role_of_class(tclass) != "nvswitch"):
@@ -298,31 +388,46 @@ class _Collected:
         if target is None:
             self.defects.append(Defect(kind="dangling_link", where=where))
             return
+        count = self._count(element, where)
+        if count == 0:
+            return
         if target not in self.gpus:
             self.switches.add(target)
-        self._keep(gpu, target, element)
+        self._keep(gpu, target, element.tag, count)
 
-    def _keep(self, gpu: Gpu, target: str, element: Element) -> None:
+    def _count(self, element: Element, where: str) -> int:
+        """Returns how many links an element bundles; NCCL refuses one that does not say, here it counts as one."""
+        count = element.integer("count")
+        if count is None:
+            self._notes.append(f"{where} has no count: taken for one link; NCCL refuses it.")
+        return min(1 if count is None else count, MAX_LINKS_OF_A_GPU)
+
+    def _keep(self, gpu: Gpu, target: str, tag: str, count: int) -> None:
         """Stores a link whose other end is known."""
-        count = min(max(element.integer("count") or 1, 1), MAX_LINKS_OF_A_GPU)
         ends = frozenset((gpu.key, target))
         if ends in self.links and self.links[ends].count >= count:
             return
-        if element.tag == "nvlink":
-            rate = nvlink_bytes_per_second(gpu, count)
-            self.links[ends] = DeviceLink(a=gpu.key, b=target, kind="nvlink", count=count, bytes_per_second=rate)
-        else:
-            rate = xgmi_bytes_per_second(gpu, count)
-            self.links[ends] = DeviceLink(a=gpu.key, b=target, kind="xgmi", count=count, bytes_per_second=rate)
+        rate = nvlink_bytes_per_second(gpu, count) if tag == "nvlink" else xgmi_bytes_per_second(gpu, count)
+        rate = None if rate is None else rate / self._parts[gpu.bus]
+        kind: LinkKind = "nvlink" if tag == "nvlink" else "xgmi"
+        self.links[ends] = DeviceLink(a=gpu.key, b=target, kind=kind, count=count, bytes_per_second=rate)
 
-    def add_c2c(self, gpu: Gpu, element: Element, cpus: set[str]) -> None:
-        """Adds one <c2c>; its `bw` is in MB/s per link."""
-        if gpu.parent not in cpus or gpu.parent is None:
-            where = f"line {element.line}: c2c of {gpu.key}, which does not hang off a CPU"
-            self.defects.append(Defect(kind="dangling_link", where=where))
+    def add_c2c(self, gpu: Gpu, element: Element) -> None:
+        """Adds one <c2c>, to the CPU above the GPU and its switches; its `bw` is in MB/s per link.
+
+        Source: NCCL v2.30 src/graph/topo.cc (ncclTopoAddC2c climbs through PCI switches, findLocalCpu).
+        """
+        cpu = gpu.parent
+        while cpu in self._above:
+            cpu = self._above[cpu]
+        where = f"line {element.line}: c2c of {gpu.key}"
+        if cpu is None or cpu not in self._cpus:
+            self.defects.append(Defect(kind="dangling_link", where=f"{where}, which does not hang off a CPU"))
             return
-        count = min(max(element.integer("count") or 1, 1), MAX_LINKS_OF_A_GPU)
+        count = self._count(element, where)
+        if count == 0:
+            return
         megabytes = element.integer("bw")
-        rate = None if not megabytes else megabytes * count * GIGABYTE / 1000
-        link = DeviceLink(a=gpu.key, b=gpu.parent, kind="c2c", count=count, bytes_per_second=rate)
-        self.links[frozenset((gpu.key, gpu.parent))] = link
+        rate = None if not megabytes else megabytes * count * GIGABYTE / 1000 / self._parts[gpu.bus]
+        link = DeviceLink(a=gpu.key, b=cpu, kind="c2c", count=count, bytes_per_second=rate)
+        self.links[frozenset((gpu.key, cpu))] = link

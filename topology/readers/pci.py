@@ -25,6 +25,8 @@ class PciFunction:
     subsystem_device: int | None = None
     parents: tuple[str, ...] | None = None
     """Bus ids of the bridges above, nearest first, root port last; None when the tree does not say."""
+    reaches_root: bool = True
+    """False where the source may lack bridges above those of `parents`, so that it may meet others only there."""
     host_bridge: str | None = None
     """Kernel name of the host bridge, `pci0000:00`."""
     name: str | None = None
@@ -86,6 +88,11 @@ class PciTree:
             function = self.functions[str(function.physical_function)]
         return None if function is None else function.parents
 
+    def complete(self, bus_id: str) -> bool:
+        """Whether all bridges above a function are known, so that what they do not share lies above them all."""
+        function = self.functions.get(bus_id)
+        return self.chain(bus_id) is not None and function is not None and function.reaches_root
+
     def bridges_between(self, one: str, other: str) -> tuple[str, ...] | None:
         """Ports that traffic between two functions crosses, below their common ancestor; None when unknown.
 
@@ -95,6 +102,8 @@ class PciTree:
         if first is None or second is None:
             return None
         shared = set(first) & set(second)
+        if not shared and not (self.complete(one) and self.complete(other)):
+            return None
         return tuple(bridge for bridge in (*first, *second) if bridge not in shared)
 
     def common_ancestor(self, one: str, other: str) -> str | None:
@@ -121,16 +130,16 @@ def path_type(tree: PciTree, one: str, other: str, *, flatten: bool = True) -> s
     """
     if one == other:
         return "LOC"
-    first, second = _switches(tree, one, flatten), _switches(tree, other, flatten)
-    if first is None or second is None:
-        return None
+    first, second = _switches(tree, one, flatten) or [], _switches(tree, other, flatten) or []
     common = next((switch for switch in first if switch in second), None)
     if common is not None:
         return "PIX" if first[0] == second[0] else "PXB"
-    nodes = [tree.functions[bus_id].numa_node for bus_id in (one, other)]
+    nodes = [tree.functions[bus_id].numa_node if bus_id in tree.functions else None for bus_id in (one, other)]
     if None in nodes:
         return None
-    return "PHB" if nodes[0] == nodes[1] else "SYS"
+    if nodes[0] != nodes[1]:
+        return "SYS"
+    return "PHB" if tree.complete(one) and tree.complete(other) else None
 
 
 def _switches(tree: PciTree, bus_id: str, flatten: bool) -> list[str] | None:

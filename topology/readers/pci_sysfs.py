@@ -57,6 +57,7 @@ def _read_function(base: Path, link: Path, name: str) -> PciFunction:
     with _opened(folder) as handle:
         read = Attributes(handle, present)
         class_code = read.number("class")
+        host_bridge = next((part for part in reversed(folder.parts) if _HOST_BRIDGE.fullmatch(part)), None)
         base_class = None if class_code is None else class_code >> 16
         endpoint = base_class in _ENDPOINTS
         return PciFunction(
@@ -67,7 +68,8 @@ def _read_function(base: Path, link: Path, name: str) -> PciFunction:
             subsystem_vendor=read.number("subsystem_vendor"),
             subsystem_device=read.number("subsystem_device"),
             parents=parents(folder, base),
-            host_bridge=next((part for part in reversed(folder.parts) if _HOST_BRIDGE.fullmatch(part)), None),
+            reaches_root=host_bridge is not None,
+            host_bridge=host_bridge,
             driver=read.link("driver"),
             numa_node=read.number("numa_node"),
             local_cpulist=read.text("local_cpulist") if endpoint else None,

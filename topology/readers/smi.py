@@ -1,8 +1,9 @@
 """`nvidia-smi topo -m` text -> Machine: a matrix of distances without the tree behind it.
 
 What real texts do: colour escapes, tabs or aligned spaces, NICs as `NIC3` with a legend or as `mlx5_3` without one,
-cells run together, missing affinities, rows cut off, `-mp` (which hides NVLink), and no column at all for cards
-without verbs (Slingshot, EFA): "no NIC in the matrix" is not "no NIC".
+cells and titles run together, missing affinities, rows cut off, words of other releases (SOC is today's SYS), `-mp`
+(which hides NVLink), and no column at all for cards without verbs (Slingshot, EFA): "no NIC in the matrix" is not "no
+NIC". On Grace the memory of a GPU is a NUMA node of its own (`GPU NUMA ID`), so that SYS says nothing there.
 """
 
 import re
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Cpu, Defect, DeviceLink, GivenPath, Gpu, Machine, Nic, NvSwitch, Port
+from gradwire.topology.paths import path_of_printed
+from gradwire.topology.readers.affinity import members
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07|\x1b[@-_]")
 """Terminal escapes: colours, cursor movement, titles."""
@@ -18,7 +21,15 @@ _TAIL = re.compile(r"CPU Affinity|NUMA Affinity|GPU NUMA ID")
 _GPU = re.compile(r"GPU[0-9]{1,4}")
 _COLUMN = re.compile(r"(GPU|NIC)[0-9]{1,4}|(?!GPU|NIC)[A-Za-z][\w.-]*[0-9][\w.-]*")
 _NUMBERED_NIC = re.compile(r"NIC[0-9]{1,4}")
-_CELL = re.compile(r"\s*(X|SYS|NODE|PHB|PXB|PXN|P2C|PIX|PSB|NVB|NVL|C2C|XGMI|NV[0-9]{1,2}|N/A|\?)")
+_CELL = re.compile(
+    r"\s*(X|SYS|SOC|NODE|PHB|PXB|PXN|P2C|PIX|PSB|NVB|NVL|C2C|XGMI|NV[0-9]{1,2}|N/A|\?|[A-Z][A-Z0-9]{0,7})"
+)
+"""A cell; the last alternative is a word of a release that nobody here knows, and unknown."""
+_STATUSES = frozenset({"OK", "CNS", "GNS", "TNS", "NS", "DR", "U"})
+"""Cells of `nvidia-smi topo -p2p`, which prints what is supported, not how far it is."""
+_FUSED = re.compile(r"(GPU[0-9]{1,4})(?=GPU[0-9]|[a-z])")
+_WITHIN_A_CPU = ("PIX", "PSB", "PXB", "PHB", "NODE")
+"""Cells of pairs that hang off the same CPU, nearest first."""
 _LEGEND = re.compile(r"\s*(NIC\d+):\s*([\w.-]+)")
 
 MAX_COLUMNS = 512
@@ -37,6 +48,20 @@ class _Matrix:
     rests: dict[str, str] = field(default_factory=dict)
     """What stands in a row after its cells."""
 
+    @property
+    def is_peer_access(self) -> bool:
+        """Whether this is what `topo -p2p` prints."""
+        cells = {cell for row in self.rows.values() for cell in row} - {"X"}
+        return bool(cells) and cells <= _STATUSES
+
+    def coherent(self, name: str) -> bool:
+        """Returns whether a GPU's memory is a NUMA node, as it is behind a chip-to-chip link (Grace)."""
+        if "GPU NUMA ID" not in self.tail or name not in self.rests:
+            return False
+        rest = self.rests[name].rstrip(" \r\n")
+        cells = rest.split("\t")[1:] if "\t" in rest else rest.split()
+        return len(cells) >= len(self.tail) and re.fullmatch(r"[0-9]{1,6}", cells[-1].strip()) is not None
+
 
 def looks_like_smi(text: str) -> bool:
     """Returns whether a text contains the header of a matrix.
@@ -54,10 +79,10 @@ def read(text: str) -> Machine:
         text: What `nvidia-smi topo -m` printed, with or without escapes and legend.
 
     Raises:
-        TopologyError: There is no matrix in the text.
+        TopologyError: There is no matrix of distances in the text.
     """
     lines = ANSI.sub("", text).splitlines()
-    matrix = _matrix(lines)
+    matrix, others = _matrix(lines)
     names = {match[1]: match[2] for match in map(_LEGEND.match, lines) if match is not None and match[2] != match[1]}
     gpus = [name for name in matrix.columns if _GPU.fullmatch(name)]
     cpus = _cpus(matrix, gpus)
@@ -69,11 +94,11 @@ def read(text: str) -> Machine:
         gpus=tuple(Gpu(key=name, index=int(name[3:]), parent=_parent(matrix, name)) for name in gpus),
         nics=tuple(_nic(matrix, name, names, gpus) for name in matrix.columns if name not in gpus),
         nvswitches=(NvSwitch(key="hidden"),) if switched else (),
-        links=_through_switch(links, gpus) if switched else links,
-        links_known=_shows_nvlink(text),
+        links=(*(_through_switch(links, gpus) if switched else links), *_coherent_links(matrix, gpus)),
+        links_known=_shows_nvlink(text) and not _unknown_pairs(matrix, gpus),
         given_paths=_paths(matrix),
         defects=defects,
-        notes=tuple(_notes(matrix, text, defects)),
+        notes=tuple(_notes(matrix, text, defects, others)),
         sources=("nvidia-smi topo -m",),
     )
 
@@ -81,7 +106,7 @@ def read(text: str) -> Machine:
 def _header(line: str) -> tuple[list[str], list[str]] | None:
     """Returns the column names and the titles after them, or None where the line is no header."""
     tail = _TAIL.search(line)
-    words = line[: tail.start() if tail else len(line)].split()
+    words = _FUSED.sub(r"\1 ", line[: tail.start() if tail else len(line)]).split()
     if not any(_GPU.fullmatch(word) for word in words) and not all(map(_NUMBERED_NIC.fullmatch, words)):
         return None
     if not 0 < len(words) <= MAX_COLUMNS or not all(_COLUMN.fullmatch(word) for word in words):
@@ -91,22 +116,30 @@ def _header(line: str) -> tuple[list[str], list[str]] | None:
     return words, _TAIL.findall(line)
 
 
-def _matrix(lines: Sequence[str]) -> _Matrix:
-    """Returns the first matrix in the text."""
-    matrix: _Matrix | None = None
+def _matrix(lines: Sequence[str]) -> tuple[_Matrix, int]:
+    """Returns the first matrix of distances in the text, and how many others differ from it."""
+    matrices: list[_Matrix] = []
+    open_ = False
     for line in lines:
-        if matrix is None:
-            header = _header(line)
-            matrix = None if header is None else _Matrix(*header)
-            continue
-        name, _, rest = line.strip().partition(" ") if "\t" not in line else line.strip("\r\n").partition("\t")
-        if name.strip() in matrix.columns and name.strip() not in matrix.rows:
-            _read_row(matrix, name.strip(), rest)
-        elif line.strip().startswith("Legend"):
-            break
-    if matrix is None:
+        header = _header(line)
+        if header is not None:
+            matrices.append(_Matrix(*header))
+            open_ = True
+        elif open_:
+            name, _, rest = line.strip().partition(" ") if "\t" not in line else line.strip("\r\n").partition("\t")
+            if name.strip() in matrices[-1].columns and name.strip() not in matrices[-1].rows:
+                _read_row(matrices[-1], name.strip(), rest)
+            open_ = not line.strip().startswith("Legend")
+    distances = [matrix for matrix in matrices if not matrix.is_peer_access]
+    if not distances and matrices:
+        raise TopologyError(
+            "this is the output of `nvidia-smi topo -p2p`, which says whether GPUs may reach each other and not how "
+            "far apart they are; expected that of `nvidia-smi topo -m`"
+        )
+    if not distances:
         raise TopologyError("no matrix found; expected the output of `nvidia-smi topo -m`")
-    return matrix
+    first, *others = distances
+    return first, sum((other.columns, other.rows) != (first.columns, first.rows) for other in others)
 
 
 def _read_row(matrix: _Matrix, name: str, rest: str) -> None:
@@ -117,7 +150,7 @@ def _read_row(matrix: _Matrix, name: str, rest: str) -> None:
         match = _CELL.match(rest, position)
         if match is None:
             break
-        cells.append(match[1])
+        cells.append("SYS" if match[1] == "SOC" else match[1])
         position = match.end()
     matrix.rows[name] = cells
     matrix.rests[name] = rest[position:]
@@ -138,8 +171,13 @@ def _tail_cell(matrix: _Matrix, name: str, title: str) -> str | None:
 
 
 def _numa(matrix: _Matrix, name: str) -> int | None:
-    """Returns the NUMA node of a GPU, or None where the text gives none or several."""
+    """Returns the NUMA node of a GPU, or None where the text gives none or several.
+
+    On Grace several are given, of which the lowest is the CPU's own and the others are memory of GPUs.
+    """
     cell = _tail_cell(matrix, name, "NUMA Affinity")
+    if cell is not None and matrix.coherent(name):
+        return next(iter(members(cell)), None)
     return int(cell) if cell is not None and re.fullmatch(r"[0-9]{1,6}", cell) else None
 
 
@@ -162,11 +200,21 @@ def _cpus(matrix: _Matrix, gpus: Sequence[str]) -> dict[int, Cpu]:
 def _nic(matrix: _Matrix, name: str, names: Mapping[str, str], gpus: Sequence[str]) -> Nic:
     """Returns the NIC of a column; a matrix shows devices that have verbs, one port each.
 
-    A path that stays below one CPU proves that the NIC hangs off the same CPU as the GPU.
+    A path that stays below one CPU proves that the NIC hangs off the same CPU as the GPU; the nearest GPUs decide.
     """
     place = matrix.columns.index(name)
-    near = [gpu for gpu in gpus if matrix.rows.get(gpu, [])[place : place + 1] in (["PIX"], ["PXB"], ["PHB"], ["NODE"])]
-    return Nic(key=name, parent=_parent(matrix, near[0]) if near else None, ports=(Port(name=names.get(name, name)),))
+    cells = {gpu: cell for gpu in gpus for cell in matrix.rows.get(gpu, [])[place : place + 1]}
+    best = min((_WITHIN_A_CPU.index(cell) for cell in cells.values() if cell in _WITHIN_A_CPU), default=None)
+    near = [gpu for gpu, cell in cells.items() if best is not None and cell == _WITHIN_A_CPU[best]]
+    parents = {_parent(matrix, gpu) for gpu in near}
+    return Nic(
+        key=name, parent=next(iter(parents)) if len(parents) == 1 else None, ports=(Port(name=names.get(name, name)),)
+    )
+
+
+def _is_unknown_word(cell: str) -> bool:
+    """Returns whether nobody here knows a cell's word, or it is a piece of one."""
+    return path_of_printed(cell) is None and cell not in ("X", "?", "N/A")
 
 
 def _pairs(matrix: _Matrix) -> list[tuple[str, str, str | None, str | None]]:
@@ -175,7 +223,8 @@ def _pairs(matrix: _Matrix) -> list[tuple[str, str, str | None, str | None]]:
 
     def cell(row: str, column: str) -> str | None:
         cells = matrix.rows.get(row, [])
-        return cells[place[column]] if place[column] < len(cells) else None
+        found = cells[place[column]] if place[column] < len(cells) else None
+        return None if found is not None and _is_unknown_word(found) else found
 
     names = matrix.columns
     return [(a, b, cell(a, b), cell(b, a)) for i, a in enumerate(names) for b in names[i + 1 :]]
@@ -186,8 +235,24 @@ def _paths(matrix: _Matrix) -> tuple[GivenPath, ...]:
     paths = []
     for a, b, one, other in _pairs(matrix):
         name = one or other or "?"
-        paths.append(GivenPath(a=a, b=b, name="?" if one and other and one != other else name))
+        unclear = one and other and one != other
+        if name == "SYS" and (matrix.coherent(a) or matrix.coherent(b)):
+            unclear = True  # of the GPU's own memory node, not of its CPU
+        paths.append(GivenPath(a=a, b=b, name="?" if unclear else name))
     return tuple(paths)
+
+
+def _unknown_pairs(matrix: _Matrix, gpus: Sequence[str]) -> int:
+    """Returns how many pairs of GPUs have no cell that can be understood, so that an NVLink may stand there."""
+    known = set(gpus)
+    between = [path for path in _paths(matrix) if path.a in known and path.b in known]
+    return sum(path_of_printed(path.name) is None for path in between)
+
+
+def _coherent_links(matrix: _Matrix, gpus: Sequence[str]) -> tuple[DeviceLink, ...]:
+    """Returns the chip-to-chip links to the CPUs, whose rate a matrix does not show."""
+    parents = {gpu: _parent(matrix, gpu) for gpu in gpus if matrix.coherent(gpu)}
+    return tuple(DeviceLink(a=gpu, b=cpu, kind="c2c") for gpu, cpu in parents.items() if cpu is not None)
 
 
 def _asymmetric(matrix: _Matrix) -> list[Defect]:
@@ -240,10 +305,24 @@ def _shows_nvlink(text: str) -> bool:
     return re.search(r"\bNV([0-9]+|#)", text) is not None
 
 
-def _notes(matrix: _Matrix, text: str, defects: Sequence[Defect]) -> list[str]:
+def _notes(matrix: _Matrix, text: str, defects: Sequence[Defect], others: int) -> list[str]:
     """Returns what this text cannot show."""
     notes = ["The matrix shows only cards with verbs: Slingshot (cxi) and EFA cards are invisible to nvidia-smi."]
+    gpus = [name for name in matrix.columns if _GPU.fullmatch(name)]
     if not _shows_nvlink(text):
         notes.append("NVLink is unknown: no NV# in the text, as with `topo -mp`, which hides it.")
+    elif unknown := _unknown_pairs(matrix, gpus):
+        notes.append(f"{unknown} pairs of GPUs cannot be read: NVLinks between them are not counted.")
+    if any(matrix.coherent(gpu) for gpu in gpus):
+        notes.append(
+            "The GPUs' memory is NUMA nodes of its own (GPU NUMA ID), coherent with the CPU over a chip-to-chip link. "
+            "nvidia-smi then prints SYS even for a card of the same CPU, so SYS is unknown here. NCCL reaches a card "
+            "of the GPU's own CPU at P2C, with GPUDirect RDMA by default from 2.27 on: see NCCL_TOPO_DUMP_FILE."
+        )
+    words = {cell for row in matrix.rows.values() for cell in row if _is_unknown_word(cell)}
+    if words:
+        notes.append(f"Cells with an unknown word are unknown: {', '.join(sorted(words)[:8])}.")
+    if others:
+        notes.append(f"The text has {others} further matrices that differ, of other hosts perhaps; the first is shown.")
     notes += [f"{defect.where}: {defect.kind.replace('_', ' ')}; unknown there." for defect in defects]
     return notes

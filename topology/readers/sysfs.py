@@ -8,15 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from gradwire.topology.errors import TopologyError
-from gradwire.topology.graph import Cpu, Machine, Nic, PcieLink
+from gradwire.topology.graph import Cpu, Machine, Nic
 from gradwire.topology.pci_ids import AMD_GPU
 from gradwire.topology.readers.affinity import members
-from gradwire.topology.readers.forest import Forest
-from gradwire.topology.readers.pci import PciFunction, PciTree
+from gradwire.topology.readers.forest import Forest, link_between
+from gradwire.topology.readers.pci import PciTree
 from gradwire.topology.readers.pci_sysfs import read_tree
 from gradwire.topology.readers.small_files import names_in, number_of, text_of
 from gradwire.topology.readers.sysfs_ports import FoundPorts, find_ports
 
+_NO_PRODUCT = re.compile(r"(to be filled by o\.?e\.?m\.?|system product name|default string|none|n/a|)", re.IGNORECASE)
 MAX_NODES = 1024
 """Linux is built for at most 1024 NUMA nodes (CONFIG_NODES_SHIFT 10)."""
 
@@ -37,29 +38,23 @@ def read(root: Path) -> Machine:
     tree = read_tree(root)
     cpus = _cpus(root)
     found = find_ports(root)
-    machine = Forest(tree.functions.values(), cpus, _link).build(found.by_bus)
+    machine = Forest(tree.functions.values(), cpus, link_between).build(found.by_bus)
     only = cpus[0].key if len(cpus) == 1 else None
     return replace(
         machine,
         hostname=text_of(root / "proc/sys/kernel/hostname"),
+        product=_product(root),
         nics=(*machine.nics, *_without_pci(found, machine, only)),
-        notes=(*_notes(machine, tree), *found.notes),
+        notes=(*machine.notes, *_notes(machine, tree), *found.notes),
         sources=("sysfs",),
         virtual=_is_virtual(root),
     )
 
 
-def _link(function: PciFunction, bridge: PciFunction | None) -> PcieLink | None:
-    """Returns the link to the bridge: the slower of the two ends' maximum rates, and the lanes in use.
-
-    The current rate is not used: an idle GPU lowers it. Source: NCCL v2.30 src/graph/xml.cc takes the same minimum.
-    """
-    ends = [end for end in (function, bridge) if end is not None]
-    rates = [end.max_gigatransfers for end in ends if end.max_gigatransfers]
-    lanes = function.current_width or function.max_width
-    if not rates and not lanes:
-        return None
-    return PcieLink(gigatransfers_per_second=min(rates, default=None), lanes=lanes)
+def _product(root: Path) -> str | None:
+    """Returns the host's model, unless its maker left the field as it came."""
+    name = text_of(root / "sys/class/dmi/id/product_name")
+    return None if name is None or _NO_PRODUCT.fullmatch(name) else name
 
 
 def _cpus(root: Path) -> tuple[Cpu, ...]:

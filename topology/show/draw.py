@@ -34,7 +34,18 @@ def headline(machine: Machine) -> str:
     Args:
         machine: The machine.
     """
-    return f"{machine.hostname or 'unnamed machine'} · {summary(machine)}"
+    return f"{title(machine)} · {summary(machine)}"
+
+
+def title(machine: Machine) -> str:
+    """Returns a machine's name: host and model, as far as they are known, else the file that describes it.
+
+    Args:
+        machine: The machine.
+    """
+    files = (match[1] for source in machine.sources if (match := re.search(r" \((.+)\)$", source)))
+    named = " · ".join(filter(None, (machine.hostname, machine.product)))
+    return named or next(files, "unnamed machine")
 
 
 def summary(machine: Machine) -> str:
@@ -116,7 +127,7 @@ def _switch(switch: PciSwitch) -> str:
 
 
 def _gpu(gpu: Gpu, labels: Labels) -> str:
-    about = [gpu.bus or "", model_name(gpu), pcie_text(gpu.pcie)]
+    about = [gpu.bus or "", model_name(gpu), pcie_text(gpu.pcie), labels.c2c(gpu)]
     if labels.bundles[gpu.key]:
         kind = labels.bundles[gpu.key][0].kind.replace("nvlink", "NVLink").replace("xgmi", "xGMI")
         rate = labels.link_bytes_per_second(gpu)

@@ -7,7 +7,7 @@ from gradwire.topology.bandwidth import nic_bytes_per_second, pcie_bytes_per_sec
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Gpu, Machine, Nic
 from gradwire.topology.labels import Labels
-from gradwire.topology.paths import GDR_BY_DEFAULT, Distances
+from gradwire.topology.paths import Distances
 from gradwire.topology.pci_ids import normal_bus_id
 from gradwire.topology.show.plain import from_plain, to_plain
 
@@ -78,6 +78,7 @@ def to_object(machine: Machine) -> Object:
     between = [link for link in machine.links if link.a in gpu_keys and link.b in gpu_keys]
     return {
         "hostname": machine.hostname,
+        "product": machine.product,
         "n_gpu": len(machine.gpus),
         "n_nic": len(machine.nics),
         "n_numa": _n_numa(machine),
@@ -135,6 +136,11 @@ def _nets_or_bus(nic: Nic) -> list[str] | str:
     return [port.name for port in nic.ports] or nic.bus or nic.key
 
 
+def _lists_links(machine: Machine) -> bool:
+    """Returns whether 0 links means that the source lists none: NCCL's file does, whether or not NCCL will add some."""
+    return machine.links_known or any(source.startswith("NCCL XML") for source in machine.sources)
+
+
 def _gpu(gpu: Gpu, labels: Labels, chosen: Nic | None) -> Object:
     distances = labels.distances
     path, nearest = distances.nearest_nics(gpu)
@@ -145,10 +151,10 @@ def _gpu(gpu: Gpu, labels: Labels, chosen: Nic | None) -> Object:
         "dev": _number(gpu.index),
         "sm": _number(gpu.compute_capability),
         "numa": None if cpu is None else _number(cpu.numa),
-        "nvlinks": labels.link_count(gpu),
+        "nvlinks": labels.link_count(gpu) if _lists_links(labels.machine) else None,
         "nearest_path": None if path is None else path.name,
         "nearest": [_nets_or_bus(nic) for nic in nearest],
-        "within_default_level": path in GDR_BY_DEFAULT,
+        "within_default_level": any(distances.qualifies_for_gdr(gpu, nic) for nic in nearest),
         "gdr_gpu_attr": _flag(gpu.gdr),
         "gdr_net_attr": flags,
         "name": gpu.name,
@@ -163,5 +169,5 @@ def _per_gpu(gpu: Gpu, labels: Labels) -> Object:
     return {
         "best": None if path is None else path.name,
         "nics": [port.name for nic in nearest for port in nic.ports],
-        "gdr_default": path in GDR_BY_DEFAULT,
+        "gdr_default": any(labels.distances.qualifies_for_gdr(gpu, nic) for nic in nearest),
     }

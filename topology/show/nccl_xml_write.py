@@ -27,8 +27,15 @@ def write(machine: Machine) -> str:
         machine: The machine; every GPU and every card needs a bus id or a CPU above it.
 
     Raises:
-        TopologyError: The machine came from a source without bus ids or without places, such as nvidia-smi's matrix.
+        TopologyError: The machine came from a source without bus ids or without places, such as nvidia-smi's matrix,
+            or has functions of which nothing is known but the bus id.
     """
+    if machine.unclassified:
+        raise TopologyError(
+            f"{len(machine.unclassified)} PCI functions ({', '.join(machine.unclassified[:4])}, ...) have no class, so "
+            "whether they are GPUs or NICs is unknown and they would be lost; give NCCL the original file, or run "
+            "`gradwire topo --nccl-xml` on the machine itself"
+        )
     placed = {cpu.key for cpu in machine.cpus} | {switch.key for switch in machine.switches}
     lost = [gpu.key for gpu in machine.gpus if gpu.parent not in placed or gpu.bus is None]
     lost += [nic.key for nic in machine.nics if nic.parent not in placed]
@@ -121,7 +128,8 @@ class _Writer:
                 self._children(item.key, depth + 1)
                 self._line(depth, "</pci>")
             elif isinstance(item, Gpu):
-                self._gpu(item, depth)
+                if not item.part:  # further parts of a card stand in the first one's element
+                    self._gpu(item, depth)
             elif item.bus is not None:
                 self._line(depth, _open("pci", self._pci(item, item.bus, NIC_CLASS)))
                 self._nic(item, depth + 1)
@@ -144,26 +152,31 @@ class _Writer:
         ]
 
     def _gpu(self, gpu: Gpu, depth: int) -> None:
-        links = [link for link in self.links.get(gpu.key, ()) if link.kind != "pci_peer"]
+        """Writes a card: one GPU, or all the parts it shows itself as."""
         self._line(depth, _open("pci", self._pci(gpu, gpu.bus or "", AMD_GPU_CLASS if self.amd else GPU_CLASS)))
-        facts: Attributes = [
-            ("dev", gpu.index),
-            ("sm", gpu.compute_capability),
-            ("gcn", gpu.architecture),
-            ("rank", gpu.rank),
-            ("gdr", _flag(gpu.gdr)),
-        ]
-        if links or any(value is not None for _, value in facts):
-            self._line(depth + 1, _open("gpu", facts))
-            for link in links:
-                self._line(depth + 2, self._gpu_link(gpu, link))
-            self._line(depth + 1, "</gpu>")
+        parts = [gpu] if gpu.part is None else [one for one in self.machine.gpus if one.bus == gpu.bus]
+        for part in parts:
+            links = [link for link in self.links.get(part.key, ()) if link.kind != "pci_peer"]
+            facts: Attributes = [
+                ("dev", part.index),
+                ("sm", part.compute_capability),
+                ("gcn", part.architecture),
+                ("rank", part.rank),
+                ("gdr", _flag(part.gdr)),
+                ("mlopart", part.part),
+            ]
+            if links or any(value is not None for _, value in facts):
+                self._line(depth + 1, _open("gpu", facts))
+                for link in links:
+                    self._line(depth + 2, self._gpu_link(part, link, len(parts)))
+                self._line(depth + 1, "</gpu>")
         self._line(depth, "</pci>")
 
-    def _gpu_link(self, gpu: Gpu, link: DeviceLink) -> str:
-        """Returns one <nvlink>, <xgmi> or <c2c>."""
+    def _gpu_link(self, gpu: Gpu, link: DeviceLink, parts: int) -> str:
+        """Returns one <nvlink>, <xgmi> or <c2c>; the parts of a card share a link's rate."""
         if link.kind == "c2c":
-            rate = None if link.bytes_per_second is None else round(link.bytes_per_second / max(link.count, 1) / 1e6)
+            whole = None if link.bytes_per_second is None else link.bytes_per_second * parts
+            rate = None if whole is None else round(whole / max(link.count, 1) / 1e6)
             return _open("c2c", [("bw", rate), ("count", link.count)], close=True)
         other = link.b if link.a == gpu.key else link.a
         tclass = self.classes.get(other, NVSWITCH_CLASS)

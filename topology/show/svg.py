@@ -1,31 +1,46 @@
-"""The picture people put in a ticket: sockets, switches, GPUs, NICs, their links, and which pairs can use GDR."""
+"""The picture people put in a ticket: CPUs, switches, GPUs, NICs, their links, and which pairs can use GDR."""
 
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from xml.sax.saxutils import escape, quoteattr
 
-from gradwire.topology.assign import nics_of_gpus
 from gradwire.topology.bandwidth import socket_bytes_per_second
-from gradwire.topology.graph import Gpu, Machine, Nic
+from gradwire.topology.graph import Gpu, Machine
 from gradwire.topology.labels import Labels, gigabytes
 from gradwire.topology.readers.xml_tree import allowed
-from gradwire.topology.show.draw import summary
-from gradwire.topology.show.svg_layout import LEAF_HEIGHT, MARGIN, SOCKET_GAP, TOP, Box, Drawing, Edge, layout
+from gradwire.topology.show.draw import summary, title
+from gradwire.topology.show.svg_layout import (
+    CPU_GAP,
+    FABRIC_WIDTH,
+    LANE_WIDTH,
+    MARGIN,
+    Box,
+    Bracket,
+    Drawing,
+    Edge,
+    layout,
+)
 
-INK, PALE_INK, PAPER = "#1f2933", "#616e7c", "#ffffff"
-GDR, FAR, NVLINK = "#12855b", "#d9730d", "#6b46c1"
+INK, PALE_INK, PAPER = "#1f2933", "#52606d", "#ffffff"
+GDR, FAR, NVLINK = "#12855b", "#c2570a", "#6b46c1"
 FILLS = {
     "cpu": ("#dde6f0", "#486581"),
     "switch": ("#efe9fb", "#8f7bc8"),
     "gpu": ("#eaf7dc", "#6aa121"),
     "nic": ("#dcefff", "#2f7fc1"),
+    "nvswitch": ("#f3edff", "#6b46c1"),
     "nowhere": ("#ffffff", "#9aa5b1"),
 }
 """Kind of box -> (inside, border)."""
+SHADES = ("#e9ddff", "#b79cf2", "#8a63e0")
+"""Few, more and most NVLinks between two GPUs."""
 FONT = "'DejaVu Sans', 'Segoe UI', Helvetica, Arial, sans-serif"
-MAX_ARCS, MAX_NOTES = 512, 6
-SMALLEST, BOLD_GLYPH = 10.0, 0.72
-"""Size below which no bold line is shrunk, and the width of a bold glyph as a part of its size."""
+MAX_NOTES = 6
+THIN_GLYPH, GLYPH, NAME_GLYPH, BOLD_GLYPH = 0.56, 0.6, 0.66, 0.7
+"""Width of a glyph as a part of its size: in a sentence, among digits, and the same in bold."""
+LINE = 18
+CELL_WIDTH, CELL_HEIGHT = 42, 24
 
 
 def svg(machine: Machine) -> str:
@@ -39,19 +54,21 @@ def svg(machine: Machine) -> str:
     """
     labels = Labels(machine)
     plan = layout(labels)
-    arcs, depth = _arcs(labels, plan)
-    fabric, fabric_bottom = _fabric(labels, plan, plan.leaves_bottom + depth + 24)
-    footer, height = _footer(machine, {good for _, _, _, good in _pairs(labels)}, fabric_bottom + 34)
-    width = max(plan.width, 760)
+    pairs = _differing_pairs(labels)
+    width = max(plan.width, MARGIN * 2 + 70 + CELL_WIDTH * len(machine.gpus) if pairs else 0)
+    footer, y = _legend(labels, plan, plan.bottom + 34)
+    grid, y = _pair_matrix(labels, y) if pairs else ([], y)
+    notes, height = _notes(machine, width, y)
     body = [
         _title(machine, width),
-        *(_socket(box) for box in plan.sockets),
         *_between_cpus(machine, plan),
-        *fabric,
-        *(_edge(edge) for edge in plan.edges),
-        *arcs,
-        *(_box(box) for box in plan.boxes.values()),
+        *map(_edge, plan.edges),
+        *([] if pairs else _fabric(labels, plan)),
+        *(part for bracket in plan.brackets for part in _bracket(bracket, plan)),
+        *map(_box, (*plan.boxes.values(), *plan.nvswitches)),
         *footer,
+        *grid,
+        *notes,
     ]
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
@@ -61,7 +78,7 @@ def svg(machine: Machine) -> str:
 
 
 def _text(
-    x: float, y: float, text: str, size: float, colour: str = INK, *, bold: bool = False, at: str = "middle"
+    x: float, y: float, text: str, size: float, colour: str = INK, *, bold: bool = False, at: str = "start"
 ) -> str:
     weight = ' font-weight="bold"' if bold else ""
     return (
@@ -70,174 +87,226 @@ def _text(
     )
 
 
-def _fit(text: str, width: float, size: float) -> str:
-    """Returns text cut to a width; a glyph is about 0.6 of the font size wide."""
-    room = max(1, int(width / (0.6 * size)))
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float = 2, dash: str = "") -> str:
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    return (
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" stroke-width="{width}"'
+        f"{dashed}/>"
+    )
+
+
+def _fit(text: str, width: float, size: float, glyph: float = GLYPH) -> str:
+    """Returns text cut to a width."""
+    room = max(1, int(width / (glyph * size)))
     return text if len(text) <= room else text[: max(1, room - 1)] + "…"
 
 
 def _title(machine: Machine, width: float) -> str:
-    name, rest = machine.hostname or "unnamed machine", summary(machine)
+    room, about = width - 2 * MARGIN, summary(machine)
+    size = max(11.0, min(13.0, room / (THIN_GLYPH * len(about))))
     return "\n".join(
         [
-            _text(MARGIN, 36, _fit(name, width - 2 * MARGIN, 22), 22, bold=True, at="start"),
-            _text(MARGIN, 58, _fit(rest, width - 2 * MARGIN, 13), 13, PALE_INK, at="start"),
+            _text(MARGIN, 38, _fit(title(machine), room, 22, BOLD_GLYPH), 22, bold=True),
+            _text(MARGIN, 60, _fit(about, room, size, THIN_GLYPH), size, PALE_INK),
         ]
-    )
-
-
-def _socket(box: Box) -> str:
-    return (
-        f'<rect x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" rx="12" '
-        f'fill="#f5f7fa" stroke="#cbd2d9"/>\n' + _text(box.x + 14, box.y + 20, box.lines[0], 12, PALE_INK, at="start")
     )
 
 
 def _between_cpus(machine: Machine, plan: Drawing) -> Iterable[str]:
     """Yields the connections between neighbouring NUMA nodes, with their rate."""
-    cpus = sorted((plan.boxes[cpu.key] for cpu in machine.cpus if cpu.numa is not None), key=lambda box: box.x)
     rates = {cpu.key: socket_bytes_per_second(cpu) for cpu in machine.cpus}
-    y = TOP + 20
-    for left, right in pairwise(cpus):
-        yield (
-            f'<line x1="{left.x + left.width:.1f}" y1="{y}" x2="{right.x:.1f}" y2="{y}" stroke="#486581" '
-            'stroke-width="4"/>'
-        )
-        room = right.x - left.x - left.width
-        if rates[left.key] is not None and room >= SOCKET_GAP:
-            yield _text(right.x - room / 2, y - 8, gigabytes(rates[left.key]), 10, "#486581")
+    known = {cpu.key for cpu in machine.cpus if cpu.numa is not None}
+    boxes = sorted((box for box in plan.boxes.values() if box.key in known), key=lambda box: box.y)
+    for upper, lower in pairwise(boxes):
+        x = upper.x + 34
+        yield _line(x, upper.bottom, x, lower.y, "#486581", 4)
+        rate = rates[upper.key]
+        if rate is not None and lower.y - upper.bottom >= CPU_GAP:
+            yield _text(x + 10, (upper.bottom + lower.y) / 2 + 4, gigabytes(rate), 11, "#486581")
 
 
 def _edge(edge: Edge) -> str:
-    x = edge.below.middle
-    dash = ' stroke-dasharray="4 3"' if edge.label == "virtual" else ""
-    line = (
-        f'<line x1="{x:.1f}" y1="{edge.above.bottom:.1f}" x2="{x:.1f}" y2="{edge.below.y:.1f}" stroke="#7b8794" '
-        f'stroke-width="2"{dash}/>'
-    )
-    return f"{line}\n{_text(x + 5, edge.below.y - 8, edge.label, 10, PALE_INK, at='start')}" if edge.label else line
+    y = edge.below.middle
+    line = _line(edge.above.right, y, edge.below.x, y, "#7b8794", 2, "4 3" if edge.label == "virtual" else "")
+    return f"{line}\n{_text(edge.below.x - 6, y - 5, edge.label, 11, PALE_INK, at='end')}" if edge.label else line
 
 
 def _box(box: Box) -> str:
-    """Returns a box with its lines of text centred in it."""
+    """Returns a box with its text: devices on one line, all others on several."""
     fill, border = FILLS[box.kind]
     dash = ' stroke-dasharray="5 4"' if box.virtual or box.kind == "nowhere" else ""
     rect = (
-        f'<rect x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" rx="7" '
+        f'<rect x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" rx="6" '
         f'fill="{fill}" stroke="{border}" stroke-width="1.5"{dash}/>'
     )
-    sizes = [13.0 if box.kind != "switch" else 11.0, *[10.5] * (len(box.lines) - 1)]
-    lines = [(line, size) for line, size in zip(box.lines, sizes, strict=True) if line]
-    y = box.y + (box.height - sum(size + 4.5 for _, size in lines)) / 2
-    texts = []
-    for position, (line, size) in enumerate(lines):
-        y += size + 4.5
-        bold = position == 0 and box.kind != "switch"
-        shrunk = max(SMALLEST, min(size, (box.width - 6) / (BOLD_GLYPH * len(line)))) if bold else size
-        texts.append(_text(box.middle, y - 4, _fit(line, box.width - 6, shrunk), shrunk, bold=bold))
+    texts = _device_text(box) if box.kind in ("gpu", "nic") else _stacked_text(box)
     return "\n".join([rect, *texts])
 
 
-def _pairs(labels: Labels) -> list[tuple[Gpu, Nic, str, bool]]:
-    """Returns (GPU, NIC, path, qualifies): all pairs that qualify for GDR; for a GPU without one, its best NIC."""
-    machine, distances = labels.machine, labels.distances
-    chosen = nics_of_gpus(machine)
-    pairs = []
-    for gpu in machine.gpus:
-        good = [nic for nic in machine.nics if distances.qualifies_for_gdr(gpu, nic)]
-        fallback = chosen[gpu.key]
-        for nic in good or ([fallback] if fallback is not None else []):
-            path = distances.gpu_nic(gpu, nic)
-            pairs.append((gpu, nic, "?" if path is None else path.name, bool(good)))
-    return pairs[:MAX_ARCS]
+def _device_text(box: Box) -> Iterator[str]:
+    """Yields a device's name, and at its right what else is known of it; the bus id at the right edge."""
+    name, about, bus = box.lines
+    y = box.middle + 4.5
+    bus_width = len(bus) * GLYPH * 11
+    name = _fit(name, box.width * 0.55, 13, BOLD_GLYPH)
+    start = max(64.0, len(name) * NAME_GLYPH * 13 + 16)
+    yield _text(box.x + 10, y, name, 13, bold=True)
+    room = box.width - start - bus_width - (18 if bus else 8)
+    shorter = about.rpartition(" ")[0]  # the rate without the link layer rather than a word that is cut
+    if box.kind == "nic" and len(about) * GLYPH * 11 > room and shorter.endswith("/s"):
+        about = shorter
+    if about and room > GLYPH * 11 * 3:
+        yield _text(box.x + start, y, _fit(about, room, 11), 11)
+    if bus:
+        yield _text(box.right - 8, y, bus, 11, PALE_INK, at="end")
 
 
-def _arcs(labels: Labels, plan: Drawing) -> tuple[list[str], float]:
-    """Returns the curves between GPUs and NICs below the row of devices, and how far down they reach."""
-    drawn: list[str] = []
-    names: list[str] = []
-    deepest = 0.0
-    named: set[tuple[str, int]] = set()
-    for gpu, nic, path, good in _pairs(labels):
-        a, b = plan.boxes[gpu.key], plan.boxes[nic.key]
-        y, dip = a.bottom, min(18 + 0.16 * abs(a.middle - b.middle), 130)
-        lean = 10 if b.middle > a.middle else -10
-        x1, x2, low = a.middle + lean, b.middle - lean, y + dip * 1.33
-        colour, dash = (GDR, "") if good else (FAR, ' stroke-dasharray="6 4"')
-        drawn.append(
-            f'<path d="M{x1:.1f} {y:.1f} C{x1:.1f} {low:.1f} {x2:.1f} {low:.1f} {x2:.1f} {y:.1f}" '
-            f'fill="none" stroke="{colour}" stroke-width="2.4"{dash}/>'
-        )
-        spot = (path, round((x1 + x2) / 40))
-        if spot not in named:
-            named.add(spot)
-            middle = (x1 + x2) / 2
-            names.append(f'<rect x="{middle - 14:.1f}" y="{y + dip - 6:.1f}" width="28" height="13" fill="{PAPER}"/>')
-            names.append(_text(middle, y + dip + 4, path, 10, colour, bold=True))
-        deepest = max(deepest, dip + 8)
-    return [*drawn, *names], deepest
+def _stacked_text(box: Box) -> Iterator[str]:
+    """Yields the lines of a CPU or a switch, as many as there is room for, in its middle."""
+    bold = box.kind not in ("switch", "nvswitch")
+    size = 13.0 if bold else 11.0
+    lines = [(_fit(box.lines[0], box.width - 8, size, BOLD_GLYPH if bold else GLYPH), size)]
+    for line in box.lines[1:]:
+        room = max(1, int((box.width - 10) / (GLYPH * 11)))
+        lines += [(part, 11.0) for part in textwrap.wrap(line, room, break_on_hyphens=False)[:3]]
+    lines = lines[: max(1, int((box.height + 2) / 14))]
+    y = box.middle - 7 * len(lines)
+    for position, (line, own) in enumerate(lines):
+        yield _text(box.x + box.width / 2, y + 14 * position + 11, line, own, bold=bold and position == 0, at="middle")
 
 
-def _fabric(labels: Labels, plan: Drawing, y: float) -> tuple[list[str], float]:
-    """Returns the NVLink or xGMI fabric as a bar below the GPUs it joins, or as curves, and its lower edge."""
-    machine = labels.machine
-    joined = [gpu for gpu in machine.gpus if labels.bundles[gpu.key]]
+def _bracket(bracket: Bracket, plan: Drawing) -> Iterator[str]:
+    """Yields a vertical line with a tick to every device that belongs to it, and its path."""
+    colour, dash = (GDR, "") if bracket.good else (FAR, "6 4")
+    x = plan.lanes_x + 24 + bracket.lane * LANE_WIDTH
+    ticks = [plan.boxes[key].middle - 6 for key in bracket.gpus] + [plan.boxes[key].middle for key in bracket.nics]
+    top, bottom = min(ticks), max(ticks)
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    path = f"M{x:.1f} {top:.1f} V{bottom:.1f}" + "".join(f" M{plan.lanes_x:.1f} {y:.1f} H{x:.1f}" for y in ticks)
+    yield f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2.4"{dashed}/>'
+    y = sum(sorted(ticks)[:2]) / 2 + 1.5  # between two ticks, and clear of NVLink's
+    width = len(bracket.path) * BOLD_GLYPH * 11 + 6
+    yield f'<rect x="{x - width / 2:.1f}" y="{y - 6.5:.1f}" width="{width:.1f}" height="13" fill="{PAPER}"/>'
+    yield _text(x, y + 4, bracket.path, 11, colour, bold=True, at="middle")
+
+
+def _joined(labels: Labels) -> list[Gpu]:
+    """Returns the GPUs that have NVLink or xGMI."""
+    return [gpu for gpu in labels.machine.gpus if labels.bundles[gpu.key]]
+
+
+def _differing_pairs(labels: Labels) -> bool:
+    """Returns whether GPUs are joined directly and not all alike, so that only a table tells the pairs apart."""
+    joined = _joined(labels)
+    cells = {labels.gpu_gpu(a, b) for i, a in enumerate(joined) for b in joined[i + 1 :]}
+    return bool(joined) and not labels.machine.nvswitches and len(cells) > 1
+
+
+def _fabric(labels: Labels, plan: Drawing) -> Iterator[str]:
+    """Yields NVLink or xGMI as a bar with a line to each of its GPUs, and one to each NVSwitch."""
+    joined = [plan.boxes[gpu.key] for gpu in _joined(labels)]
     if not joined:
-        return [], y - 20
-    boxes = [plan.boxes[gpu.key] for gpu in joined]
-    left, right = min(box.x for box in boxes), max(box.x + box.width for box in boxes)
-    drawn = [
-        f'<line x1="{box.middle:.1f}" y1="{box.y + LEAF_HEIGHT:.1f}" x2="{box.middle:.1f}" y2="{y:.1f}" '
-        f'stroke="{NVLINK}" stroke-width="3" stroke-opacity="0.75"/>'
-        for box in boxes
-    ]
-    drawn.append(
-        f'<rect x="{left:.1f}" y="{y:.1f}" width="{right - left:.1f}" height="34" rx="8" fill="#f3edff" '
+        return
+    x, top, bottom = plan.fabric_x, min(box.y for box in joined), max(box.bottom for box in joined)
+    for box in joined:
+        yield _line(plan.lanes_x, box.middle + 4, x, box.middle + 4, NVLINK, 2.4)
+    for box in plan.nvswitches:
+        yield _line(x + FABRIC_WIDTH, box.middle, box.x, box.middle, NVLINK, 2.4)
+        top, bottom = min(top, box.y), max(bottom, box.bottom)
+    yield (
+        f'<rect x="{x:.1f}" y="{top:.1f}" width="{FABRIC_WIDTH}" height="{bottom - top:.1f}" rx="6" fill="#f3edff" '
         f'stroke="{NVLINK}" stroke-width="1.5"/>'
     )
-    text = _fabric_text(labels, joined)
-    drawn.append(_text((left + right) / 2, y + 22, _fit(text, right - left - 8, 13), 13, NVLINK, bold=True))
-    return drawn, y + 34
+    name = _fabric_name(labels)
+    if bottom - top > len(name) * 10:
+        middle_x, middle_y = x + FABRIC_WIDTH / 2 + 4.5, (top + bottom) / 2
+        yield (
+            f'<g transform="rotate(-90 {middle_x:.1f} {middle_y:.1f})">'
+            f"{_text(middle_x, middle_y, name, 13, NVLINK, bold=True, at='middle')}</g>"
+        )
 
 
-def _fabric_text(labels: Labels, joined: list[Gpu]) -> str:
-    """Returns what is written on the bar of the fabric."""
-    kinds = {link.kind for gpu in joined for link in labels.bundles[gpu.key]}
-    name = "xGMI" if kinds == {"xgmi"} else "NVLink"
+def _fabric_name(labels: Labels) -> str:
+    """Returns `NVLink` or `xGMI`."""
+    kinds = {link.kind for gpu in _joined(labels) for link in labels.bundles[gpu.key]}
+    return "xGMI" if kinds == {"xgmi"} else "NVLink"
+
+
+def _fabric_text(labels: Labels) -> str:
+    """Returns one sentence about NVLink or xGMI."""
+    joined = _joined(labels)
     counts = sorted({labels.link_count(gpu) for gpu in joined})
     rates = sorted({rate for gpu in joined if (rate := labels.link_bytes_per_second(gpu)) is not None})
-    pairs = [(a, b) for i, a in enumerate(joined) for b in joined[i + 1 :]]
-    cells = {labels.gpu_gpu(a, b) for a, b in pairs}
     switches = len(labels.machine.nvswitches)
     hidden = any(switch.key == "hidden" for switch in labels.machine.nvswitches)
-    how = "direct links" if len(cells) > 1 else "all to all"
+    how = "between pairs of GPUs" if _differing_pairs(labels) else "all to all"
     if switches:
         how = "through NVSwitches" if hidden else f"through {switches} NVSwitch{'es' if switches > 1 else ''}"
     links = "-".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    each = f", {gigabytes(rates[0])} per GPU" if rates else ""
-    return f"{name} {how}: {links} links{each}"
+    each = f", {gigabytes(rates[0])} each way" if rates else ""
+    return f"{_fabric_name(labels)} {how}: {links} links of each GPU{each}"
 
 
-def _footer(machine: Machine, used: set[bool], y: float) -> tuple[list[str], float]:
-    """Returns the legend and the notes, and the height of the whole picture."""
-    drawn: list[str] = []
+def _legend(labels: Labels, plan: Drawing, y: float) -> tuple[list[str], float]:
+    """Returns the explanation of the colours that are used, and the lower edge."""
     entries = [
-        (True, GDR, "", "within the distance at which NCCL uses GPUDirect RDMA"),
-        (False, FAR, ' stroke-dasharray="6 4"', "nearest NIC; NCCL does not use GPUDirect RDMA with it by default"),
+        (any(bracket.good for bracket in plan.brackets), GDR, "", "near enough for GPUDirect RDMA by default"),
+        (
+            any(not bracket.good for bracket in plan.brackets),
+            FAR,
+            "6 4",
+            "the nearest cards, yet NCCL does not use GPUDirect RDMA with them by default",
+        ),
     ]
-    x = float(MARGIN)
-    for good, colour, dash, text in entries:
-        if good not in used:
-            continue
-        drawn.append(
-            f'<line x1="{x}" y1="{y - 4}" x2="{x + 30}" y2="{y - 4}" stroke="{colour}" stroke-width="2.4"{dash}/>'
-        )
-        drawn.append(_text(x + 38, y, text, 11.5, PALE_INK, at="start"))
-        x += 60 + 7.2 * len(text)
-    for note in machine.notes[:MAX_NOTES]:
-        y += 18
-        drawn.append(_text(MARGIN, y, f"Note: {note}", 11.5, PALE_INK, at="start"))
+    if _joined(labels):
+        entries.append((True, NVLINK, "", _fabric_text(labels)))
+    drawn: list[str] = []
+    for used, colour, dash, text in entries:
+        if used:
+            drawn.append(_line(MARGIN, y - 4, MARGIN + 30, y - 4, colour, 2.4, dash))
+            drawn.append(_text(MARGIN + 40, y, text, 12, PALE_INK))
+            y += LINE
+    return drawn, y
+
+
+def _pair_matrix(labels: Labels, y: float) -> tuple[list[str], float]:
+    """Returns a table of what joins each pair of GPUs, and its lower edge."""
+    gpus = sorted(labels.machine.gpus, key=lambda gpu: int(labels.gpu(gpu).removeprefix("GPU")))
+    counts = sorted({link.count for bundle in labels.bundles.values() for link in bundle})
+    left, y = MARGIN + 62.0, y + 12
+    drawn = []
+    for column, gpu in enumerate(gpus):
+        drawn.append(_text(left + (column + 0.5) * CELL_WIDTH, y, _short(labels, gpu), 11, bold=True, at="middle"))
+    for row, one in enumerate(gpus):
+        top = y + 8 + row * CELL_HEIGHT
+        drawn.append(_text(left - 8, top + 16, labels.gpu(one), 11, bold=True, at="end"))
+        for column, other in enumerate(gpus):
+            cell = "" if one is other else labels.gpu_gpu(one, other)
+            direct = [link.count for link in labels.bundles[one.key] if other.key in (link.a, link.b) and cell]
+            shade = SHADES[min(counts.index(direct[0]), 2)] if direct else "#ffffff" if cell else "#eef1f4"
+            x = left + column * CELL_WIDTH
+            drawn.append(
+                f'<rect x="{x:.1f}" y="{top:.1f}" width="{CELL_WIDTH}" height="{CELL_HEIGHT}" fill="{shade}" '
+                'stroke="#cbd2d9"/>'
+            )
+            ink = PAPER if direct and shade == SHADES[2] else INK if direct else PALE_INK
+            drawn.append(_text(x + CELL_WIDTH / 2, top + 16, cell, 11, ink, bold=bool(direct), at="middle"))
+    return drawn, y + 8 + len(gpus) * CELL_HEIGHT + LINE
+
+
+def _short(labels: Labels, gpu: Gpu) -> str:
+    """Returns a GPU's number, for the head of a column."""
+    return labels.gpu(gpu).removeprefix("GPU")
+
+
+def _notes(machine: Machine, width: float, y: float) -> tuple[list[str], float]:
+    """Returns the notes, on as many lines as they need, and the height of the whole picture."""
+    room = max(20, int((width - 2 * MARGIN) / (GLYPH * 11)))
+    notes = [f"Note: {note}" for note in machine.notes[:MAX_NOTES]]
     if len(machine.notes) > MAX_NOTES:
-        y += 18
-        drawn.append(_text(MARGIN, y, f"and {len(machine.notes) - MAX_NOTES} notes more", 11.5, PALE_INK, at="start"))
-    return drawn, y + 26
+        notes.append(f"and {len(machine.notes) - MAX_NOTES} notes more")
+    drawn = []
+    for line in (line for note in notes for line in textwrap.wrap(note, room)[:4]):
+        drawn.append(_text(MARGIN, y, line, 11, PALE_INK))
+        y += LINE - 2
+    return drawn, y + 8

@@ -1,11 +1,17 @@
-"""Where everything goes in the picture: the PCI tree from the CPUs down, a bar per switch, the devices in one row."""
+"""Where everything goes in the picture: CPUs left, switches in columns, a row per device, what joins devices right.
 
+A row per device keeps the picture as wide as a page whatever the number of devices, and a box spans the rows of what
+hangs off it, so that every PCIe link is one straight line with its rate on it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from gradwire.topology.bandwidth import pcie_bytes_per_second
 from gradwire.topology.errors import TopologyError
-from gradwire.topology.graph import Gpu, Machine, Nic
+from gradwire.topology.graph import Cpu, Gpu, Machine, Nic
 from gradwire.topology.labels import (
     UNKNOWN,
     Labels,
@@ -14,19 +20,22 @@ from gradwire.topology.labels import (
     model_name,
     nic_name,
     nic_rate,
-    switch_name,
+    vendor_name,
 )
+from gradwire.topology.paths import PathType
 
 MAX_DEVICES = 128
 """More devices than this make no readable picture."""
 
-LEAF_WIDTH, LEAF_HEIGHT, GAP, GROUP_GAP, SOCKET_GAP = 104, 78, 12, 14, 66
-BAR_HEIGHT, CPU_HEIGHT, STEP = 30, 40, 62
-SWITCH_GLYPH = 6.6
-"""Width of a letter on a switch."""
-MARGIN, TOP = 28, 104
+ROW, BOX_HEIGHT, CPU_GAP = 36, 30, 28
+"""Height of a device's row, of the box in it, and the space between two CPUs."""
+MARGIN, TOP = 24, 86
+CPU_WIDTH, SWITCH_WIDTH, DEVICE_WIDTH, LINK_WIDTH = 128, 92, 290, 64
+"""The last is the space for a link and its rate."""
+LANE_WIDTH, FABRIC_WIDTH, NVSWITCH_WIDTH = 46, 26, 104
+NARROWEST = 760
 
-BoxKind = Literal["cpu", "switch", "gpu", "nic", "socket", "nowhere"]
+BoxKind = Literal["cpu", "switch", "gpu", "nic", "nvswitch", "nowhere"]
 
 
 @dataclass(slots=True)
@@ -45,8 +54,13 @@ class Box:
 
     @property
     def middle(self) -> float:
-        """Horizontal centre."""
-        return self.x + self.width / 2
+        """Vertical centre."""
+        return self.y + self.height / 2
+
+    @property
+    def right(self) -> float:
+        """Right edge."""
+        return self.x + self.width
 
     @property
     def bottom(self) -> float:
@@ -56,11 +70,24 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A PCIe link, from the box above straight down to the box below."""
+    """A PCIe link, from the box at the left straight to the box at the right."""
 
     above: Box
     below: Box
     label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bracket:
+    """GPUs and cards that all have the same path to each other."""
+
+    gpus: tuple[str, ...]
+    nics: tuple[str, ...]
+    path: str
+    good: bool
+    """Whether NCCL uses GPUDirect RDMA between them by default."""
+    lane: int = 0
+    """Which of the vertical lines right of the devices it takes."""
 
 
 @dataclass(slots=True)
@@ -68,10 +95,15 @@ class Drawing:
     """Everything that has been placed."""
 
     boxes: dict[str, Box] = field(default_factory=dict)
-    sockets: list[Box] = field(default_factory=list)
+    nvswitches: list[Box] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
+    brackets: list[Bracket] = field(default_factory=list)
+    lanes_x: float = 0
+    """Right edge of the devices, where the brackets begin."""
+    fabric_x: float = 0
+    """Left edge of the bar that stands for NVLink."""
     width: float = 0
-    leaves_bottom: float = 0
+    bottom: float = 0
 
 
 def layout(labels: Labels) -> Drawing:
@@ -88,30 +120,41 @@ def layout(labels: Labels) -> Drawing:
     if count > MAX_DEVICES or len(machine.cpus) > MAX_DEVICES:
         raise TopologyError(f"{count} devices do not fit a picture of at most {MAX_DEVICES}")
     placer = _Placer(labels)
-    cpus = sorted(machine.cpus, key=lambda cpu: (cpu.socket is None, cpu.socket, cpu.numa is None, cpu.numa, cpu.key))
-    for position, cpu in enumerate(cpus):
-        before = cpus[position - 1].socket if position else None
-        if position:
-            placer.x += GROUP_GAP if cpu.socket is not None and cpu.socket == before else SOCKET_GAP
-        maker = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}.get(cpu.vendor or "", cpu.vendor)
-        about = " · ".join(filter(None, [maker, cpu.cores and f"cores {cpu.cores}"]))
-        placer.cpu(cpu.key, [cpu_name(cpu), about])
-        if cpu.socket is not None:
-            placer.socket(cpu.socket, cpu.key, new=cpu.socket != before or not position)
+    for cpu in sorted(
+        machine.cpus, key=lambda cpu: (cpu.socket is None, cpu.socket, cpu.numa is None, cpu.numa, cpu.key)
+    ):
+        placer.cpu(cpu)
     placer.nowhere()
-    placer.layout.width = placer.x + MARGIN
-    placer.layout.leaves_bottom = placer.leaf_y + LEAF_HEIGHT
-    return placer.layout
+    return placer.finish()
+
+
+def brackets(labels: Labels) -> list[Bracket]:
+    """Returns which GPUs and cards belong together: all pairs fit for GPUDirect RDMA, else a GPU's nearest cards.
+
+    Args:
+        labels: The machine and its names.
+    """
+    machine, distances = labels.machine, labels.distances
+    users: dict[tuple[tuple[str, ...], str, bool], list[str]] = defaultdict(list)
+    for gpu in machine.gpus:
+        good = [nic for nic in machine.nics if distances.qualifies_for_gdr(gpu, nic)]
+        nics = good or list(distances.nearest_nics(gpu)[1])
+        by_path: dict[PathType | None, list[str]] = defaultdict(list)
+        for nic in nics:
+            by_path[distances.gpu_nic(gpu, nic)].append(nic.key)
+        for path, keys in by_path.items():
+            users[tuple(keys), UNKNOWN if path is None else path.name, bool(good)].append(gpu.key)
+    return [Bracket(gpus=tuple(gpus), nics=nics, path=path, good=good) for (nics, path, good), gpus in users.items()]
 
 
 class _Placer:
-    """Places boxes from left to right."""
+    """Places boxes from top to bottom."""
 
     def __init__(self, labels: Labels) -> None:
         self.labels = labels
         self.machine: Machine = labels.machine
         self.layout = Drawing()
-        self.x: float = MARGIN + 8
+        self.y: float = TOP
         self.switches = {switch.key: switch for switch in self.machine.switches}
         self.below: dict[str | None, list[str]] = {}
         self.leaves: dict[str, Gpu | Nic] = {gpu.key: gpu for gpu in self.machine.gpus}
@@ -123,7 +166,7 @@ class _Placer:
             self.below.setdefault(leaf.parent, []).append(leaf.key)
         self._keep_used_switches()
         depth = max((self._depth(key) for key in self.switches), default=0)
-        self.leaf_y = TOP + CPU_HEIGHT + STEP - 14 + depth * STEP
+        self.devices_x = MARGIN + CPU_WIDTH + LINK_WIDTH + depth * (SWITCH_WIDTH + LINK_WIDTH)
 
     def _keep_used_switches(self) -> None:
         """Hangs switches with devices below them into the tree, each once."""
@@ -145,38 +188,49 @@ class _Placer:
             step = self.switches[step].parent
         return depth
 
-    def cpu(self, key: str, lines: list[str]) -> None:
-        """Places a CPU and everything below it."""
-        start = self.x
-        children = self._children(key, 1)
-        end = max(self.x - GAP, start + 150)
-        box = Box(key, "cpu", start, TOP, end - start, CPU_HEIGHT, lines)
-        self.x = end
+    def cpu(self, cpu: Cpu) -> None:
+        """Places a CPU and everything that hangs off it."""
+        start = self.y
+        children = self._children(cpu.key, 0)
+        self.y = max(self.y, start + ROW)
+        box = Box(cpu.key, "cpu", MARGIN, start, CPU_WIDTH, self.y - start - (ROW - BOX_HEIGHT), _about(cpu))
         self._connect(box, children)
+        self.y += CPU_GAP
 
     def _children(self, key: str | None, depth: int) -> list[Box]:
-        """Places what hangs off a box; GPUs next to their NICs, switches after single devices."""
-        keys = sorted(self.below.get(key, ()), key=lambda child: self._order(child, self.below[key]))
+        """Places what hangs off a box; GPUs in order, each followed by the cards next to it."""
+        keys = sorted(self.below.get(key, ()), key=self._order)
         return [self._switch(child, depth) if child in self.switches else self._leaf(child) for child in keys]
 
-    def _order(self, key: str, siblings: list[str]) -> tuple[bool, int, bool, str]:
-        """Returns what children are sorted by: GPUs by number, a NIC right after the last GPU it is nearest to."""
-        if key in self.switches:
-            return True, 0, False, key
+    def _order(self, key: str) -> tuple[int, bool, str]:
+        """Returns what children are sorted by: GPUs by number, a NIC after the last GPU it is nearest to."""
+        nic = self.leaves.get(key)
+        if not isinstance(nic, Nic):
+            return self._first_gpu(key), False, key
+        cpu = self.labels.distances.cpu_of(nic)
+        users = [
+            self.numbers[gpu.key]
+            for gpu in self.machine.gpus
+            if key in self.nearest[gpu.key] and self.labels.distances.cpu_of(gpu) == cpu
+        ]
+        return max(users, default=MAX_DEVICES), True, key
+
+    def _first_gpu(self, key: str) -> int:
+        """Returns the number of a GPU, or the lowest below a switch."""
         if key in self.numbers:
-            return False, self.numbers[key], False, key
-        users = [self.numbers[gpu] for gpu in siblings if key in self.nearest.get(gpu, ())]
-        return False, max(users, default=-1), True, key
+            return self.numbers[key]
+        return min((self._first_gpu(child) for child in self.below.get(key, ())), default=MAX_DEVICES)
 
     def _switch(self, key: str, depth: int) -> Box:
-        """Places a switch as a bar over what hangs off it."""
-        start = self.x
+        """Places a switch beside what hangs off it."""
+        start = self.y
         children = self._children(key, depth + 1)
         switch = self.switches[key]
-        y = TOP + CPU_HEIGHT + STEP - 22 + (depth - 1) * STEP
-        name, width = switch_name(switch).replace("0000:", ""), self.x - GAP - start
-        short = key.removeprefix("0000:") if len(name) * SWITCH_GLYPH > width - 8 else name
-        box = Box(key, "switch", start, y, width, BAR_HEIGHT, [short], switch.virtual)
+        name = "virtual" if switch.virtual else vendor_name(switch.vendor) or "switch"
+        x = MARGIN + CPU_WIDTH + LINK_WIDTH + depth * (SWITCH_WIDTH + LINK_WIDTH)
+        height = self.y - start - (ROW - BOX_HEIGHT)
+        lines = [name, key.removeprefix("0000:")]
+        box = Box(key, "switch", x, start, SWITCH_WIDTH, height, lines, switch.virtual)
         self._connect(box, children)
         return box
 
@@ -187,56 +241,89 @@ class _Placer:
             self.layout.edges.append(Edge(above, child, self._rate(child.key)))
 
     def _rate(self, key: str) -> str:
-        """Returns what is written next to the link above a device or switch."""
+        """Returns what is written at the link above a device or switch."""
         pcie = (self.leaves.get(key) or self.switches[key]).pcie
         if pcie is None:
             return ""
         return "virtual" if pcie.virtual else gigabytes(pcie_bytes_per_second(pcie))
 
     def _leaf(self, key: str) -> Box:
-        """Places a GPU or NIC in the row of devices."""
+        """Places a GPU or NIC in its row."""
         device = self.leaves[key]
         bus = (device.bus or "").removeprefix("0000:")
         if isinstance(device, Gpu):
-            lines = [self.labels.gpu(device), *_split(model_name(device)), bus]
+            lines = [
+                self.labels.gpu(device),
+                " · ".join(filter(None, (model_name(device), self.labels.c2c(device)))),
+                bus,
+            ]
         else:
-            layers = {port.link_layer for port in device.ports if port.link_layer}
+            layers = "/".join(sorted({port.link_layer for port in device.ports if port.link_layer}))
             rate = nic_rate(device).replace(UNKNOWN, "")
-            about = [rate, "/".join(sorted(layers)), bus] if device.ports else _split(model_name(device))
-            lines = [nic_name(device).removeprefix("0000:"), *about]
+            name = nic_name(device).removeprefix("0000:")
+            lines = [name, " ".join(filter(None, (rate, layers))) or model_name(device), bus if bus != name else ""]
         kind: BoxKind = "gpu" if isinstance(device, Gpu) else "nic"
-        box = Box(key, kind, self.x, self.leaf_y, LEAF_WIDTH, LEAF_HEIGHT, [line for line in lines if line])
+        box = Box(key, kind, self.devices_x, self.y, DEVICE_WIDTH, BOX_HEIGHT, lines)
         self.layout.boxes[key] = box
-        self.x += LEAF_WIDTH + GAP
+        self.y += ROW
         return box
 
     def nowhere(self) -> None:
-        """Places the devices whose place is unknown, without links, below a dashed bar."""
+        """Places the devices whose place is unknown, without links, beside a dashed box."""
         lost = [key for key, leaf in self.leaves.items() if key not in self.layout.boxes]
         if not lost:
             return
-        start = self.x = self.x + (SOCKET_GAP if self.layout.boxes else 0)
-        for key in lost:
+        start = self.y
+        for key in sorted(lost, key=self._order):
             self._leaf(key)
-        self.x -= GAP
-        width = max(self.x - start, 150)
-        self.x = start + width
-        self.layout.boxes["nowhere"] = Box("nowhere", "nowhere", start, TOP, width, CPU_HEIGHT, ["place unknown"])
+        height = self.y - start - (ROW - BOX_HEIGHT)
+        self.layout.boxes["nowhere"] = Box("nowhere", "nowhere", MARGIN, start, CPU_WIDTH, height, ["place unknown"])
+        self.y += CPU_GAP
 
-    def socket(self, number: int, cpu: str, *, new: bool) -> None:
-        """Starts a processor package around a CPU, or widens the last one to take the CPU in."""
-        box = self.layout.boxes[cpu]
-        if new:
-            y, bottom = TOP - 30, self.leaf_y + LEAF_HEIGHT
-            place = Box(
-                f"socket{number}", "socket", box.x - 10, y, box.width + 20, bottom - y + 10, [f"Socket {number}"]
+    def finish(self) -> Drawing:
+        """Places what joins the devices at their right, and returns the drawing."""
+        plan = self.layout
+        plan.lanes_x = self.devices_x + DEVICE_WIDTH
+        plan.brackets = self._in_lanes(brackets(self.labels))
+        lanes = max((bracket.lane + 1 for bracket in plan.brackets), default=0)
+        plan.fabric_x = plan.lanes_x + 14 + lanes * LANE_WIDTH
+        linked = [plan.boxes[gpu.key] for gpu in self.machine.gpus if self.labels.bundles[gpu.key]]
+        x = plan.fabric_x + (FABRIC_WIDTH + 34 if linked else 12)
+        boxes = linked or [plan.boxes[gpu.key] for gpu in self.machine.gpus] or list(plan.boxes.values())
+        top, bottom = min((box.y for box in boxes), default=TOP), max((box.bottom for box in boxes), default=TOP)
+        switches = self.machine.nvswitches
+        step = max(ROW, (bottom - top) / len(switches)) if switches else ROW
+        for number, switch in enumerate(switches):
+            lines = ["NVSwitch"] if switch.key == "hidden" else ["NVSwitch", switch.key.removeprefix("0000:")]
+            y = top + (number + 0.5) * step - BOX_HEIGHT / 2
+            plan.nvswitches.append(Box(switch.key, "nvswitch", x, y, NVSWITCH_WIDTH, BOX_HEIGHT, lines))
+        right = x + (NVSWITCH_WIDTH if switches else 0)
+        plan.width = max(NARROWEST, right + MARGIN)
+        plan.bottom = max([self.y - CPU_GAP, *(box.bottom for box in plan.nvswitches)], default=TOP)
+        return plan
+
+    def _in_lanes(self, found: Sequence[Bracket]) -> list[Bracket]:
+        """Returns the brackets, each in the first lane where it overlaps no other."""
+        spans = [(bracket, self._span((*bracket.gpus, *bracket.nics))) for bracket in found]
+        free: list[float] = []
+        placed = []
+        for bracket, (top, bottom) in sorted(spans, key=lambda item: item[1]):
+            lane = next((number for number, until in enumerate(free) if until < top), len(free))
+            free[lane : lane + 1] = [bottom]
+            placed.append(
+                Bracket(gpus=bracket.gpus, nics=bracket.nics, path=bracket.path, good=bracket.good, lane=lane)
             )
-            self.layout.sockets.append(place)
-        else:
-            self.layout.sockets[-1].width = box.x + box.width + 10 - self.layout.sockets[-1].x
+        return placed
+
+    def _span(self, keys: Iterable[str]) -> tuple[float, float]:
+        """Returns the upper and lower end of some devices."""
+        boxes = [self.layout.boxes[key] for key in keys]
+        return min(box.y for box in boxes), max(box.bottom for box in boxes)
 
 
-def _split(model: str) -> list[str]:
-    """Returns a model's name on at most two short lines."""
-    head, _, tail = model.partition(" ")
-    return [head, tail] if len(model) > 14 and tail else [model]
+def _about(cpu: Cpu) -> list[str]:
+    """Returns what is written on a CPU."""
+    maker = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}.get(cpu.vendor or "", cpu.vendor)
+    socket = None if cpu.socket is None else f"socket {cpu.socket}"
+    cores = f"cores {cpu.cores}" if cpu.cores else None
+    return [cpu_name(cpu), *filter(None, [" · ".join(filter(None, [socket, maker])), cores])]

@@ -66,11 +66,23 @@ def test_the_slowest_known_card_counts_and_an_unknown_one_makes_it_unknown() -> 
     fast, slow, unknown = (Hardware(None, rate, None) for rate in (25e9, 3e9, None))
     here, there = presences("ab")
     cluster = cluster_of([replace(here, hardware=fast), replace(there, hardware=slow)], Config())
-    assert cluster.levels[1].link.bytes_per_second == 3e9
+    assert (cluster.levels[1].link.bytes_per_second, cluster.levels[1].unit_rates) == (3e9, (25e9, 3e9))
     silent = cluster_of([replace(here, hardware=fast), replace(there, hardware=unknown)], Config())
     assert silent.levels[1].link.bytes_per_second == INTER_NODE.bytes_per_second
-    asked = cluster_of(presences("ab"), Config(nic_bytes_per_second=1e6))
-    assert asked.levels[1].link.bytes_per_second == 1e6
+    asked = cluster_of([replace(each, hardware=fast, nic_bytes_per_second=1e6) for each in (here, there)], Config())
+    assert (asked.levels[1].link.bytes_per_second, asked.levels[1].unit_rates) == (1e6, ())
+
+
+def test_ranks_give_their_nodes_rates_all_or_none() -> None:
+    store = HashStore()
+
+    def run(rank: int) -> str:
+        config = Config(hostname=f"n{rank}", nic_bytes_per_second=1e6 if rank else None)
+        with pytest.raises(ValueError, match="`nic_bytes_per_second` is") as caught:
+            exchange(store, Presence.here(rank, 2, config, torch.device("cpu")), timedelta(seconds=10))
+        return str(caught.value)
+
+    assert all("1000000.0" in text and "None" in text for text in run_ranks(2, run))
 
 
 def test_this_host_says_hostname_boot_id_and_shared_memory() -> None:
@@ -97,15 +109,16 @@ def gpu_ranks(
     hosts: str, config: Config | None = None, cards: str = "01234567", **changes: Any
 ) -> tuple[list[Presence], Config]:
     """Ranks of DGX H100s, in CUDA memory; each drives the card with its local number."""
-    fabric = fabric_of(dgx_h100())
+    fabric, config = fabric_of(dgx_h100()), config or Config()
     seen: dict[str, int] = {}
     found = []
     for presence in presences(hosts):
         local = seen.setdefault(presence.host[0], 0)
         seen[presence.host[0]] += 1
         facts = Hardware(370.8e9, 384e9, f"mlx5_{cards[local]}", nics=8, fabric=fabric)
-        found.append(replace(presence, device="cuda", hardware=replace(facts, **changes)))
-    return found, config or Config()
+        rate = config.nic_bytes_per_second
+        found.append(replace(presence, device="cuda", hardware=replace(facts, **changes), nic_bytes_per_second=rate))
+    return found, config
 
 
 def test_cuda_ranks_plan_with_nccls_latencies_and_all_cards() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failure import FailureBoard
+from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.config import Config
 from gradwire.comms.execute import Bucket, Executor, Launch
 from gradwire.comms.lanes import Lane
@@ -46,6 +47,12 @@ CLUSTERS = {name: two_level_cluster(nodes, *LINKS[:2]) for name, nodes in NODES.
     "one level": uniform_cluster((4,), LEVELS[:1]),
     "three levels": uniform_cluster((2, 3, 2), LEVELS[:3]),
     "four levels": uniform_cluster((2, 2, 2, 2), LEVELS),
+    "4x2, links differ": with_node_rates(two_level_cluster(NODES["4x2"], *LINKS[:2]), [4e7, 1e7, 3e7, 4e7]),
+    "3x1, links differ": with_node_rates(two_level_cluster(NODES["3x1"], *LINKS[:2]), [4e7, 2e7, 3e7]),
+    "3+1+1, links differ": with_node_rates(two_level_cluster(NODES["3+1+1 mixed"], *LINKS[:2]), [4e7, 2e7, 3e7]),
+    "three levels, links differ": with_node_rates(
+        uniform_cluster((2, 3, 2), LEVELS[:3]), [4e7, 1e7, 4e7, 3e7, 4e7, 4e7]
+    ),
     "uneven racks": Cluster(((0, 0), (0, 0), (0, 1), (1, 0), (1, 0), (1, 1), (1, 1), (1, 1)), LEVELS[:3]),
 }
 

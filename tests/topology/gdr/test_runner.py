@@ -9,6 +9,7 @@ import pytest
 from gradwire.topology.gdr.example import GPU, GPU_PORT, NIC, NIC_PORT, ExampleMachine
 from gradwire.topology.gdr.model import CheckOutcome, Finding, GdrCheck, Verdict
 from gradwire.topology.gdr.runner import GdrReport, exit_code, nothing_to_check, run_checks, usable_gpus
+from gradwire.topology.gdr.sources import HostInputs, opened_host
 from gradwire.topology.readers.pci_config import ConfigSpace
 
 Machine = ExampleMachine
@@ -203,3 +204,24 @@ def test_in_a_container_only_the_gpus_it_was_given_count(machine: ExampleMachine
     assert len(machine.host().gpus) == 2, "on the host a GPU that NVML lacks is a finding"
     machine.write(".dockerenv", "")
     assert [gpu.bus_id for gpu in machine.host().gpus] == [GPU]
+
+
+@pytest.mark.parametrize(
+    ("counts", "status", "words"),
+    [
+        ((18, 18), 0, "18 NVLinks active on each of 2"),
+        ((18, 17), 1, "GPU 1 has 17 of 18"),
+        ((0, 0), 1, "GPU 0 has none active"),
+    ],
+)
+def test_a_status_of_nvlinks_is_judged_where_there_is_nothing_else(
+    counts: tuple[int, ...], status: int, words: str, tmp_path: Path
+) -> None:
+    text = "".join(f"GPU {i}: H100\n" + "\t Link 0: 26.562 GB/s\n" * count for i, count in enumerate(counts))
+    (tmp_path / "status").write_text(text)
+    (tmp_path / "root/sys/class").mkdir(parents=True)
+    for root in (tmp_path / "root", tmp_path):  # a host without a PCI bus, and one that cannot be seen at all
+        with opened_host(HostInputs(root=root, nvlink=tmp_path / "status")) as host:
+            report = run_checks(host)
+            assert words in outcome(report, "G7").text
+            assert report.nothing == "" or exit_code(host, report) == status

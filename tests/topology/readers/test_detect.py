@@ -93,9 +93,11 @@ def test_the_driver_names_the_gpus_that_sysfs_found(systree: "SysTree") -> None:
     assert (gpu.name, gpu.index, gpu.parent) == ("NVIDIA L4", 0, "numa0")
 
 
-def test_grace_reaches_its_nic_through_the_chip_to_chip_link(systree: "SysTree") -> None:
+@pytest.mark.parametrize("switched", [False, True])
+def test_grace_reaches_its_nic_through_the_chip_to_chip_link(systree: "SysTree", switched: bool) -> None:
     systree.host({0: "0-71"})
-    systree.device("pci0009:00", "0009:01:00.0", kind=0x030200, vendor=0x10DE)
+    above = systree.switch("pci0009:00", 1, 0x40, 1)[0] if switched else ("pci0009:00",)
+    systree.device(*above, "0009:01:00.0", kind=0x030200, vendor=0x10DE)
     systree.device("pci0000:00", "0000:03:00.0", kind=0x020700, vendor=0x15B3)
     values = {170: 10, 172: 44_000}
     library = SimpleNamespace(

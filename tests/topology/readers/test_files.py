@@ -1,5 +1,6 @@
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -130,6 +131,25 @@ def test_encodings_of_redirected_output(encode: Callable[[str], bytes], tmp_path
     file = tmp_path / "topo.txt"
     file.write_bytes(encode(draw.matrix(pcie_box())))
     assert len(files.read_file(file).gpus) == 4
+
+
+@pytest.mark.parametrize("before", [
+    "[user@host ~]$ cat it\n", "root@host:~# nvidia-smi topo -m\n", "<details><summary>topology</summary>\n\n```\n",
+    "{ host } >> \n", "\n\n",
+])  # fmt: skip
+@pytest.mark.parametrize("after", ["", "\n[user@host ~]$ \n", "\n```\n"])
+def test_what_a_terminal_or_ticket_has_around_it_does_not_matter(before: str, after: str) -> None:
+    for seed in SEEDS:
+        text = seed.decode()
+        found = files.machine_of(before + text + after)
+        assert replace(found, notes=()) == replace(files.machine_of(text), notes=())
+
+
+def test_a_second_document_in_a_file_is_named() -> None:
+    text = nccl_xml_write.write(pcie_box())
+    assert any("Another XML document" in note for note in files.machine_of(text + text).notes)
+    with pytest.raises(TopologyError, match="line 7: not well-formed"):
+        files.machine_of("$ a\n$ b\n$ c\n$ d\n$ e\n<system>\n<cpu></system>")
 
 
 def test_each_kind_is_recognised_by_its_content(tmp_path: Path, fixtures: Path) -> None:

@@ -4,9 +4,10 @@ import pytest
 
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import PcieLink
-from gradwire.topology.labels import model_name
+from gradwire.topology.labels import model_name, pcie_text
 from gradwire.topology.paths import Distances, PathType
 from gradwire.topology.readers import lspci
+from gradwire.topology.readers.pci import path_type
 
 ROOT = """00:01.0 PCI bridge: Intel Corporation Device 352a (rev 04)
 \tNUMA node: 0
@@ -50,6 +51,80 @@ def test_a_device_below_nothing_hangs_off_its_numa_node() -> None:
     assert (gpu.parent, model_name(gpu)) == ("numa0", "H100 SXM5 80GB")
 
 
+CARD = """{bus}:00.0 {kind}
+\tNUMA node: {numa}
+\t\tLnkCap:\tPort #0, Speed {cap}GT/s, Width x16, ASPM not supported
+\t\tLnkSta:\tSpeed {now}GT/s, Width x16
+"""
+
+
+def card(bus: str, numa: int = 0, *, gpu: bool = True, cap: str = "32", now: str = "32") -> str:
+    kind = "3D controller: NVIDIA Corporation GH100" if gpu else "Infiniband controller: Mellanox MT2910 [ConnectX-7]"
+    return CARD.format(bus=bus, kind=kind, numa=numa, cap=cap, now=now)
+
+
+def bridge(bus: str, below: str, more: str = "") -> str:
+    return f"{bus} PCI bridge: PLX\n\tNUMA node: 0\n\tBus: primary={bus[:2]}, secondary={below}\n{more}"
+
+
+ROOTS = {
+    "on bus 00": ("00:01.0", ""),
+    "a root port": ("40:01.0", "\tCapabilities: [68] Express (v2) Root Port (Slot+), MSI 00\n"),
+    "beside a host bridge": ("40:01.0", "40:00.0 Host bridge: AMD Device 1480\n\tx\n"),
+    "in a listing that begins at bus 00": ("40:01.0", "00:14.0 USB controller: Intel\n\tx\n"),
+}
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_two_cards_below_their_own_ports_meet_at_the_cpu(root: str) -> None:
+    port, evidence = ROOTS[root]
+    other = port.replace("01.0", "02.0")
+    text = bridge(port, "05", evidence) + bridge(other, "06") + card("05") + card("06", gpu=False)
+    machine = lspci.read(text)
+    assert Distances(machine).gpu_nic(machine.gpus[0], machine.nics[0]) is PathType.PHB
+    tree = lspci.read_tree(text.splitlines())
+    assert path_type(tree, "0000:05:00.0", "0000:06:00.0") == "PHB"
+
+
+@pytest.mark.parametrize("above", ["", bridge("45:00.0", "05") + bridge("46:00.0", "06")])
+def test_a_listing_without_the_bridges_above_knows_no_distance_below_one_cpu(above: str) -> None:
+    """`lspci -d 10de: -vvv`, or a listing that was cut: two cards of one CPU may share a switch or not."""
+    text = above + card("05") + card("06", gpu=False) + card("07", 1, gpu=False)
+    machine, tree = lspci.read(text), lspci.read_tree(text.splitlines())
+    distances = Distances(machine)
+    assert [distances.gpu_nic(machine.gpus[0], nic) for nic in machine.nics] == [None, PathType.SYS]
+    assert [gpu.parent for gpu in machine.gpus] == ["numa0"]
+    assert [path_type(tree, "0000:05:00.0", f"0000:0{i}:00.0") for i in (6, 7)] == [None, "SYS"]
+    assert tree.bridges_between("0000:05:00.0", "0000:06:00.0") is None, "no ACS verdict out of ignorance"
+    assert any("lacks bridges above" in note for note in machine.notes)
+
+
+def test_a_shared_switch_is_known_without_what_is_above_it() -> None:
+    text = bridge("44:00.0", "45") + bridge("45:00.0", "05") + bridge("45:01.0", "06") + card("05")
+    machine = lspci.read(text + card("06", gpu=False))
+    assert Distances(machine).gpu_nic(machine.gpus[0], machine.nics[0]) is PathType.PIX
+
+
+def test_an_idle_links_speed_is_shown_beside_what_the_link_can_do() -> None:
+    port = ROOT.replace("secondary=01", "secondary=05") + "\t\tLnkCap:\tPort #2, Speed 16GT/s, Width x16\n"
+    (gpu,) = lspci.read(port + card("05", now="2.5")).gpus
+    assert gpu.pcie == PcieLink(gigatransfers_per_second=16.0, current_gigatransfers_per_second=2.5, lanes=16)
+    assert pcie_text(gpu.pcie) == "16 GT/s x16, 24 GB/s (now 2.5 GT/s)"
+    (busy,) = lspci.read(port + card("05", now="16")).gpus
+    assert busy.pcie == PcieLink(gigatransfers_per_second=16.0, lanes=16)
+
+
+def test_a_display_adapter_of_an_unnamed_vendor_is_not_lost() -> None:
+    machine = lspci.read("05:00.0 3D controller: Device 2330 (rev a1)\n" + GPU.replace("05:", "06:"))
+    assert len(machine.gpus) == 1
+    assert machine.unclassified == ("0000:05:00.0",)
+    assert any("0000:05:00.0 is a GPU is unknown" in note for note in machine.notes)
+    bare = lspci.read("05:00.0 3D controller: Device 10de:2330 (rev a1)\n")
+    assert [(gpu.vendor, gpu.device) for gpu in bare.gpus] == [(0x10DE, 0x2330)]
+    screen = lspci.read("05:00.0 VGA compatible controller: ASPEED Technology, Inc. Graphics Family\n")
+    assert (screen.gpus, screen.unclassified) == ((), ())
+
+
 def test_other_makers_display_adapters_are_no_gpus() -> None:
     text = "03:00.0 VGA compatible controller: Matrox Electronics Systems Ltd. Integrated Matrox G200eW3\n\tx\n"
     assert lspci.read(text + GPU).gpus[0].key == "0000:05:00.0"
@@ -72,7 +147,7 @@ def test_without_numa_nodes_the_cpu_is_unknown() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "no PCI function"), ("hello\nworld", "no PCI function"), (GPU + GPU, "line 5: .* listed twice")],
+    [("", "no PCI function"), ("hello\nworld", "no PCI function"), (GPU + GPU, "line 5: .* listed twice.* two hosts")],
 )
 def test_broken_listings_are_refused(text: str, message: str) -> None:
     with pytest.raises(TopologyError, match=message):

@@ -70,7 +70,8 @@ def test_two_gpus_on_a_switch(ask: Ask) -> None:
     assert [gpu["bus"] for gpu in gpus] == ["0000:3b:00.0", "10000:4c:00.0"]
     facts = ("name", "compute_capability", "memory_nbytes", "index")
     assert [gpus[0][name] for name in facts] == ["NVIDIA H100 80GB HBM3", 90, 80 << 30, 0]
-    assert gpus[0]["pcie"] == {"gigatransfers_per_second": 32.0, "lanes": 16, "virtual": False}
+    link = {"gigatransfers_per_second": 32.0, "current_gigatransfers_per_second": None, "lanes": 16, "virtual": False}
+    assert gpus[0]["pcie"] == link
     assert [(link["b"], link["count"]) for link in links] == [("0000:85:00.0", 18)] * 2
     assert (found["topo"]["reason"], found["topo"]["unresolved"], found["topo"]["silent"]) == (None, 0, 0)
     assert found["gdr"]["driver_version"] == "580.65.06"

@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,15 @@ SMALL = """\tGPU0\tGPU1\tmlx5_0\tCPU Affinity\tNUMA Affinity
 GPU0\t X \tNV4\tPIX\t0-15\t0
 GPU1\tNV4\t X \tNODE\t16-31\t1
 mlx5_0\tPIX\tNODE\t X
+"""
+
+
+P2P = " \tGPU0\tGPU1\n GPU0\tX\tCNS\n GPU1\tCNS\tX\n\nLegend:\n\n  X    = Self\n  OK   = Status Ok\n"
+GRACE = """\tGPU0\tGPU1\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
+GPU0\t X \tNV18\tSYS\tSYS\t0-71\t0,2-5\t\t2
+GPU1\tNV18\t X \tSYS\tSYS\t72-143\t1,10-13\t\t10
+NIC0\tSYS\tSYS\t X \tSYS
+NIC1\tSYS\tSYS\tSYS\t X
 """
 
 
@@ -44,6 +54,8 @@ def test_the_printed_matrix_is_read_back(preset: Machine) -> None:
         lambda text: text.replace("GPU0", "\x1b[4mGPU0\x1b[0m"),
         lambda text: text.replace("\n", "\r\n"),
         lambda text: "$ nvidia-smi topo -m\n" + text + "\nLegend:\n  X = Self\n",
+        lambda text: text.replace("GPU0\tGPU1\tmlx5_0", "GPU0GPU1mlx5_0"),
+        lambda text: P2P + text,
         lambda text: "\n".join(text.splitlines()[:3]),
         lambda text: text + text,
     ],
@@ -65,6 +77,57 @@ def test_contradicting_cells_are_unknown_and_named() -> None:
     machine = smi.read(SMALL.replace("mlx5_0\tPIX", "mlx5_0\tSYS"))
     assert [defect.where for defect in machine.defects] == ["GPU0-mlx5_0: PIX/SYS"]
     assert Distances(machine).gpu_nic(machine.gpus[0], machine.nics[0]) is None
+
+
+@pytest.mark.parametrize("separator", ["\t", "   "])
+def test_sys_says_nothing_about_a_coherent_gpu(separator: str) -> None:
+    """nvidia-smi compares the memory node of the GPU itself, so a card of the same Grace is SYS as any other."""
+    text = GRACE.replace("\t\t", "\t") if separator != "\t" else GRACE
+    machine = smi.read(text.replace("\t", separator))
+    assert [gpu.parent for gpu in machine.gpus] == ["numa0", "numa1"]
+    assert [cpu.cores for cpu in machine.cpus] == ["0-71", "72-143"]
+    assert {(link.a, link.b) for link in machine.links if link.kind == "c2c"} == {("GPU0", "numa0"), ("GPU1", "numa1")}
+    distances = Distances(machine)
+    assert {distances.gpu_nic(gpu, nic) for gpu in machine.gpus for nic in machine.nics} == {None}
+    assert distances.nic_nic(*machine.nics) is PathType.SYS
+    assert any("coherent" in note and "P2C" in note for note in machine.notes)
+    plain = smi.read(re.sub(r"\t\t\d+", "\t\tN/A", GRACE))
+    assert Distances(plain).gpu_nic(plain.gpus[0], plain.nics[0]) is PathType.SYS
+    assert not any("coherent" in note for note in plain.notes)
+
+
+def test_a_card_of_a_coherent_gpus_own_cpu_is_p2c() -> None:
+    machine = smi.read(GRACE.replace("NV18\tSYS", "NV18\tNODE", 1).replace("NIC0\tSYS", "NIC0\tNODE"))
+    assert Distances(machine).nearest_nics(machine.gpus[0]) == (PathType.P2C, (machine.nics[0],))
+
+
+@pytest.mark.parametrize("cell", ["SYS", "SOC", "ZZZ"])
+def test_a_word_of_another_release_cuts_no_row(cell: str) -> None:
+    """What stands behind a word, known or not, is read: the NVLinks of a DGX-1 among others."""
+    names = [f"GPU{i}" for i in range(4)]
+    rows = [
+        "\t".join([a, *("X" if a == b else "NV2" if abs(i - j) == 2 else cell for j, b in enumerate(names)), "0-7"])
+        for i, a in enumerate(names)
+    ]
+    machine = smi.read("\n".join(["\t" + "\t".join([*names, "CPU Affinity"]), *rows, "", "Legend:", "  NV# = NVLink"]))
+    assert {(link.a, link.b, link.count) for link in machine.links} == {("GPU0", "GPU2", 2), ("GPU1", "GPU3", 2)}
+    assert machine.defects == ()
+    expected = None if cell == "ZZZ" else PathType.SYS
+    assert Distances(machine).gpu_gpu(machine.gpus[0], machine.gpus[1]) is expected
+    assert machine.links_known is (expected is not None), "an NVLink may stand where nothing can be read"
+    assert any("ZZZ" in note for note in machine.notes) is (expected is None)
+    assert to_object(machine)["gpus"][0]["nvlinks"] == (2 if expected else None)  # type: ignore[index]
+
+
+def test_peer_access_is_no_distance() -> None:
+    with pytest.raises(TopologyError, match=r"topo -p2p.*topo -m"):
+        smi.read(P2P)
+
+
+def test_matrices_of_two_hosts_are_named() -> None:
+    other = SMALL.replace("PIX", "SYS").replace("NODE", "SYS")
+    assert any("1 further matrices that differ" in note for note in smi.read(SMALL + other).notes)
+    assert not any("further" in note for note in smi.read(SMALL + SMALL).notes)
 
 
 def test_a_row_that_was_cut_is_named_and_its_mirror_image_used() -> None:
@@ -92,6 +155,14 @@ def test_a_nic_below_the_same_cpu_as_a_gpu_is_placed_there() -> None:
     machine = smi.read(SMALL)
     assert machine.nics[0].parent == "numa0"
     assert smi.read(SMALL.replace("PIX", "SYS").replace("NODE", "SYS")).nics[0].parent is None
+
+
+@pytest.mark.parametrize("near", ["PIX", "PSB", "PXB", "PHB"])
+def test_the_nearest_gpu_says_where_a_nic_hangs(near: str) -> None:
+    """Not the first one below the same CPU: NODE spans several NUMA nodes on some machines."""
+    text = SMALL.replace("PIX", "FIRST").replace("NODE", near).replace("FIRST", "NODE")
+    assert smi.read(text).nics[0].parent == "numa1"
+    assert smi.read(SMALL.replace("PIX", "NODE")).nics[0].parent is None, "two that are as near, on different nodes"
 
 
 def test_affinities_that_are_missing_or_ranges_are_unknown() -> None:

@@ -175,3 +175,10 @@ def test_reading_costs_the_same_for_every_device(systree: "SysTree", tmp_path: P
         counts.append((opened() - before) / len(os.listdir(tree.root / "sys/bus/pci/devices")))  # noqa: PTH208
         assert len(machine.gpus) == gpus
     assert counts[1] <= counts[0] * 1.05
+
+
+@pytest.mark.parametrize(("written", "product"), [("DGXH100", "DGXH100"), ("System Product Name", None)])
+def test_the_model_is_what_the_maker_wrote(systree: "SysTree", written: str, product: str | None) -> None:
+    systree.host({0: "0-15"})
+    systree.write("sys/class/dmi/id/product_name", written)
+    assert read(systree.root).product == product

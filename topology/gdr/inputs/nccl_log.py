@@ -7,15 +7,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from gradwire.topology.gdr.nccl import Version, parse_version, path_name, within
+from gradwire.topology.gdr.nccl import Version, named_distance, parse_level, parse_version, within
 
 _MAX_NBYTES = 256 << 20
 _MAX_LINE = 4096
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)")
 _NETWORK = re.compile(r"Using network ([\w. -]{1,40}?)\s*$")
-_HCA = re.compile(r"GPU Direct RDMA (Enabled|Disabled) for HCA (\d+) '([^']{1,64})'")
-_REASON = re.compile(r"GPU Direct RDMA Disabled for GPU (\S+) / HCA (\S+) \(distance (\d{1,2}) >=? (\d{1,2})\)")
+_HCA = re.compile(
+    r"(?:NET/([\w. -]{1,24}?) ?: )?GPU Direct RDMA (?:\([\w -]{1,24}\) )?(enable|disable)d? for HCA \d+ "
+    r"'([^'\s]{1,64})'?(?: \(([^)]{1,60})\))?",
+    re.IGNORECASE,
+)
+"""`NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0' (no module)`; plug-ins add the way or the reason."""
+_PAIR = re.compile(r"GPU Direct RDMA (Enabled|Disabled) for GPU[ /].{1,160}?distance (\d{1,2}) (?:>|<)=? (\d{1,2})\b")
+"""`GPU Direct RDMA Disabled for GPU ca000 / HCA 0 (distance 7 > 4)`, and 2.30's form with ranks and PXN."""
 _CHANNEL = re.compile(
     r"Channel \d+(?:/\d+)? : (\d+)\[[0-9a-fx]*\] -> (\d+)\[[0-9a-fx]*\] \[(send|receive)\] via (NET/.{1,80})"
 )
@@ -37,11 +43,18 @@ class NcclLog:
     """`NET/IB : No device found.`"""
     hcas: dict[str, bool] = field(default_factory=dict)
     """NIC -> "Enabled for HCA": the NIC could, which proves nothing about use."""
+    hca_reasons: set[str] = field(default_factory=set)
+    """What stands behind "Disabled for HCA": `no module`."""
     gdr_channels: Counter[tuple[int, str]] = field(default_factory=Counter)
     """(rank, send or receive) -> channels with GDRDMA."""
     staged_channels: Counter[tuple[int, str]] = field(default_factory=Counter)
     """(rank, send or receive) -> network channels through host memory."""
-    reasons: Counter[str] = field(default_factory=Counter)
+    socket_channels: int = 0
+    """Those of them that are NET/Socket."""
+    far_pairs: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """(distance, level), as NCCL numbers them -> lines that say "Disabled" for a GPU and a NIC."""
+    near_pairs: int = 0
+    """Lines that say "Enabled" for a GPU and a NIC: within the level, which is no use yet."""
     nearest: str | None = None
     """Nearest GPU-NIC path in the tables that NCCL prints."""
     overrides: dict[str, str] = field(default_factory=dict)
@@ -53,6 +66,18 @@ class NcclLog:
     def network_channels(self) -> int:
         """Channels that cross the network, sending and receiving."""
         return self.gdr_channels.total() + self.staged_channels.total()
+
+    @property
+    def reasons(self) -> list[str]:
+        """Every reason that the log gives for not using GPUDirect RDMA, as a sentence."""
+        disabled = [name for name, able in self.hcas.items() if not able]
+        why = f" ({', '.join(sorted(self.hca_reasons))})" if self.hca_reasons else ""
+        found = [f"Disabled for HCA {', '.join(disabled[:8])}{why}: no way to register GPU memory"] if disabled else []
+        level_name = parse_level(self.overrides.get("NCCL_NET_GDR_LEVEL", ""))
+        for distance, level in sorted(self.far_pairs):
+            names = named_distance(distance, level, self.version, level_name)
+            found.append(f"path {names[0]} is beyond level {names[1]}")
+        return found
 
 
 def parse_nccl_log(lines: Iterable[str]) -> NcclLog:
@@ -97,7 +122,10 @@ def merged_logs(logs: Sequence[NcclLog]) -> NcclLog | None:
         whole.hcas |= {name: able and whole.hcas.get(name, True) for name, able in log.hcas.items()}
         whole.gdr_channels += log.gdr_channels
         whole.staged_channels += log.staged_channels
-        whole.reasons += log.reasons
+        whole.hca_reasons |= log.hca_reasons
+        whole.socket_channels += log.socket_channels
+        whole.far_pairs += log.far_pairs
+        whole.near_pairs += log.near_pairs
         whole.nearest = _nearer(whole.nearest, log.nearest)
         whole.overrides |= log.overrides
         if log.relaxed_ordering is not None:
@@ -126,11 +154,14 @@ def _read_line(log: NcclLog, line: str) -> None:
         rank = int(match[1 if match[3] == "send" else 2])
         counter = log.gdr_channels if "GDRDMA" in match[4] else log.staged_channels
         counter[rank, match[3]] += 1
-    elif match := _REASON.search(line):
-        names = [path_name(int(match[index]), log.version) or match[index] for index in (3, 4)]
-        log.reasons[f"path {names[0]} is beyond level {names[1]}"] += 1
+        log.socket_channels += match[4].startswith("NET/Socket")
+    elif match := _PAIR.search(line):
+        if match[1] == "Enabled":
+            log.near_pairs += 1
+        else:
+            log.far_pairs[int(match[2]), int(match[3])] += 1
     elif match := _HCA.search(line):
-        log.hcas[match[3]] = match[1] == "Enabled" and log.hcas.get(match[3], True)
+        _read_hca(log, match)
     elif match := _VERSION.search(line):
         log.version = parse_version(match[1])
     elif match := _NETWORK.search(line):
@@ -145,6 +176,18 @@ def _read_line(log: NcclLog, line: str) -> None:
         log.acs_hint = True
     else:
         _read_path_table(log, line)
+
+
+def _read_hca(log: NcclLog, match: re.Match[str]) -> None:
+    """A NIC that NCCL can or cannot register GPU memory with; for sockets it says so of each interface."""
+    network, verb, name, reason = match.groups()
+    if network == "Socket":
+        log.networks.add(network)
+        return
+    able = verb.lower() == "enable"
+    log.hcas[name] = able and log.hcas.get(name, True)
+    if reason and not able:
+        log.hca_reasons.add(reason)
 
 
 def _read_path_table(log: NcclLog, line: str) -> None:

@@ -178,23 +178,27 @@ def nvlink(host: Host) -> Finding:
     """
     facts = [host.gpu_facts(gpu.bus_id) for gpu in host.gpus]
     active = {f.bus_id: f.nvlinks_active for f in facts if f.nvlinks_active is not None}
-    active = active or {f"GPU {index}": count for index, count in (host.nvlinks or {}).items()}
+    if host.nvlinks is not None:  # what was given counts, not what the driver says here
+        active = {f"GPU {index}": count for index, count in host.nvlinks.items()}
     if not active:
         return unknown(
             "neither NVML nor a status file says", "give the output of nvidia-smi nvlink --status with --nvlink"
         )
     bridgeless = {f.bus_id for f in facts if not f.nvlinks_active and (f.nvlinks == 0 or "PCIe" in (f.name or ""))}
     wanted = {f.bus_id: f.nvlinks or 0 for f in facts}
+    most = {name: max(wanted.get(name, 0), *active.values()) for name in active}
     down = [
-        f"{name} has {count} of {max(wanted.get(name, 0), *active.values())}"
+        f"{name} has {count} of {most[name]}" if most[name] else f"{name} has none active"
         for name, count in active.items()
-        if name not in bridgeless and (count == 0 or count < max(wanted.get(name, 0), *active.values()))
+        if name not in bridgeless and (count == 0 or count < most[name])
     ]
     if down:
         return warned(f"NVLinks missing: {', '.join(down)}", "look at the fabric manager and dmesg (Xid 74); reseat")
     if not any(active.values()):
         return informed("PCIe cards without an NVLink bridge")
-    return passed(f"{max(active.values())} NVLinks active on each of {len(active) - len(bridgeless)} GPUs")
+    count = len(active) - len(bridgeless)
+    each = f"each of {count} GPUs" if count != 1 else "the GPU"
+    return passed(f"{max(active.values())} NVLinks active on {each}")
 
 
 def fabric_manager(host: Host) -> Finding:

@@ -22,6 +22,11 @@ from gradwire.topology.gdr.nccl import within
 
 _HOST_SHARE = 0.8  # of the host-memory rate; redirected traffic loses about half (nccl-tests issue 112)
 _NOISE_SHARE = 0.95
+_HCA_REMEDY = (
+    "M1: load nvidia_peermem, or make dma-buf work (M3); NCCL before 2.23.4 looks for peer memory only below "
+    "/sys/kernel/mm/memory_peers (M4)"
+)
+_LEVEL_REMEDY = "P1: a card near the GPU; or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default"
 _ERRNO_NAMES = {
     **errno.errorcode,
     errno.EOPNOTSUPP: "EOPNOTSUPP",
@@ -90,13 +95,15 @@ def nccl_log(host: Host) -> Finding:
     if log is None:
         return unknown(host.proof_error or "no log given", "--nccl-log FILE")
     remedy = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH; then the first failed check above"
-    if log.networks == {"Socket"} or log.no_device:
+    sockets = log.network_channels and log.socket_channels == log.network_channels
+    if log.networks == {"Socket"} or log.no_device or sockets:
         found = "No device found; " if log.no_device else ""
         return failed(f"{found}network is Socket: RDMA is not used at all", "see R1, R2, R3, V1")
     if not log.network_channels:
         return _without_channels(log, remedy)
     if not log.gdr_channels:
         reasons = "; ".join(log.reasons) or _path_words(log)
+        remedy = _HCA_REMEDY if False in log.hcas.values() else remedy
         return failed(f"0 of {log.network_channels} network channels use GDRDMA; {reasons}", remedy)
     if log.staged_channels:
         lacking = [
@@ -104,19 +111,33 @@ def nccl_log(host: Host) -> Finding:
             for (rank, direction), count in sorted(log.staged_channels.items())
         ]
         found = f"{log.gdr_channels.total()} of {log.network_channels} channels use GDRDMA: {', '.join(lacking[:6])}"
-        return warned("; ".join([found, *log.reasons]), remedy)
+        over = [f"{log.socket_channels} are NET/Socket"] if log.socket_channels else []
+        return warned("; ".join([found, *over, *log.reasons]), remedy)
+    unseen = [way for way in ("send", "receive") if all(other != way for _, other in log.gdr_channels)]
+    if unseen:
+        return unknown(
+            f"all {log.network_channels} channels in the log use GDRDMA, but no line says how ranks {unseen[0]}: one "
+            "direction may go through the host",
+            f"give the log of all ranks; grep '[{unseen[0]}] via NET' LOG",
+        )
     ranks = {rank for rank, _ in log.gdr_channels}
     return passed(f"all {log.network_channels} network channels of {len(ranks)} ranks use GDRDMA")
 
 
 def _without_channels(log: NcclLog, remedy: str) -> Finding:
-    """A log without channel lines: the path table may still say that NCCL will not."""
+    """A log without channel lines: it may still say that NCCL cannot, or will not."""
+    if log.hcas and not any(log.hcas.values()):
+        return failed("; ".join(log.reasons), _HCA_REMEDY)
+    if log.far_pairs:
+        far, all_ = log.far_pairs.total(), log.far_pairs.total() + log.near_pairs
+        found = f"{far} of {all_} GPU-NIC pairs in the log are Disabled: {'; '.join(log.reasons)}"
+        return warned(found, _LEVEL_REMEDY) if log.near_pairs else failed(found, _LEVEL_REMEDY)
     level = log.overrides.get("NCCL_NET_GDR_LEVEL", "PXB").upper()
     known = level if level in ("LOC", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS") else "PXB"
     if log.nearest and not within(log.nearest, known) and "NCCL_NET_GDR_LEVEL" not in log.overrides:
         able = sum(log.hcas.values())
         return failed(f"0 pairs within the default level: {_path_words(log)}, although {able} NICs say Enabled", remedy)
-    return unknown(f"{log.lines} lines, none about network channels", remedy)
+    return unknown("; ".join([f"{log.lines} lines, none about network channels", *log.reasons]), remedy)
 
 
 def _path_words(log: NcclLog) -> str:

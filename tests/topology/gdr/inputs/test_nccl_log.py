@@ -52,7 +52,86 @@ def test_channels_are_counted_by_rank_and_direction(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("via", ["NET/IB/0/GDRDMA", "NET/IB/0/GDRDMA(PCI)/Shared", "NET/AWS Libfabric/0/GDRDMA"])
 def test_every_spelling_of_gdrdma(via: str, tmp_path: Path) -> None:
-    assert judged([channel(0, 1, "send", via)], tmp_path).outcome is CheckOutcome.PASS
+    lines = [channel(0, 1, "send", via), channel(1, 0, "receive", via)]
+    assert judged(lines, tmp_path).outcome is CheckOutcome.PASS
+
+
+@pytest.mark.parametrize(("given", "missing"), [("send", "receive"), ("receive", "send")])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_one_direction_proves_nothing_about_the_other(given: str, missing: str, ranks: int, tmp_path: Path) -> None:
+    """The log of one rank, or of a grep: that all lines have GDRDMA does not mean that all channels have."""
+    finding = judged([channel(rank, rank + 1, given) for rank in range(ranks)], tmp_path)
+    assert finding.outcome is CheckOutcome.UNKNOWN and f"how ranks {missing}" in finding.text
+
+
+def hca(word: str, number: int, network: str = "IB") -> str:
+    device = f"HCA {number} 'mlx5_{number}'"
+    return f"n:1:2 [0] NCCL INFO NET/{network} : GPU Direct RDMA {word.format(device)}"
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("Disabled for {}", ""),
+        ("Disabled for {} (no module)", "(no module)"),
+        ("disabled for {} (no DMABUF)", "(no DMABUF)"),
+    ],
+)
+@pytest.mark.parametrize("staged", [False, True])
+def test_cards_that_nccl_cannot_register_with_are_the_reason(
+    word: str, reason: str, staged: bool, tmp_path: Path
+) -> None:
+    channels = [channel(0, 1, "send", "NET/IB/0"), channel(1, 0, "receive", "NET/IB/0")] if staged else []
+    finding = judged([hca(word, 0), hca(word, 1), *channels], tmp_path)
+    assert finding.outcome is CheckOutcome.FAIL
+    assert f"Disabled for HCA mlx5_0, mlx5_1{' ' * bool(reason)}{reason}" in finding.text
+    assert "nvidia_peermem" in finding.remedy
+
+
+@pytest.mark.parametrize("word", ["Enabled for {}", "(DMABUF) enabled for {}", "(nvidia-peermem) enable for {}"])
+def test_cards_that_nccl_can_register_with_are_no_reason(word: str, tmp_path: Path) -> None:
+    log = parse_nccl_log([hca(word, 0).rstrip("'")])
+    assert log.hcas == {"mlx5_0": True} and log.reasons == []
+    assert judged([hca(word, 0)], tmp_path).outcome is CheckOutcome.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("Disabled for GPU ca000 / HCA 0 (distance 7 > 4)", "path SYS is beyond level PXB"),  # 2.12 to 2.24
+        ("Disabled for GPU 18000 / HCA 0 (distance 5 > 3)", "path SYS is beyond level PXB"),  # before
+        ("Disabled for GPU/0-1 (rank 0) - NET/0-0 (distance 8 > 6)", "path PHB is beyond level P2C"),  # from 2.27
+        ("Disabled for GPU ca000 / HCA 0 (distance 31 > 30)", "path 31 is beyond level 30"),
+    ],
+)
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_distance_is_the_reason_with_and_without_channels(
+    line: str, names: str, staged: bool, tmp_path: Path
+) -> None:
+    """The log of somebody who cut out what matters has no version: the level's number tells whose numbers these are."""
+    channels = [channel(0, 1, "send", "NET/IB/0")] if staged else []
+    finding = judged([f"NCCL INFO GPU Direct RDMA {line}", *channels], tmp_path)
+    assert finding.outcome is CheckOutcome.FAIL and names in finding.text
+
+
+def test_some_pairs_within_the_level_are_a_warning(tmp_path: Path) -> None:
+    lines = ["NCCL_NET_GDR_LEVEL set by environment to PHB"]
+    lines += [f"NCCL INFO GPU Direct RDMA Disabled for GPU {gpu}8000 / HCA 0 (distance 5 > 4)" for gpu in (1, 3)]
+    lines += ["NCCL INFO GPU Direct RDMA Enabled for GPU 86000 / HCA 0 (distance 4 <= 4), read 0"]
+    finding = judged(lines, tmp_path)
+    assert finding.outcome is CheckOutcome.WARN
+    assert "2 of 3 GPU-NIC pairs" in finding.text and "path SYS is beyond level PHB" in finding.text
+
+
+@pytest.mark.parametrize("lines", [
+    [channel(0, 1, "send", "NET/Socket/0"), channel(1, 0, "receive", "NET/Socket/1/Shared")],
+    [hca("Disabled for {}", 0, "Socket")],
+])  # fmt: skip
+def test_sockets_are_named_by_whichever_line_shows_them(lines: list[str], tmp_path: Path) -> None:
+    finding = judged(lines, tmp_path)
+    assert finding.outcome is CheckOutcome.FAIL and "Socket: RDMA is not used at all" in finding.text
+    mixed = judged([*lines[:1], channel(0, 1, "send"), channel(1, 0, "receive")], tmp_path)
+    assert mixed.outcome is (CheckOutcome.WARN if "Channel" in lines[0] else CheckOutcome.FAIL)
 
 
 def test_one_direction_alone_is_a_warning_that_names_it(tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""What each node's link gives, measured node against node: at start-up, and again while training runs.
+
+A collective over all nodes is as fast as its slowest link, so it shows one rate and not whose. Here nodes meet in
+pairs, one pair beside the other, in a few rounds with other partners: a pair is as fast as the slower of the two, and a
+node as fast as its best pair. Its cost does not grow with the number of nodes.
+"""
+
+import statistics
+from collections.abc import Sequence
+
+from gradwire.comms.autotune.consensus import Consensus
+from gradwire.comms.autotune.probe import line_up
+from gradwire.comms.bootstrap.placement import with_node_rates
+from gradwire.comms.communicator import Communicator
+
+SWAPPED_NBYTES = 1 << 20
+"""From each node to its partner, over all its ranks: 42 ms on 200 Mbit/s, more than a shaper lets pass at once."""
+
+MEETINGS, REPEATS = 3, 3
+"""Partners of each node, and how often it meets each: the median counts."""
+
+ALIKE = 0.8
+"""A node that reaches this share of the fastest one's rate is taken to be as fast: measurements scatter by less."""
+
+REMEASURE_STEPS = 500
+"""Steps between two measurements while training runs: nine swaps, 0.4 s on 200 Mbit/s, in what takes minutes there."""
+
+
+def pairings(count: int, rounds: int) -> list[list[tuple[int, int]]]:
+    """Who meets whom: in each round everybody has at most one partner, and never the same one twice.
+
+    Args:
+        count: Of nodes; of an odd number one has a pause in each round.
+        rounds: How many, at most; there are no more than partners.
+
+    Source: the circle method for round-robin tournaments (Lucas, Recreations mathematiques, vol. 2, 1883).
+    """
+    seats = list(range(count)) + [-1] * (count % 2)
+    found = []
+    for _ in range(min(rounds, len(seats) - 1)):
+        pairs = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
+        found.append([(min(pair), max(pair)) for pair in pairs if min(pair) >= 0])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found
+
+
+def relative_rates(count: int, seconds: Sequence[tuple[int, int, float]]) -> tuple[float, ...]:
+    """What each node reaches, as a share of the fastest; 1 for those that are as good as that.
+
+    Args:
+        count: Of nodes.
+        seconds: Of each meeting: the two nodes, and how long the same number of bytes took.
+    """
+    best = [0.0] * count
+    for one, other, took in seconds:
+        for node in (one, other):
+            best[node] = max(best[node], 1 / took)
+    fastest = max(best)
+    return tuple(1.0 if rate >= ALIKE * fastest or not rate else rate / fastest for rate in best)
+
+
+def measure_units(communicator: Communicator, consensus: Consensus, *, again: bool = False) -> bool:
+    """Measures every node's link, and has the communicator plan with what it finds; every rank, with nothing in flight.
+
+    Nodes are given rates in proportion. The probe's rate is that of the slowest; later the fastest keeps its rate.
+    Nothing is measured on CUDA, where shares are equal, or where shares do not matter: of fewer than three nodes.
+
+    Args:
+        communicator: Whose ranks meet.
+        consensus: All its ranks'.
+        again: Whether nodes have been measured before.
+
+    Returns:
+        Whether plans have changed.
+    """
+    cluster = communicator.cluster
+    nodes, count = cluster.nodes, len(cluster.nodes)
+    if communicator.device.type != "cpu" or count < 3:
+        return False
+    rails, own = min(map(len, nodes)), cluster.node_rank(communicator.rank)
+    place = nodes[own].index(communicator.rank)
+    took: list[tuple[int, int, float]] = []
+    for pairs in pairings(count, MEETINGS):
+        pair = next((pair for pair in pairs if own in pair), None)
+        times = []
+        for _ in range(REPEATS):
+            line_up(communicator)
+            if pair is not None and place < rails:
+                partner = nodes[pair[1] if own == pair[0] else pair[0]][place]
+                times.append(communicator.swap(partner, SWAPPED_NBYTES // rails))
+        if pair is not None and times:
+            took.append((*pair, statistics.median(times)))
+
+    def slowest_rank(ranks: Sequence[object]) -> object:
+        meetings: dict[tuple[int, int], float] = {}
+        for each in ranks:
+            for one, other, seconds in each if isinstance(each, list) else []:
+                meetings[one, other] = max(meetings.get((one, other), 0.0), seconds)
+        return relative_rates(count, [(*pair, seconds) for pair, seconds in meetings.items()])
+
+    found = consensus.decide(took, slowest_rank)
+    assert isinstance(found, list)
+    level = cluster.levels[1]
+    fastest = max(level.unit_rates, default=level.link.bytes_per_second / (1.0 if again else min(found)))
+    changed = with_node_rates(cluster, [fastest * rate for rate in found])
+    if [level.unit_rates for level in changed.levels] == [level.unit_rates for level in cluster.levels]:
+        return False
+    communicator.routes.measured(changed.levels)
+    return True

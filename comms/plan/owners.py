@@ -1,0 +1,122 @@
+"""Who owns how much of a bucket where the units' links differ.
+
+Between N units a bucket of S bytes is exchanged in two stages: each unit owns a share f_i of it, receives the others'
+contributions to that share, and sends the sum to all. Unit i then sends, and receives,
+
+    (1 - f_i) S + (N - 1) f_i S  =  S (1 + (N - 2) f_i)
+
+bytes. With equal shares that is the 2 (N - 1) / N S of a ring; a unit that owns nothing sends S, and no all-reduce
+without help from the network can put less on its link, because its own contribution must leave and the sum must arrive.
+The shares that are done first give every unit f_i with
+
+    S (1 + (N - 2) f_i) / B_i  <=  T    and    sum f_i = 1
+
+for the least T: f_i(T) = max(0, (T B_i / S - 1) / (N - 2)). Two units send S each, whatever they own.
+
+Where what is owned goes on to a further level, over the same links, a unit sends u f_i S more (2 (R - 1) / R between R
+equal units), and N - 2 becomes N - 2 + u above.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from gradwire.topology.cluster import Cluster, Unit
+
+UNITS_PER_MEMBER = 16
+"""Shares are whole multiples of 1 / (16 N): a unit's bytes are then within (N - 2) / (16 N) < 1/16 S of the optimum, at
+least S, and what is rounded up falls to the units that it delays least."""
+
+EVEN_WITHIN = 0.05
+"""Rates that differ by less are taken for equal: what a measurement scatters, and less than the rounding gains."""
+
+
+@lru_cache(maxsize=256)
+def owner_shares(rates: tuple[float, ...], further: float = 0.0) -> tuple[int, ...]:
+    """What each of N members owns of what they exchange, in parts of 1 / (16 N).
+
+    Args:
+        rates: Bytes per second of each member's link.
+        further: What a member sends over the same link besides, for each byte that it owns.
+
+    Returns:
+        Whole numbers >= 0 that add up to 16 N; empty where equal shares do as well: rates that are alike, or two
+        members.
+    """
+    count, owning = len(rates), len(rates) - 2 + further
+    if owning <= 0 or max(rates) <= min(rates) * (1 + EVEN_WITHIN):
+        return ()
+    exact = exact_shares(rates, owning)
+    total = UNITS_PER_MEMBER * count
+    shares = [int(share * total) for share in exact]
+    for _ in range(total - sum(shares)):
+        # To the member that is done first with one part more.
+        least = min(range(count), key=lambda index: ((1 + owning * (shares[index] + 1) / total) / rates[index], index))
+        shares[least] += 1
+    return tuple(shares)
+
+
+def exact_shares(rates: Sequence[float], owning: float) -> list[float]:
+    """The f_i of the module's docstring; the slowest units own nothing where T is reached by their S alone.
+
+    Args:
+        rates: Bytes per second.
+        owning: Bytes that a unit sends more for each byte that it owns: N - 2.
+    """
+    owners = sorted(range(len(rates)), key=lambda index: -rates[index])
+    while True:
+        # sum over the owners of (T B_i - 1) / owning = 1, with S = 1
+        seconds = (owning + len(owners)) / sum(rates[index] for index in owners)
+        if seconds * rates[owners[-1]] >= 1:
+            break
+        owners.pop()
+    return [(seconds * rate - 1) / owning if index in owners else 0.0 for index, rate in enumerate(rates)]
+
+
+@lru_cache(maxsize=64)
+def rank_shares(cluster: Cluster, level: int) -> tuple[int, ...]:
+    """What each rank owns of what its unit exchanges with its siblings of one level.
+
+    Args:
+        cluster: Where the ranks are, with the rates of the level's units.
+        level: Of an all_reduce: no level above it has a phase.
+
+    Returns:
+        Parts of a whole that depends on the unit above; empty where equal parts do as well.
+    """
+    rates = cluster.levels[level].unit_rates
+    if not rates:
+        return ()
+    units = cluster.units(level - 1)
+    shares: dict[Unit, int] = {}
+    for (number, _), siblings in cluster.children().items():
+        if number == level:
+            owned = owner_shares(tuple(rates[units.index(unit)] for unit in siblings)) or (1,) * len(siblings)
+            shares.update(zip(siblings, owned, strict=True))
+    found = tuple(shares[cluster.unit(rank, level - 1)] for rank in range(cluster.size))
+    return found if len(set(found)) > 1 else ()
+
+
+def part_shares(cluster: Cluster, level: int, parts: int) -> tuple[int, ...]:
+    """How large the parts are that a reduce_scatter between the units of one level cuts a region into.
+
+    The k-th part goes to the k-th child of every unit, and on to the level above. So the slowest of the k-th children
+    decides on it: exact where units are alike, and where one child of one unit is slow.
+
+    Args:
+        cluster: Where the ranks are, with the rates of the level's units.
+        level: Of a reduce_scatter.
+        parts: Into how many parts.
+
+    Returns:
+        One whole number for each part; empty where equal parts do as well.
+    """
+    rates = cluster.levels[level].unit_rates
+    if not rates or parts == 1:
+        return ()
+    units = cluster.units(level - 1)
+    groups = [siblings for (number, _), siblings in cluster.children().items() if number == level]
+    if any(len(siblings) != parts for siblings in groups):
+        return ()
+    slowest = tuple(min(rates[units.index(siblings[place])] for siblings in groups) for place in range(parts))
+    above = len(groups)
+    return owner_shares(slowest, 2 * (above - 1) / above)
