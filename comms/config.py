@@ -105,13 +105,8 @@ class Config:
         _check_choice("transport", self.transport, TRANSPORTS)
         if self.elastic and self.transport == "mpi":
             raise ValueError("`elastic` is set and `transport` is mpi; wanted gloo or nccl")
-        if self.join is not None:
-            if not self.elastic:
-                raise ValueError(
-                    f"`join` is {self.join} and `elastic` is off; wanted elastic=True, as in the running job"
-                )
-            if not self.join.rpartition(":")[0] or not self.join.rpartition(":")[2].isdigit():
-                raise ValueError(f"`join` is {self.join!r}; wanted HOST:PORT of the running job's store")
+        if self.join is not None and not self.join.rpartition(":")[2].isdigit():
+            raise ValueError(f"`join` is {self.join!r}; wanted HOST:PORT of the running job's store")
         if self.chunks < 0:
             raise ValueError(f"`chunks` is {self.chunks}; wanted 0 (the planner chooses) or a positive number")
         if self.timeout <= timedelta(0):

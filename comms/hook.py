@@ -42,7 +42,7 @@ from gradwire.comms.elastic.joining import Requests, ask, find_job, job_key, unp
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.step import Kept, agree
 from gradwire.comms.elastic.survive import EpochBoard, Survivor, oversight
-from gradwire.comms.elastic.transfer import Carried, Transfer, load_module
+from gradwire.comms.elastic.transfer import Carried, StateTransfer, load_module
 from gradwire.comms.execute import Bucket, FutureTensor, Launch
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
@@ -270,7 +270,7 @@ class HookState:
         self._pending: Checkpoint | None = None
         """A state that was loaded before the ranks had connected."""
         self._check: Check | None = None
-        for name, given in (("on_change", on_change), ("carries", carries)):
+        for name, given in (("on_change", on_change), ("carries", carries), ("join", self.config.join)):
             if given and not self.config.elastic:
                 raise ValueError(f"`{name}` is given but `elastic` is not set: pass elastic=True, too")
         if isinstance(model_or_group, nn.Module):
@@ -742,7 +742,7 @@ class HookState:
         def attempt() -> Tensor:
             found.clear()
             if set(names) & set(survivor.view.members):
-                found.update(Transfer(survivor.communicator, survivor.wait).run(self._own_state, wanted=joins))
+                found.update(StateTransfer(survivor.communicator, survivor.wait).run(self._own_state, wanted=joins))
             return survivor.wait(survivor.communicator.all_reduce(torch.zeros_like(like)))
 
         like = torch.zeros(1, dtype=torch.int64, device=survivor.communicator.device)

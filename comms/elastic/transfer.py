@@ -60,7 +60,7 @@ def unpack(value: object, tensor: Callable[[int], Tensor]) -> Any:
     return value
 
 
-class Transfer:
+class StateTransfer:
     """A broadcast of rank 0's state to all ranks; all of them call `run`.
 
     Args:
