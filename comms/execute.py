@@ -80,7 +80,7 @@ def unwrap(done: Open) -> Tensor:
     value = done.value()
     if isinstance(value, BaseException):
         try:
-            raise value
+            raise value.with_traceback(None)
         finally:
             # The traceback keeps this frame, and the future keeps the error: a circle through C++, never collected.
             del done, value
