@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.comms.automatic import automatic_of
-from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, comm_hook_name
+from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, comm_hook_name, why_no_ddp_hook
 from gradwire.comms.compression import LossScaler
 from gradwire.comms.config import Config
 from gradwire.comms.elastic.transfer import Carried
@@ -20,13 +20,6 @@ log = logging.getLogger("gradwire")
 
 WRAPPED_AS = (COMPILED_INSIDE, "_forward_module")
 """What torch.compile's module and Lightning Fabric's call the model inside."""
-
-SHARDED = {
-    "FullyShardedDataParallel": "FSDP",
-    "FSDPModule": "FSDP2",
-    "DeepSpeedEngine": "DeepSpeed",
-}
-"""Class of a model whose gradients DDP does not average -> how its users call it."""
 
 
 def attach(
@@ -95,14 +88,8 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel:
 
 def _missing(model: nn.Module) -> TypeError | RuntimeError:
     name = type(model).__name__
-    for base in type(model).__mro__:
-        if base.__name__ in SHARDED:
-            sharded = SHARDED[base.__name__]
-            own_call = "gradwire.fsdp.apply(model, ...) compresses its gradients, and " if sharded == "FSDP2" else ""
-            return TypeError(
-                f"`model` is a {name}: {sharded} reduces its gradients itself and takes no DDP hook; {own_call}"
-                'as the backend gradwire plans its collectives: torch.distributed.init_process_group("gradwire")'
-            )
+    if (why := why_no_ddp_hook(model)) is not None:
+        return TypeError(f"`model` is {why}")
     if not dist.is_initialized():
         return RuntimeError(
             f"torch.distributed is not initialised, so `model`, a {name}, is not wrapped in DistributedDataParallel: "

@@ -4,30 +4,36 @@ The hook and the process group are two faces of this object.
 """
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.bootstrap.compat import PrefixStore, Store, nccl_backend_of
+from gradwire.comms.bootstrap.compat import BackendWork, PrefixStore, Store, nccl_backend_of
+from gradwire.comms.bootstrap.door import Directory, Door, addresses_of_this_host
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
 from gradwire.comms.bootstrap.nics import describe_nics, interface_of
-from gradwire.comms.bootstrap.placement import Presence, cluster_of, exchange, start_of
-from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.bootstrap.placement import Presence, cluster_of
+from gradwire.comms.bootstrap.rendezvous import exchange
+from gradwire.comms.bootstrap.store import PollingStore, epoch_store
 from gradwire.comms.config import Config
 from gradwire.comms.errors import PeerError
 from gradwire.comms.execute import CLOSING_SECONDS, Bucket, Executor, FutureTensor, Launch
+from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import Plan
 from gradwire.comms.plan.routes import Route, Routes
 from gradwire.comms.report import Report
 from gradwire.comms.streams import Clock, DeviceClock, HostClock, SideStreams
-from gradwire.comms.transport.groups import Groups
+from gradwire.comms.transport.groups import Groups, Transport
 from gradwire.comms.transport.nccl import NcclGroups
-from gradwire.compressors.base import Compressor, Layout
+from gradwire.comms.transport.torch_group import Waiting
+from gradwire.compressors.base import Compressor, Layout, Work
 from gradwire.topology.cluster import Cluster
 
 
@@ -54,11 +60,15 @@ class Communicator:
         device: Where the tensors are.
         config: The configuration; must agree on all ranks.
         name: Unique among the communicators of this store, equal on all ranks.
+        epoch: One more for every communicator of that name, equal on all ranks: survivors of a lost rank make a new
+            one, and read nothing of the old one's.
         compressor: Compresses one phase of gradients that are given with a layout.
         group: The process group of the same ranks, in the same order. On CUDA its NCCL backend, if it has one, carries
             what goes between all ranks; it stays the user's, and is aborted only when gradwire gives up.
         global_ranks: Of the group in the default group, for logs; None asks torch, which knows registered groups only.
-        oversight: Who hears of a failure, and watches the other ranks; None leaves it to this communicator.
+        board: Shared with other groups that wait for this one; None makes one for this group.
+        oversight: Who hears of a failure, and watches the other ranks; its board is the one that counts. None leaves it
+            to this communicator.
 
     Raises:
         RuntimeError: A rank did not join within the time-out.
@@ -74,9 +84,11 @@ class Communicator:
         config: Config,
         *,
         name: str,
+        epoch: int = 0,
         compressor: Compressor | None = None,
         group: dist.ProcessGroup | None = None,
         global_ranks: Sequence[int] | None = None,
+        board: FailureBoard | None = None,
         oversight: Oversight | None = None,
     ) -> None:
         if device.type == "cuda" and device.index is None:
@@ -86,18 +98,37 @@ class Communicator:
         self.device = device
         self.config = config
         self.compressor = compressor
-        polling = oversight.polling if oversight else lambda plain: PollingStore(plain, config.timeout)
-        own = polling(PrefixStore(f"gradwire/{name}", store))
-        presences = exchange(own, Presence.here(rank, size, config, device), config.timeout)
-        self.start_name = start_of(presences)
+
+        def polling(plain: Store) -> PollingStore:
+            return oversight.polling(plain) if oversight else PollingStore(plain, config.timeout, ranks=size)
+
+        own = polling(epoch_store(store, name, epoch))
+        door = Door.open()
+        try:
+            presences = exchange(own, self._presence(door, own.host), config.timeout)
+        except BaseException:
+            door.close()
+            raise
+        door.answer_for(presences.start, rank)
+        self._leave = weakref.finalize(self, _leave, door, presences.start, rank)
+        self.start_name = presences.start
         """Names this start of these ranks: the same on all of them, and no earlier one's."""
-        self.plain_store = PrefixStore(f"gradwire/{name}/{self.start_name}", store)
+        self.plain_store = PrefixStore(presences.start, own.plain)
         """What the ranks tell each other from here on; without what an earlier start of them has left."""
         store = polling(self.plain_store)
         cluster = cluster_of(presences, config)
+        self.hostnames = tuple(presence.host[0] for presence in presences)
+        """Of each rank's host, as it calls itself."""
         self.routes = Routes(cluster, rank, device.type, config, compressor)
         self._nics = describe_nics(presences, config)
-        board = self._board = oversight.board if oversight else FailureBoard(store, rank, size)
+        if oversight is not None:
+            board = oversight.board
+        elif board is None:
+            doors = {each.rank: (each.port, each.addresses) for each in presences if each.port}
+            node = next(node for node in cluster.nodes if rank in node)
+            directory = Directory(presences.start, rank, doors, node, door)
+            board = FailureBoard(store, rank, size, directory=directory)
+        self._board = board
         interface = interface_of(presences, rank, config)
         self._groups = Groups(
             store,
@@ -128,6 +159,10 @@ class Communicator:
         self._owners: dict[str, Layout] = {}
         self._settled: set[Layout] = set()
         self._loaded = False
+
+    def _presence(self, door: Door, store_host: str | None) -> Presence:
+        own = Presence.here(self.rank, self.size, self.config, self.device)
+        return replace(own, port=door.port, addresses=addresses_of_this_host(store_host))
 
     @property
     def cluster(self) -> Cluster:
@@ -192,8 +227,11 @@ class Communicator:
             self._check(part, scale)
         if not self._connected:
             self.connect(launch.numel * launch.parts[0].element_size())
-        self._all_reduces += 1
-        route = self.routes[launch.numel, launch.parts[0].dtype, layout]
+        self._all_reduces += launch.counted
+        if launch.counted:
+            route = self.routes[launch.numel, launch.parts[0].dtype, layout]
+        else:
+            route = self.routes.unlisted(launch.numel, launch.parts[0].dtype)
         if layout is not None and layout not in self._settled:
             self._migrate(layout, route)
         self.executor.start(launch, route, scale, flush, hold=hold)
@@ -229,6 +267,34 @@ class Communicator:
         self.executor.start(Launch((flat,), None, (bucket,)), self.routes.along(flat.numel(), plan), 1.0, flush=False)
         return bucket.result()
 
+    def transport(self, lane: Lane, members: tuple[int, ...]) -> Transport:
+        """The collectives of some ranks, for a caller that issues them itself.
+
+        Args:
+            lane: One that no plan has: nobody else uses its transports. One thread at a time.
+            members: Ranks of this communicator; the same on all of them, in the same order.
+        """
+        return self._groups[lane, members]
+
+    def carry_out(self, where: str, issue: Callable[[], Work | BackendWork], members: Sequence[int] = ()) -> None:
+        """Runs one collective in the thread of the caller, on a CPU, and waits for it.
+
+        Args:
+            where: Which, in words, for an error.
+            issue: Issues it: on a `transport`, or on a group of torch's.
+            members: The ranks of the transport; none where it is torch's group, which hears no alarm by itself.
+
+        Raises:
+            CollectiveError: It failed, or another rank has given up.
+        """
+        try:
+            work = issue()
+            if not members:
+                work = Waiting(cast(BackendWork, work), self._board.alarm)
+            work.wait()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            raise self.executor.failed(where, (0, 0), members, error) from None
+
     def swap(self, other: int, nbytes: int) -> float:
         """Exchanges bytes with one other rank, for measurements; both call it, and nothing else is in flight.
 
@@ -250,7 +316,8 @@ class Communicator:
         """What has travelled so far, and by which plans."""
         plans = dict.fromkeys(plan.describe(self.cluster.level_names) for plan in self.routes.plans())
         links = (self.routes.describe_links(), *self._nics)
-        return Report(self.cluster.describe(), tuple(plans), self.executor.totals(), self._all_reduces, steps, links)
+        totals = self.executor.totals()
+        return Report(self.cluster.describe(), tuple(plans), totals, self._all_reduces, steps, links, rank=self.rank)
 
     def abort(self, reason: str) -> None:
         """Wakes the ranks that wait for this one, in shared memory or NCCL, and gives the reason. Any thread."""
@@ -277,6 +344,7 @@ class Communicator:
             seconds: For what is under way.
         """
         self.executor.close(seconds)
+        self._leave()
         orderly = self._streams is None or not (self._aborted or self.executor.is_under_way)
         if self._ring is not None:
             self._ring.close(orderly=orderly)
@@ -325,6 +393,11 @@ class Communicator:
             )
         if scale != 1.0 and not (flat.is_floating_point() or flat.is_complex()):
             raise ValueError(f"`scale` is {scale} but `flat` has dtype {flat.dtype}; wanted 1 for integers")
+
+
+def _leave(door: Door, start: str, rank: int) -> None:
+    door.forget(start, rank)
+    door.close()
 
 
 def _nccl_groups(

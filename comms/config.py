@@ -86,9 +86,29 @@ class Config:
     """Gloo listens on the network card that the topology gives each local rank, instead of on one interface for all;
     for CPU hosts with several cards whose networks reach each other. Wins over GLOO_SOCKET_IFNAME."""
 
+    straggler_every: int = 50
+    """Steps between two exchanges of arrival times, which name a rank that is late; 0 leaves them out. See
+    docs/how-to/find_the_slow_rank.md."""
+
+    stall_seconds: float = 10.0
+    """After so long without progress a warning says which rank has not come, and what the others wait in; 0 never."""
+
+    trace: str | None = None
+    """JSON file for Perfetto that rank 0 writes a timeline of all ranks into, once, from the sixth step on; None writes
+    none. `HookState.trace` does so at any step."""
+
+    trace_steps: int = 20
+    """Steps of that timeline."""
+
+    nvtx: bool = False
+    """On CUDA: mark what the hook issues as NVTX ranges, for Nsight Systems. torch.profiler needs no switch."""
+
     def __post_init__(self) -> None:
         for name, kind in (
             ("chunks", int),
+            ("straggler_every", int),
+            ("trace_steps", int),
+            ("nvtx", bool),
             ("timeout", timedelta),
             ("probe", bool),
             ("tune", bool),
@@ -113,6 +133,12 @@ class Config:
             raise ValueError(f"`timeout` is {self.timeout}; wanted a positive duration")
         if not 0 <= self.fusion_mb < float("inf"):
             raise ValueError(f"`fusion_mb` is {self.fusion_mb}; wanted a number of MiB >= 0")
+        if self.straggler_every < 0:
+            raise ValueError(f"`straggler_every` is {self.straggler_every}; wanted a number of steps, or 0 for never")
+        if not 0 <= self.stall_seconds < float("inf"):
+            raise ValueError(f"`stall_seconds` is {self.stall_seconds}; wanted a number of seconds, or 0 for never")
+        if self.trace_steps < 1:
+            raise ValueError(f"`trace_steps` is {self.trace_steps}; wanted a number of steps >= 1")
         if len(self.location) > 2:
             raise ValueError(f"`location` is {self.location}; wanted at most two names: region, rack")
         if self.nic_bytes_per_second is not None and not self.nic_bytes_per_second > 0:
@@ -202,6 +228,18 @@ def local_rank() -> int | None:
 def launcher_variables() -> dict[str, str]:
     """What torchrun, mpirun or srun set for this process about its rank; the names are theirs."""
     return {name: os.environ[name] for name in _LAUNCHER_VARIABLES if name in os.environ}
+
+
+def steering_variables() -> dict[str, str]:
+    """The variables that steer torch, NCCL, gloo, OpenMP and their like in this process, for `gradwire doctor`.
+
+    Only names with one of these beginnings: what a user may show to others, without the rest of their environment.
+    """
+    return {
+        name: value[:_LONGEST_VALUE]
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_STEERING_BEGINNINGS) or name in _STEERING_NAMES
+    }
 
 
 def bench_environment() -> float | None:
@@ -314,8 +352,18 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "LOCATION": ("location", _units),
     "NIC_BYTES_PER_SECOND": ("nic_bytes_per_second", _number),
     "NIC_PER_RANK": ("nic_per_rank", _switch),
+    "STRAGGLER_EVERY": ("straggler_every", _whole_number),
+    "STALL_SECONDS": ("stall_seconds", _number),
+    "TRACE": ("trace", lambda text: text or None),
+    "TRACE_STEPS": ("trace_steps", _whole_number),
+    "NVTX": ("nvtx", _switch),
 }
 """Name behind the prefix -> (field, what its text becomes); one for each field of `Config`."""
+
+_LONGEST_VALUE = 200
+_STEERING_BEGINNINGS = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "GOMP_", "KMP_", "MKL_", "UCX_", "FI_",
+                        "OFI_NCCL_", "PYTORCH_", "GRADWIRE_", "TP_SOCKET_")  # fmt: skip
+_STEERING_NAMES = ("KUBERNETES_SERVICE_HOST", "SLURM_CPU_BIND", "SLURM_CPUS_PER_TASK")
 
 _LAUNCHER_VARIABLES = (
     "RANK",

@@ -14,6 +14,7 @@ data.
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -27,9 +28,9 @@ from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline
 from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
 from gradwire.comms.migration import migrate
+from gradwire.comms.observe.recorder import Recorder
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange, Transfer
 from gradwire.comms.plan.routes import Chunk, PhasePart, Route
-from gradwire.comms.plan.schedule import member_shares
 from gradwire.comms.streams import STREAMS, Clock, HostClock, Mark, SideStreams
 from gradwire.comms.transport.exchange import all_to_all_of, exchange
 from gradwire.comms.transport.groups import Groups, Transport
@@ -144,6 +145,7 @@ class Bucket:
         pending: Launches that still carry a part of it.
         error: What went wrong first.
         ends: On CUDA, where launches that carried a part of it stand on their streams.
+        index: Its place among the buckets of its step.
     """
 
     flat: Tensor
@@ -153,11 +155,12 @@ class Bucket:
     pending: int = 1
     error: BaseException | None = None
     ends: list[torch.cuda.Event] = field(default_factory=list)
+    index: int = 0
 
     @classmethod
-    def of(cls, flat: Tensor, layout: Layout | None = None, arrived: Mark | None = None) -> "Bucket":
+    def of(cls, flat: Tensor, layout: Layout | None = None, arrived: Mark | None = None, index: int = 0) -> "Bucket":
         """A bucket that arrives now, with an open future."""
-        return cls(flat, layout, Times(arrived), None if flat.is_cuda else torch.futures.Future())
+        return cls(flat, layout, Times(arrived), None if flat.is_cuda else torch.futures.Future(), index=index)
 
     def result(self) -> FutureTensor:
         """The future of the averaged `flat`; on a CPU waiting for it raises what went wrong.
@@ -182,12 +185,14 @@ class Launch:
         layout: Which parameter lies where in all of them together, if they may be compressed.
         buckets: Whose parts these are; their futures are completed at its end.
         pool: Where the memory that several parts travel in comes from; None takes new memory.
+        counted: Whether reports count it; what the ranks tell each other about themselves is not.
     """
 
     parts: Sequence[Tensor]
     layout: Layout | None
     buckets: Sequence[Bucket]
     pool: Pool | None = None
+    counted: bool = True
 
     @property
     def numel(self) -> int:
@@ -276,6 +281,8 @@ class RunningLaunch:
         scale: Factor on every rank's contribution.
         flush: Travel dense, with what the compressor holds back added.
         pending: Chunks that have not ended.
+        number: Launches started before it; the same on all ranks.
+        began: When it was started, where that is of interest.
         ends: On CUDA, where the chunks that have ended stand on their streams.
         extremes: On CUDA, where the averages are looked at: memory for the least and the largest, 0-dim.
     """
@@ -286,8 +293,27 @@ class RunningLaunch:
     scale: float
     flush: bool
     pending: int
+    number: int = 0
+    began: Mark | None = None
     ends: list[torch.cuda.Event] = field(default_factory=list)
     extremes: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingLaunch:
+    """Where the oldest launch under way stands.
+
+    Attributes:
+        number: Launches started before it; the same on all ranks.
+        bucket: The first that it carries.
+        phase: `reduce_scatter intra_node`.
+        seconds: Since it was started.
+    """
+
+    number: int
+    bucket: Bucket
+    phase: str
+    seconds: float
 
 
 @dataclass(slots=True, eq=False)
@@ -340,7 +366,9 @@ class Executor:
 
     Attributes:
         timing: Whether phases are timed from now on; on a CPU they always are.
-        launches: On CUDA, how many have been started.
+        launches: How many have been started.
+        carried: On CUDA, the first bucket that each of the last launches carried.
+        recorder: Notes what happens when, while a trace or a profiler is on; None otherwise.
         checking: Whether the averages of compressed launches are looked at for what is not finite: see `extremes`.
         last: On CUDA, an event behind everything that came before the last `release`; None before the first.
     """
@@ -359,6 +387,8 @@ class Executor:
     ) -> None:
         self.timing = True
         self.launches = 0
+        self.carried: deque[int] = deque(maxlen=256)
+        self.recorder: Recorder | None = None
         self.checking = False
         self.last: torch.cuda.Event | None = None
         self._name = name
@@ -405,7 +435,10 @@ class Executor:
         if self._streams is not None:
             self._issue_now(self._streams, launch, route, scale, flush, hold)
             return
-        run = RunningLaunch(launch, pack(launch), route, scale, flush, len(route.chunks))
+        run = RunningLaunch(
+            launch, pack(launch), route, scale, flush, len(route.chunks), self.launches, self._clock.now()
+        )
+        self.launches += 1
         walks = [self.walk(run, chunk) for chunk in route.chunks]
         for walk in walks:
             self._submit(_ChunkJob(walk, route.lanes, run=run))
@@ -470,6 +503,14 @@ class Executor:
                 replace(row, seconds=row.seconds * row.calls / max(row.timed_calls, 1))
                 for _, row in sorted(self._totals.rows.items())
             )
+
+    def phase_seconds(self) -> dict[tuple[int, str, str], tuple[float, int, int]]:
+        """For each phase, by its place, collective and level: seconds and calls so far that were timed, bytes so far.
+
+        On CUDA as far as they have been read. Waits for nothing.
+        """
+        with self._totals.lock:
+            return {key: (row.seconds, row.timed_calls, row.logical_nbytes) for key, row in self._totals.rows.items()}
 
     def read_times(self) -> None:
         """On CUDA: reads the times of the phases that were issued before the last call: the device has passed them."""
@@ -538,16 +579,55 @@ class Executor:
     def _step(self, job: _ChunkJob, lane: Lane) -> None:
         """Waits for what is under way, and takes a job forward to its next hop, or to its end."""
         try:
-            for work in job.works:
-                work.wait()
-            job.works = ()
-            hop = next(job.steps, None)
+            if self.recorder is None:
+                for work in job.works:
+                    work.wait()
+                job.works = ()
+                hop = next(job.steps, None)
+            else:
+                hop = self._recorded_step(self.recorder, job, lane)
             if hop is not None:
                 self._open(self._lanes.move(job, hop))
                 return
         except BaseException as error:  # noqa: BLE001 - whatever it is, the futures carry it
             self._fail(job, lane, error)
         self._lanes.end(job)
+
+    def _recorded_step(self, recorder: Recorder, job: _ChunkJob, lane: Lane) -> Hop | None:
+        """What `_step` does, noted: the wait for what is under way, and what is issued then."""
+        track, number = f"lane {lane[0]}.{lane[1]}", -1 if job.run is None else job.run.number
+        if job.works:
+            with recorder.span(track, f"wait for {self._place_of(job)}", launch=number):
+                for work in job.works:
+                    work.wait()
+        job.works = ()
+        with recorder.span(track, self._place_of(job), launch=number):
+            return next(job.steps, None)
+
+    def oldest(self) -> WaitingLaunch | None:
+        """Where the launch stands that was started first of those under way; None without one, and on CUDA. Any thread.
+
+        Also None between two looks of a lane: ask again.
+        """
+        for job in self._lanes.under_way():
+            assert isinstance(job, _ChunkJob)
+            run = job.run
+            if run is not None and isinstance(run.began, float):
+                seconds = time.perf_counter() - run.began
+                return WaitingLaunch(run.number, run.launch.buckets[0], self._place_of(job), seconds)
+        return None
+
+    def _place_of(self, job: _ChunkJob) -> str:
+        """The phase that a job is in, in words."""
+        if job.run is None:
+            return job.name
+        phases = job.run.route.plan.phases
+        if not phases:
+            return "nothing"
+        # After an asynchronous phase a job waits for it in the lane of the next one.
+        index = job.lane[0] - (1 if job.works and job.lane[1] == 0 else 0)
+        phase = phases[min(max(index, 0), len(phases) - 1)]
+        return f"{phase.op} {phase.place(self._level_names)}"
 
     def walk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
         """One chunk's walk through the phases of its plan; each step issues collectives and names the lane to go on in.
@@ -578,7 +658,11 @@ class Executor:
                 lane = (index + 1, 0)
                 yield Hop(lane, ended.works)
                 ended.works.clear()  # they hold the buffers that were received
-            self._count(index, part, flat.element_size(), began, ended.sent_nbytes)
+            if run.launch.counted:
+                self._count(index, part, flat.element_size(), began, ended.sent_nbytes)
+            if self.recorder is not None and self._streams is not None and began is not None:
+                words = f"{part.phase.op} {part.phase.place(self._level_names)}"
+                self.recorder.note(f"phase {index}: {words}", words, began, self._clock.now(), launch=run.number)
         if scale != 1.0:  # a single rank: its plan has no phases
             flat[chunk.start : chunk.stop].mul_(scale)
         if self._streams is None:
@@ -586,7 +670,24 @@ class Executor:
                 run.pending -= 1
                 last = run.pending == 0
             if last:
-                finish(run.launch, run.flat, None, self._clock.now())
+                self._finish(run, self._clock.now())
+
+    def _finish(self, run: RunningLaunch, now: Mark | None) -> None:
+        """Ends a launch well."""
+        if self.recorder is not None and run.launch.counted and run.began is not None and now is not None:
+            buckets = [bucket.index for bucket in run.launch.buckets]
+            self.recorder.note(
+                "transfers",
+                f"transfer of bucket {', '.join(map(str, buckets))}",
+                run.began,
+                now,
+                launch=run.number,
+                buckets=buckets,
+                nbytes=run.flat.nbytes,
+                plan=run.route.plan.name,
+                compressor=next((phase.compressor for phase in run.route.plan.phases if phase.compressor), None),
+            )
+        finish(run.launch, run.flat, None, now)
 
     def _exact(
         self, flat: Tensor, part: PhasePart, lane: Lane, index: int, scale: float
@@ -610,8 +711,7 @@ class Executor:
         shards = [run.flat[transfer.start : transfer.stop] for transfer in transfers]
         wide = [_contribution(shard, scale) for shard in shards]
         running: list[tuple[tuple[int, ...], Iterator[Request]]] = []
-        for transfer, layout, shard in zip(transfers, part.layouts, wide, strict=True):
-            shares = member_shares(part.phase, transfer)
+        for transfer, layout, shares, shard in zip(transfers, part.layouts, part.shares, wide, strict=True):
             member = Member(transfer.members.index(self._rank), len(transfer.members), shares)
             steps = _flushed(compressor, shard, layout) if run.flush else compressor.all_reduce(shard, layout, member)
             running.append((transfer.members, _by_owners(steps, shares) if shares else steps))
@@ -619,7 +719,11 @@ class Executor:
         while True:
             works: list[Work] = []
             for members, steps in running:
-                request = next(steps, None)
+                if self.recorder is None:
+                    request = next(steps, None)
+                else:
+                    with self.recorder.span(f"lane {lane[0]}.{lane[1]}", f"codec {compressor.name}"):
+                        request = next(steps, None)
                 if request is None:
                     continue
                 collectives = (request,) if isinstance(request, Collective) else request
@@ -636,6 +740,12 @@ class Executor:
         return _Ended([], sent_nbytes)
 
     def _issue(self, flat: Tensor, transfer: Transfer, lane: Lane, scale: float) -> Work:
+        if self.recorder is not None and self._streams is not None:
+            with self.recorder.host_range(f"{transfer.op} among {len(transfer.members)} ranks"):
+                return self._issued_work(flat, transfer, lane, scale)
+        return self._issued_work(flat, transfer, lane, scale)
+
+    def _issued_work(self, flat: Tensor, transfer: Transfer, lane: Lane, scale: float) -> Work:
         group = self._groups[lane, transfer.members]
         if isinstance(transfer, Exchange):
             return exchange(group, flat, transfer, self._rank)
@@ -673,6 +783,7 @@ class Executor:
         """
         self._raise_failure()
         self.launches += 1
+        self.carried.append(launch.buckets[0].index)
         try:
             if route.direct and not self.timing and self._issue_alone(launch, route, scale):
                 return
@@ -681,7 +792,9 @@ class Executor:
             last = numbers[-1] if numbers else self._issued
             streams.begin((*numbers, last), launch.parts)
             with streams.of(last):
-                run = RunningLaunch(launch, pack(launch), route, scale, flush, len(route.chunks))
+                run = RunningLaunch(launch, pack(launch), route, scale, flush, len(route.chunks), self.launches - 1)
+                if self.recorder is not None and self.timing:
+                    run.began = self._clock.now()
                 if self.checking and launch.layout is not None and run.flat.numel():
                     run.extremes = (run.flat.new_empty(()), run.flat.new_empty(()))  # while the gradient is intact
             if len(launch.parts) > 1:
@@ -698,7 +811,7 @@ class Executor:
                     self._issue_rest(before)
             if not numbers:
                 with streams.of(last):
-                    finish(launch, run.flat, None, self._now())
+                    self._finish(run, self._now())
             elif not hold:
                 self.release()
             elif route.turn == len(route.plan.phases):
@@ -756,7 +869,8 @@ class Executor:
             work = cast(BackendWork, self._issue(bucket.flat, transfer, (0, 0), scale))
             self._direct = work
             bucket.future = cast(Open, work.get_future().then(_only))
-            self._count(0, part, bucket.flat.element_size(), None, 0.0)
+            if launch.counted:
+                self._count(0, part, bucket.flat.element_size(), None, 0.0)
         return bucket.future is not None
 
     def _issue_rest(self, held: _HeldChunk) -> None:
@@ -776,7 +890,7 @@ class Executor:
             for bucket in run.launch.buckets:
                 if bucket.pending == 1:
                     self._streams.wait(held.number, bucket.ends)
-            finish(run.launch, run.flat, None, self._now())
+            self._finish(run, self._now())
             waiting = [bucket for bucket in run.launch.buckets if bucket.pending]
             if waiting:
                 ended = self._streams.mark(held.number)
@@ -788,19 +902,33 @@ class Executor:
 
     def _fail(self, job: _ChunkJob, lane: Lane, error: BaseException) -> None:
         """Ends a job that has failed, and with the first one everything that comes after it."""
-        with self._diagnosing:  # a lane that fails because of the first failure takes its diagnosis
+        phases = job.run.route.plan.phases if job.run is not None else ()
+        phase = phases[min(lane[0], len(phases) - 1)] if phases else None
+        where = f"{phase.op} {phase.place(self._level_names)}" if phase else job.name
+        self._give_up(job, self.failed(where, lane, self._node, error))
+
+    def failed(self, where: str, lane: Lane, members: Sequence[int], error: BaseException) -> CollectiveError:
+        """On a CPU: ends everything because a collective has failed, and says what happened to the ranks.
+
+        Args:
+            where: Which collective, in words.
+            lane: Where it ran.
+            members: The ranks that an error's `missing` are indices of.
+            error: What it raised.
+
+        Returns:
+            The diagnosis of the first failure: one that comes of it takes it too.
+        """
+        with self._diagnosing:
             if self._failure is None:
-                phases = job.run.route.plan.phases if job.run is not None else ()
-                phase = phases[min(lane[0], len(phases) - 1)] if phases else None
-                where = f"{phase.op} {phase.place(self._level_names)}" if phase else job.name
-                self._failure = self._diagnose(where, lane, self._node, error)
+                self._failure = self._diagnose(where, lane, members, error)
                 log.error("%s", self._failure)
-        self._give_up(job, self._failure)
+        return self._failure
 
     def _diagnose(self, where: str, lane: Lane, members: Sequence[int], error: BaseException) -> CollectiveError:
         try:
             waiting = self._streams is not None and self._waits_for_others()
-            self._groups.abort(f"rank {self._rank} gave up in {where}: {error}")
+            self._groups.abort(f"rank {self._board.rank} gave up in {where}: {error}")
             if self._streams is None:
                 return self._board.diagnose(error, lane, where, members)
             return self._board.diagnose(error, lane, where, members, launches=self.launches, waiting=waiting)

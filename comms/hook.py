@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from gradwire.comms.bootstrap.compat import (
     queue_end_of_backward,
     store_of,
     swap_process_group,
+    why_no_ddp_hook,
 )
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.checkpoint import JOB, NAMED, Checkpoint, gather, normalize, pack, unpack
@@ -46,6 +48,7 @@ from gradwire.comms.elastic.transfer import Carried, StateTransfer, load_module
 from gradwire.comms.execute import Bucket, FutureTensor, Launch
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
+from gradwire.comms.observe.observer import Observer
 from gradwire.comms.plan.advise import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.resume import COLUMNS, Resume, to_rows
@@ -180,6 +183,10 @@ class _Connection:
         self.communicator.routes.settle(threshold_nbytes or BUCKET_NBYTES)
         self.communicator.connect(threshold_nbytes or BUCKET_NBYTES)
         self.watch = StepWatch(self.communicator.clock)
+        self.observer = Observer(self.communicator, config, peers.group)
+        if previous is not None:
+            self.observer.follow(previous.observer)
+        weakref.finalize(self, self.observer.close)
         self.tuning: Tuning | None = None
         if config.learns_cuts and previous is None and not joined:
             self.tuning = Tuning(
@@ -199,7 +206,7 @@ class _Connection:
             self.communicator.state_loaded()
 
     def _consensus(self, store: Store, name: str, timeout: timedelta) -> Consensus:
-        own = PollingStore(store, self._config.timeout)
+        own = PollingStore(store, self._config.timeout, ranks=self.communicator.size)
         return Consensus(own, self.communicator.rank, self.communicator.size, name, timeout)
 
 
@@ -218,7 +225,7 @@ class HookState:
         **options: Fields of `Config` by name; they win over the environment.
 
     Raises:
-        TypeError: An option has an unknown name, or `model_or_group` is neither.
+        TypeError: An option has an unknown name, or `model_or_group` is neither, or a sharded model.
         ValueError: A value does not fit, or differs between the ranks.
         RuntimeError: torch.distributed is not initialised, or a rank did not join.
     """
@@ -294,8 +301,11 @@ class HookState:
         Raises:
             ValueError: The state belongs to another model, or has compressed gradients under numbers already; `model`
                 has no parameters; or a state that was loaded does not fit.
+            TypeError: `model` is sharded (FSDP, FSDP2, DeepSpeed): no DDP hook is ever called for it.
             RuntimeError: torch.distributed is not initialised, or a rank did not join.
         """
+        if (why := why_no_ddp_hook(model)) is not None:
+            raise TypeError(f"`model` is {why}")
         if self._compresses and self.names.shapes and not self.names.bound:
             raise ValueError(
                 "`model` comes after the first step: residuals are already kept under numbers instead of its "
@@ -352,7 +362,52 @@ class HookState:
         Raises:
             RuntimeError: The state has neither a model nor seen a bucket.
         """
-        return self._connected("report()").communicator.report(self.steps)
+        connection = self._connected("report()")
+        return connection.observer.add_to(connection.communicator.report(self.steps))
+
+    def trace(self, file: str | Path, steps: int = 20) -> None:
+        """Writes a timeline of all ranks' next steps into one file; every rank calls it between the same two steps.
+
+        Buckets, transfers, phases, codecs, lanes and waits, on one clock, for https://ui.perfetto.dev, chrome://tracing
+        and `gradwire plot`. The file is there when the last of the steps has ended.
+
+        Args:
+            file: JSON; rank 0 writes it.
+            steps: How many.
+
+        Raises:
+            ValueError: `steps` is less than one.
+            OSError: Rank 0 cannot write the file; raised on all ranks.
+            RuntimeError: The ranks have not connected yet, or a trace is being made already.
+        """
+        self._connected("trace()").observer.trace(Path(file), steps)
+
+    def export_metrics(
+        self,
+        *,
+        file: str | Path | None = None,
+        port: int | None = None,
+        address: str = "127.0.0.1",
+        every_seconds: float = 15.0,
+    ) -> int | None:
+        """Exports this rank's numbers for Prometheus, made anew at the end of a step.
+
+        Args:
+            file: Replaced in one piece, as node_exporter's textfile collector wants it.
+            port: Served as http://address:port/metrics; 0 takes a free one.
+            address: That the port is opened at; "0.0.0.0" for all of this host.
+            every_seconds: At most so often.
+
+        Returns:
+            The port; None without one.
+
+        Raises:
+            ValueError: Neither `file` nor `port` is given.
+            OSError: The file cannot be written, or the port is taken.
+            RuntimeError: The ranks have not connected yet.
+        """
+        observer = self._connected("export_metrics()").observer
+        return observer.export_metrics(None if file is None else Path(file), port, address, every_seconds)
 
     def watch(self, scaler: LossScaler) -> None:
         """Follows a torch.amp.GradScaler: residuals are rescaled when it changes its scale.
@@ -458,6 +513,8 @@ class HookState:
 
     def close(self) -> None:
         """Ends the threads and releases shared memory; happens by itself when the state is collected or at exit."""
+        if self._connection is not None:
+            self._connection.observer.close()
         if self._survivor is not None:
             self._survivor.close()
         elif self._connection is not None:
@@ -471,7 +528,12 @@ class HookState:
         connection = self._connection or self._connect(flat.device)
         if not self._in_step:
             self._begin_step(connection)
-        future = self._reduce(bucket, flat, connection)
+        recorder = connection.communicator.executor.recorder
+        if recorder is None:
+            future = self._reduce(bucket, flat, connection)
+        else:
+            with recorder.host_range(f"bucket {len(self._buckets)}"):
+                future = self._reduce(bucket, flat, connection)
         if bucket.is_last():
             self._last_came(connection)
         return future
@@ -485,7 +547,10 @@ class HookState:
         if connection.compression is not None or self._survivor is not None:
             parameters = tuple(map(id, bucket.parameters()))
             layout = self.names.layouts.get(parameters) or self.names.layout(bucket)
-        arrived = Bucket.of(flat, layout, connection.communicator.clock.now() if self._timed else None)
+        index, contents = len(self._buckets), connection.observer.contents
+        if index not in contents or contents[index][0] != flat.numel():
+            contents[index] = flat.numel(), self.names.known(bucket.parameters())
+        arrived = Bucket.of(flat, layout, connection.communicator.clock.now() if self._timed else None, index)
         self._buckets.append(arrived)
         if self._kept is not None:
             return self._kept.add(arrived, lambda: self._travel(connection, arrived))
@@ -571,7 +636,7 @@ class HookState:
         return self._connection
 
     def _connect_elastic(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        first = oversight(0, self.config.timeout)
+        first = oversight(0, group.rank(), group.size(), self.config.timeout)
         peers = _Peers.of(group, first)
         name = peers.name
         self._connection = _Connection(peers, device, self.config, self.names)
@@ -605,7 +670,7 @@ class HookState:
                     view.rank,
                     view.size,
                     None,
-                    oversight(view.epoch, self.config.timeout, membership),
+                    oversight(view.epoch, view.rank, view.size, self.config.timeout, membership),
                 )
                 self._connection = _Connection(peers, device, self.config, self.names, joined=True)
                 self._survive(membership, self._connection.communicator, joins=True)
@@ -647,9 +712,10 @@ class HookState:
             )
         communicator = connection.communicator
         if communicator.device.type == "cuda":
-            communicator.executor.timing = is_timed(self.steps)
+            communicator.executor.timing = is_timed(self.steps) or connection.observer.wants_times
         if connection.units is not None and self._survivor is None and self.steps and self.steps % REMEASURE_STEPS == 0:
             measure_units(communicator, connection.units, again=True)
+        connection.observer.step_began()
         self._timed = connection.tuning is not None or communicator.executor.timing
         if connection.compression is not None:
             if connection.compression.follows_scaler:
@@ -839,6 +905,7 @@ class HookState:
             connection.watch.step_ended(times)
         else:
             connection.watch.step_passed()
+        connection.observer.step_ended(self.steps, buckets, self.report)
         if connection.tuning is not None:
             connection.tuning.step_ended([each.arrived for each in times if each.arrived is not None])
         self._tell_change()

@@ -55,6 +55,10 @@ class ParameterNames:
             (self._names[id(parameter)], parameter) for parameter in self._parameters if id(parameter) in self._names
         ]
 
+    def known(self, parameters: Sequence[Tensor]) -> tuple[str, ...]:
+        """The names of those parameters that have one."""
+        return tuple(self._names[id(parameter)] for parameter in parameters if id(parameter) in self._names)
+
     def numels(self) -> dict[str, int]:
         """Elements of each parameter that has a name."""
         return {name: parameter.numel() for name, parameter in self.named_parameters()}

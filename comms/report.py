@@ -1,8 +1,69 @@
 """What travelled: calls, bytes and seconds of every phase on every level, and the plan with its reason."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from gradwire.comms.execute import PhaseTotals
+
+COMPUTES_LATE, SLOW_LINK = "computes late", "slow link"
+"""Why a step waits: gradients of a rank come late, or come in time and travel slowly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """What the other ranks wait for.
+
+    Attributes:
+        cause: `computes late` or `slow link`.
+        ranks: Which: one rank, all late ones of a node, or those whose link is slow.
+        node: Hostname of the slowest, with all hosts where `ranks` are on several.
+        seconds: How much later its gradients come than those of the median rank; of a link, how much longer a step's
+            transfers take than they did, or than on the other ranks' links.
+        step_seconds: How long a step takes.
+        since_step: The first step that was seen to be so.
+        bucket: Where the delay begins: the bucket whose arrival is late by most more than the one before it.
+        parameters: What that bucket holds; the delay lies between the gradients before it and the last of these.
+        phase: Of a slow link: `all_reduce inter_node`.
+        once: Whether it is about that one step.
+    """
+
+    cause: str
+    ranks: tuple[int, ...]
+    node: str
+    seconds: float
+    step_seconds: float
+    since_step: int
+    bucket: int | None = None
+    parameters: tuple[str, ...] = ()
+    phase: str | None = None
+    once: bool = False
+
+    def __str__(self) -> str:
+        who = f"rank {', '.join(map(str, self.ranks))} on node {self.node}"
+        took = f"a step takes {duration(self.step_seconds)}"
+        if self.cause == SLOW_LINK:
+            return (
+                f"{who}: slow link: {self.phase} takes {duration(self.seconds)} longer than it should in each step "
+                f"since step {self.since_step} ({took}); gradients come in time"
+            )
+        where = "" if self.bucket is None else f" {bucket_words(self.bucket, self.parameters)}"
+        if self.once:
+            return f"{who} came {duration(self.seconds)} late in step {self.since_step}, to{where} ({took})"
+        return (
+            f"{who} computes late: {duration(self.seconds)} behind the others since step {self.since_step}, from"
+            f"{where} on ({took})"
+        )
+
+
+def bucket_words(index: int, parameters: tuple[str, ...]) -> str:
+    """A bucket as messages name it: by its place, and by up to two of its parameters."""
+    named = ", ".join(f"`{name}`" for name in parameters[:2])
+    more = f" and {len(parameters) - 2} more" if len(parameters) > 2 else ""
+    return f"bucket {index}" + (f" ({named}{more})" if named else "")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a reader takes them in: `203 ms`, `12.4 s`."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +78,11 @@ class Report:
         steps: Backward passes seen; 0 where there is no hook.
         links: The rates that the plans are predicted with; the NIC that each local rank should drive, where it is
             known, and what speaks against it.
+        stragglers: What the other ranks wait for, as the last exchange of arrival times found it; the same on all
+            ranks. Also the last single long wait.
+        stall: What the last stall warning said, on the rank that gave it and those that waited; None before one.
+        stalls: How many there were.
+        rank: Whose report this is, in its group.
     """
 
     cluster: str
@@ -25,12 +91,57 @@ class Report:
     buckets: int
     steps: int = 0
     links: tuple[str, ...] = ()
+    stragglers: tuple[Straggler, ...] = ()
+    stall: str | None = None
+    stalls: int = 0
+    rank: int = 0
+
+    def to_dict(self) -> dict[str, object]:
+        """All of it as dicts, lists, numbers, strings and None, as JSON holds them; keys are the attributes' names."""
+        found: dict[str, object] = _plain(asdict(self))  # type: ignore[assignment]
+        return found
+
+    def to_prometheus(self) -> str:
+        """The numbers in Prometheus' text format, version 0.0.4, every name with the prefix `gradwire_`.
+
+        Source: https://prometheus.io/docs/instrumenting/exposition_formats/
+        """
+        lines: list[str] = []
+
+        def add(name: str, kind: str, meaning: str, samples: list[tuple[str, float]]) -> None:
+            lines.extend((f"# HELP gradwire_{name} {meaning}", f"# TYPE gradwire_{name} {kind}"))
+            lines.extend(f'gradwire_{name}{{rank="{self.rank}"{labels}}} {value:.17g}' for labels, value in samples)
+
+        add("steps_total", "counter", "Backward passes.", [("", self.steps)])
+        add("all_reduces_total", "counter", "All-reduces run.", [("", self.buckets)])
+        for name, meaning in (
+            ("calls", "Collectives that this rank took part in."),
+            ("logical_nbytes", "Bytes of gradient that this rank contributed."),
+            ("wire_nbytes", "Bytes that this rank sent."),
+            ("seconds", "Seconds from issuing a phase to its result, summed over chunks."),
+        ):
+            samples = [
+                (f',phase="{row.phase}",collective="{row.op}",level="{row.level}"', float(getattr(row, name)))
+                for row in self.rows
+            ]
+            add(f"phase_{name.replace('nbytes', 'bytes')}_total", "counter", meaning, samples)
+        late = [
+            (f',late_rank="{rank}",node="{_label(each.node)}",cause="{each.cause}"', each.seconds)
+            for each in self.stragglers
+            if not each.once
+            for rank in each.ranks
+        ]
+        add("straggler_seconds", "gauge", "How late a rank is, or how much longer its link takes, a step.", late)
+        add("stalls_total", "counter", "Stall warnings that this rank has seen.", [("", self.stalls)])
+        return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:
         head = [
             f"{self.cluster}; {self.buckets} all-reduces in {self.steps} steps",
             *self.links,
             *self.plans,
+            *(f"waited for: {each}" for each in self.stragglers),
+            *([f"last stall: {self.stall}"] if self.stall else []),
             (
                 f"{'phase':>5}  {'collective':<15} {'level':<13} {'calls':>6} "
                 f"{'logical MB':>10} {'sent MB':>10} {'seconds':>9}"
@@ -42,3 +153,16 @@ class Report:
             for row in self.rows
         ]
         return "\n".join(head + body)
+
+
+def _label(text: str) -> str:
+    """A label's value with what the format wants escaped."""
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value

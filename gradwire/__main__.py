@@ -15,6 +15,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "gradwire.bench.compare.command",
         "plain DDP, torch's hooks, plans and compressors side by side",
     ),
+    "doctor": (
+        "gradwire.bench.doctor.command",
+        "two nodes are slower than one: what is wrong, what it costs, what to type",
+    ),
     "emulate": ("gradwire.bench.emulation.command", "run a command on a cluster of network namespaces on this machine"),
     "gdr-check": ("gradwire.cli.gdr_check", "is GPUDirect RDMA possible, configured, in use?"),
     "plot": ("gradwire.bench.plot.command", "draw what bench, compare and hook_speed wrote as JSON"),
@@ -23,7 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Name -> (module with `main(argv: list[str]) -> int`, one line of help)."""
 
-NEED_TORCH = ("bench", "compare", "predict")
+NEED_TORCH = ("bench", "compare", "doctor", "predict")
 """Commands that do nothing without torch, not even list their options."""
 
 

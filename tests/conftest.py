@@ -34,6 +34,8 @@ def no_gpu() -> str | None:
 SLOW_FIXTURES = {"processes", "_server"}
 """Tests that use them start ranks as processes."""
 SLOW_FOLDERS = (
+    "tests/bench/doctor/test_doctor.py::test_alone",
+    "tests/bench/doctor/test_doctor.py::test_a_script_is_measured",
     "tests/bench/nccl_tests/test_command.py::test_all_types_and_operations_are_exact",
     "tests/bench/studies",
     "tests/bench/train",

@@ -26,6 +26,7 @@ RELEASES = ("2.11.0", "2.12.1", "2.14.1", "2.15.0")
 TESTS = (
     "tests/comms/backend",
     "tests/comms/bootstrap",
+    "tests/comms/sharded",
     "tests/comms/transport",
     "tests/comms/test_communicator.py",
     "tests/comms/test_compression.py",

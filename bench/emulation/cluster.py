@@ -34,6 +34,11 @@ WITH_ONE_THREAD = 'exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$@"'
 # torchrun's rule: one thread a rank unless the user says otherwise.
 
 
+def _port(network: int, node: int) -> str:
+    """The bridge's end of a node's cable."""
+    return f"port{node}" if network == 0 else f"port{node}net{network}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NicBytes:
     """What the network card of one node carried while a command ran, in bytes with Ethernet headers."""
@@ -107,13 +112,14 @@ class EmulatedCluster:
         """The nodes' hostnames."""
         return tuple(f"node{node}" for node in range(len(self.nodes)))
 
-    def address(self, node: int) -> str:
+    def address(self, node: int, network: int = 0) -> str:
         """Returns a node's IPv4 address.
 
         Args:
             node: Its number, from 0.
+            network: 0 for the first one.
         """
-        return f"10.77.0.{node + 1}"
+        return f"10.{77 + network}.0.{node + 1}"
 
     def _bring_up(self) -> None:
         with tempfile.TemporaryDirectory(prefix="gradwire-emulate-") as folder:
@@ -123,39 +129,77 @@ class EmulatedCluster:
             names += [f"::ffff:{name}" for name in names]
             own = Path("/etc/hosts").read_text() if Path("/etc/hosts").exists() else ""
             Path(folder, "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, own]))
-            bridge = self._hold("bridge", "")
-            bridge.run(f"ip link add bridge0 mtu {self.mtu} type bridge\nip link set bridge0 up")
+            self._bridge = self._hold("bridge", "")
             self._holders = [self._hold(name, _NODE_SETUP.format(folder=folder, name=name)) for name in self.hostnames]
-            for node, holder in enumerate(self._holders):
-                self._join(bridge, holder, node)
+            self._networks = 0
+            self.add_network(INTERFACE)
 
     def _hold(self, name: str, setup: str) -> Holder:
         holder = Holder(name, setup)
         self._stack.callback(holder.close)
         return holder
 
-    def _join(self, bridge: Holder, holder: Holder, node: int) -> None:
-        """Lays the cable from a node to the bridge; its node's end is born inside the node, its other end outside."""
-        bridge.run(
-            f"ip link add port{node} mtu {self.mtu} type veth"
-            f" peer name {INTERFACE} mtu {self.mtu} netns /proc/{holder.pid}/ns/net\n"
-            f"ip link set port{node} master bridge0 up\n" + self._limit(f"port{node}", node)
-        )
-        holder.run(
-            f"ip address add {self.address(node)}/16 dev {INTERFACE}\n"
-            f"ip link set {INTERFACE} up\n" + self._limit(INTERFACE, node)
-        )
+    def add_network(self, interface: str) -> None:
+        """Joins all nodes by one more bridge, with addresses of its own: 10.78.0.1 on the first node of the second one.
 
-    def _limit(self, interface: str, node: int) -> str:
+        Args:
+            interface: Its name on the nodes; for the first network `INTERFACE`.
+        """
+        network, self._networks = self._networks, self._networks + 1
+        self._bridge.run(f"ip link add bridge{network} mtu {self.mtu} type bridge\nip link set bridge{network} up")
+        for node, holder in enumerate(self._holders):
+            self._join(holder, node, network, interface)
+            self.limit(node, interface, network, self.nic_rates[node] if self.nic_rates else None)
+
+    def _join(self, holder: Holder, node: int, network: int, interface: str) -> None:
+        """Lays the cable from a node to a bridge; its node's end is born inside the node, its other end outside."""
+        port = _port(network, node)
+        self._bridge.run(
+            f"ip link add {port} mtu {self.mtu} type veth"
+            f" peer name {interface} mtu {self.mtu} netns /proc/{holder.pid}/ns/net\n"
+            f"ip link set {port} master bridge{network} up"
+        )
+        holder.run(f"ip address add {self.address(node, network)}/16 dev {interface}\nip link set {interface} up")
+
+    def limit(self, node: int, interface: str, network: int, bits_per_second: int | None) -> None:
+        """Sets the rate of one node's link, each direction.
+
+        Args:
+            node: Its number.
+            interface: Its name on the node.
+            network: 0 for the first one.
+            bits_per_second: None for no limit.
+        """
+        for holder, name in ((self._holders[node], interface), (self._bridge, _port(network, node))):
+            holder.run(f"tc qdisc del dev {name} root 2> /dev/null || true\n" + self._limit(name, bits_per_second))
+
+    def shrink_switch(self, mtu: int) -> None:
+        """Has the first network's bridge carry smaller packets than the nodes send; larger ones vanish.
+
+        Args:
+            mtu: Largest packet on the bridge's ports, in bytes.
+        """
+        for node in range(len(self.nodes)):
+            self._bridge.run(f"ip link set {_port(0, node)} mtu {mtu}")
+
+    def enter(self, node: int) -> list[str]:
+        """Returns the words that run a command inside a node, as root: to change what it has, or to break it.
+
+        Args:
+            node: Its number.
+        """
+        return self._holders[node].enter()
+
+    def _limit(self, interface: str, bits_per_second: int | None) -> str:
         """The line that limits what an interface sends; the other direction is limited at the cable's other end."""
-        if not self.nic_rates:
+        if bits_per_second is None:
             return ""
-        bytes_per_second = self.nic_rates[node] // 8
+        bytes_per_second = bits_per_second // 8
         # 1 ms of traffic, at least one segmentation-offload packet (64 KiB) and two packets of the MTU: with less, tc
         # documents that the rate is missed. The queue holds 200 ms, so that TCP fills the link without losing packets.
         burst = max(65536, 2 * self.mtu, bytes_per_second // 1000)
         limit = max(4 * burst, bytes_per_second // 5)
-        return f"tc qdisc add dev {interface} root tbf rate {self.nic_rates[node]}bit burst {burst} limit {limit}"
+        return f"tc qdisc add dev {interface} root tbf rate {bits_per_second}bit burst {burst} limit {limit}"
 
     def run(
         self,

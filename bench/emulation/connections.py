@@ -23,7 +23,7 @@ def limit_streams(bytes_per_second: float) -> int:
         Connections limited.
     """
     limited = 0
-    for connection in _connections():
+    for connection in connected_sockets():
         with connection:
             if connection.getpeername()[0] != connection.getsockname()[0]:
                 connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, int(bytes_per_second))
@@ -31,7 +31,7 @@ def limit_streams(bytes_per_second: float) -> int:
     return limited
 
 
-def _connections() -> Iterator[socket.socket]:
+def connected_sockets() -> Iterator[socket.socket]:
     """This process's connected TCP sockets, as duplicates that the caller closes."""
     for link in list(Path("/proc/self/fd").iterdir()):
         try:

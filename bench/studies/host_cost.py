@@ -26,6 +26,7 @@ from torch import Tensor
 from gradwire.comms import communicator as communicator_module
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.placement import Presence
+from gradwire.comms.bootstrap.rendezvous import Presences
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
@@ -214,8 +215,9 @@ def _communicator(
     """Rank 0's communicator of a cluster that is not there, as it would be on CUDA."""
     size = nodes * gpus
 
-    def presences(store: object, own: Presence, timeout: object) -> list[Presence]:
-        return [dataclasses.replace(own, rank=rank, host=(f"node{rank // gpus}", "", "")) for rank in range(size)]
+    def presences(store: object, own: Presence, timeout: object) -> Presences:
+        said = [dataclasses.replace(own, rank=rank, host=(f"node{rank // gpus}", "", "")) for rank in range(size)]
+        return Presences.of(said, start="of nobody")
 
     made = None if name == "none" else Compression(name, COMPRESSORS[name], (), 0, size).compressor
     with patch.object(communicator_module, "exchange", presences):

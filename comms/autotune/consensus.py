@@ -1,12 +1,23 @@
 """Decisions that all ranks take alike: every rank proposes, rank 0 decides, every rank follows its decision."""
 
 import json
+import logging
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.store import Naps, PollingStore, StoreUnreachableError
+
+log = logging.getLogger("gradwire")
 
 REFUSED = "refused"
+
+BLOCK = 512
+"""Values that rank 0 reads in one question."""
+
+GRACE = timedelta(seconds=5)
+"""For the rank that has given up first to say who is missing, beyond what ranks wait between two looks."""
 
 
 class Consensus:
@@ -21,7 +32,7 @@ class Consensus:
     """
 
     def __init__(self, store: Store, rank: int, size: int, name: str, timeout: timedelta) -> None:
-        self._store = store
+        self._store = store if isinstance(store, PollingStore) else PollingStore(store, timeout, ranks=size)
         self._rank = rank
         self._size = size
         self._name = name
@@ -37,6 +48,7 @@ class Consensus:
 
         Raises:
             ValueError: A rank did not take part within the time-out, or they meant different things: refused on all.
+            StoreUnreachableError: The store does not answer.
         """
         self._round += 1
         place = f"consensus/{self._name}/{self._round}"
@@ -45,9 +57,10 @@ class Consensus:
             return self._preside(place, rule)
         try:
             self._store.wait([f"{place}/verdict"], self._timeout)
+        except StoreUnreachableError:
+            raise
         except RuntimeError:
-            # Whoever gives up first decides for all: rank 0 writes its verdict with the same comparison.
-            self._store.compare_set(f"{place}/verdict", "", json.dumps([REFUSED, self._missing(place)]))
+            self._give_up(place)
         return self._obey(place)
 
     def agree(self, value: object) -> None:
@@ -66,24 +79,52 @@ class Consensus:
 
     def _preside(self, place: str, rule: Callable[[list[object]], object]) -> object:
         try:
-            self._store.wait([f"{place}/{rank}" for rank in range(self._size)], self._timeout)
-            values = [json.loads(self._store.get(f"{place}/{rank}")) for rank in range(self._size)]
-            verdict = ["accepted", rule(values)]
-        except RuntimeError:
-            verdict = [REFUSED, self._missing(place)]
+            values = self._values(place)
+            verdict = [REFUSED, self._missing(place)] if values is None else ["accepted", rule(values)]
         except ValueError as error:
             verdict = [REFUSED, str(error)]
         self._store.compare_set(f"{place}/verdict", "", json.dumps(verdict))
         return self._obey(place)
 
+    def _values(self, place: str) -> list[object] | None:
+        """What every rank proposes, in rank order; None where one does not in time."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        values: list[object] = []
+        for keys in self._blocks(place):
+            try:
+                self._store.wait(keys, timedelta(seconds=max(0.0, deadline - time.monotonic())))
+            except StoreUnreachableError:
+                raise
+            except RuntimeError:
+                return None
+            values += map(json.loads, self._store.multi_get(keys))
+        return values
+
+    def _blocks(self, place: str) -> list[list[str]]:
+        keys = [f"{place}/{rank}" for rank in range(self._size)]
+        return [keys[start : start + BLOCK] for start in range(0, self._size, BLOCK)]
+
+    def _give_up(self, place: str) -> None:
+        """Whoever gives up first looks who is missing, and decides for all: rank 0's verdict is set the same way."""
+        if int(self._store.compare_set(f"{place}/judge", "", str(self._rank))) != self._rank:
+            try:
+                self._store.wait([f"{place}/verdict"], GRACE + timedelta(seconds=Naps(self._size).longest))
+                return
+            except StoreUnreachableError:
+                raise
+            except RuntimeError:  # that one is lost itself
+                log.debug("nobody has decided %s", place)
+        self._store.compare_set(f"{place}/verdict", "", json.dumps([REFUSED, self._missing(place)]))
+
     def _obey(self, place: str) -> object:
-        kind, result = json.loads(self._store.get(f"{place}/verdict"))
+        kind, result = json.loads(self._store.read(f"{place}/verdict"))
         if kind == REFUSED:
             raise ValueError(f"`{self._name}` was refused on all ranks: {result}")
         return result  # what the rule returned, as JSON gives it back
 
     def _missing(self, place: str) -> str:
-        silent = [str(rank) for rank in range(self._size) if not self._store.check([f"{place}/{rank}"])]
+        blocks = [keys for keys in self._blocks(place) if not self._store.check(keys)]
+        silent = [key.rsplit("/", 1)[1] for keys in blocks for key in keys if not self._store.check([key])]
         return (
             f"rank {', '.join(silent) or '?'} did not ask for it within {self._timeout.total_seconds():g} s; wanted "
             "the same call on all ranks"

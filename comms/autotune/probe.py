@@ -56,34 +56,56 @@ def probe(communicator: Communicator, consensus: Consensus) -> tuple[Level, ...]
     place = (communicator.cluster.locations, communicator.device.type)
     known = consensus.decide(place in _known, all)
     if not known:
-        levels = [replace(level, unit_rates=()) for level in communicator.cluster.levels]
-        ruler = _Ruler(communicator, consensus)
-        for number in range(communicator.cluster.depth):
-            if communicator.cluster.widest(number) > 1:
-                cluster = replace(communicator.cluster, levels=tuple(levels))
-                phases = probe_phases(cluster, number)
-                small, large = (ruler.seconds(phases, nbytes) for nbytes in (SMALL_NBYTES, large_nbytes(number)))
-                link = replace(
-                    fitted(cluster, number, small, large),
-                    on_processor=number == 0 and communicator.device.type == "cpu",
-                )
-                levels[number] = replace(levels[number], link=link)
-        _known[place] = _with_shares(ruler, communicator.cluster, levels)
+        cluster = communicator.cluster
+        wide = [number for number in range(cluster.depth) if cluster.widest(number) > 1]
+        took = _measure(communicator, consensus, [run for number in wide for run in _runs(cluster, number, wide[-1])])
+        levels = [replace(level, unit_rates=()) for level in cluster.levels]
+        for number in wide:
+            measured = replace(cluster, levels=tuple(levels))
+            phases = probe_phases(cluster, number)
+            small, large = (took[phases, nbytes, 1] for nbytes in (SMALL_NBYTES, large_nbytes(number)))
+            link = replace(
+                fitted(measured, number, small, large),
+                on_processor=number == 0 and communicator.device.type == "cpu",
+            )
+            levels[number] = replace(levels[number], link=link)
+        _known[place] = _with_shares(took, cluster, levels, communicator.device.type)
     communicator.routes.measured(_known[place])
     return _known[place]
 
 
-def _with_shares(ruler: "_Ruler", cluster: Cluster, levels: list[Level]) -> tuple[Level, ...]:
+Run = tuple[tuple[Phase, ...], int, int]
+"""What is timed: phases, bytes of the bucket (of a chunk, where they are SMALL_NBYTES), chunks."""
+
+
+def _runs(cluster: Cluster, number: int, outermost: int) -> list[Run]:
+    """What has to be timed for one level."""
+    phases = probe_phases(cluster, number)
+    found: list[Run] = [(phases, SMALL_NBYTES, 1), (phases, large_nbytes(number), 1)]
+    if number == outermost and number > 0:
+        exchange, ring = probe_phases(cluster, number, exchange=True), _ring(number)
+        found += [(exchange, SMALL_NBYTES, 1), (exchange, LARGE_NBYTES, 1)]
+        found += [(exchange, SMALL_NBYTES, MANY), (exchange, LARGE_NBYTES, FEW)]
+        found += [(ring, LARGE_NBYTES, 1), (ring, LARGE_NBYTES, FEW), (ring, SMALL_NBYTES, 1)]
+    return found
+
+
+def _ring(number: int) -> tuple[Phase, ...]:
+    """One ring through all ranks."""
+    return (Phase(ALL_REDUCE, number, whole=True),)
+
+
+def _with_shares(took: dict[Run, float], cluster: Cluster, levels: list[Level], device_type: str) -> tuple[Level, ...]:
     """The levels, with how the outermost one stands chunks, exchanges of payloads, and a ring through all ranks."""
     number = max((each for each in range(len(levels)) if cluster.widest(each) > 1), default=0)
     if number == 0:
         return tuple(levels)
     cluster, link = replace(cluster, levels=tuple(levels)), levels[number].link
     exchange = probe_phases(cluster, number, exchange=True)
-    small, large = (ruler.seconds(exchange, nbytes) for nbytes in (SMALL_NBYTES, LARGE_NBYTES))
-    gap = (ruler.seconds(exchange, SMALL_NBYTES, MANY) - small) / (MANY - 1)
+    small, large = (took[exchange, nbytes, 1] for nbytes in (SMALL_NBYTES, LARGE_NBYTES))
+    gap = (took[exchange, SMALL_NBYTES, MANY] - small) / (MANY - 1)
     found = fitted(cluster, number, small, large)
-    hidden = (large - ruler.seconds(exchange, LARGE_NBYTES, FEW)) / (1 - 1 / FEW)
+    hidden = (large - took[exchange, LARGE_NBYTES, FEW]) / (1 - 1 / FEW)
     link = replace(
         link,
         gap_seconds=max(gap, 0.0),
@@ -91,12 +113,12 @@ def _with_shares(ruler: "_Ruler", cluster: Cluster, levels: list[Level]) -> tupl
         exchange_alpha_seconds=found.alpha_seconds,
         exchange_gap_share=1 - min(max(hidden / large, 0.0), LARGEST_HIDDEN),
     )
-    ring = (Phase(ALL_REDUCE, number, whole=True),)
+    ring = _ring(number)
     model = CostModel(cluster, {}).phase(ring[0])
     # In one piece it waits at times, in several it works more: a plan takes the better.
-    took = min(ruler.seconds(ring, LARGE_NBYTES, chunks) for chunks in (1, FEW)) - ruler.seconds(ring, SMALL_NBYTES)
-    nccl = ruler.device_type == "cuda"  # may well beat a ring: it takes a tree, or lets the switch sum
-    share = model.seconds_per_byte * (LARGE_NBYTES - SMALL_NBYTES) / max(took, 1e-9)
+    seconds = min(took[ring, LARGE_NBYTES, chunks] for chunks in (1, FEW)) - took[ring, SMALL_NBYTES, 1]
+    nccl = device_type == "cuda"  # may well beat a ring: it takes a tree, or lets the switch sum
+    share = model.seconds_per_byte * (LARGE_NBYTES - SMALL_NBYTES) / max(seconds, 1e-9)
     levels[number] = replace(levels[number], link=replace(link, ring_share=share if nccl else min(share, 1.0)))
     return tuple(levels)
 
@@ -173,46 +195,33 @@ def line_up(communicator: Communicator) -> None:
     communicator.run(barrier, plan).wait()
 
 
-class _Ruler:
-    """Times plans on all ranks at once.
+def _measure(communicator: Communicator, consensus: Consensus, runs: Sequence[Run]) -> dict[Run, float]:
+    """Times plans on all ranks at once: of each a usual round, of which the slowest rank counts.
 
-    Args:
-        communicator: Whose groups are used.
-        consensus: All its ranks'.
+    All are timed before the ranks exchange what they have seen: each exchange costs every rank some questions to the
+    store, and a start would have a dozen of them.
     """
-
-    def __init__(self, communicator: Communicator, consensus: Consensus) -> None:
-        self._communicator = communicator
-        self._consensus = consensus
-        self.device_type = communicator.device.type
-
-    def seconds(self, phases: tuple[Phase, ...], nbytes: int, chunks: int = 1) -> float:
-        """A usual round, of which the slowest rank counts.
-
-        Args:
-            phases: What is run.
-            nbytes: Of the bucket; of a chunk, where it is SMALL_NBYTES.
-            chunks: Pieces that the bucket travels in.
-        """
+    device = communicator.device
+    times = []
+    for phases, nbytes, chunks in runs:
         numel = nbytes // 4 * (chunks if nbytes == SMALL_NBYTES else 1)
         plan = Plan("probe", phases, chunks, 4 * numel, 0.0, {}, "A measurement.")
-        device = self._communicator.device
         flat = torch.zeros(numel, device=device)
-        times = []
+        rounds = []
         for _ in range(WARM_UP_ROUNDS[nbytes] + ROUNDS[nbytes]):
-            line_up(self._communicator)
+            line_up(communicator)
             began = time.perf_counter()
-            self._communicator.run(flat, plan).wait()
+            communicator.run(flat, plan).wait()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - began)
-        slowest = self._consensus.decide(times[WARM_UP_ROUNDS[nbytes] :], _usual)
-        assert isinstance(slowest, float)
-        return slowest
+            rounds.append(time.perf_counter() - began)
+        times.append(rounds[WARM_UP_ROUNDS[nbytes] :])
+    slowest = consensus.decide(times, _usual)
+    assert isinstance(slowest, list)
+    return dict(zip(runs, slowest, strict=True))
 
 
 def _usual(ranks: Sequence[object]) -> object:
-    """The median round, of which the slowest rank counts."""
-    return statistics.median(
-        max(each) for each in zip(*(times for times in ranks if isinstance(times, list)), strict=True)
-    )
+    """Of each run the median round, of which the slowest rank counts."""
+    by_run = zip(*(times for times in ranks if isinstance(times, list)), strict=True)
+    return [statistics.median(max(each) for each in zip(*rounds, strict=True)) for rounds in by_run]

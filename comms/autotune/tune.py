@@ -318,7 +318,11 @@ class Tuning:
             "as begun", (), (), fusion.plan.threshold_nbytes, communicator.routes.plan_name, communicator.routes.chunks
         )
         consensus = Consensus(
-            PollingStore(store, config.timeout), communicator.rank, communicator.size, f"tune/{name}", config.timeout
+            PollingStore(store, config.timeout, ranks=communicator.size),
+            communicator.rank,
+            communicator.size,
+            f"tune/{name}",
+            config.timeout,
         )
         plans = PLANS if config.plan == "auto" else ()
         self.tuner = Tuner(

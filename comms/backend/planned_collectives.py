@@ -14,7 +14,7 @@ from gradwire.comms.backend.strided import overwrite
 from gradwire.comms.backend.work import FutureTensors, finished
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.execute import Bucket, Launch
-from gradwire.comms.plan.collectives import BROADCAST, CollectivePlan, beats_library, plan_collective
+from gradwire.comms.plan.collectives import BROADCAST, SMALL_NBYTES, CollectivePlan, beats_library, plan_collective
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
 from gradwire.comms.plan.routes import Route
 
@@ -43,9 +43,11 @@ class PlannedCollectives:
         """
         key = (op, nbytes, root)
         if key not in self._better:
-            asked = self._communicator.config.plan
-            if asked == "auto":
-                self._better[key] = beats_library(self._communicator.cluster, op, nbytes, root)
+            asked, cluster = self._communicator.config.plan, self._communicator.cluster
+            if asked == "auto" and len(cluster.nodes) == 1:  # shared memory, where gloo goes through sockets
+                self._better[key] = nbytes >= SMALL_NBYTES
+            elif asked == "auto":
+                self._better[key] = beats_library(cluster, op, nbytes, root)
             else:
                 self._better[key] = asked != "flat" and nbytes > 0
         return self._better[key]
@@ -98,7 +100,7 @@ class PlannedCollectives:
 
         return finished(self._run(ALL_GATHER, _bytes_of(target), source.nbytes), finish)
 
-    def reduce_scatter(self, output: Tensor, source: Tensor, scale: float = 1.0) -> FutureTensors:
+    def reduce_scatter(self, output: Tensor, source: Tensor, scale: float = 1.0, *, keep: bool = True) -> FutureTensors:
         """Fills `output` with this rank's piece of the sum over all ranks of `scale * source`.
 
         The order of the sums is fixed: inside each node by rank, then the nodes' sums by the ranks that made them.
@@ -110,6 +112,7 @@ class PlannedCollectives:
             source: numel = size * output.numel(), of a dtype in `SUMMED`. Used as working memory until the future is
                 done, then as it was.
             scale: Factor on every rank's contribution; 1 for integers.
+            keep: False leaves in `source` what the work has left there: no copy is made of anything.
 
         Raises:
             ValueError: Numels or dtypes do not fit, or a tensor is not on the CPU.
@@ -117,7 +120,7 @@ class PlannedCollectives:
         self._check("source", source, output, self._size)
         flat = _as_lies(source)
         if flat is not None:
-            return self._reduce_scatter(output, flat, scale, keep=True)
+            return self._reduce_scatter(output, flat, scale, keep=keep)
         copied = _empty_flat(source)
         copied.view(source.shape).copy_(source.detach())
         return self._reduce_scatter(output, copied, scale, keep=False)

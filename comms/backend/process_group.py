@@ -188,11 +188,14 @@ class GradwireGroup(DelegatingGroup):
 
     @outside_graphs
     def all_gather_single_coalesced(self, *arguments: object, **named: object) -> dist.Work:
-        """By plans on several nodes, all under way together; `arguments` are (outputs, sources, options)."""
+        """As `all_gather_single`, all under way together; `arguments` are (outputs, sources, options)."""
         match arguments:
             case [list() as outputs, list() as sources, *_] if not named and len(outputs) == len(sources) > 0:
                 pairs = list(zip(outputs, sources, strict=True))
                 if self._is_local(*outputs, *sources) and all(self._fits(*pair) for pair in pairs):
+                    if self._node:
+                        gathers = [self._node.all_gather(output.detach(), part.detach()) for output, part in pairs]
+                        return self.issued(FutureWork(together(gathers)))
                     total = sum(output.nbytes for output in outputs)
                     if (planned := self._planning(ALL_GATHER, total)) is not None:
                         return self.issued(FutureWork(together([planned.all_gather(*pair) for pair in pairs])))
@@ -232,12 +235,17 @@ class GradwireGroup(DelegatingGroup):
 
     @outside_graphs
     def reduce_scatter_single_coalesced(self, *arguments: object, **named: object) -> dist.Work:
-        """By plans on several nodes, all under way together; `arguments` are (outputs, sources, options)."""
+        """As `reduce_scatter_single`, all under way together; `arguments` are (outputs, sources, options)."""
         match arguments:
             case [list() as outputs, list() as sources, ReduceScatterOptions() as options] if not named:
                 pairs = list(zip(sources, outputs, strict=False))
                 alike = len(outputs) == len(sources) > 0 and self._is_dense(*sources, *outputs)
                 if alike and all(self._fits(*pair) for pair in pairs):
+                    if self._node and self._planned and self._is_local(*sources, *outputs):
+                        node, scale = self._node, self._planned.scale(options.reduceOp, sources)
+                        if scale is not None:
+                            sums = [node.reduce_scatter(part.detach(), whole.detach(), scale) for whole, part in pairs]
+                            return self.issued(FutureWork(together(sums)))
                     total = sum(source.nbytes for source in sources)
                     scale = self._scale_between(options.reduceOp, sources, total)
                     if scale is not None and self._collectives:

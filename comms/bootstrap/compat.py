@@ -10,7 +10,8 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, GradBucket, HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import AllgatherOptions, GradBucket, HashStore, PrefixStore, Store, TCPStore
+from torch.autograd import profiler
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +23,7 @@ __all__ = [
     "HashStore",
     "PrefixStore",
     "Store",
+    "TCPStore",
 ]  # passed on, besides what is defined below
 
 
@@ -198,6 +200,14 @@ def queue_end_of_backward(callback: Callable[[], None]) -> bool:
     return True
 
 
+def profiler_is_on() -> bool:
+    """Whether a profiler of torch runs in this process, `torch.profiler.profile` or `emit_nvtx`, whatever its threads.
+
+    torch keeps it in a global variable, for `torch.optim` to leave its own ranges out otherwise (2.11 to 2.15).
+    """
+    return bool(profiler._is_profiler_enabled)
+
+
 def without_buffer_sync() -> dict[str, bool]:
     """What keeps DistributedDataParallel from broadcasting buffers in each forward pass: torch 2.13 renames it."""
     known = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
@@ -243,6 +253,32 @@ def outside_graphs(method: Method) -> Method:
     return cast(Method, call)
 
 
+SHARDED = {
+    "FullyShardedDataParallel": "FSDP",
+    "FSDPModule": "FSDP2",
+    "DeepSpeedEngine": "DeepSpeed",
+}
+"""Class of a model whose gradients DDP does not average -> how its users call it."""
+
+
+def why_no_ddp_hook(model: torch.nn.Module) -> str | None:
+    """Why a DDP hook would never be called for a model that is sharded, or that has a sharded module; else None."""
+    for module in model.modules():
+        for base in type(module).__mro__:
+            if base.__name__ in SHARDED:
+                sharded = SHARDED[base.__name__]
+                own_call = (
+                    "gradwire.fsdp.apply(model, ...) compresses its gradients, and " if sharded == "FSDP2" else ""
+                )
+                named = "a" if module is model else f"a {type(model).__name__} with a"
+                return (
+                    f"{named} {type(module).__name__}: {sharded} reduces its gradients itself and takes no DDP hook; "
+                    f"{own_call}as the backend gradwire plans its collectives: "
+                    'torch.distributed.init_process_group("gradwire")'
+                )
+    return None
+
+
 class ShardedParameter:
     """A parameter of FSDP2 on this rank, by torch's private FSDPParam.
 
@@ -277,6 +313,11 @@ class ShardedParameter:
     def trained(self) -> bool:
         """Whether it takes a gradient."""
         return bool(self.param.sharded_param.requires_grad)
+
+    @property
+    def followed(self) -> bool:
+        """Whether a hook of the user's reads its gradient as soon as it is there."""
+        return bool(getattr(self.param.sharded_param, "_post_accumulate_grad_hooks", None))
 
     @property
     def gathers_itself(self) -> bool:
@@ -362,6 +403,11 @@ class ShardedUnit:
         """What carries out its all-gathers."""
         return cast(Callable[..., object], self._group._all_gather_comm)
 
+    @property
+    def reduce_scatter(self) -> Callable[..., object]:
+        """What carries out its reduce-scatters."""
+        return cast(Callable[..., object], self._group._reduce_scatter_comm)
+
     def set_all_gather(self, comm: object) -> None:
         """Has `comm` carry out the all-gathers."""
         self._group._all_gather_comm = comm
@@ -369,6 +415,22 @@ class ShardedUnit:
     def set_reduce_scatter(self, comm: object) -> None:
         """Has `comm` carry out the reduce-scatters."""
         self._group._reduce_scatter_comm = comm
+
+    def keeps(self, reduced: Sequence[ShardedParameter], dtype: torch.dtype) -> bool:
+        """Whether torch will make gradients of what is reduced without reading it before the backward pass ends.
+
+        It reads it to add it to gradients that are there, to cast or to divide it, to copy it to the host, and for
+        hooks that users have set on gradients.
+
+        Args:
+            reduced: Whose gradients.
+            dtype: In which they are reduced.
+        """
+        group = self._group
+        divided = dtype not in (torch.float32, torch.bfloat16) or getattr(group, "force_sum_reduction_for_comms", False)
+        if divided or dtype != group._orig_dtype or self.offloads:
+            return False
+        return all(one.sharded.grad is None and not one.followed for one in reduced)
 
     def reshard(self) -> None:
         """Puts the shards back in the place of whole parameters."""

@@ -7,12 +7,15 @@ it saw, waits a moment for the others to do the same, and names those that said 
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from datetime import timedelta
 from typing import Any
 
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.liveness import LOOK_SECONDS, OverdueError, has_ended, look_seconds
+from gradwire.comms.bootstrap.door import ANSWERS, CALLS, ENDED, SILENT, Directory
+from gradwire.comms.bootstrap.liveness import LOOK_SECONDS, OverdueError, has_ended, look_seconds, publish_process
+from gradwire.comms.bootstrap.store import PollingStore, StoreUnreachableError
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
 
@@ -23,11 +26,19 @@ PATIENCE = timedelta(seconds=15)
 second; the rest is for busy machines."""
 
 CALLING_AFTER = timedelta(seconds=2)
-"""Then a rank that is still silent is called at the port of its liveness ring, where it has one: of a node that is lost
-as a whole, the ring's neighbours name two ranks, and this the others."""
+"""Then ranks that are still silent are called at their doors: nobody waits for those whose processes have ended."""
+
+STORE_PATIENCE = timedelta(seconds=5)
+"""For each answer of the store, once a collective has failed: survivors go on to call each other instead."""
+
+ALARM_PATIENCE = timedelta(seconds=1)
+"""For the store to say whether there is an alarm; a store that is late is not asked again before it has answered."""
+
+BLOCK = 64
+"""Ranks whose words are asked for in one question."""
 
 NAP_SECONDS = 0.05
-"""Between two looks of a rank that collects the others' words; for the others the first of ever longer ones."""
+"""Between the first two looks at the board; each later one comes twice as late, up to `look_seconds`."""
 
 
 class CollectiveError(RuntimeError):
@@ -39,29 +50,62 @@ class CollectiveError(RuntimeError):
 
 
 class FailureBoard:
-    """Where the survivors of one group leave their word.
+    """Where the survivors of one group leave their word, or those of several groups that wait for each other.
 
     Args:
         store: A store that all ranks share, with a prefix of its own; one whose waits block nobody else.
         rank: This rank.
         size: Number of ranks.
+        everybody: Gives the ranks that may be missing; None: all of them. Asked when something has failed.
+        directory: Where the other ranks can be called; None where they say in the store where.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store = store
-        self._rank = rank
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        everybody: Callable[[], Iterable[int]] | None = None,
+        directory: Directory | None = None,
+    ) -> None:
+        polling = store if isinstance(store, PollingStore) else PollingStore(store, STORE_PATIENCE, ranks=size)
+        self.rank = rank
+        self._store = polling.within(STORE_PATIENCE)
+        self._asked_for_alarms = polling.within(ALARM_PATIENCE)
         self._size = size
+        self._everybody = everybody or (lambda: range(size))
+        self._group: Sequence[int] = range(size)
+        self._directory = directory or Directory("", rank, {})
         self._store_is_gone = False
+
+    def of_group(self, ranks: Sequence[int]) -> "FailureBoard":
+        """The same board for one of several groups.
+
+        Args:
+            ranks: The board's number of each of the group's ranks.
+        """
+        board = copy(self)
+        board._group = tuple(ranks)
+        return board
+
+    def publish(self) -> None:
+        """Says where others find out whether this process has ended."""
+        publish_process(self._store, self.rank)
 
     def alarm(self) -> str | None:
         """Why another rank has given up; None while none has, or where the store is gone (connections break then)."""
-        if self._store_is_gone:  # it stays so, and torch logs the whole stack for every question
+        if (told := self._directory.heard()) is not None:
+            return told[0]
+        if self._store_is_gone or not self._store.is_answering:
             return None
         try:
-            if not self._store.check(["alarm"]):
+            if not self._asked_for_alarms.check(["alarm"]):
                 return None
-            return self._store.get("alarm").decode()
-        except RuntimeError as error:
+            return self._store.read("alarm").decode()
+        except StoreUnreachableError as error:  # stopped or cut off, it may be back; torch says what is broken
+            log.debug("the store cannot be asked for alarms: %s", error)
+            return None
+        except RuntimeError as error:  # it stays so, and torch logs the whole stack for every question
             self._store_is_gone = True
             log.debug("the store cannot be asked for alarms any more: %s", error)
             return None
@@ -71,7 +115,7 @@ class FailureBoard:
         try:
             self._store.compare_set("alarm", "", reason)
         except RuntimeError as error:
-            log.debug("the store was gone before rank %d could raise the alarm: %s", self._rank, error)
+            log.debug("the store was gone before rank %d could raise the alarm: %s", self.rank, error)
 
     def diagnose(
         self,
@@ -89,7 +133,7 @@ class FailureBoard:
             error: What the transport raised.
             lane: Where it happened.
             phase: The phase in words: `all_reduce inter_node`.
-            members: Global ranks of the group that failed, where known.
+            members: Ranks, as the group numbers them, of what failed in it, where known.
             launches: How many launches this rank has started, where all ranks say so.
             waiting: Whether its device waits for others. After a time-out one that does not, and has started fewer
                 launches than another one, is the rank that did not come.
@@ -98,24 +142,53 @@ class FailureBoard:
             The error for every future of this rank; within `PATIENCE` where ranks are silent, else as soon as all have
             published what they saw.
         """
-        dead = {members[index] for index in error.missing} if isinstance(error, PeerError) and members else set()
+        missing_of = error.missing if isinstance(error, PeerError) and members else ()
+        dead = {self._group[members[index]] for index in missing_of}
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         overdue = isinstance(error, OverdueError)
         word = {"dead": sorted(dead), "phase": phase, "launches": launches, "waiting": waiting, "overdue": overdue}
         try:
-            missing = tuple(sorted(self._listen(word, cause) - {self._rank}))
+            missing = tuple(sorted(self._listen(word, cause) - {self.rank}))
         except RuntimeError as store_error:
-            reason = str(store_error).splitlines()[0]
-            return CollectiveError(
-                f"{phase} failed on rank {self._rank} ({cause}), and the store cannot be reached to ask "
-                f"who is missing ({reason}): the process that serves the store is gone",
-                tuple(sorted(dead)),
-            )
+            return self._without_store(f"{phase} failed on rank {self.rank}", cause, store_error, members, dead)
         if missing:
-            who = f"rank {', '.join(map(str, missing))} of {self._size} is missing"
+            who = f"rank {_list(missing)} of {self._size} is missing"
         else:
             who = f"all {self._size} ranks are alive"
-        return CollectiveError(f"{phase} failed on rank {self._rank}: {who}. Cause: {cause}", missing)
+        return CollectiveError(f"{phase} failed on rank {self.rank}: {who}. Cause: {cause}", missing)
+
+    def _without_store(
+        self, what: str, cause: str, store_error: RuntimeError, members: Sequence[int], dead: set[int]
+    ) -> CollectiveError:
+        """Calls other ranks at their doors: who has ended, who does not answer, who was heard of.
+
+        The first rank to come tells the others what it has found, who would take it for lost, too, once it has ended.
+        """
+        reason = str(store_error).splitlines()[0].rstrip(".")
+        if (told := self._directory.heard()) is not None:
+            missing = tuple(sorted({*dead, *told[1]} - {self.rank}))
+            return CollectiveError(f"{what}: {self._who(missing)}{reason}. {told[0]}. Cause: {cause}", missing)
+        found = self._directory.call(self._directory.choice(members))
+        of = {
+            outcome: [rank for rank, each in found.items() if each == outcome] for outcome in (ENDED, SILENT, ANSWERS)
+        }
+        missing = tuple(sorted((dead | set(of[ENDED])) - {self.rank}))
+        heard = f"Of the ranks that rank {self.rank} has called at their own ports, " + "; ".join(
+            f"{_list(ranks)} {outcome if len(ranks) == 1 else outcome_of_many}"
+            for (outcome, ranks), outcome_of_many in zip(
+                of.items(), ("have ended", "do not answer", "answer"), strict=True
+            )
+            if ranks
+        )
+        if of[SILENT] and not of[ENDED]:
+            heard += " (who does not is stopped, or cut off from this host)"
+        if not found:
+            heard = "No rank could be called"
+        self._directory.tell(of[ANSWERS], heard, missing)
+        return CollectiveError(f"{what}: {self._who(missing)}{reason}. {heard}. Cause: {cause}", missing)
+
+    def _who(self, missing: Sequence[int]) -> str:
+        return f"rank {_list(missing)} of {self._size} is missing, and " if missing else ""
 
     def _listen(self, word: dict[str, object], cause: str) -> set[int]:
         """The ranks that are missing.
@@ -123,38 +196,72 @@ class FailureBoard:
         The first rank to come collects all words and publishes the verdict, which the others wait for: if
         everybody collected, the store would be asked as many questions as there are pairs of ranks.
         """
-        alarm = f"rank {self._rank} saw {word['phase']} fail: {cause}"
-        self._store.set(f"word/{self._rank}", json.dumps(word))
+        alarm = f"rank {self.rank} saw {word['phase']} fail: {cause}"
+        self._store.set(f"word/{self.rank}", json.dumps(word))
         self._store.compare_set("alarm", "", alarm)
-        first = int(self._store.compare_set("collector", "", str(self._rank))) == self._rank
+        first = int(self._store.compare_set("collector", "", str(self.rank))) == self.rank
         deadline = time.monotonic() + PATIENCE.total_seconds() + look_seconds(self._size)
         if not first:
-            nap_seconds = NAP_SECONDS
-            while not self._store.check(["verdict"]) and time.monotonic() < deadline + LOOK_SECONDS:
+            nap_seconds = max(NAP_SECONDS, look_seconds(self._size) / 8)
+            while not (told := self._store.check(["verdict"])) and time.monotonic() < deadline + LOOK_SECONDS:
                 time.sleep(nap_seconds)
                 nap_seconds = min(2 * nap_seconds, look_seconds(self._size))
-            if self._store.check(["verdict"]):
-                return set(json.loads(self._store.get("verdict")))
+            if told:
+                return set(json.loads(self._store.read("verdict")))
         missing = self._collect(word, deadline)
         self._store.set("verdict", json.dumps(sorted(missing)))
         return missing
 
     def _collect(self, own: dict[str, Any], deadline: float) -> set[int]:
-        words, silent, dead = {self._rank: own}, set(range(self._size)) - {self._rank}, set(own["dead"])
-        calling = time.monotonic() + CALLING_AFTER.total_seconds() + look_seconds(self._size)
+        """Reads all words, a block of ranks in a question; who is silent is asked for alone, ever more rarely."""
+        words, silent, dead = {self.rank: own}, set(self._everybody()) - {self.rank}, set(own["dead"])
+        began = time.monotonic()
+        calling = began + CALLING_AFTER.total_seconds() + look_seconds(self._size)
+        nap_seconds, thorough = NAP_SECONDS, began
         while True:
-            for rank in sorted(silent):
-                if self._store.check([f"word/{rank}"]):
+            now = time.monotonic()
+            last = now > deadline
+            one_by_one = last or self._size <= BLOCK or now >= thorough
+            if one_by_one:
+                thorough = now + 2 * (now - began) + LOOK_SECONDS
+            for block in _blocks(silent - dead):
+                said = self._read(block) or (
+                    [one for rank in block for one in self._read([rank])] if one_by_one else []
+                )
+                for rank, word in said:
                     silent.discard(rank)
-                    words[rank] = json.loads(self._store.get(f"word/{rank}"))
-                    dead |= set(words[rank]["dead"])
-            if time.monotonic() > calling:
+                    words[rank] = word
+                    dead |= set(word["dead"])
+            if now > calling:
                 calling = deadline + 1.0
-                dead |= {rank for rank in sorted(silent - dead) if has_ended(self._store, rank)}
-            if not silent - dead or time.monotonic() > deadline:
+                called = self._directory.call(sorted(silent - dead)[:CALLS])
+                dead |= {rank for rank, outcome in called.items() if outcome == ENDED}
+                dead |= {rank for rank in sorted(silent - dead - called.keys())[:CALLS] if has_ended(self._store, rank)}
+            if not silent - dead or last:
                 break
-            time.sleep(NAP_SECONDS)
+            time.sleep(nap_seconds)
+            nap_seconds = min(2 * nap_seconds, LOOK_SECONDS)
         if dead or silent or not any(each["overdue"] for each in words.values()):
             return dead | silent
         most = max(each["launches"] for each in words.values())
         return {rank for rank, each in words.items() if each["launches"] < most and not each["waiting"]}
+
+    def _read(self, ranks: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
+        """The words of some ranks; none where one of them is silent."""
+        keys = [f"word/{rank}" for rank in ranks]
+        if not self._store.check(keys):
+            return []
+        texts = self._store.multi_get(keys) if len(keys) > 1 else [self._store.read(keys[0])]
+        return [(rank, json.loads(text)) for rank, text in zip(ranks, texts, strict=True)]
+
+
+def _blocks(ranks: set[int]) -> list[list[int]]:
+    """Ranks in order, those of one block together."""
+    found: dict[int, list[int]] = {}
+    for rank in sorted(ranks):
+        found.setdefault(rank // BLOCK, []).append(rank)
+    return list(found.values())
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -10,6 +10,7 @@ A rank that leaves in order says how many launches it has started: it is missed 
 
 import json
 import logging
+import os
 import secrets
 import selectors
 import socket
@@ -24,6 +25,7 @@ from datetime import timedelta
 import torch
 
 from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.door import listener, own_addresses
 from gradwire.comms.errors import PeerError
 
 log = logging.getLogger("gradwire")
@@ -51,7 +53,7 @@ CALL_SECONDS = 1.0
 """For each address of a rank that has said nothing after a failure."""
 
 ANSWER_SECONDS = 60.0
-"""For whoever was reached at such an address to answer: the next rank may hold the GIL for a while."""
+"""For whoever was reached at an address of the next rank to answer: the next rank may hold the GIL for a while."""
 
 TOKEN_NBYTES = 16
 """What the rank before shows when it connects, and is shown again: a port scanner, or a service that has the same port
@@ -74,19 +76,60 @@ def look_seconds(size: int) -> float:
     return max(LOOK_SECONDS, size / LOOKS_PER_SECOND)
 
 
-def has_ended(store: Store, rank: int) -> bool:
-    """Whether nobody listens at the port of a rank's ring any more; False where its host does not answer, or has none.
+class _ProcessPort:
+    """A port that is open as long as this process lives, and at which nobody ever answers."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._where = ""
+        os.register_at_fork(after_in_child=self._forget)
+
+    def where(self) -> str:
+        """JSON of the port and of this host's addresses."""
+        with self._lock:
+            if self._socket is None:
+                self._socket = listener(8)
+                self._where = json.dumps([self._socket.getsockname()[1], own_addresses()])
+            return self._where
+
+    def _forget(self) -> None:
+        """A child that kept it open would speak for its parent."""
+        self._lock = threading.Lock()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+_process_port = _ProcessPort()
+
+
+def publish_process(store: Store, rank: int) -> None:
+    """Says where a caller finds out whether this process has ended, where a rank has no ring: see `has_ended`.
 
     Args:
-        store: The ring's.
+        store: A store that all ranks share, with a prefix of its own.
+        rank: This rank in it.
+    """
+    store.set(f"process/{rank}", _process_port.where())
+
+
+def has_ended(store: Store, rank: int) -> bool:
+    """Whether nobody listens at the port of a rank any more, its ring's or its process's.
+
+    False where its host does not answer, or where it has none.
+
+    Args:
+        store: The ring's, or the one that `publish_process` was given.
         rank: Which.
 
     Raises:
         RuntimeError: The store is gone.
     """
-    if not store.check([f"alive/{rank}"]):
+    key = next((key for key in (f"alive/{rank}", f"process/{rank}") if store.check([key])), None)
+    if key is None:
         return False
-    port, addresses, _ = json.loads(store.get(f"alive/{rank}"))
+    port, addresses, *_ = json.loads(store.get(key))
     for address in addresses:
         try:
             socket.create_connection((address, port), CALL_SECONDS).close()
@@ -161,7 +204,7 @@ class LivenessRing:
         self._closed = threading.Event()
         self._orderly = False
         self._waker, self._woken = socket.socketpair()
-        self._listener = _listen()
+        self._listener = listener(8)
         self._thread = threading.Thread(target=self._run, name=f"gradwire liveness {rank}", daemon=True)
         self._thread.start()
 
@@ -458,38 +501,6 @@ class Deadline:
     def _on_device(self) -> AbstractContextManager[object]:
         """A thread that has set no device would make a context of its own on the first one."""
         return nullcontext() if self._device is None else torch.cuda.device(self._device)
-
-
-def own_addresses() -> list[str]:
-    """Addresses at which other ranks may reach this host, IPv4 before IPv6, the loopback last."""
-    found: list[str] = []
-    for family, destination in ROUTES:
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((destination, 9))  # nothing is sent: the route alone is looked up
-                found.append(probe.getsockname()[0])
-        except OSError as error:
-            log.debug("no route outwards to %s: %s", destination, error)
-    try:
-        found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
-    except OSError as error:
-        log.debug("this host's name has no address: %s", error)
-    outside = [each for each in dict.fromkeys(found) if not each.startswith(("127.", "fe80:")) and each != "::1"]
-    return [*sorted(outside, key=lambda address: ":" in address), "127.0.0.1"]
-
-
-ROUTES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Addresses that are nobody's (RFC 5737, RFC 3849): the route to them is the one outwards."""
-
-
-def _listen() -> socket.socket:
-    """A socket for the rank before this one, at a port that the system chooses; IPv4 and IPv6 where there is both."""
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=8, dualstack_ipv6=True)
-        except OSError as error:  # switched off on this host
-            log.debug("no IPv6 here: %s", error)
-    return socket.create_server(("", 0), backlog=8)
 
 
 def _sure(rank: int | None) -> int:

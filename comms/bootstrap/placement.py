@@ -1,25 +1,17 @@
-"""Who shares a node with whom: every rank says through the store where it is, and reads what the others say.
+"""Who shares a node with whom: from what every rank says about itself (rendezvous.py has them say it).
 
 Never computed from `rank // local_size`: nodes may be uneven, ranks dealt out round-robin, several jobs on one host.
 Two ranks share a node when hostname, boot id and the device number of /dev/shm agree, so containers and emulated
 nodes on one kernel are distinguished exactly where they cannot share memory.
 """
 
-import contextlib
-import hashlib
-import json
 import socket
-import time
-import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.hardware import Hardware, hardware
 from gradwire.comms.config import Config, local_rank
 from gradwire.topology.bandwidth import ALPHA_SECONDS
@@ -47,7 +39,8 @@ class Presence:
         hardware: What it knows of its machine: bytes per second inside and outwards, its NIC.
         shared: The configuration that must agree, field by field.
         nic_bytes_per_second: Of its node towards the others, where the configuration gives it.
-        start: Drawn anew by every process, and for every exchange.
+        port: Where it can be called; 0 where it cannot.
+        addresses: Of its host, the best one first.
     """
 
     rank: int
@@ -59,7 +52,8 @@ class Presence:
     hardware: Hardware
     shared: dict[str, str]
     nic_bytes_per_second: float | None = None
-    start: str = field(default_factory=lambda: uuid.uuid4().hex)
+    port: int = 0
+    addresses: tuple[str, ...] = ()
 
     @classmethod
     def here(cls, rank: int, size: int, config: Config, device: torch.device) -> "Presence":
@@ -86,86 +80,6 @@ def host_identity(hostname: str | None = None) -> tuple[str, str, str]:
         boot.read_text().strip() if boot.exists() else "",
         str(memory.stat().st_dev) if memory.exists() else "",
     )
-
-
-LINGER_SECONDS = 2.0
-"""For ranks that have found each other to read a presence; a rank of another world size may never ask for it."""
-
-NAP_SECONDS = 0.005
-"""Between two looks at what a rank that was restarted has left in the store."""
-
-
-def exchange(store: Store, own: Presence, timeout: timedelta) -> list[Presence]:
-    """Publishes this rank's presence and returns every rank's, in rank order.
-
-    The store may still hold the presences of an earlier start (an elastic restart keeps it): a rank takes only those of
-    processes that have seen its own, all of it the same on all ranks. What is put below `start_of(...)` is then nobody
-    else's.
-
-    Raises:
-        RuntimeError: A rank did not join within the time-out; the message names those that are missing.
-        ValueError: A rank has another world size, device, or configuration; the message names the field and both
-            values. Raised on every rank.
-    """
-    deadline = time.monotonic() + timeout.total_seconds()
-    store.set(_key(own.rank), json.dumps(asdict(own)))
-    while True:
-        try:
-            found = _read(store, own, timeout)
-        except ValueError:
-            _wait_until_all_refuse(store, own)
-            raise
-        starts = json.dumps([presence.start for presence in found])
-        store.set(f"starts/{own.start}", starts)
-        silent = [each.rank for each in found if not _agrees(store, each, starts, own)]
-        if not silent:
-            return found
-        if time.monotonic() > deadline:
-            raise _absent(own, silent, timeout)
-        time.sleep(NAP_SECONDS)
-
-
-def start_of(presences: Sequence[Presence]) -> str:
-    """A name for this start of these ranks: the same on all of them, and another after a restart."""
-    return hashlib.sha256("".join(presence.start for presence in presences).encode()).hexdigest()[:16]
-
-
-def _wait_until_all_refuse(store: Store, own: Presence) -> None:
-    """Keeps the process that serves the store here until the other ranks, too, have read what does not fit."""
-    deadline = time.monotonic() + LINGER_SECONDS
-    with contextlib.suppress(RuntimeError):  # the server has left nevertheless: nothing more to wait for
-        store.add("refusals", 1)
-        while store.add("refusals", 0) < own.size and time.monotonic() < deadline:
-            time.sleep(NAP_SECONDS)
-
-
-def _agrees(store: Store, other: Presence, starts: str, own: Presence) -> bool:
-    """Whether a process has seen the same presences as this one; one of an earlier start cannot have."""
-    key = f"starts/{other.start}"
-    return other.rank == own.rank or (store.check([key]) and store.get(key).decode() == starts)
-
-
-def _absent(own: Presence, missing: Sequence[int], timeout: timedelta) -> RuntimeError:
-    return RuntimeError(
-        f"`world_size` is {own.size} on rank {own.rank}, but rank {_list(missing)} did not join within "
-        f"{timeout.total_seconds():g} s: start all ranks, with the same world size"
-    )
-
-
-def _read(store: Store, own: Presence, timeout: timedelta) -> list[Presence]:
-    found: list[Presence] = []
-    missing: list[int] = []
-    for rank in range(own.size):
-        try:
-            store.wait([_key(rank)], timeout if not missing else timedelta(milliseconds=10))
-        except (RuntimeError, dist.DistStoreError):
-            missing.append(rank)
-            continue
-        found.append(_parse(store.get(_key(rank))))
-        _check(own, found[-1])
-    if missing:
-        raise _absent(own, missing, timeout)
-    return found
 
 
 def cluster_of(presences: Sequence[Presence], config: Config) -> Cluster:
@@ -300,41 +214,3 @@ def _slowest(rates: Sequence[float | None]) -> float | None:
 
 def _number(numbers: dict[tuple[object, ...], int], name: tuple[object, ...]) -> int:
     return numbers.setdefault(name, len(numbers))
-
-
-def _check(own: Presence, other: Presence) -> None:
-    if own.size != other.size:
-        _refuse("world_size", other, other.size, own, own.size)
-    if own.device != other.device:
-        _refuse("device", other, other.device, own, own.device)
-    if (own.nic_bytes_per_second is None) != (other.nic_bytes_per_second is None):
-        _refuse("nic_bytes_per_second", other, other.nic_bytes_per_second, own, own.nic_bytes_per_second)
-    for name, value in own.shared.items():
-        if other.shared.get(name) != value:
-            _refuse(name, other, other.shared.get(name), own, value)
-
-
-def _refuse(name: str, other: Presence, theirs: object, own: Presence, ours: object) -> None:
-    raise ValueError(
-        f"`{name}` is {theirs} on rank {other.rank} and {ours} on rank {own.rank}; wanted the same on all "
-        "ranks: start them with one configuration"
-    )
-
-
-def _parse(text: bytes) -> Presence:
-    values = json.loads(text)
-    values["host"] = tuple(values["host"])
-    values["location"] = tuple(values["location"])
-    hardware, fabric = values["hardware"], values["hardware"]["fabric"]
-    values["hardware"] = Hardware(
-        **hardware | {"fastest": tuple(hardware["fastest"]), "fabric": GpuFabric(**fabric) if fabric else None}
-    )
-    return Presence(**values)
-
-
-def _key(rank: int) -> str:
-    return f"presence/{rank}"
-
-
-def _list(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -11,7 +10,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
-from gradwire.comms.bootstrap.liveness import has_ended, own_addresses
+from gradwire.comms.bootstrap.door import listener, own_addresses
+from gradwire.comms.bootstrap.liveness import has_ended
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.elastic.membership import GivenUpError, View, own_name
 
@@ -19,6 +19,9 @@ log = logging.getLogger("gradwire")
 
 LOOK_SECONDS = 0.5
 """Between two looks of rank 0 for requests, at the end of a step."""
+
+ASKING_TIMEOUT = timedelta(seconds=1)
+"""For the store to say where a process that waits can be called."""
 
 BACKLOG = 128
 """Calls that a waiting process takes without answering: rank 0 asks so whether it is still there."""
@@ -71,7 +74,7 @@ class Requests:
         for number in range(self._done + 1, self._store.add("join/count", 0) + 1):
             if not self._store.check([f"join/{number}/request"]):
                 break
-            request = json.loads(self._store.get(f"join/{number}/request"))
+            request = json.loads(self._store.read(f"join/{number}/request"))
             if self._is_open(number, request):
                 waiting.append((number, str(request["name"])))
             elif not waiting:
@@ -96,7 +99,7 @@ class Requests:
     def _is_open(self, number: int, request: Mapping[str, object]) -> bool:
         if self._store.check([f"join/{number}/answer"]):
             return False
-        if has_ended(PollingStore(PrefixStore(f"join/{number}", self._store), timedelta(seconds=1)), 0):
+        if has_ended(self._store.below(f"join/{number}").within(ASKING_TIMEOUT), 0):
             return False
         theirs = request["shared"]
         assert isinstance(theirs, dict)
@@ -147,8 +150,8 @@ def ask(store: Store, shared: Mapping[str, str], timeout: timedelta) -> View:
     """
     own = PollingStore(store, timeout)
     number, name = own.add("join/count", 1), own_name()
-    with socket.create_server(("", 0), backlog=BACKLOG) as listener:
-        address = [listener.getsockname()[1], own_addresses(), ""]
+    with listener(BACKLOG) as waiting:
+        address = [waiting.getsockname()[1], own_addresses(), ""]
         own.set(f"join/{number}/alive/0", json.dumps(address))
         own.set(f"join/{number}/request", json.dumps({"name": name, "shared": dict(shared)}))
         log.info("waiting to be taken in, as %s", name)

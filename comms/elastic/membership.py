@@ -21,7 +21,7 @@ from datetime import timedelta
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.bootstrap.liveness import LivenessRing, has_ended
-from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.bootstrap.store import PollingStore, Result
 from gradwire.comms.errors import PeerError
 
 log = logging.getLogger("gradwire")
@@ -82,35 +82,32 @@ class EpochStore(PollingStore):
 
     So whoever waits for the lost rank while groups are being made, gloo among them, does not wait for its time-out.
 
+    Every call raises a PeerError then.
+
     Args:
         store: Where the keys are.
-        timeout: For `get` and `wait`.
+        timeout: As of any `PollingStore`.
         alarm: Why the epoch is over; None while it is not.
+        ranks: As of any `PollingStore`.
     """
 
-    def __init__(self, store: Store, timeout: timedelta, alarm: Callable[[], str | None]) -> None:
-        super().__init__(store, timeout)
+    def __init__(self, store: Store, timeout: timedelta, alarm: Callable[[], str | None], *, ranks: int = 1) -> None:
+        super().__init__(store, timeout, ranks=ranks)
         self._alarm = alarm
 
-    def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys have values.
+    def within(self, timeout: timedelta) -> "EpochStore":
+        """The same keys over the same connection, with another time-out."""
+        return EpochStore(self._store, timeout, self._alarm, ranks=self._ranks)
 
-        Raises:
-            PeerError: The epoch is over.
-        """
+    def below(self, prefix: str) -> "EpochStore":
+        """The keys that begin with `prefix/`, over the same connection."""
+        timeout = timedelta(seconds=self._seconds)
+        return EpochStore(PrefixStore(prefix, self._store), timeout, self._alarm, ranks=self._ranks)
+
+    def _ask(self, words: str, question: Callable[[], Result], seconds: float | None = None) -> Result:
         if reason := self._alarm():
             raise PeerError(reason)
-        return super().check(keys)
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Sets a key.
-
-        Raises:
-            PeerError: The epoch is over.
-        """
-        if reason := self._alarm():
-            raise PeerError(reason)
-        super().set(key, value)
+        return super()._ask(words, question, seconds)
 
 
 class Membership:
@@ -136,7 +133,7 @@ class Membership:
         self.overdue: Callable[[], str | None] = lambda: None
         self.started: Callable[[], int] = lambda: 0
         self._plain = store
-        self._store = PollingStore(store, timeout)
+        self._store = PollingStore(store, timeout, ranks=view.size)
         self._timeout = timeout
         self._closed = False
         self._changed = threading.Condition()
@@ -235,7 +232,7 @@ class Membership:
 
         def alarm() -> str | None:
             if epoch.reason is None and self._store.check([key]):
-                return self._store.get(key).decode()
+                return self._store.read(key).decode()
             return epoch.reason
 
         def started() -> int:
@@ -295,7 +292,7 @@ class Membership:
             GivenUpError: This rank is not in it.
         """
         view = epoch.view
-        word = json.loads(self._store.get(f"{view.epoch}/members"))
+        word = json.loads(self._store.read(f"{view.epoch}/members"))
         left, joined = [int(rank) for rank in word["left"]], tuple(map(str, word["joined"]))
         if view.rank not in left:
             raise GivenUpError(
@@ -346,7 +343,7 @@ class Membership:
                 for rank in everybody - here:
                     if self._store.check([f"{number}/here/{rank}"]):
                         here.add(rank)
-                        gone |= set(json.loads(self._store.get(f"{number}/here/{rank}")))
+                        gone |= set(json.loads(self._store.read(f"{number}/here/{rank}")))
             silent = sorted(everybody - here - gone)
             if not silent:
                 break
@@ -359,7 +356,7 @@ class Membership:
         return sorted(here)
 
     def _ring_store(self, view: View) -> PollingStore:
-        return PollingStore(PrefixStore(f"{view.epoch}/ring", self._plain), self._timeout)
+        return self._store.below(f"{view.epoch}/ring")
 
 
 class _Epoch:

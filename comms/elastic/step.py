@@ -66,7 +66,7 @@ class Kept:
         self._communicator, self._error = communicator, None
         for bucket, copy in zip(self._buckets, self._copies, strict=True):
             bucket.flat.copy_(copy)
-        self._buckets = [Bucket.of(bucket.flat, bucket.layout) for bucket in self._buckets]
+        self._buckets = [Bucket.of(bucket.flat, bucket.layout, index=bucket.index) for bucket in self._buckets]
         return list(self._buckets)
 
     def wait(self) -> None:

@@ -52,9 +52,11 @@ class EpochBoard(FailureBoard):
 
     Args:
         epoch: Its number.
+        rank: This rank in it.
     """
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, rank: int) -> None:
+        self.rank = rank
         self._epoch = epoch
         self.membership: Membership | None = None
 
@@ -83,11 +85,11 @@ class EpochBoard(FailureBoard):
         return CollectiveError(f"{phase} failed: {cause}", ())
 
 
-def oversight(epoch: int, timeout: timedelta, membership: Membership | None = None) -> Oversight:
+def oversight(epoch: int, rank: int, size: int, timeout: timedelta, membership: Membership | None = None) -> Oversight:
     """What a communicator of an epoch reports to; of the first epoch, `membership` comes later."""
-    board = EpochBoard(epoch)
+    board = EpochBoard(epoch, rank)
     board.membership = membership
-    return Oversight(board, lambda store: EpochStore(store, timeout, board.alarm))
+    return Oversight(board, lambda store: EpochStore(store, timeout, board.alarm, ranks=size))
 
 
 class Survivor:
@@ -271,7 +273,7 @@ class Survivor:
 
     def _begin(self, view: View) -> None:
         self.communicator = self._rebuild(
-            view, self.membership.store, oversight(view.epoch, self._timeout, self.membership)
+            view, self.membership.store, oversight(view.epoch, view.rank, view.size, self._timeout, self.membership)
         )
 
     def _catch_up(self, like: Tensor | None) -> tuple[bool, Tensor | None]:

@@ -207,7 +207,7 @@ def _part(phase: Phase, transfers: Iterable[Transfer], rank: int) -> PhasePart:
             sent += sent_nbytes(transfer.op, transfer.stop - transfer.start, count, place, transfer.bounds)
     logical = sum(transfer.stop - transfer.start for transfer in own)
     # Together the transfers of a phase take all that this rank has: a factor is applied in their pass.
-    return PhasePart(phase, (own,), (), True, len(own), logical, sent)
+    return PhasePart(phase, (own,), (), (), True, len(own), logical, sent)
 
 
 def _gather(cluster: Cluster, numel: int, column: tuple[int, int]) -> Steps:

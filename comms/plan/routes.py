@@ -26,6 +26,7 @@ from gradwire.comms.plan.schedule import (
     equal_partition,
     even_partition,
     executable,
+    member_shares,
 )
 from gradwire.compressors.base import Compressor, Layout
 from gradwire.topology.cluster import Cluster, Level
@@ -48,6 +49,7 @@ class PhasePart:
         phase: The phase.
         steps: This rank's transfers, step by step. A compressed phase is one step, whose transfers are its shards.
         layouts: Of a compressed phase, which parameter lies where in each shard; else empty.
+        shares: Of a compressed phase, what each member of a shard's group owns of it; empty for equal parts.
         whole_chunk: Whether one transfer of the first step takes all of the chunk: a factor is then applied in its
             pass.
         shards: Regions of the bucket that this rank has a part in.
@@ -58,6 +60,7 @@ class PhasePart:
     phase: Phase
     steps: tuple[tuple[Transfer, ...], ...]
     layouts: tuple[Layout, ...]
+    shares: tuple[tuple[int, ...], ...]
     whole_chunk: bool
     shards: int
     logical_numel: int
@@ -147,6 +150,7 @@ class Routes(dict[RouteKey, Route]):
         self._why = ""
         self._measured = False
         self._compressor = compressor
+        self._unlisted: dict[tuple[int, torch.dtype], Route] = {}
 
     def __missing__(self, key: RouteKey) -> Route:
         numel, dtype, layout = key
@@ -154,6 +158,17 @@ class Routes(dict[RouteKey, Route]):
         self[key] = route = self.along(numel, plan, layout)
         log.info("%d elements of %s: %s", numel, dtype, route.plan.describe(self.cluster.level_names))
         return route
+
+    def unlisted(self, numel: int, dtype: torch.dtype) -> Route:
+        """The exact route of what the ranks tell each other about themselves: reports do not list it."""
+        if (numel, dtype) not in self._unlisted:
+            self._unlisted[numel, dtype] = self.along(numel, self._plan(numel * dtype.itemsize, None))
+        return self._unlisted[numel, dtype]
+
+    def clear(self) -> None:
+        """Forgets all routes."""
+        super().clear()
+        self._unlisted.clear()
 
     def along(self, numel: int, plan: Plan, layout: Layout | None = None) -> Route:
         """The route of a bucket along any plan, whatever the planner thinks of it.
@@ -341,7 +356,8 @@ class Routes(dict[RouteKey, Route]):
         logical = sum(transfer.stop - transfer.start for transfer in first)
         sent = 0.0 if layouts else sum(self._sent_numel(transfer) for step in own for transfer in step)
         whole = len(first) == 1 and (first[0].start, first[0].stop) == run
-        return PhasePart(phase, tuple(own), layouts, whole, len(first), logical, sent)
+        shares = tuple(member_shares(phase, transfer) for transfer in first) if layouts else ()
+        return PhasePart(phase, tuple(own), layouts, shares, whole, len(first), logical, sent)
 
     def _sent_numel(self, transfer: Transfer) -> float:
         place = transfer.members.index(self._rank)

@@ -17,9 +17,9 @@ Of S bytes over n ranks on N nodes, g of them on a node and equal shards as FSDP
 
 The phases of one collective follow one another, each unit's collectives follow those of the unit before it, and no
 collective is cut into chunks: a prediction is rather too long than too short, by what overlaps inside a collective. On
-GPUs collectives overlap with computing (the next unit's weights are gathered while this one computes); on CPUs nothing
-does, because torch's streams are empty there and gloo's work is waited for. Padding of FSDP2's shards to equal sizes is
-left out. Nothing here has been measured on a GPU.
+GPUs collectives overlap with computing (the next unit's weights are gathered while this one computes). On CPUs torch
+waits for each; what `gradwire.fsdp.apply` lets run meanwhile, in the backward pass, is not priced. Padding of FSDP2's
+shards to equal sizes is left out. Nothing here has been measured on a GPU.
 
 Sources: Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data parallel", VLDB 2023, sections 3.2, 3.3
 (units, prefetch, hybrid sharding); torch 2.13, torch/distributed/fsdp/_fully_shard (order of the collectives); Wang et
@@ -557,11 +557,15 @@ def advise_sharded(
 
 
 def offers_of(costs: ShardedCosts, sharded: str) -> tuple[ShardedOffer, ...]:
-    """Every choice for one way of sharding, flat and exact first; choices that save no byte are left out."""
+    """Every choice for one way of sharding, flat and exact first.
+
+    Choices that save no byte are left out, and few bits between ranks of one node, which `gradwire.fsdp.apply` leaves
+    exact.
+    """
     load = costs.workload
     shards = [each for each in SHARDS if _saves(costs, each, load.reduce_nbytes)]
     weights = [each for each in WEIGHTS if _saves(costs, each, load.param_nbytes)]
-    if costs.group_size(sharded) == 1:
+    if sharded == HYBRID or len(costs.cluster.nodes) == 1:  # inside a node nothing is encoded: see `sharded/nodes.py`
         shards, weights = ["exact"], ["exact"]
     several = sharded == HYBRID and len(costs.cluster.nodes) > 1
     found = []

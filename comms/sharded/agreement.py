@@ -5,10 +5,15 @@ Each rank writes down what it found, reads what its row and its column have writ
 two rounds everybody knows of an error anywhere in the grid, and nobody waits for a rank that has given up.
 """
 
-from collections.abc import Iterable
+import json
+import secrets
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
+import torch.distributed as dist
+
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
+from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.bootstrap.store import PollingStore
 
 ROUNDS = 2
@@ -62,3 +67,40 @@ def _read(polling: PollingStore, key: str, rank: int) -> str:
             f"rank {rank} did not call gradwire.fsdp.apply() within the time-out: all ranks of `replicas` and of the "
             "mesh that the model is sharded over must call it"
         ) from failed
+
+
+def board_of_grid(
+    store: Store, name: str, groups: Sequence[dist.ProcessGroup], peers: Iterable[int], timeout: timedelta
+) -> FailureBoard:
+    """Where all ranks of a grid hear that one of them has failed: each waits for its row and its column.
+
+    A rank knows its row and its column alone. Who else there is, is looked up when something has failed.
+
+    Args:
+        store: Shared by all ranks of the default group.
+        name: As for `agree_on_grid`, which has succeeded before.
+        groups: This rank's row and its column, in the same order on all ranks.
+        peers: The ranks of both, in the default group.
+        timeout: For a look-up.
+    """
+    start = secrets.token_hex(8)  # a store may hold what an earlier start of the same job has left
+    for group in groups:
+        starts: list[str] = [start] * group.size()
+        dist.all_gather_object(starts, start, group=group)
+        start = min(starts)
+    rank = dist.get_rank()
+    polling = PollingStore(PrefixStore(f"gradwire/sharded/{name}/{start}", store), timeout)
+    polling.set(f"peers/{rank}", json.dumps(sorted({*peers, rank})))
+
+    def everybody() -> set[int]:
+        found, todo = {rank}, [rank]
+        while todo:
+            key = f"peers/{todo.pop()}"
+            known = set(json.loads(polling.get(key))) if polling.check([key]) else set()
+            todo += known - found
+            found |= known
+        return found
+
+    board = FailureBoard(polling, rank, dist.get_world_size(), everybody)
+    board.publish()
+    return board

@@ -2,23 +2,33 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gradwire.comms.backend.planned_collectives import PlannedCollectives
+from gradwire.comms.backend.process_group import GradwireGroup
 from gradwire.comms.bootstrap.compat import DEFAULT_SHARDED_COMMS, ShardedUnit, sharded_roots, sharded_units, store_of
+from gradwire.comms.bootstrap.failure import FailureBoard
+from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
-from gradwire.comms.sharded.agreement import agree_on_grid
-from gradwire.comms.sharded.collectives import SHARD_CHOICES, WEIGHT_CHOICES, Rounding, install
+from gradwire.comms.sharded.agreement import agree_on_grid, board_of_grid
+from gradwire.comms.sharded.collectives import SHARD_CHOICES, WEIGHT_CHOICES, Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
-from gradwire.comms.sharded.nodes import ShardNodes, find_nodes
-from gradwire.comms.sharded.state import FsdpState
+from gradwire.comms.sharded.nodes import find_nodes
+from gradwire.comms.sharded.overlap import Overlap
+from gradwire.comms.sharded.state import FsdpState, shard_groups
 from gradwire.compressors.rules import rules_from, warn_of_idle
 
 _applied = count()
 """Numbers of the calls of `apply`, in the same order on all ranks of a model."""
+
+_linked: "dict[str, count[int]]" = {}
+"""Group that shares parameters -> numbers for the communicators that are made on it, in the same order on all ranks."""
 
 NOT_SHARDED = (
     "`model` has no module that torch.distributed.fsdp.fully_shard (FSDP2) was called on: call fully_shard on its "
@@ -47,10 +57,11 @@ def apply(
             gradients are averaged by the cheapest plan, or compressed. None: there is no second dimension, or torch
             averages over it (a two-dimensional mesh was given to `fully_shard`).
         shards: What gradients travel as between nodes in the reduce-scatter over the ranks that share parameters:
-            "exact" (torch's own), "bf16", "int8" or "int4". Inside a node they are summed exactly, and all of it is
-            torch's own where those ranks are on one node; `plan="flat"` takes each rank for a node. Rounding to int8
-            and int4 is random and without bias, and nothing is held back.
-        weights: What weights travel as between nodes in the all-gather: "exact" (torch's own), "bf16" or "int8". All
+            "exact", "bf16", "int8" or "int4". Exact ones are planned on CPUs, where that beats the library, on whatever
+            backend; on CUDA they are torch's own, as they are with `plan="flat"`. In fewer bits: inside a node they are
+            summed exactly, and all of it is exact where those ranks are on one node; `plan="flat"` takes each rank for
+            a node. Rounding to int8 and int4 is random and without bias, and nothing is held back.
+        weights: What weights travel as between nodes in the all-gather: "exact" (see `shards`), "bf16" or "int8". All
             ranks compute with the decoded weights; those that the optimizer changes stay exact.
         seed: Of the random rounding.
         config: The configuration; by default what the environment gives.
@@ -91,9 +102,10 @@ def apply(
         f"replicas of {0 if replicas is None else replicas.size()} ranks, shards={shards!r}, weights={weights!r}, "
         f"seed={seed}, {_shapes(units, names)}"
     )
+    number = str(next(_applied))
     agree_on_grid(
         store_of(dist.group.WORLD),
-        str(next(_applied)),
+        number,
         dist.get_rank(),
         _peers(units, replicas),
         wanted,
@@ -105,23 +117,75 @@ def apply(
         warn_of_idle(config.rules, names.numels(), "Patterns are shell-style, of the whole name.")
     for unit in units:
         unit.note_present()
-    state = FsdpState(model, units, names, None if replicas is None else replicas.get_group(), config)
-    if shards != "exact" or weights != "exact":
-        found: dict[tuple[int, ...], ShardNodes] = {}
-
-        def nodes_of(group: dist.ProcessGroup) -> ShardNodes:
-            ranks = tuple(dist.get_process_group_ranks(group))
-            if ranks not in found:
-                found[ranks] = find_nodes(group, config.hostname, flat=config.plan == "flat")
-            return found[ranks]
-
-        rounding = Rounding(seed, dist.get_rank())
-        totals = install(units, names, shards, weights, rules_from(config.rules), rounding, nodes_of)
-        where = sorted({nodes.describe() for nodes in found.values()})
-        state.count_shards(
-            totals, rounding, f"shards {shards}, weights {weights}: parameters shared by {', '.join(where)}"
-        )
+    groups = [*shard_groups(units), *([] if replicas is None or replicas.size() == 1 else [replicas.get_group()])]
+    board = board_of_grid(store_of(dist.group.WORLD), number, groups, _peers(units, replicas), config.timeout)
+    state = FsdpState(model, units, names, None if replicas is None else replicas.get_group(), config, board)
+    links = ShardLinks(units[0].device, config, board, few_bits=shards != "exact" or weights != "exact")
+    rounding = Rounding(seed, dist.get_rank())
+    totals = install(units, names, shards, weights, rules_from(config.rules), rounding, links.of)
+    described = f"shards {shards}, weights {weights}: parameters shared by {links.describe()}" if links.made else ""
+    overlap = Overlap(units) if units[0].device.type == "cpu" else None
+    state.take_links(links.communicators, totals, rounding if totals else None, described, overlap)
     return state
+
+
+class ShardLinks:
+    """What the ranks that share parameters have in common, for each group of them.
+
+    Args:
+        device: Where the model computes.
+        config: The configuration.
+        board: Of all ranks of the grid.
+        few_bits: Something travels in fewer bits between nodes.
+    """
+
+    def __init__(self, device: torch.device, config: Config, board: FailureBoard, *, few_bits: bool) -> None:
+        self.made: dict[tuple[int, ...], ShardLink] = {}
+        self._device = device
+        self._config = config
+        self._board = board
+        self._few_bits = few_bits
+
+    @property
+    def communicators(self) -> list[Communicator]:
+        """Those of the links."""
+        return [link.communicator for link in self.made.values() if link.communicator is not None]
+
+    def of(self, group: dist.ProcessGroup) -> ShardLink:
+        """The link of one group; all its ranks call this at the same point.
+
+        Raises:
+            RuntimeError: A rank did not join.
+        """
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if ranks not in self.made:
+            communicator = self._communicator(group, ranks) if self._device.type == "cpu" else None
+            flat = self._config.plan == "flat"
+            nodes = find_nodes(group, self._config.hostname, flat, communicator) if self._few_bits else None
+            plans = communicator is not None and not isinstance(group, GradwireGroup)
+            planned = PlannedCollectives(communicator) if communicator is not None and plans else None
+            self.made[ranks] = ShardLink(nodes, communicator, planned)
+        return self.made[ranks]
+
+    def describe(self) -> str:
+        """Where the ranks are, in words."""
+        found = {
+            link.nodes.describe() if link.nodes is not None else "exact collectives by plans where they are faster"
+            for link in self.made.values()
+        }
+        return ", ".join(sorted(found))
+
+    def _communicator(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Communicator:
+        return Communicator(
+            store_of(group),
+            group.rank(),
+            group.size(),
+            self._device,
+            replace(self._config, compressor=None),
+            name=f"shards{next(_linked.setdefault(group.group_name, count()))}",
+            group=group,
+            board=self._board.of_group(ranks),
+        )
 
 
 def _error_of_choices(shards: str, weights: str, units: Sequence[ShardedUnit]) -> str | None:

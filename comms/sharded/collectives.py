@@ -1,4 +1,9 @@
-"""FSDP2's reduce-scatter of gradients and all-gather of weights, in fewer bits between nodes.
+"""FSDP2's reduce-scatter of gradients and all-gather of weights: planned where they are exact, or in few bits.
+
+Exact, on a CPU: by a plan wherever that is predicted to beat the library's own, and watched for ranks that are lost. On
+CUDA exact ones stay NCCL's: see `apply`.
+
+In fewer bits between nodes:
 
 Reduce-scatter: inside each node the rows are summed exactly, so that a rank holds its node's sum of the rows of its
 counterparts; it encodes each for its owner, exchanges, and sums what it receives in float32. What the rounding leaves
@@ -13,17 +18,24 @@ Sources: exchange of encoded gradients in place of a reduce-scatter, and encoded
 ZeRO++, 2023. Random rounding of gradients without bias: Alistarh et al., QSGD, NeurIPS 2017, section 3.1.
 """
 
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.bootstrap.compat import ShardedUnit, collective_named
+from gradwire.comms.backend.planned_collectives import PlannedCollectives
+from gradwire.comms.backend.work import FutureWork
+from gradwire.comms.bootstrap.compat import BackendWork, ShardedUnit
+from gradwire.comms.communicator import Communicator
 from gradwire.comms.execute import PhaseTotals
+from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
 from gradwire.comms.sharded.layout import RowRuns, ShardNames, runs_of
-from gradwire.comms.sharded.nodes import ShardNodes
+from gradwire.comms.sharded.nodes import Members, ShardNodes
 from gradwire.comms.sharded.rows import RowCodec, decode_rows, encode_row, payload_nbytes
 from gradwire.compressors.cast import CastCodec
 from gradwire.compressors.kernels.hashing import mix_key
@@ -37,9 +49,6 @@ WEIGHT_CHOICES = ("exact", "bf16", "int8")
 
 SHARD_LEVEL = "between nodes, of the ranks that share parameters"
 """In a report's rows."""
-
-_all_gather = collective_named("all_gather_single", "all_gather_into_tensor")
-_reduce_scatter = collective_named("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def codec_of(choice: str, key: int | None) -> RowCodec:
@@ -74,7 +83,11 @@ class Rounding:
         return mix_key(self.seed, self.calls, self.rank)
 
 
-class _Allocating:
+Job = Callable[[], None]
+"""A collective that has connections of its own: any one thread may carry it out, in the same order on all ranks."""
+
+
+class Allocating:
     """What torch asks of its collectives' objects besides the collective."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -82,7 +95,35 @@ class _Allocating:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class GradientReduceScatter(_Allocating):
+class AllGather(Allocating, ABC):
+    """An all-gather that torch may be given."""
+
+    @abstractmethod
+    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> Job | None:
+        """A call of it as a job; None where it goes over `group`, or stands in a stream. The same on all ranks."""
+
+    @abstractmethod
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> object:
+        """Carries it out; returns what is to be waited for, if anything is."""
+
+
+class ReduceScatter(Allocating, ABC):
+    """A reduce-scatter that torch may be given."""
+
+    @abstractmethod
+    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object) -> Job | None:
+        """See `AllGather.job`."""
+
+    @abstractmethod
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
+    ) -> None:
+        """Carries it out."""
+
+
+class GradientReduceScatter(ReduceScatter):
     """The reduce-scatter of one unit; torch calls it on the stream that it shall run on.
 
     Args:
@@ -126,19 +167,31 @@ class GradientReduceScatter(_Allocating):
             op: SUM, AVG, or PREMUL_SUM of the unit's own factor.
             async_op: Torch never asks for it.
         """
+        self._call(output_tensor, input_tensor, group, op)()
+
+    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object) -> Job | None:
+        """See `AllGather.job`."""
+        return None if input_tensor.is_cuda else self._call(output_tensor, input_tensor, group, op)
+
+    def _call(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object) -> Job:
+        """What is left to do when everything is known that may have changed by the time it is done."""
         nodes, runs = self._nodes, self._runs_of_present()
-        rows = input_tensor.view(group.size(), -1)
         if runs.numel != output_tensor.numel():
             raise RuntimeError(
                 f"FSDP2 reduces rows of {output_tensor.numel()} elements where {runs.numel} were expected: this torch "
                 f"({torch.__version__}) arranges them otherwise than gradwire knows"
             )
-        mine = self._sum_inside(rows)
-        assert nodes.between is not None  # else torch's own is there
+        divisor = divisor_of(op, group.size(), self._unit)
         codec = codec_of(self._choice, self._rounding.next_key())
-        total = self._exchange(nodes.between, codec, runs, mine)
-        total.mul_(self._factor(op, group.size()))
-        output_tensor.copy_(total)
+
+        def run() -> None:
+            mine = self._sum_inside(input_tensor.view(nodes.size, -1))
+            assert nodes.between is not None  # else it is exact
+            total = self._exchange(nodes.between, codec, runs, mine)
+            total.div_(divisor)
+            output_tensor.copy_(total)
+
+        return run
 
     def _runs_of_present(self) -> RowRuns:
         key = tuple(map(id, self._unit.present))
@@ -153,37 +206,47 @@ class GradientReduceScatter(_Allocating):
             return _select(rows, [indices[0] for indices in nodes.members])
         order = [indices[place] for place in nodes.places for indices in nodes.members]
         mine = torch.empty(len(nodes.members), rows.shape[1], dtype=rows.dtype, device=rows.device)
-        _reduce_scatter(mine.view(-1), _select(rows, order).view(-1), op=dist.ReduceOp.SUM, group=nodes.inside)
+        nodes.inside.reduce_scatter(mine.view(-1), _select(rows, order).view(-1))
         return mine
 
-    def _exchange(self, between: dist.ProcessGroup, codec: RowCodec, runs: RowRuns, mine: Tensor) -> Tensor:
+    def _exchange(self, between: Members, codec: RowCodec, runs: RowRuns, mine: Tensor) -> Tensor:
         """(numel) float32: the sum over the nodes of this rank's own row."""
-        own = between.rank()
+        own = between.rank
         nbytes = payload_nbytes(codec, runs, mine.dtype)
-        payloads = torch.zeros(between.size(), nbytes, dtype=torch.uint8, device=mine.device)
+        payloads = torch.zeros(between.size, nbytes, dtype=torch.uint8, device=mine.device)
         for index, number in enumerate(self._nodes.numbers):
             if index != own:
                 encode_row(codec, runs, mine[number], payloads[index])
         received = torch.empty_like(payloads)
-        dist.all_to_all_single(received, payloads, group=between)
+        between.all_to_all(received, payloads)
         self._totals.calls += 1
         self._totals.logical_nbytes += mine.nbytes
-        self._totals.wire_nbytes += nbytes * (between.size() - 1)
+        self._totals.wire_nbytes += nbytes * (between.size - 1)
         others = torch.cat([received[:own], received[own + 1 :]])
         return decode_rows(codec, runs, others, mine.dtype, mine[self._nodes.numbers[own]])
 
-    def _factor(self, op: object, size: int) -> float:
-        if op == dist.ReduceOp.SUM:
-            return 1.0
-        if op == dist.ReduceOp.AVG:
-            return 1.0 / size
-        factor = self._unit.divide_factor
-        if factor is None:
-            raise ValueError(f"`op` is {op}; wanted SUM, AVG, or the factor of set_gradient_divide_factor()")
-        return 1.0 / factor
+
+def divisor_of(op: object, size: int, unit: ShardedUnit) -> float:
+    """What the plain sum is divided by.
+
+    Args:
+        op: SUM, AVG, or PREMUL_SUM of the unit's own factor.
+        size: Ranks.
+        unit: Whose gradients they are.
+
+    Raises:
+        ValueError: It is another one.
+    """
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.AVG:
+        return float(size)
+    if unit.divide_factor is None:
+        raise ValueError(f"`op` is {op}; wanted SUM, AVG, or the factor of set_gradient_divide_factor()")
+    return unit.divide_factor
 
 
-class WeightAllGather(_Allocating):
+class WeightAllGather(AllGather):
     """The all-gather of one unit's weights; torch calls it on the stream that it shall run on.
 
     On a mesh of another size, that of `reshard_after_forward=2`, weights that have been gathered once travel exactly.
@@ -192,7 +255,7 @@ class WeightAllGather(_Allocating):
         runs: Of a row of all the unit's parameters.
         nodes: Where the ranks are.
         choice: "bf16" or "int8", to nearest.
-        exact: Torch's own, for other meshes.
+        exact: For other meshes.
         totals: Counts what was sent.
     """
 
@@ -219,9 +282,20 @@ class WeightAllGather(_Allocating):
         Returns:
             None, for nothing to wait for; torch's work where torch's own is called.
         """
-        nodes, runs = self._nodes, self._runs
-        if nodes.between is None or group.size() != nodes.group.size():
+        if group.size() != self._nodes.size:
             return self._exact(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+        self._gather(output_tensor, input_tensor)
+        return None
+
+    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> Job | None:
+        """See `AllGather.job`."""
+        if input_tensor.is_cuda or group.size() != self._nodes.size:
+            return None
+        return lambda: self._gather(output_tensor, input_tensor)
+
+    def _gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
+        nodes, runs = self._nodes, self._runs
+        assert nodes.between is not None  # else it is exact
         if runs.numel != input_tensor.numel():
             raise RuntimeError(
                 f"FSDP2 gathers rows of {input_tensor.numel()} elements where {runs.numel} were expected: this torch "
@@ -231,21 +305,20 @@ class WeightAllGather(_Allocating):
         payload = torch.empty(nbytes, dtype=torch.uint8, device=input_tensor.device)
         encode_row(self._codec, runs, input_tensor, payload)
         across = torch.empty(len(nodes.members), nbytes, dtype=torch.uint8, device=payload.device)
-        _all_gather(across.view(-1), payload, group=nodes.between)
+        nodes.between.all_gather(across.view(-1), payload)
         by_node = _select(across, [nodes.numbers.index(number) for number in range(len(nodes.members))])
         everyone = by_node.unsqueeze(0)
         if nodes.inside is not None:
             everyone = torch.empty(len(nodes.places), *by_node.shape, dtype=torch.uint8, device=payload.device)
-            _all_gather(everyone.view(-1), by_node.view(-1), group=nodes.inside)
+            nodes.inside.all_gather(everyone.view(-1), by_node.view(-1))
         self._totals.calls += 1
         self._totals.logical_nbytes += input_tensor.nbytes
-        self._totals.wire_nbytes += nbytes * (nodes.between.size() - 1)
-        rows = output_tensor.view(group.size(), -1)
+        self._totals.wire_nbytes += nbytes * (nodes.between.size - 1)
+        rows = output_tensor.view(nodes.size, -1)
         for payloads, place in zip(everyone, nodes.places or (nodes.place,), strict=True):
             for number, indices in enumerate(nodes.members):
                 row = decode_rows(self._codec, runs, payloads[number : number + 1], input_tensor.dtype, None)
                 rows[indices[place]].copy_(row)
-        return None
 
 
 def _select(rows: Tensor, order: Sequence[int]) -> Tensor:
@@ -255,6 +328,145 @@ def _select(rows: Tensor, order: Sequence[int]) -> Tensor:
     return torch.stack([rows[index] for index in order])
 
 
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class ShardLink:
+    """What the ranks of one group that share parameters have in common. Its communicator ends with it.
+
+    Attributes:
+        nodes: Where they are; None where nothing is in fewer bits.
+        communicator: On a CPU.
+        planned: Exact collectives by plans, on a CPU; None where the group itself has such plans.
+    """
+
+    nodes: ShardNodes | None
+    communicator: Communicator | None
+    planned: PlannedCollectives | None
+
+    def __post_init__(self) -> None:
+        if self.communicator is not None:
+            weakref.finalize(self, self.communicator.close)
+
+
+class ExactReduceScatter(ReduceScatter):
+    """The exact reduce-scatter of one unit on a CPU: by a plan where that is faster, and watched in any case.
+
+    Args:
+        unit: Whose.
+        link: Of the ranks that share it.
+        exact: Torch's own.
+    """
+
+    def __init__(self, unit: ShardedUnit, link: ShardLink, exact: Callable[..., object]) -> None:
+        assert link.communicator is not None
+        self._unit = unit
+        self._link = link
+        self._communicator = link.communicator
+        self._exact = exact
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
+    ) -> None:
+        """Writes the sum, or the average, of all ranks' row of this rank to `output_tensor`.
+
+        Args:
+            output_tensor: (numel of a row), floating.
+            input_tensor: (ranks * numel of a row), of the same dtype; overwritten where the sum is planned.
+            group: The ranks.
+            op: SUM, AVG, or PREMUL_SUM of the unit's own factor.
+            async_op: Torch never asks for it.
+        """
+        if (job := self.job(output_tensor, input_tensor, group, op)) is not None:
+            job()
+            return
+        issue = _issuing(self._exact, output_tensor, input_tensor, group, op=op)
+        self._communicator.carry_out("reduce_scatter (of shards)", issue)
+
+    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object) -> Job | None:
+        """See `AllGather.job`."""
+        planned = self._link.planned
+        lacking = op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)  # gloo has no PREMUL_SUM
+        if planned is None or not (lacking or planned.beats_library(REDUCE_SCATTER, input_tensor.nbytes)):
+            return None
+        divisor = divisor_of(op, group.size(), self._unit)
+
+        def run() -> None:
+            self._communicator.carry_out(
+                "reduce_scatter (of shards)",
+                lambda: FutureWork(planned.reduce_scatter(output_tensor, input_tensor, keep=False)),
+                range(group.size()),
+            )
+            if divisor != 1.0:
+                output_tensor.div_(divisor)
+
+        return run
+
+
+class ExactAllGather(AllGather):
+    """The exact all-gather of one unit's weights on a CPU: by a plan where that is faster, and watched in any case.
+
+    Args:
+        link: Of the ranks that share the unit.
+        exact: Torch's own, also for the smaller mesh of `reshard_after_forward=2`.
+    """
+
+    def __init__(self, link: ShardLink, exact: Callable[..., object]) -> None:
+        assert link.communicator is not None
+        self._link = link
+        self._communicator = link.communicator
+        self._exact = exact
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> object:
+        """Fills `output_tensor` with every rank's row.
+
+        Args:
+            output_tensor: (ranks * numel of a row), any dtype.
+            input_tensor: (numel of a row), this rank's; it may be a part of `output_tensor`.
+            group: The ranks.
+            async_op: Return at once.
+
+        Returns:
+            With `async_op` what is to be waited for.
+        """
+        if (job := self.job(output_tensor, input_tensor, group)) is not None:
+            job()
+            return None
+        if async_op:
+            return self._exact(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=True)
+        issue = _issuing(self._exact, output_tensor, input_tensor, group)
+        self._communicator.carry_out("all_gather (of shards)", issue)
+        return None
+
+    def job(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> Job | None:
+        """See `AllGather.job`."""
+        planned = self._link.planned
+        if planned is None or group.size() != self._communicator.size:
+            return None
+        if not planned.beats_library(ALL_GATHER, output_tensor.nbytes):
+            return None
+
+        def run() -> None:
+            self._communicator.carry_out(
+                "all_gather (of shards)",
+                lambda: FutureWork(planned.all_gather(output_tensor, input_tensor)),
+                range(group.size()),
+            )
+
+        return run
+
+
+def _issuing(
+    exact: Callable[..., object], output: Tensor, source: Tensor, group: dist.ProcessGroup, **options: object
+) -> Callable[[], BackendWork]:
+    def issue() -> BackendWork:
+        return cast(
+            BackendWork, exact(output_tensor=output, input_tensor=source, group=group, async_op=True, **options)
+        )
+
+    return issue
+
+
 def install(
     units: Sequence[ShardedUnit],
     names: ShardNames,
@@ -262,9 +474,9 @@ def install(
     weights: str,
     rules: Sequence[Rule],
     rounding: Rounding,
-    nodes_of: Callable[[dist.ProcessGroup], ShardNodes],
+    link_of: Callable[[dist.ProcessGroup], ShardLink],
 ) -> list[PhaseTotals]:
-    """Has units reduce-scatter and all-gather in fewer bits.
+    """Has units reduce-scatter and all-gather by gradwire.
 
     Args:
         units: Of the model; those that are not sharded, or over one rank, are left alone.
@@ -273,10 +485,10 @@ def install(
         weights: One of `WEIGHT_CHOICES`.
         rules: Which parameters travel as they are: those that a rule gives the compressor "none".
         rounding: Of the model.
-        nodes_of: Where the ranks of a group are; called on all its ranks alike.
+        link_of: What the ranks of a group have in common; called on all its ranks alike.
 
     Returns:
-        What is counted of them from now on.
+        What is counted from now on of collectives in fewer bits.
     """
     reduced = PhaseTotals(0, f"reduce_scatter {shards}", SHARD_LEVEL)
     gathered = PhaseTotals(0, f"all_gather {weights}", SHARD_LEVEL)
@@ -284,10 +496,16 @@ def install(
         group = unit.shard_group
         if group is None or group.size() == 1:
             continue
-        nodes = nodes_of(group)
-        if shards != "exact" and nodes.between is not None:
+        link = link_of(group)
+        if link.communicator is not None:
+            unit.set_reduce_scatter(ExactReduceScatter(unit, link, unit.reduce_scatter))
+            unit.set_all_gather(ExactAllGather(link, unit.all_gather))
+        nodes = link.nodes
+        if nodes is None or nodes.between is None:
+            continue
+        if shards != "exact":
             unit.set_reduce_scatter(GradientReduceScatter(unit, names, nodes, shards, rules, rounding, reduced))
-        if weights != "exact" and nodes.between is not None:
+        if weights != "exact":
             runs = runs_of(names.of(unit.parameters), rules)
             unit.set_all_gather(WeightAllGather(runs, nodes, weights, unit.all_gather, gathered))
     return [total for total, choice in ((reduced, shards), (gathered, weights)) if choice != "exact"]

@@ -6,14 +6,118 @@ send it once for each rank of the node.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 
+from gradwire.comms.bootstrap.compat import collective_named
 from gradwire.comms.bootstrap.placement import host_identity
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.transport.groups import Transport
+from gradwire.compressors.base import Work
 
 log = logging.getLogger("gradwire")
+
+_all_gather = collective_named("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = collective_named("reduce_scatter_single", "reduce_scatter_tensor")
+
+LANES = {"inside": (-1, 0), "between": (-2, 0)}
+"""Of the two steps, in a communicator whose plans have lanes from (0, 0) on."""
+
+
+class Members(Protocol):
+    """The collectives of one step. Tensors are contiguous, and of one numel and dtype on all ranks."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """In the order of the parts below: indices in the group of all that share parameters."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
+        """Fills `output` with this rank's part of the sum of `source` (numel = size * output.numel()), overwritten."""
+
+    def all_gather(self, output: Tensor, source: Tensor) -> None:
+        """Fills `output` (numel = size * source.numel()) with every rank's `source`."""
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> None:
+        """Sends the r-th of `size` equal parts of `source` to rank r; `output` has the same shape."""
+
+
+class TorchMembers:
+    """By torch's own groups: on CUDA they are in the order of the current stream.
+
+    Args:
+        group: Of these ranks.
+        everyone: The ranks that share parameters, in the default group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, everyone: Sequence[int]) -> None:
+        self._group = group
+        self.ranks = [everyone.index(one) for one in dist.get_process_group_ranks(group)]
+        self.rank = group.rank()
+        self.size = group.size()
+
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
+        """See `Members`."""
+        _reduce_scatter(output, source, op=dist.ReduceOp.SUM, group=self._group)
+
+    def all_gather(self, output: Tensor, source: Tensor) -> None:
+        """See `Members`."""
+        _all_gather(output, source, group=self._group)
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> None:
+        """See `Members`."""
+        dist.all_to_all_single(output, source, group=self._group)
+
+
+class LinkedMembers:
+    """By gradwire's transports on the CPU: shared memory inside a node, both directions at once between nodes.
+
+    Args:
+        communicator: Of all ranks that share parameters.
+        ranks: Of these, ascending.
+        step: `inside` or `between`.
+    """
+
+    def __init__(self, communicator: Communicator, ranks: Sequence[int], step: str) -> None:
+        self._communicator = communicator
+        self._step = step
+        self._lane = LANES[step]
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(communicator.rank)
+        self.size = len(self.ranks)
+
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
+        """See `Members`."""
+        bounds = [output.numel() * number for number in range(self.size + 1)]
+        self._carry_out("reduce_scatter", lambda on: on.reduce_scatter(source, bounds))
+        output.copy_(source[bounds[self.rank] : bounds[self.rank + 1]])
+
+    def all_gather(self, output: Tensor, source: Tensor) -> None:
+        """See `Members`."""
+        self._carry_out("all_gather", lambda on: on.all_gather(output, source))
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> None:
+        """See `Members`."""
+        self._carry_out("all_to_all", lambda on: on.all_to_all(output, source))
+
+    def _carry_out(self, op: str, issue: Callable[[Transport], Work]) -> None:
+        where = "inside the node" if self._step == "inside" else "between nodes"
+        self._communicator.carry_out(
+            f"{op} {where} (of shards)",
+            lambda: issue(self._communicator.transport(self._lane, self.ranks)),
+            self.ranks,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,21 +125,21 @@ class ShardNodes:
     """The ranks of one group by node; all nodes hold as many.
 
     Attributes:
-        group: All of them.
-        members: For each node, indices in `group`; the place of a rank in its node is its place here.
+        size: All of them.
+        members: For each node, indices in the group; the place of a rank in its node is its place here.
         place: This rank's place in its node.
         inside: The ranks of this node; None where it is this rank alone.
-        places: For each rank of `inside`, in that group's order, its place.
+        places: For each rank of `inside`, in that order, its place.
         between: The ranks of this place; None where there is one node.
-        numbers: For each rank of `between`, in that group's order, the number of its node.
+        numbers: For each rank of `between`, in that order, the number of its node.
     """
 
-    group: dist.ProcessGroup
+    size: int
     members: tuple[tuple[int, ...], ...]
     place: int
-    inside: dist.ProcessGroup | None
+    inside: Members | None
     places: tuple[int, ...]
-    between: dist.ProcessGroup | None
+    between: Members | None
     numbers: tuple[int, ...]
 
     def describe(self) -> str:
@@ -61,41 +165,50 @@ def arrange(hosts: Sequence[object]) -> tuple[tuple[int, ...], ...]:
     return found
 
 
-def find_nodes(group: dist.ProcessGroup, hostname: str | None, flat: bool) -> ShardNodes:
+def find_nodes(
+    group: dist.ProcessGroup, hostname: str | None, flat: bool, communicator: Communicator | None
+) -> ShardNodes:
     """Asks the ranks of a group where they are, and makes the groups of the two steps; all ranks of the group call it.
 
     Args:
         group: Of the default group's ranks.
         hostname: What the configuration names this host; None takes the system's.
         flat: Take each rank for a node of its own.
+        communicator: Of the same ranks, on a CPU; None takes torch's groups.
     """
-    hosts: list[object] = [None] * group.size()
-    dist.all_gather_object(hosts, host_identity(hostname), group=group)
+    if communicator is not None:
+        hosts: list[object] = [communicator.cluster.unit(rank, 0) for rank in range(group.size())]
+    else:
+        hosts = [None] * group.size()
+        dist.all_gather_object(hosts, host_identity(hostname), group=group)
     members = arrange(range(group.size()) if flat else hosts)
     rank = group.rank()
     node = next(indices for indices in members if rank in indices)
     place = node.index(rank)
-    everyone = dist.get_process_group_ranks(group)
     # First the inner groups on all ranks, then the outer ones: nobody waits in a circle.
-    inside = _part(group, [everyone[index] for index in node])
-    between = _part(group, [everyone[indices[place]] for indices in members])
-    places = [node.index(everyone.index(one)) for one in _ranks(inside)]
-    numbers = [
-        next(number for number, indices in enumerate(members) if everyone.index(one) in indices)
-        for one in _ranks(between)
-    ]
-    return ShardNodes(group, members, place, inside, tuple(places), between, tuple(numbers))
+    inside = _part(group, communicator, node, "inside")
+    between = _part(group, communicator, sorted(indices[place] for indices in members), "between")
+    places = [] if inside is None else [node.index(one) for one in inside.ranks]
+    numbers = [] if between is None else [_node_of(members, one) for one in between.ranks]
+    return ShardNodes(group.size(), members, place, inside, tuple(places), between, tuple(numbers))
 
 
-def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    return [] if group is None else dist.get_process_group_ranks(group)
+def _node_of(members: Sequence[Sequence[int]], index: int) -> int:
+    return next(number for number, indices in enumerate(members) if index in indices)
 
 
-def _part(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup | None:
-    """The group of some of a group's ranks: itself where they are all, None where there is one."""
-    if len(ranks) == 1:
+def _part(
+    group: dist.ProcessGroup, communicator: Communicator | None, indices: Sequence[int], step: str
+) -> Members | None:
+    """Some of a group's ranks; None where it is one rank alone."""
+    if len(indices) == 1:
         return None
-    if len(ranks) == group.size():
-        return group
-    part: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc="gradwire_sharded")
-    return part
+    if communicator is not None:
+        return LinkedMembers(communicator, indices, step)
+    everyone = dist.get_process_group_ranks(group)
+    if len(indices) == group.size():
+        return TorchMembers(group, everyone)
+    part = dist.new_group(
+        [everyone[index] for index in indices], use_local_synchronization=True, group_desc="gradwire_sharded"
+    )
+    return TorchMembers(part, everyone)

@@ -2,15 +2,18 @@
 
 FSDP2 reduce-scatters a unit's gradients over the ranks that share its parameters; then it calls a hook with this rank's
 row, which the state averages over the replicas. What the hook is given is divided by the number of shards only. torch
-goes on as soon as the hook returns: on a CPU it waits for the average, on CUDA the average is in the order of the
-stream that the hook runs on.
+goes on as soon as the hook returns: on CUDA the average is in the order of the stream that the hook runs on. On a CPU
+it is under way until the end of the backward pass, where torch makes nothing but views of it until then; else the hook
+waits for it.
 """
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,22 +21,26 @@ from torch import Tensor, nn
 
 from gradwire.comms.autotune.stepwatch import JobAdvice, StepWatch, advise_job
 from gradwire.comms.bootstrap.compat import (
+    BackendWork,
     ShardedParameter,
     ShardedUnit,
     at_end_of_sharded_backward,
     sharded_units,
     store_of,
 )
+from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, normalize, pack, unpack
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, LossScaler, is_finite
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket, Launch, PhaseTotals, Times
+from gradwire.comms.execute import Bucket, FutureTensor, Launch, PhaseTotals
 from gradwire.comms.hook import is_timed
+from gradwire.comms.observe.observer import Observer
 from gradwire.comms.plan.advise import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.sharded.collectives import Rounding
 from gradwire.comms.sharded.layout import ShardNames
+from gradwire.comms.sharded.overlap import Overlap
 from gradwire.compressors.base import StateDict
 
 log = logging.getLogger("gradwire")
@@ -43,6 +50,9 @@ SHARDS = PREFIX + "shards"
 
 ROUNDING = PREFIX + "rounding"
 """Key in a rank's entry: reduce-scatters so far, from which the random rounding of the next one follows."""
+
+OF_SHARDS = ", of the ranks that share parameters"
+"""Behind a level's name in a report's rows."""
 
 _numbers: "dict[str, count[int]]" = {}
 """Replica group -> numbers for the states that are made on it, in the same order on all ranks."""
@@ -57,6 +67,7 @@ class FsdpState:
         names: Of its parameters.
         replicas: The ranks that hold the same shards as this one; None leaves the gradients to torch.
         config: The configuration.
+        board: Where all ranks of the grid hear that one of them has failed.
 
     Raises:
         RuntimeError: A replica did not join within the time-out.
@@ -70,6 +81,7 @@ class FsdpState:
         names: ShardNames,
         replicas: dist.ProcessGroup | None,
         config: Config,
+        board: FailureBoard,
     ) -> None:
         self.config = config
         self.steps = 0
@@ -79,25 +91,30 @@ class FsdpState:
         self._names = names
         self._communicator: Communicator | None = None
         self._compression: Compression | None = None
-        self._shard_groups = _distinct(units)
+        self._shard_groups = shard_groups(units)
         self._partial: dict[int, tuple[tuple[ShardedParameter, ...], Tensor]] = {}
         """Unit -> whose gradients, and their sum over the micro-batches that have not been averaged."""
+        self._links: tuple[Communicator, ...] = ()
+        self._torchs = [(unit.all_gather, unit.reduce_scatter) for unit in units]
+        self._overlap: Overlap | None = None
         self._shard_totals: tuple[PhaseTotals, ...] = ()
         self._rounding: Rounding | None = None
         self._described = ""
         self._in_step = False
         self._reduced: set[int] = set()
         self._finite = True
-        self._times: list[Times] = []
+        self._under_way: list[tuple[Tensor, FutureTensor]] = []
+        """On a CPU: averages that torch has made gradients of already."""
+        self._buckets: list[Bucket] = []
         self._sizes: list[int] = []
         self._last_sizes: list[int] = []
         if replicas is not None:
-            self._connect(replicas, units[0].device)
+            self._connect(replicas, units[0].device, board)
             for unit in units:
                 unit.set_hook(lambda flat, unit=unit: self._reduce(unit, flat))  # type: ignore[misc]
             at_end_of_sharded_backward(units, self._end_backward)
 
-    def _connect(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def _connect(self, group: dist.ProcessGroup, device: torch.device, board: FailureBoard) -> None:
         config = self.config
         if config.compressor not in (None, "none"):
             self._compression = Compression(
@@ -113,21 +130,37 @@ class FsdpState:
             name=f"sharded{next(_numbers.setdefault(group.group_name, count()))}",
             compressor=self._compression.compressor if self._compression else None,
             group=group,
+            board=board.of_group(dist.get_process_group_ranks(group)),
         )
         weakref.finalize(self, self._communicator.close)
         self._communicator.executor.checking = self._compression is not None
         self._communicator.routes.settle(BUCKET_NBYTES)
         self._communicator.connect(BUCKET_NBYTES)
         self._watch = StepWatch(self._communicator.clock)
+        self._observer = Observer(self._communicator, config, group)
+        weakref.finalize(self, self._observer.close)
 
-    def count_shards(self, totals: Sequence[PhaseTotals], rounding: Rounding, described: str) -> None:
+    def take_links(
+        self,
+        communicators: Sequence[Communicator],
+        totals: Sequence[PhaseTotals],
+        rounding: Rounding | None,
+        described: str,
+        overlap: Overlap | None,
+    ) -> None:
         """Takes in what goes on between the ranks that share parameters.
 
         Args:
+            communicators: On a CPU, of this rank's groups of several ranks; they end with the model, or with `close`.
             totals: Counted while the model trains; for reports.
-            rounding: Saved and restored with the state.
+            rounding: Saved and restored with the state; None where nothing is rounded.
             described: In one line.
+            overlap: Carries the collectives out, on a CPU.
         """
+        self._overlap = overlap
+        if overlap is not None:
+            at_end_of_sharded_backward(self._units, self._settle_shards)
+        self._links = tuple(communicators)
         self._shard_totals = tuple(totals)
         self._rounding = rounding
         self._described = described
@@ -137,11 +170,14 @@ class FsdpState:
 
         Torch's own collectives are not in it; of those in fewer bits, calls and bytes between nodes are.
         """
-        rows = tuple(replace(total) for total in self._shard_totals)
+        rows = [replace(total) for total in self._shard_totals]
+        for link in self._links:
+            rows += [replace(row, level=f"{row.level}{OF_SHARDS}") for row in link.executor.totals()]
+        described = [self._described] if rows else []
         if self._communicator is None:
-            return Report(self._described or "torch's own collectives", (), rows, 0, self.steps)
-        found = self._communicator.report(self.steps)
-        return replace(found, plans=(*found.plans, *([self._described] if rows else [])), rows=(*found.rows, *rows))
+            return Report(self._described or "torch's own collectives", (), tuple(rows), 0, self.steps)
+        found = self._observer.add_to(self._communicator.report(self.steps))
+        return replace(found, plans=(*found.plans, *described), rows=(*found.rows, *rows))
 
     def advise(self, optimizer: str = "sgd") -> JobAdvice:
         """Recommends a plan and a compressor between replicas, from what this rank has measured.
@@ -232,9 +268,21 @@ class FsdpState:
         self._take_over(own)
 
     def close(self) -> None:
-        """Ends the threads and releases shared memory; happens by itself when the state is collected or at exit."""
+        """Ends the threads and releases shared memory; happens by itself when the model is collected or at exit.
+
+        Torch's own collectives are put back between the ranks that share parameters, so the model can still be
+        evaluated; with `replicas` it can be trained no more.
+        """
+        for unit, (all_gather, reduce_scatter) in zip(self._units, self._torchs, strict=True):
+            unit.set_all_gather(all_gather)
+            unit.set_reduce_scatter(reduce_scatter)
         if self._communicator is not None:
-            self._communicator.close()
+            self._observer.close()
+        if self._overlap is not None:
+            self._overlap.close()
+        for communicator in (self._communicator, *self._links):
+            if communicator is not None:
+                communicator.close()
 
     def _own_state(self) -> StateDict:
         own: StateDict = {}
@@ -291,21 +339,49 @@ class FsdpState:
         self._reduced.add(id(unit))
         compression = self._compression
         layout = None if compression is None else self._names.layout(present)
-        bucket = Bucket.of(flat, layout, communicator.clock.now() if communicator.executor.timing else None)
+        index, contents = len(self._buckets), self._observer.contents
+        if index not in contents or contents[index][0] != flat.numel():
+            contents[index] = flat.numel(), tuple(shard.name for shard in self._names.of(present))
+        bucket = Bucket.of(flat, layout, communicator.clock.now() if communicator.executor.timing else None, index)
         scale = 1.0 / communicator.size if unit.divide_factor is None else 1.0
         launch = Launch((flat,), layout, (bucket,))
         try:
             communicator.start(launch, scale=scale, flush=compression is not None and compression.flushing)
-            bucket.result().wait()
+            future = bucket.result()
+            self._under_way.append((flat, future))
+            if flat.is_cuda or not unit.keeps(present, flat.dtype):
+                self._settle()
         except BaseException:
             self._finite = False  # whoever catches it and goes on: this step's state is dropped
             raise
         if flat.is_cuda:  # allocated on the stream of the reduce-scatter; torch drops it while this stream writes to it
             flat.record_stream(torch.cuda.current_stream(flat.device))
-        elif compression is not None:
-            self._finite = is_finite(flat) and self._finite
-        self._times.append(bucket.times)
+        self._buckets.append(bucket)
         self._sizes.append(flat.nbytes)
+
+    def _settle_shards(self) -> None:
+        """Waits for reduce-scatters that are under way. Also keeps this state as long as its model."""
+        if self._overlap is not None:
+            self._overlap.settle()
+
+    def _settle(self) -> None:
+        """Waits for the averages that are under way; on CUDA in the order of the stream.
+
+        Raises:
+            RuntimeError: One of them failed; none is under way any more.
+        """
+        under_way, self._under_way = self._under_way, []
+        failed: RuntimeError | None = None
+        for flat, future in under_way:
+            try:
+                future.wait()
+            except RuntimeError as error:
+                failed = failed or error
+            if self._compression is not None and not flat.is_cuda and self._finite:
+                self._finite = is_finite(flat)
+        if failed is not None:
+            self._finite = False
+            raise failed
 
     def _whole_sum(self, unit: ShardedUnit, present: tuple[ShardedParameter, ...], flat: Tensor) -> bool:
         """Adds up micro-batches: `flat` becomes zero but for the last, where it becomes the sum.
@@ -335,6 +411,7 @@ class FsdpState:
         self._finite = True
         if communicator.device.type == "cuda":
             communicator.executor.timing = is_timed(self.steps)
+        self._observer.step_began()
         if self._compression is not None and self._compression.follows_scaler:
             with communicator.alone():
                 self._compression.begin_step()
@@ -361,6 +438,7 @@ class FsdpState:
             )
 
     def _end_step(self, communicator: Communicator) -> None:
+        self._settle()
         self._in_step = False
         self.steps += 1
         self._reduced.clear()
@@ -372,18 +450,21 @@ class FsdpState:
                     self._compression.end_step_on_device(self._agreed_extremes(communicator), ())
             else:
                 self._compression.decide(self._agreed(), ())
-        times, self._times = self._times, []
+        buckets, self._buckets = self._buckets, []
+        times = [bucket.times for bucket in buckets]
         self._last_sizes, self._sizes = self._sizes, []
         if communicator.executor.timing:
             self._watch.step_ended(times)
         else:
             self._watch.step_passed()
+        self._observer.step_ended(self.steps, buckets, self.report)
 
     def _agreed(self) -> bool:
         """Whether the step is finite on all ranks: other ranks hold other shards."""
         verdict = torch.tensor(int(self._finite), dtype=torch.int32)
-        for group in self._shard_groups:
-            dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=group)
+        for group, link in zip(self._shard_groups, self._links, strict=True):
+            issue = partial(dist.all_reduce, verdict, op=dist.ReduceOp.MIN, group=group, async_op=True)
+            link.carry_out("agreement on whether the step is finite", cast(Callable[[], BackendWork], issue))
         return bool(verdict)
 
     def _agreed_extremes(self, communicator: Communicator) -> list[Tensor]:
@@ -398,7 +479,7 @@ class FsdpState:
         return [torch.where(verdict.bool(), 0.0, torch.inf)]
 
 
-def _distinct(units: Sequence[ShardedUnit]) -> list[dist.ProcessGroup]:
+def shard_groups(units: Sequence[ShardedUnit]) -> list[dist.ProcessGroup]:
     """The groups of several ranks that parameters are sharded over; equal ones once."""
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for unit in units:

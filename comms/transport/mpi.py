@@ -61,7 +61,7 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> "MpiGroup
     store.set(f"mpi/{rank}", f"{world.Get_rank()}/{world.Get_size()}")
     keys = [f"mpi/{each}" for each in range(size)]
     store.wait(keys, timeout)
-    places = [tuple(map(int, store.get(key).decode().split("/"))) for key in keys]
+    places = [tuple(map(int, place.decode().split("/"))) for place in store.multi_get(keys)]
     numbers = [number for number, _ in places]
     if len(set(numbers)) != size or {total for _, total in places} != {world.Get_size()}:
         raise ValueError(

@@ -1,27 +1,46 @@
-"""How the ranks of a node come to share one file in /dev/shm, all of them or none, and leave no file behind."""
+"""How the ranks of a node come to share memory, all of them or none, and leave nothing behind.
 
+The memory is a file without a name (`memfd_create`): when its last process ends, however it ends, it is gone. The first
+rank makes it and hands its descriptor to the others over a socket, whose name the kernel forgets, too (man 7 unix,
+abstract sockets). A rank that ends while the group is made closes its connection, so it is named at once.
+"""
+
+import errno
 import json
+import logging
 import os
 import secrets
+import selectors
+import socket
+import stat
+import struct
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
 from gradwire._native import SharedMemoryGroup, shm_segment_nbytes
+from gradwire.comms.bootstrap.store import Naps
 from gradwire.comms.errors import PeerError
 
+log = logging.getLogger("gradwire")
+
 FOLDER = Path("/dev/shm")
-"""Where Linux mounts a tmpfs for shared memory (man 7 shm_overview)."""
+"""Where ranks meet that share this folder and not the network namespace: they see no abstract socket of each other."""
 
-SHORTEST_PAUSE_SECONDS = 0.001
-LONGEST_PAUSE_SECONDS = 0.05
-"""Between two looks into the store: a question to a TCPStore takes some 0.1 ms of its one thread."""
+LONGEST_LOOK_SECONDS = 0.25
+"""Between two looks of the first rank into the store, for what ranks say there that cannot connect."""
 
-FAILED = "failed"
+LATE_SECONDS = 5.0
+"""Beyond the time-out, for the first rank to say who is missing."""
+
+MESSAGE_NBYTES = 1 << 16
+"""At most, of what ranks say to each other here; a line each."""
+
+FAILED, ELSEWHERE, DOOR, FOLDER_DOOR = "failed", "elsewhere", "door", "folder_door"
 
 
 class _Rendezvous:
@@ -30,125 +49,348 @@ class _Rendezvous:
     def __init__(self, store: Store, key: str, deadline: float) -> None:
         self._store = store
         self._key = key
-        self._deadline = deadline
+        self.deadline = deadline
 
     def say(self, word: str, value: str) -> None:
         self._store.set(f"{self._key}/{word}", value)
 
-    def has(self, word: str) -> bool:
-        return bool(self._store.check([f"{self._key}/{word}"]))
+    def find(self, word: str) -> str | None:
+        """A word, where it is there."""
+        if not self._store.check([f"{self._key}/{word}"]):
+            return None
+        return str(self._store.get(f"{self._key}/{word}").decode())
 
     def fail(self, message: str) -> None:
-        """Gives the reason to every rank that listens now or later; the store itself may be what has failed."""
+        """Gives the first rank, which tells the others, a reason; the store itself may be what has failed."""
         with suppress(RuntimeError):  # our own error is the one to report
             self.say(FAILED, message)
 
-    def hear(self, word: str, missing: Callable[[], tuple[int, ...]]) -> str:
-        """Polls for a word, and for another rank's failure.
+    def hear(self, word: str) -> str:
+        """Waits for a word of the first rank.
 
         A `wait` of the store's own, cut into slices, would make TCPStore log every slice.
 
         Raises:
-            PeerError: A rank has failed, or the deadline has passed: names the ranks that `missing()` returns.
+            PeerError: It did not come before the deadline.
         """
-        pause_seconds = SHORTEST_PAUSE_SECONDS
-        while not self.has(word):
-            if self.has(FAILED):
-                if self.has(word):  # it came before the failure, and says more
-                    break
-                raise PeerError(self._store.get(f"{self._key}/{FAILED}").decode())
-            if time.monotonic() > self._deadline:
-                absent = missing()
-                raise PeerError(
-                    f"ranks {absent} did not come to the set-up of the shared-memory group {self._key!r} "
-                    "within `timeout`",
-                    absent,
-                )
-            time.sleep(pause_seconds)
-            pause_seconds = min(2 * pause_seconds, LONGEST_PAUSE_SECONDS)
-        return str(self._store.get(f"{self._key}/{word}").decode())
+        naps = Naps()
+        while (said := self.find(word)) is None:
+            if time.monotonic() > self.deadline:
+                raise self.absent([0])
+            naps.sleep(self.deadline)
+        return said
+
+    def absent(self, ranks: Sequence[int]) -> PeerError:
+        """Says who is missing."""
+        ranks = tuple(ranks)
+        return PeerError(
+            f"ranks {ranks} did not come to the set-up of the shared-memory group {self._key!r} within `timeout`", ranks
+        )
+
+    def ended(self, rank: int) -> PeerError:
+        """Says that a rank has ended."""
+        return PeerError(
+            f"rank {rank} has ended during the set-up of the shared-memory group {self._key!r}: look at its output",
+            (rank,),
+        )
 
 
-def _allocate(path: Path, nbytes: int) -> None:
-    """Makes a file of `nbytes` that is really there: a tmpfs too small fails here and not with SIGBUS later.
+class _Line:
+    """A connection between two ranks of one user: lines of JSON, and one descriptor.
+
+    Raises:
+        OSError: The other end belongs to another user, is gone, or says what no rank says.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._heard = b""
+        self.ended = False
+        _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid != os.getuid():
+            raise PermissionError(errno.EPERM, f"a process of user {uid} has called; this one is of user {os.getuid()}")
+
+    def say(self, **said: object) -> None:
+        self.socket.sendall(json.dumps(said).encode() + b"\n")
+
+    def give(self, descriptor: int) -> None:
+        socket.send_fds(self.socket, [b"\n"], [descriptor])
+
+    def take(self, deadline: float) -> int | None:
+        """The descriptor that comes; None where the other end has closed instead."""
+        self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
+        data, descriptors, _, _ = socket.recv_fds(self.socket, 1, 1)
+        self.ended = not data
+        if descriptors:
+            return descriptors[0]
+        self._heard += data  # of the reason why there is none
+        return None
+
+    def hear(self, deadline: float) -> dict[str, object] | None:
+        """The next line; None where the other end has closed instead. TimeoutError after the deadline."""
+        while (line := self.read()) is None and not self.ended:
+            self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            self.feed()
+        return line
+
+    def feed(self) -> None:
+        """Takes in what has arrived."""
+        try:
+            data = self.socket.recv(4096)
+        except ConnectionResetError:
+            data = b""
+        self.ended = not data
+        self._heard += data
+        if len(self._heard) > MESSAGE_NBYTES:
+            raise OSError(errno.EMSGSIZE, "a rank says too much")
+
+    def read(self) -> dict[str, object] | None:
+        """The next line that has arrived whole."""
+        line, newline, rest = self._heard.partition(b"\n")
+        if not newline:
+            return None
+        self._heard = rest
+        said = json.loads(line)
+        if not isinstance(said, dict):
+            raise OSError(errno.EBADMSG, "what has come is not from a rank")
+        return said
+
+
+def _allocate(nbytes: int) -> int:
+    """Makes memory of `nbytes` that is really there, and returns its descriptor: where there is none, this fails.
 
     Raises:
         OSError: With what was found, what was wanted and what to do.
     """
     try:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        descriptor = os.memfd_create("gradwire", os.MFD_CLOEXEC)
     except OSError as error:
         raise OSError(
-            error.errno,
-            f"cannot make a shared-memory file in {path.parent}: {error.strerror}; the folder "
-            "must exist and be writable for this user (mode 1777)",
+            error.errno, f"cannot make shared memory: {error.strerror}; the system must allow memfd_create"
         ) from error
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
-        facts = os.statvfs(path.parent)
-        path.unlink(missing_ok=True)
+        os.close(descriptor)
         raise OSError(
             error.errno,
-            f"cannot allocate shared memory: {error.strerror}; {path.parent} has "
-            f"{facts.f_bavail * facts.f_frsize} bytes free, wanted {nbytes}: enlarge it (docker run "
-            "--shm-size=1g, mount -o remount,size=1g) or pass a smaller `block_nbytes`",
+            f"cannot allocate shared memory: {error.strerror}; wanted {nbytes} bytes: give the container or job more "
+            "memory, or pass a smaller `block_nbytes`",
         ) from error
-    finally:
-        os.close(descriptor)
+    return descriptor
 
 
-def _offer(words: _Rendezvous, size: int, block_nbytes: int) -> Path:
-    """Rank 0's part: makes the file. Its name is published first, so that survivors can unlink it if we die."""
-    path = FOLDER / f"gradwire-{secrets.token_hex(16)}"
-    words.say("path", str(path))
-    try:
-        _allocate(path, shm_segment_nbytes(size, block_nbytes))
-    except OSError as error:
-        words.say("made", json.dumps({"error": error.strerror, "errno": error.errno}))
-        raise
-    words.say("made", json.dumps({"size": size, "block_nbytes": block_nbytes}))
-    return path
+class _First:
+    """Rank 0 of the group: makes the memory, hands it out, and says when all have it, or why not.
+
+    Args:
+        words: What the ranks say in the store.
+        size: Number of ranks.
+        closing: Closes what is opened here.
+    """
+
+    def __init__(self, words: _Rendezvous, size: int, closing: ExitStack) -> None:
+        self._words = words
+        self._size = size
+        self._closing = closing
+        self._selector = closing.enter_context(selectors.DefaultSelector())
+        self._name = f"gradwire-{secrets.token_hex(16)}"
+        self._lines: dict[int, _Line] = {}
+        self._mapped = {0}
+
+    def open(self, block_nbytes: int, map_it: Callable[[int], SharedMemoryGroup]) -> SharedMemoryGroup:
+        try:
+            descriptor = _allocate(shm_segment_nbytes(self._size, block_nbytes))
+        except OSError as error:
+            self._words.say(DOOR, json.dumps({"error": error.strerror, "errno": error.errno}))
+            raise
+        native = map_it(descriptor)  # and owns the descriptor from now on
+        if self._size == 1:
+            return native
+        self._listen(f"\0{self._name}")
+        offer = {"name": self._name, "network": _network(), "size": self._size, "block_nbytes": block_nbytes}
+        self._words.say(DOOR, json.dumps(offer))
+        try:
+            self._hand_out(descriptor)
+        except PeerError as error:
+            self._tell(failed=str(error), missing=error.missing)
+            raise
+        except BaseException as error:
+            self._tell(failed=f"rank 0 could not set the group up: {type(error).__name__}: {error}", missing=())
+            raise
+        self._tell(go=True)
+        return native
+
+    def _listen(self, name: str) -> None:
+        listener = self._closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.bind(name)
+        listener.listen(self._size)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def _hand_out(self, descriptor: int) -> None:
+        """Returns when all ranks have mapped the memory.
+
+        Raises:
+            PeerError: One has ended, has failed, or has not come.
+        """
+        next_look = 0.0
+        look_seconds = LONGEST_LOOK_SECONDS / 8
+        in_folder = False
+        while len(self._mapped) < self._size:
+            for key, _ in self._selector.select(look_seconds):
+                if isinstance(key.data, _Line):
+                    self._hear(key.data, descriptor)
+                elif isinstance(key.fileobj, socket.socket):
+                    self._accept(key.fileobj)
+            now = time.monotonic()
+            if now >= next_look:
+                look_seconds = min(2 * look_seconds, LONGEST_LOOK_SECONDS)
+                next_look = now + look_seconds
+                self._look_for_failures()
+                if not in_folder and (rank := self._words.find(ELSEWHERE)) is not None:
+                    in_folder = True
+                    self._listen_in_folder(rank)
+            if now > self._words.deadline:
+                raise self._words.absent([rank for rank in range(self._size) if rank not in self._mapped])
+
+    def _accept(self, listener: socket.socket) -> None:
+        connection = self._closing.enter_context(listener.accept()[0])
+        try:
+            line = _Line(connection)
+        except OSError as error:
+            log.warning("%s", error)
+            connection.close()
+            return
+        self._selector.register(connection, selectors.EVENT_READ, line)
+
+    def _hear(self, line: _Line, descriptor: int) -> None:
+        line.feed()
+        while (said := line.read()) is not None:
+            rank = said["rank"]
+            assert isinstance(rank, int)
+            if "mapped" in said:
+                self._mapped.add(rank)
+            else:
+                self._lines[rank] = line
+                line.give(descriptor)
+        if line.ended:
+            self._selector.unregister(line.socket)
+            self._look_for_failures()
+            for rank, known in self._lines.items():
+                if known is line:
+                    raise self._words.ended(rank)
+
+    def _look_for_failures(self) -> None:
+        if (failed := self._words.find(FAILED)) is not None:
+            raise PeerError(failed)
+
+    def _listen_in_folder(self, rank: str) -> None:
+        path = FOLDER / f"{self._name}.sock"
+        log.info("rank %s is in another network namespace: the ranks of its node meet at %s", rank, path)
+        _sweep()
+        self._closing.callback(path.unlink, missing_ok=True)
+        self._listen(str(path))
+        self._words.say(FOLDER_DOOR, str(path))
+
+    def _tell(self, **said: object) -> None:
+        for rank, line in self._lines.items():
+            try:
+                line.say(**said)
+            except OSError as error:  # it has ended: the others see it in the first collective
+                log.debug("rank %d cannot be told how the set-up has ended: %s", rank, error)
 
 
-def _check_offer(words: _Rendezvous, size: int, block_nbytes: int) -> None:
-    """The other ranks' part: waits for the file, and compares what rank 0 made it for with our own arguments."""
-    made = json.loads(words.hear("made", lambda: (0,)))
-    if "error" in made:
-        raise OSError(made["errno"], f"rank 0 {made['error']}")
+def _join(
+    words: _Rendezvous,
+    rank: int,
+    size: int,
+    block_nbytes: int,
+    closing: ExitStack,
+    map_it: Callable[[int], SharedMemoryGroup],
+) -> SharedMemoryGroup:
+    """Every other rank's part."""
+    offer = json.loads(words.hear(DOOR))
+    if "error" in offer:
+        raise OSError(offer["errno"], f"rank 0 {offer['error']}")
     for name, own in (("size", size), ("block_nbytes", block_nbytes)):
-        if made[name] != own:
-            raise ValueError(f"`{name}` is {own} here and {made[name]} on rank 0: all ranks must pass the same value")
+        if offer[name] != own:
+            raise ValueError(f"`{name}` is {own} here and {offer[name]} on rank 0: all ranks must pass the same value")
+    connection = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    if offer["network"] == _network():
+        place = f"\0{offer['name']}"
+    else:
+        words.say(ELSEWHERE, str(rank))
+        place = words.hear(FOLDER_DOOR)
+    deadline = words.deadline + LATE_SECONDS
+    try:
+        connection.connect(place)
+        line = _Line(connection)
+        line.say(rank=rank)
+        descriptor = line.take(deadline)
+        native = None
+        if descriptor is not None:
+            native = map_it(descriptor)
+            line.say(rank=rank, mapped=True)
+        outcome = line.hear(deadline)
+    except TimeoutError as error:
+        raise words.absent([0]) from error
+    except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError, FileNotFoundError) as error:
+        raise words.ended(0) from error
+    if outcome is None:
+        raise words.ended(0)
+    if "go" not in outcome or native is None:
+        missing = outcome.get("missing", ())
+        assert isinstance(missing, Sequence)
+        raise PeerError(str(outcome["failed"]), tuple(missing))
+    return native
+
+
+def _network() -> str:
+    """Names this process's network namespace: who is in another one sees no abstract socket of it."""
+    try:
+        facts = Path("/proc/self/ns/net").stat()
+    except OSError as error:  # no /proc: one network for all
+        log.debug("this process's network namespace is not known: %s", error)
+        return ""
+    return f"{facts.st_dev}.{facts.st_ino}"
+
+
+def _sweep() -> None:
+    """Removes the sockets in the folder whose owners were killed while they listened."""
+    for path in FOLDER.glob("gradwire-*.sock"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                facts = path.stat()
+                if stat.S_ISSOCK(facts.st_mode) and facts.st_uid == os.getuid():
+                    probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                log.debug("%s cannot be looked at: %s", path, error)
 
 
 def open_group(
     store: Store, rank: int, size: int, key: str, timeout: timedelta, block_nbytes: int
 ) -> SharedMemoryGroup:
-    """Maps one new segment in all ranks; returns when every rank has mapped it and its name is gone.
+    """Maps new memory in all ranks; returns when every rank has mapped it.
 
     Raises:
-        OSError: /dev/shm is missing, too small or not writable, here or on another rank.
-        ValueError: A rank disagrees about `size` or `block_nbytes`, here or elsewhere.
-        PeerError: A rank did not join in time.
+        OSError: There is no memory, here or on the first rank.
+        ValueError: A rank disagrees about `size` or `block_nbytes`.
+        PeerError: A rank did not join in time, has ended, or has failed.
     """
     words = _Rendezvous(store, key, time.monotonic() + timeout.total_seconds())
-    path: Path | None = None
-    try:
-        if rank == 0:
-            path = _offer(words, size, block_nbytes)
-        else:
-            path = Path(words.hear("path", lambda: (0,)))
-            _check_offer(words, size, block_nbytes)
-        native = SharedMemoryGroup(str(path), rank, size, block_nbytes, timeout.total_seconds())
-        words.say(f"rank{rank}", "mapped")
-        for peer in range(size):
-            words.hear(f"rank{peer}", lambda: tuple(rank for rank in range(size) if not words.has(f"rank{rank}")))
-    except PeerError:
-        raise
-    except BaseException as error:
-        words.fail(f"rank {rank} could not join the shared-memory group {key!r}: {type(error).__name__}: {error}")
-        raise
-    finally:
-        if path is not None:
-            path.unlink(missing_ok=True)
-    return native
+
+    def map_it(descriptor: int) -> SharedMemoryGroup:
+        return SharedMemoryGroup(descriptor, rank, size, block_nbytes, timeout.total_seconds())
+
+    with ExitStack() as closing:
+        try:
+            if rank == 0:
+                return _First(words, size, closing).open(block_nbytes, map_it)
+            return _join(words, rank, size, block_nbytes, closing, map_it)
+        except PeerError:
+            raise
+        except BaseException as error:
+            words.fail(f"rank {rank} could not join the shared-memory group {key!r}: {type(error).__name__}: {error}")
+            raise

@@ -258,11 +258,13 @@ def _headline(offer: ShardedOffer) -> str:
 
 def _line_of(offer: ShardedOffer) -> str:
     """What a training script writes for it."""
-    if offer.exact:
-        return 'init_process_group("gradwire")' if offer.form != FLAT else "nothing: it is what torch does"
-    words = ['replicas=mesh["replicate"]', f'compressor="{offer.compressor}"'] if offer.sharded == HYBRID else []
-    words += [f'{name}="{value}"' for name, value in (("shards", offer.shards), ("weights", offer.weights))]
-    return f"gradwire.fsdp.apply(model, {', '.join(words)})"
+    if offer.exact and offer.form == FLAT:
+        return "nothing: it is what torch does"
+    words = ['replicas=mesh["replicate"]'] if offer.sharded == HYBRID else []
+    if not offer.exact:
+        words += [f'compressor="{offer.compressor}"'] if offer.sharded == HYBRID else []
+        words += [f'{name}="{value}"' for name, value in (("shards", offer.shards), ("weights", offer.weights))]
+    return f"gradwire.fsdp.apply({', '.join(['model', *words])})"
 
 
 def _memory(advice: ShardedAdvice, workload: ShardedWorkload) -> str:

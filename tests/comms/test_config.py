@@ -34,6 +34,11 @@ VARIABLES: dict[str, tuple[str, str, object]] = {
     "location": ("GRADWIRE_LOCATION", "eu/rack7", ("eu", "rack7")),
     "nic_bytes_per_second": ("GRADWIRE_NIC_BYTES_PER_SECOND", "3.125e9", 3.125e9),
     "nic_per_rank": ("GRADWIRE_NIC_PER_RANK", "yes", True),
+    "straggler_every": ("GRADWIRE_STRAGGLER_EVERY", "20", 20),
+    "stall_seconds": ("GRADWIRE_STALL_SECONDS", "2.5", 2.5),
+    "trace": ("GRADWIRE_TRACE", "steps.json", "steps.json"),
+    "trace_steps": ("GRADWIRE_TRACE_STEPS", "5", 5),
+    "nvtx": ("GRADWIRE_NVTX", "on", True),
 }
 """Field -> its variable, a text for it, and the value that the text stands for."""
 
@@ -50,6 +55,9 @@ FIELDS = [entry.name for entry in dataclasses.fields(Config)]
         ({"timeout": timedelta(0)}, "`timeout` is 0:00:00"),
         ({"location": ("a", "b", "c")}, "`location` is"),
         ({"nic_bytes_per_second": 0.0}, "`nic_bytes_per_second` is 0"),
+        ({"straggler_every": -1}, "`straggler_every` is -1; wanted a number of steps, or 0 for never"),
+        ({"stall_seconds": float("inf")}, "`stall_seconds` is inf"),
+        ({"trace_steps": 0}, "`trace_steps` is 0"),
         ({"compressor": "zip"}, "`compressor` is 'zip'; wanted one of"),
     ],
 )

@@ -65,6 +65,8 @@ class Transports(dict[tuple[Lane, tuple[int, ...]], Doubling]):
 class Board:
     """In place of the failure board: asks nobody."""
 
+    rank = 0
+
     def __init__(self) -> None:
         self.asked = 0
         self.broken = False
@@ -103,7 +105,7 @@ def route(numel: int, chunks: int) -> Route:
     phase = Phase(ALL_REDUCE, 0, asynchronous=True)
     cuts = [numel * number // chunks for number in range(chunks + 1)]
     parts = [
-        PhasePart(phase, ((Transfer(ALL_REDUCE, 0, (0,), start, stop, ()),),), (), True, 1, stop - start, 0.0)
+        PhasePart(phase, ((Transfer(ALL_REDUCE, 0, (0,), start, stop, ()),),), (), (), True, 1, stop - start, 0.0)
         for start, stop in pairwise(cuts)
     ]
     return Route(

@@ -74,7 +74,7 @@ def run_of(
     flat: Tensor, phase: Phase, transfer: Transfer, layouts: tuple[Layout, ...], flush: bool
 ) -> tuple[RunningLaunch, Chunk]:
     """One chunk with one phase, in which this rank takes part with one transfer."""
-    part = PhasePart(phase, ((transfer,),), layouts, True, 1, flat.numel(), 0.0)
+    part = PhasePart(phase, ((transfer,),), layouts, ((),) * len(layouts), True, 1, flat.numel(), 0.0)
     chunk = Chunk(0, flat.numel(), (part,))
     plan = Plan("flat", (phase,), 1, flat.nbytes, 0.0, {}, "")
     launch = Launch((flat,), None, (Bucket.of(flat),))

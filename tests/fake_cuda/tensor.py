@@ -123,6 +123,8 @@ class FakeTensor(Tensor):
         return moved(self, torch.device("cuda", device_index(device)), self.dtype, non_blocking, False)
 
     def tolist(self) -> Any:
+        if self.pinned:
+            return host_copy(self).tolist()
         return moved(self, torch.device("cpu"), self.dtype, False, True).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:

@@ -108,9 +108,9 @@ def error_of(other: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 @contextmanager
-def job() -> Iterator[DeviceMesh]:
+def job(backend: str = "gloo") -> Iterator[DeviceMesh]:
     """The default group and the mesh."""
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend)
     warnings.simplefilter("ignore")
     try:
         yield mesh_of()

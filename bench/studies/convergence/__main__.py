@@ -14,7 +14,14 @@ from pathlib import Path
 
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.studies.convergence.record import Record
-from gradwire.bench.studies.convergence.show import draw, replace_tables, tables
+from gradwire.bench.studies.convergence.show import (
+    SHARDED_BEGIN,
+    SHARDED_END,
+    draw,
+    replace_tables,
+    sharded_tables,
+    tables,
+)
 from gradwire.bench.studies.convergence.speed import LINKS, measure
 from gradwire.bench.studies.convergence.tasks import TASKS
 from gradwire.bench.studies.convergence.training import METHODS, method_of, train
@@ -101,9 +108,11 @@ def main(argv: list[str]) -> int:
             elif options.what == "speed":
                 measure_speed(record, options)
             else:
-                print(tables(record))
+                print(tables(record), sharded_tables(record), sep="\n\n")
                 if options.page:
                     replace_tables(options.page, tables(record))
+                    if sharded_tables(record):
+                        replace_tables(options.page, sharded_tables(record), SHARDED_BEGIN, SHARDED_END)
                 for picture in draw(record, options.draw) if options.draw else []:
                     print(picture)
     except (ValueError, RuntimeError) as error:

@@ -17,23 +17,63 @@ from gradwire.bench.studies.convergence.record import (
 )
 from gradwire.bench.studies.convergence.speed import LINKS
 from gradwire.bench.studies.convergence.tasks import TASKS, TaskFacts
-from gradwire.bench.studies.convergence.training import METHODS, PLAIN, TORCH_FP16
+from gradwire.bench.studies.convergence.training import METHODS, PLAIN, SHARDED_METHODS, TORCH_FP16
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 """Between them a page holds the tables."""
+SHARDED_BEGIN, SHARDED_END = "<!-- sharded: begin -->", "<!-- sharded: end -->"
+"""Between them it holds those of sharded models."""
 
 
-def replace_tables(page: Path, text: str) -> None:
+def replace_tables(page: Path, text: str, first: str = BEGIN, last: str = END) -> None:
     """Puts `text` where a page holds its tables.
+
+    Args:
+        page: A file of Markdown.
+        text: The tables.
+        first: The line before them.
+        last: The line behind them.
 
     Raises:
         ValueError: The page has no such place.
     """
-    before, begin, rest = page.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = page.read_text().partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"`--page` {page} has no lines `{BEGIN}` and `{END}`; put them where the tables belong")
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+        raise ValueError(f"`--page` {page} has no lines `{first}` and `{last}`; put them where the tables belong")
+    page.write_text(f"{before}{first}\n\n{text}\n\n{last}{after}")
+
+
+def sharded_tables(record: Record) -> str:
+    """Returns a table for each task that was trained with a sharded model, against plain DDP; empty if none was."""
+    parts = []
+    for make in TASKS.values():
+        facts = make().facts
+        names = [method.name for method in SHARDED_METHODS if record.runs_of(facts.name, method.name)]
+        if not names or not record.runs_of(facts.name, PLAIN):
+            continue
+        lines = [f"{facts.title[0].upper()}{facts.title[1:]}, {facts.steps} steps; {facts.quality}:", ""]
+        lines.append(_line(["setting", "final", "against plain DDP", "lowest to highest", "of each seed", "seeds"]))
+        lines.append("|---" * (lines[-1].count("|") - 1) + "|")
+        for name in [PLAIN, *names]:
+            runs = sorted(record.runs_of(facts.name, name), key=lambda run: run.seed)
+            plain = {run.seed: run.final for run in record.runs_of(facts.name, PLAIN)}
+            apart = [run.final - plain[run.seed] for run in runs if run.seed in plain]
+            end = ending(runs)
+            lines.append(
+                _line(
+                    [
+                        name,
+                        f"{end.mean:.3f}",
+                        f"{sum(apart) / len(apart):+.3f}" if apart else "",
+                        f"{end.low:.3f} to {end.high:.3f}",
+                        ", ".join(f"{each:+.3f}" for each in apart),
+                        f"{len(runs)}",
+                    ]
+                )
+            )
+        parts.append("\n".join(lines))
+    return "\n\n".join([*parts, f"Machine: {record.machine}."]) if parts else ""
 
 
 def tables(record: Record) -> str:

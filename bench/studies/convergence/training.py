@@ -14,10 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import gradwire
+import gradwire.fsdp
 from gradwire.bench.emulation.fork import LAZY, ForkedRank, fork_ranks
 from gradwire.bench.emulation.launch import free_port
 from gradwire.bench.studies.convergence.tasks import RANKS, Task, share_of_peak
@@ -38,6 +41,19 @@ class Method:
     """gradwire's; None for torch's own hooks and for OneBitAdam."""
     options: dict[str, Option] = field(default_factory=dict)
     """Other than the defaults."""
+    sharding: "Sharding | None" = None
+    """How FSDP2 shards the model; None replicates it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """FSDP2 over all ranks, or inside the nodes, and what `gradwire.fsdp.apply` is given."""
+
+    inside_nodes: bool
+    """Shards inside the nodes and replicas between them; else shards over all ranks."""
+    shards: str | None = "exact"
+    """None leaves the model to torch: plain FSDP2."""
+    weights: str = "exact"
 
 
 def _gradwire(name: str, **options: Option) -> Method:
@@ -61,6 +77,16 @@ METHODS = {
     "adamw": (*_EVERYWHERE, Method(ONEBIT_ADAM)),
 }
 """By optimizer; the first is what the others are compared with."""
+PLAIN_FSDP = "plain FSDP2"
+SHARDED_METHODS = (
+    Method(PLAIN_FSDP, sharding=Sharding(False, None)),
+    Method("HSDP int8", "int8", sharding=Sharding(True)),
+    Method("HSDP int4", "int4", sharding=Sharding(True)),
+    Method("FSDP2 shards=int8 weights=int8", sharding=Sharding(False, "int8", "int8")),
+    Method("FSDP2 shards=int4 weights=int8", sharding=Sharding(False, "int4", "int8")),
+    Method("FSDP2 shards=int4", sharding=Sharding(False, "int4")),
+)
+"""Of models whose parameters are sharded, under any optimizer; the first is what the others are compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +131,8 @@ def make_training(
         warm: Compress from the second step on, as for timing.
     """
     model = task.model(seed)
+    if method.sharding is not None:
+        return _sharded(task, model, method, method.sharding, node, nic_bytes_per_second)
     if method.name == ONEBIT_ADAM:
         return _onebit_adam(task, model, 1 if warm else round(FREEZE_SHARE * steps))
     optimizer = task.optimizer(model.parameters())
@@ -130,6 +158,29 @@ def make_training(
     )
     wrapped.register_comm_hook(state, gradwire.comm_hook)
     return MethodTraining(wrapped, optimizer, int(options.get("warmup_steps") or 0))  # type: ignore[arg-type]
+
+
+def _sharded(
+    task: Task, model: nn.Module, method: Method, sharding: Sharding, node: str | None, rate: float | None
+) -> MethodTraining:
+    """The model in one unit for each block and one for the rest, and gradwire under it."""
+    mesh = init_device_mesh("cpu", (RANKS // 2, 2), mesh_dim_names=("replicate", "shard"))
+    sharers = mesh["shard"] if sharding.inside_nodes else init_device_mesh("cpu", (RANKS,))
+    for block in getattr(model, "blocks", ()):
+        fully_shard(block, mesh=sharers)
+    fully_shard(model, mesh=sharers)
+    if sharding.shards is not None:
+        state = gradwire.fsdp.apply(
+            model,
+            replicas=mesh["replicate"] if sharding.inside_nodes else None,
+            shards=sharding.shards,
+            weights=sharding.weights,
+            compressor=method.compressor,
+            hostname=node,
+            nic_bytes_per_second=rate,
+        )
+        model.gradwire_state = state  # type: ignore[assignment]  # kept as long as the model
+    return MethodTraining(model, task.optimizer(model.parameters()), 0)
 
 
 def _onebit_adam(task: Task, model: nn.Module, freeze_step: int) -> MethodTraining:
@@ -174,7 +225,7 @@ def method_of(task: Task, name: str) -> Method:
     Raises:
         ValueError: There is none.
     """
-    found = {method.name: method for method in METHODS[task.facts.optimizer]}
+    found = {method.name: method for method in (*METHODS[task.facts.optimizer], *SHARDED_METHODS)}
     if name not in found:
         raise ValueError(f"`--method` is {name!r}; {task.facts.name} has {', '.join(found)}")
     return found[name]

@@ -29,14 +29,14 @@ Memory memory_at(std::uintptr_t address, std::uint64_t numel, std::uint32_t dtyp
 /// Keeps the group alive while a collective runs, whatever another thread does to the Python object.
 class Handle {
  public:
-  Handle(const std::string& path, std::uint32_t rank, std::uint32_t size, std::uint64_t block_nbytes,
+  Handle(int descriptor, std::uint32_t rank, std::uint32_t size, std::uint64_t block_nbytes,
          double timeout_seconds) {
     try {
-      auto segment = std::make_shared<Segment>(path, rank, size, block_nbytes);
+      auto segment = std::make_shared<Segment>(descriptor, rank, size, block_nbytes);
       group_ = std::make_shared<SharedMemoryGroup>(std::move(segment), timeout_seconds, signal_arrived);
     } catch (const std::system_error& error) {
       errno = error.code().value();
-      PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
+      PyErr_SetFromErrnoWithFilename(PyExc_OSError, error.what());
       throw nb::python_error();
     }
   }
@@ -77,7 +77,7 @@ void bind_shm(nb::module_& m) {
   m.def("shm_segment_nbytes", &segment_nbytes, nb::arg("size"), nb::arg("block_nbytes"));
   m.attr("SHM_MAX_RANKS") = max_ranks;
   nb::class_<Handle>(m, "SharedMemoryGroup")
-      .def(nb::init<const std::string&, std::uint32_t, std::uint32_t, std::uint64_t, double>(), nb::arg("path"),
+      .def(nb::init<int, std::uint32_t, std::uint32_t, std::uint64_t, double>(), nb::arg("descriptor"),
            nb::arg("rank"), nb::arg("size"), nb::arg("block_nbytes"), nb::arg("timeout_seconds"))
       .def("all_reduce",
            [](Handle& handle, Address data, std::uint64_t numel, std::uint32_t dtype, std::uint32_t op, double scale) {

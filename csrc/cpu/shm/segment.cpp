@@ -11,6 +11,7 @@
 #include <mutex>
 #include <random>
 #include <system_error>
+#include <utility>
 
 namespace gradwire::shm {
 namespace {
@@ -36,20 +37,25 @@ std::uint64_t process_token() {
   throw std::system_error(error, std::generic_category(), what);
 }
 
-std::shared_ptr<Descriptor> open_once_per_process(const std::string& path) {
+/// The descriptors that this process has of one file, as one object: see `Segment`.
+std::shared_ptr<Descriptor> adopt(int number) {
   static std::mutex mutex;
-  static std::map<std::string, std::weak_ptr<Descriptor>> opened;
+  static std::map<std::pair<dev_t, ino_t>, std::weak_ptr<Descriptor>> opened;
+  struct stat facts;
+  if (fstat(number, &facts) != 0) fail(errno, "descriptor " + std::to_string(number));
   const std::lock_guard<std::mutex> guard(mutex);
   for (auto entry = opened.begin(); entry != opened.end();) {
     entry = entry->second.expired() ? opened.erase(entry) : std::next(entry);
   }
-  if (const auto found = opened.find(path); found != opened.end()) {
-    if (auto descriptor = found->second.lock()) return descriptor;
+  const std::pair<dev_t, ino_t> file{facts.st_dev, facts.st_ino};
+  if (const auto found = opened.find(file); found != opened.end()) {
+    if (auto descriptor = found->second.lock()) {
+      descriptor->keep(number);
+      return descriptor;
+    }
   }
-  const int number = open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
-  if (number < 0) fail(errno, path);
   auto descriptor = std::make_shared<Descriptor>(number);
-  opened[path] = descriptor;
+  opened[file] = descriptor;
   return descriptor;
 }
 
@@ -64,19 +70,27 @@ struct flock record(short type, std::uint32_t rank) {
 
 }  // namespace
 
-Descriptor::~Descriptor() { close(number_); }
+Descriptor::~Descriptor() {
+  for (const int number : numbers_) close(number);
+}
 
-Segment::Segment(const std::string& path, std::uint32_t rank, std::uint32_t size, std::uint64_t block_nbytes)
+void Descriptor::keep(int number) {
+  const std::lock_guard<std::mutex> guard(mutex_);
+  numbers_.push_back(number);
+}
+
+Segment::Segment(int number, std::uint32_t rank, std::uint32_t size, std::uint64_t block_nbytes)
     : rank_(rank), size_(size), block_nbytes_(block_nbytes), nbytes_(segment_nbytes(size, block_nbytes)),
-      descriptor_(open_once_per_process(path)) {
+      descriptor_(adopt(number)) {
+  const std::string file = "shared memory";
   struct stat facts;
-  if (fstat(descriptor_->number(), &facts) != 0) fail(errno, path);
-  if (static_cast<std::uint64_t>(facts.st_size) < nbytes_) fail(EINVAL, path + " is smaller than its group needs");
+  if (fstat(descriptor_->number(), &facts) != 0) fail(errno, file);
+  if (static_cast<std::uint64_t>(facts.st_size) < nbytes_) fail(EINVAL, file + " is smaller than its group needs");
   struct flock lock = record(F_WRLCK, rank);
-  if (fcntl(descriptor_->number(), F_SETLK, &lock) != 0) fail(errno, path + ": another process holds this rank");
+  if (fcntl(descriptor_->number(), F_SETLK, &lock) != 0) fail(errno, file + ": another process holds this rank");
   // Populated at once, so that the first collectives take no page faults.
   void* address = mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, descriptor_->number(), 0);
-  if (address == MAP_FAILED) fail(errno, path);
+  if (address == MAP_FAILED) fail(errno, file);
   base_ = static_cast<std::byte*>(address);
   box(rank).process_token = process_token();
 }

@@ -4,34 +4,42 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
 #include "cpu/shm/layout.h"
 
 namespace gradwire::shm {
 
-/// A file descriptor that closes itself.
+/// The file descriptors that one process has of one file: closed together, at the end.
 class Descriptor {
  public:
-  explicit Descriptor(int number) : number_(number) {}
+  explicit Descriptor(int number) : number_(number), numbers_{number} {}
   ~Descriptor();
   Descriptor(const Descriptor&) = delete;
   Descriptor& operator=(const Descriptor&) = delete;
   int number() const { return number_; }
 
+  /// Takes over one more.
+  void keep(int number);
+
  private:
   int number_;
+  std::mutex mutex_;
+  std::vector<int> numbers_;
 };
 
-/// Maps the file at `path` and locks byte `rank` of it for as long as the object lives.
+/// Maps a file and locks byte `rank` of it for as long as the object lives.
 ///
 /// A POSIX record lock belongs to the process, not to the descriptor: it works across pid namespaces, the kernel drops
 /// it when the process dies, however it dies, and a forked child does not inherit it. But closing *any* descriptor of
-/// the file drops it, so all ranks of one process share one descriptor.
+/// the file drops it, so all ranks of one process share their descriptors.
 class Segment {
  public:
-  /// Throws std::system_error where the file cannot be opened, is smaller than it must be, or cannot be mapped.
-  Segment(const std::string& path, std::uint32_t rank, std::uint32_t size, std::uint64_t block_nbytes);
+  /// Takes over the descriptor `number`. Throws std::system_error where the file is smaller than it must be, or cannot be
+  /// mapped.
+  Segment(int number, std::uint32_t rank, std::uint32_t size, std::uint64_t block_nbytes);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;

@@ -124,3 +124,29 @@ def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ):
         assert plot.main(words) == 2
         assert "gradwire plot: `" in capsys.readouterr().err
+
+
+def test_a_step_of_a_trace_is_drawn_and_one_that_is_not_in_it_refused(tmp_path: Path) -> None:
+    def event(rank: int, track: str, name: str, at: float, **args: object) -> dict[str, object]:
+        return {"ph": "X", "pid": rank, "tid": 0, "cat": track, "name": name, "ts": at, "dur": 900.0, "args": args}
+
+    events: list[dict[str, object]] = []
+    for rank in range(2):
+        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}, node n{rank}"}})
+        events.append(event(rank, "step", "step 6: backward", 0.0, step=6))
+        events.append(event(rank, "step", "step 6: wait for buckets", 900.0, step=6))
+        events.append(event(rank, "buckets", "bucket 0 (`w`)", 100.0 + rank, step=6, bucket=0))
+        events.append(event(rank, "lane 0.0", "all_reduce inter_node", 200.0))
+    about = {"kind": "gradwire trace", "cluster": "2 nodes x 1 rank", "plans": [], "clock_error_seconds": [0.0, 1e-4]}
+    file = tmp_path / "steps.json"
+    file.write_text(json.dumps({"traceEvents": events, "otherData": about}))
+    (drawn,) = plot.draw([file], tmp_path / "step.svg")
+    text = drawn.read_text()
+    for words in ("rank 1", "node n1", "step 6", "clocks aligned to 0.1 ms", "all_reduce", "waiting"):
+        assert words in text, words
+    with pytest.raises(ValueError, match=r"`--step` is 7; the trace holds steps 6 to 6"):
+        plot.draw([file], tmp_path / "step.svg", 7)
+    other = tmp_path / "bench.json"
+    other.write_text(json.dumps(bench_record()))
+    with pytest.raises(ValueError, match="no trace to take it from"):
+        plot.draw([other], None, 7)

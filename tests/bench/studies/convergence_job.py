@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradwire.bench.studies.convergence.tasks import TaskFacts
-from gradwire.bench.studies.convergence.training import METHODS, train
+from gradwire.bench.studies.convergence.training import METHODS, SHARDED_METHODS, train
 
 
 @dataclass
@@ -56,7 +56,7 @@ if __name__ == "__main__":
     runs = [
         asdict(train(Line(optimizer), method, 1))
         for optimizer, methods in METHODS.items()
-        for method in methods
+        for method in (*methods, *SHARDED_METHODS)
         if f"{optimizer}/{method.name}" in sys.argv[1:]
     ]
     print(json.dumps(runs), flush=True)

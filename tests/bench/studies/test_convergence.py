@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from gradwire.bench.studies.convergence import __main__ as convergence
 from gradwire.bench.studies.convergence import tasks
 from gradwire.bench.studies.convergence.record import DENSE, Record, Speed, Timed, seconds_to, steps_to, target
-from gradwire.bench.studies.convergence.show import draw, tables
+from gradwire.bench.studies.convergence.show import (
+    SHARDED_BEGIN,
+    SHARDED_END,
+    draw,
+    replace_tables,
+    sharded_tables,
+    tables,
+)
 from gradwire.bench.studies.convergence.tasks import (
     FashionTask,
     SmallCnn,
@@ -29,24 +36,28 @@ from gradwire.bench.studies.convergence.training import EVALUATED, METHODS, PLAI
 
 JOB = Path(__file__).parent / "convergence_job.py"
 ONEBIT = "gradwire onebit"
+SHARDED = ("sgd/FSDP2 shards=int8 weights=int8",)
 
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, dict[str, object]]:
     """Trainings of four ranks, by method; one job makes them all."""
-    names = [f"sgd/{name}" for name in (PLAIN, DENSE, "gradwire int8")] + ["adamw/OneBitAdam"]
+    names = [f"sgd/{name}" for name in (PLAIN, DENSE, "gradwire int8")] + ["adamw/OneBitAdam", *SHARDED]
     ended = subprocess.run([sys.executable, str(JOB), *names], check=False, capture_output=True, text=True, timeout=150)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return {run["method"]: run for run in json.loads(ended.stdout.splitlines()[-1])}
 
 
 def test_runs_that_lose_nothing_end_alike_and_the_others_near_them(runs: dict[str, dict[str, object]]) -> None:
-    plain, dense, int8 = (runs[name]["curve"] for name in (PLAIN, DENSE, "gradwire int8"))
+    plain, dense, *eight_bit = (
+        runs[name.removeprefix("sgd/")]["curve"] for name in (PLAIN, DENSE, "gradwire int8", *SHARDED)
+    )
     assert [step for step, _ in plain] == [round(20 * share) for share in EVALUATED]  # type: ignore[attr-defined]
     wanted = [quality for _, quality in plain]  # type: ignore[attr-defined]
     assert wanted[-1] < 0.5 * wanted[0]
     assert [quality for _, quality in dense] == pytest.approx(wanted, rel=1e-3)  # type: ignore[attr-defined]
-    assert [quality for _, quality in int8] == pytest.approx(wanted, rel=0.05)  # type: ignore[attr-defined]
+    for curve in eight_bit:
+        assert [quality for _, quality in curve] == pytest.approx(wanted, rel=0.05)  # type: ignore[attr-defined]
 
 
 def test_the_optimizer_that_communicates_by_itself_takes_part(runs: dict[str, dict[str, object]]) -> None:
@@ -127,6 +138,20 @@ def test_tables_and_pictures_name_everything(tmp_path: Path) -> None:
     pictures = draw(record, tmp_path / "convergence")
     assert [picture.name for picture in pictures] == ["convergence-fashion.png"]
     assert pictures[0].read_bytes().startswith(b"\x89PNG")
+
+
+def test_sharded_trainings_stand_beside_plain_ones_of_the_same_seed(tmp_path: Path) -> None:
+    record = a_record(tmp_path / "runs.json")
+    assert not sharded_tables(record)
+    record.add_run(a_run("HSDP int4", 1, 70.0, 90.5))
+    text = sharded_tables(record)
+    assert "| HSDP int4 | 90.500 | -0.500 | 90.500 to 90.500 | -0.500 | 1 |" in text
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{SHARDED_BEGIN}\nold\n{SHARDED_END}\nbehind\n")
+    replace_tables(page, text, SHARDED_BEGIN, SHARDED_END)
+    assert text in page.read_text() and "old" not in page.read_text()
+    with pytest.raises(ValueError, match="has no lines"):
+        replace_tables(page, text)
 
 
 def test_a_foreign_file_and_an_unknown_method_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,6 +180,23 @@ def check_coalesced(rank: int) -> None:
                 dist.all_reduce(tensor)
         for tensor in tensors:
             assert torch.equal(tensor, total(ranks, tensor.numel(), torch.float32))
+    sources, parts = (
+        [torch.full((4 * numel,), rank + 1.0) for numel in (30_000, 5)],
+        [torch.empty(30_000), torch.empty(5)],
+    )
+    gathered = [torch.empty_like(source) for source in sources]
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as scattering:
+        for part, source in zip(parts, sources, strict=True):
+            collective_named("reduce_scatter_single", "reduce_scatter_tensor")(
+                part, source, op=dist.ReduceOp.PREMUL_SUM(0.5)
+            )
+    scattering.wait()
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as gathering:
+        for output, part in zip(gathered, parts, strict=True):
+            collective_named("all_gather_single", "all_gather_into_tensor")(output, part + rank)
+    gathering.wait()
+    for output in gathered:
+        assert torch.equal(output.view(4, -1)[:, 0], torch.tensor([5.0, 6.0, 7.0, 8.0]))
     objects: list[object] = [None] * len(ranks)
     dist.all_gather_object(objects, {"rank": rank, "text": "x" * (rank * 1000)})
     assert objects == [{"rank": each, "text": "x" * (each * 1000)} for each in ranks]

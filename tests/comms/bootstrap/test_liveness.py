@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gradwire.comms.bootstrap import failure, liveness
+from gradwire.comms.bootstrap import door, failure, liveness
 from gradwire.comms.bootstrap.compat import HashStore, store_of
+from gradwire.comms.bootstrap.door import own_addresses
 from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
-from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing, OverdueError, own_addresses
+from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing, OverdueError
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import PeerError
 from support.processes import Processes
@@ -56,6 +57,9 @@ class Breaking(PollingStore):
     def set(self, key: str, value: str | bytes) -> None:
         self._answer()
         super().set(key, value)
+
+    def within(self, timeout: timedelta) -> "Breaking":
+        return self
 
     def _answer(self) -> None:
         if self.is_gone:
@@ -214,7 +218,7 @@ def test_a_host_with_ipv6_alone_has_addresses(monkeypatch: pytest.MonkeyPatch) -
         return [(None, None, 0, "", (address, 0, 0, 0)) for address in ("::1", "2001:db8::7", "fe80::1%eth0")]
 
     monkeypatch.setattr(socket, "getaddrinfo", found)
-    monkeypatch.setattr(liveness, "ROUTES", ())
+    monkeypatch.setattr(door, "ROUTES", ())
     assert own_addresses() == ["2001:db8::7", "127.0.0.1"]
 
 
@@ -386,6 +390,9 @@ def diagnose_all(size: int, errors: dict[int, BaseException], words: dict[int, d
         def __init__(self, rank: int) -> None:
             super().__init__(store, timedelta(seconds=SECONDS))
             self.rank = rank
+
+        def within(self, timeout: timedelta) -> "Counting":
+            return self
 
         def check(self, keys: Any) -> bool:
             asked[self.rank] += keys[0].startswith("word/")

@@ -1,23 +1,19 @@
 """Who shares a node: from what ranks say, never from their numbers."""
 
 import socket
-import time
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.hardware import Hardware
-from gradwire.comms.bootstrap.placement import INTER_NODE, Presence, cluster_of, exchange, host_identity, start_of
+from gradwire.comms.bootstrap.placement import INTER_NODE, Presence, cluster_of, host_identity
 from gradwire.comms.config import Config
 from gradwire.comms.plan.machine_cluster import cluster_of_machines
 from gradwire.topology.fabric import fabric_of
 from gradwire.topology.presets import dgx_h100, p4d
-from support.threads import run_ranks
 
 
 def presences(hosts: str, locations: list[tuple[str, ...]] | None = None) -> list[Presence]:
@@ -73,36 +69,12 @@ def test_the_slowest_known_card_counts_and_an_unknown_one_makes_it_unknown() -> 
     assert (asked.levels[1].link.bytes_per_second, asked.levels[1].unit_rates) == (1e6, ())
 
 
-def test_ranks_give_their_nodes_rates_all_or_none() -> None:
-    store = HashStore()
-
-    def run(rank: int) -> str:
-        config = Config(hostname=f"n{rank}", nic_bytes_per_second=1e6 if rank else None)
-        with pytest.raises(ValueError, match="`nic_bytes_per_second` is") as caught:
-            exchange(store, Presence.here(rank, 2, config, torch.device("cpu")), timedelta(seconds=10))
-        return str(caught.value)
-
-    assert all("1000000.0" in text and "None" in text for text in run_ranks(2, run))
-
-
 def test_this_host_says_hostname_boot_id_and_shared_memory() -> None:
     name, boot, memory = host_identity()
     assert name == socket.gethostname()
     assert boot == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     assert memory == str(Path("/dev/shm").stat().st_dev)
     assert host_identity("other")[0] == "other"
-
-
-def test_what_is_published_is_what_is_read() -> None:
-    store = HashStore()
-
-    def run(rank: int) -> list[Presence]:
-        own = Presence.here(rank, 3, Config(hostname=f"n{rank}", location=("r",)), torch.device("cpu"))
-        return exchange(store, own, timedelta(seconds=10))
-
-    first, *others = run_ranks(3, run)
-    assert all(first == other for other in others)
-    assert [presence.host[0] for presence in first] == ["n0", "n1", "n2"]
 
 
 def gpu_ranks(
@@ -170,32 +142,3 @@ def test_cpu_ranks_of_a_machine_with_gpus_plan_as_ever() -> None:
     cluster = cluster_of(on_cpu, config)
     assert cluster.fabric is None
     assert cluster.levels[1].link == replace(INTER_NODE, bytes_per_second=384e9, presumed=False)
-
-
-def test_what_a_gpu_rank_publishes_is_what_is_read() -> None:
-    store = HashStore()
-    ranks, _ = gpu_ranks("ab")
-    found = run_ranks(2, lambda rank: exchange(store, ranks[rank], timedelta(seconds=10)))
-    assert found == [ranks, ranks]
-
-
-def test_a_restart_takes_no_presence_of_the_start_before() -> None:
-    """Rank 1 comes late to the second start: its old presence is there, and nothing of it may be taken."""
-    store = HashStore()
-
-    def join(rank: int, wait_seconds: float) -> list[Presence]:
-        time.sleep(wait_seconds * rank)
-        return exchange(store, Presence.here(rank, 3, Config(), torch.device("cpu")), timedelta(seconds=10))
-
-    first = run_ranks(3, lambda rank: join(rank, 0.0))
-    second = run_ranks(3, lambda rank: join(rank, 0.05))
-    assert len({start_of(found) for found in first}) == len({start_of(found) for found in second}) == 1
-    assert not {each.start for each in first[0]} & {each.start for each in second[0]}
-
-
-def test_a_rank_that_does_not_come_back_is_missing() -> None:
-    store = HashStore()
-    own = Presence.here(0, 2, Config(), torch.device("cpu"))
-    run_ranks(2, lambda rank: exchange(store, replace(own, rank=rank), timedelta(seconds=10)))
-    with pytest.raises(RuntimeError, match="rank 1 did not join"):
-        exchange(store, replace(own, start="again"), timedelta(seconds=0.1))

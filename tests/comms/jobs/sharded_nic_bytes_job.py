@@ -42,7 +42,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
         report(f"HSDP {compressor or 'exact'}", model)
         state.close()
     report("FSDP native", sharded(row))
-    for shards, weights in (("bf16", "bf16"), ("int8", "int8"), ("int4", "int8")):
+    for shards, weights in (("exact", "exact"), ("bf16", "bf16"), ("int8", "int8"), ("int4", "int8")):
         model = sharded(row)
         gradwire.fsdp.apply(model, shards=shards, weights=weights)
         report(f"FSDP {shards} {weights}", model)

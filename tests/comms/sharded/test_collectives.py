@@ -84,7 +84,7 @@ def link_cases(rank: int) -> None:
                 plain_step(model, 0)
                 off = error_of(gradients(model), wanted)
                 assert 0 < off < limit, (shards, plan, off)
-                (row,) = state.report().rows
+                (row,) = (row for row in state.report().rows if shards in row.op)
                 assert row.calls == 3
                 peers = 1 if plan == "auto" else 3
                 sent_dense = peers * sum(local(one).numel() for one in model.parameters()) * 4
@@ -97,11 +97,34 @@ def link_cases(rank: int) -> None:
             assert 0 < float(off.norm() / near.norm()) < 0.02
             train(model, 2)
             assert "all_gather" in str(state.report())
+        exact_by_plan(mesh)
         mixed_precision(mesh)
         resumes(mesh)
         unused(mesh)
         inside_the_node(mesh)
         both(mesh)
+
+
+def exact_by_plan(mesh: DeviceMesh) -> None:
+    """Exact ones are planned on any backend, also with a factor that gloo has no sum for; small ones stay with gloo."""
+    native = sharded(mesh)
+    for plan, fsdp in (("hierarchical", {}), ("hierarchical", {"reshard_after_forward": 2}), ("auto", {})):
+        model, state = row_of(mesh, plan=plan, fsdp=fsdp)
+        for each in (native, model):
+            each.zero_grad()
+            plain_step(each, 0)
+        assert error_of(gradients(model), gradients(native)) < 1e-6
+        found = {row.op for row in state.report().rows if row.level.startswith("inter_node")}
+        assert found == ({"all_gather", "reduce_scatter"} if plan == "hierarchical" else set()), (plan, found)
+        assert state.state_dict() == {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(8.0)
+    model.zero_grad()
+    plain_step(model, 0)
+    assert error_of({name: 2 * one for name, one in gradients(model).items()}, gradients(native)) < 1e-6
+    state.close()
+    assert torch.equal(model(batch(1)), native(batch(1)))  # torch's own collectives are back
 
 
 def same_output(model: Tiny) -> None:
@@ -196,16 +219,24 @@ def test_few_bits_between_nodes_train_as_exact_ones_do(processes: Processes) -> 
 
 
 def crossed(rank: int) -> None:
-    with job():
+    with job("gradwire") as both:
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
-        model, _ = row_of(mesh, shards="int8", weights="int8")
         native = sharded(mesh)
-        train(model, 2)
         train(native, 2)
-        assert error_of(weights(model), weights(native)) < 0.01
-        same_output(model)
+        for options, limit in (({"shards": "int8", "weights": "int8"}, 0.01), ({"plan": "hierarchical"}, 1e-6)):
+            model, state = row_of(mesh, **options)
+            train(model, 2)
+            assert error_of(weights(model), weights(native)) < limit
+            same_output(model)
+            assert ("plan" in options) == (not state.report().rows)  # exact ones are the backend's own, and its plans
+        replicated = sharded(both["shard"])
+        gradwire.fsdp.apply(replicated, replicas=both["replicate"], compressor="int8")
+        whole = sharded(both)
+        train(replicated, 2)
+        train(whole, 2)
+        assert error_of(weights(replicated), weights(whole)) < 0.01
 
 
-def test_ranks_may_lie_on_the_nodes_in_any_order(processes: Processes) -> None:
+def test_ranks_may_lie_on_the_nodes_in_any_order_on_the_backend_too(processes: Processes) -> None:
     """Counterparts are then not in the order of their nodes."""
     processes(4, crossed, nodes="abba")

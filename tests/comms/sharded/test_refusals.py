@@ -7,12 +7,15 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
+import gradwire
 import gradwire.fsdp
+from gradwire.comms.bootstrap import failure
 from support.processes import Processes
-from support.sharded import Tiny, applied, job, sharded, train
+from support.sharded import Tiny, applied, job, mesh_of, sharded, train
 
 
 def refusals(rank: int) -> list[str]:
@@ -41,6 +44,9 @@ def refusals(rank: int) -> list[str]:
         refused("call fully_shard on the model itself", blocks, replicas=replicas)
         model, _ = applied(mesh)
         refused("hook or collectives of its own already", model, replicas=replicas)
+        for inside in (sharded(mesh["shard"]), blocks):  # a DDP hook would never be called
+            with pytest.raises(TypeError, match=r"FSDP2 reduces its gradients itself.*gradwire.fsdp.apply"):
+                gradwire.HookState(inside)
         # What one rank alone does wrong.
         wrong = mesh["shard"] if rank == 2 else replicas
         refused("`replicas` of rank 2 is of ranks .2, 3.", sharded(mesh["shard"]), replicas=wrong)
@@ -66,19 +72,29 @@ def test_bad_input_is_an_error_on_all_ranks_alike(processes: Processes) -> None:
         assert digests or all(other == one for other in others), (one, others)
 
 
-def lost(rank: int) -> str:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-    model = sharded(init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))
-    gradwire.fsdp.apply(model, shards="int4", weights="int8")
+def lost(rank: int, way: str) -> str:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    failure.PATIENCE = timedelta(minutes=10)  # a rank that is gone is found out, not waited for
+    if way == "replicas":
+        model, state = applied(mesh_of(), compressor="int8")
+    else:
+        model = sharded(init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))
+        state = gradwire.fsdp.apply(model, shards="int4", weights="exact", plan="hierarchical")
     train(model, 1)
     if rank == 3:
         os._exit(1)
     with pytest.raises(RuntimeError) as caught:
         train(model, 3)
+    state.close()
     return str(caught.value)
 
 
-def test_a_lost_rank_is_an_error_on_all_others(processes: Processes) -> None:
-    """Nobody goes on with sums that lack a rank's part. Between replicas it is as for the hook: see test_failure.py."""
-    said = processes(4, lost, nodes="aabb", lost=(3,), seconds=60.0)
-    assert all(said[:3]), said
+@pytest.mark.parametrize("way", ["replicas", "shards"])
+def test_a_lost_rank_is_named_by_all_others(way: str, processes: Processes) -> None:
+    """By those too that have no collective with it, and wait for one that has."""
+    # The store lives in a process of its own, as under torchrun: whoever ends first does not take it along.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    said = processes(4, lost, way, nodes="aabb", environment=environment, lost=(3,), seconds=120.0)
+    assert said[3] is None
+    assert all("rank 3 of 4 is missing" in each for each in said[:3]), said

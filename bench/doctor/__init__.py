@@ -1,0 +1,1 @@
+"""`gradwire doctor`: from "two nodes are slower than one" to the cause."""

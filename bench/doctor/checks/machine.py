@@ -1,0 +1,278 @@
+"""The machines themselves: shared memory, cores, quotas and threads, slow nodes and GPUs, GPUDirect RDMA, clocks."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from gradwire.bench.doctor.checks.words import listed, nbytes, seconds
+from gradwire.bench.doctor.facts import CoreWork, Diagnosis, JobFacts, RankFacts
+
+SMALL_SHM_NBYTES = 256 << 20
+"""Docker's own default is 64 MB; NCCL asks for 1 GB and DataLoader's workers for what their batches need. Source: NCCL
+user guide, Troubleshooting, section Docker; `docker run` reference, --shm-size."""
+
+FULL_SHM_NBYTES = 32 << 20
+
+SLOW_NODE, NEVER_ABOVE = 0.7, 0.95
+"""A node is slow that usually does less than this share of a good node's work, with nobody else at work in the job, and
+that never keeps up with it: on a busy machine a good node does so in one try of five at least."""
+
+CROWD_EFFECT = 1.25
+"""Times slower than with as many threads as there are cores: less may be noise."""
+
+CLOCK_SECONDS = 1.0
+"""Certificates, logs and file systems bear less than this without complaint."""
+
+
+def available_cores(ranks: Sequence[RankFacts]) -> float:
+    """Cores that the ranks of a node have together: those they are bound to, or fewer where a quota says so.
+
+    Args:
+        ranks: Of one node.
+    """
+    cores = len({core for each in ranks for core in each.affinity})
+    limits = [each.cpu_limit for each in ranks if each.cpu_limit is not None]
+    return min([float(cores), *limits])
+
+
+def shared_memory(facts: JobFacts) -> list[Diagnosis]:
+    """/dev/shm is small, as containers have it, or full."""
+    found = []
+    failed = [each for each in facts.backends if each.error and "shared memory" in each.error]
+    for name, ranks in zip(facts.names, facts.nodes, strict=True):
+        size, free = ranks[0].shm_nbytes, ranks[0].shm_free_nbytes
+        if size is None or free is None or (size >= SMALL_SHM_NBYTES and free >= FULL_SHM_NBYTES):
+            continue
+        small = size < SMALL_SHM_NBYTES
+        evidence = [
+            f"/dev/shm of {name} has {nbytes(size)}, of which {nbytes(free)} are free; Docker's default is 64 MB"
+        ]
+        evidence += [f"{each.backend} failed for it: {each.error}" for each in failed[:1]]
+        found.append(
+            Diagnosis(
+                key="shared_memory",
+                title=f"The shared memory of {name} is {'too small' if small else 'full'}",
+                sure=0.98 if failed else 0.8,
+                cost_seconds=0.0,
+                evidence=tuple(evidence),
+                remedy=(
+                    "Docker: docker run --shm-size=8g ...   or --ipc=host",
+                    "Kubernetes: an emptyDir with `medium: Memory`, mounted at /dev/shm",
+                    "as root: mount -o remount,size=8g /dev/shm",
+                )
+                if small
+                else (f"on {name}: ls -lt /dev/shm   # remove what jobs that have ended left there",),
+                nodes=(name,),
+                stops=bool(failed),
+            )
+        )
+    return found
+
+
+def crowded_cores(facts: JobFacts) -> list[Diagnosis]:
+    """Ranks bound to the same core, a container's quota, or more threads than cores."""
+    found = []
+    for name, ranks in zip(facts.names, facts.nodes, strict=True):
+        cores, count = available_cores(ranks), len(ranks)
+        bound = len({core for each in ranks for core in each.affinity})
+        limit = min((each.cpu_limit for each in ranks if each.cpu_limit is not None), default=None)
+        if limit is not None and limit < count and limit < bound:
+            found.append(_crowd(facts, name, count / limit, f"{limit:g} CPUs for {count} ranks", _QUOTA, "quota"))
+        elif bound < count and bound < ranks[0].cores:
+            text = f"its {count} ranks are all bound to core{'s' if bound > 1 else ''} {listed(_cores(ranks))}"
+            found.append(_crowd(facts, name, count / bound, text, _BINDING, "binding"))
+        elif (effect := _effect(facts, ranks)) > CROWD_EFFECT:
+            threads = sum(each.threads for each in ranks)
+            text = f"{count} ranks with {ranks[0].threads} threads each are {threads} threads on {cores:g} cores"
+            found.append(_crowd(facts, name, effect, text, _threads_remedy(cores, count), "threads"))
+    return _merged(found)
+
+
+def _cores(ranks: Sequence[RankFacts]) -> list[int]:
+    return sorted({core for each in ranks for core in each.affinity})
+
+
+def _effect(facts: JobFacts, ranks: Sequence[RankFacts]) -> float:
+    """How many times longer work takes with the node's threads than with one for each core; 1 where they fit."""
+    numbers = {each.rank for each in ranks}
+    ratios = [
+        each.threads_seconds / each.fair_seconds
+        for each in facts.work
+        if each.rank in numbers and each.threads_seconds is not None and each.fair_seconds
+    ]
+    return median(ratios) if ratios else 1.0
+
+
+_QUOTA = (
+    "Docker: docker run --cpus=N   Kubernetes: resources.limits.cpu, at least one CPU for each rank",
+    "systemd: systemctl show -p CPUQuotaPerSecUSec UNIT",
+)
+_BINDING = (
+    "Open MPI: mpirun --bind-to none   or --map-by slot:PE=CORES_OF_A_RANK",
+    "Slurm: srun --cpu-bind=none   or --cpus-per-task=CORES_OF_A_RANK",
+    "taskset -pc PID   # shows to which cores a process is bound",
+)
+
+
+def _threads_remedy(cores: float, count: int) -> tuple[str, ...]:
+    return (f"export OMP_NUM_THREADS={max(1, int(cores / count))}   # the node's cores divided by its ranks",)
+
+
+_TITLES = {
+    "quota": "{who} may use too few CPUs",
+    "binding": "The ranks of {who} share a core while others idle",
+    "threads": "More threads than cores on {who}",
+}
+
+
+def _crowd(facts: JobFacts, name: str, times: float, text: str, remedy: tuple[str, ...], kind: str) -> Diagnosis:
+    seen = (
+        f"; the same work takes {times:.1f} times as long as with one thread for each core" if kind == "threads" else ""
+    )
+    return Diagnosis(
+        key="crowded_cores",
+        title=_TITLES[kind].format(who=name),
+        sure=0.9,
+        cost_seconds=facts.compute_seconds * (times - 1),
+        evidence=(f"{name}: {text}{seen}",),
+        remedy=remedy,
+        nodes=(name,),
+    )
+
+
+def _merged(found: list[Diagnosis]) -> list[Diagnosis]:
+    """One for all nodes that have the same trouble."""
+    groups: dict[str, list[Diagnosis]] = {}
+    for each in found:
+        groups.setdefault(each.title.replace(each.nodes[0], "{who}"), []).append(each)
+    merged = []
+    for title, group in groups.items():
+        worst = max(group, key=lambda each: each.cost_seconds)
+        names = tuple(name for each in group for name in each.nodes)
+        merged.append(
+            Diagnosis(
+                key=worst.key,
+                title=title.format(who=listed(names)),
+                sure=worst.sure,
+                cost_seconds=worst.cost_seconds,
+                evidence=worst.evidence,
+                remedy=worst.remedy,
+                nodes=names,
+            )
+        )
+    return merged
+
+
+def slow_node(facts: JobFacts) -> list[Diagnosis]:
+    """A node whose cores do far less than another's, again and again."""
+    names = facts.names
+    found = []
+    for name, ranks in zip(names, facts.nodes, strict=True):
+        share = _share(facts.work, ranks)
+        if share is None or _explained(ranks):
+            continue
+        governor = ranks[0].governor
+        hint = f"; its clock governor is {governor}" if governor in ("powersave", "conservative") else ""
+        found.append(
+            Diagnosis(
+                key="slow_node",
+                title=f"{name} computes {1 / max(share, 0.01):.1f} times slower than the others",
+                sure=0.9,
+                cost_seconds=facts.compute_seconds * (1 / max(share, 0.01) - 1),
+                evidence=(
+                    (
+                        f"a core of {name} usually did {share:.0%} of a good node's work, in several tries beside "
+                        f"nobody else{hint}; in every step all ranks wait for it"
+                    ),
+                ),
+                remedy=(
+                    f"on {name}: top   # does something else run there?",
+                    f"on {name}: dmesg | grep -iE 'thrott|temperature'; sensors   # heat, a fan, a power limit",
+                    f"on {name}: cpupower frequency-set -g performance",
+                    "a virtual machine: the column `st` of top is what its host takes away; take another node",
+                ),
+                nodes=(name,),
+            )
+        )
+    return found
+
+
+def _share(work: Sequence[CoreWork], ranks: Sequence[RankFacts]) -> float | None:
+    """The node's usual share of a good node's work; None where it was never in doubt, or the doubt was unfounded."""
+    numbers = {each.rank for each in ranks}
+    tries = next((each.again for each in work if each.rank in numbers and each.again), ())
+    return median(tries) if tries and median(tries) < SLOW_NODE and max(tries) < NEVER_ABOVE else None
+
+
+def _explained(ranks: Sequence[RankFacts]) -> bool:
+    """A quota is named by its own check."""
+    limit = min((each.cpu_limit for each in ranks if each.cpu_limit is not None), default=None)
+    return limit is not None and limit < len(ranks)
+
+
+def slow_gpus(facts: JobFacts) -> list[Diagnosis]:
+    """GPUs whose driver holds the clock down for heat or power."""
+    found = []
+    for name, ranks in zip(facts.names, facts.nodes, strict=True):
+        bad = [gpu for gpu in ranks[0].gpus if gpu.slowed_by]
+        if bad:
+            gpu = bad[0]
+            times = gpu.max_sm_mhz / gpu.sm_mhz if gpu.sm_mhz and gpu.max_sm_mhz else 1.0
+            found.append(
+                Diagnosis(
+                    key="slow_gpu",
+                    title=f"GPU {listed([each.index for each in bad])} of {name} is held down: {listed(gpu.slowed_by)}",
+                    sure=0.85,
+                    cost_seconds=facts.compute_seconds * (times - 1),
+                    evidence=(f"clock {gpu.sm_mhz} MHz of {gpu.max_sm_mhz} MHz",),
+                    remedy=(f"on {name}: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {gpu.index}",),
+                    nodes=(name,),
+                )
+            )
+    return found
+
+
+def gpudirect(facts: JobFacts) -> list[Diagnosis]:
+    """What `gradwire gdr-check` finds: GPU memory that takes a detour through the host's."""
+    found = []
+    for name, ranks in zip(facts.names, facts.nodes, strict=True):
+        failed = [each for rank in ranks for each in rank.gdr if each[0] == "fail"]
+        if failed:
+            found.append(
+                Diagnosis(
+                    key="gpudirect",
+                    title=f"GPUs and network cards of {name} do not talk to each other directly (GPUDirect RDMA)",
+                    sure=0.8,
+                    # Through the host each byte crosses its memory and PCIe twice more; half the rate is usual.
+                    cost_seconds=facts.exchange_seconds(facts.good_rate()) if len(facts.nodes) > 1 else 0.0,
+                    evidence=tuple(each[1] for each in failed[:3]),
+                    remedy=(
+                        *(each[2] for each in failed[:3] if each[2]),
+                        f"on {name}: gradwire gdr-check   # all of it",
+                    ),
+                    nodes=(name,),
+                )
+            )
+    return found
+
+
+def clocks(facts: JobFacts) -> list[Diagnosis]:
+    """Clocks that are seconds apart."""
+    bad = [pair for pair in facts.pairs if abs(pair.clock_seconds) > CLOCK_SECONDS]
+    if not bad:
+        return []
+    worst = max(bad, key=lambda pair: abs(pair.clock_seconds))
+    a, b = facts.names[worst.a], facts.names[worst.b]
+    ahead = b if worst.clock_seconds > 0 else a
+    return [
+        Diagnosis(
+            key="clocks",
+            title=f"The clocks of {a} and {b} are {seconds(abs(worst.clock_seconds))} apart",
+            sure=0.95,
+            evidence=(f"{ahead} is ahead; it slows nothing down, but logs cannot be compared and certificates fail",),
+            remedy=("timedatectl set-ntp true   # or chronyc tracking, to see why it does not follow",),
+            nodes=(a, b),
+        )
+    ]
+
+
+CHECKS = (shared_memory, crowded_cores, slow_node, slow_gpus, gpudirect, clocks)

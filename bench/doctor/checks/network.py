@@ -1,0 +1,580 @@
+"""Links that are slow, half duplex, far, limited to a connection or to small packets; and the wrong network."""
+
+from statistics import median
+
+from gradwire.bench.doctor.checks.words import listed, rate, seconds, verb
+from gradwire.bench.doctor.facts import (
+    BUCKET_NBYTES,
+    TCP_SHARE,
+    Diagnosis,
+    JobFacts,
+    NetworkInterface,
+    PairRates,
+    RankFacts,
+)
+
+SLOW = 0.7
+"""A link below this share of what it should give is named. TCP alone reaches 94 %; on a busy machine of two cores the
+best of three tries was never below 85 % (2-core EPYC VM, 2026-11-22)."""
+
+DOUBTFUL = 0.8
+"""Below this a link is measured again."""
+
+ONE_OF_MANY = 0.55
+"""One connection with less than this share of several is limited by itself."""
+
+HALF_DUPLEX = 0.62
+"""Of the rate in one direction, the mean of both when both are used at once: 0.5 is half duplex, 1 is full. On a busy
+machine of two cores the best of three tries was 0.7 once, with 28 processes waiting for a core (2-core EPYC VM,
+2026-11-22)."""
+
+CONFIRMED = 3
+"""Tries of a pair before anything is said of it: the first, and two alone with nobody else measuring."""
+
+PLAIN = 0.75
+"""Of what lets a pair pass: below it a confirmed pair is plainly bad, and not tried once more."""
+
+HEADROOM = 2.0
+"""What this program moves inside a node must be so many times the link's rate, or the program is what is measured."""
+
+FAR_SECONDS = 2e-3
+"""One way, more than any two machines of a data centre are apart; between zones of a cloud it is 0.5 to 1 ms."""
+
+SLOW_ANSWER = 5.0
+"""Times the usual latency of the other pairs, and at least `ANSWER_SECONDS` more."""
+ANSWER_SECONDS = 3e-4
+
+USUAL_MTU = 1500
+HEADERS_NBYTES, FRAME_NBYTES = 52, 38
+"""IPv4 and TCP with time stamps inside a packet; Ethernet's header, checksum, preamble and gap around it."""
+
+
+def doubtful_pairs(facts: JobFacts) -> list[tuple[int, int]]:
+    """Pairs that should be measured again before anything is said about them, the worst first.
+
+    Two of a node's pairs are enough to know the node; what is plainly bad after `CONFIRMED` tries is known too.
+
+    Args:
+        facts: With all pairs measured at least once.
+    """
+    good = facts.good_rate()
+    usual = median([pair.latency_seconds for pair in facts.pairs] or [0.0])
+    found: list[tuple[float, tuple[int, int]]] = []
+    for pair in facts.pairs:
+        alone = min(pair.many)
+        share = min(
+            alone / good / DOUBTFUL,
+            min(pair.one) / max(alone, 1.0) / (1.3 * ONE_OF_MANY),
+            _both_share(pair) / (1.15 * HALF_DUPLEX),
+            1.0 if pair.latency_seconds < max(3 * usual, usual + ANSWER_SECONDS) else 0.5,
+            0.0 if pair.packets_pass is False else 1.0,
+        )
+        if share < 1.0 and not (share < PLAIN and pair.times >= CONFIRMED):
+            found.append((share, (pair.a, pair.b)))
+    taken: list[tuple[int, int]] = []
+    for _, (a, b) in sorted(found):
+        if min(sum(a in each for each in taken), sum(b in each for each in taken)) < 2:
+            taken.append((a, b))
+    return taken
+
+
+def sureness(facts: JobFacts, nodes: tuple[int, ...], bytes_per_second: float) -> float:
+    """How sure a measured rate is the link's and not this program's: by what the program moves inside those nodes.
+
+    Args:
+        facts: Of the job.
+        nodes: That were measured.
+        bytes_per_second: What they should have shown.
+    """
+    own = [facts.own_bytes_per_second[node] for node in nodes if node in facts.own_bytes_per_second]
+    if not own:
+        return 0.7
+    return 0.95 if min(own) >= HEADROOM * bytes_per_second else 0.5 if min(own) >= bytes_per_second else 0.2
+
+
+def slow_links(facts: JobFacts) -> list[Diagnosis]:
+    """Nodes whose best link is far below their card's rate, or below the other nodes'."""
+    names = facts.names
+    nodes = [node for node in range(len(names)) if facts.reached(node) is not None]
+    best = {node: min(facts.reached(node) or (0.0, 0.0)) for node in nodes}
+    slow: dict[int, tuple[float, str]] = {}
+    for node in nodes:
+        others = [best[each] for each in nodes if each != node]
+        usual = median(others) if len(others) > 1 else 0.0
+        promised = facts.promised(node) or 0.0
+        limit = facts.own_bytes_per_second.get(node, float("inf")) / HEADROOM
+        wanted, why = max((usual, "the other nodes reach"), (min(promised, limit), "the link should give"))
+        if wanted and best[node] < SLOW * wanted:
+            slow[node] = (wanted, why)
+    if not slow:
+        return _slow_paths(facts, best)
+    wanted, why = max(slow.values())
+    worst = min(slow, key=best.__getitem__)
+    reached = facts.reached(worst) or (0.0, 0.0)
+    who = "All links are" if len(slow) == len(nodes) > 1 else f"The link of {listed([names[node] for node in slow])} is"
+    card = _card(facts.nodes[worst][0])
+    on_card = facts.promised(worst)
+    evidence = [
+        f"{names[worst]} sends {rate(reached[0])} and receives {rate(reached[1])} at best; {why} {rate(wanted)}"
+        + (f" (tried {_times(facts, worst)} times)" if _times(facts, worst) > 1 else ""),
+    ]
+    if on_card is not None and facts.link_bytes_per_second is None:
+        evidence.append(f"the card says that its link runs at {rate(on_card / TCP_SHARE)}")
+    return [
+        Diagnosis(
+            key="slow_link",
+            title=f"{who} {wanted / max(best[worst], 1.0):.1f} times slower than it should be",
+            sure=max(sureness(facts, (node,), wanted) for node in slow) if _times(facts, worst) > 1 else 0.5,
+            cost_seconds=facts.exchange_seconds(best[worst]) - facts.exchange_seconds(wanted),
+            evidence=tuple(evidence),
+            remedy=(
+                f"on {names[worst]}: ethtool {card} | grep -E 'Speed|Duplex'   # is it the card's full rate?",
+                f"on {names[worst]}: ethtool -S {card} | grep -iE 'err|drop|crc'   # a bad cable, a full switch",
+                f"on {names[worst]}: tc qdisc show dev {card}   # a limit that someone left there",
+                "in a cloud: the instance type's network rate; another job or a backup on the same link",
+            ),
+            nodes=tuple(names[node] for node in slow),
+        )
+    ]
+
+
+def _times(facts: JobFacts, node: int) -> int:
+    return max((pair.times for pair in facts.pairs if node in (pair.a, pair.b)), default=1)
+
+
+def _card(first: RankFacts) -> str:
+    return first.gloo_interface or "eth0"
+
+
+def _slow_paths(facts: JobFacts, best: dict[int, float]) -> list[Diagnosis]:
+    """Pairs that are slow although both nodes are fast with others."""
+    found = [
+        pair
+        for pair in facts.pairs
+        if pair.times >= CONFIRMED
+        and pair.packets_pass is not False
+        and min(pair.many) < SLOW * min(best[pair.a], best[pair.b])
+    ]
+    if not found:
+        return []
+    names = facts.names
+    worst = min(found, key=lambda pair: min(pair.many))
+    wanted = min(best[worst.a], best[worst.b])
+    return [
+        Diagnosis(
+            key="slow_path",
+            title=f"The way between {names[worst.a]} and {names[worst.b]} is slow, though both are fast with others",
+            sure=sureness(facts, (worst.a, worst.b), wanted),
+            cost_seconds=facts.exchange_seconds(min(worst.many)) - facts.exchange_seconds(wanted),
+            evidence=(
+                (
+                    f"{rate(min(worst.many))} between them, {rate(wanted)} with others; {len(found)} of "
+                    f"{len(facts.pairs)} pairs are so"
+                ),
+            ),
+            remedy=(
+                "put neighbours in the order of ranks behind one switch: a ring passes each slow way once",
+                f"traceroute from {names[worst.a]} to {names[worst.b]}   # where the way differs from a fast pair's",
+            ),
+            nodes=(names[worst.a], names[worst.b]),
+        )
+    ]
+
+
+def single_connection(facts: JobFacts) -> list[Diagnosis]:
+    """One connection reaches far less than several: clouds limit a flow, and a core's TCP stack does."""
+    confirmed = [pair for pair in facts.pairs if pair.times >= CONFIRMED and pair.packets_pass is not False]
+    limited = [pair for pair in confirmed if min(pair.one) < ONE_OF_MANY * min(pair.many)]
+    if not limited or 2 * len(limited) < len(confirmed):
+        return []
+    one, many = (median(min(getattr(pair, name)) for pair in limited) for name in ("one", "many"))
+    return [
+        Diagnosis(
+            key="single_connection",
+            title=f"One connection reaches {rate(one)}, several together {rate(many)}",
+            sure=sureness(facts, (limited[0].a, limited[0].b), many),
+            cost_seconds=facts.exchange_seconds(one) - facts.exchange_seconds(many),
+            evidence=(
+                (
+                    f"{len(limited)} of {len(facts.pairs)} pairs of nodes, each tried {limited[0].times} times; gloo "
+                    "and a flat ring put all gradients on one connection"
+                ),
+            ),
+            remedy=(
+                "NCCL over sockets: export NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4",
+                'gloo: use init_process_group("gradwire"), which opens a connection for each local rank',
+                "in a cloud: a placement group or compact placement raises the limit of one flow",
+            ),
+        )
+    ]
+
+
+def lost_duplex(facts: JobFacts) -> list[Diagnosis]:
+    """Sending and receiving at once halves the rate; or the card itself says half duplex."""
+    names = facts.names
+    found = [
+        Diagnosis(
+            key="half_duplex",
+            title=f"The network card of {names[node]} runs half duplex",
+            sure=0.99,
+            cost_seconds=facts.exchange_seconds(facts.good_rate()),
+            evidence=(f"/sys/class/net/{card.name}/duplex says half",),
+            remedy=(
+                (
+                    f"on {names[node]}: ethtool -s {card.name} autoneg on   # and the same on the switch's port: "
+                    "one side fixed and one automatic ends in half duplex"
+                ),
+            ),
+            nodes=(names[node],),
+        )
+        for node, ranks in enumerate(facts.nodes)
+        if (card := ranks[0].interface(ranks[0].gloo_interface)) is not None and card.duplex == "half"
+    ]
+    halved = [
+        pair
+        for pair in facts.pairs
+        if pair.times >= CONFIRMED and pair.packets_pass is not False and _halved(facts, pair)
+    ]
+    if found or not halved:
+        return found
+    blamed = _in_all(halved, facts.pairs) or {node for pair in halved for node in (pair.a, pair.b)}
+    worst = min(halved, key=_both_share)
+    who = listed([names[node] for node in sorted(blamed)])
+    return [
+        Diagnosis(
+            key="half_duplex",
+            title=f"The link of {who} is slow when it sends and receives at once",
+            sure=0.9,
+            cost_seconds=facts.exchange_seconds(sum(worst.both) / 2) - facts.exchange_seconds(sum(worst.many) / 2),
+            evidence=(
+                (
+                    f"{names[worst.a]} and {names[worst.b]}: {rate(min(worst.many))} one way, "
+                    f"{rate(sum(worst.both) / 2)} each way when both are used (tried {worst.times} times)"
+                ),
+            ),
+            remedy=(
+                f"on {who}: ethtool {_card(facts.nodes[worst.a][0])} | grep Duplex   # wanted: Full, on the switch too",
+                "a virtual machine: a limit on sent plus received bytes of its network card looks the same",
+            ),
+            nodes=tuple(names[node] for node in sorted(blamed)),
+        )
+    ]
+
+
+def _halved(facts: JobFacts, pair: PairRates) -> bool:
+    own = [facts.own_bytes_per_second.get(node, float("inf")) for node in (pair.a, pair.b)]
+    return _both_share(pair) < HALF_DUPLEX and min(own) >= HEADROOM * min(pair.many)
+
+
+def _both_share(pair: PairRates) -> float:
+    """What both directions at once have, of what each has alone."""
+    return sum(pair.both) / max(sum(pair.many), 1.0)
+
+
+def _in_all(bad: list[PairRates], pairs: tuple[PairRates, ...]) -> set[int]:
+    """Nodes that are in every bad pair, and bad in every pair that was looked at twice."""
+    shared = set.intersection(*({pair.a, pair.b} for pair in bad))
+    keys = {(pair.a, pair.b) for pair in bad}
+    return {
+        node
+        for node in shared
+        if all((pair.a, pair.b) in keys for pair in pairs if node in (pair.a, pair.b) and pair.times >= CONFIRMED)
+    }
+
+
+def far_apart(facts: JobFacts) -> list[Diagnosis]:
+    """Pairs with a latency that no data centre has, or far above that of the others."""
+    names = facts.names
+    usual = median([pair.latency_seconds for pair in facts.pairs] or [0.0])
+    others = usual if len(facts.pairs) > 2 else FAR_SECONDS
+    bad = [
+        pair
+        for pair in facts.pairs
+        if pair.times >= CONFIRMED
+        and (
+            pair.latency_seconds > FAR_SECONDS
+            or (len(facts.pairs) > 2 and pair.latency_seconds > max(SLOW_ANSWER * usual, usual + ANSWER_SECONDS))
+        )
+    ]
+    if not bad:
+        return []
+    worst = max(bad, key=lambda pair: pair.latency_seconds)
+    # Each bucket passes every link of a ring twice, one message after the other.
+    messages = 2 * (len(names) - 1) * max(1, -(-facts.gradient_nbytes // BUCKET_NBYTES))
+    return [
+        Diagnosis(
+            key="far_apart",
+            title=f"{names[worst.a]} and {names[worst.b]} are far apart: {seconds(worst.latency_seconds)} one way",
+            sure=0.9,
+            cost_seconds=messages * max(worst.latency_seconds - min(others, 1e-4), 0.0),
+            evidence=(
+                f"the shortest of many round trips, tried {worst.times} times; the usual pair has {seconds(usual)}",
+            ),
+            remedy=(
+                "in a cloud: put all nodes into one zone and one placement group",
+                "on your own network: a firewall, VPN or overlay between them (traceroute shows it)",
+                "larger buckets wait less often: DistributedDataParallel(..., bucket_cap_mb=100)",
+            ),
+            nodes=(names[worst.a], names[worst.b]),
+        )
+    ]
+
+
+def packet_sizes(facts: JobFacts) -> list[Diagnosis]:
+    """MTUs that differ between nodes, packets that are lost because of it, or packets smaller than Ethernet's."""
+    names = facts.names
+    lost = [pair for pair in facts.pairs if pair.packets_pass is False and pair.times >= CONFIRMED]
+    mtus = {node: card.mtu for node, ranks in enumerate(facts.nodes) if (card := _used(ranks[0])) is not None}
+    if lost:
+        worst = lost[0]
+        mtu = worst.packet_nbytes or USUAL_MTU
+        name = _card(facts.nodes[worst.a][0])
+        return [
+            Diagnosis(
+                key="mtu",
+                title=f"Packets of {mtu} bytes, as the cards are set to send them, do not arrive",
+                sure=0.9,
+                evidence=(
+                    (
+                        f"{names[worst.a]} to {names[worst.b]}: small packets come back, whole ones of {mtu} bytes do "
+                        f"not ({len(lost)} of {len(facts.pairs)} pairs)"
+                    ),
+                ),
+                remedy=(
+                    f"on every node: ip link set {name} mtu {_below(mtu)}   # or raise the switches' MTU to {mtu}",
+                    f"ping -M do -s {mtu - 28} ADDRESS   # comes back once it is right",
+                ),
+                nodes=(names[worst.a], names[worst.b]),
+                stops=True,
+            )
+        ]
+    if len(set(mtus.values())) > 1:
+        usual = max(set(mtus.values()), key=lambda mtu: (list(mtus.values()).count(mtu), mtu))
+        odd = [node for node, mtu in mtus.items() if mtu != usual]
+        good = facts.good_rate()
+        return [
+            Diagnosis(
+                key="mtu",
+                title=f"{listed([names[node] for node in odd])} {verb(odd, 'send')} packets of another size",
+                sure=0.9,
+                cost_seconds=facts.exchange_seconds(good)
+                * (_share(max(mtus.values())) / _share(min(mtus.values())) - 1),
+                evidence=tuple(
+                    f"{names[node]}: MTU {mtu} on {_card(facts.nodes[node][0])}" for node, mtu in mtus.items()
+                )[:6],
+                remedy=(
+                    f"on {names[odd[0]]}: ip link set {_card(facts.nodes[odd[0]][0])} mtu {usual}   # as the others",
+                    "all switches on the way must carry the largest MTU, or large packets are lost without a word",
+                ),
+                nodes=tuple(names[node] for node in odd),
+            )
+        ]
+    small = {node: mtu for node, mtu in mtus.items() if mtu < 1400}
+    if small and len(names) > 1:
+        node, mtu = min(small.items(), key=lambda item: item[1])
+        return [
+            Diagnosis(
+                key="mtu",
+                title=f"The network's packets are small: {mtu} bytes",
+                sure=0.8,
+                cost_seconds=facts.exchange_seconds(facts.good_rate()) * (_share(USUAL_MTU) / _share(mtu) - 1),
+                evidence=(
+                    f"MTU {mtu} on {_card(facts.nodes[node][0])} of {names[node]}; Ethernet has 1500, often 9000",
+                ),
+                remedy=(
+                    f"ip link set {_card(facts.nodes[node][0])} mtu 1500   # where all switches on the way carry it",
+                    "in Kubernetes: the MTU of the CNI plug-in (calico: veth_mtu, cilium: --mtu)",
+                ),
+                nodes=(names[node],),
+            )
+        ]
+    return []
+
+
+def _used(first: RankFacts) -> NetworkInterface | None:
+    card = first.interface(first.gloo_interface)
+    return None if card is None or card.kind in ("loopback", "bridge") else card
+
+
+def _share(mtu: int) -> float:
+    """Of a wire's bytes, those that are payload."""
+    return (mtu - HEADERS_NBYTES) / (mtu + FRAME_NBYTES)
+
+
+def _below(mtu: int) -> int:
+    return USUAL_MTU if mtu > USUAL_MTU else 1280
+
+
+def wrong_interface(facts: JobFacts) -> list[Diagnosis]:
+    """Gloo or NCCL uses a slower network than the nodes have, or one that leads nowhere."""
+    names = facts.names
+    found = [*_unknown_interface(facts), *_nowhere(facts)]
+    if found:
+        return found
+    reached = {node: min(facts.reached(node) or (0.0, 0.0)) for node in range(len(names))}
+    better = [each for each in facts.others if each.bytes_per_second > 1.4 * min(reached[each.a], reached[each.b]) > 0]
+    if better:
+        best = max(better, key=lambda each: each.bytes_per_second)
+        used = _card(facts.nodes[best.a][0])
+        now = min(reached[best.a], reached[best.b])
+        return [
+            Diagnosis(
+                key="wrong_interface",
+                title=f"The job uses {used}, and {best.interface} is {best.bytes_per_second / now:.1f} times faster",
+                sure=0.95,
+                cost_seconds=facts.exchange_seconds(now) - facts.exchange_seconds(best.bytes_per_second),
+                evidence=(
+                    (
+                        f"{names[best.a]} to {names[best.b]}: {rate(now)} over {used}, {rate(best.bytes_per_second)} "
+                        f"over {best.interface}"
+                    ),
+                    _why(facts.nodes[best.a][0]),
+                ),
+                remedy=(
+                    f"on every node: export GLOO_SOCKET_IFNAME={best.interface} NCCL_SOCKET_IFNAME={best.interface}",
+                    "mpirun: -x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME; Slurm: sbatch --export=ALL",
+                ),
+                nodes=tuple(names),
+            )
+        ]
+    return _slower_card(facts)
+
+
+def _why(first: RankFacts) -> str:
+    if given := first.variables.get("GLOO_SOCKET_IFNAME"):
+        return f"GLOO_SOCKET_IFNAME={given} says so"
+    return f"GLOO_SOCKET_IFNAME is not set, so gloo takes the one that the name {first.hostname} leads to"
+
+
+def _unknown_interface(facts: JobFacts) -> list[Diagnosis]:
+    """A variable names an interface that is not there."""
+    found = []
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        bad = []
+        for node, ranks in enumerate(facts.nodes):
+            value = ranks[0].variables.get(variable)
+            if value is None or not ranks[0].interfaces or (variable[0] == "N" and not facts.has_gpus):
+                continue
+            if variable[0] == "N":
+                missing = ranks[0].nccl_interface is None
+            else:
+                missing = any(ranks[0].interface(name) is None for name in value.split(","))
+            if missing:
+                bad.append((node, value))
+        if bad:
+            node, value = bad[0]
+            there = [each.name for each in facts.nodes[node][0].interfaces if each.kind != "loopback"]
+            found.append(
+                Diagnosis(
+                    key="wrong_interface",
+                    title=f"{variable}={value} names no network interface of {facts.names[node]}",
+                    sure=0.98,
+                    evidence=(f"{facts.names[node]} has {listed(there) or 'no interface'}",),
+                    remedy=(f"export {variable}={there[0] if there else 'eth0'}   # or unset it",),
+                    nodes=tuple(facts.names[each] for each, _ in bad),
+                    stops=True,
+                )
+            )
+    return found
+
+
+def _nowhere(facts: JobFacts) -> list[Diagnosis]:
+    """Gloo did not connect, or sits on the loopback or a container's bridge while there are several nodes."""
+    names = facts.names
+    many = len(names) > 1
+    inside = []
+    for node, ranks in enumerate(facts.nodes):
+        used = ranks[0].interface(ranks[0].gloo_interface)
+        nowhere = used is not None and used.kind in ("loopback", "bridge") and not ranks[0].gloo_seen
+        error = next((each.gloo_error for each in ranks if each.gloo_error), None)
+        cards = _leading_out(ranks[0])
+        if nowhere and (error or not many) and cards and _chosen(ranks[0]):
+            inside.append(node)
+    if inside:
+        first = facts.nodes[inside[0]][0]
+        card = _leading_out(first)[0]
+        error = next((each.gloo_error for each in facts.ranks if each.gloo_error), None)
+        where = listed([names[node] for node in inside])
+        return [
+            Diagnosis(
+                key="wrong_interface",
+                title=f"gloo would use {first.gloo_interface} on {where}, which no other machine can reach",
+                sure=0.9 if error else 0.6,
+                evidence=tuple(text for text in (_why(first), error) if text),
+                remedy=(
+                    f"export GLOO_SOCKET_IFNAME={card} NCCL_SOCKET_IFNAME={card}",
+                    f"or in /etc/hosts: the address of {card} beside {first.hostname}, in place of 127.0.1.1",
+                ),
+                nodes=tuple(names[node] for node in inside),
+                stops=bool(error),
+            )
+        ]
+    errors = [(place, each) for place, ranks in enumerate(facts.nodes) for each in ranks if each.gloo_error]
+    if errors:
+        node, failed = errors[0]
+        return [
+            Diagnosis(
+                key="no_connection",
+                title="gloo cannot connect the ranks, although the launcher's store can",
+                sure=0.9,
+                evidence=(f"rank {failed.rank} on {names[node]}: {failed.gloo_error}",),
+                remedy=(
+                    "a firewall between the nodes: gloo and NCCL listen on any port; open them all between the nodes",
+                    "interfaces that do not reach each other: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME alike",
+                ),
+                nodes=(names[node],),
+                stops=True,
+            )
+        ]
+    return []
+
+
+def _chosen(first: RankFacts) -> bool:
+    """Not merely a single machine without a network name."""
+    return "GLOO_SOCKET_IFNAME" in first.variables or first.gloo_error is not None
+
+
+def _leading_out(first: RankFacts) -> list[str]:
+    """Interfaces that may lead to other machines."""
+    return [each.name for each in first.interfaces if each.kind in ("card", "virtual") and each.up and each.addresses]
+
+
+def _slower_card(facts: JobFacts) -> list[Diagnosis]:
+    """A card with a higher rate stands beside the one in use, by what the drivers say alone."""
+    for node, ranks in enumerate(facts.nodes):
+        first = ranks[0]
+        used = first.interface(first.gloo_interface)
+        if used is None or used.bits_per_second is None or len(facts.nodes) < 2:
+            continue
+        measured = {each.interface for each in facts.others}
+        faster = [
+            each
+            for each in first.interfaces
+            if each.up
+            and each.addresses
+            and each.name not in measured
+            and (each.bits_per_second or 0) >= 2 * used.bits_per_second
+        ]
+        if faster:
+            best = max(faster, key=lambda each: each.bits_per_second or 0)
+            return [
+                Diagnosis(
+                    key="wrong_interface",
+                    title=f"{facts.names[node]} has a faster card than the one in use",
+                    sure=0.6,
+                    cost_seconds=facts.exchange_seconds(used.bits_per_second / 8)
+                    - facts.exchange_seconds((best.bits_per_second or 1) / 8),
+                    evidence=(
+                        (
+                            f"{used.name} is used at {rate(used.bits_per_second / 8)}, {best.name} has "
+                            f"{rate((best.bits_per_second or 0) / 8)}; whether it leads to the others was not measured"
+                        ),
+                    ),
+                    remedy=(f"export GLOO_SOCKET_IFNAME={best.name} NCCL_SOCKET_IFNAME={best.name}",),
+                    nodes=(facts.names[node],),
+                )
+            ]
+    return []
+
+
+CHECKS = (wrong_interface, slow_links, single_connection, lost_duplex, far_apart, packet_sizes)

@@ -1,0 +1,279 @@
+"""Variables that slow a job down, left over from a hunt for a bug or copied from another cluster; each with its source.
+
+The costs are estimates, because what would be without the variable is not measured: a share of a healthy exchange of
+the gradients, or of the step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradwire.bench.doctor.checks.words import listed
+from gradwire.bench.doctor.facts import Diagnosis, JobFacts
+
+NCCL_GUIDE = "NCCL user guide, Environment Variables"
+TORCH_GUIDE = "documentation of torch.distributed"
+
+
+def _is(*values: str) -> Callable[[str], bool]:
+    return lambda value: value.strip().lower() in values
+
+
+def _set(value: str) -> bool:
+    return value.strip().lower() not in ("", "0", "n", "no", "false", "off")
+
+
+def _below(limit: int) -> Callable[[str], bool]:
+    return lambda value: value.strip().isdigit() and int(value) < limit
+
+
+def _any(value: str) -> bool:
+    return bool(value.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class HarmfulVariable:
+    """One variable that hurts.
+
+    Attributes:
+        name: Of the variable.
+        hurts: Whether a value does.
+        why: What it does to a job.
+        source: Where that is written.
+        exchange_share: Its cost as a share of a healthy exchange between nodes.
+        step_share: Its cost as a share of the step.
+        gpus: It acts on GPUs alone.
+        sure: That it hurts where it is set.
+        remedy: What to type; unset it where empty.
+    """
+
+    name: str
+    hurts: Callable[[str], bool]
+    why: str
+    source: str
+    exchange_share: float = 0.0
+    step_share: float = 0.0
+    gpus: bool = True
+    sure: float = 0.9
+    remedy: str = ""
+
+
+_ISSUES = "github.com/pytorch/torchtitan/issues/1147, Megatron-FSDP user guide"
+
+HARMFUL = (
+    HarmfulVariable(
+        "NCCL_IB_DISABLE", _set, "NCCL uses TCP although there may be InfiniBand or RoCE", NCCL_GUIDE, 1.0, sure=0.8
+    ),
+    HarmfulVariable("NCCL_NET", _is("socket"), "NCCL uses TCP whatever network is there", NCCL_GUIDE, 1.0, sure=0.8),
+    HarmfulVariable(
+        "NCCL_NET_PLUGIN",
+        _is("none"),
+        "a cloud's network plug-in (EFA, GPUDirect-TCPX) is not loaded",
+        NCCL_GUIDE,
+        1.0,
+        sure=0.6,
+    ),
+    HarmfulVariable(
+        "NCCL_P2P_DISABLE",
+        _set,
+        "GPUs of a node do not copy to each other directly, over NVLink or PCIe",
+        NCCL_GUIDE,
+        0.5,
+    ),
+    HarmfulVariable(
+        "NCCL_P2P_LEVEL", _is("loc", "0"), "GPUs of a node do not copy to each other directly", NCCL_GUIDE, 0.5
+    ),
+    HarmfulVariable(
+        "NCCL_SHM_DISABLE", _set, "GPUs of a node that cannot reach each other go over the network", NCCL_GUIDE, 0.5
+    ),
+    HarmfulVariable(
+        "NCCL_NET_GDR_LEVEL", _is("loc", "0"), "network cards do not read GPU memory themselves", NCCL_GUIDE, 0.5
+    ),
+    HarmfulVariable(
+        "NCCL_NET_GDR_READ", _is("0"), "what GPUs send goes through the host's memory", NCCL_GUIDE, 0.25, sure=0.6
+    ),
+    HarmfulVariable(
+        "NCCL_DMABUF_ENABLE", _is("0"), "one of two ways to GPUDirect RDMA is off", NCCL_GUIDE, 0.25, sure=0.5
+    ),
+    HarmfulVariable(
+        "NCCL_ALGO", _any, "NCCL may not choose between ring, tree and NVLS by size", NCCL_GUIDE, 0.25, sure=0.6
+    ),
+    HarmfulVariable("NCCL_PROTO", _any, "NCCL may not choose its protocol by size", NCCL_GUIDE, 0.25, sure=0.6),
+    HarmfulVariable(
+        "NCCL_MAX_NCHANNELS", _below(4), "NCCL keeps few blocks of the GPU busy", NCCL_GUIDE, 0.5, sure=0.7
+    ),
+    HarmfulVariable("NCCL_MAX_CTAS", _below(4), "NCCL keeps few blocks of the GPU busy", NCCL_GUIDE, 0.5, sure=0.7),
+    HarmfulVariable(
+        "NCCL_BUFFSIZE",
+        _below(1 << 20),
+        "NCCL's buffers are below 1 MiB; its default is 4 MiB",
+        NCCL_GUIDE,
+        0.25,
+        sure=0.7,
+    ),
+    HarmfulVariable("NCCL_NTHREADS", _below(128), "NCCL's blocks have few threads", NCCL_GUIDE, 0.25, sure=0.6),
+    HarmfulVariable(
+        "NCCL_PXN_DISABLE", _set, "GPUs do not share the card that is on the right rail", NCCL_GUIDE, 0.1, sure=0.5
+    ),
+    HarmfulVariable("NCCL_NVLS_ENABLE", _is("0"), "NVSwitches do not sum", NCCL_GUIDE, 0.1, sure=0.4),
+    HarmfulVariable("NCCL_CHECK_POINTERS", _set, "NCCL checks every pointer of every call", NCCL_GUIDE, 0.02, sure=0.7),
+    HarmfulVariable(
+        "NCCL_LAUNCH_MODE",
+        _is("group"),
+        "one process launches for all its GPUs, with a barrier",
+        NCCL_GUIDE,
+        0.05,
+        sure=0.5,
+    ),
+    HarmfulVariable(
+        "NCCL_DEBUG",
+        _is("trace"),
+        "NCCL writes a line for every call",
+        NCCL_GUIDE,
+        0.1,
+        sure=0.7,
+        remedy="export NCCL_DEBUG=WARN",
+    ),
+    HarmfulVariable(
+        "NCCL_IGNORE_CPU_AFFINITY", _set, "NCCL's threads may run far from their GPU", NCCL_GUIDE, 0.05, sure=0.4
+    ),
+    HarmfulVariable(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        _is("1"),
+        "kernels start in the order they were launched, so gradients of FSDP or DDP may wait for computation; "
+        "Megatron's tensor parallelism wants it, nothing else does",
+        _ISSUES,
+        0.5,
+        sure=0.6,
+        remedy="unset CUDA_DEVICE_MAX_CONNECTIONS   # or 32, without Megatron's tensor parallelism",
+    ),
+    HarmfulVariable(
+        "CUDA_LAUNCH_BLOCKING",
+        _set,
+        "every kernel is waited for: nothing overlaps",
+        "CUDA C++ programming guide",
+        1.0,
+        0.3,
+    ),
+    HarmfulVariable(
+        "TORCH_NCCL_BLOCKING_WAIT", _set, "every collective is waited for on the CPU", TORCH_GUIDE, 0.5, sure=0.7
+    ),
+    HarmfulVariable(
+        "NCCL_BLOCKING_WAIT", _set, "every collective is waited for on the CPU", TORCH_GUIDE, 0.5, sure=0.7
+    ),
+    HarmfulVariable(
+        "TORCH_NCCL_ENABLE_TIMING",
+        _set,
+        "two events for every collective, and with CUDA_DEVICE_MAX_CONNECTIONS=1 no overlap",
+        "github.com/pytorch/pytorch/issues/143890",
+        0.1,
+        sure=0.5,
+    ),
+    HarmfulVariable(
+        "TORCH_NCCL_DESYNC_DEBUG", _set, "every collective writes to the store", TORCH_GUIDE, 0.1, sure=0.6
+    ),
+    HarmfulVariable(
+        "PYTORCH_NO_CUDA_MEMORY_CACHING",
+        _set,
+        "every tensor is a cudaMalloc, which waits for the GPU",
+        "PyTorch, CUDA semantics",
+        0.0,
+        0.5,
+    ),
+    HarmfulVariable(
+        "TORCH_DISTRIBUTED_DEBUG",
+        _is("detail"),
+        "every collective is first compared among all ranks, which doubles the waits and ends asynchrony",
+        TORCH_GUIDE + ", section Debugging",
+        0.5,
+        0.1,
+        gpus=False,
+    ),
+    HarmfulVariable(
+        "GLOO_DEVICE_TRANSPORT",
+        _is("tcp_tls"),
+        "gloo encrypts what it sends, on one core",
+        TORCH_GUIDE,
+        0.5,
+        gpus=False,
+        sure=0.7,
+    ),
+    HarmfulVariable(
+        "FI_PROVIDER",
+        _is("tcp", "sockets"),
+        "libfabric uses TCP whatever network is there",
+        "libfabric, fabric(7)",
+        0.5,
+        sure=0.6,
+    ),
+    HarmfulVariable(
+        "UCX_TLS",
+        _is("tcp", "tcp,self"),
+        "UCX uses TCP, also inside a node",
+        "OpenUCX documentation",
+        0.5,
+        gpus=False,
+        sure=0.6,
+    ),
+)
+
+MAY_DIFFER = ("_SOCKET_IFNAME", "_IB_HCA", "_TOPO_FILE", "_DEBUG", "_HOSTID", "VISIBLE_DEVICES", "_CONF_FILE")
+"""Variables that are each node's own, or change nothing between ranks."""
+
+NO_GPUS = "no rank has a GPU here: it costs nothing until one has"
+
+
+def harmful_variables(facts: JobFacts) -> list[Diagnosis]:
+    """Variables of the table that are set to what hurts."""
+    found = []
+    for rule in HARMFUL:
+        ranks = [each for each in facts.ranks if rule.name in each.variables and rule.hurts(each.variables[rule.name])]
+        if not ranks:
+            continue
+        idle = rule.gpus and not facts.has_gpus
+        exchange = facts.exchange_seconds(facts.good_rate()) if len(facts.nodes) > 1 else 0.0
+        nodes = tuple(dict.fromkeys(each.hostname for each in ranks))
+        who = "all ranks" if len(ranks) == len(facts.ranks) else f"{len(ranks)} of {len(facts.ranks)} ranks"
+        found.append(
+            Diagnosis(
+                key="variable",
+                title=f"{rule.name}={ranks[0].variables[rule.name]}: {rule.why}",
+                sure=rule.sure,
+                cost_seconds=0.0 if idle else rule.exchange_share * exchange + rule.step_share * facts.compute_seconds,
+                evidence=(
+                    f"set for {who} on {listed(nodes)} (what it does: {rule.source})",
+                    NO_GPUS if idle else "the cost is an estimate: a run without it would tell",
+                ),
+                remedy=(rule.remedy or f"unset {rule.name}",),
+                nodes=nodes,
+            )
+        )
+    return found
+
+
+def differing_variables(facts: JobFacts) -> list[Diagnosis]:
+    """Variables of NCCL that differ between ranks: its ranks must choose alike."""
+    names = {name for each in facts.ranks for name in each.variables if name.startswith("NCCL_")}
+    found = []
+    for name in sorted(names):
+        if name.endswith(MAY_DIFFER) or "_DEBUG" in name:
+            continue
+        values = {each.variables.get(name, "not set") for each in facts.ranks}
+        if len(values) < 2:
+            continue
+        found.append(
+            Diagnosis(
+                key="variables_differ",
+                title=f"{name} is not the same on all ranks: {listed(sorted(values))}",
+                sure=0.7,
+                evidence=("NCCL's ranks choose algorithms each for itself: other settings mean a hang or an error",),
+                remedy=(
+                    "mpirun: -x NAME   Slurm: --export=ALL   ssh: set it in the job's script, not in a shell's profile",
+                ),
+                nodes=tuple(dict.fromkeys(e.hostname for e in facts.ranks if name in e.variables)),
+                stops=facts.has_gpus,
+            )
+        )
+    return found
+
+
+CHECKS = (harmful_variables, differing_variables)

@@ -1,0 +1,131 @@
+"""How the ranks of the doctor talk to each other: through the launcher's store alone, in small pieces.
+
+Not through gloo or NCCL: whether those connect is what is looked at. The pieces are small enough to pass where packets
+of full size are lost, which is one of the causes looked for.
+"""
+
+import json
+import time
+import zlib
+from collections.abc import Sequence
+from datetime import timedelta
+
+from gradwire.comms.bootstrap.compat import PrefixStore, Store
+
+PIECE_NBYTES = 1000
+"""With all headers below 1280, the smallest MTU that IPv6 allows. Source: RFC 8200, section 5."""
+
+
+class Control:
+    """Words between the ranks of a job.
+
+    Args:
+        store: All ranks reach it.
+        rank: This rank.
+        size: Number of ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.store = store
+        self._said = 0
+        self._store = PrefixStore("doctor-words", store)
+
+    def arrive(self, timeout: timedelta) -> list[int]:
+        """Says that this rank is there; on rank 0 waits for the others.
+
+        Returns:
+            On rank 0 the ranks that did not come within `timeout`.
+        """
+        self._store.set(f"here/{self.rank}", "1")
+        if self.rank != 0:
+            return []
+        deadline = time.monotonic() + timeout.total_seconds()
+        missing = list(range(self.size))
+        while missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not self._store.check([f"here/{rank}"])]
+            time.sleep(0.02 if missing else 0)
+        return missing
+
+    def gather(self, own: object, timeout: timedelta) -> list[object] | None:
+        """Brings what every rank says to rank 0, by rank; None on the others. All ranks call it, in the same order.
+
+        Args:
+            own: Of what JSON knows.
+            timeout: For all.
+
+        Raises:
+            RuntimeError: A rank said nothing.
+        """
+        number = self._next()
+        self._write(f"{number}/{self.rank}", own)
+        if self.rank != 0:
+            return None
+        return [self._read(f"{number}/{rank}", timeout) for rank in range(self.size)]
+
+    def tell(self, what: object, timeout: timedelta) -> object:
+        """Brings what rank 0 says to all ranks.
+
+        Args:
+            what: Of what JSON knows; ignored on the others.
+            timeout: For rank 0 to say it.
+
+        Raises:
+            RuntimeError: It said nothing.
+        """
+        number = self._next()
+        if self.rank == 0:
+            self._write(f"{number}/0", what)
+            return what
+        return self._read(f"{number}/0", timeout)
+
+    def meet(self, timeout: timedelta) -> None:
+        """Returns when all ranks have come here.
+
+        Raises:
+            RuntimeError: One has not.
+        """
+        self.gather(None, timeout)
+        self.tell(None, timeout)
+
+    def _next(self) -> int:
+        self._said += 1
+        return self._said
+
+    def _write(self, key: str, what: object) -> None:
+        text = zlib.compress(json.dumps(what).encode())
+        pieces = [text[start : start + PIECE_NBYTES] for start in range(0, len(text), PIECE_NBYTES)]
+        for place, piece in enumerate(pieces):
+            self._store.set(f"{key}/{place}", piece)  # type: ignore[arg-type]
+        self._store.set(f"{key}/pieces", str(len(pieces)))
+
+    def _read(self, key: str, timeout: timedelta) -> object:
+        self._store.wait([f"{key}/pieces"], timeout)
+        count = int(self._store.get(f"{key}/pieces"))
+        return json.loads(zlib.decompress(b"".join(self._store.get(f"{key}/{place}") for place in range(count))))
+
+
+def circle(count: int) -> list[list[tuple[int, int]]]:
+    """Rounds in which every two of `count` meet once, and nobody is in two pairs of a round.
+
+    Source: the circle method of round-robin tournaments (Kirkman 1850).
+
+    Args:
+        count: Nodes.
+    """
+    places: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    rounds = []
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        pairs = zip(places[:half], reversed(places[half:]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
+        places = [places[0], places[-1], *places[1:-1]]
+    return [each for each in rounds if each]
+
+
+def spread(rounds: Sequence[list[tuple[int, int]]], most: int) -> list[list[tuple[int, int]]]:
+    """At most so many of the rounds, evenly taken: each node stays in every round."""
+    if len(rounds) <= most:
+        return list(rounds)
+    return [rounds[place * len(rounds) // most] for place in range(most)]

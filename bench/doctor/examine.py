@@ -1,0 +1,602 @@
+"""One rank's part in the examination of a job: everybody measures, rank 0 collects.
+
+What looks bad is measured again before anybody believes it, alone, and the best of all tries counts: a busy machine
+makes a network look slow, never fast.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from gradwire.bench.doctor import local
+from gradwire.bench.doctor.checks.machine import available_cores
+from gradwire.bench.doctor.checks.network import CONFIRMED, doubtful_pairs
+from gradwire.bench.doctor.control import Control, circle, spread
+from gradwire.bench.doctor.facts import (
+    DEFAULT_GRADIENT_NBYTES,
+    BackendTime,
+    CoreWork,
+    GpuState,
+    InterfaceRate,
+    JobFacts,
+    PairRates,
+    RankFacts,
+    from_record,
+    to_record,
+)
+from gradwire.bench.doctor.network import STREAMS, Asker, Listener, measure_pair
+from gradwire.bench.doctor.script import ScriptRun, run_script
+from gradwire.bench.doctor.work import core_work, threads_seconds
+from gradwire.bench.emulation.connections import connected_sockets
+from gradwire.bench.nccl_tests.backends.select import BackendSpec, connect
+from gradwire.bench.nccl_tests.ranks import RankInfo, Start, World, gather
+from gradwire.comms.bootstrap.compat import PrefixStore, clone_of
+from gradwire.comms.config import local_rank
+
+ARRIVE = timedelta(seconds=30)
+"""For the ranks to come; a job whose ranks start further apart has another problem."""
+WORD = timedelta(seconds=60)
+GROUP = timedelta(seconds=15)
+"""For a backend to connect, and for a collective of it."""
+
+LONGEST_FLOW, SHORTEST_FLOW = 0.5, 0.12
+MOST_ROUNDS = 16
+MOST_AGAIN = 3
+"""Pairs that are measured again in a round, of those that look bad."""
+REPEATS = 5
+REPEATS_SHARE = 0.6
+"""Of the whole time, after which no round of them begins."""
+AGAIN_FLOW = 0.35
+GLOO_SECONDS = 25.0
+BACKEND_SECONDS = 0.4
+WORK_SECONDS = 0.4
+AGAIN_TRIES = 5
+SUSPECT = 0.75
+"""A node below this share of the others' work is looked at again, alone."""
+
+
+left_behind: list[threading.Thread] = []
+"""Threads that still try to connect: the process must end without them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What the command line asks for."""
+
+    gradient_nbytes: int | None = None
+    step_seconds: float | None = None
+    link_bytes_per_second: float | None = None
+    script: tuple[str, ...] = ()
+    seconds: float = 45.0
+    """For everything; the user's script comes on top."""
+    say: Callable[[str], None] = field(default=lambda text: None)
+    """Called with what is being done."""
+
+
+def examine_alone(wanted: Wanted) -> JobFacts:
+    """Looks at this machine only."""
+    wanted.say("looking at this machine")
+    own = replace(local.read_rank(0, None), gdr=local.gdr_verdicts(), gpus=_gpus())
+    work = CoreWork(rank=0, per_second=core_work(WORK_SECONDS))
+    if own.threads > (cores := available_cores([own])):
+        slow, fair = threads_seconds(max(1, int(cores)), 0.15)
+        work = replace(work, threads_seconds=slow, fair_seconds=fair)
+    return _with_script(
+        JobFacts(ranks=(own,), work=(work,)), wanted, [_run_here(wanted, None)] if wanted.script else []
+    )
+
+
+def _run_here(wanted: Wanted, variables: dict[str, str] | None) -> ScriptRun:
+    wanted.say(f"running {wanted.script[0]}")
+    return run_script(wanted.script, variables)
+
+
+def _with_script(facts: JobFacts, wanted: Wanted, runs: Sequence[ScriptRun]) -> JobFacts:
+    """With the user's own figures: those of the command line, then those of their script, then the usual ones."""
+    nbytes = max((run.gradient_nbytes for run in runs), default=0)
+    steps = [run.step_seconds for run in runs if run.step_seconds is not None]
+    errors = tuple(f"`--run`: {run.error}" for run in runs[:1] if run.error)
+    return replace(
+        facts,
+        gradient_nbytes=wanted.gradient_nbytes or nbytes or DEFAULT_GRADIENT_NBYTES,
+        step_seconds=wanted.step_seconds if wanted.step_seconds is not None else max(steps, default=None),
+        link_bytes_per_second=wanted.link_bytes_per_second,
+        notes=(*facts.notes, *errors),
+    )
+
+
+def _gpus() -> tuple[GpuState, ...]:
+    """The clocks of the GPUs while this process's own one works."""
+    if torch.cuda.is_available():
+        square = torch.ones(4096, 4096, device="cuda")
+        for _ in range(50):
+            square = square @ square.clamp(max=1e-4)
+    found = local.gpu_states()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return found
+
+
+def open_control(start: Start) -> Control:
+    """Reaches the store that the launcher or rank 0 serves, without waiting for the other ranks.
+
+    Raises:
+        RuntimeError: It cannot be reached.
+    """
+    serves = start.rank == 0 and not start.agent_store
+    store = TCPStore(start.address, start.port, start.size, serves, ARRIVE, wait_for_workers=False)
+    return Control(PrefixStore("gradwire-doctor", store), start.rank, start.size)
+
+
+def examine_job(start: Start, control: Control, wanted: Wanted) -> JobFacts | None:
+    """Examines the job; every rank calls it.
+
+    Args:
+        start: This rank.
+        control: Reaches all ranks.
+        wanted: What the command line asks for.
+
+    Returns:
+        The facts on rank 0; None on the others.
+
+    Raises:
+        RuntimeError: A rank fell silent.
+    """
+    return _Examination(start, control, wanted).run()
+
+
+class _Examination:
+    """One rank's part."""
+
+    def __init__(self, start: Start, control: Control, wanted: Wanted) -> None:
+        self._start = start
+        self._control = control
+        self._wanted = wanted
+        self._began = time.monotonic()
+        self._facts = JobFacts(ranks=())
+        """Complete on rank 0 alone."""
+
+    def run(self) -> JobFacts | None:
+        self._wanted.say("waiting for all ranks")
+        missing = self._control.arrive(ARRIVE)
+        if told := self._control.tell(missing, WORD):
+            assert isinstance(told, list)
+            if self._start.rank != 0:
+                return None
+            return JobFacts(ranks=(local.read_rank(0, local_rank()),), missing_ranks=tuple(told))
+        with ExitStack() as stack:
+            self._listener = stack.enter_context(Listener())
+            self._own = local.read_rank(self._start.rank, local_rank())
+            self._control.meet(WORD)
+            self._connect_gloo()
+            if self._gloo:
+                stack.callback(dist.destroy_process_group)
+            self._meet_nodes()
+            if self._wanted.script:
+                self._script()
+            else:
+                self._facts = _with_script(self._facts, self._wanted, [])
+            if len(self._nodes) > 1:
+                self._pairs()
+                self._other_interfaces()
+            self._work()
+            self._backends()
+            self._control.meet(WORD)
+        return self._facts if self._start.rank == 0 else None
+
+    def _gather(self, own: object) -> list[object]:
+        """What all ranks say, on rank 0; nothing on the others."""
+        return self._control.gather(own, WORD) or []
+
+    def _tell(self, what: object) -> object:
+        return self._control.tell(what, WORD)
+
+    def _connect_gloo(self) -> None:
+        """Connects gloo as the user's job would, and sees over which interface it talks to other hosts.
+
+        In a thread, because gloo tries far longer than its time-out says where an address leads nowhere (90 s, torch
+        2.13): once one rank has failed, or `GLOO_SECONDS` have passed, nobody waits for it any more.
+        """
+        self._wanted.say("connecting with gloo")
+        before = _local_addresses()
+        errors: list[str] = []
+        failed = PrefixStore("doctor-gloo-failed", self._control.store)
+        thread = threading.Thread(target=self._init_gloo, args=(errors,), daemon=True)
+        thread.start()
+        deadline = time.monotonic() + GLOO_SECONDS
+        while thread.is_alive() and time.monotonic() < deadline and not failed.check(["one"]):
+            thread.join(0.1)
+        # A moment for what this rank has to say itself.
+        thread.join(1.0)
+        if thread.is_alive():
+            errors.append("gloo did not connect to the other ranks")
+            left_behind.append(thread)
+        if errors:
+            failed.set("one", "1")
+        seen = _local_addresses() - before
+        names = [each.name for each in self._own.interfaces if seen & set(each.addresses)]
+        self._own = replace(
+            self._own,
+            gloo_error=errors[0] if errors else None,
+            gloo_interface=names[0] if names else self._own.gloo_interface,
+            gloo_seen=bool(names) and not errors,
+        )
+        everybody = self._gather(bool(errors))
+        self._gloo = bool(self._tell(not any(everybody)))
+        if not errors and not self._gloo:
+            dist.destroy_process_group()
+
+    def _init_gloo(self, errors: list[str]) -> None:
+        """The thread's part; its own connection to the store, because a wait holds a connection."""
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=PrefixStore("doctor-gloo", clone_of(self._control.store)),
+                rank=self._start.rank,
+                world_size=self._start.size,
+                timeout=GROUP,
+            )
+            dist.all_reduce(torch.zeros(1))
+        except (RuntimeError, dist.DistStoreError) as problem:
+            errors.append(str(problem).splitlines()[0][:300])
+
+    def _meet_nodes(self) -> None:
+        """Tells rank 0 what this rank sees, and everybody who sits where and listens where."""
+        self._wanted.say("asking all ranks about their machines")
+        first_here = (self._own.local_rank or 0) == 0
+        if first_here:
+            self._own = replace(self._own, gdr=local.gdr_verdicts(), gpus=_gpus())
+        route = _route_address(self._start.address, self._start.port)
+        everybody = self._gather({"facts": to_record(self._own), "ports": self._listener.ports, "route": route})
+        layout: object = None
+        if self._start.rank == 0:
+            found = [each for each in everybody if isinstance(each, dict)]
+            self._facts = JobFacts(ranks=tuple(from_record(RankFacts, each["facts"]) for each in found))
+            nodes = self._facts.nodes
+            layout = {
+                "nodes": [[each.rank for each in node] for node in nodes],
+                "addresses": [_address(node[0], str(found[node[0].rank]["route"])) for node in nodes],
+                "ports": [found[node[0].rank]["ports"] for node in nodes],
+                "mtus": [_mtu(node[0]) for node in nodes],
+                "others": [_candidates(node[0]) for node in nodes],
+            }
+        told = self._tell(layout)
+        assert isinstance(told, dict)
+        self._layout = told
+        self._nodes: list[list[int]] = told["nodes"]
+        self._node = next(place for place, ranks in enumerate(self._nodes) if self._start.rank in ranks)
+        self._leads = self._nodes[self._node][0] == self._start.rank
+
+    def _script(self) -> None:
+        """Runs the user's script as this rank of the job, and takes its gradients' size and its step time."""
+        port = self._tell(_free_port() if self._start.rank == 0 else None)
+        ranks = self._nodes[self._node]
+        run = _run_here(
+            self._wanted,
+            {
+                "RANK": str(self._start.rank),
+                "WORLD_SIZE": str(self._start.size),
+                "LOCAL_RANK": str(ranks.index(self._start.rank)),
+                "LOCAL_WORLD_SIZE": str(len(ranks)),
+                "MASTER_ADDR": self._start.address,
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_USE_AGENT_STORE": "False",
+            },
+        )
+        runs = [from_record(ScriptRun, each) for each in self._control.gather(to_record(run), 2 * WORD) or []]
+        if self._start.rank == 0:
+            self._facts = _with_script(self._facts, self._wanted, runs)
+
+    def _pairs(self) -> None:
+        """Every pair of nodes (of many nodes, some pairs of each), then those again that look bad."""
+        count = len(self._nodes)
+        rounds = spread(circle(count), MOST_ROUNDS)
+        seconds = min(max(0.35 * self._wanted.seconds / (5 * len(rounds)), SHORTEST_FLOW), LONGEST_FLOW)
+        own_rate = 0.0
+        if self._leads:
+            asker = Asker("127.0.0.1", self._listener.ports)
+            own_rate = min(asker.rates(STREAMS, STREAMS, seconds))
+            asker.close()
+        own = self._gather([self._node, own_rate])
+        found: list[object] = []
+        for number, pairs in enumerate(rounds):
+            self._wanted.say(f"measuring links, round {number + 1} of {len(rounds)}")
+            found += self._measured(pairs, seconds)
+        self._take(found)
+        if self._start.rank == 0:
+            rates = {int(each[0]): float(each[1]) for each in own if isinstance(each, list) and each[1]}
+            self._facts = replace(self._facts, own_bytes_per_second=rates)
+        for number in range(REPEATS):
+            late = time.monotonic() - self._began > REPEATS_SHARE * self._wanted.seconds and number >= CONFIRMED - 1
+            again = self._tell([] if late else doubtful_pairs(self._facts)[:MOST_AGAIN])
+            assert isinstance(again, list)
+            if not again:
+                return
+            found = []
+            for pair in again:
+                self._wanted.say(f"measuring the links that look bad again ({number + 1})")
+                found += self._measured([(pair[0], pair[1])], AGAIN_FLOW)
+            self._take(found)
+
+    def _measured(self, pairs: list[tuple[int, int]], seconds: float) -> list[object]:
+        """The pairs of one round, all at once; their records on rank 0."""
+        own = None
+        mine = next((pair for pair in pairs if self._leads and pair[0] == self._node), None)
+        if mine is not None:
+            own = self._ask(mine, seconds)
+        return [each for each in self._gather(own) if each is not None] + self._together()
+
+    def _together(self) -> list[object]:
+        self._tell(None)
+        return []
+
+    def _ask(self, pair: tuple[int, int], seconds: float) -> dict[str, object]:
+        a, b = pair
+        try:
+            asker = Asker(self._layout["addresses"][b], tuple(self._layout["ports"][b]))
+            try:
+                mtu = min(self._layout["mtus"][a], self._layout["mtus"][b])
+                return to_record(measure_pair(asker, pair, seconds, mtu))
+            finally:
+                asker.close()
+        except (OSError, ValueError) as error:
+            return {"a": a, "b": b, "error": f"{type(error).__name__}: {error}"}
+
+    def _take(self, records: list[object]) -> None:
+        """Adds measurements to the facts; the better of two of the same pair counts."""
+        known = {(pair.a, pair.b): pair for pair in self._facts.pairs}
+        notes = list(self._facts.notes)
+        for record in records:
+            assert isinstance(record, dict)
+            if "error" in record:
+                names = self._facts.names
+                notes.append(f"{names[record['a']]} to {names[record['b']]} was not measured: {record['error']}")
+                continue
+            pair = from_record(PairRates, record)
+            old = known.get((pair.a, pair.b))
+            known[pair.a, pair.b] = pair if old is None else old.better(pair)
+        self._facts = replace(
+            self._facts, pairs=tuple(known[key] for key in sorted(known)), notes=tuple(dict.fromkeys(notes))
+        )
+
+    def _other_interfaces(self) -> None:
+        """What the interfaces give that are not in use, between the nodes of one round."""
+        others: list[dict[str, str]] = self._layout["others"]
+        if not any(others):
+            return
+        self._wanted.say("measuring interfaces that are not in use")
+        own: list[dict[str, object]] = []
+        pair = next((each for each in circle(len(self._nodes))[0] if each[0] == self._node), None)
+        if self._leads and pair is not None:
+            a, b = pair
+            for name in [each for each in others[a] if each in others[b]][:4]:
+                rate = 0.0
+                try:
+                    asker = Asker(others[b][name], tuple(self._layout["ports"][b]), others[a][name])
+                    try:
+                        rate = min(asker.rates(STREAMS, 0, LONGEST_FLOW)[0], asker.rates(0, STREAMS, LONGEST_FLOW)[1])
+                    finally:
+                        asker.close()
+                except OSError:  # it does not lead there: the rate says so
+                    rate = 0.0
+                own.append({"a": a, "b": b, "interface": name, "bytes_per_second": rate})
+        found = self._gather(own)
+        self._tell(None)
+        rates = [from_record(InterfaceRate, each) for group in found if isinstance(group, list) for each in group]
+        self._facts = replace(self._facts, others=tuple(rates))
+
+    def _work(self) -> None:
+        """Every rank's core at once; a node that looks slow again, beside a good one and nobody else."""
+        self._wanted.say("measuring the processors")
+        self._control.meet(WORD)
+        own = max(core_work(WORK_SECONDS) for _ in range(2))
+        crowded: object = None
+        found = self._gather(own)
+        if self._start.rank == 0:
+            rates = [float(str(each)) for each in found]
+            self._facts = replace(
+                self._facts, work=tuple(CoreWork(rank=rank, per_second=rate) for rank, rate in enumerate(rates))
+            )
+            crowded = {
+                str(place): max(1, int(available_cores(node) / len(node)))
+                for place, node in enumerate(self._facts.nodes)
+                if sum(each.threads for each in node) > available_cores(node)
+            }
+        crowded = self._tell(crowded)
+        assert isinstance(crowded, dict)
+        self._threads(crowded)
+        suspects = self._tell(suspect_nodes(self._facts) if self._start.rank == 0 else None)
+        assert isinstance(suspects, list)
+        for slow, good in suspects:
+            self._again(slow, good)
+
+    def _threads(self, crowded: dict[str, int]) -> None:
+        if not crowded:
+            return
+        fair = crowded.get(str(self._node))
+        measured = threads_seconds(fair, 0.15) if fair is not None else None
+        found = self._gather(measured)
+        self._tell(None)
+        work = [
+            each if not isinstance(times, list) else replace(each, threads_seconds=times[0], fair_seconds=times[1])
+            for each, times in zip(self._facts.work, found, strict=False)
+        ]
+        self._facts = replace(self._facts, work=tuple(work))
+
+    def _again(self, slow: int, good: int) -> None:
+        """The first ranks of two nodes, beside each other, a few times."""
+        shares = []
+        for _ in range(AGAIN_TRIES):
+            self._control.meet(WORD)
+            rate = core_work(WORK_SECONDS) if self._leads and self._node in (slow, good) else 0.0
+            found = self._gather(rate)
+            self._tell(None)
+            if found:
+                first, second = (float(str(found[self._nodes[node][0]])) for node in (slow, good))
+                shares.append(first / max(second, 1e-9))
+        ranks = self._nodes[slow]
+        self._facts = replace(
+            self._facts,
+            work=tuple(replace(each, again=tuple(shares)) if each.rank in ranks else each for each in self._facts.work),
+        )
+
+    def _backends(self) -> None:
+        """A short all-reduce by every backend that this job can use."""
+        if not self._gloo:
+            return
+        if self._tell(any(pair.packets_pass is False for pair in self._facts.pairs)):
+            lost = "all-reduces were not tried: they would wait for packets that are lost"
+            self._facts = replace(self._facts, notes=(*self._facts.notes, lost))
+            return
+        kinds = self._tell(_backends_of(self._facts, self._start.by) if self._start.rank == 0 else None)
+        nbytes = self._tell(_backend_nbytes(self._facts) if self._start.rank == 0 else None)
+        assert isinstance(kinds, list) and isinstance(nbytes, int)
+        control = dist.group.WORLD
+        assert control is not None
+        infos = [
+            RankInfo(rank, 0, f"node{node}", ranks.index(rank))
+            for node, ranks in enumerate(self._nodes)
+            for rank in ranks
+        ]
+        store = PrefixStore("doctor-backends", self._control.store)
+        world = World(self._start, store, control, tuple(sorted(infos, key=lambda info: info.rank)))
+        times = []
+        for number, (kind, device) in enumerate(kinds):
+            self._wanted.say(f"all-reduce by {kind}")
+            own = _time_backend(kind, torch.device(device), world, nbytes, number)
+            found = [from_record(BackendTime, each) for each in self._gather(to_record(own))]
+            self._tell(None)
+            if found:
+                failed = [replace(each, rank=rank) for rank, each in enumerate(found) if each.error]
+                slowest = max(found, key=lambda each: each.seconds or 0.0)
+                times.append(min(failed, key=_second_hand, default=slowest))
+        self._facts = replace(self._facts, backends=tuple(times))
+
+
+def _second_hand(failed: BackendTime) -> tuple[bool, bool]:
+    """Ranks that complain of a silent peer come last: the peer says why; memory is always one's own."""
+    text = failed.error or ""
+    return "memory" not in text, any(word in text for word in ("within", "imeout", "imed out", "peer", "gave up"))
+
+
+def suspect_nodes(facts: JobFacts) -> list[tuple[int, int]]:
+    """Nodes that did far less work than the others, each with the node that did the most; three at most.
+
+    Args:
+        facts: With each rank's work.
+    """
+    rates = node_work(facts)
+    found = [node for node in sorted(rates, key=rates.__getitem__) if rates[node] < SUSPECT * _others(rates, node)]
+    best = max(rates, key=rates.__getitem__, default=0)
+    return [(node, best) for node in found[:3]]
+
+
+def _others(rates: dict[int, float], node: int) -> float:
+    return median([rate for each, rate in rates.items() if each != node] or [0.0])
+
+
+def node_work(facts: JobFacts) -> dict[int, float]:
+    """Node -> what the cores of its ranks usually did.
+
+    Args:
+        facts: With each rank's work.
+    """
+    by_rank = {each.rank: each.per_second for each in facts.work}
+    return {
+        place: median(by_rank[each.rank] for each in node)
+        for place, node in enumerate(facts.nodes)
+        if all(each.rank in by_rank for each in node)
+    }
+
+
+def _local_addresses() -> set[str]:
+    """Addresses that this process's connections to other hosts have on this side."""
+    found = set()
+    for each in connected_sockets():
+        with each:
+            own, peer = str(each.getsockname()[0]), str(each.getpeername()[0])
+            if own != peer:
+                found.add(own.removeprefix("::ffff:"))
+    return found
+
+
+def _route_address(address: str, port: int) -> str:
+    """This host's address on the way to rank 0."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))  # nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
+
+
+def _address(first: RankFacts, route: str) -> str:
+    """Where a node is measured: on the interface that gloo uses, else on the way to rank 0."""
+    used = first.interface(first.gloo_interface) if first.gloo_seen else None
+    return used.addresses[0] if used is not None and used.addresses else route
+
+
+def _mtu(first: RankFacts) -> int:
+    used = first.interface(first.gloo_interface)
+    return 1500 if used is None or used.kind == "loopback" else used.mtu
+
+
+def _candidates(first: RankFacts) -> dict[str, str]:
+    """Interfaces that might lead to other nodes and are not in use -> their addresses."""
+    return {
+        each.name: each.addresses[0]
+        for each in first.interfaces
+        if each.up and each.addresses and each.kind in ("card", "virtual") and each.name != first.gloo_interface
+    }
+
+
+def _backends_of(facts: JobFacts, launcher: str) -> list[tuple[str, str]]:
+    """Backends to try, each with its device."""
+    cuda = all(each.device == "cuda" for each in facts.ranks)
+    found = [("nccl", "cuda"), ("gradwire", "cuda")] if cuda else [("gradwire", "cpu")]
+    found.append(("gloo", "cpu"))
+    found += [("mpi", "cpu")] if launcher == "mpirun" else []
+    found += [("shm", "cpu")] if len(facts.nodes) == 1 and len(facts.ranks) > 1 else []
+    return found
+
+
+def _backend_nbytes(facts: JobFacts) -> int:
+    """Of the gradients, as much as a healthy network of this job moves in a moment."""
+    moment = BACKEND_SECONDS * facts.good_rate() / 2 if facts.pairs else 16e6
+    return max(min(facts.gradient_nbytes, int(moment), 64 << 20) // 4 * 4, 1 << 16)
+
+
+def _time_backend(kind: str, device: torch.device, world: World, nbytes: int, number: int) -> BackendTime:
+    if device.type == "cuda":
+        device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    spec = BackendSpec(kind, "auto", "none") if kind == "gradwire" else BackendSpec(kind)
+    try:
+        for _, backend in connect([spec], world, device, GROUP, number):
+            issue = backend.all_reduce(torch.ones(nbytes // 4, device=device), "sum")
+            took = []
+            for _ in range(4):
+                dist.barrier(world.control)
+                began = time.perf_counter()
+                issue().wait()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                took.append(max(gather(time.perf_counter() - began, world.control)))
+            return BackendTime(backend=kind, nbytes=nbytes, seconds=median(took[1:]))
+        raise RuntimeError("no backend was made")
+    except (RuntimeError, OSError, ValueError, ImportError) as error:
+        # pybind11 adds the Python stack of a callback; its end has the cause.
+        text = " ".join(str(error).partition("At:\n")[0].split())
+        return BackendTime(backend=kind, nbytes=nbytes, seconds=None, error=f"{type(error).__name__}: {text[:300]}")

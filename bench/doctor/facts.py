@@ -1,0 +1,326 @@
+"""What the doctor knows of a job, as data: each rank's own view, what was measured, and what is wrong by it."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TypeVar
+
+R = TypeVar("R")
+
+DEFAULT_GRADIENT_NBYTES = 100_000_000
+"""Where the user gave none: 25 million parameters in float32, which is ResNet-50."""
+
+BUCKET_NBYTES = 25 << 20
+"""DDP's default bucket, each of which waits for the network once. Source: DistributedDataParallel, bucket_cap_mb."""
+
+TCP_SHARE = 0.94
+"""Of a card's rate that payload can have: Ethernet, IP and TCP headers at an MTU of 1500. Source: RFC 6691's sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkInterface:
+    """One network interface of a node."""
+
+    name: str
+    kind: str
+    """`card` (a device or a bond of them), `virtual`, `bridge` or `loopback`."""
+    addresses: tuple[str, ...] = ()
+    """IPv4 and global IPv6, without prefix lengths."""
+    mtu: int = 1500
+    """Bytes of the largest packet."""
+    bits_per_second: float | None = None
+    """What the card says its link runs at; None where a virtual driver would make it up."""
+    duplex: str | None = None
+    """`full` or `half`, as the driver says."""
+    up: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuState:
+    """One GPU as NVML sees it while its ranks work."""
+
+    index: int
+    name: str
+    sm_mhz: int | None = None
+    """Clock under load."""
+    max_sm_mhz: int | None = None
+    slowed_by: tuple[str, ...] = ()
+    """Why the driver holds its clock down."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """What one rank sees of its machine."""
+
+    rank: int
+    host: tuple[str, ...]
+    """Hostname, boot id, device number of /dev/shm: equal on ranks that share a node."""
+    local_rank: int | None = None
+    """As the launcher says."""
+    device: str = "cpu"
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """python, torch, gradwire, and where there are GPUs nccl, cuda, driver."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Of the environment, those that steer libraries."""
+    cores: int = 1
+    """Of the machine."""
+    affinity: tuple[int, ...] = (0,)
+    """Those that this process may use."""
+    cpu_limit: float | None = None
+    """CPUs that a container's quota allows all its processes together."""
+    threads: int = 1
+    """torch's for one operation."""
+    shm_nbytes: int | None = None
+    """Size of /dev/shm."""
+    shm_free_nbytes: int | None = None
+    interfaces: tuple[NetworkInterface, ...] = ()
+    gloo_interface: str | None = None
+    """Where gloo's connections were seen; where none could be, the one it would take."""
+    gloo_seen: bool = False
+    """Whether they were seen."""
+    gloo_error: str | None = None
+    """Why gloo did not connect."""
+    nccl_interface: str | None = None
+    """The one NCCL would take for its sockets."""
+    gpus: tuple[GpuState, ...] = ()
+    gdr: tuple[tuple[str, str, str], ...] = ()
+    """(`fail` or `warn`, what is wrong, what to do) of `gradwire gdr-check`."""
+    container: str = ""
+    governor: str | None = None
+    """How the kernel picks the CPU's clock."""
+
+    @property
+    def hostname(self) -> str:
+        """The node's name."""
+        return self.host[0]
+
+    def interface(self, name: str | None) -> NetworkInterface | None:
+        """One interface by its name."""
+        return next((each for each in self.interfaces if each.name == name), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairRates:
+    """What two nodes reach with plain TCP; rates in bytes per second, (there, back). The best of `times` tries."""
+
+    a: int
+    b: int
+    latency_seconds: float
+    """One way: half a round trip, the shortest seen."""
+    one: tuple[float, float] = (0.0, 0.0)
+    """One connection."""
+    many: tuple[float, float] = (0.0, 0.0)
+    """Several at once."""
+    both: tuple[float, float] = (0.0, 0.0)
+    """Several in each direction, both at once."""
+    clock_seconds: float = 0.0
+    """How far b's clock is ahead of a's."""
+    packet_nbytes: int | None = None
+    """Packets of this size were sent that no router may cut; None: no such probe was possible."""
+    packets_pass: bool | None = None
+    """Whether they came back, where small ones did."""
+    times: int = 1
+
+    def better(self, other: "PairRates") -> "PairRates":
+        """The better of two measurements in each: noise only makes a network look worse than it is."""
+        return dataclasses.replace(
+            self,
+            latency_seconds=min(self.latency_seconds, other.latency_seconds),
+            one=_larger(self.one, other.one),
+            many=_larger(self.many, other.many),
+            both=_larger(self.both, other.both),
+            packets_pass=other.packets_pass if not self.packets_pass else self.packets_pass,
+            packet_nbytes=self.packet_nbytes if self.packet_nbytes is not None else other.packet_nbytes,
+            times=self.times + other.times,
+        )
+
+
+def _larger(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
+    return max(a[0], b[0]), max(a[1], b[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterfaceRate:
+    """What two nodes reach over one interface that is not in use."""
+
+    a: int
+    b: int
+    interface: str
+    bytes_per_second: float
+    """Of the slower direction; 0 where it does not lead from one to the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreWork:
+    """How much one rank's core does beside all others'; the same small sum again and again."""
+
+    rank: int
+    per_second: float
+    """One thread, all ranks at once."""
+    again: tuple[float, ...] = ()
+    """Of a node that looked slow: its share of a good node's work, both alone, in each repetition."""
+    threads_seconds: float | None = None
+    """An operation with torch's own number of threads, all ranks at once."""
+    fair_seconds: float | None = None
+    """The same with as many threads as the rank has cores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendTime:
+    """An all-reduce of all ranks by one backend."""
+
+    backend: str
+    nbytes: int
+    seconds: float | None
+    """A usual round of the slowest rank; None where it failed."""
+    error: str | None = None
+    rank: int | None = None
+    """Where it failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFacts:
+    """Everything the checks look at."""
+
+    ranks: tuple[RankFacts, ...]
+    gradient_nbytes: int = DEFAULT_GRADIENT_NBYTES
+    step_seconds: float | None = None
+    """Of the user's script, measured or given."""
+    link_bytes_per_second: float | None = None
+    """What the user says a node's link gives, one direction."""
+    pairs: tuple[PairRates, ...] = ()
+    others: tuple[InterfaceRate, ...] = ()
+    own_bytes_per_second: Mapping[int, float] = field(default_factory=dict)
+    """Node -> what the same program moves inside it, over the loopback: more it could not show on a network."""
+    work: tuple[CoreWork, ...] = ()
+    backends: tuple[BackendTime, ...] = ()
+    missing_ranks: tuple[int, ...] = ()
+    """That did not come."""
+    notes: tuple[str, ...] = ()
+    """What could not be looked at, and why."""
+
+    @property
+    def nodes(self) -> list[list[RankFacts]]:
+        """The ranks of each node, both in order of the ranks."""
+        found: dict[tuple[str, ...], list[RankFacts]] = {}
+        for each in sorted(self.ranks, key=lambda one: one.rank):
+            found.setdefault(each.host, []).append(each)
+        return list(found.values())
+
+    @property
+    def names(self) -> list[str]:
+        """The nodes' names; numbered where two share one."""
+        hosts = [node[0].hostname for node in self.nodes]
+        return [f"{name}#{place}" if hosts.count(name) > 1 else name for place, name in enumerate(hosts)]
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether any rank sees one."""
+        return any(each.gpus or each.device == "cuda" for each in self.ranks)
+
+    def reached(self, node: int) -> tuple[float, float] | None:
+        """What a node sends and receives with its best partner, bytes per second; None where that is not known.
+
+        Pairs that lose whole packets say nothing of the link's rate.
+        """
+        whole = [pair for pair in self.pairs if pair.packets_pass is not False]
+        sent = [pair.many[0] for pair in whole if pair.a == node] + [pair.many[1] for pair in whole if pair.b == node]
+        received = [pair.many[1] for pair in whole if pair.a == node]
+        received += [pair.many[0] for pair in whole if pair.b == node]
+        return (max(sent), max(received)) if sent else None
+
+    def promised(self, node: int) -> float | None:
+        """What a node's link should give by the user's word, or by the card in use; payload bytes per second."""
+        if self.link_bytes_per_second is not None:
+            return self.link_bytes_per_second * TCP_SHARE
+        first = self.nodes[node][0]
+        card = first.interface(first.gloo_interface)
+        return None if card is None or card.bits_per_second is None else card.bits_per_second / 8 * TCP_SHARE
+
+    def good_rate(self) -> float:
+        """What a healthy link of this job gives, bytes per second: the usual best of its nodes, or what is promised."""
+        reached = [min(rates) for node in range(len(self.nodes)) if (rates := self.reached(node)) is not None]
+        promised = [rate for node in range(len(self.nodes)) if (rate := self.promised(node)) is not None]
+        limit = min(self.own_bytes_per_second.values(), default=float("inf"))
+        usual = median(reached) if reached else 0.0
+        return max([usual, *(min(rate, limit) for rate in promised[:1])]) or 1.25e9
+
+    def exchange_seconds(self, bytes_per_second: float) -> float:
+        """The least time of an exact all-reduce of the gradients between the nodes, in which every link has this rate.
+
+        Source: 2 (n - 1) / n of the bytes cross each link in each direction: Patarasu and Yuan, "Bandwidth optimal
+        all-reduce algorithms for clusters of workstations", JPDC 2009, section 3.
+
+        Args:
+            bytes_per_second: One direction.
+        """
+        count = len(self.nodes)
+        return 2 * (count - 1) / count * self.gradient_nbytes / max(bytes_per_second, 1.0)
+
+    @property
+    def compute_seconds(self) -> float:
+        """A step of the user's script; where it is not known, as long as a healthy exchange takes, 1 s on one node."""
+        if self.step_seconds is not None:
+            return self.step_seconds
+        return self.exchange_seconds(self.good_rate()) if len(self.nodes) > 1 else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Something that is wrong, in words for someone who knows none of ours."""
+
+    key: str
+    """For programs: never changes."""
+    title: str
+    sure: float
+    """0 to 1."""
+    cost_seconds: float = 0.0
+    """Per step, for the user's gradients; 0 where it cannot be told."""
+    evidence: tuple[str, ...] = ()
+    remedy: tuple[str, ...] = ()
+    """What to type or change."""
+    nodes: tuple[str, ...] = ()
+    stops: bool = False
+    """A job would not start, or hang."""
+
+
+def to_record(facts: object) -> dict[str, object]:
+    """A dataclass as what JSON knows.
+
+    Args:
+        facts: Of this file.
+    """
+    assert dataclasses.is_dataclass(facts) and not isinstance(facts, type)
+    record = json.loads(json.dumps(dataclasses.asdict(facts)))
+    assert isinstance(record, dict)
+    return record
+
+
+def from_record(kind: type[R], record: object) -> R:
+    """A dataclass of this file from its record; fields that are unknown here are left out, as other versions have them.
+
+    Args:
+        kind: Of the dataclass.
+        record: What `to_record` gave.
+    """
+    assert isinstance(record, dict) and dataclasses.is_dataclass(kind)
+    known = {each.name for each in dataclasses.fields(kind)}
+    values = {name: _INNER.get(name, _as_tuple)(value) for name, value in record.items() if name in known}
+    return kind(**values)
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(_as_tuple(each) for each in value) if isinstance(value, list) else value
+
+
+def _interfaces(value: object) -> object:
+    return tuple(from_record(NetworkInterface, each) for each in value) if isinstance(value, list) else ()
+
+
+def _gpus(value: object) -> object:
+    return tuple(from_record(GpuState, each) for each in value) if isinstance(value, list) else ()
+
+
+_INNER = {"interfaces": _interfaces, "gpus": _gpus}

@@ -1,0 +1,325 @@
+"""What one rank can say of its machine without the others: cards, cores, memory, variables, versions.
+
+Everything is read below a root folder, so that a test (or a captured machine) can stand in for this one.
+"""
+
+import fcntl
+import importlib.metadata
+import ipaddress
+import os
+import platform
+import re
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from gradwire.bench.doctor.facts import GpuState, NetworkInterface, RankFacts
+from gradwire.comms.bootstrap.placement import host_identity
+from gradwire.comms.config import steering_variables
+from gradwire.topology.gdr.inputs.files import Files
+from gradwire.topology.gdr.model import CheckOutcome
+from gradwire.topology.gdr.process_context import read_process_context
+from gradwire.topology.gdr.runner import run_checks
+from gradwire.topology.gdr.sources import HostInputs, SourceError, opened_host
+from gradwire.topology.readers.small_files import names_in, number_of, text_of
+from gradwire.topology.readers.sysfs_ports import find_ports
+
+LIVE = Path("/")
+_SIOCGIFADDR = 0x8915
+"""Source: netdevice(7) and Linux include/uapi/linux/sockios.h."""
+_LOOPBACK = 772
+"""/sys/class/net/*/type. Source: Linux include/uapi/linux/if_arp.h."""
+SOFTWARE_NAMES = re.compile(r"(docker|br-|virbr|cni|veth|cali|flannel|tun|tap|wg|kube|lxc|vnet|podman|tailscale|zt)")
+"""Interfaces that lead to containers, machines or tunnels on this host, as their makers name them."""
+
+
+def read_rank(rank: int, local_rank: int | None, root: Path = LIVE) -> RankFacts:
+    """Reads what this process sees.
+
+    Args:
+        rank: Its number.
+        local_rank: On its node, as the launcher says.
+        root: Folder with sys/ and proc/.
+    """
+    variables = steering_variables()
+    interfaces = read_interfaces(root)
+    memory = _shared_memory(root / "dev/shm")
+    cuda = torch.cuda.is_available()
+    return RankFacts(
+        rank=rank,
+        host=host_identity(),
+        local_rank=local_rank,
+        device="cuda" if cuda else "cpu",
+        versions=versions(root),
+        variables=variables,
+        cores=os.cpu_count() or 1,
+        affinity=tuple(sorted(os.sched_getaffinity(0))),
+        cpu_limit=cpu_limit(root),
+        threads=torch.get_num_threads(),
+        shm_nbytes=memory[0] if memory else None,
+        shm_free_nbytes=memory[1] if memory else None,
+        interfaces=interfaces,
+        gloo_interface=gloo_choice(interfaces, variables, _own_address()),
+        nccl_interface=nccl_choice(interfaces, variables),
+        container=read_process_context(Files(root), "KUBERNETES_SERVICE_HOST" in variables).container or "",
+        governor=text_of(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+    )
+
+
+def versions(root: Path = LIVE) -> dict[str, str]:
+    """Versions that all ranks should share."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    found["gradwire"] = importlib.metadata.version("gradwire")
+    if torch.cuda.is_available():
+        found["cuda"] = torch.version.cuda or "?"
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch has no types there
+        driver = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\S+)", text_of(root / "proc/driver/nvidia/version") or "")
+        if driver is not None:
+            found["driver"] = driver[1]
+    return found
+
+
+def read_interfaces(root: Path = LIVE) -> tuple[NetworkInterface, ...]:
+    """The network interfaces, loopback included.
+
+    Args:
+        root: Folder with sys/ and proc/; addresses are asked of the kernel where it is this machine.
+    """
+    ports = find_ports(root)
+    rates: dict[str, float] = {}
+    for port in (*(each for own in ports.by_bus.values() for each in own), *ports.loose):
+        if port.bits_per_second is not None and not port.virtual:
+            for name in port.interfaces:
+                rates[name] = port.bits_per_second
+                if port.bond is not None:
+                    rates[port.bond] = rates.get(port.bond, 0.0) + port.bits_per_second
+    folder = root / "sys/class/net"
+    six = _addresses_v6(root) if root == LIVE else {}
+    found = []
+    for name in sorted(names_in(folder)):
+        own = folder / name
+        if not own.is_dir():  # bonding_masters is a file
+            continue
+        four = _address_v4(name) if root == LIVE else None
+        state = text_of(own / "operstate")
+        found.append(
+            NetworkInterface(
+                name=name,
+                kind=_kind(own, name),
+                addresses=(*([four] if four else []), *six.get(name, [])),
+                mtu=number_of(own / "mtu") or 1500,
+                bits_per_second=rates.get(name) or _below(own, rates),
+                duplex=text_of(own / "duplex") if _kind(own, name) == "card" else None,
+                up=state in ("up", "unknown", None),
+            )
+        )
+    return tuple(found)
+
+
+def _kind(own: Path, name: str) -> str:
+    if number_of(own / "type") == _LOOPBACK:
+        return "loopback"
+    if (own / "bridge").is_dir() or SOFTWARE_NAMES.match(name):
+        return "bridge"
+    if (own / "device").exists() or (own / "bonding").is_dir() or any("lower_" in each for each in names_in(own)):
+        return "card"
+    return "virtual"
+
+
+def _below(own: Path, rates: Mapping[str, float]) -> float | None:
+    """The rate of the card under a VLAN."""
+    lower = [rates[each[6:]] for each in names_in(own) if each.startswith("lower_") and each[6:] in rates]
+    return sum(lower) if lower else None
+
+
+def _address_v4(name: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:  # it has none
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _addresses_v6(root: Path) -> dict[str, list[str]]:
+    """Interface -> global IPv6 addresses. Source: proc_pid_net(5), if_inet6; scope 00 is global."""
+    found: dict[str, list[str]] = {}
+    for line in (text_of(root / "proc/net/if_inet6") or "").splitlines():
+        words = line.split()
+        if len(words) == 6 and words[3] == "00":
+            found.setdefault(words[5], []).append(str(ipaddress.IPv6Address(bytes.fromhex(words[0]))))
+    return found
+
+
+def _own_address() -> str | None:
+    """What this host's name resolves to; None where it does not."""
+    try:
+        return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None
+
+
+def gloo_choice(
+    interfaces: tuple[NetworkInterface, ...], variables: Mapping[str, str], own_address: str | None
+) -> str | None:
+    """The interface that torch's gloo takes: the first of GLOO_SOCKET_IFNAME, else the one of the host's own name.
+
+    Source: torch, ProcessGroupGloo::createDefaultDevice (the name's address, the loopback where that fails), and the
+    documentation of torch.distributed, section "Common environment variables".
+
+    Args:
+        interfaces: Of this machine.
+        variables: Of this process.
+        own_address: What the hostname resolves to.
+    """
+    if given := variables.get("GLOO_SOCKET_IFNAME"):
+        return given.split(",")[0]
+    owner = next((each.name for each in interfaces if own_address in each.addresses), None)
+    if owner is None and own_address is not None and own_address.startswith("127."):
+        owner = "lo"
+    return owner or next((each.name for each in interfaces if each.kind == "loopback"), None)
+
+
+def nccl_choice(interfaces: tuple[NetworkInterface, ...], variables: Mapping[str, str]) -> str | None:
+    """The interface that NCCL takes for its sockets; None where it finds none.
+
+    Source: NCCL user guide, NCCL_SOCKET_IFNAME: prefixes, `=` for whole names, `^` for all others; without it `ib*`
+    first, then any other than `docker*` and `lo`, then those.
+
+    Args:
+        interfaces: Of this machine.
+        variables: Of this process.
+    """
+    usable = [each for each in interfaces if each.up and each.addresses]
+    if given := variables.get("NCCL_SOCKET_IFNAME"):
+        return next((each.name for each in usable if matches(given, each.name)), None)
+    classes = (
+        [each for each in usable if each.name.startswith("ib")],
+        [each for each in usable if not each.name.startswith(("docker", "virbr")) and each.kind != "loopback"],
+        usable,
+    )
+    return next((each[0].name for each in classes if each), None)
+
+
+def matches(given: str, name: str) -> bool:
+    """Whether a list of names, as NCCL_SOCKET_IFNAME gives it, means an interface.
+
+    Args:
+        given: `eth,ib`: prefixes; `=eth0`: whole names; `^docker`: all others.
+        name: Of the interface.
+    """
+    turned = given.startswith("^")
+    text = given[1:] if turned else given
+    whole = text.startswith("=")
+    words = (text[1:] if whole else text).split(",")
+    return any(name == word if whole else bool(word) and name.startswith(word) for word in words) != turned
+
+
+def cpu_limit(root: Path = LIVE) -> float | None:
+    """CPUs that a quota leaves to this process and those that share it; None without one.
+
+    Source: Linux Documentation/admin-guide/cgroup-v2.rst, cpu.max; Documentation/scheduler/sched-bwc.rst for version 1.
+    A quota of any group above holds too.
+
+    Args:
+        root: Folder with sys/ and proc/.
+    """
+    limits = []
+    for line in (text_of(root / "proc/self/cgroup") or "").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        names = controllers.split(",")
+        if controllers and "cpu" not in names:
+            continue
+        tops = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"] if not controllers else []
+        tops += [root / "sys/fs/cgroup" / each for each in (controllers, "cpu", "cpu,cpuacct") if controllers]
+        parts = [part for part in path.split("/") if part and part != ".."]
+        for top in tops:
+            folders = [top.joinpath(*parts[:count]) for count in range(len(parts) + 1)]
+            limits += [limit for folder in folders if (limit := _quota(folder)) is not None]
+    return min(limits, default=None)
+
+
+def _quota(folder: Path) -> float | None:
+    words = (text_of(folder / "cpu.max") or "").split()
+    if len(words) == 2 and words[0].isdigit() and int(words[1]):
+        return int(words[0]) / int(words[1])
+    quota, period = number_of(folder / "cpu.cfs_quota_us"), number_of(folder / "cpu.cfs_period_us")
+    return quota / period if quota and period and quota > 0 else None
+
+
+def _shared_memory(folder: Path) -> tuple[int, int] | None:
+    """Bytes in all and free."""
+    if not folder.is_dir():
+        return None
+    facts = os.statvfs(folder)
+    return facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
+
+
+def gdr_verdicts() -> tuple[tuple[str, str, str], ...]:
+    """What `gradwire gdr-check` finds wrong here: (`fail` or `warn`, what, what to do); empty without GPUs and RDMA."""
+    try:
+        with opened_host(HostInputs()) as host:
+            report = run_checks(host)
+    except SourceError as error:
+        return (("warn", f"gdr-check cannot look at this machine: {error}", "gradwire gdr-check"),)
+    wrong = {CheckOutcome.FAIL: "fail", CheckOutcome.WARN: "warn"}
+    return tuple(
+        (wrong[each.finding.outcome], f"{each.check.title}: {each.finding.text}", each.finding.remedy)
+        for each in report.results
+        if each.finding.outcome in wrong
+    )
+
+
+def gpu_states() -> tuple[GpuState, ...]:
+    """The GPUs' clocks now, and what holds them down; call it while they work.
+
+    Source: NVML API reference, nvmlDeviceGetCurrentClocksEventReasons and its constants.
+    """
+    import pynvml  # nvidia-ml-py
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver: no GPUs
+        return ()
+    found = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        name = pynvml.nvmlDeviceGetName(handle)
+        found.append(
+            GpuState(
+                index=index,
+                name=name if isinstance(name, str) else name.decode(),
+                sm_mhz=_asked(pynvml, "nvmlDeviceGetClockInfo", handle, pynvml.NVML_CLOCK_SM),
+                max_sm_mhz=_asked(pynvml, "nvmlDeviceGetMaxClockInfo", handle, pynvml.NVML_CLOCK_SM),
+                slowed_by=_reasons(_asked(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0),
+            )
+        )
+    pynvml.nvmlShutdown()
+    return tuple(found)
+
+
+def _asked(nvml: object, call: str, *arguments: object) -> int | None:
+    """One number of NVML; None where this GPU does not say."""
+    import pynvml
+
+    try:
+        return int(getattr(nvml, call)(*arguments))
+    except pynvml.NVMLError:
+        return None
+
+
+SLOWED = {
+    0x08: "hardware slowdown",
+    0x20: "too hot (software limit)",
+    0x40: "too hot (hardware limit)",
+    0x80: "power brake (power supply)",
+}
+"""Reasons that are no choice and no idling. Source: nvml.h, nvmlClocksThrottleReason*."""
+
+
+def _reasons(bits: int) -> tuple[str, ...]:
+    return tuple(text for bit, text in SLOWED.items() if bits & bit)

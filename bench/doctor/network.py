@@ -1,0 +1,400 @@
+"""What two nodes reach with plain TCP: latency, one connection, several, both directions at once, whole packets.
+
+One process a node serves (`Listener`), the other one asks (`Asker`). Plain sockets, because a library's own algorithm
+would be measured with the link; several threads, because the interpreter gives way while a socket is read or written.
+"""
+
+import contextlib
+import errno
+import json
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from gradwire.bench.doctor.facts import PairRates
+
+STREAMS = 4
+"""Connections at once: what NCCL opens to a peer on a card of 25 Gbit/s and less is 1 to 4, on clouds 8. Source: NCCL
+user guide, NCCL_NSOCKS_PERTHREAD and NCCL_SOCKET_NTHREADS."""
+
+CHUNK_NBYTES = 256 << 10
+LEAD_SHARE = 0.4
+"""Of a flow's time, in which TCP finds its rate; it does not count."""
+
+SMALL_BUFFER_NBYTES = 208 << 10
+"""For links whose product of rate and latency is far below it: what is under way is gone soon after a flow's end. The
+kernel's own default limit: Linux net/core/sock.c, sysctl_wmem_max."""
+
+PINGS = 60
+CONNECT_SECONDS = 3.0
+_NOBODY_CUTS = 10, 3
+"""IP_MTU_DISCOVER and IP_PMTUDISC_PROBE: sent whole, whatever the kernel believes of the path. Source: ip(7)."""
+_SMALL_PACKET_NBYTES = 500
+_PACKET_TRIES = 4
+_PACKET_SECONDS = 0.15
+_SETTLE_SECONDS = 0.5
+_HEADERS_NBYTES = 28
+"""IPv4 and UDP."""
+_DATA, _CONTROL = b"D", b"C"
+
+
+@dataclass(slots=True)
+class _Counted:
+    """Bytes as they arrived on all connections of a flow: (moment, bytes)."""
+
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+
+    def rate(self, seconds: float) -> float:
+        """Bytes per second, from `LEAD_SHARE` of the flow's time to its end; 0 where nothing came then."""
+        if not self.arrivals:
+            return 0.0
+        moments = sorted(self.arrivals)
+        begin = moments[0][0] + LEAD_SHARE * seconds
+        end = moments[0][0] + seconds
+        return sum(nbytes for moment, nbytes in moments if begin < moment <= end) / (end - begin)
+
+
+def flow(sends: Sequence[socket.socket], receives: Sequence[socket.socket], seconds: float) -> float:
+    """Sends on some connections and receives on others for a while, and closes them all.
+
+    Returns:
+        Bytes received per second; 0 without `receives`.
+    """
+    began = threading.Event()
+    counted = [_Counted() for _ in receives]
+    threads = [threading.Thread(target=_send, args=(each, seconds, began), daemon=True) for each in sends]
+    threads += [
+        threading.Thread(target=_receive, args=(each, seconds, count), daemon=True)
+        for each, count in zip(receives, counted, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    began.set()
+    for thread in threads:
+        thread.join()
+    return _Counted([each for count in counted for each in count.arrivals]).rate(seconds)
+
+
+def _send(connection: socket.socket, seconds: float, began: threading.Event) -> None:
+    chunk = memoryview(bytes(CHUNK_NBYTES))
+    began.wait()
+    end = time.perf_counter() + seconds
+    connection.settimeout(0.1)
+    with contextlib.suppress(ConnectionError), connection:
+        while time.perf_counter() < end:
+            with contextlib.suppress(TimeoutError):
+                connection.send(chunk)
+        # What is still queued here need not arrive: it would stand in the way of the next flow.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def _receive(connection: socket.socket, seconds: float, counted: _Counted) -> None:
+    buffer = bytearray(CHUNK_NBYTES)
+    connection.settimeout(0.1)
+    deadline = time.perf_counter() + seconds + 1.0
+    end = deadline
+    with contextlib.suppress(ConnectionError), connection:
+        while (now := time.perf_counter()) < end:
+            try:
+                nbytes = connection.recv_into(buffer)
+            except TimeoutError:
+                continue
+            if nbytes == 0:
+                return
+            now = time.perf_counter()
+            if not counted.arrivals:
+                end = min(deadline, now + seconds)
+            counted.arrivals.append((now, nbytes))
+
+
+class Listener:
+    """Serves the measurements that other nodes ask for, in threads of its own, until it is closed."""
+
+    def __init__(self) -> None:
+        self._tcp = _listening()
+        self._udp = socket.socket(self._tcp.family, socket.SOCK_DGRAM)
+        if self._tcp.family == socket.AF_INET6:
+            self._udp.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        self._udp.bind(("", 0))
+        self._flows: dict[str, queue.Queue[socket.socket]] = {}
+        self._lock = threading.Lock()
+        for work in (self._accept, self._echo_packets):
+            threading.Thread(target=work, daemon=True).start()
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        """TCP and UDP."""
+        return self._tcp.getsockname()[1], self._udp.getsockname()[1]
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._tcp.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        connection.settimeout(10 * CONNECT_SECONDS)
+        try:
+            kind = _exactly(connection, 1)
+            session = _exactly(connection, 16).decode()
+        except OSError:  # somebody else's, or one that gave up
+            connection.close()
+            return
+        if kind == _DATA:
+            self._flow_queue(session).put(connection)
+        else:
+            self._serve(connection, session)
+
+    def _flow_queue(self, session: str) -> "queue.Queue[socket.socket]":
+        with self._lock:
+            return self._flows.setdefault(session, queue.Queue())
+
+    def _serve(self, connection: socket.socket, session: str) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        lines = connection.makefile("rb", buffering=0)
+        # The asker's end, or its silence, is this thread's end: the asker reports what it missed.
+        with contextlib.suppress(OSError, queue.Empty), connection, lines:
+            while line := lines.readline():
+                self._answer(connection, session, json.loads(line))
+
+    def _answer(self, connection: socket.socket, session: str, asked: dict[str, object]) -> None:
+        if asked["do"] == "clock":
+            _say(connection, {"time": time.time()})
+        elif asked["do"] == "echo":
+            for _ in range(int(str(asked["count"]))):
+                connection.sendall(_exactly(connection, 1))
+        elif asked["do"] == "flow":
+            sends, receives = int(str(asked["sends"])), int(str(asked["receives"]))
+            waiting = self._flow_queue(session)
+            connections = [waiting.get(timeout=10 * CONNECT_SECONDS) for _ in range(sends + receives)]
+            roles: dict[bytes, list[socket.socket]] = {b"s": [], b"r": []}
+            for each in connections:
+                roles[_exactly(each, 1)].append(each)
+                _shrink(each, int(str(asked["buffer"])))
+            _say(connection, {"ready": True})
+            _say(connection, {"rate": flow(roles[b"s"], roles[b"r"], float(str(asked["seconds"])))})
+
+    def _echo_packets(self) -> None:
+        self._udp.setsockopt(socket.IPPROTO_IP, *_NOBODY_CUTS)
+        while True:
+            try:
+                packet, sender = self._udp.recvfrom(1 << 16)
+            except OSError:  # closed
+                return
+            if sender is None:  # shut down, which wakes this thread before the socket is closed
+                return
+            with contextlib.suppress(OSError):  # larger than this end's MTU: the asker sees that nothing comes
+                self._udp.sendto(packet, sender)
+
+    def close(self) -> None:
+        """Stops serving."""
+        for each in (self._tcp, self._udp):
+            with contextlib.suppress(OSError):  # wakes the thread that waits on it; UDP has nobody to say it to
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def __enter__(self) -> Self:
+        """Returns itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stops serving."""
+        self.close()
+
+
+def _listening() -> socket.socket:
+    try:
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=64)
+    except (OSError, ValueError):  # a kernel without IPv6
+        return socket.create_server(("", 0), backlog=64)
+
+
+class Asker:
+    """Measures to one other node's `Listener`.
+
+    Args:
+        address: The node's, IPv4 or IPv6.
+        ports: Its listener's.
+        source: Of our own addresses, the one to ask from; None leaves it to the routes.
+
+    Raises:
+        OSError: Nobody can be reached there.
+    """
+
+    def __init__(self, address: str, ports: tuple[int, int], source: str | None = None) -> None:
+        self._source = None if source is None else (source, 0)
+        self._address = address
+        self._ports = ports
+        self._session = secrets.token_hex(8)
+        self._control = self._connect(_CONTROL)
+        self._control.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._lines = self._control.makefile("rb", buffering=0)
+
+    def _connect(self, kind: bytes, extra: bytes = b"") -> socket.socket:
+        connection = socket.create_connection((self._address, self._ports[0]), CONNECT_SECONDS, self._source)
+        connection.sendall(kind + self._session.encode() + extra)
+        connection.settimeout(10 * CONNECT_SECONDS)
+        return connection
+
+    def latency_seconds(self) -> float:
+        """One way: half of the shortest round trip."""
+        _say(self._control, {"do": "echo", "count": PINGS})
+        shortest = float("inf")
+        for _ in range(PINGS):
+            began = time.perf_counter()
+            self._control.sendall(b".")
+            _exactly(self._control, 1)
+            shortest = min(shortest, time.perf_counter() - began)
+        return shortest / 2
+
+    def settle(self, latency_seconds: float) -> None:
+        """Waits until what a flow left in queues is gone: until a round trip is short again, or for half a second.
+
+        Args:
+            latency_seconds: One way, as measured before.
+        """
+        deadline = time.perf_counter() + _SETTLE_SECONDS
+        took = float("inf")
+        while took > max(8 * latency_seconds, 1e-3) and time.perf_counter() < deadline:
+            _say(self._control, {"do": "echo", "count": 1})
+            began = time.perf_counter()
+            self._control.sendall(b".")
+            _exactly(self._control, 1)
+            took = time.perf_counter() - began
+
+    def clock_seconds(self) -> float:
+        """How far the other node's clock is ahead of ours; by the quickest of five questions."""
+        found = []
+        for _ in range(5):
+            began = time.time()
+            _say(self._control, {"do": "clock"})
+            theirs = float(str(self._hear()["time"]))
+            ended = time.time()
+            found.append((ended - began, theirs - (began + ended) / 2))
+        return min(found)[1]
+
+    def rates(self, there: int, back: int, seconds: float, buffer_nbytes: int = 0) -> tuple[float, float]:
+        """Bytes per second in each direction, at once.
+
+        Args:
+            there: Connections that send to the other node.
+            back: Connections that receive from it.
+            seconds: For how long.
+            buffer_nbytes: Of the senders' sockets; 0 leaves them to the kernel.
+        """
+        sends = [self._connect(_DATA, b"r") for _ in range(there)]
+        receives = [self._connect(_DATA, b"s") for _ in range(back)]
+        for each in (*sends, *receives):
+            _shrink(each, buffer_nbytes)
+        _say(
+            self._control,
+            {"do": "flow", "sends": back, "receives": there, "seconds": seconds, "buffer": buffer_nbytes},
+        )
+        self._hear()
+        received = flow(sends, receives, seconds)
+        return float(str(self._hear()["rate"])), received
+
+    def packets_pass(self, packet_nbytes: int) -> bool | None:
+        """Whether packets of this size come back whole; None where small ones do not either (a firewall).
+
+        Args:
+            packet_nbytes: With IP's header.
+        """
+        with socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            asking.setsockopt(socket.IPPROTO_IP, *_NOBODY_CUTS)
+            asking.settimeout(_PACKET_SECONDS)
+            if not self._comes_back(asking, _SMALL_PACKET_NBYTES):
+                return None
+            return self._comes_back(asking, packet_nbytes - _HEADERS_NBYTES)
+
+    def _comes_back(self, asking: socket.socket, nbytes: int) -> bool:
+        for number in range(_PACKET_TRIES):
+            packet = bytes([number]) * nbytes
+            try:
+                asking.sendto(packet, (self._address, self._ports[1]))
+                if asking.recv(1 << 16)[:1] == packet[:1]:
+                    return True
+            except TimeoutError:
+                continue
+            except OSError as error:
+                if error.errno != errno.EMSGSIZE:
+                    raise
+                return False
+        return False
+
+    def _hear(self) -> dict[str, object]:
+        line = self._lines.readline()
+        if not line:
+            raise ConnectionError(f"{self._address} ended the measurement")
+        heard = json.loads(line)
+        assert isinstance(heard, dict)
+        return heard
+
+    def close(self) -> None:
+        """Ends the session."""
+        self._lines.close()
+        self._control.close()
+
+
+def measure_pair(asker: Asker, places: tuple[int, int], seconds: float, packet_nbytes: int) -> PairRates:
+    """Everything about one pair.
+
+    Args:
+        asker: From the first node to the second.
+        places: Their numbers.
+        seconds: Of each of the five flows.
+        packet_nbytes: Size of the packets that must pass whole.
+    """
+    latency = asker.latency_seconds()
+    packets = asker.packets_pass(packet_nbytes)
+    there = asker.rates(1, 0, seconds)[0]
+    asker.settle(latency)
+    one = there, asker.rates(0, 1, seconds)[1]
+    asker.settle(latency)
+    # Where this much covers the path many times over, little is queued, and acknowledgements do not wait behind it.
+    buffer = SMALL_BUFFER_NBYTES if 8 * max(one) * latency < SMALL_BUFFER_NBYTES else 0
+    many = (
+        asker.rates(STREAMS, 0, seconds, buffer)[0],
+        asker.rates(0, STREAMS, seconds, buffer)[1],
+    )
+    return PairRates(
+        a=places[0],
+        b=places[1],
+        latency_seconds=latency,
+        one=one,
+        many=(max(many[0], one[0]), max(many[1], one[1])),
+        both=asker.rates(STREAMS, STREAMS, seconds, buffer),
+        clock_seconds=asker.clock_seconds(),
+        packet_nbytes=packet_nbytes if packets is not None else None,
+        packets_pass=packets,
+    )
+
+
+def _shrink(connection: socket.socket, buffer_nbytes: int) -> None:
+    if buffer_nbytes:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_nbytes)
+
+
+def _say(connection: socket.socket, what: dict[str, object]) -> None:
+    connection.sendall(json.dumps(what).encode() + b"\n")
+
+
+def _exactly(connection: socket.socket, nbytes: int) -> bytes:
+    found = b""
+    while len(found) < nbytes:
+        piece = connection.recv(nbytes - len(found))
+        if not piece:
+            raise ConnectionError("the other node ended the measurement")
+        found += piece
+    return found

@@ -1,0 +1,134 @@
+"""The user's own script, for a few steps: how many bytes of gradients it has, and how long a step takes.
+
+The script runs unchanged, as a child of each rank with the same place in the job. A hook on every optimizer's `step`,
+which torch offers for all optimizers at once, looks at the gradients and at the clock; after `STEPS` steps the child
+ends. Nothing else in the script is touched.
+"""
+
+import itertools
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from gradwire.topology.gdr.inputs.environment import child_environment
+
+STEPS = 12
+WARM_UP_STEPS = 3
+LIMIT_SECONDS = 60.0
+"""For the script to reach its last step, imports and data included; what it has by then counts."""
+
+_RECORD = "%d %s\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptRun:
+    """What was seen of a script on one rank."""
+
+    gradient_nbytes: int = 0
+    """Of all parameters that had a gradient, in their own type."""
+    step_seconds: float | None = None
+    """From one optimizer step to the next, the usual one; None where fewer than two were made."""
+    error: str | None = None
+
+
+def run_script(words: Sequence[str], variables: Mapping[str, str] | None) -> ScriptRun:
+    """Runs a script until it has made its steps, or its time is up.
+
+    Args:
+        words: The script and its arguments.
+        variables: Of the environment, besides this process's own.
+    """
+    with tempfile.TemporaryDirectory(prefix="gradwire-doctor-") as folder:
+        record = Path(folder, "steps")
+        command = [sys.executable, "-m", "gradwire.bench.doctor.script", str(record), *words]
+        with Path(folder, "output").open("w+b") as output:
+            child = subprocess.Popen(
+                command, env=child_environment(variables or {}), stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+            late = False
+            try:
+                child.wait(LIMIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                late = True
+                child.kill()
+                child.wait()
+            output.seek(0)
+            said = output.read()[-2000:].decode("utf-8", "replace").strip().splitlines()
+        return judge(record, child.returncode, late, said)
+
+
+def judge(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:
+    """What a script's record of steps says.
+
+    Args:
+        record: A line for each step: bytes and moment.
+        status: With which the script ended.
+        late: Its time was up.
+        said: The last lines of its output.
+    """
+    lines = record.read_text().splitlines() if record.exists() else []
+    rows = [line.split() for line in lines]
+    moments = [float(row[1]) for row in rows][WARM_UP_STEPS if len(rows) > WARM_UP_STEPS + 1 else 0 :]
+    steps = [after - before for before, after in itertools.pairwise(moments)]
+    error = None
+    if not steps:
+        last = said[-1] if said else "it printed nothing"
+        error = (
+            f"the script made fewer than two optimizer steps within {LIMIT_SECONDS:g} s; it said last: {last}"
+            if late
+            else f"the script ended with status {status} after {len(rows)} optimizer steps; it said last: {last}"
+        )
+    return ScriptRun(
+        gradient_nbytes=max((int(row[0]) for row in rows), default=0),
+        step_seconds=median(steps) if steps else None,
+        error=error,
+    )
+
+
+def main(argv: list[str]) -> None:
+    """Runs a script with the hook in place; the process ends with its last step.
+
+    Args:
+        argv: File for the record, script, its arguments.
+    """
+    from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+    record, script, *_ = argv
+    first: list[Optimizer] = []
+    nbytes: dict[int, int] = {}
+    steps = 0
+
+    def after_step(optimizer: Optimizer, arguments: object, options: object) -> None:
+        nonlocal steps
+        parameters = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        nbytes[id(optimizer)] = sum(each.grad.numel() * each.grad.element_size() for each in parameters)
+        if not first:
+            first.append(optimizer)
+        if optimizer is not first[0]:  # a script with several optimizers: its step is that of the first
+            return
+        steps += 1
+        with Path(record).open("a") as file:
+            file.write(_RECORD % (sum(nbytes.values()), time.perf_counter()))
+        if steps >= STEPS:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # the script's own end may be hours away, and its exit handlers may wait for other ranks
+
+    hook = register_optimizer_step_post_hook(after_step)
+    sys.argv = argv[1:]
+    sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        hook.remove()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

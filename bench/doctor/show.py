@@ -1,0 +1,144 @@
+"""What the doctor prints: the answer first, then what was measured, then what could not be looked at."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from gradwire.bench.doctor.checks.words import listed, nbytes, rate, seconds
+from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, Diagnosis, JobFacts, to_record
+
+MOST_PAIRS = 15
+
+TWO_NODES = (
+    "One machine was looked at. Links, the order of ranks, versions and the pace of the others need the job itself: "
+    "start the doctor as you start your script, for example on every node\n"
+    "  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 -m gradwire doctor"
+)
+
+
+def print_report(facts: JobFacts, found: Sequence[Diagnosis], console: Console, took_seconds: float) -> None:
+    """Prints the report.
+
+    Args:
+        facts: Of the job.
+        found: What is wrong, ranked.
+        console: Where.
+        took_seconds: That the examination lasted.
+    """
+    say = console.print
+    nodes = facts.nodes
+    count = f"{len(facts.ranks)} rank{'s' if len(facts.ranks) > 1 else ''}"
+    many = f" on {len(nodes)} nodes" if len(nodes) > 1 else f" on {escape(facts.names[0])}"
+    say(f"gradwire doctor: {count}{many}, looked at in {took_seconds:.0f} s", highlight=False)
+    for line in headline(facts) if not facts.missing_ranks else ["Nothing was measured: ranks are missing."]:
+        say(escape(line), highlight=False)
+    say()
+    if not found:
+        say("Nothing wrong was found.", style="bold", highlight=False)
+    for number, each in enumerate(found, start=1):
+        _print_one(number, each, console)
+    if facts.pairs:
+        say(pair_table(facts))
+    if facts.backends:
+        say(backend_table(facts))
+    for note in facts.notes:
+        say(f"Not looked at: {escape(note)}", highlight=False)
+    if len(nodes) == 1 and not facts.missing_ranks:
+        say(escape(TWO_NODES), highlight=False)
+
+
+def headline(facts: JobFacts) -> list[str]:
+    """What the links allow, whatever is wrong besides: the gradients' size over the rate."""
+    size = nbytes(facts.gradient_nbytes)
+    given = "" if facts.gradient_nbytes != DEFAULT_GRADIENT_NBYTES else " (say --gradient-mb, or --run script.py)"
+    step = f"; a step takes {seconds(facts.step_seconds)}" if facts.step_seconds is not None else ""
+    if not facts.pairs:
+        return [f"Costs are for {size} of gradients{given}{step}."]
+    good = facts.good_rate()
+    least = facts.exchange_seconds(good)
+    lines = [
+        (
+            f"Costs are for {size} of gradients{given}{step}. At {rate(good)} a link, the best seen or promised, "
+            f"their exchange takes at least {seconds(least)} in every step."
+        )
+    ]
+    if facts.step_seconds is not None and least > 0.5 * facts.step_seconds:
+        ranks = max(len(node) for node in facts.nodes)
+        lines.append(
+            "That alone is more than half a step: faster links, larger batches, or fewer bytes are what helps. See "
+            f"gradwire predict --preset cpu_only --nodes {len(facts.nodes)} --ranks-per-node {ranks} "
+            f"--nic {max(1, round(8 * good / 1e6))}mbit --gradient-mb {facts.gradient_nbytes / 1e6:g}"
+        )
+    return lines
+
+
+def _print_one(number: int, each: Diagnosis, console: Console) -> None:
+    cost = "stops the job" if each.stops else f"costs {seconds(each.cost_seconds)} a step" if each.cost_seconds else ""
+    tail = ", ".join(text for text in (cost, f"{each.sure:.0%} sure") if text)
+    console.print(f"{number}. [bold]{escape(each.title)}[/bold]  ({tail})", highlight=False)
+    for line in each.evidence:
+        console.print(f"   seen: {escape(line)}", highlight=False)
+    for line in each.remedy:
+        console.print(f"   do:   {escape(line)}", highlight=False)
+    console.print()
+
+
+def pair_table(facts: JobFacts) -> Table:
+    """The slowest pairs of nodes."""
+    pairs = sorted(facts.pairs, key=lambda pair: min(pair.many))
+    left = len(pairs) - MOST_PAIRS
+    table = Table(title=f"links between nodes{f', the slowest; {left} more in --json' if left > 0 else ''}")
+    for heading in ("from", "to", "latency", "one connection", "several", "both ways at once"):
+        table.add_column(heading, justify="left" if heading in ("from", "to") else "right")
+    for pair in pairs[:MOST_PAIRS]:
+        names = facts.names
+        table.add_row(
+            names[pair.a],
+            names[pair.b],
+            seconds(pair.latency_seconds),
+            *(rate(min(each)) for each in (pair.one, pair.many, pair.both)),
+        )
+    return table
+
+
+def backend_table(facts: JobFacts) -> Table:
+    """An all-reduce by every backend, the fastest first."""
+    table = Table(title=f"all-reduce of {nbytes(facts.backends[0].nbytes)} by all ranks")
+    table.add_column("backend")
+    table.add_column("time", justify="right")
+    table.add_column(f"so {nbytes(facts.gradient_nbytes)} take", justify="right")
+    for each in sorted(facts.backends, key=lambda one: one.seconds or float("inf")):
+        if each.seconds is None:
+            table.add_row(each.backend, "failed", "")
+        else:
+            table.add_row(
+                each.backend, seconds(each.seconds), seconds(each.seconds * facts.gradient_nbytes / each.nbytes)
+            )
+    return table
+
+
+def as_record(facts: JobFacts, found: Sequence[Diagnosis], status: int, took_seconds: float) -> dict[str, object]:
+    """All of it, for programs; what is wrong in the order of the report.
+
+    Args:
+        facts: Of the job.
+        found: What is wrong, ranked.
+        status: Exit status.
+        took_seconds: That the examination lasted.
+    """
+    return {
+        "exit_status": status,
+        "seconds": took_seconds,
+        "findings": [to_record(each) for each in found],
+        "nodes": [{"name": name, "ranks": [each.rank for each in node]}
+                  for name, node in zip(facts.names, facts.nodes, strict=True)],
+        "good_bytes_per_second": facts.good_rate() if facts.pairs else None,
+        "facts": to_record(facts),
+    }  # fmt: skip
+
+
+def summary(found: Sequence[Diagnosis]) -> str:
+    """Keys and nodes, for a log's one line."""
+    return "; ".join(f"{each.key} ({listed(each.nodes)})" for each in found) or "nothing"

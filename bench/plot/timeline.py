@@ -1,0 +1,237 @@
+"""One step of all ranks, drawn from a trace: when gradients were computed, what travelled when, who waited for whom."""
+
+import statistics
+import textwrap
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gradwire.bench.plot.style import OURS, PlotRecord, load_pyplot, save, strip
+
+KIND = "gradwire trace"
+"""What such a file calls itself."""
+
+MOST_RANKS = 8
+"""Ranks drawn, of more the latest, the earliest and some between."""
+
+BACKWARD, WAIT, CODEC, GATHER = "#cfd8dc", "#f2b8a0", "#7b4397", "#5fa8d3"
+COLOURS = {
+    "backward": BACKWARD,
+    "reduce_scatter": "#88c0a8",
+    "all_reduce": OURS,
+    "all_gather": GATHER,
+    "codec": CODEC,
+    "wait": WAIT,
+}
+WORDS = {
+    "backward": "backward",
+    "reduce_scatter": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "codec": "codec",
+    "wait": "waiting",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineBar:
+    """A rectangle in a rank's rows.
+
+    Attributes:
+        began: In seconds.
+        ended: In seconds.
+        kind: One of `COLOURS`.
+        thin: Drawn inside another one.
+        text: Written on it, if there is room.
+    """
+
+    began: float
+    ended: float
+    kind: str
+    thin: bool = False
+    text: str = ""
+
+
+def is_trace(record: PlotRecord) -> bool:
+    """Whether a file is one that `HookState.trace` wrote."""
+    about = record.get("otherData")
+    return isinstance(about, dict) and about.get("kind") == KIND
+
+
+def rows_of(record: PlotRecord, step: int) -> dict[int, dict[str, list[TimelineBar]]]:
+    """For each rank its rows from top to bottom: the step, and what its lanes did in it.
+
+    Args:
+        record: A trace.
+        step: Which.
+
+    Raises:
+        ValueError: The trace does not hold the step.
+    """
+    spans = spans_of(record)
+    if step not in spans:
+        held = sorted(spans)
+        raise ValueError(f"`--step` is {step}; the trace holds steps {held[0]} to {held[-1]}")
+    first, last = spans[step]
+    found: dict[int, dict[str, list[TimelineBar]]] = defaultdict(lambda: defaultdict(list))
+    for event in record["traceEvents"]:
+        if event["ph"] != "X":
+            continue
+        began = event["ts"] / 1e6
+        ended = began + event["dur"] / 1e6
+        rank, track, name = int(event["pid"]), str(event["cat"]), str(event["name"])
+        if track == "step" and event["args"].get("step") == step:
+            kind = "backward" if name.endswith("backward") else "wait"
+            found[rank]["step"].append(TimelineBar(began, ended, kind))
+        elif track == "buckets" and event["args"].get("step") == step:
+            number = event["args"]["bucket"]
+            found[rank]["arrivals"].append(TimelineBar(began, ended, "backward", text=str(number)))
+        elif track.startswith(("lane ", "phase ")) and ended > first and began < last:
+            what = next((each for each in COLOURS if name.startswith(each)), None)
+            if what is not None:
+                found[rank][track].append(TimelineBar(max(began, first), min(ended, last), what, what == "codec"))
+    return found
+
+
+def spans_of(record: PlotRecord) -> dict[int, tuple[float, float]]:
+    """For each step of a trace, when its first rank began and its last rank ended, in seconds."""
+    spans: dict[int, tuple[float, float]] = {}
+    for event in record["traceEvents"]:
+        if event["ph"] == "X" and event["cat"] in ("step", "buckets") and "step" in event["args"]:
+            began = event["ts"] / 1e6
+            ended = began + event["dur"] / 1e6
+            known = spans.get(event["args"]["step"], (began, ended))
+            spans[event["args"]["step"]] = min(began, known[0]), max(ended, known[1])
+    return spans
+
+
+def middle_step(record: PlotRecord) -> int:
+    """The step of median length.
+
+    Raises:
+        ValueError: The trace holds no step.
+    """
+    lengths = {step: last - first for step, (first, last) in spans_of(record).items()}
+    if not lengths:
+        raise ValueError("`FILE.json` is a trace without a step; wanted what `HookState.trace` wrote")
+    middle = statistics.median_low(lengths.values())
+    return next(step for step, length in lengths.items() if length == middle)
+
+
+def draw_timeline(record: PlotRecord, output: Path, step: int | None) -> None:
+    """Draws one step of a trace.
+
+    Args:
+        record: What `HookState.trace` wrote.
+        output: .png or .svg.
+        step: Which; None takes the one of median length.
+
+    Raises:
+        ValueError: The trace does not hold the step.
+        RuntimeError: matplotlib is not installed.
+    """
+    pyplot = load_pyplot()
+    step = middle_step(record) if step is None else step
+    rows = rows_of(record, step)
+    first, last = spans_of(record)[step]
+    names = {
+        int(event["pid"]): str(event["args"]["name"])
+        for event in record["traceEvents"]
+        if event["ph"] == "M" and event["name"] == "process_name"
+    }
+    ranks = shown_ranks(rows)
+    lines = [(rank, track) for rank in ranks for track in _tracks(rows[rank])]
+    scale, unit = (1e3, "ms") if last - first < 2 else (1.0, "s")
+    figure, axes = pyplot.subplots(figsize=(11, 1.4 + 0.27 * len(lines) + 0.1 * len(ranks)), layout="constrained")
+    heights, at = {}, 0.0
+    for place, (rank, track) in enumerate(lines):
+        if place and lines[place - 1][0] != rank:
+            at += 0.5
+            axes.axhline(at - 0.28, color="#e0e0e0", linewidth=0.8)
+        heights[rank, track] = at
+        at += 1.0
+    for (rank, track), height in heights.items():
+        for bar in rows[rank][track]:
+            _draw_bar(axes, bar, height, first, scale, track)
+    late = [bar for rank in rows for bar in rows[rank]["arrivals"]]
+    for number in sorted({bar.text for bar in late}, key=int):
+        latest = max(bar.began for bar in late if bar.text == number)
+        axes.axvline((latest - first) * scale, color="#c1440e", linewidth=0.7, linestyle=":", zorder=0)
+    axes.set_yticks(list(heights.values()), [_label(track, rows[rank][track]) for rank, track in lines], fontsize=7)
+    for rank in ranks:
+        own = [height for (each, _), height in heights.items() if each == rank]
+        axes.text(
+            -0.135,
+            (min(own) + max(own)) / 2,
+            textwrap.fill(names[rank].replace(", ", "\n"), 18, replace_whitespace=False),
+            transform=axes.get_yaxis_transform(),
+            fontsize=8,
+            ha="center",
+            va="center",
+            fontweight="bold",
+        )
+    axes.set_ylim(at - 0.3, -0.7)
+    axes.set_xlim(0, (last - first) * scale)
+    axes.set_xlabel(f"{unit} from the first rank's first bucket of the step", fontsize=9)
+    axes.set_title(f"step {step}: {(last - first) * scale:.3g} {unit}", fontsize=10, loc="left")
+    strip(axes)
+    axes.tick_params(axis="y", length=0)
+    used = [kind for kind in COLOURS if any(bar.kind == kind for rank, track in lines for bar in rows[rank][track])]
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS[kind]) for kind in used]
+    handles.append(pyplot.Line2D([], [], color="#c1440e", linewidth=0.9, linestyle=":"))
+    axes.legend(
+        handles,
+        [*(WORDS[kind] for kind in used), "a bucket's last arrival"],
+        frameon=False,
+        fontsize=8,
+        ncols=len(handles),
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        borderaxespad=0.2,
+        handlelength=1.2,
+        columnspacing=1.2,
+    )
+    about = record["otherData"]
+    error = max(about.get("clock_error_seconds") or [0.0])
+    more = "" if len(ranks) == len(rows) else f"; {len(ranks)} of {len(rows)} ranks"
+    save(figure, output, [f"{about['cluster']}{more}; clocks aligned to {error * 1e3:.2g} ms", *about["plans"][:1]])
+
+
+def shown_ranks(rows: dict[int, dict[str, list[TimelineBar]]]) -> list[int]:
+    """All ranks, or of many the ones whose last bucket came earliest and latest, and some between; ascending."""
+    ranks = sorted(rows, key=lambda rank: max((bar.began for bar in rows[rank]["arrivals"]), default=0.0))
+    if len(ranks) > MOST_RANKS:
+        ranks = [ranks[round(place * (len(ranks) - 1) / (MOST_RANKS - 1))] for place in range(MOST_RANKS)]
+    return sorted(set(ranks))
+
+
+def _tracks(rows: dict[str, list[TimelineBar]]) -> list[str]:
+    others = sorted(track for track, bars in rows.items() if track not in ("step", "arrivals") and bars)
+    return ["step", "arrivals", *others]
+
+
+def _label(track: str, bars: Sequence[TimelineBar]) -> str:
+    if track in ("step", "arrivals"):
+        return {"step": "backward", "arrivals": "buckets"}[track]
+    return track
+
+
+def _draw_bar(axes: object, bar: TimelineBar, height: float, first: float, scale: float, track: str) -> None:
+    began, width = (bar.began - first) * scale, max((bar.ended - bar.began) * scale, 0.0)
+    if track == "arrivals":
+        axes.plot([began, began + width], [height, height], color="#90a4ae", linewidth=1.2, zorder=2)  # type: ignore[attr-defined]
+        axes.plot([began], [height], marker="v", color="#37474f", markersize=4, zorder=3)  # type: ignore[attr-defined]
+        axes.text(began, height - 0.42, bar.text, fontsize=6, ha="center", va="center", color="#37474f")  # type: ignore[attr-defined]
+        return
+    axes.barh(  # type: ignore[attr-defined]
+        [height],
+        [width],
+        left=[began],
+        height=0.34 if bar.thin else 0.72,
+        color=COLOURS[bar.kind],
+        hatch="////" if bar.kind == "wait" else None,
+        edgecolor="white" if bar.kind == "wait" else COLOURS[bar.kind],
+        linewidth=0.0 if bar.kind == "wait" else 0.2,
+        zorder=3 if bar.thin else 2,
+    )

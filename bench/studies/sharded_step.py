@@ -1,0 +1,268 @@
+"""Training steps of sharded models on emulated clusters: seconds, and bytes on the busiest network card.
+
+Feeds docs/how-to/train_sharded.md.
+
+    python -m gradwire.bench.studies.sharded_step                # 2x2 and 4x2, links of 200 Mbit/s; needs root
+    python -m gradwire.bench.studies.sharded_step 2x2 --rounds 3 --tokens 256 --json FILE
+
+A byte-level transformer of 4 million parameters in float32, one unit for each block and one for the rest, which FSDP2
+shards over all ranks, and HSDP inside the nodes. In each round every way of communicating takes one step (forward,
+backward, AdamW) in its turn, so that whatever else the machine does slows all alike.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW
+
+import gradwire.fsdp
+from gradwire.bench.contender import Contender, take_turns
+from gradwire.bench.emulation.cluster import EmulatedCluster
+from gradwire.bench.emulation.fork import ForkedRank, run_forked
+from gradwire.bench.emulation.rate import format_rate, parse_rate
+from gradwire.bench.emulation.signals import clean_end
+from gradwire.bench.machine import machine_line
+from gradwire.bench.train.model import VOCABULARY, ByteTransformer, loss_in_nats
+
+CASES = {"2x2": (2, 2), "4x2": (2, 2, 2, 2)}
+"""Name -> ranks of each node."""
+WIDTH, LAYERS = 256, 5
+"""4.09 million parameters, 98 of 100 in matrices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One way for a sharded model to communicate.
+
+    Attributes:
+        name: As the table shows it.
+        inside_nodes: Shards inside the nodes and replicas between them (HSDP); else shards over all ranks.
+        apply: What `gradwire.fsdp.apply` is given; None leaves the model to torch.
+        backend: Of the ranks that share parameters.
+    """
+
+    name: str
+    inside_nodes: bool
+    apply: dict[str, Any] | None = None
+    backend: str = "gloo"
+
+
+PLAIN, NATIVE = "plain FSDP2", "native HSDP"
+SETTINGS = (
+    Setting(PLAIN, False),
+    Setting("FSDP2, backend gradwire", False, backend="gradwire"),
+    Setting("FSDP2, apply, exact", False, {}),
+    Setting("FSDP2, shards=int8 weights=int8", False, {"shards": "int8", "weights": "int8"}),
+    Setting("FSDP2, shards=int4 weights=int8", False, {"shards": "int4", "weights": "int8"}),
+    Setting(NATIVE, True),
+    Setting("HSDP, exact", True, {}),
+    Setting("HSDP, int8", True, {"compressor": "int8"}),
+    Setting("HSDP, int4", True, {"compressor": "int4"}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedStepResult:
+    """What one setting came to on one cluster: medians over the rounds.
+
+    Attributes:
+        case: Name of the cluster.
+        name: Of the setting.
+        seconds: Of the slowest rank.
+        nic_nbytes: Most that a node sent or received.
+        speed_up: Seconds of plain FSDP2, or of native HSDP, over `seconds`; the median of the rounds' ratios.
+        fewer: Their bytes over `nic_nbytes`.
+    """
+
+    case: str
+    name: str
+    seconds: float
+    nic_nbytes: float
+    speed_up: float
+    fewer: float
+
+
+def make_contender(setting: Setting, place: ForkedRank, batch: tuple[int, int], rate: float | None) -> Contender:
+    """A contender that trains a model of its own; all ranks make them in the same order.
+
+    Args:
+        setting: How the model is sharded and communicates.
+        place: Of this rank.
+        batch: (sequences, bytes in each) of a rank and step.
+        rate: Bytes per second of the links; None where they have no limit.
+    """
+    nodes, width = len(place.nodes), place.nodes[0]
+    grid = init_device_mesh("cpu", (nodes, width), mesh_dim_names=("replicate", "shard"))
+    if setting.inside_nodes:
+        mesh = grid if setting.apply is None else grid["shard"]
+    else:
+        group = dist.new_group(backend=setting.backend)
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+    model = ByteTransformer(context=batch[1], width=WIDTH, layers=LAYERS)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    state = None
+    if setting.apply is not None:
+        state = gradwire.fsdp.apply(
+            model,
+            replicas=grid["replicate"] if setting.inside_nodes else None,
+            nic_bytes_per_second=rate,
+            **setting.apply,
+        )
+    optimizer = AdamW(model.parameters(), lr=1e-3, fused=True)
+    generator = torch.Generator().manual_seed(place.rank)
+
+    def step(number: int) -> None:
+        text = torch.randint(VOCABULARY, (batch[0], batch[1] + 1), generator=generator)
+        optimizer.zero_grad()
+        loss = loss_in_nats(model, text[:, :-1], text[:, 1:])
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if number == 0 and not loss.isfinite():
+            raise RuntimeError(f"{setting.name} (steps: {state and state.steps}) gave a loss of {loss.item()}")
+
+    return Contender(setting.name, step)
+
+
+def rank_main(place: ForkedRank, arguments: list[str]) -> int:
+    """One rank's part; rank 0 prints the figures as one line of JSON.
+
+    Args:
+        place: Where this rank is.
+        arguments: Rounds, sequences, bytes in each, bytes per second of the links (0: no limit), names of settings.
+    """
+    torch.set_num_threads(1)
+    place.connect()
+    measured = _measured(place, arguments)
+    if place.rank == 0:
+        print(json.dumps(measured), flush=True)
+    place.leave()
+    return 0
+
+
+def _measured(place: ForkedRank, arguments: list[str]) -> list[dict[str, object]]:
+    """Every round of all settings; their models are gone when it returns."""
+    batch, rate, names = (int(arguments[1]), int(arguments[2])), float(arguments[3]) or None, arguments[4:]
+    contenders = [make_contender(one, place, batch, rate) for one in SETTINGS if one.name in names]
+    take_turns(contenders, rounds=int(arguments[0]), warmup=2, interface=place.interface)
+    return [{"name": one.name, "seconds": one.seconds, "nic_nbytes": one.nic_nbytes} for one in contenders]
+
+
+def measure(
+    case: str, nic: str | None, rounds: int, batch: tuple[int, int], names: Sequence[str]
+) -> list[ShardedStepResult]:
+    """Runs all settings on one emulated cluster.
+
+    Args:
+        case: A key of `CASES`.
+        nic: Rate of each node's link; None leaves the links without a limit.
+        rounds: Timed rounds.
+        batch: (sequences, bytes in each) of a rank and step.
+        names: Of the settings, plain FSDP2 and native HSDP among them.
+
+    Raises:
+        RuntimeError: This machine cannot emulate a cluster, or a rank failed.
+    """
+    nodes = CASES[case]
+    rate = 0.0 if nic is None else parse_rate(nic, "--nic") / 8
+    with EmulatedCluster([1] * len(nodes), nic) as cluster:
+        outcome = run_forked(
+            cluster,
+            "gradwire.bench.studies.sharded_step",
+            [str(rounds), *map(str, batch), str(rate), *names],
+            nodes=nodes,
+            timeout_seconds=1200,
+        )
+    outcome.check()
+    line = next(line for line in outcome.output[0].splitlines() if line.startswith("["))
+    found = {each["name"]: Contender(**{**each, "step": print}) for each in json.loads(line)}
+    return [_result(case, one, found[NATIVE if "HSDP" in name else PLAIN]) for name, one in found.items()]
+
+
+def _result(case: str, one: Contender, baseline: Contender) -> ShardedStepResult:
+    ratios = [theirs / own for theirs, own in zip(baseline.seconds, one.seconds, strict=True)]
+    return ShardedStepResult(
+        case,
+        one.name,
+        one.median_seconds,
+        one.median_nic_nbytes,
+        statistics.median(ratios),
+        baseline.median_nic_nbytes / one.median_nic_nbytes if one.median_nic_nbytes else 1.0,
+    )
+
+
+def table(results: Sequence[ShardedStepResult], title: str) -> Table:
+    """The results as a table."""
+    rows = Table(title=title)
+    for heading in ("cluster", "setting", "s per step", "MB on the card", "faster", "fewer bytes"):
+        rows.add_column(heading, justify="left" if heading in ("cluster", "setting") else "right")
+    for one in results:
+        figures = f"{one.seconds:.3f}", f"{one.nic_nbytes / 1e6:.2f}", f"{one.speed_up:.2f}x", f"{one.fewer:.1f}x"
+        rows.add_row(one.case, one.name, *figures)
+    return rows
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gradwire.bench.studies.sharded_step",
+        description="Training steps of sharded models, on emulated clusters.",
+    )
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
+    parser.add_argument("--nic", default="200mbit", help="rate of each node's link, or `none` (default 200mbit)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
+    parser.add_argument("--sequences", type=int, default=1, help="of a rank and step (default 1)")
+    parser.add_argument("--tokens", type=int, default=32, help="bytes of text in a sequence (default 32)")
+    parser.add_argument("--setting", action="append", metavar="WORDS", help="those whose name has WORDS; repeatable")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Measures and prints the table; returns the exit status."""
+    options = build_parser().parse_args(argv)
+    unknown = [case for case in options.cases if case not in CASES]
+    if unknown:
+        print(f"sharded_step: `CASE` is {unknown[0]!r}; wanted one of {', '.join(CASES)}", file=sys.stderr)
+        return 2
+    wanted = options.setting or [""]
+    names = [one.name for one in SETTINGS if one.name in (PLAIN, NATIVE) or any(words in one.name for words in wanted)]
+    nic = None if options.nic == "none" else options.nic
+    results = []
+    with clean_end():
+        for case in options.cases or CASES:
+            results += measure(case, nic, options.rounds, (options.sequences, options.tokens), names)
+    rate = "without a limit" if nic is None else f"of {format_rate(parse_rate(nic, '--nic'))}"
+    title = (
+        f"{options.sequences} x {options.tokens} bytes of text a rank, links {rate}, "
+        f"median of {options.rounds} rounds; {machine_line()}"
+    )
+    Console(width=120).print(table(results, title))
+    if options.json is not None:
+        record = {
+            "kind": "sharded_step",
+            "machine": machine_line(),
+            "nic": options.nic,
+            "rounds": options.rounds,
+            "batch": [options.sequences, options.tokens],
+            "results": [asdict(one) for one in results],
+        }
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

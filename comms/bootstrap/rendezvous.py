@@ -1,0 +1,371 @@
+"""How the ranks of a start find each other: O(n) questions to the store in all, a few of each rank.
+
+Rank 0 draws a name for the start and publishes it. Every rank puts what it says about itself below that name, one rank
+in `BLOCK` packs what its block has said into one value, and rank 0 makes one of all blocks, which everybody reads. A
+table of 16,384 ranks has some 100 kB, because most ranks say the same about most things.
+
+The store may still hold what an earlier start has left (an elastic restart keeps it): nothing below another name is
+read, and a rank that has followed the name of an earlier start follows the new one as soon as it is there.
+"""
+
+import json
+import operator
+import sys
+import time
+import uuid
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, fields
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any, overload
+
+from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.hardware import Hardware
+from gradwire.comms.bootstrap.placement import Presence
+from gradwire.comms.bootstrap.store import Naps, PollingStore, StoreUnreachableError
+from gradwire.topology.cluster import GpuFabric
+
+BLOCK = 64
+"""Ranks whose words one of them packs. The root of the ranks would ask the fewest questions of any single rank: 128 of
+16,384; with 64, rank 0 reads 256 values and each packer 64."""
+
+START_NBYTES = 16
+"""Of a start's name: hexadecimal digits."""
+
+LINGER_SECONDS = 2.0
+"""For the others to read what does not fit, before the process that may serve the store ends."""
+
+GRACE_SECONDS = 2.0
+"""For rank 0 to find out who is missing, and to say so, after its time-out."""
+
+ROUND = "round"
+"""The key of rank 0's word: the start's name, what all have to agree about, and the outcome once there is one."""
+
+
+class Presences(Sequence[Presence]):
+    """What all ranks have said, in rank order: a column for each field, with every different value once.
+
+    Args:
+        start: A name for this start of these ranks: the same on all of them, and another after a restart.
+        columns: For each field of `Presence` but the rank, its values as JSON and the index of each rank's.
+    """
+
+    def __init__(self, start: str, columns: "dict[str, Column]") -> None:
+        self.start = start
+        self._columns = columns
+        self._parsed = {
+            name: [_READERS.get(name, _same)(json.loads(text)) for text in values]
+            for name, (values, _) in columns.items()
+        }
+
+    @classmethod
+    def of(cls, presences: Iterable[Presence], start: str) -> "Presences":
+        """Those given, in rank order."""
+        return cls(start, _columns([json.dumps(asdict(presence)) for presence in presences]))
+
+    def __len__(self) -> int:
+        """Number of ranks."""
+        return len(next(iter(self._columns.values()))[1])
+
+    @overload
+    def __getitem__(self, index: int) -> Presence: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Presence]: ...
+    def __getitem__(self, index: int | slice) -> Presence | list[Presence]:
+        """What a rank says; with a slice, several ranks."""
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        rank = range(len(self))[index]
+        said: Any = {name: values[self._columns[name][1][rank]] for name, values in self._parsed.items()}
+        return Presence(rank=rank, **said)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the ranks have said the same."""
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    def pack(self) -> bytes:
+        """For the store; see `unpack`."""
+        return _pack(self._columns)
+
+    @classmethod
+    def unpack(cls, start: str, packed: bytes) -> "Presences":
+        """What `pack` was called on."""
+        return cls(start, _unpack(packed))
+
+
+Column = tuple[list[str], "array[int]"]
+"""Different values, and of each rank the index of its own."""
+
+
+def exchange(store: Store, own: Presence, timeout: timedelta) -> Presences:
+    """Publishes this rank's presence and returns every rank's.
+
+    Args:
+        store: A store that all ranks share, with a prefix of its own.
+        own: This rank's.
+        timeout: For all of it.
+
+    Raises:
+        RuntimeError: A rank did not join within the time-out; the message names those that are missing.
+        StoreUnreachableError: The store does not answer.
+        ValueError: A rank has another world size, device, or configuration; the message names the field and both
+            values. Raised on every rank.
+    """
+    polling = store if isinstance(store, PollingStore) else PollingStore(store, timeout, ranks=own.size)
+    try:
+        return (_Leader if own.rank == 0 else _Follower)(polling, own, timeout).meet()
+    except StoreUnreachableError as error:
+        raise StoreUnreachableError(f"rank {own.rank} of {own.size} could not finish its start-up: {error}") from error
+
+
+class _Rank:
+    """What rank 0 and the others do alike."""
+
+    def __init__(self, store: PollingStore, own: Presence, timeout: timedelta) -> None:
+        self._store = store
+        self._own = own
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout.total_seconds()
+        self._start = ""
+        self._packed = False
+
+    def _publish(self, start: str) -> None:
+        """Puts this rank's presence below the name of a start."""
+        self._start = start
+        self._packed = self._own.rank % BLOCK != 0  # nothing to do then
+        self._store.set(f"{start}/rank/{self._own.rank}", json.dumps(asdict(self._own)))
+
+    def _pack_block(self) -> None:
+        """Packs the words of the block, where this rank does that and all are there."""
+        if self._packed:
+            return
+        keys = [f"{self._start}/rank/{rank}" for rank in self._block(self._own.rank // BLOCK)]
+        if self._store.check(keys):
+            words = [text.decode() for text in self._store.multi_get(keys)]
+            self._store.set(f"{self._start}/block/{self._own.rank // BLOCK}", _pack(_columns(words)))
+            self._packed = True
+
+    def _block(self, number: int) -> range:
+        return range(number * BLOCK, min((number + 1) * BLOCK, self._own.size))
+
+    def _refuse(self, reason: str) -> ValueError:
+        """Keeps this process, which may serve the store, here until the other ranks have read the reason, too."""
+        deadline = time.monotonic() + LINGER_SECONDS
+        naps = Naps(self._own.size)
+        key = f"{self._start}/refusals"
+        try:
+            self._store.add(key, 1)
+            while self._store.add(key, 0) < self._own.size and time.monotonic() < deadline:
+                naps.sleep(deadline)
+        except StoreUnreachableError:  # its server has left nevertheless: nothing more to wait for
+            return ValueError(reason)
+        return ValueError(reason)
+
+    def _did_not_join(self, ranks: Sequence[int]) -> RuntimeError:
+        return RuntimeError(
+            f"`world_size` is {self._own.size} on rank {self._own.rank}, but rank {', '.join(map(str, ranks))} did not "
+            f"join within {self._timeout.total_seconds():g} s: start all ranks, with the same world size"
+        )
+
+
+class _Leader(_Rank):
+    """Rank 0."""
+
+    def meet(self) -> Presences:
+        self._say(uuid.uuid4().hex[:START_NBYTES])
+        self._publish(self._start)
+        blocks = [f"{self._start}/block/{number}" for number in range(-(-self._own.size // BLOCK))]
+        naps = Naps()
+        while True:
+            self._pack_block()
+            if self._store.check([f"{self._start}/refused"]):
+                reason = self._store.read(f"{self._start}/refused").decode()
+                self._say(self._start, {"refused": reason})
+                raise self._refuse(reason)
+            if self._packed and self._store.check(blocks):
+                break
+            if time.monotonic() > self._deadline:
+                missing = self._missing(blocks)
+                self._say(self._start, {"missing": missing})
+                raise self._did_not_join(missing)
+            naps.sleep(self._deadline)
+        found = Presences(self._start, _join([_unpack(block) for block in self._store.multi_get(blocks)]))
+        self._store.set(f"{self._start}/all", found.pack())
+        self._say(self._start, {})
+        return found
+
+    def _say(self, start: str, outcome: dict[str, object] | None = None) -> None:
+        self._start = start
+        word = {
+            "start": start,
+            "size": self._own.size,
+            "device": self._own.device,
+            "nic_bytes_per_second": self._own.nic_bytes_per_second,
+            "shared": self._own.shared,
+        }
+        self._store.set(ROUND, json.dumps({**word, "outcome": outcome}))
+
+    def _missing(self, blocks: Sequence[str]) -> list[int]:
+        """The ranks that have said nothing, or whose packer has stopped."""
+        missing = []
+        for number, block in enumerate(blocks):
+            if not self._store.check([block]):
+                ranks = self._block(number)
+                silent = [rank for rank in ranks if not self._store.check([f"{self._start}/rank/{rank}"])]
+                missing += silent or [ranks[0]]
+        return missing
+
+
+class _Follower(_Rank):
+    """Every other rank."""
+
+    def meet(self) -> Presences:
+        naps, came = self._naps(), False
+        while True:
+            came = came or self._store.check([ROUND])
+            if came:
+                word = json.loads(self._store.read(ROUND))
+                if word["start"] != self._start and word["outcome"] is None:
+                    self._follow(word)
+                    naps = self._naps()
+                elif word["start"] == self._start and word["outcome"] is not None:
+                    return self._obey(word["outcome"])
+            if self._start:
+                self._pack_block()
+            if time.monotonic() > self._deadline:
+                raise self._nobody_decided()
+            naps.sleep(self._deadline)
+
+    def _naps(self) -> Naps:
+        """The packers look more often: they are few, and all others wait for them."""
+        return Naps(self._own.size if self._own.rank % BLOCK else -(-self._own.size // BLOCK))
+
+    def _follow(self, word: dict[str, Any]) -> None:
+        """Takes part in a start, unless it does not fit this rank; it is one of earlier if nobody ever ends it.
+
+        From now on rank 0's time-out decides, which began not later, so that all ranks hear from it who is missing.
+        """
+        self._start = word["start"]
+        if (reason := _misfit(self._own, word)) is not None:
+            self._store.compare_set(f"{self._start}/refused", "", reason)
+            raise self._refuse(reason)
+        self._publish(word["start"])
+        self._deadline = time.monotonic() + self._timeout.total_seconds() + GRACE_SECONDS + Naps(self._own.size).longest
+
+    def _obey(self, outcome: dict[str, Any]) -> Presences:
+        if "refused" in outcome:
+            raise self._refuse(outcome["refused"])
+        if "missing" in outcome:
+            raise self._did_not_join(outcome["missing"])
+        return Presences.unpack(self._start, self._store.read(f"{self._start}/all"))
+
+    def _nobody_decided(self) -> RuntimeError:
+        if not self._start:
+            return self._did_not_join([0])
+        return RuntimeError(
+            f"rank 0 of {self._own.size} has begun the start-up and not ended it: rank {self._own.rank} has waited "
+            f"{self._timeout.total_seconds():g} s for it; look at the output of rank 0"
+        )
+
+
+def _misfit(own: Presence, word: dict[str, Any]) -> str | None:
+    """What a rank and rank 0 do not agree about, in words."""
+    if own.size != word["size"]:
+        return _words("world_size", own.rank, own.size, word["size"])
+    if own.device != word["device"]:
+        return _words("device", own.rank, own.device, word["device"])
+    if (own.nic_bytes_per_second is None) != (word["nic_bytes_per_second"] is None):
+        return _words("nic_bytes_per_second", own.rank, own.nic_bytes_per_second, word["nic_bytes_per_second"])
+    for name, value in own.shared.items():
+        if word["shared"].get(name) != value:
+            return _words(name, own.rank, value, word["shared"].get(name))
+    return None
+
+
+def _words(name: str, rank: int, here: object, there: object) -> str:
+    return (
+        f"`{name}` is {here} on rank {rank} and {there} on rank 0; wanted the same on all ranks: start them with one "
+        "configuration"
+    )
+
+
+def _columns(words: Sequence[str]) -> dict[str, Column]:
+    """Presences as JSON, one for each rank, by field."""
+    said = [json.loads(word) for word in words]
+    found = {}
+    for name in (each.name for each in fields(Presence) if each.name != "rank"):
+        texts = [json.dumps(one[name]) for one in said]
+        numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+        found[name] = (list(numbers), array("I", (numbers[text] for text in texts)))
+    return found
+
+
+def _join(parts: Sequence[dict[str, Column]]) -> dict[str, Column]:
+    """The columns of several blocks of ranks, one below the other."""
+    found = {}
+    for name in parts[0]:
+        numbers: dict[str, int] = {}
+        index = array("I")
+        for part in parts:
+            values, own = part[name]
+            own_numbers = [numbers.setdefault(text, len(numbers)) for text in values]
+            index.extend(own_numbers[each] for each in own)
+        found[name] = (list(numbers), index)
+    return found
+
+
+def _pack(columns: dict[str, Column]) -> bytes:
+    """A table in few bytes: deflated JSON of the values, and of each index the difference to the rank before.
+
+    Those differences are mostly 0 (ranks that say the same) or 1 (ranks that all say something else).
+    """
+    ranks = len(next(iter(columns.values()))[1])
+    head = json.dumps({"ranks": ranks, "values": {name: values for name, (values, _) in columns.items()}}).encode()
+    body = bytearray()
+    for _, index in columns.values():
+        steps = array("i", map(operator.sub, index, [0, *index[:-1]]))
+        body += _little(steps).tobytes()
+    return zlib.compress(len(head).to_bytes(4, "little") + head + bytes(body))
+
+
+def _unpack(packed: bytes) -> dict[str, Column]:
+    """What `_pack` was given."""
+    text = zlib.decompress(packed)
+    stop = 4 + int.from_bytes(text[:4], "little")
+    head = json.loads(text[4:stop])
+    found = {}
+    for number, (name, values) in enumerate(head["values"].items()):
+        steps = array("i")
+        steps.frombytes(text[stop + 4 * number * head["ranks"] : stop + 4 * (number + 1) * head["ranks"]])
+        found[name] = (list(values), array("I", accumulate(_little(steps))))
+    return found
+
+
+def _little(numbers: "array[int]") -> "array[int]":
+    """Of 4 bytes each, the lowest first, on every host."""
+    assert numbers.itemsize == 4
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
+def _hardware(said: dict[str, Any]) -> Hardware:
+    fabric = said["fabric"]
+    return Hardware(**said | {"fastest": tuple(said["fastest"]), "fabric": GpuFabric(**fabric) if fabric else None})
+
+
+def _same(said: object) -> object:
+    return said
+
+
+_READERS: dict[str, Callable[[Any], object]] = {
+    "host": tuple,
+    "location": tuple,
+    "addresses": tuple,
+    "hardware": _hardware,
+}
+"""From JSON, by field."""

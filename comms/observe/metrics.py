@@ -1,0 +1,87 @@
+"""Metrics for Prometheus on request: a text file for node_exporter's textfile collector, or a port of this process.
+
+Source: https://github.com/prometheus/node_exporter#textfile-collector (files are replaced in one piece).
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from gradwire.comms.report import Report
+
+log = logging.getLogger("gradwire")
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """What one rank exports. The text is made at the end of a step, so a scrape costs training nothing.
+
+    Args:
+        file: Written again and again; None writes none.
+        port: Served on `address`; 0 takes a free one, None serves none.
+        address: Of this host.
+        every_seconds: At most so often.
+
+    Raises:
+        OSError: The file cannot be written, or the port is taken.
+    """
+
+    def __init__(self, file: Path | None, port: int | None, address: str, every_seconds: float) -> None:
+        self._file = file
+        self._every_seconds = every_seconds
+        self._next = 0.0
+        self._text = ""
+        self._server: ThreadingHTTPServer | None = None
+        if file is not None:
+            file.write_text("")
+        if port is not None:
+            metrics = self
+
+            class Handler(BaseHTTPRequestHandler):
+                def do_GET(self) -> None:
+                    found = self.path in ("/", "/metrics")
+                    body = metrics._text.encode() if found else b"wanted /metrics\n"
+                    self.send_response(200 if found else 404)
+                    self.send_header("Content-Type", CONTENT_TYPE)
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
+
+                def log_message(self, format: str, *args: object) -> None:
+                    log.debug(format, *args)
+
+            self._server = ThreadingHTTPServer((address, port), Handler)
+            self._server.daemon_threads = True
+            threading.Thread(target=self._server.serve_forever, name="gradwire metrics", daemon=True).start()
+
+    @property
+    def port(self) -> int | None:
+        """The port that is served; None without one."""
+        return None if self._server is None else self._server.server_port
+
+    def step_ended(self, report: Callable[[], Report]) -> None:
+        """Makes the text anew, if it is time to."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + self._every_seconds
+        self._text = report().to_prometheus()
+        if self._file is not None:
+            beside = self._file.with_name(self._file.name + ".new")
+            try:
+                beside.write_text(self._text)
+                beside.replace(self._file)
+            except OSError as error:
+                log.warning("metrics cannot be written to %s any more: %s", self._file, error.strerror)
+                self._file = None
+
+    def close(self) -> None:
+        """Ends the server."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None

@@ -1,0 +1,169 @@
+"""What one state of the hook, or of a sharded model, has watched: stragglers, stalls, a trace, ranges, metrics.
+
+The path of a bucket knows none of it: buckets carry when they arrived and were reduced, launches are counted, and at
+the end of a step that is handed over. Only while a trace or a profiler is on, the executor has a recorder to feed.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from gradwire.comms.bootstrap.compat import profiler_is_on
+from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.config import Config
+from gradwire.comms.execute import Bucket
+from gradwire.comms.observe.metrics import Metrics
+from gradwire.comms.observe.recorder import Recorder
+from gradwire.comms.observe.share import Shared
+from gradwire.comms.observe.stall import StallWatch
+from gradwire.comms.observe.stragglers import StragglerWatch
+from gradwire.comms.observe.trace import Trace
+from gradwire.comms.report import Report
+
+log = logging.getLogger("gradwire")
+
+GET_TIMEOUT = timedelta(seconds=2)
+"""For a key of the store that was there a moment ago."""
+
+TRACE_AFTER = 5
+"""Steps before the trace that GRADWIRE_TRACE asks for: buckets are rebuilt, and connections made, in the first ones."""
+
+
+class Observer:
+    """Everything that is watched of one communicator's steps.
+
+    In elastic training nothing that asks the other ranks in an all-reduce: no stragglers, no trace. A step that is
+    repeated ends in one epoch on some ranks and in the next one on others, which would not ask alike.
+
+    Args:
+        communicator: Of the gradients.
+        config: What is to be watched.
+        group: Of the same ranks, in the same order; gives their ranks in the default group, which messages name. None:
+            messages name the communicator's.
+    """
+
+    def __init__(self, communicator: Communicator, config: Config, group: dist.ProcessGroup | None = None) -> None:
+        self.contents: dict[int, tuple[int, tuple[str, ...]]] = {}
+        """Bucket -> (elements, names of its parameters); the caller keeps it."""
+        self._communicator = communicator
+        self._config = config
+        self._trace: Trace | None = None
+        self._metrics: Metrics | None = None
+        self._stragglers: StragglerWatch | None = None
+        self._stall: StallWatch | None = None
+        if communicator.size == 1:
+            return
+        ranks = tuple(range(communicator.size)) if group is None else tuple(dist.get_process_group_ranks(group))
+        contents = self.contents
+        if config.straggler_every and not config.elastic:
+            self._stragglers = StragglerWatch(
+                communicator, config.straggler_every, lambda index: contents.get(index, (0, ()))[1], ranks
+            )
+        if config.stall_seconds:
+            self._stall = StallWatch(
+                PollingStore(communicator.plain_store, GET_TIMEOUT),
+                communicator.rank,
+                communicator.hostnames,
+                communicator.executor,
+                config.stall_seconds,
+                contents,
+                ranks,
+                on_cuda=communicator.device.type == "cuda",
+            )
+
+    @property
+    def wants_times(self) -> bool:
+        """Whether this step's buckets are to be timed on CUDA, too."""
+        return self._trace is not None
+
+    def step_began(self) -> None:
+        """Looks which recorder this step needs; before its first bucket travels."""
+        executor, on_cuda = self._communicator.executor, self._communicator.device.type == "cuda"
+        ranges, nvtx = profiler_is_on(), self._config.nvtx and on_cuda
+        if self._trace is not None:
+            executor.recorder = self._trace.recorder
+            executor.recorder.ranges, executor.recorder.nvtx = ranges, nvtx
+            self._trace.step_began()
+        elif ranges or nvtx:
+            executor.recorder = Recorder(self._communicator.clock, keeps=False, ranges=ranges, nvtx=nvtx)
+        else:
+            executor.recorder = None
+
+    def step_ended(self, step: int, buckets: Sequence[Bucket], report: Callable[[], Report]) -> None:
+        """Takes in a step; all ranks, at the same point of the sequence of launches.
+
+        Args:
+            step: Its number, from 1.
+            buckets: In the order in which they arrived.
+            report: Makes one, where metrics are exported.
+        """
+        if self._stragglers is not None:
+            self._stragglers.step_ended(step, [bucket.times for bucket in buckets])
+        if self._trace is not None:
+            if self._trace.step_ended(step, buckets):
+                self._trace = self._communicator.executor.recorder = None
+        elif self._config.trace is not None and step == TRACE_AFTER:
+            try:
+                self.trace(Path(self._config.trace), self._config.trace_steps)
+            except (OSError, RuntimeError) as error:  # the training goes on
+                log.error("`trace` is %s: %s", self._config.trace, error)
+        if self._metrics is not None:
+            self._metrics.step_ended(report)
+
+    def trace(self, file: Path, steps: int) -> None:
+        """Traces the next steps; see `HookState.trace`."""
+        if steps < 1:
+            raise ValueError(f"`steps` is {steps}; wanted a number of steps >= 1")
+        if self._config.elastic:
+            raise RuntimeError("`elastic` is set: steps of elastic training cannot be traced, as ranks may repeat them")
+        if self._trace is not None:
+            raise RuntimeError("a trace is being made already: wait for its last step")
+        problem: OSError | None = None
+        if self._communicator.rank == 0:
+            try:
+                file.open("a").close()
+            except OSError as error:
+                problem = error
+        told = Shared(self._communicator, [float(problem is not None)]).read()
+        if problem is not None or (told is not None and told[0][0]):
+            reason = "see rank 0" if problem is None else problem.strerror
+            raise OSError(
+                f"`file` is {file}, which rank 0 cannot write ({reason}): name a file in a folder that is there"
+            )
+        self._trace = Trace(self._communicator, file, steps, self.contents)
+
+    def export_metrics(self, file: Path | None, port: int | None, address: str, every_seconds: float) -> int | None:
+        """Exports metrics from the next step on; see `HookState.export_metrics`."""
+        if file is None and port is None:
+            raise ValueError("neither `file` nor `port` is given: say where the metrics shall go")
+        if self._metrics is not None:
+            self._metrics.close()
+        self._metrics = Metrics(file, port, address, every_seconds)
+        return self._metrics.port
+
+    def add_to(self, report: Report) -> Report:
+        """The report with what was seen besides."""
+        found = report
+        if self._stragglers is not None:
+            once = () if self._stragglers.once is None else (self._stragglers.once,)
+            found = replace(found, stragglers=(*self._stragglers.found, *once))
+        if self._stall is not None:
+            found = replace(found, stall=self._stall.last, stalls=self._stall.count)
+        return found
+
+    def follow(self, previous: "Observer") -> None:
+        """Takes over from the observer of other ranks, which ends: metrics go on in the same file, at the same port."""
+        self._metrics, previous._metrics = previous._metrics, None
+        previous.close()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        if self._stall is not None:
+            self._stall.close()
+        if self._metrics is not None:
+            self._metrics.close()

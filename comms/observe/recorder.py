@@ -1,0 +1,76 @@
+"""Takes in what one rank does when, while a trace or a profiler is on. With neither there is no recorder at all."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import record_function
+
+from gradwire.comms.streams import Clock, Mark
+
+PREFIX = "gradwire: "
+"""Of the ranges that torch.profiler and Nsight Systems show."""
+
+Detail = int | float | str | None | list[int] | list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that took time.
+
+    Attributes:
+        track: What it happened in: a lane, the transfers, the buckets.
+        name: What.
+        began: When; on CUDA, when the device came to it.
+        ended: When.
+        details: What else there is to say.
+    """
+
+    track: str
+    name: str
+    began: Mark
+    ended: Mark
+    details: dict[str, Detail]
+
+
+class Recorder:
+    """Notes for a trace, and ranges for profilers. Any thread.
+
+    Args:
+        clock: The one that buckets carry the times of.
+        keeps: Notes are wanted, not ranges alone.
+        ranges: torch.profiler is on, or `emit_nvtx`.
+        nvtx: Ranges are wanted for Nsight Systems.
+    """
+
+    def __init__(self, clock: Clock, *, keeps: bool, ranges: bool, nvtx: bool = False) -> None:
+        self.notes: list[Note] = []
+        self._clock = clock
+        self._keeps = keeps
+        self.ranges = ranges
+        self.nvtx = nvtx
+
+    def note(self, track: str, name: str, began: Mark, ended: Mark, **details: Detail) -> None:
+        """Takes in something that has ended."""
+        if self._keeps:
+            self.notes.append(Note(track, name, began, ended, details))
+
+    @contextmanager
+    def span(self, track: str, name: str, **details: Detail) -> Iterator[None]:
+        """Notes what its body does, also as a range."""
+        began = self._clock.now() if self._keeps else 0.0
+        with self.host_range(name):
+            yield
+        if self._keeps:
+            self.note(track, name, began, self._clock.now(), **details)
+
+    @contextmanager
+    def host_range(self, name: str) -> Iterator[None]:
+        """Shows its body to the profilers that are on."""
+        with ExitStack() as ranges:
+            if self.ranges:
+                ranges.enter_context(record_function(PREFIX + name))
+            if self.nvtx:
+                ranges.enter_context(torch.cuda.nvtx.range(PREFIX + name))
+            yield

@@ -1,0 +1,58 @@
+"""What ranks tell each other about themselves: a few numbers each, in one small all-reduce that nobody waits for."""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.execute import Bucket, Launch
+
+log = logging.getLogger("gradwire")
+
+
+class Shared:
+    """Numbers of every rank, on their way to all of them.
+
+    Every rank adds its own to zeros, so sums are exact, and any transport and plan will do: ranks * numbers * 8 bytes,
+    which reports do not count.
+
+    Args:
+        communicator: All ranks share at the same point of its sequence of launches.
+        values: As many on every rank, finite.
+    """
+
+    def __init__(self, communicator: Communicator, values: Sequence[float]) -> None:
+        self._rows = communicator.size
+        own, on_cuda = communicator.rank * len(values), communicator.device.type == "cuda"
+        host = torch.zeros(self._rows * len(values), dtype=torch.float64, pin_memory=on_cuda)
+        host[own : own + len(values)] = torch.tensor(values, dtype=torch.float64)
+        flat = host.to(communicator.device, non_blocking=True)
+        self._bucket = Bucket.of(flat)
+        communicator.start(Launch((flat,), None, (self._bucket,), counted=False))
+        self._host: Tensor = flat
+        self._copied: torch.cuda.Event | None = None
+        self._source = host  # the device may still read it
+        if on_cuda:
+            self._host = torch.empty_like(host, pin_memory=True)
+            with communicator.alone():
+                self._bucket.result().wait()  # the stream, not the host
+                self._host.copy_(flat, non_blocking=True)
+                self._copied = torch.cuda.current_stream(communicator.device).record_event()
+
+    def read(self) -> list[list[float]] | None:
+        """Every rank's numbers, in the order of the ranks; waits where they have not come.
+
+        None where the all-reduce has failed: the executor has logged why, and the next bucket raises it.
+        """
+        try:
+            if self._copied is not None:
+                self._copied.synchronize()
+            else:
+                self._bucket.result().wait()
+        except RuntimeError as error:
+            log.debug("what the ranks say of themselves was lost: %s", error)
+            return None
+        rows: list[list[float]] = self._host.view(self._rows, -1).tolist()
+        return rows

@@ -1,0 +1,325 @@
+"""What hangs, said long before the time-out: which rank has not come to which bucket, and what the others wait in.
+
+A rank that waits in a collective cannot ask the others in another one. So a thread of each rank looks now and then, and
+without any traffic, whether this rank has made progress. Where it has made none for `seconds`, it leaves a word in the
+store: how many launches it has started, what it waits in, and where its own thread stands. One of the ranks that wait
+reads all words, at most `PASSES` times, and says what they mean: the rank that has not started the launch that the
+others wait in is late. A rank that leaves no word is frozen, or lost.
+
+Traffic: none while there is progress; else one word a rank, again after twice the time, and the reads of one rank. On
+CUDA the host does not know what the device waits for. There a word says how many launches were started, and a rank is
+late where it has started fewer than another one; where all have started the same, nothing is said.
+"""
+
+import json
+import logging
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.execute import Executor
+from gradwire.comms.report import bucket_words, duration
+
+log = logging.getLogger("gradwire")
+
+LOOKS, SHORTEST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 4, 0.02, 5.0
+"""Looks of the thread in the time after which it warns, and their limits."""
+
+PASSES = 3
+"""How often all words are read, a look apart, until all ranks have left one."""
+
+CLOSE_SECONDS = 1.0
+"""How long `close` waits for the thread, which may be in a call of the store."""
+
+MOST_FAILURES = 3
+"""Of the store, in one stall; then the thread ends."""
+
+COLLECTOR, VERDICT = "stall/collector", "stall/verdict"
+
+Contents = Mapping[int, tuple[int, tuple[str, ...]]]
+"""Bucket -> (elements, names of its parameters)."""
+
+COMMS, PYTHON = Path(__file__).resolve().parents[1], Path(threading.__file__).resolve().parent
+TORCH = Path(torch.__file__).resolve().parent
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a rank without progress says.
+
+    Attributes:
+        launches: How many it has started.
+        seconds: For how long it has made no progress.
+        number: The launch that it waits in; None where it waits in none, or does not know.
+        phase: What that is: `reduce_scatter intra_node`.
+        bucket: Which bucket that is, in words.
+        where: What its own thread is doing: `train.py:88 in load`.
+    """
+
+    launches: int
+    seconds: float
+    number: int | None = None
+    phase: str | None = None
+    bucket: str | None = None
+    where: str | None = None
+
+
+def verdict(
+    words: Mapping[int, Word], hostnames: Sequence[str], ranks: Sequence[int], *, on_cuda: bool = False
+) -> str | None:
+    """What the words of all ranks mean, in one sentence; None where no rank waits for another.
+
+    Args:
+        words: Of the ranks that left one.
+        hostnames: Of all ranks.
+        ranks: In the default group, of all ranks.
+        on_cuda: Hosts do not know what they wait in.
+    """
+    if on_cuda:
+        most, least = max(word.launches for word in words.values()), min(word.launches for word in words.values())
+        if most == least:
+            return None
+        number = least
+        waiting = {rank: word for rank, word in words.items() if word.launches > least}
+    else:
+        waiting = {rank: word for rank, word in words.items() if word.number is not None}
+        if not waiting:
+            return None
+        number = min(word.number for word in waiting.values() if word.number is not None)
+    first = next((word for word in waiting.values() if word.number == number), next(iter(waiting.values())))
+    seconds = max(word.seconds for word in waiting.values())
+    late = [rank for rank, word in words.items() if word.launches <= number and rank not in waiting]
+    silent = [rank for rank in range(len(hostnames)) if rank not in words]
+    phases = Counter(word.phase for word in waiting.values() if word.phase)
+    if on_cuda:
+        in_what = "for it on their devices"
+    elif len(phases) == 1:
+        in_what = f"in {next(iter(phases))}"
+    else:
+        in_what = "in " + " and ".join(
+            f"{phase} ({count} rank{'s' * (count > 1)})" for phase, count in sorted(phases.items())
+        )
+    bucket = first.bucket or "the next bucket"
+    if late or silent:
+        parts = [
+            f"{_ranks(group, hostnames, ranks)} {verb} {bucket}, {duration(seconds)} late"
+            for group, verb in (
+                (late, "has not reached" if len(late) == 1 else "have not reached"),
+                (silent, "says nothing, and is missed in" if len(silent) == 1 else "say nothing, and are missed in"),
+            )
+            if group
+        ]
+        text = "; ".join(parts) + f"; all others wait {in_what}"
+    else:
+        text = (
+            f"all ranks have reached {bucket}, and have waited {in_what} for {duration(seconds)}: no rank is late, a "
+            "link is slow or broken"
+        )
+    doing = [f"rank {ranks[rank]} is at {words[rank].where}" for rank in late[:4] if words[rank].where]
+    return "; ".join([text, *doing])
+
+
+def _ranks(members: Sequence[int], hostnames: Sequence[str], ranks: Sequence[int]) -> str:
+    """Up to eight ranks with their nodes."""
+    nodes = " and ".join(dict.fromkeys(hostnames[member] for member in members[:8]))
+    more = f" and {len(members) - 8} more" if len(members) > 8 else ""
+    return f"rank {', '.join(str(ranks[member]) for member in members[:8])}{more} on node {nodes}"
+
+
+class StallWatch:
+    """One rank's thread that notices when there is no progress.
+
+    Args:
+        store: A store that all ranks share, with a prefix of its own; one whose waits block nobody else.
+        rank: This rank.
+        hostnames: Of all ranks.
+        executor: Whose launches are watched.
+        seconds: Without progress, until the first word.
+        contents: What each bucket holds.
+        ranks: In the default group, of all ranks.
+        on_cuda: The gradients are on a CUDA device.
+
+    Attributes:
+        last: What the last warning said, here or on the rank that gave it; None before one.
+        count: How many there were.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        hostnames: Sequence[str],
+        executor: Executor,
+        seconds: float,
+        contents: Contents,
+        ranks: Sequence[int],
+        *,
+        on_cuda: bool = False,
+    ) -> None:
+        self.last: str | None = None
+        self.count = 0
+        self._store = store
+        self._rank = rank
+        self._hostnames = tuple(hostnames)
+        self._executor = executor
+        self._seconds = seconds
+        self._contents = contents
+        self._ranks = tuple(ranks)
+        self._on_cuda = on_cuda
+        self._watched = threading.get_ident()
+        self._closed = threading.Event()
+        self._progress: tuple[object, ...] = ()
+        self._since = time.monotonic()
+        self._next = seconds
+        self._said: Word | None = None
+        self._passes = 0
+        self._collects = False
+        self._warned = False
+        self._all_here_said = False
+        self._failures = 0
+        look_seconds = min(max(seconds / LOOKS, SHORTEST_LOOK_SECONDS), LONGEST_LOOK_SECONDS)
+        self._thread = threading.Thread(
+            target=self._run, args=(look_seconds,), name=f"gradwire stall watch {rank}", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_SECONDS)
+
+    def _run(self, look_seconds: float) -> None:
+        while not self._closed.wait(look_seconds):
+            try:
+                self._look()
+            except RuntimeError as error:  # a key is gone again, or the store: whoever waits will hear of that
+                self._failures += 1
+                log.debug("rank %d cannot say or hear what hangs: %s", self._rank, error)
+                if self._failures == MOST_FAILURES:
+                    return
+
+    def _look(self) -> None:
+        waiting = self._executor.oldest()
+        where = None if waiting is None else (waiting.number, waiting.phase)
+        progress = (self._executor.launches, where)
+        if progress != self._progress:
+            idle, self._progress, self._since = time.monotonic() - self._since, progress, time.monotonic()
+            self._go_on(idle)
+            return
+        if self._executor.launches == 0:
+            return
+        passed = time.monotonic() - self._since
+        if passed >= self._next:
+            self._next = 2 * passed
+            self._say(passed)
+        if self._said is None or (self._said.number is None and not self._on_cuda):
+            return
+        if self._collects:
+            if self._passes:
+                self._passes -= 1
+                self._collect(passed)
+        elif not self._warned and self._passes:
+            self._passes -= 1
+            if self._store.check([VERDICT]):
+                self._warned = True
+                self.last = self._store.get(VERDICT).decode()
+                self.count += 1
+
+    def _say(self, passed: float) -> None:
+        """Leaves this rank's word, and finds out who reads them."""
+        waiting = self._executor.oldest()
+        launches, where = self._executor.launches, _where(self._watched)
+        if waiting is not None:
+            named = bucket_words(waiting.bucket.index, self._contents.get(waiting.bucket.index, (0, ()))[1])
+            word = Word(launches, passed, waiting.number, waiting.phase, named, where)
+        else:
+            word = Word(launches, passed, where=where)
+        first = self._said is None
+        self._said = word
+        self._store.set(f"stall/{self._rank}", json.dumps(asdict(word)))
+        if word.number is None and not self._on_cuda:
+            return
+        if first:
+            self._collects = int(self._store.compare_set(COLLECTOR, "", str(self._rank))) == self._rank
+        self._passes = PASSES + (not self._collects) * LOOKS
+        self._warned = False
+
+    def _collect(self, passed: float) -> None:
+        """Reads all words, and says what they mean once all ranks have spoken, or have had the time to."""
+        words: dict[int, Word] = {}
+        for rank in range(len(self._hostnames)):
+            key = f"stall/{rank}"
+            if rank == self._rank and self._said is not None:
+                words[rank] = replace(self._said, seconds=passed)
+            elif self._store.check([key]):
+                words[rank] = Word(**_object(self._store.get(key)))
+        if len(words) < len(self._hostnames) and self._passes:
+            return
+        self._passes = 0
+        if self._on_cuda:
+            words = self._with_buckets(words)
+        text = verdict(words, self._hostnames, self._ranks, on_cuda=self._on_cuda)
+        if text is None:
+            return
+        nobody_late = text.startswith("all ranks")
+        log.log(logging.INFO if nobody_late and self._all_here_said else logging.WARNING, "stall: %s", text)
+        self._all_here_said |= nobody_late
+        self._warned = True
+        self.last = text
+        self.count += 1
+        self._store.set(VERDICT, text)
+
+    def _with_buckets(self, words: Mapping[int, Word]) -> dict[int, Word]:
+        """On CUDA: names the bucket that the last rank has not come to, where this one has."""
+        behind = self._executor.launches - min(word.launches for word in words.values())
+        carried = list(self._executor.carried)
+        if not 0 < behind <= len(carried):
+            return dict(words)
+        index = carried[-behind]
+        named = bucket_words(index, self._contents.get(index, (0, ()))[1])
+        return {rank: replace(word, bucket=named) for rank, word in words.items()}
+
+    def _go_on(self, idle: float) -> None:
+        """Takes this rank's word back."""
+        self._next = self._seconds
+        self._failures = 0
+        said, self._said = self._said, None
+        if said is None:
+            return
+        self._store.delete_key(f"stall/{self._rank}")
+        if self._collects:
+            self._collects = False
+            if self._warned:
+                log.warning("stall: goes on after %s", duration(idle))
+                self._store.delete_key(VERDICT)
+            self._store.delete_key(COLLECTOR)
+        self._warned = False
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _where(thread: int) -> str | None:
+    """The innermost line of a thread that is the user's: neither torch's, Python's own nor ours."""
+    frame = sys._current_frames().get(thread)
+    innermost = frame
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if file.exists() and not any(file.resolve().is_relative_to(folder) for folder in (COMMS, PYTHON, TORCH)):
+            break
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return None
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,353 @@
+"""A timeline of all ranks in one file, for https://ui.perfetto.dev, chrome://tracing and `gradwire plot`.
+
+**Clocks.** Each rank notes times on its own clock. Before and after the steps of a trace all ranks go through `ROUNDS`
+tiny all-reduces, and note when they entered and left each. No rank leaves before all have entered; so with d the
+difference of rank r's clock to rank 0's, entered(r) - left(0) <= d <= left(r) - entered(0) in every round. The fastest
+round gives the tightest of these bounds; d is taken from their middle, and is wrong by at most half their distance,
+which the file says. That is Cristian's ping-pong with the least round-trip, for all pairs at a time. Between the two
+measurements d is taken to change linearly, as clocks of different speed do. Source: F. Cristian, Probabilistic clock
+synchronization, Distributed Computing 3 (1989).
+
+**Files.** Google's Trace Event Format: a process for each rank, a thread for each of its tracks, complete events
+(`"ph": "X"`) in microseconds. What overlaps in one track, as buckets do, is spread over several rows of it.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.execute import Bucket, Launch
+from gradwire.comms.observe.recorder import Note, Recorder
+from gradwire.comms.observe.share import Shared
+from gradwire.comms.report import bucket_words
+from gradwire.comms.streams import Mark
+
+log = logging.getLogger("gradwire")
+
+ROUNDS = 16
+"""Some 0.3 ms each; the fastest one counts."""
+
+MOST_NBYTES = 256 << 20
+"""Of all ranks' notes; of more ranks the first ones are kept."""
+
+KIND = "gradwire trace"
+"""What such a file calls itself, in `otherData`."""
+
+STEP, BUCKETS, TRANSFERS = "step", "buckets", "transfers"
+
+Round = tuple[float, float]
+"""When a rank entered and left an all-reduce, by its own clock."""
+Contents = Mapping[int, tuple[int, tuple[str, ...]]]
+"""Bucket -> (elements, names of its parameters)."""
+Event = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """How far a rank's clock is ahead of rank 0's.
+
+    Attributes:
+        seconds: By so much.
+        error_seconds: The truth is no further away than that.
+        at: When it was so, by the rank's own clock.
+    """
+
+    seconds: float
+    error_seconds: float
+    at: float
+
+
+def offset(first: Sequence[Round], other: Sequence[Round]) -> Offset:
+    """The difference of two ranks' clocks, from rounds that both took part in; the law is on top of this file.
+
+    Args:
+        first: Of the rank whose clock counts.
+        other: Of the other one.
+    """
+    low = max(mine[0] - theirs[1] for mine, theirs in zip(other, first, strict=True))
+    high = min(mine[1] - theirs[0] for mine, theirs in zip(other, first, strict=True))
+    return Offset((low + high) / 2, (high - low) / 2, other[-1][1])
+
+
+def aligned(seconds: float, before: Offset, after: Offset) -> float:
+    """A time of a rank's clock, by rank 0's.
+
+    Args:
+        seconds: By the rank's clock.
+        before: As measured before it.
+        after: As measured behind it.
+    """
+    share = 0.0 if after.at == before.at else (seconds - before.at) / (after.at - before.at)
+    return seconds - before.seconds - share * (after.seconds - before.seconds)
+
+
+def clock_rounds(communicator: Communicator) -> list[Round] | None:
+    """Goes through the rounds of the clocks' comparison; all ranks together. None where the group has failed."""
+    rounds = []
+    for _ in range(ROUNDS):
+        entered = time.perf_counter()
+        if Shared(communicator, [0.0]).read() is None:
+            return None
+        rounds.append((entered, time.perf_counter()))
+    return rounds
+
+
+class Trace:
+    """One rank's part of a trace; every rank makes one between the same two steps.
+
+    Args:
+        communicator: Whose launches are traced.
+        file: That rank 0 writes.
+        steps: How many.
+        contents: What each bucket holds.
+
+    Raises:
+        RuntimeError: The group has failed.
+    """
+
+    def __init__(self, communicator: Communicator, file: Path, steps: int, contents: Contents) -> None:
+        self.recorder = Recorder(communicator.clock, keeps=True, ranges=False)
+        self._communicator = communicator
+        self._file = file
+        self._left = self._steps = steps
+        self._contents = contents
+        rounds = clock_rounds(communicator)
+        if rounds is None:
+            raise RuntimeError("a trace was asked for, but a collective of this group has failed before: see the log")
+        self._rounds = rounds
+        self._anchor = communicator.clock.now()
+        if not isinstance(self._anchor, float):
+            self._anchor.synchronize()
+        self._anchored = time.perf_counter()
+        self._began: Mark | None = None
+        self._last: tuple[int, Mark, Mark, Sequence[Bucket]] | None = None
+        self._first_step = 0
+
+    def step_began(self) -> None:
+        """Notes a step's first bucket."""
+        self._began = self._communicator.clock.now()
+
+    def step_ended(self, step: int, buckets: Sequence[Bucket]) -> bool:
+        """Notes the end of a backward pass; whether the trace is complete, and written.
+
+        Args:
+            step: Its number.
+            buckets: That it has handed over.
+        """
+        if self._began is None:
+            return False
+        now = self._communicator.clock.now()
+        self._note_step()
+        self._last = step, self._began, now, buckets
+        self._first_step = self._first_step or step
+        self._left -= 1
+        if self._left:
+            return False
+        for bucket in buckets:
+            if bucket.future is not None and not bucket.flat.is_cuda:
+                bucket.future.wait()
+        self._note_step()
+        self._write()
+        return True
+
+    def _note_step(self) -> None:
+        """Takes in the step before this one, which is complete only now."""
+        last, self._last = self._last, None
+        if last is None:
+            return
+        step, began, ended, buckets = last
+        note, between = self.recorder.note, self._communicator.clock.between
+        note(STEP, f"step {step}: backward", began, ended, step=step)
+        latest = ended
+        for bucket in buckets:
+            arrived, reduced = bucket.times.arrived, bucket.times.reduced
+            if arrived is None or reduced is None:
+                continue
+            names = self._contents.get(bucket.index, (0, ()))[1]
+            note(
+                BUCKETS,
+                bucket_words(bucket.index, names),
+                arrived,
+                reduced,
+                step=step,
+                bucket=bucket.index,
+                parameters=list(names),
+                nbytes=bucket.flat.nbytes,
+            )
+            if between(latest, reduced) > 0:
+                latest = reduced
+        if latest is not ended:
+            note(STEP, f"step {step}: wait for buckets", ended, latest, step=step)
+
+    def _write(self) -> None:
+        communicator = self._communicator
+        after = clock_rounds(communicator)
+        flat = [each for rounds in (self._rounds, after or []) for pair in rounds for each in pair]
+        rows = None if after is None else Shared(communicator, flat).read()
+        if rows is None:
+            log.warning("the trace %s is not written: a collective has failed", self._file)
+            return
+        every = [list(zip(row[::2], row[1::2], strict=True)) for row in rows]
+        offsets = [(offset(every[0][:ROUNDS], one[:ROUNDS]), offset(every[0][ROUNDS:], one[ROUNDS:])) for one in every]
+        before, behind = offsets[communicator.rank]
+        start = every[0][ROUNDS - 1][1]
+        own = [
+            [
+                note.track,
+                note.name,
+                aligned(self._seconds(note.began), before, behind) - start,
+                aligned(self._seconds(note.ended), before, behind) - start,
+                note.details,
+            ]
+            for note in self.recorder.notes
+        ]
+        parts = _gathered(communicator, json.dumps(own).encode())
+        if parts is None:
+            log.warning("the trace %s is not written: a collective has failed", self._file)
+            return
+        if communicator.rank:
+            return
+        notes = {rank: [Note(*each) for each in json.loads(part)] for rank, part in parts.items()}
+        errors = [max(first.error_seconds, last.error_seconds) for first, last in offsets]
+        about = {
+            "kind": KIND,
+            "cluster": communicator.cluster.describe(),
+            "plans": [plan.describe(communicator.cluster.level_names) for plan in communicator.routes.plans()],
+            "first_step": self._first_step,
+            "steps": self._steps,
+            "clock_error_seconds": errors,
+            "device": communicator.device.type,
+        }
+        text = json.dumps(chrome(notes, communicator.hostnames, about))
+        try:
+            self._file.write_text(text)
+        except OSError as error:
+            log.error("the trace cannot be written to %s: %s", self._file, error.strerror)
+            return
+        log.info("%d steps of %d ranks are in %s (%.1f MB)", self._steps, len(notes), self._file, len(text) / 1e6)
+
+    def _seconds(self, mark: Mark) -> float:
+        """A moment on this rank's clock of the host."""
+        return (
+            mark if isinstance(mark, float) else self._anchored + self._communicator.clock.between(self._anchor, mark)
+        )
+
+
+def _gathered(communicator: Communicator, own: bytes) -> dict[int, bytes] | None:
+    """Every rank's bytes, by rank, on all ranks; None where the group has failed."""
+    lengths = Shared(communicator, [float(len(own))]).read()
+    if lengths is None:
+        return None
+    spans, start = {}, 0
+    for rank, (length,) in enumerate(lengths):
+        words = -(-int(length) // 8)
+        if 8 * (start + words) > MOST_NBYTES and rank:
+            log.warning("of %d ranks the first %d are in the trace: the others' notes are too many", len(lengths), rank)
+            break
+        spans[rank] = start, int(length)
+        start += words
+    flat = torch.zeros(start, dtype=torch.int64)
+    if communicator.rank in spans and own:
+        at = spans[communicator.rank][0]
+        padded = bytearray(own.ljust(-(-len(own) // 8) * 8))
+        flat[at : at + len(padded) // 8] = torch.frombuffer(padded, dtype=torch.int64)
+    flat = flat.to(communicator.device)
+    bucket = Bucket.of(flat)
+    communicator.start(Launch((flat,), None, (bucket,), counted=False))
+    try:
+        bucket.result().wait()
+    except RuntimeError as error:
+        log.debug("the ranks' notes were lost: %s", error)
+        return None
+    communicator.rejoin()
+    everything = flat.cpu().numpy().tobytes()
+    return {rank: everything[8 * start : 8 * start + length] for rank, (start, length) in spans.items()}
+
+
+def chrome(
+    notes: Mapping[int, Sequence[Note]], hostnames: Sequence[str], about: Mapping[str, object]
+) -> dict[str, object]:
+    """The contents of a file in the Trace Event Format.
+
+    Args:
+        notes: Of each rank, all on one clock, in seconds.
+        hostnames: Of all ranks.
+        about: What else is said, under `otherData`.
+
+    Source: Trace Event Format, Google, 2016; its `X` and `M` events.
+    """
+    events: list[Event] = []
+    for rank, own in sorted(notes.items()):
+        events.append(_named(rank, None, "process_name", f"rank {rank}, node {hostnames[rank]}"))
+        events.append({"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}})
+        thread = 0
+        for track in sorted({note.track for note in own}, key=_order):
+            rows = spread(
+                sorted((note for note in own if note.track == track), key=lambda note: (note.began, -_end(note)))
+            )
+            for number, row in enumerate(rows):
+                events.append(_named(rank, thread, "thread_name", track if not number else f"{track} ({number + 1})"))
+                events.append(
+                    {"ph": "M", "pid": rank, "tid": thread, "name": "thread_sort_index", "args": {"sort_index": thread}}
+                )
+                for note in row:
+                    assert isinstance(note.began, float)
+                    details = {name: value for name, value in note.details.items() if value is not None}
+                    events.append(
+                        {
+                            "ph": "X",
+                            "pid": rank,
+                            "tid": thread,
+                            "cat": track,
+                            "name": note.name,
+                            "ts": round(note.began * 1e6, 3),
+                            "dur": round(max(_end(note) - note.began, 0.0) * 1e6, 3),
+                            "args": details,
+                        }
+                    )
+                thread += 1
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about)}
+
+
+def spread(notes: Iterable[Note]) -> list[list[Note]]:
+    """Rows in which notes follow each other or lie one inside the other, and none overlaps another in part.
+
+    Args:
+        notes: In the order in which they began, longer ones first.
+    """
+    rows: list[list[Note]] = []
+    open_ends: list[list[float]] = []
+    for note in notes:
+        assert isinstance(note.began, float)
+        for row, ends in zip(rows, open_ends, strict=True):
+            while ends and ends[-1] <= note.began:
+                ends.pop()
+            if not ends or _end(note) <= ends[-1]:
+                row.append(note)
+                ends.append(_end(note))
+                break
+        else:
+            rows.append([note])
+            open_ends.append([_end(note)])
+    return rows
+
+
+def _end(note: Note) -> float:
+    assert isinstance(note.ended, float)
+    return note.ended
+
+
+def _order(track: str) -> tuple[int, str]:
+    fixed = (STEP, BUCKETS, TRANSFERS)
+    return (fixed.index(track) if track in fixed else len(fixed), track)
+
+
+def _named(rank: int, thread: int | None, what: str, name: str) -> Event:
+    where = {} if thread is None else {"tid": thread}
+    return {"ph": "M", "pid": rank, **where, "name": what, "args": {"name": name}}

@@ -1,0 +1,223 @@
+"""Laws of the doctor's checks on drawn jobs: nothing is found on a healthy one, and one fault is named first."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from gradwire.bench.doctor.checks import diagnose
+from gradwire.bench.doctor.checks.network import doubtful_pairs
+from gradwire.bench.doctor.facts import (
+    BackendTime,
+    GpuState,
+    InterfaceRate,
+    JobFacts,
+    NetworkInterface,
+)
+from support.doctor import everywhere, healthy, interface, on_node, slowed
+
+SEEDS = range(20)
+
+
+def first_pair(facts: JobFacts, **changes: object) -> JobFacts:
+    pairs = (replace(facts.pairs[0], times=3, **changes), *facts.pairs[1:])  # type: ignore[arg-type]
+    return replace(facts, pairs=pairs)
+
+
+def all_pairs(facts: JobFacts, change: Callable[[float, float], dict[str, object]]) -> JobFacts:
+    """Every pair with other rates, drawn from its own in one direction and the other."""
+    pairs = tuple(replace(pair, times=3, **change(*pair.many)) for pair in facts.pairs)  # type: ignore[arg-type]
+    return replace(facts, pairs=pairs)
+
+
+def two_each(facts: JobFacts, round_robin: bool = False) -> JobFacts:
+    """The job with two ranks on each node and without GPUs."""
+    count = len(facts.nodes)
+    first = [node[0] for node in facts.nodes]
+    seats = [(rank % count, rank // count) if round_robin else divmod(rank, 2) for rank in range(2 * count)]
+    ranks = tuple(
+        replace(first[node], rank=rank, local_rank=local, device="cpu", gpus=(), threads=1)
+        for rank, (node, local) in enumerate(seats)
+    )
+    return replace(facts, ranks=ranks, work=tuple(replace(facts.work[0], rank=rank) for rank in range(2 * count)))
+
+
+def second_interface(facts: JobFacts) -> JobFacts:
+    rate = 4 * facts.good_rate()
+    return replace(facts, others=(InterfaceRate(a=0, b=1, interface="ib0", bytes_per_second=rate),))
+
+
+def busy(facts: JobFacts, threads: int, ratio: float) -> JobFacts:
+    work = tuple(replace(each, threads_seconds=ratio, fair_seconds=1.0) for each in facts.work)
+    return replace(everywhere(facts, threads=threads), work=work)
+
+
+def again(facts: JobFacts, shares: tuple[float, ...]) -> JobFacts:
+    slow = {each.rank for each in facts.nodes[1]}
+    return replace(facts, work=tuple(replace(each, again=shares) if each.rank in slow else each for each in facts.work))
+
+
+DOCKER = NetworkInterface(name="docker0", kind="bridge", addresses=("172.17.0.1",))
+
+FAULTS: dict[str, tuple[str, Callable[[JobFacts], JobFacts]]] = {
+    "one link of four slower": ("slow_link", lambda facts: slowed(facts, 1, 0.4)),
+    "all links below the user's word": (
+        "slow_link",
+        lambda facts: replace(
+            all_pairs(facts, lambda a, b: {}),
+            link_bytes_per_second=4 * facts.good_rate(),
+            own_bytes_per_second={node: 100 * facts.good_rate() for node in range(len(facts.nodes))},
+        ),
+    ),
+    "a slow path": (
+        "slow_path",
+        lambda facts: first_pair(facts, many=(0.3 * facts.good_rate(),) * 2, one=(0.3 * facts.good_rate(),) * 2,
+                                 both=(0.3 * facts.good_rate(),) * 2),
+    ),
+    "one connection limited": (
+        "single_connection", lambda facts: all_pairs(facts, lambda a, b: {"one": (0.3 * a, 0.3 * b)}),
+    ),
+    "duplex lost": ("half_duplex", lambda facts: all_pairs(facts, lambda a, b: {"both": (0.5 * a, 0.45 * b)})),
+    "half duplex by the card": ("half_duplex", lambda facts: interface(facts, 1, duplex="half")),
+    "another zone": ("far_apart", lambda facts: first_pair(facts, latency_seconds=8e-3)),
+    "other MTU": ("mtu", lambda facts: interface(facts, 1, mtu=1400)),
+    "packets lost": ("mtu", lambda facts: first_pair(facts, packets_pass=False, packet_nbytes=9000)),
+    "all packets lost": (
+        "mtu",
+        lambda facts: all_pairs(
+            facts, lambda a, b: {"packets_pass": False, "packet_nbytes": 9000, "one": (0.0, b / 9), "both": (0.0, 0.0)}
+        ),
+    ),
+    "wrong interface": ("wrong_interface", second_interface),
+    "no such interface": (
+        "wrong_interface", lambda facts: everywhere(facts, variables={"GLOO_SOCKET_IFNAME": "ens5"}),
+    ),
+    "docker0": (
+        "wrong_interface",
+        lambda facts: replace(
+            on_node(facts, 0, interfaces=(*facts.nodes[0][0].interfaces, DOCKER), gloo_interface="docker0",
+                    gloo_seen=False, gloo_error="connectFullMesh failed: timed out"),
+            pairs=(), backends=(),
+        ),
+    ),
+    "a firewall": (
+        "no_connection",
+        lambda facts: replace(everywhere(facts, gloo_error="Connection refused", gloo_seen=False), backends=()),
+    ),
+    "round robin": ("rank_order", lambda facts: two_each(facts, round_robin=True)),
+    "one LOCAL_RANK": ("shared_gpu", lambda facts: on_node(two_each(facts), 0, local_rank=0)),
+    "small /dev/shm": ("shared_memory", lambda facts: on_node(facts, 1, shm_nbytes=64 << 20, shm_free_nbytes=64 << 20)),
+    "full /dev/shm": ("shared_memory", lambda facts: on_node(facts, 1, shm_free_nbytes=1 << 20)),
+    "a quota": ("crowded_cores", lambda facts: on_node(facts, 1, cpu_limit=0.5)),
+    "bound to one core": (
+        "crowded_cores", lambda facts: on_node(two_each(facts), 0, affinity=(3,)),
+    ),
+    "too many threads": ("crowded_cores", lambda facts: busy(facts, 128, 2.0)),
+    "a throttled node": ("slow_node", lambda facts: again(facts, (0.3, 0.9, 0.4, 0.5, 0.2))),
+    "a hot GPU": (
+        "slow_gpu",
+        lambda facts: on_node(
+            facts, 1, gpus=(GpuState(index=0, name="H100", sm_mhz=700, max_sm_mhz=1980, slowed_by=("too hot",)),) * 8
+        ),
+    ),
+    "no GPUDirect": (
+        "gpudirect", lambda facts: on_node(facts, 1, gdr=(("fail", "peer memory: not loaded", "modprobe"),)),
+    ),
+    "clocks": ("clocks", lambda facts: first_pair(facts, clock_seconds=-30.0)),
+    "other torch": (
+        "versions", lambda facts: on_node(facts, 1, versions={**facts.ranks[0].versions, "torch": "2.11.0"}),
+    ),
+    "a variable": ("variable", lambda facts: everywhere(facts, variables={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})),
+    "a variable of NCCL": ("variable", lambda facts: everywhere(facts, variables={"NCCL_P2P_DISABLE": "1"})),
+    "another variable on one node": (
+        "variables_differ", lambda facts: on_node(facts, 1, variables={"NCCL_MIN_NCHANNELS": "8"}),
+    ),
+    "a missing rank": ("missing_ranks", lambda facts: replace(facts, missing_ranks=(3,))),
+    "a failing backend": (
+        "backend_fails",
+        lambda facts: replace(
+            facts, backends=(BackendTime(backend="nccl", nbytes=4, seconds=None, error="no", rank=1),)
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("times", [1, 5])
+def test_nothing_is_found_in_a_healthy_job(times: int) -> None:
+    for seed in SEEDS:
+        facts = healthy(seed, times=times)
+        assert diagnose(facts) == [], seed
+        assert doubtful_pairs(facts) == [], seed
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_one_fault_is_named_first_and_alone(name: str) -> None:
+    key, plant = FAULTS[name]
+    for seed in SEEDS:
+        facts = plant(healthy(seed, nodes=random.Random(seed).choice([4, 5])))
+        found = diagnose(facts)
+        assert [each.key for each in found][:1] == [key], (seed, found)
+        assert {each.key for each in found} == {key}, (seed, found)
+        for each in found:
+            assert 0 < each.sure <= 1 and each.cost_seconds >= 0 and each.evidence and each.remedy, each
+
+
+@pytest.mark.parametrize("name", [
+    "one link of four slower", "one connection limited", "duplex lost", "round robin", "wrong interface", "other MTU"
+])  # fmt: skip
+def test_twice_the_gradients_cost_twice_as_much(name: str) -> None:
+    for seed in SEEDS:
+        facts = FAULTS[name][1](healthy(seed, nodes=4))
+        twice = replace(facts, gradient_nbytes=2 * facts.gradient_nbytes)
+        assert diagnose(twice)[0].cost_seconds == pytest.approx(2 * diagnose(facts)[0].cost_seconds)
+        assert diagnose(facts)[0].cost_seconds > 0
+
+
+def test_what_was_seen_once_is_doubted_before_it_is_named() -> None:
+    """A try that a busy machine spoiled: the pair is measured again, and the better try counts."""
+    for seed in SEEDS:
+        good = healthy(seed, nodes=4)
+        for name in ("duplex lost", "one connection limited", "a slow path", "another zone", "packets lost"):
+            bad = FAULTS[name][1](good)
+            once = replace(bad, pairs=tuple(replace(pair, times=1) for pair in bad.pairs))
+            assert diagnose(once) == [], (name, seed)
+            assert doubtful_pairs(once), (name, seed)
+            mended = tuple(
+                pair.better(other) if pair != other else pair
+                for pair, other in zip(once.pairs, good.pairs, strict=True)
+            )
+            assert doubtful_pairs(replace(once, pairs=mended)) == []
+
+
+def test_findings_are_in_the_order_of_cost_times_sureness_and_what_stops_a_job_comes_first() -> None:
+    draw = random.Random(7)
+    for seed in SEEDS:
+        facts = healthy(seed, nodes=4)
+        for name in draw.sample(
+            ["one link of four slower", "other MTU", "a quota", "clocks", "a variable", "a missing rank"], 3
+        ):
+            facts = FAULTS[name][1](facts)
+        found = diagnose(facts)
+        assert len(found) >= 2, seed
+        stops = [each.stops for each in found]
+        assert stops == sorted(stops, reverse=True)
+        weights = [each.cost_seconds * each.sure for each in found if not each.stops]
+        assert weights == sorted(weights, reverse=True), seed
+
+
+def test_a_variable_for_gpus_costs_nothing_where_there_are_none() -> None:
+    for seed in SEEDS:
+        facts = everywhere(healthy(seed), variables={"NCCL_IB_DISABLE": "1"})
+        assert (diagnose(facts)[0].cost_seconds > 0) == facts.has_gpus
+
+
+def test_a_link_is_not_blamed_for_what_this_program_cannot_move() -> None:
+    """A card of 400 Gbit/s, and a program that moves 20 Gbit/s inside a node: nothing is known of the card."""
+    for seed in SEEDS:
+        facts = healthy(seed, nodes=3, times=3)
+        rate = facts.good_rate()
+        for node in range(3):
+            facts = interface(facts, node, bits_per_second=100 * rate * 8)
+        assert diagnose(replace(facts, own_bytes_per_second=dict.fromkeys(range(3), 1.5 * rate))) == []
+        assert [each.key for each in diagnose(replace(facts, own_bytes_per_second={}))] == ["slow_link"]

@@ -1,0 +1,66 @@
+"""The report as JSON and for Prometheus, from a file and a port."""
+
+import json
+import re
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from gradwire.comms.execute import PhaseTotals
+from gradwire.comms.report import COMPUTES_LATE, Report, Straggler
+from support.observed import Steps, on_ranks
+
+LATE = Straggler(COMPUTES_LATE, (3,), 'host "b"', 0.2, 0.43, 31, 2, ("w",))
+REPORT = Report("2 nodes", ("plan",), (PhaseTotals(0, "all_reduce", "inter_node", 3, 8, 4.0, 0.5),), 3, 1, (), (LATE,))
+SAMPLE = re.compile(r'^gradwire_[a-z_]+\{rank="\d+"(,[a-z_]+="([^"\\]|\\.)*")*\} -?[0-9.e+-]+$')
+
+
+def test_a_report_is_plain_data() -> None:
+    found = json.loads(json.dumps(REPORT.to_dict()))
+    assert found["rows"][0]["wire_nbytes"] == 4.0
+    assert found["stragglers"][0]["ranks"] == [3]
+    assert set(found) == set(Report.__dataclass_fields__)
+
+
+def test_prometheus_can_read_it() -> None:
+    lines = REPORT.to_prometheus().splitlines()
+    samples = [line for line in lines if not line.startswith("#")]
+    assert all(SAMPLE.match(line) for line in samples), samples
+    named = {line.split("{")[0] for line in samples}
+    assert {line.split()[2] for line in lines if line.startswith("# TYPE")} == named
+    late = next(line for line in samples if line.startswith("gradwire_straggler_seconds"))
+    assert late == (
+        'gradwire_straggler_seconds{rank="0",late_rank="3",node="host \\"b\\"",cause="computes late"} '
+        "0.20000000000000001"
+    )
+
+
+def test_a_port_and_a_file_show_the_last_step(tmp_path: Path) -> None:
+    file = tmp_path / "gradwire.prom"
+
+    def body(steps: Steps) -> None:
+        first = steps.communicator.rank == 0
+        port = steps.observer.export_metrics(file, 0, "127.0.0.1", 0.0) if first else None
+        for _ in range(3):
+            steps.step()
+        if port is not None:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                assert answer.read().decode() == file.read_text()
+            assert 'gradwire_steps_total{rank="0"} 3' in file.read_text()
+            with pytest.raises(urllib.error.HTTPError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/else", timeout=10)
+
+    on_ranks("ab", body, stall_seconds=0.0)
+    assert [each.name for each in tmp_path.iterdir()] == [file.name]
+
+
+def test_what_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    def body(steps: Steps) -> None:
+        with pytest.raises(ValueError, match="neither `file` nor `port`"):
+            steps.observer.export_metrics(None, None, "127.0.0.1", 1.0)
+        with pytest.raises(OSError):
+            steps.observer.export_metrics(tmp_path / "nowhere" / "x.prom", None, "127.0.0.1", 1.0)
+
+    on_ranks("a", body)

@@ -1,0 +1,157 @@
+"""What a stall warning says, and that nothing is said, or put into the store, while there is progress."""
+
+import logging
+import threading
+import time
+
+import pytest
+
+from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.observe import observer as observer_module
+from gradwire.comms.observe import stall
+from gradwire.comms.observe.stall import Word, verdict
+from support.observed import Steps, on_ranks
+
+HOSTS = ["a", "a", "b", "b"]
+RANKS = range(4)
+BUCKET = "bucket 7 (`layers.3.mlp.weight`)"
+
+
+def waiting(number: int, phase: str, seconds: float = 12.0) -> Word:
+    return Word(number + 3, seconds, number, phase, BUCKET)
+
+
+def test_the_rank_that_has_not_come_is_named_with_what_the_others_wait_in() -> None:
+    words = {rank: waiting(70, "reduce_scatter intra_node") for rank in (0, 1, 3)}
+    words[2] = Word(70, 12.0, where="train.py:88 in load")
+    assert verdict(words, HOSTS, RANKS) == (
+        "rank 2 on node b has not reached bucket 7 (`layers.3.mlp.weight`), 12 s late; all others wait in "
+        "reduce_scatter intra_node; rank 2 is at train.py:88 in load"
+    )
+
+
+def test_a_silent_rank_is_told_from_a_late_one() -> None:
+    words = {rank: waiting(70, "all_reduce inter_node") for rank in (0, 1)} | {3: Word(69, 11.0)}
+    assert verdict(words, HOSTS, [10, 11, 12, 13]) == (
+        f"rank 13 on node b has not reached {BUCKET}, 12 s late; rank 12 on node b says nothing, and is missed in "
+        f"{BUCKET}, 12 s late; all others wait in all_reduce inter_node"
+    )
+
+
+def test_where_all_have_come_no_rank_is_blamed() -> None:
+    words = {rank: waiting(70, "all_reduce inter_node") for rank in RANKS}
+    text = verdict(words, HOSTS, RANKS)
+    assert text is not None
+    assert text.startswith(f"all ranks have reached {BUCKET}")
+    assert "no rank is late" in text
+
+
+def test_the_launch_that_holds_up_the_others_counts() -> None:
+    """Rank 1 waits in an earlier launch than ranks 2 and 3: rank 0, which has started neither, is late for that one."""
+    words = {0: Word(70, 12.0), 1: waiting(70, "reduce_scatter intra_node")}
+    words |= {rank: waiting(71, "all_reduce inter_node") for rank in (2, 3)}
+    text = verdict(words, HOSTS, RANKS)
+    assert text is not None
+    assert text.startswith("rank 0 on node a has not reached")
+    assert "all_reduce inter_node (2 ranks) and reduce_scatter intra_node (1 rank)" in text
+
+
+def test_ranks_that_are_all_idle_do_not_wait() -> None:
+    assert verdict({rank: Word(70, 60.0) for rank in RANKS}, HOSTS, RANKS) is None
+
+
+def test_on_cuda_the_number_of_launches_decides() -> None:
+    words = {rank: Word(71, 12.0, bucket=BUCKET) for rank in RANKS}
+    assert verdict(words, HOSTS, RANKS, on_cuda=True) is None
+    text = verdict(words | {1: Word(70, 12.0)}, HOSTS, RANKS, on_cuda=True)
+    assert text is not None
+    assert text.startswith(f"rank 1 on node a has not reached {BUCKET}, 12 s late; all others wait for it")
+
+
+def hesitate(comes: threading.Event) -> None:
+    """Where the late rank stands."""
+    assert comes.wait(30)
+
+
+def test_real_ranks_say_who_is_late_and_that_it_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "gradwire")
+    comes = threading.Event()
+
+    def body(steps: Steps) -> str | None:
+        steps.step()
+        buckets = []
+        if steps.communicator.rank == 3:
+            hesitate(comes)
+            steps.step()
+        else:
+            buckets = steps.step(wait=False)
+        if steps.communicator.rank == 0:
+            until = time.monotonic() + 20
+            while steps.observer.add_to(steps.communicator.report()).stall is None and time.monotonic() < until:
+                time.sleep(0.01)
+            comes.set()
+        for bucket in buckets:
+            bucket.result().wait()
+        return steps.observer.add_to(steps.communicator.report()).stall
+
+    said = on_ranks("aabb", body, stall_seconds=0.1, straggler_every=0)[0]
+    assert said is not None
+    assert said.startswith("rank 3 on node node-b has not reached bucket 0 (`head.weight`)")
+    assert "reduce_scatter intra_node (1 rank)" in said
+    assert "all_reduce inter_node (2 ranks)" in said
+    assert "rank 3 is at test_stall.py:" in said
+    assert "in hesitate" in said
+    assert any(record.getMessage() == f"stall: {said}" for record in caplog.records)
+
+
+class Counted(PollingStore):
+    """Counts what is asked of it."""
+
+    calls = 0
+
+    def __getattribute__(self, name: str) -> object:
+        if name in ("set", "get", "check", "compare_set", "delete_key", "add", "wait"):
+            Counted.calls += 1
+        return super().__getattribute__(name)
+
+
+def test_while_there_is_progress_nothing_is_said_and_no_store_asked(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observer_module, "PollingStore", Counted)
+    monkeypatch.setattr(stall, "LOOKS", 200)  # the threads look all the time
+    Counted.calls = 0
+
+    def body(steps: Steps) -> None:
+        for _ in range(20):
+            steps.step(lambda index: 1e-3)
+
+    on_ranks("aabb", body, stall_seconds=30.0)
+    assert Counted.calls == 0
+    assert not [record for record in caplog.records if "stall" in record.getMessage()]
+
+
+def test_without_stall_seconds_there_is_no_thread() -> None:
+    def body(steps: Steps) -> list[str]:
+        return [thread.name for thread in threading.enumerate() if "stall watch" in thread.name]
+
+    assert on_ranks("aa", body, stall_seconds=0.0) == [[], []]
+
+
+def test_a_store_that_is_gone_ends_the_thread_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    class Gone(HashStore):
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("connection refused")
+
+    class Idle:
+        launches = 1
+
+        def oldest(self) -> None:
+            return None
+
+    watch = stall.StallWatch(Gone(), 0, HOSTS, Idle(), 0.02, {}, RANKS)  # type: ignore[arg-type]
+    watch._thread.join(10)
+    assert not watch._thread.is_alive()
+    assert not caplog.records
+    watch.close()
