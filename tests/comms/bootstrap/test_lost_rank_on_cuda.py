@@ -141,7 +141,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_time_out(processes: Proces
 def test_the_store_dies_with_rank_0(processes: Processes) -> None:
     results = processes(3, train, "aab", 0, {0: "kill"}, HIERARCHICAL, False, lost=[0], seconds=60)
     for found in results[1:]:
-        assert "the process that serves the store is gone" in found["error"], found
+        assert "the process that serves it is gone" in found["error"], found
         assert found["seconds"] < SECONDS
         assert found["threads"] == []
         assert found["all aborted"]
