@@ -8,15 +8,37 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
+
+from gradwire.topology.printable import printable
 
 STDOUT = Path("-")
 """What `--json` without a file stands for."""
+
+
+class CleanConsole(Console):
+    """rich's, without the escape sequences that names and files bring along; its own styles stay."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Yields what is printed, piece by piece."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
+def complain(command: str, error: object) -> None:
+    """Says on stderr what went wrong.
+
+    Args:
+        command: Who says it: `compare`.
+        error: An exception, or words.
+    """
+    print(f"gradwire {command}: {printable(str(error))}", file=sys.stderr, flush=True)
 
 
 def fitting_width(unlimited: int | None = None) -> int:
@@ -48,21 +70,24 @@ def progress_bar(shown: bool = True) -> Iterator[Progress]:
 
 
 @contextmanager
-def working(what: str, shown: bool = True) -> Iterator[None]:
+def working(what: str, shown: bool = True) -> Iterator[Callable[[str], None]]:
     """Says what the block does, for how long already, while it lasts.
 
     Args:
         what: For example `starting 4 nodes`.
         shown: As for `progress_bar`.
+
+    Yields:
+        A function that replaces `what`, to be called as the block goes on.
     """
     if not (shown and sys.stderr.isatty()):
-        yield
+        yield lambda _: None
         return
     with Progress(
         TextColumn("{task.description} ..."), TimeElapsedColumn(), console=Console(stderr=True), transient=True
     ) as progress:
-        progress.add_task(what, total=None)
-        yield
+        task = progress.add_task(what, total=None)
+        yield lambda now: progress.update(task, description=printable(now))
 
 
 class StatusLine:
@@ -89,6 +114,23 @@ class StatusLine:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Around the writing of a result.
+
+    Args:
+        option: That named the file: `--json`.
+        path: The file.
+
+    Raises:
+        RuntimeError: In place of OSError, with both in it.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeError(f"`{option}`: cannot write {path}: {error.strerror or error}") from error
+
+
 def add_json_option(parser: argparse.ArgumentParser) -> None:
     """Adds `--json [FILE]`: None without it, `STDOUT` without a file.
 
@@ -111,10 +153,14 @@ def write_json(target: Path | None, record: object) -> None:
     Args:
         target: What `--json` gave; None writes nothing.
         record: Of what JSON knows.
+
+    Raises:
+        RuntimeError: The file cannot be written, although it could when the command began: a disk is full.
     """
     text = json.dumps(record, indent=2) + "\n"
     if target == STDOUT:
         sys.stdout.write(text)
         sys.stdout.flush()
     elif target is not None:
-        target.write_text(text)
+        with writing("--json", target):
+            target.write_text(text)

@@ -4,8 +4,12 @@ What a rank holds (residuals, momenta, factors, transfers) changes in number and
 is one opaque value, a tuple of (key, value) pairs: torch.distributed.checkpoint stores it as it does every value that
 is no tensor, of any size, and a state that has just been bound offers the same keys as the one that was saved. Where
 rank 0 writes the file for all, the ranks' dictionaries are merged into one, because their keys differ.
+
+Each rank's value states what belongs to it, so that a checkpoint which lost residuals on the way is refused: training
+would go on without them, and nothing would show it.
 """
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -20,9 +24,13 @@ log = logging.getLogger("gradwire")
 PREFIX = "gradwire/"
 """Of the hook's own keys, in a checkpoint and in an entry."""
 JOB = PREFIX + "job"
-"""Key of what all ranks know alike: `size`, the number of ranks, and `dirty`, whether residuals are held back."""
+"""Key of what all ranks know alike: `size`, the number of ranks, `dirty`, whether residuals are held back, `format`."""
+FORMAT = 2
+"""Of the values: from 2 on each rank's states its entries. 1, which does not say so itself, is read too, unchecked."""
 NAMED = PREFIX + "named"
 """Key in an entry: 1 where parameters go by their names in the model, 0 where they are numbered."""
+ENTRIES = PREFIX + "entries"
+"""Key in an entry: JSON, each key that was saved -> elements of its tensor, null for a number or a string."""
 
 Entry = tuple[tuple[str, StateValue], ...]
 """A state dict as one value. Plain tuples, so that `torch.load(weights_only=True)` takes it."""
@@ -30,6 +38,9 @@ Checkpoint = dict[str, Entry]
 """What `HookState.state_dict` returns."""
 
 NOT_OURS = "`state` has no entries of gradwire's hook: wanted what HookState.state_dict() returned"
+
+INSTEAD = "load another checkpoint, or train on from the weights without this state"
+"""What to do about a damaged state."""
 
 
 def rank_key(rank: int) -> str:
@@ -48,7 +59,8 @@ def pack(state: Mapping[str, StateValue], rank: int, size: int, dirty: bool) -> 
         dirty: Whether residuals are held back; the same on all ranks.
     """
     own = tuple((key, value.cpu() if isinstance(value, Tensor) else value) for key, value in state.items())
-    return {JOB: (("size", size), ("dirty", int(dirty))), rank_key(rank): own}
+    stated = (ENTRIES, json.dumps({key: _numel(value) for key, value in own}, separators=(",", ":")))
+    return {JOB: (("size", size), ("dirty", int(dirty)), ("format", FORMAT)), rank_key(rank): (*own, stated)}
 
 
 def normalize(saved: Mapping[str, object]) -> Checkpoint:
@@ -59,7 +71,7 @@ def normalize(saved: Mapping[str, object]) -> Checkpoint:
             of gradwire before its keys carried the rank.
 
     Raises:
-        ValueError: It is no state of the hook; the message says what was wanted.
+        ValueError: It is no state of the hook, or lacks entries that were saved; the message says what was wanted.
     """
     if all(PREFIX + key in saved for key in ("size", "rank", "dirty", "loss_scale", "transfers")):
         state = [(key, value) for key, value in saved.items() if isinstance(value, Tensor | int | float | str)]
@@ -69,7 +81,49 @@ def normalize(saved: Mapping[str, object]) -> Checkpoint:
     found = {key: _entry(value) for key, value in saved.items()}
     if not {"size", "dirty"} <= dict(found.get(JOB, ())).keys():
         raise ValueError(NOT_OURS)
+    number = dict(found[JOB]).get("format", 1)
+    if not isinstance(number, int) or number > FORMAT:
+        raise ValueError(
+            f"`state` is of format {number!r}, this gradwire reads up to {FORMAT}: use the one that saved it"
+        )
+    if number > 1:  # of all ranks, where they are here: then all refuse it alike
+        for key, entry in found.items():
+            if key != JOB:
+                _check_complete(key, dict(entry))
     return found
+
+
+def _check_complete(key: str, entry: Mapping[str, StateValue]) -> None:
+    """Refuses a rank's part that lacks entries it was saved with, or elements of them."""
+    stated = entry.get(ENTRIES)
+    try:
+        wanted = json.loads(stated) if isinstance(stated, str) else None
+    except ValueError:
+        wanted = None
+    if not isinstance(wanted, dict):
+        raise ValueError(  # noqa: TRY004 - the content of a file is a value, whatever its type
+            f"`state[{key!r}]` does not state its entries as it was saved with: it is damaged; {INSTEAD}"
+        )
+    lacking = [name for name in wanted if name not in entry]
+    if lacking:
+        raise ValueError(
+            f"`state[{key!r}]` lacks {len(lacking)} of the {len(wanted)} entries that it was saved with, "
+            f"{lacking[0]!r} for one: it is damaged; {INSTEAD}"
+        )
+    for name, numel in wanted.items():
+        if _numel(entry[name]) != numel:
+            raise ValueError(
+                f"`state[{key!r}]` was saved with {_elements(numel)} under {name!r} and holds "
+                f"{_elements(_numel(entry[name]))}: it is damaged; {INSTEAD}"
+            )
+
+
+def _numel(value: StateValue) -> int | None:
+    return value.numel() if isinstance(value, Tensor) else None
+
+
+def _elements(numel: int | None) -> str:
+    return "no tensor" if numel is None else f"{numel} elements"
 
 
 def unpack(saved: Checkpoint, rank: int, size: int) -> StateDict | None:
@@ -105,7 +159,9 @@ def unpack(saved: Checkpoint, rank: int, size: int) -> StateDict | None:
             "saves for all, save state.gathered_state_dict(), called on all ranks; or save each rank's state_dict() "
             "and load its own"
         )
-    return dict(saved[rank_key(rank)]) or None
+    own = dict(saved[rank_key(rank)])
+    own.pop(ENTRIES, None)
+    return own or None
 
 
 def gather(own: Checkpoint, group: dist.ProcessGroup, on_all_ranks: bool) -> Checkpoint:

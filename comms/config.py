@@ -214,15 +214,72 @@ def automatic_hook_wanted() -> bool:
 
 
 def world_size() -> int:
-    """WORLD_SIZE as torchrun sets it; 1 where nothing set it."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    return int(text) if text.isdigit() else 1
+    """WORLD_SIZE as torchrun sets it; 1 where nothing set it.
+
+    Raises:
+        ValueError: It is no number.
+    """
+    return launcher_number(os.environ, "WORLD_SIZE", 1)
 
 
 def local_rank() -> int | None:
-    """LOCAL_RANK as torchrun sets it; None where nothing set it."""
+    """LOCAL_RANK as torchrun sets it; None where nothing set it, or no number."""
     text = os.environ.get("LOCAL_RANK")
-    return int(text) if text is not None and text.isdigit() else None
+    return int(text) if text is not None and _is_number(text) else None
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 10
+
+
+def launcher_text(variables: Mapping[str, str], name: str) -> str:
+    """One of a launcher's variables.
+
+    Raises:
+        ValueError: It is not set, or empty.
+    """
+    if not variables.get(name):
+        raise ValueError(
+            f"`{name}` is not set although another variable of a launcher is; wanted all of them, as torchrun or srun "
+            "sets them, or none"
+        )
+    return variables[name]
+
+
+def launcher_number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A number among a launcher's variables.
+
+    Args:
+        variables: Of the environment.
+        name: Of the variable.
+        default: Where it is not set; None where it has to be.
+
+    Raises:
+        ValueError: It is no number, or not set.
+    """
+    if default is not None and name not in variables:
+        return default
+    text = launcher_text(variables, name)
+    if not _is_number(text):
+        raise ValueError(f"`{name}` is {text[:40]!r}; wanted a number, as torchrun or srun sets it, or leave it unset")
+    return int(text)
+
+
+def torchrun_place(variables: Mapping[str, str]) -> tuple[int, int, str, int]:
+    """(rank, number of ranks, address, port) of a process that torchrun started.
+
+    Args:
+        variables: Of the environment, see `launcher_variables`.
+
+    Raises:
+        ValueError: A variable is not set, or makes no sense.
+    """
+    rank, size, port = (launcher_number(variables, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if rank >= size:
+        raise ValueError(f"`RANK` is {rank} and `WORLD_SIZE` {size}; wanted a rank from 0 to {size - 1}")
+    if not 0 < port < 2**16:
+        raise ValueError(f"`MASTER_PORT` is {port}; wanted a TCP port from 1 to 65535")
+    return rank, size, launcher_text(variables, "MASTER_ADDR"), port
 
 
 def launcher_variables() -> dict[str, str]:

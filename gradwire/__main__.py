@@ -5,6 +5,7 @@ import importlib.metadata
 import sys
 
 from gradwire.comms.bootstrap.requirement import require_torch
+from gradwire.topology.printable import printable
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "bench": (
@@ -17,7 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "doctor": (
         "gradwire.bench.doctor.command",
-        "two nodes are slower than one: what is wrong, what it costs, what to type",
+        "why is it slow: what is wrong, what it costs, what to type",
     ),
     "emulate": ("gradwire.bench.emulation.command", "run a command on a cluster of network namespaces on this machine"),
     "gdr-check": ("gradwire.cli.gdr_check", "is GPUDirect RDMA possible, configured, in use?"),
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"gradwire {importlib.metadata.version('gradwire')}")
         return 0
     if words[0] not in COMMANDS:
-        print(f"gradwire: no command `{words[0]}`\n\n{usage()}", file=sys.stderr)
+        print(f"gradwire: no command `{printable(words[0])}`\n\n{usage()}", file=sys.stderr)
         return 2
     if words[0] in NEED_TORCH:
         try:

@@ -13,7 +13,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from gradwire.bench.compare.options import parse
+from gradwire.bench.arguments import check_memory
+from gradwire.bench.compare.options import check_outputs, parse
 from gradwire.bench.compare.ranks import CompareSettings, compare
 from gradwire.bench.compare.replay import Scale, fit_scale, load_case, plain_step_seconds
 from gradwire.bench.compare.report import Collector, Measured, describe_emulated, report, shape
@@ -23,7 +24,7 @@ from gradwire.bench.emulation.fork import BAD_FLAG, run_forked
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.nccl_tests.ranks import Start, find_start, meet, speaks
-from gradwire.bench.terminal import progress_bar
+from gradwire.bench.terminal import complain, progress_bar
 from gradwire.comms.config import launcher_variables
 
 START_TIMEOUT = timedelta(minutes=5)
@@ -39,6 +40,8 @@ def run_emulated(options: argparse.Namespace) -> Measured:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
     """
     nodes = ranks_of_nodes(options)
+    if not options.replay:
+        check_memory("--megabytes", 2e6 * options.megabytes * sum(nodes), "weights and gradients of all ranks")
     rate, scale, expected = parse_rate(options.nic, "--nic"), Scale(), None
     stream = rate if options.stream is None else min(rate, parse_rate(options.stream, "--stream"))
     if options.replay:
@@ -140,13 +143,15 @@ def main(argv: list[str]) -> int:
         options = parse(argv)
         with clean_end():
             start = find_start(variables)
+            if start is None or start.rank == 0:
+                check_outputs(options)
             measured = run_emulated(options) if start is None else run_given(options, start)
         if measured is not None:
             report(options, argv, measured)
     except (ValueError, RuntimeError) as error:
         bad_flag = isinstance(error, ValueError)
         if speaks(variables) or not bad_flag:  # a bad flag is the same on all ranks
-            print(f"gradwire compare: {error}", file=sys.stderr)
+            complain("compare", error)
         return BAD_FLAG if bad_flag else 1
     return 0
 

@@ -96,7 +96,7 @@ def select(found: list[ContenderSpec], wanted: str | None) -> list[ContenderSpec
         return found
     words = [word.strip().lower() for word in wanted.split(",")]
     for word in words:
-        if not any(word in spec.name.lower() for spec in found):
+        if not word or not any(word in spec.name.lower() for spec in found):
             raise ValueError(
                 f"`--only` has {word!r}, which is in no name; there are {', '.join(one.name for one in found)}"
             )

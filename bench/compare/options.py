@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from gradwire.bench.arguments import check_can_plot, check_number, check_output
 from gradwire.bench.compare.contenders import contender_specs, select
 from gradwire.bench.compare.models import MODELS
 from gradwire.bench.compare.replay import load_case
@@ -13,7 +14,16 @@ from gradwire.bench.terminal import add_json_option
 REPLAY_CONTENDERS = "gradwire hier,gradwire fp16,gradwire powersgd,gradwire onebit"
 """What a replay compares with plain DDP unless --only says otherwise: every step is slow there."""
 
-_AT_LEAST_ONE = ("rounds", "factor", "slow_motion", "batch", "nodes", "ranks_per_node")
+_MOST = {
+    "rounds": 10**6,
+    "factor": 10**6,
+    "slow_motion": 10**6,
+    "batch": 10**6,
+    "nodes": 10**6,
+    "ranks_per_node": 10**6,
+}
+"""The least is 1; how many nodes and ranks one machine can emulate is checked where it has to."""
+_LEAST_MEGABYTES, _MOST_MEGABYTES = 1e-3, 1e6
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -23,15 +33,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ValueError: A value does not fit; the message names the flag.
     """
     options = build_parser().parse_args(argv)
-    for name in _AT_LEAST_ONE:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"`--{name.replace('_', '-')}` is {value}; wanted at least 1")
-    if options.megabytes <= 0:
-        raise ValueError(f"`--megabytes` is {options.megabytes}; wanted more than 0")
+    for name, most in _MOST.items():
+        check_number(f"--{name.replace('_', '-')}", getattr(options, name), 1, most)
+    check_number("--megabytes", options.megabytes, _LEAST_MEGABYTES, _MOST_MEGABYTES)
     if options.plot is not None and options.plot.suffix not in (".png", ".svg"):
         raise ValueError(f"`--plot` is {options.plot}; wanted a name that ends in .png or .svg")
-    if options.interface is not None and not Path("/sys/class/net", options.interface).exists():
+    if options.interface is not None and options.interface not in _interfaces():
         raise ValueError(
             f"`--interface` is {options.interface}, which this host does not have; `ip link` lists those it has"
         )
@@ -44,6 +51,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parse_rate(options.stream, "--stream")
     select(contender_specs(with_mpi=True), options.only)
     return options
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """Makes sure, on the rank that writes, that every file can be written.
+
+    Raises:
+        ValueError: One cannot.
+    """
+    check_output("--json", options.json)
+    check_output("--plot", options.plot)
+    if options.plot is not None:
+        check_can_plot("--plot")
+
+
+def _interfaces() -> list[str]:
+    folder = Path("/sys/class/net")
+    return [place.name for place in folder.iterdir()] if folder.is_dir() else []
 
 
 def _fill_in(options: argparse.Namespace) -> None:

@@ -24,6 +24,8 @@ from time import sleep
 import torch
 from torch import Tensor, nn
 
+from gradwire.bench.arguments import read_input
+
 Shape = tuple[str, tuple[int, ...]]
 """Name and shape of one parameter."""
 
@@ -145,6 +147,10 @@ _PUBLISHED = {
 }
 """Name -> (samples per second of one GPU, samples per GPU and step, source)."""
 
+_MOST_STEP_SECONDS = 3600
+_MOST_CASE_NBYTES = 10**13
+"""Bounds of a file's case: a step of an hour, gradients of 2.5 * 10^12 parameters."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayCase:
@@ -183,17 +189,26 @@ def load_case(name: str, batch: int | None = None) -> ReplayCase:
         samples = batch or samples
         return ReplayCase(name, tuple(SHAPES[name]()), samples / rate, source.format(rate=rate) + f"; {samples} a step")
     file = Path(name)
-    if file.suffix != ".json" or not file.exists():
+    if file.suffix != ".json":
         raise ValueError(f"`--replay` is {name!r}; wanted {', '.join(SHAPES)}, or an existing FILE.json")
+    text = read_input("--replay", file)
     try:
-        record = json.loads(file.read_text())
+        record = json.loads(text)
         parameters = tuple((str(each), tuple(int(size) for size in shape)) for each, shape in record["parameters"])
-        return ReplayCase(str(record["name"]), parameters, float(record["step_seconds"]), str(record["source"]))
-    except (KeyError, TypeError, ValueError) as error:
+        case = ReplayCase(str(record["name"]), parameters, float(record["step_seconds"]), str(record["source"]))
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"`--replay` {name}: {error!r}; wanted an object with name, source, step_seconds and parameters "
             "([[name, [sizes]], ...])"
         ) from None
+    if not 0 < case.step_seconds <= _MOST_STEP_SECONDS or not 0 < case.nbytes <= _MOST_CASE_NBYTES:
+        raise ValueError(
+            f"`--replay` {name}: {case.nbytes:.3g} bytes of gradients in {case.step_seconds:g} s; wanted some, at most "
+            f"{_MOST_CASE_NBYTES:.0e} in {_MOST_STEP_SECONDS} s"
+        )
+    if any(size < 1 for _, shape in parameters for size in shape):
+        raise ValueError(f"`--replay` {name} has a parameter without elements; wanted sizes of at least 1")
+    return case
 
 
 class _Layer(torch.autograd.Function):

@@ -6,7 +6,6 @@ import statistics
 from dataclasses import asdict, dataclass, replace
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
@@ -14,7 +13,7 @@ from gradwire.bench.compare.contenders import PLAIN
 from gradwire.bench.compare.replay import ReplayCase, Scale, load_case
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.machine import machine_line
-from gradwire.bench.terminal import STDOUT, write_json
+from gradwire.bench.terminal import STDOUT, CleanConsole, write_json, writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
     )
     title = f"{what}; {measured.where}; median of {options.rounds} steps, taken in turns"
     if options.json != STDOUT:
-        console = Console(highlight=False, markup=False)
+        console = CleanConsole(highlight=False, markup=False)
         console.print(f"{title}; {machine_line()}", table(measured.results), sep="\n")
         for one in measured.results:
             if one.reason is not None:
@@ -149,7 +148,8 @@ def report(options: argparse.Namespace, argv: list[str], measured: Measured) -> 
     if options.plot is not None:
         from gradwire.bench.plot.bars import draw_compare  # matplotlib is optional
 
-        draw_compare(record, options.plot)
+        with writing("--plot", options.plot):
+            draw_compare(record, options.plot)
 
 
 def table(results: list[ContenderResult]) -> Table:

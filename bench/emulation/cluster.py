@@ -18,6 +18,10 @@ FIRST_PORT = 29500
 """torchrun's default for MASTER_PORT."""
 
 MOST_NODES = 200
+MOST_RANKS = 1024
+"""Of a job on one machine; each is a process that imports torch."""
+_MOST_QUEUED_NBYTES = 2**31
+"""tc counts a queue in 32 bits; reached at 86 Gbit/s, which no software link carries."""
 
 _NODE_SETUP = """
 mount -t tmpfs -o mode=1777,size=50% tmpfs /dev/shm
@@ -197,8 +201,8 @@ class EmulatedCluster:
         bytes_per_second = bits_per_second // 8
         # 1 ms of traffic, at least one segmentation-offload packet (64 KiB) and two packets of the MTU: with less, tc
         # documents that the rate is missed. The queue holds 200 ms, so that TCP fills the link without losing packets.
-        burst = max(65536, 2 * self.mtu, bytes_per_second // 1000)
-        limit = max(4 * burst, bytes_per_second // 5)
+        burst = min(max(65536, 2 * self.mtu, bytes_per_second // 1000), _MOST_QUEUED_NBYTES // 4)
+        limit = min(max(4 * burst, bytes_per_second // 5), _MOST_QUEUED_NBYTES)
         return f"tc qdisc add dev {interface} root tbf rate {bits_per_second}bit burst {burst} limit {limit}"
 
     def run(

@@ -7,16 +7,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import get_args
 
-from rich.console import Console
 from rich.table import Table
 
-from gradwire.bench.emulation.cluster import EmulatedCluster, RunResult
+from gradwire.bench.arguments import MOST_SECONDS, CommandParser, check_number, check_output
+from gradwire.bench.emulation.cluster import MOST_NODES, MOST_RANKS, EmulatedCluster, RunResult
 from gradwire.bench.emulation.launch import RankLine
 from gradwire.bench.emulation.namespaces import available
 from gradwire.bench.emulation.rate import format_rate, parse_rates
 from gradwire.bench.emulation.seats import Order
 from gradwire.bench.emulation.signals import clean_end
-from gradwire.bench.terminal import STDOUT, working, write_json
+from gradwire.bench.terminal import STDOUT, CleanConsole, complain, working, write_json
 
 GRACE_HELP = "how long the others may go on after a rank failed, so that they can say what they saw (default 30)"
 _EXAMPLE = "example: gradwire emulate --nodes 2 --ranks-per-node 4 --nic 200mbit -- python train.py"
@@ -24,7 +24,7 @@ _EXAMPLE = "example: gradwire emulate --nodes 2 --ranks-per-node 4 --nic 200mbit
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of everything before the `--`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="gradwire emulate",
         usage="%(prog)s --nodes N --ranks-per-node R [options] -- COMMAND...",
         description="Runs COMMAND as the ranks of a job on emulated nodes, with torchrun's environment variables. Each "
@@ -64,21 +64,30 @@ def ranks_of_nodes(options: argparse.Namespace) -> list[int]:
         ValueError: if the options do not say, or contradict each other.
     """
     if options.uneven is not None:
-        words = options.uneven.split(",")
-        if not all(word.strip().isdigit() and int(word) > 0 for word in words):
-            raise ValueError(f"`--uneven`: found {options.uneven!r}, wanted the ranks of each node, for example 3,1")
+        words = [word.strip() for word in options.uneven.split(",")]
+        if not all(word.isdecimal() and len(word) < 10 and int(word) > 0 for word in words):
+            raise ValueError(
+                f"`--uneven`: found {options.uneven[:40]!r}, wanted the ranks of each node, for example 3,1"
+            )
         if options.nodes not in (None, len(words)):
             raise ValueError(
                 f"`--uneven`: found {options.uneven!r}, which is {len(words)} nodes, but `--nodes` is {options.nodes}; "
                 "leave one of them out"
             )
-        return [int(word) for word in words]
-    if options.nodes is None:
-        raise ValueError("`--nodes` is missing: give the number of nodes, for example --nodes 2")
-    for name, value in (("--nodes", options.nodes), ("--ranks-per-node", options.ranks_per_node)):
-        if value < 1:
-            raise ValueError(f"`{name}`: found {value}, wanted at least 1")
-    return [options.ranks_per_node] * int(options.nodes)
+        nodes = [int(word) for word in words]
+        check_number("--uneven", len(nodes), 1, MOST_NODES)
+    else:
+        if options.nodes is None:
+            raise ValueError("`--nodes` is missing: give the number of nodes, for example --nodes 2")
+        check_number("--nodes", options.nodes, 1, MOST_NODES)
+        check_number("--ranks-per-node", options.ranks_per_node, 1, MOST_RANKS)
+        nodes = [options.ranks_per_node] * int(options.nodes)
+    if sum(nodes) > MOST_RANKS:
+        raise ValueError(
+            f"`--{'nodes' if options.uneven is None else 'uneven'}`: {sum(nodes)} ranks in all; wanted at most "
+            f"{MOST_RANKS} on one machine"
+        )
+    return nodes
 
 
 def nic_table(cluster: EmulatedCluster, result: RunResult) -> Table:
@@ -147,13 +156,13 @@ def _printer(options: argparse.Namespace) -> RankLine | None:
 def _run(options: argparse.Namespace, command: list[str]) -> int:
     if not command:
         raise ValueError(f"`COMMAND`: found nothing after `--`; {_EXAMPLE}")
-    if options.json not in (None, STDOUT) and not options.json.absolute().parent.is_dir():
-        raise ValueError(f"`--json`: the folder of {options.json} does not exist; make it first")
     nodes = ranks_of_nodes(options)
     if options.nic is not None:
         parse_rates(options.nic, len(nodes), "--nic")
-    if options.grace < 0:
-        raise ValueError(f"`--grace`: found {options.grace}, wanted 0 seconds or more")
+    check_number("--mtu", options.mtu, 576, 65535)
+    check_number("--grace", options.grace, 0, MOST_SECONDS)
+    check_number("--timeout", options.timeout, 0, MOST_SECONDS)
+    check_output("--json", options.json)
     if (reason := available()) is not None:
         raise ValueError(f"cannot emulate a cluster here: {reason}")
     with ExitStack() as stack:
@@ -168,7 +177,7 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
             raw=print_line is None,
             on_line=print_line,
         )
-        Console(stderr=True).print(nic_table(cluster, result))
+        CleanConsole(stderr=True).print(nic_table(cluster, result))
         write_json(options.json, as_record(cluster, result, command, options.order))
     return result.exit_status
 
@@ -189,8 +198,8 @@ def main(argv: list[str]) -> int:
         with clean_end():
             return _run(options, argv[split + 1 :])
     except ValueError as error:
-        print(f"gradwire emulate: {error}", file=sys.stderr)
+        complain("emulate", error)
         return 2
     except RuntimeError as error:
-        print(f"gradwire emulate: {error}", file=sys.stderr)
+        complain("emulate", error)
         return 1

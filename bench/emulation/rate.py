@@ -7,6 +7,8 @@ BITS_PER_UNIT = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 
 
 LEAST_BITS_PER_SECOND = 100_000
 """Below this one bucket of a small model takes minutes and every time-out strikes first."""
+MOST_BITS_PER_SECOND = 10**15
+"""A petabit: a rack of GPUs behind NVLink has a fifth of it."""
 
 
 def parse_rate(text: str, parameter: str) -> int:
@@ -20,7 +22,7 @@ def parse_rate(text: str, parameter: str) -> int:
         The rate in bits per second.
 
     Raises:
-        ValueError: if the text is no rate, or one too small to be of use.
+        ValueError: if the text is no rate, or one too small or too large to be of use.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
     if match is None or match[2] not in BITS_PER_UNIT:
@@ -28,7 +30,10 @@ def parse_rate(text: str, parameter: str) -> int:
         raise ValueError(
             f"`{parameter}`: found {text!r}, wanted a number with a unit in bits ({units}) such as 200mbit"
         )
-    bits_per_second = round(float(match[1]) * BITS_PER_UNIT[match[2]])
+    exact = float(match[1]) * BITS_PER_UNIT[match[2]]
+    if exact > MOST_BITS_PER_SECOND:
+        raise ValueError(f"`{parameter}`: found {text[:40]!r}, wanted at most {format_rate(MOST_BITS_PER_SECOND)}")
+    bits_per_second = round(exact)
     if bits_per_second < LEAST_BITS_PER_SECOND:
         raise ValueError(
             f"`{parameter}`: found {text!r}, wanted at least {format_rate(LEAST_BITS_PER_SECOND)}; give a faster link"

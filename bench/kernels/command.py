@@ -6,24 +6,25 @@ the kernel in the same run. Both use the fastest of the repeats: what disturbs a
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from gradwire.bench.arguments import CommandParser, check_memory, check_number, check_output
 from gradwire.bench.kernels.cases import SETS, KernelCase, Step, all_cases
-from gradwire.bench.terminal import STDOUT, StatusLine, add_json_option, write_json
+from gradwire.bench.terminal import STDOUT, CleanConsole, StatusLine, add_json_option, complain, write_json
 
 _HEAD_START_CYCLES = 2_000_000
 """About a millisecond: the device waits while the host starts the kernels, so that their launches are not timed."""
 DEFAULT_NUMEL = 25 * 1024 * 1024 // 4
 """25 MiB of float32: the size of DDP's bucket."""
+_MOST_NUMEL = 2**31 - 1024
+"""The kernels count elements in 32 bits where they write positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +110,30 @@ def _table(results: list[KernelResult], copy_note: str) -> Table:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="gradwire bench kernels", description=__doc__)
+    parser = CommandParser(prog="gradwire bench kernels", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     add_json_option(parser)
     parser.add_argument("--numel", type=int, default=DEFAULT_NUMEL, help="elements, a multiple of 1024")
     parser.add_argument("--repeats", type=int, default=15, help="runs of each kernel; the fastest counts")
     parser.add_argument("--kernel", action="append", metavar="NAME", help="only this kernel; may be repeated")
     return parser
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuses what cannot be measured or written.
+
+    Raises:
+        ValueError: A value does not fit; the message names it.
+    """
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("`--device cuda`, but torch sees no CUDA device")
+    check_number("--numel", options.numel, 1024, _MOST_NUMEL)
+    if options.numel % 1024:
+        raise ValueError(f"`--numel` is {options.numel}; wanted a multiple of 1024")
+    check_number("--repeats", options.repeats, 1, 10**6)
+    if options.device == "cpu":
+        check_memory("--numel", 2 * SETS * 4 * options.numel, "the tensors")
+    check_output("--json", options.json)
 
 
 def main(argv: list[str]) -> int:
@@ -125,21 +143,15 @@ def main(argv: list[str]) -> int:
         argv: Words after `kernels`.
     """
     options = _parser().parse_args(argv)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("gradwire bench kernels: `--device cuda`, but torch sees no CUDA device", file=sys.stderr)
-        return 2
-    if options.numel < 1024 or options.numel % 1024 or options.repeats < 1:
-        print(
-            f"gradwire bench kernels: `--numel {options.numel} --repeats {options.repeats}`; wanted a multiple of "
-            "1024 and at least one repeat",
-            file=sys.stderr,
-        )
-        return 2
     device = torch.device(options.device)
-    cases = all_cases(options.numel, device)
-    unknown = [name for name in options.kernel or () if name not in cases]
-    if unknown:
-        print(f"gradwire bench kernels: no kernel `{unknown[0]}`; there are {', '.join(cases)}", file=sys.stderr)
+    try:
+        _check(options)
+        cases = all_cases(options.numel, device)
+        unknown = [name for name in options.kernel or () if name not in cases]
+        if unknown:
+            raise ValueError(f"no kernel `{unknown[0]}`; there are {', '.join(cases)}")
+    except ValueError as error:
+        complain("bench kernels", error)
         return 2
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the native kernels use one thread; so does what they are compared with
@@ -152,11 +164,15 @@ def main(argv: list[str]) -> int:
         torch.set_num_threads(threads)
     mebibytes = options.numel * 4 / 2**20
     if options.json != STDOUT:
-        console = Console(highlight=False)
+        console = CleanConsole(highlight=False)
         console.print(_table(results, f"{mebibytes:.3g} MiB of float32 on {options.device}, one thread"))
         console.print(
             "MB: what a kernel must read and write at least; of a copy: its rate over that of a copy in memory;\n"
             "vs torch: how many times as fast as the best that was composed of torch's own operations"
         )
-    write_json(options.json, {"results": [asdict(row) for row in results]})
+    try:
+        write_json(options.json, {"results": [asdict(row) for row in results]})
+    except RuntimeError as error:
+        complain("bench kernels", error)
+        return 1
     return 0

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 import gradwire
+from gradwire.bench.arguments import check_memory, check_output
 from gradwire.bench.emulation.fork import fork_ranks
 from gradwire.bench.machine import machine_line, memory_line, processor
 from gradwire.bench.nccl_tests import output
@@ -27,7 +27,7 @@ from gradwire.bench.nccl_tests.options import parse, sizes
 from gradwire.bench.nccl_tests.output import BenchBlock, fresh_name, now, to_json, write_csv
 from gradwire.bench.nccl_tests.ranks import Start, World, find_start, meet, speaks
 from gradwire.bench.nccl_tests.rows import RowRunner, TableRow
-from gradwire.bench.terminal import STDOUT, StatusLine, write_json
+from gradwire.bench.terminal import STDOUT, CleanConsole, StatusLine, complain, write_json, writing
 from gradwire.comms.config import bench_environment, launcher_variables
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -61,13 +61,31 @@ def main(argv: list[str]) -> int:
                 f"`-g` is {options.ngpus}, but {start.by} has started {start.size} ranks already; leave -g out"
             )
         check_device(options)
+        if start is None or start.rank == 0:
+            _check_places(options, 1 if start else options.ngpus or 1)
     except (ValueError, RuntimeError) as error:
         if speaks(variables):
-            print(f"gradwire bench: {error}", file=sys.stderr)
+            complain("bench", error)
         return 2
     if start is not None:
         return _run_rank(start, options, specs, wanted, argv)
     return _start_ranks(options.ngpus or 1, options, specs, wanted, argv)
+
+
+def _check_places(options: argparse.Namespace, ranks: int) -> None:
+    """What only the rank that writes can find out, before anything starts.
+
+    Raises:
+        ValueError: A file cannot be written, or the tensors of `ranks` ranks do not fit into this machine's memory.
+    """
+    for flag, path in (("-J", options.output_file), ("--csv", options.csv)):
+        try:
+            fresh = None if path is None else fresh_name(path)
+        except OSError as error:  # a name that is too long
+            raise ValueError(f"`{flag}`: cannot write {path}: {error.strerror}") from None
+        check_output(flag, fresh)
+    if options.collective != "barrier" and options.device != "cuda" and not {"nccl", "nccl-raw"} & set(options.backend):
+        check_memory("-e", ranks * options.maxbytes, "the tensors of all ranks")
 
 
 def _start_ranks(
@@ -86,18 +104,22 @@ def _run_rank(
 ) -> int:
     timeout = timedelta(seconds=options.timeout) if options.timeout else DEFAULT_TIMEOUT
     try:
-        world = meet(start, timeout)
+        try:
+            world = meet(start, timeout)
+        except (RuntimeError, ValueError) as error:  # the launcher's variables lead nowhere: no code to look into
+            complain("bench", f"rank {start.rank} of {start.size} cannot meet the others: {error}")
+            return 1
         try:
             return Bench(world, options, wanted, argv, timeout).run(specs)
         except ValueError as error:  # the same on all ranks: a flag that does not fit these ranks
             if start.rank == 0:
-                print(f"gradwire bench: {error}", file=sys.stderr, flush=True)
+                complain("bench", error)
             return 2
         finally:
             dist.destroy_process_group()
     except RuntimeError as error:
         traceback.print_exc()
-        print(f"gradwire bench: rank {start.rank}: {error}", file=sys.stderr, flush=True)
+        complain("bench", f"rank {start.rank}: {error}")
         return 1
 
 
@@ -211,7 +233,7 @@ class Bench:
     def _show_losses(self, compressor: str, losses: list[Loss]) -> None:
         """On stderr: parsers of nccl-tests' output read stdout."""
         if not self._options.json:
-            Console(stderr=True, highlight=False).print(loss_table(compressor, losses))
+            CleanConsole(stderr=True, highlight=False).print(loss_table(compressor, losses))
 
     def _device_name(self) -> str:
         return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else processor()
@@ -233,9 +255,11 @@ class Bench:
             if self._options.json:
                 write_json(STDOUT, record)
             if self._options.output_file is not None:
-                _create(fresh_name(self._options.output_file), json.dumps(record, indent=2) + "\n")
+                with writing("-J", self._options.output_file):
+                    _create(fresh_name(self._options.output_file), json.dumps(record, indent=2) + "\n")
         if self._options.csv is not None:
-            write_csv(fresh_name(self._options.csv), blocks, self._options.collective)
+            with writing("--csv", self._options.csv):
+                write_csv(fresh_name(self._options.csv), blocks, self._options.collective)
 
 
 def _create(path: Path, text: str) -> None:

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
+from gradwire.bench.arguments import MOST_SECONDS
+from gradwire.bench.emulation.cluster import MOST_RANKS
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, OPERATIONS
 
 COLLECTIVE_NAMES = (
@@ -22,6 +24,12 @@ COLLECTIVE_NAMES = (
 )
 BACKENDS = ("gradwire", "gloo", "nccl", "mpi", "shm", "nccl-raw")
 ALGORITHMS = ("auto", "flat", "hierarchical", "leader")
+
+MOST_NBYTES = 2**50
+"""Of a tensor: a thousand times the memory of a large machine."""
+MOST_ROWS = 100_000
+_MOST_TIMES = 10**9
+"""Iterations, warm-ups, checks: at a microsecond each a quarter of an hour."""
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
@@ -43,17 +51,18 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)([kmgKMG]?)", text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(f"found {text!r}, wanted a number of bytes, with K, M or G for powers of 1024")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    nbytes = float(match[1]) * _UNITS[match[2].lower()]
+    if nbytes > MOST_NBYTES:
+        raise argparse.ArgumentTypeError(f"found {text[:40]!r}, wanted at most {MOST_NBYTES >> 30}G")
+    return int(nbytes)
 
 
-def _at_least(lowest: int, highest: int | None = None) -> "type[int]":
+def _at_least(lowest: int, highest: int = _MOST_TIMES) -> "type[int]":
     def convert(text: str) -> int:
-        wanted = f"a whole number >= {lowest}" if highest is None else f"a whole number from {lowest} to {highest}"
-        if not re.fullmatch(r"[+-]?\d+", text.strip()):
-            raise argparse.ArgumentTypeError(f"found {text!r}, wanted {wanted}")
-        value = int(text)
-        if value < lowest or (highest is not None and value > highest):
-            raise argparse.ArgumentTypeError(f"found {text!r}, wanted {wanted}")
+        # Ten digits are more than any of these may have; Python refuses to read 5,000.
+        value = int(text) if re.fullmatch(r"\s*[+-]?\d{1,10}\s*", text, re.ASCII) else None
+        if value is None or not lowest <= value <= highest:
+            raise argparse.ArgumentTypeError(f"found {text[:40]!r}, wanted a whole number from {lowest} to {highest}")
         return value
 
     return convert  # type: ignore[return-value]  # argparse takes any callable
@@ -72,8 +81,8 @@ def _factor(text: str) -> float:
 def _root(text: str) -> int | None:
     if text == "all":
         return None
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"found {text!r}, wanted a rank, or all")
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"found {text[:40]!r}, wanted a rank, or all")
     return int(text)
 
 
@@ -123,7 +132,7 @@ def _add_sizes(parser: Parser) -> None:
     sizes.add_argument(
         "-g",
         "--ngpus",
-        type=_at_least(1),
+        type=_at_least(1, MOST_RANKS),
         default=None,
         metavar="N",
         help="ranks to start on this host (default 1); not under torchrun, mpirun or srun",
@@ -197,7 +206,7 @@ def _add_timing(parser: Parser) -> None:
     timing.add_argument(
         "-T",
         "--timeout",
-        type=_at_least(0),
+        type=_at_least(0, MOST_SECONDS),
         default=0,
         metavar="SECONDS",
         help="longest wait for a peer (default 0: 300 s)",
@@ -284,6 +293,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise ValueError(f"`-b` is {options.minbytes} and `-e` is {options.maxbytes}; wanted the smallest size first")
     if options.stepfactor == 1.0 and options.stepbytes == 0:
         raise ValueError("`-i` is 0; wanted a size to add from row to row, or a factor with -f")
+    sizes(options)
     if options.per_iter_skip >= options.iters:
         raise ValueError(
             f"`-K` is {options.per_iter_skip} and `-n` is {options.iters}; wanted fewer skipped than timed"
@@ -292,7 +302,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def sizes(options: argparse.Namespace) -> list[int]:
-    """The sizes of the rows, in bytes."""
+    """The sizes of the rows, in bytes.
+
+    Raises:
+        ValueError: There are more than anybody waits for.
+    """
     found = [options.minbytes]
     while True:
         last = found[-1]
@@ -300,4 +314,7 @@ def sizes(options: argparse.Namespace) -> list[int]:
         following = max(following, last + 1)
         if following > options.maxbytes:
             return found
+        if len(found) == MOST_ROWS:
+            flag = "-f" if options.stepfactor > 1 else "-i"
+            raise ValueError(f"`{flag}` gives more than {MOST_ROWS} rows from `-b` to `-e`; wanted larger steps")
         found.append(following)

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from gradwire.comms.bootstrap import mpi_launch
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
+from gradwire.comms.config import launcher_number, launcher_text, torchrun_place
 
 _FIRST_PORT, _PORTS = 20000, 20000
 """Ports for srun's ranks, picked by the job's number: below the kernel's own range (32768...), or above it rarely."""
@@ -111,23 +112,16 @@ def find_start(variables: Mapping[str, str]) -> Start | None:
         RuntimeError: mpirun started this process and mpi4py cannot be loaded, or belongs to another MPI.
     """
     if "RANK" in variables and "WORLD_SIZE" in variables:
-        return Start(
-            "torchrun",
-            _number(variables, "RANK"),
-            _number(variables, "WORLD_SIZE"),
-            _wanted(variables, "MASTER_ADDR"),
-            _number(variables, "MASTER_PORT"),
-            variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        )
+        place = torchrun_place(variables)
+        return Start("torchrun", *place, variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
     if "OMPI_COMM_WORLD_RANK" in variables or "PMI_RANK" in variables:
         return _from_mpi(variables)
-    if "SLURM_PROCID" in variables and int(variables.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        job = int(variables.get("SLURM_JOB_ID", "0")) + 101 * int(variables.get("SLURM_STEP_ID", "0"))
-        address = variables.get("MASTER_ADDR") or first_host(_wanted(variables, "SLURM_STEP_NODELIST"))
-        port = int(variables.get("MASTER_PORT", _FIRST_PORT + job % _PORTS))
-        return Start(
-            "srun", _number(variables, "SLURM_PROCID"), _number(variables, "SLURM_STEP_NUM_TASKS"), address, port
-        )
+    if "SLURM_PROCID" in variables and launcher_number(variables, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        job = launcher_number(variables, "SLURM_JOB_ID", 0) + 101 * launcher_number(variables, "SLURM_STEP_ID", 0)
+        address = variables.get("MASTER_ADDR") or first_host(launcher_text(variables, "SLURM_STEP_NODELIST"))
+        port = launcher_number(variables, "MASTER_PORT", _FIRST_PORT + job % _PORTS)
+        size = launcher_number(variables, "SLURM_STEP_NUM_TASKS")
+        return Start("srun", launcher_number(variables, "SLURM_PROCID"), size, address, port)
     return None
 
 
@@ -174,7 +168,7 @@ def gather(value: float, group: dist.ProcessGroup) -> list[float]:
 
 
 def _from_mpi(variables: Mapping[str, str]) -> Start:
-    started = int(variables.get("OMPI_COMM_WORLD_SIZE") or variables.get("PMI_SIZE") or 1)
+    started = launcher_number(variables, "OMPI_COMM_WORLD_SIZE", launcher_number(variables, "PMI_SIZE", 1))
     place = mpi_launch.find_place()
     if place.world_size != started:
         raise RuntimeError(
@@ -182,16 +176,3 @@ def _from_mpi(variables: Mapping[str, str]) -> Start:
             f"one that this mpirun belongs to, so each rank would run alone; {mpi_launch.INSTALL}"
         )
     return Start("mpirun", place.rank, place.world_size, place.address, place.port)
-
-
-def _wanted(variables: Mapping[str, str], name: str) -> str:
-    if name not in variables:
-        raise ValueError(f"`{name}` is not set although RANK or SLURM_PROCID is; wanted all variables of the launcher")
-    return variables[name]
-
-
-def _number(variables: Mapping[str, str], name: str) -> int:
-    text = _wanted(variables, name)
-    if not text.isdigit():
-        raise ValueError(f"`{name}` is {text!r}; wanted a number, as torchrun or srun sets it")
-    return int(text)

@@ -10,16 +10,21 @@ import json
 import sys
 from pathlib import Path
 
+from gradwire.bench.arguments import CommandParser, check_output, read_input
 from gradwire.bench.plot.bars import draw_compare, draw_hook_speed
 from gradwire.bench.plot.sizes import draw_sizes
 from gradwire.bench.plot.style import PlotRecord
 from gradwire.bench.plot.timeline import draw_timeline, is_trace
-from gradwire.bench.terminal import STDOUT, working, write_json
+from gradwire.bench.terminal import STDOUT, complain, working, write_json, writing
+from gradwire.topology.printable import printable
+
+_MOST_NBYTES = 1 << 28
+"""Of a file; a trace of 20 steps on 64 ranks has some 20 MB."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="gradwire plot", description="Draws what bench, compare and hook_speed measured, or a step of a trace."
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
@@ -37,15 +42,13 @@ def read(file: Path) -> PlotRecord:
     Raises:
         ValueError: It is missing, or none of ours.
     """
+    text = read_input("FILE.json", file, _MOST_NBYTES)
     try:
-        record: PlotRecord = json.loads(file.read_text())
-    except OSError as error:
-        raise ValueError(f"`FILE.json` is {file}: {error.strerror}; wanted what `gradwire bench -J` wrote") from None
-    except ValueError as error:
+        record: PlotRecord = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"`FILE.json` {file} is no JSON: {error}") from None
-    ours = isinstance(record, dict) and (
-        record.get("kind") in ("compare", "hook_speed") or "blocks" in record or is_trace(record)
-    )
+    kind = record.get("kind", "bench") if isinstance(record, dict) else None
+    ours = kind in ("compare", "hook_speed") or (kind == "bench" and ("blocks" in record or is_trace(record)))
     if not ours:
         raise ValueError(
             f"`FILE.json` {file} is none of gradwire's; wanted the output of `gradwire bench -J`, `gradwire "
@@ -69,7 +72,19 @@ def draw(files: list[Path], output: Path | None, step: int | None = None) -> lis
     target = output or files[0].with_suffix(".png")
     if target.suffix not in (".png", ".svg"):
         raise ValueError(f"`--output` is {target}; wanted a name that ends in .png or .svg")
+    check_output("--output", target)
     records = {file: read(file) for file in files}
+    try:
+        with writing("--output", target):
+            return _draw(records, target, step)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"`FILE.json` {', '.join(map(str, files))}: {type(error).__name__}: {error}; wanted files as "
+            "gradwire wrote them"
+        ) from error
+
+
+def _draw(records: dict[Path, PlotRecord], target: Path, step: int | None) -> list[Path]:
     kinds = {"trace" if is_trace(record) else record.get("kind", "bench") for record in records.values()}
     if step is not None and kinds != {"trace"}:
         raise ValueError(f"`--step` is {step}, but there is no trace to take it from; leave it out")
@@ -83,10 +98,11 @@ def draw(files: list[Path], output: Path | None, step: int | None = None) -> lis
             f"`FILE.json`: found {len(records)} files of {', '.join(sorted(kinds))}; wanted one such file, or "
             "several of bench"
         )
+    first = next(iter(records.values()))
     if kinds == {"trace"}:
-        draw_timeline(records[files[0]], target, step)
+        draw_timeline(first, target, step)
         return [target]
-    (draw_compare if kinds == {"compare"} else draw_hook_speed)(records[files[0]], target)
+    (draw_compare if kinds == {"compare"} else draw_hook_speed)(first, target)
     return [target]
 
 
@@ -103,9 +119,9 @@ def main(argv: list[str]) -> int:
         if options.json:
             write_json(STDOUT, {"pictures": [str(picture) for picture in pictures]})
         else:
-            print(*pictures, sep="\n")
+            print(*(printable(str(picture)) for picture in pictures), sep="\n")
     except (ValueError, RuntimeError) as error:
-        print(f"gradwire plot: {error}", file=sys.stderr)
+        complain("plot", error)
         return 2
     return 0
 

@@ -43,6 +43,8 @@ from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.overlap import Overlap
 from gradwire.compressors.base import StateDict
 
+NOTHING = torch.empty(0)
+
 log = logging.getLogger("gradwire")
 
 SHARDS = PREFIX + "shards"
@@ -356,7 +358,7 @@ class FsdpState:
             raise
         if flat.is_cuda:  # allocated on the stream of the reduce-scatter; torch drops it while this stream writes to it
             flat.record_stream(torch.cuda.current_stream(flat.device))
-        self._buckets.append(bucket)
+        self._buckets.append(replace(bucket, flat=NOTHING, future=None))  # its times alone
         self._sizes.append(flat.nbytes)
 
     def _settle_shards(self) -> None:

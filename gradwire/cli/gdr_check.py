@@ -15,9 +15,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from rich.console import Console
-
-from gradwire.bench.terminal import working
+from gradwire.bench.arguments import CommandParser, check_output
+from gradwire.bench.terminal import CleanConsole, complain, working
+from gradwire.cli.job import joined_job
 from gradwire.cli.pipe import reader_may_leave
 from gradwire.comms.config import local_rank, world_size
 from gradwire.topology.gdr.capture import write_capture
@@ -28,6 +28,7 @@ from gradwire.topology.gdr.nccl import parse_version
 from gradwire.topology.gdr.render import print_report, report_json
 from gradwire.topology.gdr.runner import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, exit_code, run_checks
 from gradwire.topology.gdr.sources import HostInputs, SourceError, opened_host, read_text
+from gradwire.topology.printable import printable
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ can be seen (ACS)."""
 
 def parser() -> argparse.ArgumentParser:
     """The options of `gradwire gdr-check`."""
-    parse = argparse.ArgumentParser(
+    parse = CommandParser(
         prog="gradwire gdr-check",
         usage="%(prog)s [options]\n       [--root DIR | --from FILE | --example | --compare JSON...]",
         description="Is GPUDirect RDMA possible, configured, in use? Judged for every GPU-NIC pair.",
@@ -86,24 +87,29 @@ def main(argv: list[str]) -> int:
     Args:
         argv: Words after `gdr-check`.
     """
-    if world_size() == 1:
-        return check(argv)
-    if not JOB_OPTIONS.issuperset(argv):
-        return 0 if local_rank() else check(argv)
-    import torch.distributed as dist  # here, because `gradwire gdr-check` on one machine needs no torch
-
-    from gradwire.comms.bootstrap.placement import host_identity
-
-    def gather(own: T) -> list[T]:
-        everybody = [own] * dist.get_world_size()
-        dist.all_gather_object(everybody, own)
-        return everybody
-
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
     try:
-        return check(argv, JobRank(dist.get_rank(), host_identity(), gather))
-    finally:
-        dist.destroy_process_group()
+        if world_size() == 1:
+            return check(argv)
+        if not JOB_OPTIONS.issuperset(argv):
+            return 0 if local_rank() else check(argv)
+        return _check_in_job(argv)
+    except (ValueError, RuntimeError) as error:  # of the job; `check` says itself what it finds
+        complain("gdr-check", error)
+        return EXIT_FAIL
+
+
+def _check_in_job(argv: list[str]) -> int:
+    with joined_job(_TIMEOUT) as group:
+        import torch.distributed as dist  # here, because `gradwire gdr-check` on one machine needs no torch
+
+        from gradwire.comms.bootstrap.placement import host_identity
+
+        def gather(own: T) -> list[T]:
+            everybody = [own] * group.size()
+            dist.all_gather_object(everybody, own)
+            return everybody
+
+        return check(argv, JobRank(group.rank(), host_identity(), gather))
 
 
 def check(argv: Sequence[str], job: JobRank | None = None) -> int:
@@ -124,7 +130,7 @@ def check(argv: Sequence[str], job: JobRank | None = None) -> int:
     try:
         return _compare(options.compare, options.json) if options.compare else _check(options, job)
     except SourceError as error:
-        print(f"gradwire gdr-check: {error}", file=sys.stderr)
+        complain("gdr-check", error)
         return EXIT_FAIL
 
 
@@ -145,10 +151,14 @@ def _check(options: argparse.Namespace, job: JobRank | None) -> int:
     if options.nccl_version and parse_version(options.nccl_version) is None:
         raise SourceError(f"`--nccl-version` {options.nccl_version}: want three numbers, 2.27.3")
     prints = job is None or job.rank == 0
+    try:
+        check_output("--capture", options.capture)
+    except ValueError as error:
+        raise SourceError(str(error)) from error
     with ExitStack() as stack:
         what = "registering GPU memory with the NICs, all-reducing" if options.prove else "asking drivers and sysfs"
-        with working(what, shown=prints):
-            host = stack.enter_context(opened_host(inputs))
+        with working(what, shown=prints) as say:
+            host = stack.enter_context(opened_host(inputs, say))
             if options.nccl_version:
                 host.facts = replace(host.facts, nccl_version=options.nccl_version)
             if job is not None and options.prove and host.log is None:
@@ -167,13 +177,13 @@ def _report(host: Host, options: argparse.Namespace, *, prints: bool) -> int:
         if options.json:
             print(json.dumps(report_json(host, report, status), indent=1))
         else:
-            print_report(host, report, Console(emoji=False), options.all_pairs)  # 0000:cd:00.0 is no disc
+            print_report(host, report, CleanConsole(emoji=False), options.all_pairs)  # 0000:cd:00.0 is no disc
     if options.capture is not None:
         try:
             count = write_capture(options.capture, host)
         except OSError as error:
             raise SourceError(f"`--capture` {options.capture}: {error.strerror or error}") from error
-        print(f"wrote {count} files to {options.capture}", file=sys.stderr)
+        print(printable(f"wrote {count} files to {options.capture}"), file=sys.stderr)
     return status
 
 
@@ -192,7 +202,7 @@ def _compare(paths: list[Path], as_json: bool) -> int:
     agreed = f"{len(results)} hosts agree" if len(results) > 1 else "one host only: nothing to compare it with"
     shown = json.dumps({"hosts": [result["name"] for result in results], "differences": found}, indent=1)
     with reader_may_leave():
-        print(shown if as_json else "\n".join(found) or agreed)
+        print(shown if as_json else printable("\n".join(found)) or agreed)
     if len(results) < 2:
         return EXIT_UNKNOWN
     return EXIT_FAIL if found else EXIT_PASS

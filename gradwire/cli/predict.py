@@ -2,17 +2,16 @@
 
 import argparse
 import json
-import sys
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
+from gradwire.bench.arguments import CommandParser, check_can_plot, check_number, check_output, read_input
 from gradwire.bench.emulation.rate import parse_rate
-from gradwire.bench.terminal import working
+from gradwire.bench.terminal import CleanConsole, complain, working, writing
 from gradwire.cli import predict_sharded
 from gradwire.cli.pipe import reader_may_leave
 from gradwire.cli.predict_show import as_json, as_table, draw
@@ -35,6 +34,19 @@ PRESETS: dict[str, Callable[[], Machine]] = {
     "pcie_box_8": partial(pcie_box, 8),
     "cpu_only": cpu_only,
 }
+MOST_RANKS = 2**17
+"""Planning for more takes minutes."""
+MOST_MEGABYTES = 1e8
+"""25 * 10^12 parameters."""
+BOUNDS = {
+    "nodes": (1, MOST_RANKS),
+    "ranks_per_node": (1, 1024),
+    "nics_per_node": (1, 1024),
+    "backward_ms": (0, 1e9),
+    "bucket_mb": (1e-6, MOST_MEGABYTES),
+}
+"""Option -> the least and the most that makes sense."""
+PICTURES = (".png", ".svg", ".pdf")
 OPTIMIZERS = ("sgd", "adam", "adamw", "lamb", "adagrad", "other")
 
 
@@ -71,7 +83,7 @@ class Question:
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command's options."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="gradwire predict",
         usage="%(prog)s (--preset NAME | --topology FILE)\n"
         "       (--gradient-mb MB | --parameters N | --model-json FILE) [options]",
@@ -134,16 +146,20 @@ def read_question(options: argparse.Namespace) -> Question:
     Raises:
         ValueError: An option's value does not fit; the message names it.
         TopologyError: The topology file cannot be used.
-        OSError: A file cannot be read.
     """
-    for name, least in (("gradient_mb", 0), ("parameters", 0), ("backward_ms", None), ("bucket_mb", 0)):
-        value = getattr(options, name)
-        if value is not None and not (value > least if least is not None else value >= 0):
-            raise ValueError(
-                f"`{name.replace('_', '-')}` is {value}; wanted a number {'> 0' if least is not None else '>= 0'}"
-            )
+    for name, (least, most) in BOUNDS.items():
+        check_number(name.replace("_", "-"), getattr(options, name), least, most)
+    check_number("gradient-mb", options.gradient_mb, ELEMENT_NBYTES / 1e6, MOST_MEGABYTES)
+    check_number("parameters", options.parameters, 1, MOST_MEGABYTES * 1e6 / ELEMENT_NBYTES)
     predict_sharded.check_options(options)
+    if options.plot is not None:
+        if options.plot.suffix not in PICTURES:
+            raise ValueError(f"`plot` is {options.plot}; wanted a name that ends in {', '.join(PICTURES)}")
+        check_can_plot("plot")
+        check_output("plot", options.plot)
     machine = PRESETS[options.preset]() if options.preset else read_file(options.topology)
+    ranks = options.ranks_per_node or max(1, len(machine.gpus))
+    check_number("nodes", options.nodes, 1, MOST_RANKS // ranks)
     layout, nbytes = gradient_of(
         options.model_json,
         options.gradient_mb if options.parameters is None else options.parameters * ELEMENT_NBYTES / 1e6,
@@ -177,12 +193,12 @@ def main(argv: list[str]) -> int:
             if options.json:
                 print(json.dumps(as_json(cluster, question.workload, advice, planning_seconds), indent=1))
             else:
-                as_table(Console(), cluster, question.workload, advice, planning_seconds, everything=options.all)
+                as_table(CleanConsole(), cluster, question.workload, advice, planning_seconds, everything=options.all)
         if options.plot is not None:
-            with working("pricing clusters of other sizes"):
+            with working("pricing clusters of other sizes"), writing("plot", options.plot):
                 draw(options.plot, lambda nodes: question.advice(question.cluster(nodes)), options.nodes)
     except (ValueError, TopologyError, OSError, RuntimeError) as error:
-        print(f"gradwire predict: {error}", file=sys.stderr)
+        complain("predict", error)
         return 2
     return 0
 
@@ -199,7 +215,7 @@ def _answer_sharded(question: Question) -> None:
         if options.json:
             print(json.dumps(predict_sharded.as_json(cluster, workload, advice, seconds), indent=1))
         else:
-            predict_sharded.as_table(Console(), cluster, workload, advice, seconds, everything=options.all)
+            predict_sharded.as_table(CleanConsole(), cluster, workload, advice, seconds, everything=options.all)
 
 
 def gradient_of(model: Path | None, megabytes: float | None) -> tuple[Layout, int]:
@@ -211,15 +227,21 @@ def gradient_of(model: Path | None, megabytes: float | None) -> tuple[Layout, in
 
     Raises:
         ValueError: The file does not describe parameters.
-        OSError: The file cannot be read.
     """
     if model is None:
         nbytes = round((megabytes or 0.0) * 1e6)
         return square_layout(nbytes), nbytes
     try:
-        shapes = [_parameter(entry) for entry in _entries(json.loads(model.read_text(encoding="utf-8")))]
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        document = json.loads(read_input("model-json", model))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"`model-json` {model} is no JSON: {error}") from None
+    try:
+        shapes = [_parameter(entry) for entry in _entries(document)]
+    except ValueError as error:
+        raise ValueError(f"{error}; read from {model}") from None
+    numel = sum(math.prod(shape) for _, shape in shapes)
+    if numel * ELEMENT_NBYTES > MOST_MEGABYTES * 1e6:
+        raise ValueError(f"`model-json` {model} has more than {MOST_MEGABYTES * 1e6 / ELEMENT_NBYTES:.1e} parameters")
     layout = layout_of(shapes)
     if not layout.numel:
         raise ValueError(f"`model-json` {model} has no elements; wanted at least one parameter")

@@ -7,6 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from gradwire.bench.arguments import check_number
 from gradwire.cli.predict_show import describe_cluster, describe_effort
 from gradwire.comms.plan.codec_price import codec_price
 from gradwire.comms.plan.machine_cluster import codec_bytes_per_second, library_of
@@ -31,6 +32,8 @@ from gradwire.topology.graph import Machine
 DTYPE_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CLEARLY = 0.01
 """A row that loses more is shown only where it is faster by more than this share."""
+_BOUNDS = {"forward_ms": (0, 1e9), "activations_gb": (0, 1e6), "gpu_memory_gb": (1e-3, 1e6), "units": (1, 10**5)}
+"""Option -> the least and the most that makes sense."""
 OWN_OPTIONS = (
     "forward_ms", "units", "param_dtype", "reduce_dtype", "reshard_after_forward", "gpu_memory_gb", "activations_gb"
 )  # fmt: skip
@@ -75,14 +78,8 @@ def check_options(options: argparse.Namespace) -> None:
         return
     if options.plot is not None:
         raise ValueError("`plot` draws plans of DDP; wanted --json with --sharded")
-    for name in ("forward_ms", "activations_gb"):
-        value = getattr(options, name)
-        if value is not None and not value >= 0:
-            raise ValueError(f"`{_spelled(name)}` is {value}; wanted a number >= 0")
-    if options.gpu_memory_gb is not None and not options.gpu_memory_gb > 0:
-        raise ValueError(f"`gpu-memory-gb` is {options.gpu_memory_gb}; wanted a number > 0")
-    if options.units is not None and options.units < 1:
-        raise ValueError(f"`units` is {options.units}; wanted a whole number of at least 1")
+    for name, (least, most) in _BOUNDS.items():
+        check_number(_spelled(name), getattr(options, name), least, most)
 
 
 def _spelled(name: str) -> str:

@@ -8,11 +8,12 @@ In a job without options it shows every node, the NIC of each rank, which nodes 
 import argparse
 import sys
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
-from rich.console import Console
-
-from gradwire.bench.terminal import fitting_width, working
+from gradwire.bench.arguments import CommandParser, check_output
+from gradwire.bench.terminal import CleanConsole, complain, fitting_width, working
+from gradwire.cli.job import joined_job
 from gradwire.cli.pipe import reader_may_leave
 from gradwire.comms.config import local_rank, world_size
 from gradwire.topology.assign import nic_for_local_rank
@@ -20,18 +21,20 @@ from gradwire.topology.compare import RankPlacement, compare
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Machine
 from gradwire.topology.labels import nic_name
+from gradwire.topology.printable import printable
 from gradwire.topology.readers.detect import LIVE, detect_machine
 from gradwire.topology.readers.files import read_file
 from gradwire.topology.show import draw, json_form, nccl_xml_write
 from gradwire.topology.show.svg import svg
 
+_TIMEOUT = timedelta(minutes=5)
 PIPE_WIDTH = 400
 """Columns in a pipe where COLUMNS is not set, so that no line is broken and `grep` finds whole ones."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command's options."""
-    options = argparse.ArgumentParser(
+    options = CommandParser(
         prog="gradwire topo",
         description="Shows CPUs, PCIe switches, GPUs, NICs and links: as a tree unless told otherwise.",
     )
@@ -57,41 +60,47 @@ def main(argv: list[str]) -> int:
     Args:
         argv: Words after `topo`; in a job with any of them the options of one machine apply, on rank 0 alone.
     """
-    if world_size() == 1:
-        return show_machine(argv)
-    import torch.distributed as dist  # here, because `gradwire topo` on one machine needs no torch
-
-    from gradwire.comms.bootstrap.placement import host_identity
-
-    dist.init_process_group("gloo")
     try:
-        ranks: list[RankMachine] = [RankMachine((), 0, "")] * dist.get_world_size()
-        with working("asking all ranks", shown=dist.get_rank() == 0):
+        return show_machine(argv) if world_size() == 1 else _show_in_job(argv)
+    except (TopologyError, OSError, ValueError, RuntimeError) as error:
+        complain("topo", error)
+        return 2
+
+
+def _show_in_job(argv: list[str]) -> int:
+    with joined_job(_TIMEOUT) as group:
+        import torch.distributed as dist  # here, because `gradwire topo` on one machine needs no torch
+
+        from gradwire.comms.bootstrap.placement import host_identity
+
+        ranks: list[RankMachine] = [RankMachine((), 0, "")] * group.size()
+        with working("asking all ranks", shown=group.rank() == 0):
             dist.all_gather_object(
                 ranks, RankMachine(host_identity(), local_rank() or 0, json_form.write(detect_machine()))
             )
-        if dist.get_rank() != 0:
+        if group.rank() != 0:
             return 0
         return show_machine(argv) if argv else show_job(ranks)
-    finally:
-        dist.destroy_process_group()
 
 
 def show_machine(argv: list[str]) -> int:
-    """Shows one machine as the options say; returns 0, or 2 where the input or a file could not be used.
+    """Shows one machine as the options say; returns 0.
 
     Args:
         argv: Words after `gradwire topo`.
+
+    Raises:
+        TopologyError: The input could not be used.
+        ValueError: A file cannot be written.
     """
     options = parser().parse_args(argv)
-    try:
+    check_output("--svg", options.svg)
+    check_output("--nccl-xml", options.nccl_xml)
+    with working("reading the machine"):
         machine = read_file(options.description) if options.description is not None else detect_machine(options.root)
-        _write_files(machine, options.svg, options.nccl_xml)
-        with reader_may_leave():
-            _print(machine, options)
-    except (TopologyError, OSError) as error:
-        print(f"gradwire topo: {error}", file=sys.stderr)
-        return 2
+    _write_files(machine, options.svg, options.nccl_xml)
+    with reader_may_leave():
+        _print(machine, options)
     return 0
 
 
@@ -100,24 +109,25 @@ def _print(machine: Machine, options: argparse.Namespace) -> None:
     if options.json:
         print(json_form.write(machine))
     if options.matrix:
-        print(draw.matrix(machine))
+        print(printable(draw.matrix(machine)))
     if not (options.json or options.matrix or options.svg or options.nccl_xml):
         width = fitting_width(PIPE_WIDTH)
-        Console(highlight=False, emoji=False, width=width).print(draw.tree(machine))  # 0000:cd:00.0 is no disc
+        CleanConsole(highlight=False, emoji=False, width=width).print(draw.tree(machine))  # 0000:cd:00.0 is no disc
 
 
 def _write_files(machine: Machine, picture: Path | None, nccl_xml: Path | None) -> None:
     """Writes the files that were asked for, and says so on stderr."""
     if picture is not None:
         picture.write_text(svg(machine), encoding="utf-8")
-        print(f"wrote {picture}", file=sys.stderr)
+        print(printable(f"wrote {picture}"), file=sys.stderr)
     if nccl_xml is not None:
         text = nccl_xml_write.write(machine)
         nccl_xml.write_text(text, encoding="utf-8")
         count = nccl_xml_write.element_count(text)
         limit = nccl_xml_write.NCCL_MAX_NODES
         over = f"; NCCL refuses more than {limit} elements, this has {count}" if count > limit else ""
-        print(f"wrote {nccl_xml}: {len(machine.gpus)} GPUs, {len(machine.nics)} NICs{over}", file=sys.stderr)
+        said = f"wrote {nccl_xml}: {len(machine.gpus)} GPUs, {len(machine.nics)} NICs{over}"
+        print(printable(said), file=sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +141,7 @@ class RankMachine:
 
 def show_job(reports: list[RankMachine]) -> int:
     """Prints each kind of machine once, the ranks of each node, and what is wrong; 1 where something is."""
-    console = Console(file=sys.stdout, emoji=False)
+    console = CleanConsole(file=sys.stdout, emoji=False)
     hosts = list(dict.fromkeys(report.host for report in reports))
     machines = [json_form.read(next(report.machine for report in reports if report.host == host)) for host in hosts]
     console.print(f"{len(reports)} ranks on {len(hosts)} {'node' if len(hosts) == 1 else 'nodes'}")

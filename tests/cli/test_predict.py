@@ -73,12 +73,12 @@ def test_a_model_is_read(document: object, tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--preset", "dgx_a100", "--gradient-mb", "-1"], "`gradient-mb` is -1.0"),
+        (["--preset", "dgx_a100", "--gradient-mb", "-1"], "`gradient-mb` is -1"),
         (["--preset", "dgx_a100", "--gradient-mb", "nan"], "`gradient-mb` is nan"),
         (["--preset", "dgx_a100", "--gradient-mb", "1", "--backward-ms", "-5"], "`backward-ms` is -5"),
         (["--preset", "dgx_a100", "--gradient-mb", "1", "--nodes", "0"], "`nodes` is 0"),
         (["--preset", "dgx_a100", "--gradient-mb", "1", "--nodes", "2", "--nic", "fast"], "`nic`"),
-        (["--preset", "dgx_a100", "--gradient-mb", "1", "--nics-per-node", "0"], "`nics_per_node` is 0"),
+        (["--preset", "dgx_a100", "--gradient-mb", "1", "--nics-per-node", "0"], "`nics-per-node` is 0"),
         (["--preset", "dgx_a100", "--gradient-mb", "1", "--intra-node", "quick"], "`intra-node`"),
         (["--preset", "dgx_a100", "--model-json", "/nonexistent.json"], "nonexistent"),
         (["--topology", "/nonexistent.xml", "--gradient-mb", "1"], "nonexistent"),

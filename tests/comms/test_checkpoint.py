@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.comms.checkpoint import normalize, pack, unpack
+from gradwire.comms.checkpoint import ENTRIES, JOB, normalize, pack, rank_key, unpack
+from gradwire.compressors.base import StateDict
 from support.models import Shuffled
 from support.processes import Processes
 
@@ -204,6 +205,29 @@ def test_a_rank_takes_its_own_part_and_says_what_is_missing() -> None:
     with pytest.raises(ValueError, match=r"part of rank 0 alone, this is rank 1 of 2: .*gathered_state_dict\(\)"):
         unpack(first, 1, 2)
     assert unpack(pack({}, 0, 2, False), 0, 2) is None
+
+
+def test_a_state_that_lost_anything_on_the_way_is_refused_on_every_rank() -> None:
+    parts: StateDict = {"0|compressor": "int8", "0|residual/0/0.weight": torch.ones(3), "0|step": 2}
+    saved = pack(parts, 0, 2, True) | pack({}, 1, 2, True)
+    assert unpack(normalize(saved), 0, 2) == parts and unpack(normalize(saved), 1, 2) is None
+    whole = dict(saved[rank_key(0)])
+    for name in whole:
+        damaged = {key: value for key, value in whole.items() if key != name}
+        with pytest.raises(
+            ValueError, match=r"does not state its entries" if name == ENTRIES else rf"lacks 1 .*{name[:3]}"
+        ):
+            normalize(saved | {rank_key(0): tuple(damaged.items())})
+    with pytest.raises(ValueError, match=r"saved with 3 elements under '0\|residual/0/0.weight' and holds 2"):
+        normalize(saved | {rank_key(0): tuple((whole | {"0|residual/0/0.weight": torch.ones(2)}).items())})
+    with pytest.raises(ValueError, match="does not state its entries"):
+        normalize(saved | {rank_key(1): ()})
+    with pytest.raises(ValueError, match="format 3, this gradwire reads up to 2"):
+        normalize(saved | {JOB: (("size", 2), ("dirty", 1), ("format", 3))})
+
+
+def test_a_state_from_before_entries_were_stated_loads() -> None:
+    assert unpack(normalize({JOB: (("size", 1), ("dirty", 1)), rank_key(0): (("step", 2),)}), 0, 1) == {"step": 2}
 
 
 @pytest.mark.parametrize("state", [{}, {"step": 3}, {"gradwire/job": ()}, {"gradwire/job": 5}])

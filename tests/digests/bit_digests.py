@@ -96,7 +96,8 @@ Record = dict[str, Any]
 def own_state(state: gradwire.HookState) -> dict[str, object]:
     """What a rank's state holds, without what says which rank it is and how the parameters are called."""
     entries = [entry for key, entry in state.state_dict().items() if key.startswith("gradwire/rank")]
-    return {key: value for entry in entries for key, value in entry if key != "gradwire/named"}
+    names = ("gradwire/named", "gradwire/entries")
+    return {key: value for entry in entries for key, value in entry if key not in names}
 
 
 class Digest:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from gradwire.topology.gdr.capture import CaptureError, opened_capture
+from gradwire.topology.gdr.capture import CaptureError, Say, opened_capture
 from gradwire.topology.gdr.example import ExampleMachine
 from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.inputs.collect import collect
@@ -21,7 +21,10 @@ from gradwire.topology.readers.pci_sysfs import read_tree
 
 LIVE_ROOT = Path("/")
 """Where this machine itself is looked at."""
-_TEXT_NBYTES = 64 << 20
+_TEXT_NBYTES = 16 << 20
+"""lspci -vvv of a large server is 1 MB."""
+_MAX_PAIRS = 1 << 16
+"""Of GPUs and NICs: 16 GPUs with 16 cards of 256 virtual functions each."""
 
 
 class SourceError(ValueError):
@@ -51,13 +54,22 @@ class HostInputs:
 
 
 @contextmanager
-def opened_host(inputs: HostInputs) -> Iterator[Host]:
+def opened_host(inputs: HostInputs, say: Say = lambda _: None) -> Iterator[Host]:
     """Reads the host that the inputs describe; temporary folders are gone afterwards.
+
+    Args:
+        inputs: What the command line names.
+        say: Is told what is being read, now and then.
 
     Raises:
         SourceError: An input is missing, unreadable or not what its option wants.
     """
-    with _bare_host(inputs) as host:
+    with _bare_host(inputs, say) as host:
+        if len(host.gpus) * len(host.nics) > _MAX_PAIRS:
+            raise SourceError(
+                f"{len(host.gpus)} GPUs and {len(host.nics)} NICs: more than {_MAX_PAIRS} pairs to judge; wanted what "
+                "one machine has"
+            )
         if inputs.env is not None:
             host.environment = parse_environment(read_text(inputs.env, "--env"))
         if inputs.nccl_log is not None:
@@ -74,10 +86,13 @@ def opened_host(inputs: HostInputs) -> Iterator[Host]:
 
 
 @contextmanager
-def _bare_host(inputs: HostInputs) -> Iterator[Host]:
+def _bare_host(inputs: HostInputs, say: Say) -> Iterator[Host]:
     if inputs.archive is not None:
         try:
-            with opened_capture(inputs.archive) as capture:
+            if inputs.archive.exists() and not inputs.archive.is_file():
+                raise SourceError(f"`--from` {inputs.archive}: no regular file")
+            with opened_capture(inputs.archive, say) as capture:
+                say("reading the PCI tree")
                 files = Files(capture.root, capture.denied)
                 yield Host(files, _tree(inputs, capture.root), capture.facts, capture.environment)
         except CaptureError as error:
@@ -88,7 +103,7 @@ def _bare_host(inputs: HostInputs) -> Iterator[Host]:
         with TemporaryDirectory(prefix="gradwire-gdr-") as folder:
             yield ExampleMachine(Path(folder)).host()
     elif inputs.root is not None:
-        if not inputs.root.is_dir():
+        if not _is_folder(inputs.root):
             raise SourceError(f"`--root` {inputs.root}: no folder, want the top of a tree that holds sys/ and proc/")
         yield Host(Files(inputs.root), _tree(inputs, inputs.root))
     elif inputs.lspci is not None:
@@ -115,15 +130,25 @@ def _tree(inputs: HostInputs, root: Path) -> PciTree:
     return tree
 
 
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long
+        return False
+
+
 def read_text(path: Path, option: str) -> str:
-    """At most 64 MiB of a text file.
+    """A text file of at most 16 MiB.
 
     Raises:
-        SourceError: It cannot be read.
+        SourceError: It cannot be read, or is larger.
     """
     try:
         if not path.is_file():
             raise SourceError(f"`{option}` {path}: no regular file")
+        nbytes = path.stat().st_size
+        if nbytes > _TEXT_NBYTES:
+            raise SourceError(f"`{option}` {path}: {nbytes} bytes, want at most {_TEXT_NBYTES}")
         with path.open("rb") as file:
             return file.read(_TEXT_NBYTES).decode("utf-8", "replace")
     except (OSError, ValueError) as error:

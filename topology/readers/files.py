@@ -10,25 +10,26 @@ from gradwire.topology.graph import Machine
 from gradwire.topology.readers import hwloc, lspci, nccl_xml, smi
 from gradwire.topology.show import json_form
 
-MAX_NBYTES = 64 << 20
+MAX_NBYTES = 16 << 20
 """A full `lspci -vvv` of a large server is 1 MB."""
 
 _MARKS = ((b"\xff\xfe", "utf-16"), (b"\xfe\xff", "utf-16"), (b"\xef\xbb\xbf", "utf-8-sig"))
 """Byte order marks; PowerShell writes redirected output as UTF-16."""
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, most_nbytes: int = MAX_NBYTES) -> str:
     """Returns a file's text; bytes that are not UTF-8 become replacement characters.
 
     Args:
         path: A regular file.
+        most_nbytes: The largest that is read.
 
     Raises:
         TopologyError: The file cannot be read, is too large, or is not text.
     """
     try:
-        if path.stat().st_size > MAX_NBYTES:
-            raise TopologyError(f"{path.stat().st_size} bytes; expected at most {MAX_NBYTES}", source=str(path))
+        if path.stat().st_size > most_nbytes:
+            raise TopologyError(f"{path.stat().st_size} bytes; expected at most {most_nbytes}", source=str(path))
         if not path.is_file():
             raise TopologyError("not a regular file", source=str(path))
         return decode(path.read_bytes())

@@ -69,7 +69,8 @@ VENDORS = (
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _ACS_BITS = {"SrcValid": 0, "TransBlk": 1} | {name: bit for bit, name in REDIRECT_BITS.items()}
-_MAX_FUNCTIONS = 65_536
+_MAX_FUNCTIONS = 16_384
+"""Sixteen cards with 256 virtual functions each are 4,096."""
 _MAX_LINES = 5_000_000
 _MAX_LINES_OF_A_FUNCTION = 1000
 

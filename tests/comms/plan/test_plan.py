@@ -42,15 +42,15 @@ def cluster(request: pytest.FixtureRequest) -> Cluster:
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("numel", [0, 1, 17, 4096, 9973])
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_every_rank_ends_with_the_sum(cluster: Cluster, name: str, numel: int, chunks: int) -> None:
-    generator = np.random.default_rng(numel)
-    inputs = [generator.integers(-1000, 1000, numel) for _ in range(cluster.size)]
-    plan = plan_all_reduce(cluster, 4 * numel, name=name, chunks=chunks)
-    results, _ = simulate(cluster, plan, inputs)
-    for result in results:
-        np.testing.assert_array_equal(result, sum(inputs))
+def test_every_rank_ends_with_the_sum(cluster: Cluster, name: str) -> None:
+    for numel in (0, 1, 17, 4096, 9973):
+        generator = np.random.default_rng(numel)
+        inputs = [generator.integers(-1000, 1000, numel) for _ in range(cluster.size)]
+        for chunks in (1, 3):
+            plan = plan_all_reduce(cluster, 4 * numel, name=name, chunks=chunks)
+            results, _ = simulate(cluster, plan, inputs)
+            for result in results:
+                np.testing.assert_array_equal(result, sum(inputs), f"{numel} elements, {chunks} chunks")
 
 
 @pytest.mark.parametrize("name", ["flat", "hierarchical", "leader"])
@@ -66,7 +66,7 @@ def test_equal_slices_give_the_sum_too(cluster: Cluster, name: str) -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_bytes_on_every_link_are_the_predicted_ones(cluster: Cluster, name: str) -> None:
-    numel = 720720  # divisible by every group size here and by the alignment, so the prediction is exact
+    numel = 46080  # divisible by every group size here and by the alignment, so the prediction is exact
     plan = plan_all_reduce(cluster, 4 * numel, name=name, chunks=1)
     _, sent = simulate(cluster, plan, [np.ones(numel, dtype=np.int64)] * cluster.size)
     assert sent == pytest.approx(plan.bytes_by_level, rel=1e-4)
@@ -74,7 +74,7 @@ def test_the_bytes_on_every_link_are_the_predicted_ones(cluster: Cluster, name: 
 
 @pytest.mark.parametrize("name", ["flat", "hierarchical", "leader"])
 def test_the_bytes_of_sums_in_rank_order_are_predicted_too(cluster: Cluster, name: str) -> None:
-    numel = 720720
+    numel = 46080
     plan = plan_all_reduce(cluster, 4 * numel, name=name, chunks=1)
     plan = executable(plan, cluster, "cpu", fixed_order=True)
     results, sent = simulate(cluster, plan, [np.full(numel, rank) for rank in range(cluster.size)])

@@ -88,7 +88,9 @@ def parse_nccl_log(lines: Iterable[str]) -> NcclLog:
     """
     log = NcclLog()
     for raw in lines:
-        line = _ANSI.sub("", raw[:_MAX_LINE]).rstrip()
+        line = raw[:_MAX_LINE].rstrip()
+        if "\x1b" in line:
+            line = _ANSI.sub("", line)
         log.lines += 1
         if "NCCL" in line or "GPU Direct" in line or "via NET" in line:
             _read_line(log, line)

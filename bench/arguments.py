@@ -1,0 +1,126 @@
+"""What every command shares in listening: a parser, bounds of numbers, places to write to, all checked beforehand."""
+
+import argparse
+import importlib.util
+import math
+import os
+import stat
+from pathlib import Path
+from typing import NoReturn
+
+from gradwire.bench.terminal import STDOUT
+from gradwire.topology.errors import TopologyError
+from gradwire.topology.printable import printable
+from gradwire.topology.readers.files import MAX_NBYTES, read_text
+
+MOST_SECONDS = 366 * 86_400
+"""A year: nobody waits longer, and torch counts time-outs in milliseconds of 64 bits."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse's, which prints what it refuses: here without escape sequences."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints what went wrong and ends with status 2."""
+        super().error(printable(message))
+
+
+def check_number(option: str, value: float | None, least: float, most: float) -> None:
+    """Refuses a number out of range; None passes.
+
+    Args:
+        option: As the user wrote it: `--nodes`.
+        value: What argparse made of it; NaN is in no range.
+        least: The smallest that makes sense.
+        most: The largest.
+
+    Raises:
+        ValueError: It is out of range.
+    """
+    if value is not None and not least <= value <= most:
+        raise ValueError(f"`{option}` is {_short(value)}; wanted {_short(least)} to {_short(most)}")
+
+
+def _short(value: float) -> str:
+    """Whole numbers in full, as far as a reader can tell them apart."""
+    if isinstance(value, int) or (math.isfinite(value) and value == round(value)):
+        return f"{value:.0f}" if abs(value) < 10**15 else f"{value:.1e}" if abs(value) < 1e300 else "too large to write"
+    return f"{value:g}"
+
+
+def memory_nbytes() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_memory(option: str, nbytes: float, what: str) -> None:
+    """Refuses what cannot fit into this machine's memory.
+
+    Args:
+        option: The one to make smaller.
+        nbytes: What is needed at least.
+        what: What for.
+
+    Raises:
+        ValueError: This machine has less.
+    """
+    if nbytes > memory_nbytes():
+        raise ValueError(
+            f"`{option}`: {what} need at least {nbytes / 1e9:.3g} GB, this machine has {memory_nbytes() / 1e9:.3g}; "
+            "wanted less"
+        )
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Opens a file for writing and closes it, so that nothing is measured in vain.
+
+    What is in it stays, and a file that was not there is not there afterwards.
+
+    Args:
+        option: As the user wrote it: `--json`.
+        path: Where the command will write; None and `STDOUT` pass.
+
+    Raises:
+        ValueError: Nothing can be written there.
+    """
+    if path is None or path == STDOUT:
+        return
+    try:
+        if not path.exists():
+            with path.open("xb"):
+                pass
+            path.unlink()
+        elif stat.S_ISREG(path.stat().st_mode) or path.is_dir():
+            with path.open("ab"):
+                pass
+        elif not os.access(path, os.W_OK):  # a pipe is not opened: that waits for its reader
+            raise PermissionError(None, "no permission to write")
+    except (OSError, ValueError) as error:  # ValueError: NUL in a name
+        raise ValueError(f"`{option}`: cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def check_can_plot(option: str) -> None:
+    """Makes sure that a picture can be drawn.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"`{option}` needs matplotlib: install it with `pip install gradwire[plot]`")
+
+
+def read_input(option: str, path: Path, most_nbytes: int = MAX_NBYTES) -> str:
+    """The text of a regular file of sensible size.
+
+    Args:
+        option: As the user wrote it.
+        path: Which file.
+        most_nbytes: The largest that is read.
+
+    Raises:
+        ValueError: It cannot be read, is too large, or is no text.
+    """
+    try:
+        return read_text(path, most_nbytes)
+    except TopologyError as error:
+        raise ValueError(f"`{option}` {error}") from None
