@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Sequence
 from importlib import metadata
 
 from torch import distributed as dist
@@ -12,7 +13,8 @@ from gradwire.comms.automatic import automatic_of
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, comm_hook_name, why_no_ddp_hook
 from gradwire.comms.compression import LossScaler
 from gradwire.comms.config import Config
-from gradwire.comms.hook import HookState, comm_hook
+from gradwire.comms.elastic.transfer import Carried
+from gradwire.comms.hook import HookState, OnChange, comm_hook
 
 log = logging.getLogger("gradwire")
 
@@ -20,7 +22,14 @@ WRAPPED_AS = (COMPILED_INSIDE, "_forward_module")
 """What torch.compile's module and Lightning Fabric's call the model inside."""
 
 
-def attach(model: nn.Module, *, config: Config | None = None, **options: object) -> HookState:
+def attach(
+    model: nn.Module,
+    *,
+    config: Config | None = None,
+    carries: Sequence[Carried] = (),
+    on_change: OnChange | None = None,
+    **options: object,
+) -> HookState:
     """Registers gradwire's hook on a model that is wrapped in DDP, and returns the hook's state.
 
     Args:
@@ -28,6 +37,8 @@ def attach(model: nn.Module, *, config: Config | None = None, **options: object)
             have made of one; a Transformers Trainer's `trainer.model_wrapped`, a Lightning Trainer's
             `trainer.strategy.model`.
         config: As for `HookState`.
+        carries: As for `HookState`.
+        on_change: As for `HookState`.
         **options: Fields of `Config` by name; they win over the environment.
 
     Returns:
@@ -41,7 +52,7 @@ def attach(model: nn.Module, *, config: Config | None = None, **options: object)
     """
     ddp = find_ddp(model)
     automatic = automatic_of(ddp)
-    if automatic is not None and config is None and not options:
+    if automatic is not None and config is None and on_change is None and not carries and not options:
         return automatic
     found = comm_hook_name(ddp)
     if found and automatic is None:
@@ -49,7 +60,7 @@ def attach(model: nn.Module, *, config: Config | None = None, **options: object)
             f"`model` has a hook already, {found}, and DDP takes one: keep the state that the first attach() returned, "
             "register gradwire's hook instead of another, or leave attach() out"
         )
-    state = HookState(ddp, config=config, **options)
+    state = HookState(ddp, config=config, carries=carries, on_change=on_change, **options)
     ddp.register_comm_hook(state, comm_hook)
     return state
 

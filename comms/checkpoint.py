@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.comms.elastic.group import ElasticGroup
 from gradwire.compressors.base import StateDict, StateValue
 
 log = logging.getLogger("gradwire")
@@ -170,14 +171,15 @@ def gather(own: Checkpoint, group: dist.ProcessGroup, on_all_ranks: bool) -> Che
         Everything on the group's rank 0 or, if `on_all_ranks`, on all; on the others their own part.
     """
     parts: list[Checkpoint | None] = [None] * group.size()
-    if on_all_ranks:
+    if on_all_ranks or isinstance(group, ElasticGroup):  # torch knows no global ranks of that one
         dist.all_gather_object(parts, own, group=group)
     else:
         receiver = dist.get_global_rank(group, 0)
         dist.gather_object(own, parts if group.rank() == 0 else None, dst=receiver, group=group)
     merged = dict(own)
-    for part in parts:
-        merged |= part or {}
+    if on_all_ranks or group.rank() == 0:
+        for part in parts:
+            merged |= part or {}
     return merged
 
 

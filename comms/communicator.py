@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -23,7 +23,8 @@ from gradwire.comms.bootstrap.placement import Presence, cluster_of
 from gradwire.comms.bootstrap.rendezvous import exchange
 from gradwire.comms.bootstrap.store import PollingStore, epoch_store
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket, Executor, FutureTensor, Launch
+from gradwire.comms.errors import PeerError
+from gradwire.comms.execute import CLOSING_SECONDS, Bucket, Executor, FutureTensor, Launch
 from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import Plan
 from gradwire.comms.plan.routes import Route, Routes
@@ -34,6 +35,19 @@ from gradwire.comms.transport.nccl import NcclGroups
 from gradwire.comms.transport.torch_group import Waiting
 from gradwire.compressors.base import Compressor, Layout, Work
 from gradwire.topology.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Oversight:
+    """Who hears of a failure, where that is not the ranks of one communicator among themselves: elastic training.
+
+    Attributes:
+        board: Where ranks that survive leave their word.
+        polling: Makes a store whose waits end when a rank is lost.
+    """
+
+    board: FailureBoard
+    polling: Callable[[Store], PollingStore]
 
 
 class Communicator:
@@ -53,6 +67,8 @@ class Communicator:
             what goes between all ranks; it stays the user's, and is aborted only when gradwire gives up.
         global_ranks: Of the group in the default group, for logs; None asks torch, which knows registered groups only.
         board: Shared with other groups that wait for this one; None makes one for this group.
+        oversight: Who hears of a failure, and watches the other ranks; its board is the one that counts. None leaves it
+            to this communicator.
 
     Raises:
         RuntimeError: A rank did not join within the time-out.
@@ -73,6 +89,7 @@ class Communicator:
         group: dist.ProcessGroup | None = None,
         global_ranks: Sequence[int] | None = None,
         board: FailureBoard | None = None,
+        oversight: Oversight | None = None,
     ) -> None:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -81,7 +98,11 @@ class Communicator:
         self.device = device
         self.config = config
         self.compressor = compressor
-        own = PollingStore(epoch_store(store, name, epoch), config.timeout, ranks=size)
+
+        def polling(plain: Store) -> PollingStore:
+            return oversight.polling(plain) if oversight else PollingStore(plain, config.timeout, ranks=size)
+
+        own = polling(epoch_store(store, name, epoch))
         door = Door.open()
         try:
             presences = exchange(own, self._presence(door, own.host), config.timeout)
@@ -90,15 +111,19 @@ class Communicator:
             raise
         door.answer_for(presences.start, rank)
         self._leave = weakref.finalize(self, _leave, door, presences.start, rank)
+        self.start_name = presences.start
+        """Names this start of these ranks: the same on all of them, and no earlier one's."""
         self.plain_store = PrefixStore(presences.start, own.plain)
         """What the ranks tell each other from here on; without what an earlier start of them has left."""
-        store = PollingStore(self.plain_store, config.timeout, ranks=size)
+        store = polling(self.plain_store)
         cluster = cluster_of(presences, config)
         self.hostnames = tuple(presence.host[0] for presence in presences)
         """Of each rank's host, as it calls itself."""
         self.routes = Routes(cluster, rank, device.type, config, compressor)
         self._nics = describe_nics(presences, config)
-        if board is None:
+        if oversight is not None:
+            board = oversight.board
+        elif board is None:
             doors = {each.rank: (each.port, each.addresses) for each in presences if each.port}
             node = next(node for node in cluster.nodes if rank in node)
             directory = Directory(presences.start, rank, doors, node, door)
@@ -124,7 +149,7 @@ class Communicator:
             f"gradwire {name}", self._groups, rank, cluster, compressor, board, self._streams, self.clock, deadline
         )
         self._ring: LivenessRing | None = None
-        if deadline is not None and size > 1:
+        if deadline is not None and size > 1 and oversight is None:
             executor = self.executor
             self._ring = LivenessRing(
                 store, rank, size, board.alarm, executor.interrupt, deadline.overdue, lambda: executor.launches
@@ -301,15 +326,28 @@ class Communicator:
         if self._ring is not None:  # what waits on a device hears nothing from another rank's NCCL
             self._board.warn(reason)
 
-    def close(self) -> None:
-        """Ends the lanes and releases shared memory and connections."""
-        self.executor.close()
+    def abandon(self, reason: str) -> None:
+        """Gives up all that is under way, here and now, gloo's connections too. Any thread.
+
+        For ranks that will meet again in other groups: who waits for this one is woken by the end of the connection.
+        """
+        self._aborted = True
+        if self._streams is not None:
+            self.executor.interrupt(PeerError(reason))
+        self._groups.abort(reason)
+        self._groups.disconnect()
+
+    def close(self, seconds: float = CLOSING_SECONDS) -> None:
+        """Ends the lanes and releases shared memory and connections.
+
+        Args:
+            seconds: For what is under way.
+        """
+        self.executor.close(seconds)
         self._leave()
-        if self._ring is None:
-            self._groups.close()
-            return
-        orderly = not (self._aborted or self.executor.is_under_way)
-        self._ring.close(orderly=orderly)
+        orderly = self._streams is None or not (self._aborted or self.executor.is_under_way)
+        if self._ring is not None:
+            self._ring.close(orderly=orderly)
         if orderly:
             self._groups.close()
         else:  # the executor has waited already, and the others are told that nothing more will come

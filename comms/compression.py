@@ -92,6 +92,24 @@ class Compression:
             self.compressor.rescale(scale / before)
         self._loss_scale = scale
 
+    def renumber(self, rank: int, size: int) -> None:
+        """Notes that this rank is another one, of others, from now on."""
+        self._rank, self._size = rank, size
+
+    def progress(self) -> StateDict:
+        """How far training is: what all ranks know alike, without residuals."""
+        own: StateDict = {
+            key: value for key, value in self.compressor.state_dict().items() if not isinstance(value, Tensor)
+        }
+        return own | {PREFIX + "loss_scale": float(self._loss_scale), PREFIX + "dirty": int(self.dirty)}
+
+    def take_progress(self, progress: Mapping[str, StateValue]) -> None:
+        """Goes on where other ranks are, without residuals."""
+        own = {key: value for key, value in progress.items() if not key.startswith(PREFIX)}
+        self.compressor.load_state_dict(own)
+        self._loss_scale = float(progress[PREFIX + "loss_scale"])
+        self._dirty = bool(progress[PREFIX + "dirty"])
+
     def take_saved_transfers(self) -> Tensor | None:
         """The transfers of the step before this one, where that step is in a state that was just loaded; else None."""
         saved, self._saved_transfers = self._saved_transfers, None

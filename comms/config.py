@@ -60,6 +60,14 @@ class Config:
     tune_profile: str | None = None
     """File that the tuner's result is kept in and read from (own on every rank; rank 0's counts); None keeps none."""
 
+    elastic: bool = False
+    """Training goes on where ranks or nodes are lost, among those that are left; see
+    docs/how-to/survive_a_lost_node.md."""
+
+    join: str | None = None
+    """HOST:PORT of the store of a running elastic job, which this process joins (own on every rank); None starts a job
+    with the other ranks."""
+
     timeout: timedelta = timedelta(minutes=5)
     """A collective that takes longer fails on all ranks."""
 
@@ -104,6 +112,7 @@ class Config:
             ("timeout", timedelta),
             ("probe", bool),
             ("tune", bool),
+            ("elastic", bool),
             ("nic_per_rank", bool),
         ):
             value = getattr(self, name)
@@ -114,6 +123,10 @@ class Config:
         _check_choice("plan", self.plan, PLANS)
         _check_choice("fusion", self.fusion, FUSIONS)
         _check_choice("transport", self.transport, TRANSPORTS)
+        if self.elastic and self.transport == "mpi":
+            raise ValueError("`elastic` is set and `transport` is mpi; wanted gloo or nccl")
+        if self.join is not None and not self.join.rpartition(":")[2].isdigit():
+            raise ValueError(f"`join` is {self.join!r}; wanted HOST:PORT of the running job's store")
         if self.chunks < 0:
             raise ValueError(f"`chunks` is {self.chunks}; wanted 0 (the planner chooses) or a positive number")
         if self.timeout <= timedelta(0):
@@ -189,7 +202,7 @@ class Config:
 
     def shared(self) -> dict[str, str]:
         """The fields that must agree on all ranks, as text."""
-        own = {"hostname", "location", "tune_profile", "nic_bytes_per_second"}
+        own = {"hostname", "location", "tune_profile", "nic_bytes_per_second", "join"}
         return {
             entry.name: _plain(getattr(self, entry.name)) for entry in dataclasses.fields(self) if entry.name not in own
         }
@@ -389,6 +402,8 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "PROBE": ("probe", _switch),
     "TUNE": ("tune", _switch),
     "TUNE_PROFILE": ("tune_profile", str),
+    "ELASTIC": ("elastic", _switch),
+    "JOIN": ("join", str),
     "TIMEOUT_SECONDS": ("timeout", _seconds),
     "HOSTNAME": ("hostname", str),
     "LOCATION": ("location", _units),

@@ -80,7 +80,11 @@ def unwrap(done: Open) -> Tensor:
     """
     value = done.value()
     if isinstance(value, BaseException):
-        raise value
+        try:
+            raise value.with_traceback(None)
+        finally:
+            # The traceback keeps this frame, and the future keeps the error: a circle through C++, never collected.
+            del done, value
     return value
 
 
@@ -516,18 +520,18 @@ class Executor:
             row.seconds += self._clock.between(began, ended)
             row.timed_calls += calls
 
-    def close(self) -> None:
+    def close(self, seconds: float = CLOSING_SECONDS) -> None:
         """Ends all lanes when the launches under way have ended; later launches fail.
 
-        Those that have not ended after `CLOSING_SECONDS` (a rank they need is gone, say) are given up, and their
-        futures completed with an error. Called from a lane (by the garbage collector, say), it waits for nothing.
+        Those that have not ended after so many seconds (a rank they need is gone, say) are given up, and their futures
+        completed with an error. Called from a lane (by the garbage collector, say), it waits for nothing.
         On CUDA it waits as long for the device, and gives up nothing: see `is_under_way`.
         """
         self._lanes.close()
         self._closed = True
         if threading.current_thread() in self._threads:
             return
-        deadline = time.monotonic() + CLOSING_SECONDS
+        deadline = time.monotonic() + seconds
         while not self._interrupted and self._device_is_busy and time.monotonic() < deadline:
             time.sleep(CLOSING_LOOK_SECONDS)
         for thread in self._threads:
@@ -538,6 +542,13 @@ class Executor:
                 f"gradwire was closed on rank {self._rank} while an all-reduce was under way", ()
             )
             self._give_up(job, self._failure)
+        if self._failure is not None:  # futures keep it, and its frames what was under way: gloo's works, and so on
+            self._failure.__traceback__ = self._failure.__context__ = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no lane runs any more: nothing touches the memory of a launch from here on."""
+        return not any(thread.is_alive() for thread in self._threads)
 
     @property
     def is_under_way(self) -> bool:

@@ -7,11 +7,12 @@ is narrowed.
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,21 +25,36 @@ from gradwire.comms.autotune.profile import fingerprint
 from gradwire.comms.autotune.stepwatch import JobAdvice, StepWatch, advise_job
 from gradwire.comms.autotune.tune import Tuning
 from gradwire.comms.autotune.unit_rates import REMEASURE_STEPS, measure_units
-from gradwire.comms.bootstrap.compat import GradBucket, Store, queue_end_of_backward, store_of, why_no_ddp_hook
+from gradwire.comms.bootstrap.compat import (
+    GradBucket,
+    PrefixStore,
+    Store,
+    queue_end_of_backward,
+    store_of,
+    swap_process_group,
+    why_no_ddp_hook,
+)
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.checkpoint import JOB, NAMED, Checkpoint, gather, normalize, pack, unpack
-from gradwire.comms.communicator import Communicator
+from gradwire.comms.communicator import Communicator, Oversight
 from gradwire.comms.compression import Compression, LossScaler
 from gradwire.comms.config import Config
+from gradwire.comms.elastic.group import ElasticGroup
+from gradwire.comms.elastic.joining import Requests, ask, find_job, job_key, unprefixed
+from gradwire.comms.elastic.membership import Membership, View
+from gradwire.comms.elastic.step import Kept, agree
+from gradwire.comms.elastic.survive import EpochBoard, Survivor, oversight
+from gradwire.comms.elastic.transfer import Carried, StateTransfer, load_module
 from gradwire.comms.execute import Bucket, FutureTensor, Launch
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.plan.advise import BUCKET_NBYTES
 from gradwire.comms.report import Report
-from gradwire.comms.resume import Resume
+from gradwire.comms.resume import COLUMNS, Resume, to_rows
 from gradwire.compressors.base import Layout, StateDict
 from gradwire.compressors.optim.first_step import Check, check_at_first_step, withdraw
+from gradwire.compressors.routed import Routed
 from gradwire.compressors.rules import warn_of_idle
 
 log = logging.getLogger("gradwire")
@@ -67,54 +83,127 @@ UNNAMED = (
     "gradwire.HookState(model) or state.bind(model) before the first step, for rules that match its names."
 )
 
+OnChange = Callable[[View, View], None]
+"""Called with the ranks as they were and as they are; see `HookState`."""
+
 _numbers: "dict[str, count[int]]" = {}
 """Process group -> numbers for the states that are made on it, in the same order on all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Peers:
+    """The ranks that connect.
+
+    Attributes:
+        store: Shared by all of them.
+        name: Unique in the store; equal on all ranks, which connect their states in the same order.
+        rank: This one.
+        size: How many.
+        group: Torch's group of them; None in elastic training, once the ranks have changed.
+        oversight: In elastic training, who hears of a failure.
+    """
+
+    store: Store
+    name: str
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+    oversight: Oversight | None = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, oversight: Oversight | None) -> "_Peers":
+        """The ranks of a group of torch's."""
+        return cls(store_of(group), cls.name_in(group), group.rank(), group.size(), group, oversight)
+
+    @classmethod
+    def name_in(cls, group: dist.ProcessGroup | None) -> str:
+        """The name of the next state of a group."""
+        assert group is not None
+        return f"hook{next(_numbers.setdefault(group.group_name, count()))}"
 
 
 class _Connection:
     """What a state has once its ranks have connected.
 
     Args:
-        group: The ranks; all of them connect their states in the same order.
+        peers: The ranks.
         device: Where the gradients are.
         config: What the user set.
         names: Which parameter is which.
+        previous: What there was before the ranks have changed; its compressor goes on.
+        joined: Ranks have joined, which know nothing of what others have learned of links and cuts.
 
     Raises:
         RuntimeError: A rank did not join within the time-out.
         ValueError: A rank joined with another world size or configuration.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, config: Config, names: ParameterNames) -> None:
-        self.group = group
+    def __init__(
+        self,
+        peers: _Peers,
+        device: torch.device,
+        config: Config,
+        names: ParameterNames,
+        previous: "_Connection | None" = None,
+        joined: bool = False,
+    ) -> None:
+        self.group = peers.group
         self._config = config
-        self.compression = _compression(config, names, group)
-        store, name = store_of(group), f"hook{next(_numbers.setdefault(group.group_name, count()))}"
-        compressor = self.compression.compressor if self.compression else None
+        self.compression: Compression | None = previous.compression if previous else _compression(config, names, peers)
+        name, compressor = peers.name, self.compression.compressor if self.compression else None
         self.communicator = Communicator(
-            store, group.rank(), group.size(), device, config, name=name, compressor=compressor, group=group
+            peers.store,
+            peers.rank,
+            peers.size,
+            device,
+            config,
+            name=name,
+            compressor=compressor,
+            group=peers.group,
+            oversight=peers.oversight,
         )
         weakref.finalize(self, self.communicator.close)  # also where something below raises
         self.communicator.executor.checking = self.compression is not None
         store = self.communicator.plain_store
         threshold_nbytes = round(config.fusion_mb * 2**20)
-        self.fusion = Fusion(FusionPlan(threshold_nbytes=threshold_nbytes))
+        first = FusionPlan(threshold_nbytes=threshold_nbytes)
+        self.fusion: Fusion = Fusion(previous.fusion.plan if previous and not joined else first)
+        self.agrees = previous is None and not joined
+        """Whether what payloads are decoded with is the same on all ranks."""
         self.fusion_plans = self._consensus(store, f"fusion/{name}", FUSION_TIMEOUT)
         self.units: Consensus | None = None
-        if config.learns_cuts or config.probe:
+        if previous is not None and not joined:
+            self._go_on(previous)
+        if previous is not None or joined:
+            self._move_state()
+        elif config.learns_cuts or config.probe:
             probe(self.communicator, self._consensus(store, f"probe/{name}", config.timeout))
             self.units = self._consensus(store, f"units/{name}", config.timeout)
             measure_units(self.communicator, self.units)
         self.communicator.routes.settle(threshold_nbytes or BUCKET_NBYTES)
         self.communicator.connect(threshold_nbytes or BUCKET_NBYTES)
         self.watch = StepWatch(self.communicator.clock)
-        self.observer = Observer(self.communicator, config, group)
+        self.observer = Observer(self.communicator, config, peers.group)
+        if previous is not None:
+            self.observer.follow(previous.observer)
         weakref.finalize(self, self.observer.close)
         self.tuning: Tuning | None = None
-        if config.learns_cuts:
+        if config.learns_cuts and previous is None and not joined:
             self.tuning = Tuning(
                 self.communicator, self.fusion, store, name, fingerprint(names.shapes), clock=self.communicator.clock
             )
+
+    def _go_on(self, previous: "_Connection") -> None:
+        """Takes over what was learned with the ranks before: the links' rates."""
+        routes, before = self.communicator.routes, previous.communicator.routes
+        if before.is_measured and before.cluster.depth == routes.cluster.depth:
+            routes.measured(before.cluster.levels)
+
+    def _move_state(self) -> None:
+        """Has the compressor's state move to the ranks that own it now."""
+        if self.compression is not None:
+            self.compression.renumber(self.communicator.rank, self.communicator.size)
+            self.communicator.state_loaded()
 
     def _consensus(self, store: Store, name: str, timeout: timedelta) -> Consensus:
         own = PollingStore(store, self._config.timeout, ranks=self.communicator.size)
@@ -128,6 +217,11 @@ class HookState:
         model_or_group: The DDP model, or any module (its parameter names are used), or a process group; None binds to
             the default group at the first bucket, for frameworks that want the state before the model exists.
         config: The configuration; by default what the environment gives.
+        carries: In elastic training, what a process that joins must know besides the model: the optimizer, and whatever
+            else has a `state_dict`: scheduler, GradScaler, data loader. The same on all ranks, in the same order.
+            Without it nobody can join.
+        on_change: In elastic training, called with (old, new) `View`s at the end of the first step that other ranks
+            have made than the one before, from inside of `loss.backward()`: the place to deal out the data anew.
         **options: Fields of `Config` by name; they win over the environment.
 
     Raises:
@@ -141,6 +235,8 @@ class HookState:
         model_or_group: nn.Module | dist.ProcessGroup | None = None,
         *,
         config: Config | None = None,
+        carries: Sequence[Carried] = (),
+        on_change: OnChange | None = None,
         **options: object,
     ) -> None:
         if config is not None and options:
@@ -164,9 +260,26 @@ class HookState:
         self._buckets: list[Bucket] = []
         self._transfers: list[Layout] = []
         self._resume: Resume | None = None
+        self._carries = tuple(carries)
+        self._on_change = on_change
+        self._survivor: Survivor | None = None
+        self._kept: Kept | None = None
+        self._told: View | None = None
+        """The ranks that the user knows of."""
+        self._requests: Requests | None = None
+        self._listed = 0
+        """The list of those that join before the next step; 0 where nobody does."""
+        self._last_rows: list[list[int]] = []
+        """The transfers of the last step, for those that join."""
+        self._next_rows: Tensor | None = None
+        """The transfers of the next step, where ranks have joined whose buckets are others."""
+        self._model: weakref.ref[DistributedDataParallel] | None = None
         self._pending: Checkpoint | None = None
         """A state that was loaded before the ranks had connected."""
         self._check: Check | None = None
+        for name, given in (("on_change", on_change), ("carries", carries), ("join", self.config.join)):
+            if given and not self.config.elastic:
+                raise ValueError(f"`{name}` is given but `elastic` is not set: pass elastic=True, too")
         if isinstance(model_or_group, nn.Module):
             self.bind(model_or_group)
         elif isinstance(model_or_group, dist.ProcessGroup):
@@ -209,12 +322,39 @@ class HookState:
         parameter = next(model.parameters(), None)
         if parameter is None:
             raise ValueError("`model` has no parameters: there is nothing to reduce")
+        if self.config.elastic and not isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                f"`elastic` is set, and `model` is a {type(model).__name__}; wanted the DistributedDataParallel model: "
+                "its own process group has to change with the ranks"
+            )
+        if self.config.elastic and isinstance(model, DistributedDataParallel):
+            self._model = weakref.ref(model)
+        if self.config.elastic and getattr(model, "skip_all_reduce_unused_params", False):
+            raise ValueError(
+                "`elastic` is set, and `model` skips the all-reduce of unused parameters; wanted "
+                "skip_all_reduce_unused_params=False: without a step's last bucket it has no end"
+            )
         self._connect(parameter.device)
+        if self._survivor is not None and isinstance(model, DistributedDataParallel):
+            self._group = ElasticGroup(self._survivor)
+            swap_process_group(model, self._group)
+            model.register_forward_pre_hook(_TakeIn(weakref.ref(self)), prepend=True)
 
     def unbind(self, model: nn.Module) -> None:
         """Ends the state because another hook has taken its place on `model`; its optimizer is not checked any more."""
         withdraw(model, self._check)
         self.close()
+
+    @property
+    def view(self) -> View:
+        """In elastic training: which ranks there are now, and which of them is this one.
+
+        Raises:
+            RuntimeError: `elastic` is not set, or the ranks have not connected.
+        """
+        if self._survivor is None:
+            raise RuntimeError("there is no view: `elastic` is not set, or no model is bound yet")
+        return self._survivor.view
 
     def report(self) -> Report:
         """Calls, bytes and seconds of every phase so far, and the plans in use with their reasons.
@@ -357,7 +497,7 @@ class HookState:
             self._take_over(self._connection, found)
 
     def _take_over(self, connection: _Connection, state: Checkpoint) -> None:
-        own = unpack(state, connection.group.rank(), connection.group.size())
+        own = unpack(state, connection.communicator.rank, connection.communicator.size)
         if own is None:
             return
         named = own.pop(NAMED, None)
@@ -375,6 +515,9 @@ class HookState:
         """Ends the threads and releases shared memory; happens by itself when the state is collected or at exit."""
         if self._connection is not None:
             self._connection.observer.close()
+        if self._survivor is not None:
+            self._survivor.close()
+        elif self._connection is not None:
             self._connection.communicator.close()
 
     def reduce(self, bucket: GradBucket) -> FutureTensor:
@@ -397,9 +540,11 @@ class HookState:
 
     def _reduce(self, bucket: GradBucket, flat: Tensor, connection: _Connection) -> FutureTensor:
         if flat.layout != torch.strided:
+            if self._survivor is not None:
+                raise TypeError("a sparse gradient in elastic training; wanted dense ones: nn.Embedding(sparse=False)")
             return _reduce_sparse(flat, connection)
         layout = None
-        if connection.compression is not None:
+        if connection.compression is not None or self._survivor is not None:
             parameters = tuple(map(id, bucket.parameters()))
             layout = self.names.layouts.get(parameters) or self.names.layout(bucket)
         index, contents = len(self._buckets), connection.observer.contents
@@ -407,7 +552,16 @@ class HookState:
             contents[index] = flat.numel(), self.names.known(bucket.parameters())
         arrived = Bucket.of(flat, layout, connection.communicator.clock.now() if self._timed else None, index)
         self._buckets.append(arrived)
-        if self._resume is not None and layout is not None:
+        if self._kept is not None:
+            return self._kept.add(arrived, lambda: self._travel(connection, arrived))
+        self._travel(connection, arrived)
+        return arrived.result()
+
+    def _travel(self, connection: _Connection, arrived: Bucket) -> None:
+        """Launches what is due now that a bucket has arrived."""
+        if self._survivor is not None and not connection.agrees:
+            self._agree(connection, self._survivor)
+        if self._resume is not None and arrived.layout is not None:
             self._resume.add(arrived)
         else:
             self._launch(connection, connection.fusion.add(arrived))
@@ -415,7 +569,6 @@ class HookState:
                 self._launch(connection, connection.fusion.flush())
         if self._resume is not None and self._resume.is_complete:
             self._launch_resumed(connection)
-        return arrived.result()
 
     def advise(self, optimizer: str = "sgd") -> JobAdvice:
         """Recommends a plan and a compressor, from what this rank has measured, and says what could be gained at most.
@@ -470,11 +623,84 @@ class HookState:
                 )
             group = self._group or dist.group.WORLD
             assert group is not None
-            self._connection = _Connection(group, device, self.config, self.names)
+            if self.config.join is not None:
+                self._join(self.config.join, device)
+            elif self.config.elastic:
+                self._connect_elastic(group, device)
+            else:
+                self._connection = _Connection(_Peers.of(group, None), device, self.config, self.names)
+            assert self._connection is not None
             pending, self._pending = self._pending, None
             if pending is not None:
                 self._take_over(self._connection, pending)
         return self._connection
+
+    def _connect_elastic(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        first = oversight(0, group.rank(), group.size(), self.config.timeout)
+        peers = _Peers.of(group, first)
+        name = peers.name
+        self._connection = _Connection(peers, device, self.config, self.names)
+        communicator = self._connection.communicator
+        view = View(0, group.rank(), tuple(f"rank {rank}" for rank in range(group.size())))
+        prefix = f"gradwire/elastic/{name}/{communicator.start_name}"
+        outside = unprefixed(communicator.plain_store)
+        membership = Membership(PrefixStore(prefix, outside), view, self.config.timeout)
+        assert isinstance(first.board, EpochBoard)
+        first.board.membership = membership
+        if self._carries:
+            self._requests = Requests(PrefixStore(prefix, outside), self.config.timeout, self.config.shared())
+            if view.rank == 0:
+                outside.set(job_key(name), prefix)
+        self._survive(membership, communicator, joins=False)
+
+    def _join(self, address: str, device: torch.device) -> None:
+        """Joins a running job: waits until it takes this process in, and takes over its state."""
+        if not self._carries:
+            raise ValueError("`join` is set and `carries` is empty; wanted the optimizer in it, as in the running job")
+        name = _Peers.name_in(self._group or dist.group.WORLD)
+        store = find_job(address, name, self.config.timeout)
+        self._requests = Requests(store, self.config.timeout, self.config.shared())
+        while self._survivor is None:
+            view = ask(store, self.config.shared(), self.config.timeout)
+            membership = Membership(store, view, self.config.timeout)
+            try:
+                peers = _Peers(
+                    membership.store,
+                    "hook",
+                    view.rank,
+                    view.size,
+                    None,
+                    oversight(view.epoch, view.rank, view.size, self.config.timeout, membership),
+                )
+                self._connection = _Connection(peers, device, self.config, self.names, joined=True)
+                self._survive(membership, self._connection.communicator, joins=True)
+                self._exchange_state(view.joined)
+            except (RuntimeError, OSError) as error:
+                log.warning("could not join, and asks again: %s", error)
+                membership.close(orderly=False)
+                self._survivor = self._connection = None
+
+    def _survive(self, membership: Membership, communicator: Communicator, *, joins: bool) -> None:
+        this = weakref.ref(self)
+
+        def rebuild(view: View, store: Store, oversight: Oversight) -> Communicator:
+            state = this()
+            assert state is not None
+            return state._rebuild(view, store, oversight)
+
+        survivor = Survivor(membership, communicator, rebuild, self.config.timeout, joins=joins)
+        weakref.finalize(self, survivor.close)
+        self._survivor, self._told = survivor, survivor.view
+
+    def _rebuild(self, view: View, store: Store, oversight: Oversight) -> Communicator:
+        """In elastic training: connects the ranks of a new epoch."""
+        previous = self._connected("elastic training")
+        peers = _Peers(store, "hook", view.rank, view.size, None, oversight)
+        made = _Connection(
+            peers, previous.communicator.device, self.config, self.names, previous, joined=bool(view.joined)
+        )
+        self._connection = made
+        return made.communicator
 
     def _begin_step(self, connection: _Connection) -> None:
         self._in_step = True
@@ -487,7 +713,7 @@ class HookState:
         communicator = connection.communicator
         if communicator.device.type == "cuda":
             communicator.executor.timing = is_timed(self.steps) or connection.observer.wants_times
-        if connection.units is not None and self.steps and self.steps % REMEASURE_STEPS == 0:
+        if connection.units is not None and self._survivor is None and self.steps and self.steps % REMEASURE_STEPS == 0:
             measure_units(communicator, connection.units, again=True)
         connection.observer.step_began()
         self._timed = connection.tuning is not None or communicator.executor.timing
@@ -497,15 +723,130 @@ class HookState:
                     connection.compression.begin_step()
             saved = connection.compression.take_saved_transfers()
             self._resume = None if saved is None else Resume(saved)
+        if self._survivor is not None:
+            rows, self._next_rows = self._next_rows, None
+            self._resume = Resume(rows) if rows is not None else self._resume
+            self._kept = Kept(connection.communicator, self._resume.rows if self._resume else None)
 
     def _last_came(self, connection: _Connection) -> None:
         """Holds nothing back any more: DDP may wait for the futures before it returns to autograd."""
         self._last_bucket_came = self._announces_last = True
+        if self._kept is not None:
+            self._settle()
+        else:
+            self._release(connection)
+        if not self._in_backward:
+            self._end_step()
+
+    def _agree(self, connection: _Connection, survivor: Survivor) -> None:
+        """Has all ranks decode payloads alike: what that takes may be on some nodes alone after a change."""
+        routed = connection.compression.compressor if connection.compression is not None else None
+        if isinstance(routed, Routed) and (stores := routed.shared()):
+            agree(stores, self.names.numels(), connection.communicator, survivor.wait)
+        connection.agrees = True
+
+    def _release(self, connection: _Connection) -> None:
         self._launch(connection, connection.fusion.flush())
         self._launch_resumed(connection)
         connection.communicator.executor.release()
-        if not self._in_backward:
-            self._end_step()
+
+    def _settle(self) -> None:
+        """In elastic training: returns when the step's gradients are averaged on all ranks that are left."""
+        kept, survivor = self._kept, self._survivor
+        if kept is not None and survivor is not None and not kept.settled:
+            like = torch.zeros(1, dtype=torch.int64, device=survivor.communicator.device)
+            listed = survivor.complete(lambda: self._attempt(kept, survivor), like)
+            kept.settle()
+            self._listed = int(like.copy_(listed).item()) if listed is not None else 0
+
+    def _attempt(self, kept: Kept, survivor: Survivor) -> Tensor:
+        """Sends the step's gradients, or sends them again, and returns when all ranks have the averages.
+
+        Returns:
+            The number of the list of those that want to join; int64, one element.
+
+        Raises:
+            RuntimeError: A rank was lost.
+        """
+        connection = self._connected("backward()")
+        communicator = connection.communicator
+        if kept.belongs_to(communicator):
+            kept.check()
+        else:
+            self._transfers.clear()
+            if connection.compression is not None:
+                with communicator.alone():
+                    connection.compression.compressor.end_step(False)
+            self._buckets = kept.restore(communicator)
+            self._resume = None if kept.rows is None else Resume(kept.rows)
+            for bucket in self._buckets:
+                self._travel(connection, bucket)
+        self._release(connection)
+        kept.wait()
+        communicator.rejoin()
+        looks = self._requests is not None and communicator.rank == 0
+        listed = torch.tensor([self._requests.look() if looks and self._requests else 0], device=communicator.device)
+        return survivor.wait(communicator.all_reduce(listed))
+
+    def take_in(self) -> None:
+        """In elastic training: takes in processes that wait; called by the model before each forward pass."""
+        if not self._listed or self._in_step or self._survivor is None or self._requests is None:
+            return
+        listed, self._listed = self._listed, 0
+        newcomers = self._requests.listed(listed)
+        self._survivor.admit(newcomers, self._requests)
+        self._exchange_state([name for _, name in newcomers])
+        self._tell_change()
+
+    def _exchange_state(self, names: Sequence[str]) -> None:
+        """Gives rank 0's state to those that have joined; all ranks."""
+        survivor, model = self._survivor, self._model() if self._model else None
+        assert survivor is not None and model is not None
+        joins = survivor.view.members[survivor.view.rank] in names
+        found: dict[str, Any] = {}
+
+        def attempt() -> Tensor:
+            found.clear()
+            if set(names) & set(survivor.view.members):
+                found.update(StateTransfer(survivor.communicator, survivor.wait).run(self._own_state, wanted=joins))
+            return survivor.wait(survivor.communicator.all_reduce(torch.zeros_like(like)))
+
+        like = torch.zeros(1, dtype=torch.int64, device=survivor.communicator.device)
+        survivor.complete(attempt, like)
+        if not found:
+            return
+        self._next_rows = torch.tensor(found["rows"], dtype=torch.int64).view(-1, COLUMNS) if found["rows"] else None
+        if joins:
+            self._take_state(model, found)
+        else:
+            swap_process_group(model, model.process_group)
+
+    def _own_state(self) -> dict[str, object]:
+        """What a process that joins has to know."""
+        model = self._model() if self._model else None
+        compression = self._connected("elastic training").compression
+        assert model is not None
+        return {
+            "steps": self.steps,
+            "rows": self._last_rows,
+            "model": model.module.state_dict(),
+            "carried": [each.state_dict() for each in self._carries],
+            "compression": {} if compression is None else compression.progress(),
+        }
+
+    def _take_state(self, model: DistributedDataParallel, found: Mapping[str, Any]) -> None:
+        load_module(model.module, found["model"])
+        if len(found["carried"]) != len(self._carries):
+            raise ValueError(
+                f"`carries` has {len(self._carries)} entries here and {len(found['carried'])} in the running job; "
+                "wanted the same objects in the same order"
+            )
+        for each, state in zip(self._carries, found["carried"], strict=True):
+            each.load_state_dict(state)
+        self.steps = found["steps"]
+        compression = self._connected("elastic training").compression
+        if compression is not None:
+            compression.take_progress(found["compression"])
 
     def _backward_ended(self) -> None:
         """Called by autograd; too early where the first bucket came in a checkpoint that runs a backward of its own."""
@@ -533,6 +874,8 @@ class HookState:
 
     def _end_step(self) -> None:
         """Runs once at the end of each backward pass, on all ranks at the same point of the sequence of buckets."""
+        self._settle()
+        self._kept = None
         connection = self._connected("backward()")
         self._in_step = False
         self.steps += 1
@@ -545,6 +888,8 @@ class HookState:
         communicator.executor.read_times()
         buckets, self._buckets = self._buckets, []
         transfers, self._transfers = self._transfers, []
+        if self._requests is not None:
+            self._last_rows = to_rows(transfers).tolist()
         if connection.compression is not None:
             if communicator.device.type == "cuda":
                 try:
@@ -563,6 +908,20 @@ class HookState:
         connection.observer.step_ended(self.steps, buckets, self.report)
         if connection.tuning is not None:
             connection.tuning.step_ended([each.arrived for each in times if each.arrived is not None])
+        self._tell_change()
+
+    def _tell_change(self) -> None:
+        """In elastic training: tells the user that other ranks have made this step than the one before."""
+        if self._survivor is None or self._told is None or self._survivor.view.epoch == self._told.epoch:
+            return
+        old, now = self._told, self._survivor.view
+        lost = tuple(name for name in old.members if name not in now.members)
+        joined = tuple(name for name in now.members if name not in old.members)
+        new = self._told = replace(now, lost=lost, joined=joined)
+        if lost and self._compresses:
+            log.warning("what the compressor held back on %s is lost; its norm is unknown", ", ".join(lost))
+        if self._on_change is not None:
+            self._on_change(old, new)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HookState":
         """A copy of a DDP model loses its hook; its state starts anew, unbound, and says so."""
@@ -575,6 +934,31 @@ class HookState:
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the configuration alone: threads and connections stay with the process."""
         return _restore, (self.config,)
+
+
+class _TakeIn:
+    """Forward pre-hook of an elastic model; called by all ranks alike in training, which an evaluation need not be.
+
+    Args:
+        state: The model's; not kept alive.
+    """
+
+    def __init__(self, state: "weakref.ref[HookState]") -> None:
+        self._state = state
+
+    def __call__(self, model: nn.Module, inputs: object) -> None:
+        """Takes in processes that wait, before a step."""
+        state = self._state()
+        if state is not None and model.training and torch.is_grad_enabled():
+            state.take_in()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A copy of the model has no state."""
+        return _TakeIn, (_no_state,)
+
+
+def _no_state() -> None:
+    """Of a copied model."""
 
 
 def is_timed(step: int) -> bool:
@@ -616,10 +1000,10 @@ def _reduce_sparse(sparse: Tensor, connection: _Connection) -> FutureTensor:
     return future
 
 
-def _compression(config: Config, names: ParameterNames, group: dist.ProcessGroup) -> Compression | None:
+def _compression(config: Config, names: ParameterNames, peers: _Peers) -> Compression | None:
     if config.compressor in (None, "none"):
         return None
-    compression = Compression(config.compressor, config.compressor_options, config.rules, group.rank(), group.size())
+    compression = Compression(config.compressor, config.compressor_options, config.rules, peers.rank, peers.size)
     compression.compressor.bind_model(names.numels())
     return compression
 

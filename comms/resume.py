@@ -63,7 +63,7 @@ class Resume:
     """
 
     def __init__(self, rows: Tensor) -> None:
-        self._rows = rows
+        self.rows = rows
         self._buckets: list[Bucket] = []
 
     def add(self, bucket: Bucket) -> None:
@@ -73,12 +73,12 @@ class Resume:
     @property
     def is_complete(self) -> bool:
         """Whether as many elements have come as were in the transfers of the step that was saved."""
-        return sum(bucket.flat.numel() for bucket in self._buckets) >= int(self._rows[:, -1].sum())
+        return sum(bucket.flat.numel() for bucket in self._buckets) >= int(self.rows[:, -1].sum())
 
     def end_step(self) -> list[Launch]:
         """What is to be launched; all ranks, at the same point of the sequence of buckets."""
         present = [bucket.layout for bucket in self._buckets if bucket.layout is not None]
-        transfers = from_rows(self._rows, present)
+        transfers = from_rows(self.rows, present)
         if transfers is None:
             log.warning(
                 "the loaded state is of a step with other parameters than this one: training goes on with what it "

@@ -1,5 +1,7 @@
 """One bit an element: the sign, and the mean magnitude of each block of 1024 elements."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from gradwire.compressors.element_scale import ElementScale
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.kernels.reference import onebit_nbytes
 from gradwire.compressors.quantize import QuantizeCodec
+from gradwire.compressors.residual import ElementStore
 from gradwire.compressors.two_stage import TwoStage
 
 
@@ -104,6 +107,10 @@ class OneBit(TwoStage):
     def prepare(self, device: torch.device) -> None:
         """See `TwoStage.prepare`."""
         _ = KERNELS_ON[device.type]
+
+    def shared(self) -> Sequence[ElementStore]:
+        """See `Stateful.shared`: the units, and the sums that they are made of."""
+        return () if self.scale is None else (self.scale,)
 
     def units_of(self, layout: Layout, device: torch.device) -> Tensor | None:
         """See `TwoStage.units_of`."""

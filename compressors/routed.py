@@ -22,7 +22,9 @@ from gradwire.compressors.base import (
 )
 from gradwire.compressors.dense import Dense
 from gradwire.compressors.registry import Option, make
+from gradwire.compressors.residual import ElementStore
 from gradwire.compressors.rules import DEFAULT_RULES, Rule, rules_from
+from gradwire.compressors.stateful import Stateful
 
 SEPARATOR = "|"
 """Between a route's number and a key in a state dict; parameter names are attribute paths and cannot hold it."""
@@ -148,6 +150,10 @@ class Routed:
         check_finite(finite)
         for compressor in self._compressors():
             compressor.end_step(finite)
+
+    def shared(self) -> list[ElementStore]:
+        """See `Stateful.shared`."""
+        return [store for each in self._compressors() if isinstance(each, Stateful) for store in each.shared()]
 
     def retract_step(self) -> None:
         """See `Compressor.retract_step`."""

@@ -1,6 +1,6 @@
 """What every compressor with state shares: staging and commit, saving, loading, migration, rescaling."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ class Stateful:
     def bind_model(self, numels: Mapping[str, int]) -> None:
         """See `Compressor.bind_model`."""
         self._numels = dict(numels)
+
+    def shared(self) -> Sequence[ElementStore]:
+        """Stores that hold the same in all nodes, because payloads are decoded with it: made of averages alone."""
+        return ()
 
     def end_step(self, finite: bool | Tensor) -> None:
         """See `Compressor.end_step`."""

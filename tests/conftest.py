@@ -47,6 +47,7 @@ SLOW_FOLDERS = (
     "tests/comms/bootstrap/test_failure.py",
     "tests/comms/bootstrap/test_liveness.py",
     "tests/comms/bootstrap/test_lost_rank_on_cuda.py",
+    "tests/comms/elastic",
     "tests/comms/plan/test_rank_order.py",
     "tests/comms/test_communicator.py::test_a_rank_that_gives_up",
     "tests/comms/transport/test_nccl_calls.py",

@@ -575,6 +575,16 @@ def _lazy_nccl(options: GroupOptions) -> "dist.ProcessGroupNCCL":
 
 REGISTER_BUILTIN = "_register_builtin_comm_hook"
 """DDP's method (self, BuiltinCommHookType) that registers a hook written in C++."""
+
+
+def swap_process_group(model: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+    """Has a DDP model use another process group from now on, for its buffers and the order of its buckets.
+
+    Torch's own method for it. The buckets are built anew in the next forward pass but one, as after the first step.
+    """
+    model._update_process_group(group)  # type: ignore[no-untyped-call]
+
+
 COMPILED_INSIDE = "_orig_mod"
 """What the module that `torch.compile` returns calls the module it was given."""
 

@@ -66,8 +66,8 @@ class PollingStore(Store):
         self._store = store
         self._seconds = timeout.total_seconds()
         self._ranks = ranks
-
-        self._client = _client_of(store)
+        self._root = _root(store)  # kept: or torch would make another object of it at each look, with a client each
+        self._client = _client_of(self._root)
 
     @property
     def plain(self) -> Store:
@@ -77,8 +77,7 @@ class PollingStore(Store):
     @property
     def host(self) -> str | None:
         """Where it is served; None where it is in this process, or nobody knows."""
-        root = _root(self._store)
-        return root.host if isinstance(root, TCPStore) else None
+        return self._root.host if isinstance(self._root, TCPStore) else None
 
     @property
     def is_answering(self) -> bool:
@@ -287,9 +286,8 @@ _clients: "weakref.WeakKeyDictionary[Store, _Client]" = weakref.WeakKeyDictionar
 _clients_lock = threading.Lock()
 
 
-def _client_of(store: Store) -> _Client | None:
+def _client_of(root: Store) -> _Client | None:
     """Who asks for all that share a connection; None for a store that answers in this process, or in Python."""
-    root = _root(store)
     if not isinstance(root, TCPStore):
         return None
     with _clients_lock:

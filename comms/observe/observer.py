@@ -37,10 +37,14 @@ TRACE_AFTER = 5
 class Observer:
     """Everything that is watched of one communicator's steps.
 
+    In elastic training nothing that asks the other ranks in an all-reduce: no stragglers, no trace. A step that is
+    repeated ends in one epoch on some ranks and in the next one on others, which would not ask alike.
+
     Args:
         communicator: Of the gradients.
         config: What is to be watched.
-        group: Of the same ranks, in the same order; gives their ranks in the default group, which messages name.
+        group: Of the same ranks, in the same order; gives their ranks in the default group, which messages name. None:
+            messages name the communicator's.
     """
 
     def __init__(self, communicator: Communicator, config: Config, group: dist.ProcessGroup | None = None) -> None:
@@ -56,7 +60,7 @@ class Observer:
             return
         ranks = tuple(range(communicator.size)) if group is None else tuple(dist.get_process_group_ranks(group))
         contents = self.contents
-        if config.straggler_every:
+        if config.straggler_every and not config.elastic:
             self._stragglers = StragglerWatch(
                 communicator, config.straggler_every, lambda index: contents.get(index, (0, ()))[1], ranks
             )
@@ -115,6 +119,8 @@ class Observer:
         """Traces the next steps; see `HookState.trace`."""
         if steps < 1:
             raise ValueError(f"`steps` is {steps}; wanted a number of steps >= 1")
+        if self._config.elastic:
+            raise RuntimeError("`elastic` is set: steps of elastic training cannot be traced, as ranks may repeat them")
         if self._trace is not None:
             raise RuntimeError("a trace is being made already: wait for its last step")
         problem: OSError | None = None
@@ -149,6 +155,11 @@ class Observer:
         if self._stall is not None:
             found = replace(found, stall=self._stall.last, stalls=self._stall.count)
         return found
+
+    def follow(self, previous: "Observer") -> None:
+        """Takes over from the observer of other ranks, which ends: metrics go on in the same file, at the same port."""
+        self._metrics, previous._metrics = previous._metrics, None
+        previous.close()
 
     def close(self) -> None:
         """Ends the threads."""

@@ -259,6 +259,11 @@ class Routes(dict[RouteKey, Route]):
         self._measured = True
         self.clear()
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether the links are as `measured` says."""
+        return self._measured
+
     def describe_links(self) -> str:
         """The rates that plans are predicted with, in one line."""
         rates = ", ".join(

@@ -20,7 +20,7 @@ from gradwire.comms.lanes import Lane
 from gradwire.comms.transport import mpi, nccl
 from gradwire.comms.transport.nccl import CLOSE_SECONDS, INTER_NODE_CTAS, NcclGroups, NcclTransport, describe_ranks
 from gradwire.comms.transport.shm import ShmGroup
-from gradwire.comms.transport.torch_group import Alarm, connect_gloo
+from gradwire.comms.transport.torch_group import Alarm, GlooTransport, connect_gloo
 from gradwire.compressors.base import Work
 
 
@@ -156,6 +156,12 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             if isinstance(group, ShmGroup | NcclTransport):
                 group.abort(reason)
 
+    def disconnect(self) -> None:
+        """Ends gloo's connections: what is under way on them fails at once, at both ends. Any thread."""
+        for group in list(self.values()):
+            if isinstance(group, GlooTransport):
+                group.disconnect()
+
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Releases shared memory and connections; none is made any more.
 
@@ -165,6 +171,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             seconds: For what is under way in them, in all.
         """
         self._closed = True
+        if self._reason is not None:  # or gloo's destructors would wait for what is under way
+            self.disconnect()
         deadline = time.monotonic() + seconds
         for (lane, _), group in list(self.items()):
             if isinstance(group, ShmGroup):

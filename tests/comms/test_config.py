@@ -27,6 +27,8 @@ VARIABLES: dict[str, tuple[str, str, object]] = {
     "probe": ("GRADWIRE_PROBE", "1", True),
     "tune": ("GRADWIRE_TUNE", "true", True),
     "tune_profile": ("GRADWIRE_TUNE_PROFILE", "tuned.json", "tuned.json"),
+    "elastic": ("GRADWIRE_ELASTIC", "on", True),
+    "join": ("GRADWIRE_JOIN", "host:29500", "host:29500"),
     "timeout": ("GRADWIRE_TIMEOUT_SECONDS", "7.5", timedelta(seconds=7.5)),
     "hostname": ("GRADWIRE_HOSTNAME", "node7", "node7"),
     "location": ("GRADWIRE_LOCATION", "eu/rack7", ("eu", "rack7")),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gradwire.comms.bootstrap import failure
+from gradwire.comms.bootstrap.compat import PrefixStore, TCPStore
 from gradwire.comms.bootstrap.store import PollingStore, StoreUnreachableError, epoch_store
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
@@ -56,6 +57,15 @@ def test_a_server_that_is_gone_is_asked_once() -> None:
         for _ in range(2):
             with pytest.raises(StoreUnreachableError, match="is gone"):
                 store.check(["a"])
+
+
+def test_all_that_share_a_connection_ask_on_one_thread() -> None:
+    # Nobody but C++ keeps the server's own object, as after init_process_group().
+    shared = PrefixStore("job", TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    stores = [PollingStore(epoch_store(shared, f"model {number}", 0), timedelta(seconds=20)) for number in range(4)]
+    before = set(threading.enumerate())
+    assert [store.add("asked", 1) for store in (*stores, stores[0].below("deeper"))] == [1] * 5
+    assert len(set(threading.enumerate()) - before) == 1
 
 
 def test_epochs_share_nothing() -> None:

@@ -1,0 +1,155 @@
+"""The process group that DDP and users call in elastic training: its members change, the object stays.
+
+DDP broadcasts its buffers in each forward pass, and the order of its buckets once, through its own group; torch's
+default group would wait for a lost rank for ever. Everything here is small and runs to its end before it returns, as an
+operation that survives losses: all of it is an all-reduce, in which a rank that has nothing to say gives zeros.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
+
+from gradwire.comms.backend.work import FutureWork
+from gradwire.comms.bootstrap.compat import factor_of, outside_graphs
+from gradwire.comms.elastic.survive import Survivor, as_bytes
+
+SUMMED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
+
+
+class ElasticGroup(dist.ProcessGroup):
+    """Broadcasts, sums, gathers and barriers over the ranks that are left.
+
+    Args:
+        survivor: This rank's.
+    """
+
+    def __init__(self, survivor: Survivor) -> None:
+        # The stubs know the form with a store alone, for which torch makes no trampoline.
+        super().__init__(survivor.view.rank, survivor.view.size)  # type: ignore[call-arg]
+        self._survivor = survivor
+
+    def rank(self) -> int:
+        """This rank's number among those that are left."""
+        return self._survivor.view.rank
+
+    def size(self) -> int:
+        """How many ranks are left."""
+        return self._survivor.view.size
+
+    getRank = rank
+    getSize = size
+
+    def getBackendName(self) -> str:
+        """What C++ calls it."""
+        return "gradwire elastic"
+
+    name = getBackendName
+
+    @outside_graphs
+    def broadcast(self, *arguments: object, **named: object) -> dist.Work:
+        """Copies a rank's tensor to all, in place; the root is a rank of the present members."""
+        match arguments:
+            case [[Tensor() as tensor], dist.BroadcastOptions() as options] if not named:
+                root = options.rootRank
+                return self._done([self._replace(tensor, lambda: tensor if self.rank() == root else None)])
+        self._refuse("broadcast")
+
+    @outside_graphs
+    def allreduce(self, *arguments: object, **named: object) -> dist.Work:
+        """Sums and averages, in place."""
+        match arguments:
+            case [[Tensor() as tensor], AllreduceOptions() as options] if not named and tensor.dtype in SUMMED:
+                op: object = options.reduceOp
+                factor = 1.0 if op == dist.ReduceOp.SUM else factor_of(op)
+                average = op == dist.ReduceOp.AVG and tensor.is_floating_point()
+                if average or factor is not None:
+                    return self._done([self._sum(tensor, average, factor or 1.0)])
+        self._refuse("this all_reduce")
+
+    @outside_graphs
+    def allgather(self, *arguments: object, **named: object) -> dist.Work:
+        """Gives all ranks' tensors to all; `arguments` are ([outputs], [source], options)."""
+        match arguments:
+            case [[list() as outputs], [Tensor() as source], AllgatherOptions()] if not named:
+                rows = self._gather(source, len(outputs))
+                for output, row in zip(outputs, rows, strict=True):
+                    output.copy_(row.view(output.shape))
+                return self._done(outputs)
+        self._refuse("all_gather")
+
+    @outside_graphs
+    def all_gather_single(self, *arguments: object, **named: object) -> dist.Work:
+        """As `allgather`, into one tensor; `arguments` are (output, source, options)."""
+        match arguments:
+            case [Tensor() as output, Tensor() as source, *_] if not named:
+                output.copy_(self._gather(source, output.numel() // max(source.numel(), 1)).view(output.shape))
+                return self._done([output])
+        self._refuse("all_gather")
+
+    _allgather_base = all_gather_single
+
+    @outside_graphs
+    def barrier(self, *arguments: object, **named: object) -> dist.Work:
+        """Returns when all ranks have come."""
+        device = self._survivor.communicator.device
+        return self._done([self._sum(torch.ones(1, dtype=torch.int32, device=device), False, 1.0)])
+
+    def _replace(self, tensor: Tensor, own: Callable[[], Tensor | None]) -> Tensor:
+        """Fills `tensor` with the one of the rank for which `own` gives one."""
+        given = tensor.detach().clone(memory_format=torch.contiguous_format)
+
+        def attempt() -> Tensor:
+            flat = as_bytes(given.clone() if own() is not None else torch.zeros_like(given))
+            self._survivor.wait(self._survivor.communicator.all_reduce(flat))
+            return flat.view(given.dtype).view(given.shape)
+
+        result = self._survivor.complete(attempt, given)
+        assert result is not None
+        with torch.no_grad():
+            return tensor.detach().copy_(result)
+
+    def _sum(self, tensor: Tensor, average: bool, factor: float) -> Tensor:
+        given = tensor.detach().clone(memory_format=torch.contiguous_format)
+
+        def attempt() -> Tensor:
+            flat = given.clone().view(-1)
+            scale = 1.0 / self.size() if average else factor
+            self._survivor.wait(self._survivor.communicator.all_reduce(flat, scale=scale))
+            return flat.view(given.shape)
+
+        result = self._survivor.complete(attempt, given)
+        assert result is not None
+        with torch.no_grad():
+            return tensor.detach().copy_(result)
+
+    def _gather(self, source: Tensor, size: int) -> Tensor:
+        """The ranks' tensors as rows; a rank that was lost meanwhile has a row of zeros, the last one."""
+        given = source.detach().clone(memory_format=torch.contiguous_format).view(-1)
+        rows = torch.zeros((size, given.numel()), dtype=given.dtype, device=given.device)
+
+        def attempt() -> Tensor:
+            mine = torch.zeros_like(rows)
+            mine[self.rank()] = given
+            flat = as_bytes(mine)
+            self._survivor.wait(self._survivor.communicator.all_reduce(flat))
+            return mine
+
+        result = self._survivor.complete(attempt, rows)
+        assert result is not None
+        return result
+
+    def _done(self, tensors: Sequence[Tensor]) -> dist.Work:
+        devices: list[int | str | torch.device] = [tensors[0].device] if tensors and tensors[0].is_cuda else []
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=devices)
+        future.set_result(list(tensors))
+        return FutureWork(future)
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise NotImplementedError(
+            f"the group of elastic training has no {call}: wanted broadcast, all_gather, barrier, or a sum or average "
+            f"of {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in SUMMED))}, of one tensor"
+        )

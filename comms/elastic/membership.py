@@ -1,0 +1,380 @@
+"""Who is left: ranks of one job agree, after a loss, on the members of the next epoch.
+
+An epoch is the time between two changes of the members; its number is in every key that it leaves in the store, and its
+ranks are numbered anew. In each epoch a ring of connections notices within a second that a process has ended (see
+`bootstrap.liveness`), also while the training thread computes. Two rounds through the store follow, made by the rings'
+threads: each rank that hears of the loss says that it is here; the first of them waits until every other one has said
+so or is known to be gone, and writes down who is left. That word is set once, by compare-and-set: two leaders, or one
+that dies over it, cannot make two. Who is not in it has been given up by the others, and ends.
+"""
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+
+from gradwire.comms.bootstrap.compat import PrefixStore, Store
+from gradwire.comms.bootstrap.liveness import LivenessRing, has_ended
+from gradwire.comms.bootstrap.store import PollingStore, Result
+from gradwire.comms.errors import PeerError
+
+log = logging.getLogger("gradwire")
+
+CALLING_AFTER_SECONDS = 0.5
+"""After an alarm: then who has not said that it is here is called at the port of its ring. A rank's thread answers
+within milliseconds, on a busy machine within tenths of a second; of a node that is lost as a whole the ring's
+neighbours name two ranks, and this the others."""
+
+SILENCE_SECONDS = 5.0
+"""After an alarm: then who has said nothing is given up, though nobody knows that its process has ended. Longer than a
+thread waits for the GIL on a busy machine."""
+
+LEADER_SECONDS = 3.0
+"""Longer than that a leader takes: then another rank leads, which may tell as many members or fewer."""
+
+USHER_SECONDS = (0.3, 1.0, 3.0)
+"""After the beginning of an epoch: when each rank looks whether the next one is still there. The ring sees what it has
+reached; a process that ends before is seen by this."""
+
+NAP_SECONDS = 0.01
+"""Between two looks at the store, while ranks agree."""
+
+CALLERS = 32
+"""Silent ranks that are called at a time: a host that is gone takes a second for each of its addresses."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The ranks of one epoch, seen from one of them.
+
+    Attributes:
+        epoch: How often the members have changed.
+        rank: This rank's number in it, 0 <= rank < size.
+        members: Name of each rank's process, by rank; a survivor comes before all that have joined after it.
+        lost: Names of the processes that were in the epoch before and are not in this one.
+        joined: Names of those that are new.
+    """
+
+    epoch: int
+    rank: int
+    members: tuple[str, ...]
+    lost: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.members)
+
+
+class GivenUpError(PeerError):
+    """This rank cannot go on: the others have given it up, or nobody can be asked who is left."""
+
+
+class EpochStore(PollingStore):
+    """A store of one epoch: of no use, and saying why, from the moment at which a rank of that epoch is lost.
+
+    So whoever waits for the lost rank while groups are being made, gloo among them, does not wait for its time-out.
+
+    Every call raises a PeerError then.
+
+    Args:
+        store: Where the keys are.
+        timeout: As of any `PollingStore`.
+        alarm: Why the epoch is over; None while it is not.
+        ranks: As of any `PollingStore`.
+    """
+
+    def __init__(self, store: Store, timeout: timedelta, alarm: Callable[[], str | None], *, ranks: int = 1) -> None:
+        super().__init__(store, timeout, ranks=ranks)
+        self._alarm = alarm
+
+    def within(self, timeout: timedelta) -> "EpochStore":
+        """The same keys over the same connection, with another time-out."""
+        return EpochStore(self._store, timeout, self._alarm, ranks=self._ranks)
+
+    def below(self, prefix: str) -> "EpochStore":
+        """The keys that begin with `prefix/`, over the same connection."""
+        timeout = timedelta(seconds=self._seconds)
+        return EpochStore(PrefixStore(prefix, self._store), timeout, self._alarm, ranks=self._ranks)
+
+    def _ask(self, words: str, question: Callable[[], Result], seconds: float | None = None) -> Result:
+        if reason := self._alarm():
+            raise PeerError(reason)
+        return super()._ask(words, question, seconds)
+
+
+class Membership:
+    """One rank's part in the agreement. `close` ends its threads.
+
+    The rings' threads go from epoch to epoch by themselves, also while the training thread computes for long; that one
+    follows with `next`.
+
+    Args:
+        store: Shared by all ranks that were there and that may come; below a prefix of this job's start.
+        view: The first epoch's.
+        timeout: For the other ranks' answers where nothing shorter is said.
+
+    Attributes:
+        on_alarm: Called with the reason when the epoch that the training thread is in is over: wakes it where it waits
+            in a collective. From a ring's thread.
+        overdue: Asked once a second why to give up, on CUDA; None where there is time.
+        started: How many operations this rank has started; the same on all ranks at the same point.
+    """
+
+    def __init__(self, store: Store, view: View, timeout: timedelta) -> None:
+        self.on_alarm: Callable[[str], None] = lambda reason: None
+        self.overdue: Callable[[], str | None] = lambda: None
+        self.started: Callable[[], int] = lambda: 0
+        self._plain = store
+        self._store = PollingStore(store, timeout, ranks=view.size)
+        self._timeout = timeout
+        self._closed = False
+        self._changed = threading.Condition()
+        self._failure: Exception | None = None
+        self._current = self._latest = _Epoch(view)
+        self._begin(self._latest)
+
+    @property
+    def view(self) -> View:
+        """Of the epoch that the training thread is in."""
+        return self._current.view
+
+    @property
+    def store(self) -> Store:
+        """For what the ranks of this epoch tell each other."""
+        return PrefixStore(f"{self.view.epoch}/ranks", self._plain)
+
+    def alarm(self, number: int) -> str | None:
+        """Why an epoch is over, as far as this rank knows; asks nobody."""
+        epoch = self._current
+        return epoch.reason if epoch.view.epoch == number else f"epoch {number} is over"
+
+    def report(self, number: int, reason: str) -> None:
+        """Says that an operation of an epoch has failed here: it is over, for all ranks."""
+        epoch = self._current
+        if epoch.view.epoch == number:
+            self._raise_alarm(epoch, reason, ())
+
+    def next(self, seconds: float) -> View:
+        """Waits for the agreement that follows an alarm, and enters the latest epoch.
+
+        Args:
+            seconds: How long the others may take.
+
+        Raises:
+            GivenUpError: There is no next epoch for this rank.
+        """
+        epoch = self._current
+        with self._changed:
+            self._changed.wait_for(lambda: self._latest is not epoch or self._failure is not None, seconds)
+            if self._failure is not None:
+                raise GivenUpError(str(self._failure)) from self._failure
+            if self._latest is epoch:
+                raise GivenUpError(f"no agreement in {seconds:g} s on which ranks are left: {epoch.reason}")
+            self._current = self._latest
+        return self._current.view
+
+    def admit(self, names: Sequence[str]) -> View:
+        """Enters an epoch with the ranks of this one and new ones; all ranks call it at the same point.
+
+        Where one is lost meanwhile, the epoch that is entered is one without it, and without the new ones.
+
+        Args:
+            names: Of the processes that come, in the order of their ranks.
+
+        Raises:
+            GivenUpError: There is no next epoch for this rank.
+        """
+        epoch, key = self._current, f"{self.view.epoch}/members"
+        if self.view.rank == 0:
+            word = {"left": list(range(self.view.size)), "joined": list(names)}
+            self._store.compare_set(key, "", json.dumps(word))
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while self._latest is epoch and epoch.reason is None:
+            if self._store.check([key]):
+                epoch.close()
+                self._enter(epoch)
+                break
+            if time.monotonic() > deadline:
+                raise GivenUpError(f"rank 0 has not said within {self._timeout.total_seconds():g} s who has joined")
+            time.sleep(NAP_SECONDS)
+        return self.next(2 * SILENCE_SECONDS + LEADER_SECONDS)
+
+    def close(self, *, orderly: bool = True) -> None:
+        """Leaves; the others are told that this rank has ended in order, or go on without it."""
+        self._closed = True
+        with self._changed:
+            latest = self._latest
+        latest.close(orderly=orderly)
+
+    def _raise_alarm(self, epoch: "_Epoch", reason: str, missing: Sequence[int]) -> None:
+        with self._changed:
+            epoch.dead.update(missing)
+            epoch.reason = epoch.reason or reason
+        try:
+            self._store.compare_set(f"{epoch.view.epoch}/alarm", "", reason)
+        except RuntimeError as error:
+            log.debug("the store was gone before an alarm could be raised: %s", error)
+
+    def _begin(self, epoch: "_Epoch") -> None:
+        """Joins the ring of an epoch, and sees to it that the next rank comes."""
+        view = epoch.view
+        if view.size == 1:
+            return
+        key, ring = f"{view.epoch}/alarm", self._ring_store(view)
+
+        def alarm() -> str | None:
+            if epoch.reason is None and self._store.check([key]):
+                return self._store.read(key).decode()
+            return epoch.reason
+
+        def started() -> int:
+            if epoch.reason is not None:  # heard of by the training thread first
+                raise PeerError(epoch.reason, tuple(epoch.dead))
+            return self.started() if epoch is self._current else 0
+
+        def overdue() -> str | None:
+            return self.overdue() if epoch is self._current else None
+
+        epoch.ring = LivenessRing(
+            ring, view.rank, view.size, alarm, lambda error: self._lost(epoch, error), overdue, started
+        )
+        threading.Thread(target=self._usher, args=(epoch,), name=f"gradwire epoch {view.epoch}", daemon=True).start()
+
+    def _usher(self, epoch: "_Epoch") -> None:
+        """Raises the alarm where the next rank does not come, or ends before the ring has reached it."""
+        view, ring = epoch.view, self._ring_store(epoch.view)
+        following = (view.rank + 1) % view.size
+        began = time.monotonic()
+        looks = list(USHER_SECONDS)
+        while looks and not epoch.ended.wait(NAP_SECONDS):
+            seconds = time.monotonic() - began
+            try:
+                if not ring.check([f"alive/{following}"]):
+                    if seconds > SILENCE_SECONDS:
+                        self._raise_alarm(epoch, f"rank {following} has not come to epoch {view.epoch}", (following,))
+                        return
+                elif seconds > looks[0]:
+                    looks.pop(0)
+                    if has_ended(ring, following) and not ring.check([f"left/{following}"]):
+                        self._raise_alarm(epoch, f"the process of rank {following} has ended", (following,))
+                        return
+            except RuntimeError as error:
+                log.debug("the store cannot say whether rank %d has come: %s", following, error)
+                return
+
+    def _lost(self, epoch: "_Epoch", error: Exception) -> None:
+        """Runs the agreement; in the ring's thread, once in an epoch."""
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        self._raise_alarm(epoch, reason, error.missing if isinstance(error, PeerError) else ())
+        epoch.ended.set()
+        if epoch is self._current:
+            self.on_alarm(reason)
+        try:
+            self._agree(epoch)
+            self._enter(epoch)
+        except Exception as failed:  # noqa: BLE001 - the training thread raises it
+            with self._changed:
+                self._failure = failed
+                self._changed.notify_all()
+
+    def _enter(self, epoch: "_Epoch") -> None:
+        """Begins the epoch that is written down as the one after `epoch`, unless that has been done.
+
+        Raises:
+            GivenUpError: This rank is not in it.
+        """
+        view = epoch.view
+        word = json.loads(self._store.read(f"{view.epoch}/members"))
+        left, joined = [int(rank) for rank in word["left"]], tuple(map(str, word["joined"]))
+        if view.rank not in left:
+            raise GivenUpError(
+                f"rank {view.rank} was given up by the others, which heard nothing of it for {SILENCE_SECONDS:g} s: "
+                "start it anew to join them"
+            )
+        members = (*(view.members[rank] for rank in left), *joined)
+        lost = tuple(name for name in view.members if name not in members)
+        following = _Epoch(View(view.epoch + 1, left.index(view.rank), members, lost, joined))
+        with self._changed:
+            if self._latest is not epoch or self._closed:
+                return
+            self._latest = following
+            self._begin(following)
+            self._changed.notify_all()
+
+    def _agree(self, epoch: "_Epoch") -> None:
+        """Returns when it is written down who is left: the word of the first leader that comes to an end.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        number, rank = epoch.view.epoch, epoch.view.rank
+        self._store.set(f"{number}/here/{rank}", json.dumps(sorted(epoch.dead)))
+        self._store.add(f"{number}/heard", 1)
+        key = f"{number}/members"
+        for attempt in range(epoch.view.size):
+            if self._store.check([key]):
+                return
+            leader = int(self._store.compare_set(f"{number}/leader/{attempt}", "", str(rank)))
+            if leader == rank:
+                word = {"left": self._collect(epoch), "joined": []}
+                self._store.compare_set(key, "", json.dumps(word))
+            deadline = time.monotonic() + SILENCE_SECONDS + LEADER_SECONDS
+            while not self._store.check([key]) and time.monotonic() < deadline and not self._closed:
+                time.sleep(NAP_SECONDS)
+            if self._closed:
+                return
+
+    def _collect(self, epoch: "_Epoch") -> list[int]:
+        """Waits until every rank has said that it is here, or is known to be gone; who is left, ascending."""
+        number, everybody, ring = epoch.view.epoch, set(range(epoch.view.size)), self._ring_store(epoch.view)
+        began = time.monotonic()
+        calling = began + CALLING_AFTER_SECONDS
+        gone, here = set(epoch.dead), {epoch.view.rank}
+        while time.monotonic() < began + SILENCE_SECONDS:
+            if self._store.add(f"{number}/heard", 0) > len(here):
+                for rank in everybody - here:
+                    if self._store.check([f"{number}/here/{rank}"]):
+                        here.add(rank)
+                        gone |= set(json.loads(self._store.read(f"{number}/here/{rank}")))
+            silent = sorted(everybody - here - gone)
+            if not silent:
+                break
+            if time.monotonic() > calling:
+                calling = time.monotonic() + 1.0
+                with ThreadPoolExecutor(CALLERS) as callers:
+                    ended = callers.map(lambda rank: has_ended(ring, rank), silent)
+                    gone |= {rank for rank, has in zip(silent, ended, strict=True) if has}
+            time.sleep(NAP_SECONDS)
+        return sorted(here)
+
+    def _ring_store(self, view: View) -> PollingStore:
+        return self._store.below(f"{view.epoch}/ring")
+
+
+class _Epoch:
+    """What this rank knows of an epoch: why it is over, who is missing, and its end of the ring."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.reason: str | None = None
+        self.dead: set[int] = set()
+        self.ring: LivenessRing | None = None
+        self.ended = threading.Event()
+
+    def close(self, *, orderly: bool = True) -> None:
+        self.ended.set()
+        if self.ring is not None:
+            self.ring.close(orderly=orderly)
+
+
+def own_name() -> str:
+    """What this process is called among the members: unique, and of use to people."""
+    return f"{socket.gethostname()}/{os.getpid()}/{os.urandom(4).hex()}"

@@ -1,0 +1,125 @@
+"""What is kept of a step's gradients until all ranks have averaged them: then they can be sent again, to others."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.execute import Bucket, FutureTensor
+from gradwire.compressors.residual import ElementStore, Piece
+
+
+class Kept:
+    """One step's buckets, as they arrived; DDP's futures of them are done when `settle` says so.
+
+    Args:
+        communicator: With which the step begins.
+        rows: The transfers that it has to travel in, as `Resume` wants them; None where there are none.
+
+    Attributes:
+        settled: All ranks have the averages.
+        rows: As given.
+    """
+
+    def __init__(self, communicator: Communicator, rows: Tensor | None) -> None:
+        self.settled = False
+        self.rows = rows
+        self._communicator = communicator
+        self._error: Exception | None = None
+        self._buckets: list[Bucket] = []
+        self._copies: list[Tensor] = []
+        self._promises: list[FutureTensor] = []
+
+    def add(self, bucket: Bucket, travel: Callable[[], None]) -> FutureTensor:
+        """Takes in a bucket, and launches it unless something has failed before in this step.
+
+        Args:
+            bucket: Its elements are copied before anything is launched.
+            travel: Launches it.
+
+        Returns:
+            A future of its buffer.
+        """
+        self._buckets.append(bucket)
+        self._copies.append(bucket.flat.clone())
+        promise: FutureTensor = torch.futures.Future(devices=[bucket.flat.device] if bucket.flat.is_cuda else [])
+        self._promises.append(promise)
+        if self._error is None:
+            try:
+                travel()
+            except (RuntimeError, OSError) as error:  # raised at the end of the step, where it is dealt with
+                self._error = error
+        return promise
+
+    def belongs_to(self, communicator: Communicator) -> bool:
+        """Whether the buckets travel with this communicator already."""
+        return communicator is self._communicator
+
+    def check(self) -> None:
+        """Raises what went wrong when a bucket was launched."""
+        if self._error is not None:
+            raise self._error
+
+    def restore(self, communicator: Communicator) -> list[Bucket]:
+        """The buckets as they arrived, to travel with another communicator."""
+        self._communicator, self._error = communicator, None
+        for bucket, copy in zip(self._buckets, self._copies, strict=True):
+            bucket.flat.copy_(copy)
+        self._buckets = [Bucket.of(bucket.flat, bucket.layout, index=bucket.index) for bucket in self._buckets]
+        return list(self._buckets)
+
+    def wait(self) -> None:
+        """Waits for the averages of all buckets.
+
+        Raises:
+            RuntimeError: One of them failed.
+        """
+        for bucket in self._buckets:
+            bucket.result().wait()
+
+    def settle(self) -> None:
+        """Gives DDP the averages."""
+        self.settled = True
+        for bucket, promise in zip(self._buckets, self._promises, strict=True):
+            promise.set_result(bucket.flat)
+
+
+def agree(
+    stores: Sequence[ElementStore],
+    numels: Mapping[str, int],
+    communicator: Communicator,
+    wait: Callable[[FutureTensor], Tensor],
+) -> None:
+    """Gives every node what any node has: in the end its first rank holds all of it, and it moves on to the owners.
+
+    Ranks of a node hold different elements, nodes the same ones; after a loss or a join some have a gap. Nothing is
+    changed here before all has been received, so the agreement may be broken off and begun again.
+
+    Args:
+        stores: Whose values are the same wherever they are, and not zero; replaced. The same on all ranks.
+        numels: Elements of each parameter; the same on all ranks, in the same order.
+        communicator: Of all ranks.
+        wait: Waits for an all-reduce, or raises what went wrong.
+
+    Raises:
+        RuntimeError: A rank was lost.
+    """
+    cluster, rank, device = communicator.cluster, communicator.rank, communicator.device
+    holds = cluster.ranks(cluster.unit(rank, 0))[0] == rank
+    received: list[list[Piece]] = []
+    for store in stores:
+        own: dict[str, list[Piece]] = {}
+        for piece in store.pieces():
+            own.setdefault(piece.name, []).append(piece)
+        received.append([])
+        for name, numel in numels.items():
+            values, counts = both = torch.zeros(2, numel, device=device)
+            for piece in own.get(name, ()):
+                values[piece.start : piece.stop] = piece.value
+            counts.copy_(values != 0.0)
+            wait(communicator.all_reduce(both.view(-1)))
+            if counts.any():
+                received[-1].append(Piece(name, 0, values / counts.clamp(min=1.0)))
+    for store, pieces in zip(stores, received, strict=True):
+        store.replace(pieces if holds else [])

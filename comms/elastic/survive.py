@@ -1,0 +1,310 @@
+"""Operations that all ranks carry out, whoever is lost meanwhile: repeated by the survivors until they come to an end.
+
+Each rank counts the operations that have come to an end here: the reduction of a step's gradients is one, a broadcast
+of DDP's buffers is another. Each ends with an all-reduce that needs every rank, so that no rank can end an operation
+before every other one has ended the one before it: after a loss the survivors' counts differ by one at most. Who is
+behind takes the result from who is ahead (of a step all have had the gradients already: that is what its last
+all-reduce tells), so no rank steps where another does not. Where all are alike the operation is repeated among the
+survivors, from what it was given: no step is lost but the part of it that the lost ranks had computed.
+"""
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
+from gradwire.comms.communicator import Communicator, Oversight
+from gradwire.comms.elastic.joining import Newcomer, Requests
+from gradwire.comms.elastic.membership import (
+    LEADER_SECONDS,
+    SILENCE_SECONDS,
+    EpochStore,
+    GivenUpError,
+    Membership,
+    View,
+)
+from gradwire.comms.execute import FutureTensor
+from gradwire.comms.lanes import Lane
+
+log = logging.getLogger("gradwire")
+
+AGREEMENT_SECONDS = 4 * (SILENCE_SECONDS + LEADER_SECONDS)
+"""For an agreement, with three leaders that are lost over it."""
+
+LANES_SECONDS = 60.0
+"""For lanes to end whose connections are gone: milliseconds, on a machine that has time for them."""
+
+MOST_REPEATS = 3
+"""Of one operation by the same members: a connection that broke is made anew, an error that comes again is raised."""
+
+Rebuild = Callable[[View, Store, Oversight], Communicator]
+"""Makes the communicator of a new epoch; the one before is closed."""
+
+
+class EpochBoard(FailureBoard):
+    """Where a failure of one epoch's communicator is told: the membership finds out who is left.
+
+    Args:
+        epoch: Its number.
+        rank: This rank in it.
+    """
+
+    def __init__(self, epoch: int, rank: int) -> None:
+        self.rank = rank
+        self._epoch = epoch
+        self.membership: Membership | None = None
+
+    def alarm(self) -> str | None:
+        """Why the epoch is over; None while it is not."""
+        return None if self.membership is None else self.membership.alarm(self._epoch)
+
+    def warn(self, reason: str) -> None:
+        """Ends the epoch for all ranks."""
+        if self.membership is not None:
+            self.membership.report(self._epoch, reason)
+
+    def diagnose(
+        self,
+        error: BaseException,
+        lane: Lane,
+        phase: str,
+        members: Sequence[int],
+        *,
+        launches: int = 0,
+        waiting: bool = True,
+    ) -> CollectiveError:
+        """Ends the epoch for all ranks; who is missing, the membership finds out."""
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        self.warn(f"{phase} failed: {cause}")
+        return CollectiveError(f"{phase} failed: {cause}", ())
+
+
+def oversight(epoch: int, rank: int, size: int, timeout: timedelta, membership: Membership | None = None) -> Oversight:
+    """What a communicator of an epoch reports to; of the first epoch, `membership` comes later."""
+    board = EpochBoard(epoch, rank)
+    board.membership = membership
+    return Oversight(board, lambda store: EpochStore(store, timeout, board.alarm, ranks=size))
+
+
+class Survivor:
+    """One rank's part in operations that survive losses.
+
+    Args:
+        membership: Who is left.
+        communicator: Of the membership's epoch.
+        joins: Whether this rank joins with this epoch: whatever goes wrong is raised, until `complete` has come to its
+            first end. Then it is a rank like the others.
+        rebuild: Makes the next one.
+        timeout: For what the ranks of an epoch tell each other through the store.
+
+    Attributes:
+        position: Operations that have come to an end here.
+        communicator: Of the present epoch.
+        repeated: Operations that were begun again.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        communicator: Communicator,
+        rebuild: Rebuild,
+        timeout: timedelta,
+        *,
+        joins: bool = False,
+    ) -> None:
+        self.membership = membership
+        self.communicator = communicator
+        self.position = 0
+        self._joins = joins
+        self.repeated = 0
+        self._rebuild = rebuild
+        self._timeout = timeout
+        self._started = 0
+        self._last: Tensor | None = None
+        membership.started = lambda: self._started
+        membership.on_alarm = self._interrupt
+        membership.overdue = self._overdue
+        if joins:
+            self._catch_up(None)
+
+    @property
+    def view(self) -> View:
+        """The members as of now."""
+        return self.membership.view
+
+    def complete(self, attempt: Callable[[], Tensor | None], like: Tensor | None = None) -> Tensor | None:
+        """Carries out an operation; all ranks, in the same order.
+
+        Args:
+            attempt: Carries it out once, with `communicator`, and returns its result; None where all ranks have it by
+                then, whoever is lost later. May be called again, and then begins anew.
+            like: Of the size and dtype of the result, on the communicator's device; None where that is None.
+
+        Returns:
+            The result, of this rank or of one that is ahead.
+
+        Raises:
+            GivenUpError: This rank cannot go on.
+            RuntimeError: The operation has failed `MOST_REPEATS` times though nobody was lost.
+        """
+        self._started = self.position + 1
+        alike = 0
+        while True:
+            members = self.view.members
+            try:
+                result = attempt()
+                break
+            except GivenUpError:
+                raise
+            except (RuntimeError, OSError) as error:
+                if self._joins:
+                    raise
+                ended, result = self._recover(error, like)
+                if ended:
+                    break
+                self.repeated += 1
+                alike = alike + 1 if self.view.members == members else 0
+                if alike == MOST_REPEATS:
+                    raise
+        self.position += 1
+        self._joins = False
+        self._last = result
+        return result
+
+    def admit(self, newcomers: Sequence[Newcomer], requests: Requests) -> bool:
+        """Enters an epoch with new ranks; all ranks, between the same two operations.
+
+        Args:
+            newcomers: Which.
+            requests: Where they wait for an answer.
+
+        Returns:
+            Whether one of them is there now.
+        """
+        names = [name for _, name in newcomers]
+        if not set(names) & set(self.view.members):
+            try:
+                view = self.membership.admit(names)
+                if view.rank == 0:
+                    requests.answer(newcomers, view)
+                self.communicator.close()
+                self._begin(view)
+                self._catch_up(None)
+            except GivenUpError:
+                raise
+            except (RuntimeError, OSError) as error:
+                self._recover(error, None)
+        return bool(set(names) & set(self.view.members))
+
+    def wait(self, future: FutureTensor) -> Tensor:
+        """Waits for an all-reduce, on CUDA on the host, too.
+
+        Raises:
+            RuntimeError: It has failed.
+        """
+        value = future.wait()
+        if value.is_cuda:
+            self.synchronize(value.device)
+        return value
+
+    def synchronize(self, device: torch.device) -> None:
+        """Waits on the host until a CUDA device has come to the end of what is on the current stream.
+
+        Raises:
+            RuntimeError: What was under way has been given up.
+        """
+        passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        passed.record(torch.cuda.current_stream(device))
+        while not passed.query():  # type: ignore[no-untyped-call]
+            time.sleep(POLL_SECONDS)
+        self.communicator.executor.release()
+        if reason := self.membership.alarm(self.view.epoch):
+            raise RuntimeError(reason)
+
+    def close(self) -> None:
+        """Leaves the others: in order between two operations, else they go on without this rank."""
+        self.membership.close(orderly=self._started == self.position)
+        self.communicator.close()
+
+    def _interrupt(self, reason: str) -> None:
+        self.communicator.abandon(reason)
+
+    def _overdue(self) -> str | None:
+        deadline = self.communicator.executor.deadline
+        return None if deadline is None else deadline.overdue()
+
+    def _recover(self, error: Exception, like: Tensor | None) -> tuple[bool, Tensor | None]:
+        """Forms the groups of the next epoch; whether the running operation has come to its end, and its result."""
+        while True:
+            before = self.view
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if before.size == 1:
+                raise GivenUpError(f"no other rank is left, and this one has failed: {reason}") from error
+            began = time.monotonic()
+            self.membership.report(before.epoch, reason)
+            self.communicator.abandon(reason)
+            self.communicator.close(LANES_SECONDS)
+            if not self.communicator.executor.has_ended:  # it may write to gradients that are to be sent again
+                raise GivenUpError(f"what was under way has not ended {LANES_SECONDS:g} s after: {reason}") from error
+            view = self.membership.next(AGREEMENT_SECONDS)
+            try:
+                self._begin(view)
+                found = self._catch_up(like)
+            except (RuntimeError, OSError) as failed:
+                error = failed
+                continue
+            del error  # its traceback holds what belonged to the epoch before
+            gc.collect()
+            log.warning(
+                "%s: %d of %d ranks go on after %.2f s, as epoch %d",
+                f"lost {', '.join(view.lost)}" if view.lost else reason,
+                view.size,
+                before.size,
+                time.monotonic() - began,
+                view.epoch,
+            )
+            return found
+
+    def _begin(self, view: View) -> None:
+        self.communicator = self._rebuild(
+            view, self.membership.store, oversight(view.epoch, view.rank, view.size, self._timeout, self.membership)
+        )
+
+    def _catch_up(self, like: Tensor | None) -> tuple[bool, Tensor | None]:
+        """Takes the result of the running operation from ranks that have come to its end."""
+        device, rank, size = self.communicator.device, self.view.rank, self.view.size
+        words = torch.zeros((size, 2), dtype=torch.int64, device=device)
+        if not self._joins:
+            words[rank] = torch.tensor([self.position + 1, 0 if self._last is None else self._last.nbytes])
+        self.wait(self.communicator.all_reduce(words.view(-1)))
+        ended = [count - 1 for count, _ in words.tolist()]
+        furthest = max(ended)
+        first = ended.index(furthest)
+        behind, joins = self.position < furthest, self._joins
+        if joins:
+            self.position = self._started = furthest
+        if not any(0 <= count < furthest for count in ended):
+            return False, None
+        result = torch.zeros(int(words[first, 1]), dtype=torch.uint8, device=device)
+        if rank == first and self._last is not None:
+            result.copy_(as_bytes(self._last))
+        if result.numel():
+            self.wait(self.communicator.all_reduce(result))
+        if not behind or joins:
+            return False, None
+        return True, None if like is None else result.view(like.dtype).view(like.shape)
+
+
+POLL_SECONDS = 0.0002
+"""Between two looks at whether a CUDA device has come to the end of a step."""
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, 1-D uint8; the same memory. Sums of such with zeros are exact."""
+    return tensor.reshape(-1).view(torch.uint8)
