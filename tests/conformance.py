@@ -12,6 +12,7 @@ torch once; each test gets ranks of its own.
 
 import argparse
 import contextlib
+import gc
 import importlib
 import io
 import json
@@ -111,6 +112,8 @@ def run_tests(
     """
     with patch.dict("os.environ", {"WORLD_SIZE": str(WORLD_SIZE), "BACKEND": backend, "OMP_NUM_THREADS": "1"}):
         case = make_case(backend, nodes)
+        importlib.import_module("gradwire.comms.backend.process_group")  # once, and not in each rank of each test
+        gc.freeze()  # ranks that collect do not walk, and so copy, all that torch has imported
         for name in names or sorted(unittest.TestLoader().getTestCaseNames(case)):
             began = time.monotonic()
             if name in known or began > deadline:

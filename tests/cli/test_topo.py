@@ -88,10 +88,10 @@ def test_what_cannot_be_used_is_one_line_and_status_two(words: list[str], capsys
 
 @pytest.mark.netns
 def test_a_round_robin_job_is_told_what_it_costs() -> None:
-    with EmulatedCluster(nodes=[2, 2]) as cluster:
+    with EmulatedCluster(nodes=[2, 1]) as cluster:
         result = cluster.run([sys.executable, "-m", "gradwire", "topo"], order="round-robin", timeout_seconds=120)
-    assert "4 ranks on 2 nodes" in result.output[0]
-    assert "node 1 node1: ranks 1, 3" in result.output[0]
+    assert "3 ranks on 2 nodes" in result.output[0]
+    assert "node 0 node0: ranks 0, 2" in result.output[0]
     assert "not consecutive" in result.output[0]
     assert result.returncodes[0] == 1
 

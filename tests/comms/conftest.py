@@ -59,6 +59,9 @@ def _server() -> multiprocessing.context.ForkServerContext:
             "pytest",
             "gradwire.comms.backend.process_group",
             "gradwire.comms.hook",
+            "gradwire.fsdp",
+            "gradwire.topology.levels",
+            "gradwire.topology.readers.detect",
         ]
     )
     return context

@@ -43,9 +43,9 @@ def given(device: torch.device, tensor: Tensor) -> Tensor:
     return copy
 
 
-@pytest.mark.parametrize("aligned", [True, False])
-def test_onebit_is_the_reference(device: torch.device, make_input: Maker, each_numel: EachNumel, aligned: bool) -> None:
+def test_onebit_is_the_reference(device: torch.device, make_input: Maker, each_numel: EachNumel) -> None:
     def check(numel: int) -> None:
+        aligned = numel % 4 == 1  # 1, 33, 129, ...: how a tensor is read depends on its address, not on what is in it
         x, residual = make_input(numel), other(numel) if numel % 2 else None
         gradient = x.clone().to(device) if aligned else given(device, x)
         nbytes, head = reference.onebit_nbytes(numel), -(-numel // 1024) * 4

@@ -937,7 +937,15 @@ def run_job(layout: str, names: Sequence[str], settings: Settings) -> dict[str, 
         RuntimeError: A rank failed, or the ranks got different outputs.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", "gradwire"])
+    context.set_forkserver_preload(
+        [
+            "torch._dynamo",
+            "torch.nn.parallel",
+            "gradwire.comms.hook",
+            "gradwire.comms.backend.process_group",
+            "gradwire.topology.readers.detect",
+        ]
+    )
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -24,7 +24,7 @@ vendor_id\t: GenuineIntel
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--mutations", type=int, default=2000, help="mutated inputs that the readers are given")
+    parser.addoption("--mutations", type=int, default=500, help="mutated inputs that the readers are given")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ FEW_BYTES = ("onebit", "dgc", "powersgd")
 
 
 @pytest.mark.netns
-@pytest.mark.parametrize("name", ["2x2", "4x4"])  # 4x2 has nothing that these have not
+@pytest.mark.parametrize("name", ["2x2", "4x2"])  # of 4x4 the study checks the bytes too
 def test_plans_and_compressors_send_what_was_predicted(name: str) -> None:
     nodes = CLUSTERS[name]
     words = ",".join(f"{case}@{LARGE_MB if case.partition('+')[2] in FEW_BYTES else 4}" for case in CASES)

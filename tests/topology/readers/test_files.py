@@ -99,7 +99,7 @@ def show_everything(machine: Machine) -> None:
 
 
 def test_mutated_inputs_give_an_answer_or_a_reason(request: pytest.FixtureRequest) -> None:
-    count: int = request.config.getoption("--mutations", default=500)
+    count: int = request.config.getoption("--mutations")
     seeds = st.tuples(st.sampled_from(SEEDS), st.integers(0, 2**64))
     answers = 0
 
