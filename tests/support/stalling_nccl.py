@@ -151,7 +151,7 @@ class UsersGroup(dist.ProcessGroup):
         self._name = name
         self.nccl = StallingNccl(PrefixStore("users", store), rank, size)
         world: Any = distributed_c10d._world
-        world.pg_map[self] = ("nccl", store)
+        world.pg_map[self], world.pg_backend_config[self] = ("nccl", store), "cuda:nccl"  # torch.profiler reads both
         world.pg_names[self] = name
         world.pg_group_ranks[self] = {each: each for each in range(size)}
 

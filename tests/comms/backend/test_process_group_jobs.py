@@ -156,6 +156,7 @@ def test_device_mesh_dtensor_fsdp2_and_zero1(processes: Processes, nodes: list[s
 
 def check_again(rank: int, folder: str) -> int:
     import threading
+    import time
 
     for number in range(3):  # a file each: torch's TCPStore cannot be made anew on one port without a race
         dist.init_process_group("gradwire", init_method=f"file://{folder}/{number}", rank=rank, world_size=4)
@@ -164,7 +165,10 @@ def check_again(rank: int, folder: str) -> int:
         dist.broadcast(tensor, 0)
         dist.destroy_process_group()
         assert tensor[0] == 4
-    return sum("gradwire" in thread.name for thread in threading.enumerate())
+    deadline = time.monotonic() + 30  # a thread that has been told to end may still be on its way
+    while (left := sum("gradwire" in thread.name for thread in threading.enumerate())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
 
 
 @pytest.mark.parametrize("nodes", [NODES["one node"], NODES["2x2"]], ids=["one node", "2x2"])

@@ -149,7 +149,8 @@ def groups_of(rows: tuple[tuple[int, ...], ...]) -> Iterator[Callable[[tuple[int
     try:
         yield make
     finally:
-        for group in made:
+        world = distributed_c10d._world
+        for group in [*made, *(each for each in world.pg_map if isinstance(each, Group))]:
             for table in ("pg_map", "pg_names", "pg_group_ranks"):
                 getattr(distributed_c10d._world, table).pop(group, None)
 
