@@ -29,12 +29,17 @@ from gradwire.comms.lanes import Lane
 from gradwire.comms.plan.plan import Plan
 from gradwire.comms.plan.routes import Route, Routes
 from gradwire.comms.report import Report
+from gradwire.comms.sparse import AUTO, BETWEEN, LANES, Sharing, check_sparse, sum_sparse
 from gradwire.comms.streams import Clock, DeviceClock, HostClock, SideStreams
 from gradwire.comms.transport.groups import Groups, Transport
 from gradwire.comms.transport.nccl import NcclGroups
 from gradwire.comms.transport.torch_group import Waiting
 from gradwire.compressors.base import Compressor, Layout, Work
+from gradwire.compressors.dense import WideSum
 from gradwire.topology.cluster import Cluster
+
+SPARSE_PHASE = 20
+"""Where the steps of sparse gradients stand in the report: behind the phases of plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +214,15 @@ class Communicator:
         self.start(Launch((flat,), layout, (bucket,)), scale=scale, flush=flush)
         return bucket.result()
 
-    def start(self, launch: Launch, *, scale: float = 1.0, flush: bool = False, hold: bool = False) -> None:
+    def start(
+        self, launch: Launch, *, scale: float = 1.0, after: float = 1.0, flush: bool = False, hold: bool = False
+    ) -> None:
         """Starts an all-reduce of what a launch carries; see `all_reduce`. Completes the futures of its buckets.
 
         Args:
             launch: Which.
             scale: As for `all_reduce`.
+            after: Factor on the sum; 1 for integers.
             flush: As for `all_reduce`.
             hold: Its last phases may wait for the launch after it, or for `release`: on CUDA that keeps the links
                 between the nodes busy.
@@ -222,9 +230,9 @@ class Communicator:
         Raises:
             ValueError: A part of it does not fit, or its layout does not fit it.
         """
-        layout = launch.layout if self.compressor is not None else None
+        layout = launch.layout if self._takes(launch.parts[0].dtype) else None
         for part in launch.parts:
-            self._check(part, scale)
+            self._check(part, scale * after)
         if not self._connected:
             self.connect(launch.numel * launch.parts[0].element_size())
         self._all_reduces += launch.counted
@@ -234,7 +242,32 @@ class Communicator:
             route = self.routes.unlisted(launch.numel, launch.parts[0].dtype)
         if layout is not None and layout not in self._settled:
             self._migrate(layout, route)
-        self.executor.start(launch, route, scale, flush, hold=hold)
+        self.executor.start(launch, route, scale, flush, hold=hold, after=after)
+
+    def start_sparse(self, bucket: Bucket, *, scale: float = 1.0, as_dense: bool | str = AUTO) -> None:
+        """Starts an all-reduce of a sparse tensor, inside the nodes first; see `sum_sparse`.
+
+        Args:
+            bucket: Its tensor is torch.sparse_coo and floating-point, of one shape and dtype on all ranks. Its future
+                is completed with a new, coalesced one.
+            scale: Factor on every rank's contribution.
+            as_dense: Whether rows travel between the nodes as a dense tensor; "auto": where that takes fewer bytes.
+
+        Raises:
+            TypeError: It has another layout, or other numbers.
+        """
+        check_sparse(bucket.flat)
+        sharing = Sharing.of(self.cluster, self.rank, self.config.plan)
+        names, inside = self.cluster.level_names, self.cluster.level_names[0]
+        between = "all ranks" if self.config.plan == "flat" or len(names) == 1 else names[1]
+
+        def book(place: int, op: str, logical_nbytes: int, wire_nbytes: float) -> None:
+            level = between if place == BETWEEN else inside
+            self.executor.book(SPARSE_PHASE + place, f"sparse {op}", level, logical_nbytes, wire_nbytes)
+
+        self._all_reduces += 1
+        steps = sum_sparse(bucket.flat, self._groups, self.rank, sharing, scale=scale, as_dense=as_dense, book=book)
+        self.executor.start_steps(bucket, "the sum of a sparse gradient", steps, LANES)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -379,6 +412,12 @@ class Communicator:
         if moved:
             self._owners.update((item.name, layout) for item in layout.slices)
         return moved
+
+    def _takes(self, dtype: torch.dtype) -> bool:
+        """Whether one phase of buckets of a dtype goes through the compressor."""
+        if isinstance(self.compressor, WideSum):
+            return self.compressor.takes(dtype)
+        return self.compressor is not None
 
     def _check(self, flat: Tensor, scale: float) -> None:
         if flat.device != self.device and (flat.device.type != self.device.type or self.device.index is not None):

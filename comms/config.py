@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from gradwire.compressors.rules import Rule
 
 PLANS = ("auto", "flat", "hierarchical", "leader")
-FUSIONS = ("fixed", "auto")
+FUSIONS = ("fixed", "auto", "delayed")
+REDUCTIONS = ("sum", "adasum")
+SUM_DTYPES = ("own", "float32")
 TRANSPORTS = ("auto", "gloo", "nccl", "mpi")
 ENVIRONMENT_PREFIX = "GRADWIRE_"
 AUTOMATIC = ENVIRONMENT_PREFIX + "HOOK"
@@ -48,7 +50,27 @@ class Config:
 
     fusion: str = "fixed"
     """`fixed` joins buckets up to `fusion_mb`; `auto` watches when gradients arrive for the first steps and then, once,
-    cuts where the last transfer ends first. `tune` does that too, and tries before it believes."""
+    cuts where the last transfer ends first. `tune` does that too, and tries before it believes. `delayed` sends all
+    gradients of a dtype in one all-reduce when backward is through (Apex: `delay_allreduce`)."""
+
+    average: bool = True
+    """Whether gradients are averaged over the ranks; else they are summed (Apex: `gradient_average=False`)."""
+
+    predivide: float | None = None
+    """Gradients are divided by this before the sum, and by the number of ranks over it afterwards (Horovod, Apex:
+    `gradient_predivide_factor`); None divides by the number of ranks before the sum."""
+
+    sum_dtype: str = "own"
+    """`float32` sums float16 and bfloat16 buckets between nodes in float32, which doubles their bytes there (Apex:
+    `allreduce_always_fp32`); inside nodes of CPUs they are summed in float32 anyway. `own` sums in their dtype."""
+
+    reduction: str = "sum"
+    """`adasum` combines the nodes' gradients by Adasum (Maleki et al., MLSys 2021): they are averaged where they agree
+    and added where they are orthogonal. Inside the nodes they are averaged, or summed without `average`."""
+
+    sparse_as_dense: bool | str = "auto"
+    """Whether sparse gradients (`nn.Embedding(sparse=True)`) travel between nodes as dense tensors; `auto` where that
+    takes fewer bytes."""
 
     probe: bool = False
     """Measures latency and bandwidth of every level before the first step (about five seconds on 200 Mbit/s)."""
@@ -113,6 +135,7 @@ class Config:
             ("probe", bool),
             ("tune", bool),
             ("elastic", bool),
+            ("average", bool),
             ("nic_per_rank", bool),
         ):
             value = getattr(self, name)
@@ -123,6 +146,7 @@ class Config:
         _check_choice("plan", self.plan, PLANS)
         _check_choice("fusion", self.fusion, FUSIONS)
         _check_choice("transport", self.transport, TRANSPORTS)
+        self._check_sums()
         if self.elastic and self.transport == "mpi":
             raise ValueError("`elastic` is set and `transport` is mpi; wanted gloo or nccl")
         if self.join is not None and not self.join.rpartition(":")[2].isdigit():
@@ -143,6 +167,44 @@ class Config:
             raise ValueError(f"`location` is {self.location}; wanted at most two names: region, rack")
         if self.nic_bytes_per_second is not None and not self.nic_bytes_per_second > 0:
             raise ValueError(f"`nic_bytes_per_second` is {self.nic_bytes_per_second}; wanted a number > 0, or None")
+
+    def _check_sums(self) -> None:
+        """Checks how gradients are combined."""
+        _check_choice("sum_dtype", self.sum_dtype, SUM_DTYPES)
+        _check_choice("reduction", self.reduction, REDUCTIONS)
+        if not isinstance(self.sparse_as_dense, bool) and self.sparse_as_dense != "auto":
+            raise ValueError(f"`sparse_as_dense` is {self.sparse_as_dense!r}; wanted auto, True or False")
+        if self.predivide is not None and not 0 < self.predivide < float("inf"):
+            raise ValueError(f"`predivide` is {self.predivide}; wanted a number > 0, or None")
+        if self.predivide is not None and not self.average:
+            raise ValueError("`predivide` is given and `average` is off: nothing is divided; wanted one of them alone")
+        if self.fusion == "delayed" and (self.fusion_mb or self.tune):
+            raise ValueError(
+                f"`fusion` is delayed, and `{'tune' if self.tune else 'fusion_mb'}` is set, which cuts the step's "
+                "gradients otherwise; wanted one of them alone"
+            )
+        if self.sum_dtype != "own" and self.compressor not in (None, "none"):
+            raise ValueError(
+                f"`sum_dtype` is {self.sum_dtype} and `compressor` is {self.compressor}, which sums in float32 anyway; "
+                "wanted one of them alone"
+            )
+        if self.reduction == "adasum":
+            for name, given, why in (
+                ("compressor", self.compressor not in (None, "none"), "payloads have no inner products"),
+                ("predivide", self.predivide is not None, "it is no sum that could be divided before and after"),
+                ("sum_dtype", self.sum_dtype != "own", "it works in float32 anyway"),
+                ("elastic", self.elastic, "the nodes' shares would change with the ranks"),
+                ("chunks", self.chunks > 1, "it needs a parameter's gradient in one piece"),
+                ("tune", self.tune, "the tuner cuts buckets, and it needs a parameter's gradient in one piece"),
+                (
+                    "fusion",
+                    self.fusion == "auto",
+                    "that cuts buckets, and it needs a parameter's gradient in one piece",
+                ),
+                ("location", bool(self.location), "there are nodes alone in it, no racks and regions"),
+            ):
+                if given:
+                    raise ValueError(f"`reduction` is adasum and `{name}` is set: {why}; wanted one of them alone")
 
     @classmethod
     def from_env(cls, **options: object) -> "Config":
@@ -193,7 +255,7 @@ class Config:
     @property
     def fuses(self) -> bool:
         """Whether buckets may travel together, or apart, differently from step to step."""
-        return self.fusion_mb > 0 or self.learns_cuts
+        return self.fusion_mb > 0 or self.fusion == "delayed" or self.learns_cuts
 
     @property
     def learns_cuts(self) -> bool:
@@ -363,6 +425,10 @@ def _switch(text: str) -> bool:
     raise ValueError("1, true, yes or on; or 0, false, no or off")
 
 
+def _auto_or_switch(text: str) -> bool | str:
+    return "auto" if text.lower() == "auto" else _switch(text)
+
+
 def _units(text: str) -> tuple[str, ...]:
     return tuple(text.split("/")) if text else ()
 
@@ -399,6 +465,11 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "TRANSPORT": ("transport", str),
     "FUSION_MB": ("fusion_mb", _number),
     "FUSION": ("fusion", str),
+    "AVERAGE": ("average", _switch),
+    "PREDIVIDE": ("predivide", _number),
+    "SUM_DTYPE": ("sum_dtype", str),
+    "REDUCTION": ("reduction", str),
+    "SPARSE_AS_DENSE": ("sparse_as_dense", _auto_or_switch),
     "PROBE": ("probe", _switch),
     "TUNE": ("tune", _switch),
     "TUNE_PROFILE": ("tune_profile", str),

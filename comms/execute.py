@@ -29,13 +29,14 @@ from gradwire.comms.bootstrap.liveness import Deadline
 from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
 from gradwire.comms.migration import migrate
 from gradwire.comms.observe.recorder import Recorder
-from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange, Transfer
+from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange, Plan, Transfer
 from gradwire.comms.plan.routes import Chunk, PhasePart, Route
 from gradwire.comms.streams import STREAMS, Clock, HostClock, Mark, SideStreams
 from gradwire.comms.transport.exchange import all_to_all_of, exchange
 from gradwire.comms.transport.groups import Groups, Transport
 from gradwire.comms.transport.nccl import NcclTransport
 from gradwire.comms.transport.torch_group import Works
+from gradwire.compressors.adasum import PRODUCTS, Adasum
 from gradwire.compressors.base import (
     Collective,
     Compressor,
@@ -62,6 +63,9 @@ CLOSING_SECONDS = 5.0
 
 CLOSING_LOOK_SECONDS = 0.02
 """Between two looks at whether the device has come to the end."""
+
+NO_ROUTE = Route(Plan("none", (), 1, 0, 0.0, {}, ""), (), (), 0, False)
+"""Of what follows no plan."""
 
 ALL_GATHER_SLICES = "all_gather_slices"
 """The method of a transport that is the inverse of `reduce_scatter`, beside the operations of compressors."""
@@ -285,6 +289,7 @@ class RunningLaunch:
         began: When it was started, where that is of interest.
         ends: On CUDA, where the chunks that have ended stand on their streams.
         extremes: On CUDA, where the averages are looked at: memory for the least and the largest, 0-dim.
+        after: Factor on the sum.
     """
 
     launch: Launch
@@ -297,6 +302,7 @@ class RunningLaunch:
     began: Mark | None = None
     ends: list[torch.cuda.Event] = field(default_factory=list)
     extremes: tuple[Tensor, ...] = ()
+    after: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +333,7 @@ class _HeldChunk:
 
 @dataclass(slots=True, eq=False)
 class _ChunkJob(LaneJob):
-    """A chunk in the lanes; `run` is None for a migration, which has no future."""
+    """A chunk in the lanes, or what follows no plan and has a name; `run` is None for a migration: it has no future."""
 
     run: RunningLaunch | None = None
     name: str = ""
@@ -415,7 +421,9 @@ class Executor:
         self._lock = threading.Lock()
         self._diagnosing = threading.Lock()
 
-    def start(self, launch: Launch, route: Route, scale: float, flush: bool, *, hold: bool = False) -> None:
+    def start(
+        self, launch: Launch, route: Route, scale: float, flush: bool, *, hold: bool = False, after: float = 1.0
+    ) -> None:
         """Starts an all-reduce; returns at once. All ranks start the same ones in the same order.
 
         Args:
@@ -424,6 +432,7 @@ class Executor:
             scale: Factor on every rank's contribution, applied before anything is narrowed.
             flush: Travel dense, with what the compressor holds back added.
             hold: On CUDA the last all-gathers may wait until another launch has started, or `release` is called.
+            after: Factor on the sum.
 
         Raises:
             RuntimeError: The executor is closed.
@@ -433,15 +442,66 @@ class Executor:
                 CUDA the other ranks hear of it, and nothing can be started any more.
         """
         if self._streams is not None:
-            self._issue_now(self._streams, launch, route, scale, flush, hold)
+            self._issue_now(self._streams, launch, route, scale, flush, hold, after)
             return
         run = RunningLaunch(
-            launch, pack(launch), route, scale, flush, len(route.chunks), self.launches, self._clock.now()
+            launch, pack(launch), route, scale, flush, len(route.chunks), self.launches, self._clock.now(), after=after
         )
         self.launches += 1
         walks = [self.walk(run, chunk) for chunk in route.chunks]
         for walk in walks:
             self._submit(_ChunkJob(walk, route.lanes, run=run))
+
+    def start_steps(
+        self, bucket: Bucket, name: str, steps: Generator[Hop, None, Tensor], lanes: tuple[Lane, ...]
+    ) -> None:
+        """Starts what follows no plan; returns at once, on CUDA when all is issued.
+
+        Args:
+            bucket: Its tensor becomes what the steps return; completed at their end.
+            name: What it is, for errors.
+            steps: Issue collectives; on CUDA they may make the host wait.
+            lanes: That they pass on every rank, in this order; no plan has them.
+
+        Raises:
+            As `start`.
+        """
+        run = RunningLaunch(Launch((bucket.flat,), None, (bucket,)), bucket.flat, NO_ROUTE, 1.0, False, 1)
+        run.number, self.launches = self.launches, self.launches + 1
+        if self._streams is None:
+            run.began = self._clock.now()
+            self._submit(_ChunkJob(self._completing(run, steps), lanes, lanes[0], run=run, name=name))
+            return
+        self._raise_failure()
+        self.carried.append(bucket.index)
+        try:
+            self.release()
+            with self._streams.alone():
+                _advance(self._completing(run, steps), 1)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            self._give_up_now(self._streams, error)
+
+    def _completing(self, run: RunningLaunch, steps: Generator[Hop, None, Tensor]) -> Iterator[Hop]:
+        self._raise_failure()
+        (bucket,) = run.launch.buckets
+        bucket.flat = yield from steps
+        finish(run.launch, bucket.flat, None, self._now())
+
+    def book(self, index: int, op: str, level: str, logical_nbytes: int, wire_nbytes: float) -> None:
+        """Counts a collective that belongs to no plan.
+
+        Args:
+            index: Its place in the report, behind the phases of plans.
+            op: In words.
+            level: Name of the level, or `all ranks`.
+            logical_nbytes: Of gradient.
+            wire_nbytes: That this rank sends.
+        """
+        with self._totals.lock:
+            row = self._totals.rows.setdefault((index, op, level), PhaseTotals(index, op, level))
+            row.calls += 1
+            row.logical_nbytes += logical_nbytes
+            row.wire_nbytes += wire_nbytes
 
     def release(self) -> None:
         """Issues what `start` has held back; all ranks, at the same point of the sequence of launches.
@@ -619,7 +679,7 @@ class Executor:
 
     def _place_of(self, job: _ChunkJob) -> str:
         """The phase that a job is in, in words."""
-        if job.run is None:
+        if job.run is None or job.name:
             return job.name
         phases = job.run.route.plan.phases
         if not phases:
@@ -663,7 +723,8 @@ class Executor:
             if self.recorder is not None and self._streams is not None and began is not None:
                 words = f"{part.phase.op} {part.phase.place(self._level_names)}"
                 self.recorder.note(f"phase {index}: {words}", words, began, self._clock.now(), launch=run.number)
-        if scale != 1.0:  # a single rank: its plan has no phases
+        scale *= run.after
+        if scale != 1.0:  # also for a single rank: its plan has no phases
             flat[chunk.start : chunk.stop].mul_(scale)
         if self._streams is None:
             with self._lock:
@@ -711,13 +772,21 @@ class Executor:
         shards = [run.flat[transfer.start : transfer.stop] for transfer in transfers]
         wide = [_contribution(shard, scale) for shard in shards]
         running: list[tuple[tuple[int, ...], Iterator[Request]]] = []
+        bucket = run.launch.layout
+        products: Tensor | None = None
+        if isinstance(compressor, Adasum) and bucket is not None and transfers:
+            products = compressor.products(bucket, len(transfers[0].members), run.flat.device)
         for transfer, layout, shares, shard in zip(transfers, part.layouts, part.shares, wide, strict=True):
             member = Member(transfer.members.index(self._rank), len(transfer.members), shares)
+            if isinstance(compressor, Adasum) and bucket is not None and products is not None:
+                running.append((transfer.members, compressor.combine(shard, layout, member, bucket, products)))
+                continue
             steps = _flushed(compressor, shard, layout) if run.flush else compressor.all_reduce(shard, layout, member)
             running.append((transfer.members, _by_owners(steps, shares) if shares else steps))
         sent_nbytes, rounds = 0.0, 0
         while True:
             works: list[Work] = []
+            summed = False
             for members, steps in running:
                 if self.recorder is None:
                     request = next(steps, None)
@@ -726,9 +795,16 @@ class Executor:
                         request = next(steps, None)
                 if request is None:
                     continue
+                if request == PRODUCTS and products is not None:
+                    summed = True
+                    continue
                 collectives = (request,) if isinstance(request, Collective) else request
                 works.append(issue_together(self._groups[lane, members], collectives))
                 sent_nbytes += sum(_sent_nbytes(each, len(members), members.index(self._rank)) for each in collectives)
+            if summed and products is not None:  # all shards of this rank have added theirs
+                owners = len(part.owners)
+                works.append(self._groups[lane, part.owners].all_reduce(products.view(-1)))
+                sent_nbytes += 2 * (owners - 1) / owners * products.nbytes
             if not works:
                 break
             rounds += 1
@@ -769,7 +845,7 @@ class Executor:
         yield from ()
 
     def _issue_now(
-        self, streams: SideStreams, launch: Launch, route: Route, scale: float, flush: bool, hold: bool
+        self, streams: SideStreams, launch: Launch, route: Route, scale: float, flush: bool, hold: bool, after: float
     ) -> None:
         """Issues a launch on CUDA, behind what is on the current stream now; the host waits for nothing.
 
@@ -785,7 +861,7 @@ class Executor:
         self.launches += 1
         self.carried.append(launch.buckets[0].index)
         try:
-            if route.direct and not self.timing and self._issue_alone(launch, route, scale):
+            if route.direct and not self.timing and after == 1.0 and self._issue_alone(launch, route, scale):
                 return
             numbers = range(self._issued, self._issued + len(route.chunks))
             self._issued += len(numbers)
@@ -793,6 +869,7 @@ class Executor:
             streams.begin((*numbers, last), launch.parts)
             with streams.of(last):
                 run = RunningLaunch(launch, pack(launch), route, scale, flush, len(route.chunks), self.launches - 1)
+                run.after = after
                 if self.recorder is not None and self.timing:
                     run.began = self._clock.now()
                 if self.checking and launch.layout is not None and run.flat.numel():

@@ -26,12 +26,14 @@ class FusionPlan:
             `threshold_nbytes`.
         threshold_nbytes: Without fitting cuts a transfer ends as soon as it holds so much; 0 sends every bucket alone.
         piece_nbytes: A bucket larger than this travels in several transfers; 0 leaves buckets whole.
+        delayed: Nothing travels before the step's last bucket has come; then all buckets of a dtype travel together.
     """
 
     cuts: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
     threshold_nbytes: int = 0
     piece_nbytes: int = 0
+    delayed: bool = False
 
     def __post_init__(self) -> None:
         if list(self.cuts) != sorted(set(self.cuts)) or any(cut < 1 or cut > len(self.sizes) for cut in self.cuts):
@@ -49,6 +51,8 @@ class FusionPlan:
             sizes: Bytes of the step's buckets so far.
             pending_nbytes: Bytes of those that have not been launched.
         """
+        if self.delayed:
+            return False
         if self.sizes and tuple(sizes) == self.sizes[: len(sizes)]:
             return len(sizes) in self.cuts
         return pending_nbytes >= self.threshold_nbytes
@@ -104,7 +108,8 @@ class Fusion:
         Returns:
             What is to be launched now, in this order: nothing, as long as the plan ends no transfer here.
         """
-        launches = self._join() if self._waiting and not _alike(self._waiting[0], bucket) else []
+        parted = self._waiting and not self._plan.delayed and not _alike(self._waiting[0], bucket)
+        launches = self._join() if parted else []
         self._waiting.append(bucket)
         self._sizes.append(bucket.flat.nbytes)
         if self._plan.ends_transfer(self._sizes, sum(each.flat.nbytes for each in self._waiting)):
@@ -134,10 +139,18 @@ class Fusion:
 
     def _join(self) -> list[Launch]:
         """The buckets that wait, as what is to be launched."""
-        group, self._waiting = self._waiting, []
-        if len(group) == 1:
-            return self._pieces(group[0])
-        return [self._joined(group)] if group else []
+        groups: list[list[Bucket]] = []
+        for bucket in self._waiting:
+            group = next((group for group in groups if _alike(group[0], bucket)), None)
+            if group is None:
+                groups.append([bucket])
+            else:
+                group.append(bucket)
+        self._waiting = []
+        launches: list[Launch] = []
+        for group in groups:
+            launches += self._pieces(group[0]) if len(group) == 1 else [self._joined(group)]
+        return launches
 
     def _pieces(self, bucket: Bucket) -> list[Launch]:
         runs = self._plan.pieces(bucket.flat)

@@ -52,7 +52,9 @@ from gradwire.comms.observe.observer import Observer
 from gradwire.comms.plan.advise import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.resume import COLUMNS, Resume, to_rows
-from gradwire.compressors.base import Layout, StateDict
+from gradwire.compressors.adasum import Adasum
+from gradwire.compressors.base import Compressor, Layout, StateDict
+from gradwire.compressors.dense import WideSum
 from gradwire.compressors.optim.first_step import Check, check_at_first_step, withdraw
 from gradwire.compressors.routed import Routed
 from gradwire.compressors.rules import warn_of_idle
@@ -61,6 +63,9 @@ log = logging.getLogger("gradwire")
 
 FUSION_TIMEOUT = timedelta(seconds=30)
 """How long `fuse()` waits for the other ranks to ask for the same."""
+
+GRADIENT_NBYTES = 4
+"""Of an element, where the size of a model's gradients is estimated."""
 
 TIMED_FROM, TIMED_UNTIL, TIMED_EVERY, STEPS_IN_A_ROW = 3, 23, 100, 3
 """Steps whose events `report()` and `advise()` go by on CUDA, where events cost host time: 20 of the first ones, then 3
@@ -150,7 +155,7 @@ class _Connection:
         self.group = peers.group
         self._config = config
         self.compression: Compression | None = previous.compression if previous else _compression(config, names, peers)
-        name, compressor = peers.name, self.compression.compressor if self.compression else None
+        name, compressor = peers.name, self.compression.compressor if self.compression else _reduction(config)
         self.communicator = Communicator(
             peers.store,
             peers.rank,
@@ -166,7 +171,10 @@ class _Connection:
         self.communicator.executor.checking = self.compression is not None
         store = self.communicator.plain_store
         threshold_nbytes = round(config.fusion_mb * 2**20)
-        first = FusionPlan(threshold_nbytes=threshold_nbytes)
+        delayed = config.fusion == "delayed"
+        if delayed and names.bound:
+            threshold_nbytes = sum(names.numels().values()) * GRADIENT_NBYTES
+        first = FusionPlan(threshold_nbytes=threshold_nbytes, delayed=delayed)
         self.fusion: Fusion = Fusion(previous.fusion.plan if previous and not joined else first)
         self.agrees = previous is None and not joined
         """Whether what payloads are decoded with is the same on all ranks."""
@@ -183,6 +191,8 @@ class _Connection:
         self.communicator.routes.settle(threshold_nbytes or BUCKET_NBYTES)
         self.communicator.connect(threshold_nbytes or BUCKET_NBYTES)
         self.watch = StepWatch(self.communicator.clock)
+        self.scale, self.after = _factors(config, self.communicator)
+        """On every rank's gradients, and on their sum."""
         self.observer = Observer(self.communicator, config, peers.group)
         if previous is not None:
             self.observer.follow(previous.observer)
@@ -542,9 +552,11 @@ class HookState:
         if flat.layout != torch.strided:
             if self._survivor is not None:
                 raise TypeError("a sparse gradient in elastic training; wanted dense ones: nn.Embedding(sparse=False)")
-            return _reduce_sparse(flat, connection)
+            if self.config.reduction == "adasum":
+                raise TypeError("a sparse gradient, and `reduction` is adasum; wanted dense ones: sparse=False")
+            return self._reduce_sparse(bucket, flat, connection)
         layout = None
-        if connection.compression is not None or self._survivor is not None:
+        if connection.communicator.compressor is not None or self._survivor is not None:
             parameters = tuple(map(id, bucket.parameters()))
             layout = self.names.layouts.get(parameters) or self.names.layout(bucket)
         index, contents = len(self._buckets), connection.observer.contents
@@ -555,6 +567,18 @@ class HookState:
         if self._kept is not None:
             return self._kept.add(arrived, lambda: self._travel(connection, arrived))
         self._travel(connection, arrived)
+        return arrived.result()
+
+    def _reduce_sparse(self, bucket: GradBucket, sparse: Tensor, connection: _Connection) -> FutureTensor:
+        """Gradients of nn.Embedding(sparse=True) come in buckets of their own; none is joined or compressed."""
+        named, contents = self.names.known(bucket.parameters()), connection.observer.contents
+        index = next(
+            (index for index, (_, names) in contents.items() if index < 0 and names == named), -1 - len(contents)
+        )
+        contents[index] = sparse.numel(), named
+        arrived = Bucket.of(sparse, index=index)
+        scale = connection.scale * connection.after
+        connection.communicator.start_sparse(arrived, scale=scale, as_dense=self.config.sparse_as_dense)
         return arrived.result()
 
     def _travel(self, connection: _Connection, arrived: Bucket) -> None:
@@ -865,12 +889,12 @@ class HookState:
     def _launch(self, connection: _Connection, launches: Sequence[Launch]) -> None:
         """Starts what fusion has decided on."""
         compression = connection.compression
-        scale = 1.0 / connection.communicator.size
         for launch in launches:
             if launch.layout is not None:
                 self._transfers.append(launch.layout)
+            scale, after = connection.scale, connection.after
             flush = compression is not None and compression.flushing
-            connection.communicator.start(launch, scale=scale, flush=flush, hold=self._announces_last)
+            connection.communicator.start(launch, scale=scale, after=after, flush=flush, hold=self._announces_last)
 
     def _end_step(self) -> None:
         """Runs once at the end of each backward pass, on all ranks at the same point of the sequence of buckets."""
@@ -988,24 +1012,32 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
     return state.reduce(bucket)
 
 
-def _reduce_sparse(sparse: Tensor, connection: _Connection) -> FutureTensor:
-    """Sparse gradients (nn.Embedding(sparse=True)) travel as they would without a hook."""
-    work = dist.all_reduce(sparse, group=connection.group, async_op=True)
-    assert work is not None
-
-    def average(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-        return done.value()[0].div_(connection.communicator.size)
-
-    future: FutureTensor = work.get_future().then(average)
-    return future
-
-
 def _compression(config: Config, names: ParameterNames, peers: _Peers) -> Compression | None:
     if config.compressor in (None, "none"):
         return None
     compression = Compression(config.compressor, config.compressor_options, config.rules, peers.rank, peers.size)
     compression.compressor.bind_model(names.numels())
     return compression
+
+
+def _reduction(config: Config) -> Compressor | None:
+    """What combines gradients between nodes, where that is no plain sum in their own dtype."""
+    if config.reduction == "adasum":
+        return Adasum()
+    return WideSum() if config.sum_dtype == "float32" else None
+
+
+def _factors(config: Config, communicator: Communicator) -> tuple[float, float]:
+    """The factor on every rank's gradients before they are summed, and the one on the sum."""
+    if not config.average:
+        return 1.0, 1.0
+    cluster = communicator.cluster
+    if config.reduction == "adasum":
+        node = cluster.ranks(cluster.unit(communicator.rank, 0))
+        return (1.0 if config.plan == "flat" else 1.0 / len(node)), 1.0
+    if config.predivide is not None:
+        return 1.0 / config.predivide, config.predivide / cluster.size
+    return 1.0 / cluster.size, 1.0
 
 
 def _restore(config: Config) -> HookState:

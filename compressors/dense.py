@@ -67,3 +67,16 @@ class Dense(Stateful):
             shard.add_(new, alpha=self.momentum)
         else:
             shard.copy_(new)
+
+
+class WideSum(Dense):
+    """The sum of float16 and bfloat16 gradients in float32, for the option `sum_dtype`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "float32"
+
+    @staticmethod
+    def takes(dtype: torch.dtype) -> bool:
+        """Whether buckets of a dtype are widened."""
+        return dtype in (torch.float16, torch.bfloat16)

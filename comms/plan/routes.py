@@ -28,7 +28,9 @@ from gradwire.comms.plan.schedule import (
     executable,
     member_shares,
 )
+from gradwire.compressors.adasum import Adasum
 from gradwire.compressors.base import Compressor, Layout
+from gradwire.compressors.dense import WideSum
 from gradwire.topology.cluster import Cluster, Level
 
 log = logging.getLogger("gradwire")
@@ -55,6 +57,7 @@ class PhasePart:
         shards: Regions of the bucket that this rank has a part in.
         logical_numel: Elements of those.
         sent_numel: Elements that this rank sends; of a compressed phase unknown beforehand, and 0.
+        owners: Of a compressed phase, all ranks that have a shard in it, ascending; else empty.
     """
 
     phase: Phase
@@ -65,6 +68,7 @@ class PhasePart:
     shards: int
     logical_numel: int
     sent_numel: float
+    owners: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +146,8 @@ class Routes(dict[RouteKey, Route]):
         super().__init__()
         self.cluster = cluster
         self.library = "nccl" if device_type == "cuda" else "gloo"
-        self.plan_name, self.chunks = config.plan, config.chunks
+        self.plan_name = config.plan
+        self.chunks = 1 if isinstance(compressor, Adasum) else config.chunks  # it needs whole parameters
         self._rank = rank
         self._device_type = device_type
         self._fixed_order = config.fuses
@@ -323,6 +328,8 @@ class Routes(dict[RouteKey, Route]):
         if nodes > 1:
             plan_name = "leader" if self._asked_for == "leader" else "hierarchical"
             return priced(plan_name, nodes, "and works on what crosses between nodes.")
+        if isinstance(compressor, Adasum | WideSum):
+            return None
         if self._asked_for != "auto" or self.library != "nccl" or size == 1 or self.cluster.levels[0].link.presumed:
             return None
         # One node of GPUs: inside it, compression pays where the links are slow (PCIe), and costs where they are fast.
@@ -357,7 +364,8 @@ class Routes(dict[RouteKey, Route]):
         sent = 0.0 if layouts else sum(self._sent_numel(transfer) for step in own for transfer in step)
         whole = len(first) == 1 and (first[0].start, first[0].stop) == run
         shares = tuple(member_shares(phase, transfer) for transfer in first) if layouts else ()
-        return PhasePart(phase, tuple(own), layouts, shares, whole, len(first), logical, sent)
+        owners = sorted({rank for transfer in steps[0] for rank in transfer.members}) if layouts else ()
+        return PhasePart(phase, tuple(own), layouts, shares, whole, len(first), logical, sent, tuple(owners))
 
     def _sent_numel(self, transfer: Transfer) -> float:
         place = transfer.members.index(self._rank)

@@ -24,6 +24,11 @@ VARIABLES: dict[str, tuple[str, str, object]] = {
     "transport": ("GRADWIRE_TRANSPORT", "gloo", "gloo"),
     "fusion_mb": ("GRADWIRE_FUSION_MB", "12.5", 12.5),
     "fusion": ("GRADWIRE_FUSION", "auto", "auto"),
+    "average": ("GRADWIRE_AVERAGE", "off", False),
+    "predivide": ("GRADWIRE_PREDIVIDE", "8", 8.0),
+    "sum_dtype": ("GRADWIRE_SUM_DTYPE", "float32", "float32"),
+    "reduction": ("GRADWIRE_REDUCTION", "adasum", "adasum"),
+    "sparse_as_dense": ("GRADWIRE_SPARSE_AS_DENSE", "yes", True),
     "probe": ("GRADWIRE_PROBE", "1", True),
     "tune": ("GRADWIRE_TUNE", "true", True),
     "tune_profile": ("GRADWIRE_TUNE_PROFILE", "tuned.json", "tuned.json"),
@@ -50,7 +55,7 @@ FIELDS = [entry.name for entry in dataclasses.fields(Config)]
     [
         ({"plan": "ring"}, "`plan` is 'ring'; wanted one of auto, flat, hierarchical, leader"),
         ({"transport": "smoke"}, "`transport` is 'smoke'"),
-        ({"fusion": "some"}, "`fusion` is 'some'; wanted one of fixed, auto"),
+        ({"fusion": "some"}, "`fusion` is 'some'; wanted one of fixed, auto, delayed"),
         ({"chunks": -1}, "`chunks` is -1"),
         ({"timeout": timedelta(0)}, "`timeout` is 0:00:00"),
         ({"location": ("a", "b", "c")}, "`location` is"),
@@ -59,6 +64,18 @@ FIELDS = [entry.name for entry in dataclasses.fields(Config)]
         ({"stall_seconds": float("inf")}, "`stall_seconds` is inf"),
         ({"trace_steps": 0}, "`trace_steps` is 0"),
         ({"compressor": "zip"}, "`compressor` is 'zip'; wanted one of"),
+        ({"sum_dtype": "float64"}, "`sum_dtype` is 'float64'; wanted one of own, float32"),
+        ({"reduction": "max"}, "`reduction` is 'max'; wanted one of sum, adasum"),
+        ({"sparse_as_dense": "no"}, "`sparse_as_dense` is 'no'; wanted auto, True or False"),
+        ({"predivide": 0.0}, "`predivide` is 0.0; wanted a number > 0, or None"),
+        ({"predivide": 2.0, "average": False}, "`predivide` is given and `average` is off"),
+        ({"fusion": "delayed", "fusion_mb": 8.0}, "`fusion` is delayed, and `fusion_mb` is set"),
+        ({"fusion": "delayed", "tune": True}, "`fusion` is delayed, and `tune` is set"),
+        ({"sum_dtype": "float32", "compressor": "int8"}, "`sum_dtype` is float32 and `compressor` is int8"),
+        ({"reduction": "adasum", "compressor": "int8"}, "`reduction` is adasum and `compressor` is set"),
+        ({"reduction": "adasum", "elastic": True}, "`reduction` is adasum and `elastic` is set"),
+        ({"reduction": "adasum", "chunks": 2}, "`reduction` is adasum and `chunks` is set"),
+        ({"reduction": "adasum", "fusion": "auto"}, "`reduction` is adasum and `fusion` is set"),
     ],
 )
 def test_a_bad_value_names_the_option(options: dict[str, object], message: str) -> None:
@@ -68,7 +85,7 @@ def test_a_bad_value_names_the_option(options: dict[str, object], message: str) 
 
 
 def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(TypeError, match=r"`colour` is no option of gradwire; wanted one of chunks"):
+    with pytest.raises(TypeError, match=r"`colour` is no option of gradwire; wanted one of average"):
         Config.from_env(colour="red")
 
 

@@ -1,0 +1,246 @@
+"""Sparse gradients (`nn.Embedding(sparse=True)`): rows are added up inside the nodes first, then between them.
+
+A rank of each node owns a share of the rows, and gets them from the others of its node: a row that several of them
+have looked up leaves the node once. Owners of the same rows exchange those between the nodes, as rows, or as a dense
+tensor where that is smaller, and give the sum to their node. Sizes depend on what was looked up, so the ranks tell each
+other how many rows they have, and each decision is taken by ranks that have seen the same numbers.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+
+from gradwire.comms.lanes import Hop, Lane
+from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE
+from gradwire.comms.transport.groups import Groups, Transport
+from gradwire.compressors.base import ALL_TO_ALL, Work
+from gradwire.topology.cluster import Cluster
+
+LANES: tuple[Lane, ...] = ((-3, 0), (-3, 1), (-3, 2))
+"""Of the steps (inside the node and the numbers of rows between them; the rows between them; inside the node again), in
+a communicator whose plans have lanes from (0, 0) on."""
+
+BETWEEN = 1
+"""Place among them of what crosses between the nodes."""
+
+KEY_NBYTES = 8
+"""Of a row's number: an int64."""
+
+AUTO = "auto"
+
+Book = Callable[[int, str, int, float], None]
+"""Counts a collective: (place in `LANES`, operation, bytes of gradient, bytes sent)."""
+
+
+@dataclass(slots=True)
+class Rows:
+    """Some rows of a tensor, each once, ascending.
+
+    Attributes:
+        keys: int64, 1-D: which.
+        values: (rows, width).
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Of both."""
+        return self.keys.nbytes + self.values.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Who owns which rows, and with whom a rank exchanges them.
+
+    Attributes:
+        node: The ranks that add up among themselves first, this one among them.
+        owners: How many of them own rows: those of number `key % owners`, the first ones of the node.
+        rail: The owners of the same rows on all nodes, in the order of the nodes; empty for a rank that owns none.
+    """
+
+    node: tuple[int, ...]
+    owners: int
+    rail: tuple[int, ...]
+
+    @classmethod
+    def of(cls, cluster: Cluster, rank: int, plan: str) -> "Sharing":
+        """How a plan of that name shares the rows out.
+
+        Args:
+            cluster: Where the ranks are.
+            rank: This one.
+            plan: `flat` makes every rank a node of its own, `leader` has one owner a node; others use all ranks.
+        """
+        nodes = tuple((each,) for each in range(cluster.size)) if plan == "flat" else cluster.nodes
+        owners = 1 if plan == "leader" else min(map(len, nodes))
+        node = next(ranks for ranks in nodes if rank in ranks)
+        place = node.index(rank)
+        return cls(node, owners, tuple(ranks[place] for ranks in nodes) if place < owners else ())
+
+
+def check_sparse(sparse: Tensor) -> None:
+    """Refuses what cannot be summed.
+
+    Raises:
+        TypeError: `sparse` has another layout than torch.sparse_coo, or does not hold floating-point numbers.
+    """
+    if sparse.layout != torch.sparse_coo:
+        raise TypeError(
+            f"a gradient has the layout {sparse.layout}; wanted torch.sparse_coo, as nn.Embedding(sparse=True) "
+            "makes it, or dense ones: sparse=False"
+        )
+    if not sparse.is_floating_point():
+        raise TypeError(
+            f"a sparse gradient holds {sparse.dtype}; wanted floating-point numbers. Complex ones travel dense alone: "
+            "nn.Embedding(sparse=False)"
+        )
+
+
+def sum_sparse(
+    sparse: Tensor, groups: Groups, rank: int, sharing: Sharing, *, scale: float, as_dense: bool | str, book: Book
+) -> Generator[Hop, None, Tensor]:
+    """Sums a sparse tensor over all ranks: a walk through `LANES`.
+
+    Args:
+        sparse: torch.sparse_coo, floating-point, of one shape and dtype on all ranks; not changed.
+        groups: Where transports come from.
+        rank: This rank.
+        sharing: Who owns what.
+        scale: Factor on every rank's contribution.
+        as_dense: Whether rows travel between the nodes as a dense tensor; "auto": where that takes fewer bytes.
+        book: Counts what is sent.
+
+    Returns:
+        The coalesced sum, the same bits on all ranks: it holds every row that some rank has, those too whose values add
+        up to zero. float16 and bfloat16 rows are summed in float32 and rounded once a crossing; where they travel
+        dense, as the transport sums them.
+    """
+    node, rail = sharing.node, sharing.rail
+    sparse_dim, shape = sparse.sparse_dim(), sparse.shape
+    own = _rows(sparse, scale)
+    if len(node) > 1:
+        own = _to_owners(own, groups[LANES[0], node], sharing.owners, book)
+    if len(rail) > 1:
+        own = yield from _between(own, groups, rail, rank, _owned(sharing, rank, shape[:sparse_dim]), as_dense, book)
+    else:
+        yield Hop(LANES[1], ())
+        yield Hop(LANES[2], ())
+    if len(node) > 1:
+        own = _to_all(own, groups[LANES[2], node], book)
+    places = torch.stack(torch.unravel_index(own.keys, shape[:sparse_dim]))
+    values = own.values.view(-1, *shape[sparse_dim:])
+    return torch.sparse_coo_tensor(places, values, shape, is_coalesced=True, check_invariants=False)
+
+
+def _rows(sparse: Tensor, scale: float) -> Rows:
+    """This rank's rows, each once."""
+    coalesced, sparse_dim = sparse.coalesce(), sparse.sparse_dim()
+    keys = coalesced.indices()[0].clone()
+    for size, index in zip(sparse.shape[1:sparse_dim], coalesced.indices()[1:], strict=True):
+        keys.mul_(size).add_(index)
+    return Rows(keys, (coalesced.values() * scale).view(-1, prod(sparse.shape[sparse_dim:])))
+
+
+def _owned(sharing: Sharing, rank: int, shape: Sequence[int]) -> range:
+    """The rows that a rank owns, of all that there may be."""
+    return range(sharing.node.index(rank), prod(shape), sharing.owners)
+
+
+def _summed(parts: Sequence[Rows]) -> Rows:
+    """The sum of some parts, in their order: no part has a row twice, so that every rank gets the same bits."""
+    keys = torch.unique(torch.cat([part.keys for part in parts]))
+    dtype, width = parts[0].values.dtype, parts[0].values.shape[1]
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = parts[0].values.new_zeros((keys.numel(), width), dtype=wide)
+    for part in parts:
+        total.index_add_(0, torch.searchsorted(keys, part.keys), part.values.to(wide))
+    return Rows(keys, total.to(dtype))
+
+
+def _counts(transport: Transport, own: Sequence[int], like: Tensor) -> tuple[Tensor, Work]:
+    """Has every rank of a group say some numbers: what they say, (ranks, numbers), once the work is done."""
+    source = torch.tensor(own, dtype=torch.int64, device=like.device)
+    found = source.new_empty(transport.size, len(own))
+    return found, transport.all_gather(found, source)
+
+
+def _to_owners(own: Rows, transport: Transport, owners: int, book: Book) -> Rows:
+    """Sends each row to the rank of the node that owns it, and adds up what arrives."""
+    size, width = transport.size, own.values.shape[1]
+    owner = own.keys % owners
+    parts = [(owner == place).nonzero().view(-1) for place in range(size)]
+    found, work = _counts(transport, [part.numel() for part in parts], own.keys)
+    work.wait()
+    counts: list[list[int]] = found.tolist()
+    most = max(map(max, counts))
+    keys, values = own.keys.new_zeros((size, most)), own.values.new_zeros((size, most, width))
+    for place, part in enumerate(parts):
+        keys[place, : part.numel()] = own.keys[part]
+        values[place, : part.numel()] = own.values[part]
+    got_keys, got_values = torch.empty_like(keys), torch.empty_like(values)
+    transport.all_to_all(got_keys, keys).wait()
+    transport.all_to_all(got_values, values).wait()
+    book(0, ALL_TO_ALL, own.nbytes, (keys.nbytes + values.nbytes) * (size - 1) / size)
+    mine = [each[transport.rank] for each in counts]
+    return _summed([Rows(got_keys[place, :count], got_values[place, :count]) for place, count in enumerate(mine)])
+
+
+def _between(
+    own: Rows, groups: Groups, rail: tuple[int, ...], rank: int, owned: range, as_dense: bool | str, book: Book
+) -> Generator[Hop, None, Rows]:
+    """Sums an owner's rows over the nodes."""
+    size, width, element_nbytes = len(rail), own.values.shape[1], own.values.element_size()
+    counts: list[int] = []
+    if as_dense is True:
+        yield Hop(LANES[1], ())
+    else:
+        found, work = _counts(groups[LANES[0], rail], [own.keys.numel()], own.keys)
+        yield Hop(LANES[1], (work,))
+        counts = found.view(-1).tolist()
+        if as_dense == AUTO:
+            rows_nbytes = max(counts) * (KEY_NBYTES + width * element_nbytes) * (size - 1)
+            as_dense = rows_nbytes > 2 * (size - 1) / size * len(owned) * (width + 1) * element_nbytes
+    transport = groups[LANES[1], rail]
+    if as_dense:
+        # A last column counts the nodes that have the row: what adds up to zero is a row of the sum all the same.
+        dense = own.values.new_zeros((len(owned), width + 1))
+        dense[(own.keys - owned.start) // owned.step] = torch.nn.functional.pad(own.values, (0, 1), value=1.0)
+        book(BETWEEN, ALL_REDUCE, own.nbytes, 2 * (size - 1) / size * dense.nbytes)
+        yield Hop(LANES[2], (transport.all_reduce(dense.view(-1)),))
+        there = dense[:, width].nonzero().view(-1)
+        return Rows(there * owned.step + owned.start, dense[there, :width])
+    parts, works = _gathered(own, transport, counts)
+    book(BETWEEN, ALL_GATHER, own.nbytes, own.nbytes * (size - 1))
+    yield Hop(LANES[2], works)
+    return _summed(parts)
+
+
+def _gathered(own: Rows, transport: Transport, counts: Sequence[int]) -> tuple[list[Rows], list[Work]]:
+    """The rows of every rank of a group, once the works are done."""
+    bounds = tuple(accumulate(counts, initial=0))
+    width, start, stop = own.values.shape[1], bounds[transport.rank], bounds[transport.rank + 1]
+    keys, values = own.keys.new_empty(bounds[-1]), own.values.new_empty((bounds[-1], width))
+    keys[start:stop], values[start:stop] = own.keys, own.values
+    works = [
+        transport.all_gather_slices(keys, bounds),
+        transport.all_gather_slices(values.view(-1), [bound * width for bound in bounds]),
+    ]
+    return [Rows(keys[start:stop], values[start:stop]) for start, stop in pairwise(bounds)], works
+
+
+def _to_all(own: Rows, transport: Transport, book: Book) -> Rows:
+    """Gives the owners' sums to all ranks of the node; the ranks behind them have none."""
+    found, work = _counts(transport, [own.keys.numel()], own.keys)
+    work.wait()
+    parts, works = _gathered(own, transport, found.view(-1).tolist())
+    for work in works:
+        work.wait()
+    book(2, ALL_GATHER, own.nbytes, own.nbytes * (transport.size - 1))
+    keys, order = torch.cat([part.keys for part in parts]).sort()
+    return Rows(keys, torch.cat([part.values for part in parts])[order])

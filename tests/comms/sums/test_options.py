@@ -1,0 +1,110 @@
+"""The hook's options about sums, in DDP: four processes on two logical nodes, against plain DDP's gradients."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from support.processes import Processes
+
+NODES = "aabb"
+
+
+class Model(nn.Module):
+    """Layers of two dtypes between each other, behind an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(40, 24, sparse=True)
+        self.layers = nn.ModuleList(
+            nn.Linear(24, 24, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
+        )
+
+    def forward(self, places: Tensor) -> Tensor:
+        value: Tensor = self.table(places)
+        for layer in self.layers:
+            value = torch.tanh(layer(value.to(next(layer.parameters()).dtype)))
+        return value.float().square().sum()
+
+
+def gradients(**options: Any) -> tuple[list[Tensor], list[bool], int]:
+    """Of the second step: values, which of them are sparse, and its all-reduces; plain DDP's without options."""
+    model = DistributedDataParallel(Model(), bucket_cap_mb=0.002)
+    state = gradwire.HookState(model, **options) if options else None
+    if state is not None:
+        model.register_comm_hook(state, gradwire.comm_hook)
+    launches = before = 0
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.arange(6) + 3 * dist.get_rank()).backward()
+        total = state.report().buckets if state else 0
+        launches, before = total - before, total
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if state is not None:
+        state.close()
+    return [each.to_dense().float() for each in found], [each.is_sparse for each in found], launches
+
+
+def apart(values: list[Tensor], wanted: list[Tensor], factor: float) -> float:
+    """The largest relative distance of a gradient."""
+    return max(
+        float((value - factor * each).norm() / (factor * each).norm())
+        for value, each in zip(values, wanted, strict=True)
+    )
+
+
+def compare_options(rank: int) -> dict[str, Any]:
+    dist.init_process_group("gloo")
+    plain, kinds, _ = gradients()
+    wide, wide_kinds, many = gradients(predivide=2.0, sum_dtype="float32", sparse_as_dense=True)
+    late, late_kinds, few = gradients(average=False, fusion="delayed", sparse_as_dense=False)
+    found = {
+        "apart": (apart(wide, plain, 1.0), apart(late, plain, len(NODES))),
+        "kinds": wide_kinds == late_kinds == kinds,
+        "launches": (many, few),
+        "sums": [str(each.double().sum().item()) for each in (*wide, *late)],
+        "adasum": adasum_gradient(rank),
+    }
+    try:
+        gradients(reduction="adasum")
+    except Exception as error:  # noqa: BLE001 - whatever comes out of backward, it is looked at below
+        found["refused"] = str(error)
+    return found
+
+
+def adasum_gradient(rank: int) -> float:
+    """Relative distance of the hook's gradient to Adasum of the nodes' means, in float64."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(50, 30, bias=False))
+    state = gradwire.HookState(model, reduction="adasum")
+    model.register_comm_hook(state, gradwire.comm_hook)
+    inputs = [torch.randn(7, 50, generator=torch.Generator().manual_seed(number)) for number in range(len(NODES))]
+    model(inputs[rank]).square().sum().backward()
+    own = []
+    for each in inputs:
+        weight = model.module.weight.detach().double().requires_grad_()
+        (each.double() @ weight.t()).square().sum().backward()
+        assert weight.grad is not None
+        own.append(weight.grad.view(-1))
+    first, second = (own[0] + own[1]) / 2, (own[2] + own[3]) / 2
+    both = first @ second
+    wanted = (1 - both / (2 * (first @ first))) * first + (1 - both / (2 * (second @ second))) * second
+    found = model.module.weight.grad
+    assert found is not None
+    state.close()
+    return float((found.view(-1).double() - wanted).norm() / wanted.norm())
+
+
+def test_each_option_gives_what_it_says(processes: Processes) -> None:
+    results = processes(len(NODES), compare_options, nodes=NODES)
+    for found in results:
+        assert max(found["apart"]) < 0.01 and found["kinds"]  # bfloat16 is summed in another order
+        many, few = found["launches"]
+        assert few == 3 < many  # delayed: one of each dtype, and the sparse one
+        assert found["sums"] == results[0]["sums"]
+        assert found["adasum"] < 1e-5
+        assert "`reduction` is adasum; wanted dense ones" in found["refused"]
