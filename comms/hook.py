@@ -594,21 +594,23 @@ class HookState:
         if self._resume is not None and self._resume.is_complete:
             self._launch_resumed(connection)
 
-    def advise(self, optimizer: str = "sgd") -> JobAdvice:
+    def advise(self, optimizer: str = "sgd", accumulate: int = 1) -> JobAdvice:
         """Recommends a plan and a compressor, from what this rank has measured, and says what could be gained at most.
 
         Args:
             optimizer: `sgd`, `adam`, ...: some compressors require one.
+            accumulate: How many of the steps as they are shall be one, as micro-batches that are accumulated.
 
         Raises:
             RuntimeError: Fewer than three steps have been seen.
+            ValueError: `accumulate` is less than one.
         """
         connection = self._connection
         observed = connection.watch.observed() if connection else None
         if connection is None or observed is None:
             raise RuntimeError("this state has seen fewer than three steps: call advise() later")
         routes = connection.communicator.routes
-        return advise_job(routes.cluster, connection.fusion.last_sizes, observed, optimizer, routes.library)
+        return advise_job(routes.cluster, connection.fusion.last_sizes, observed, optimizer, routes.library, accumulate)
 
     def fuse(self, plan: FusionPlan) -> None:
         """Changes which buckets travel together, from the next step on; every rank calls it between the same two steps.

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gradwire.comms.wrap import wrap
     from gradwire.compressors.base import Codec, Collective, Compressor, Layout, Member, Slice
     from gradwire.compressors.optim.fit import check_optimizer, take_momentum
+    from gradwire.compressors.optim.layerwise import Lamb, Lars
     from gradwire.compressors.optim.onebit_adam import OneBitAdam
     from gradwire.compressors.optim.onebit_lamb import OneBitLamb
     from gradwire.compressors.registry import register_codec, register_compressor
@@ -44,6 +45,8 @@ _HOMES = {
     "Config": "gradwire.comms.config",
     "FusionPlan": "gradwire.comms.fusion",
     "HookState": "gradwire.comms.hook",
+    "Lamb": "gradwire.compressors.optim.layerwise",
+    "Lars": "gradwire.compressors.optim.layerwise",
     "Layout": "gradwire.compressors.base",
     "Member": "gradwire.compressors.base",
     "OneBitAdam": "gradwire.compressors.optim.onebit_adam",
@@ -68,6 +71,8 @@ __all__ = [
     "Config",
     "FusionPlan",
     "HookState",
+    "Lamb",
+    "Lars",
     "Layout",
     "Member",
     "OneBitAdam",

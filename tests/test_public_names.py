@@ -12,6 +12,8 @@ PUBLIC = [
     "Config",
     "FusionPlan",
     "HookState",
+    "Lamb",
+    "Lars",
     "Layout",
     "Member",
     "OneBitAdam",

@@ -56,12 +56,25 @@ class Workload:
         backward_seconds: How long a backward pass takes without communication; 0 is unknown.
         bucket_nbytes: Gradients that travel together.
         optimizer: `sgd`, `adam`, ...: some compressors require one.
+        accumulate: Micro-batches of a step. All but the last send nothing (`no_sync`), and nothing hides behind them.
+        micro_seconds: How long each of those takes; 0: as long as a backward pass.
     """
 
     gradient_nbytes: int
     backward_seconds: float = 0.0
     bucket_nbytes: int = BUCKET_NBYTES
     optimizer: str = "sgd"
+    accumulate: int = 1
+    micro_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise ValueError(f"`accumulate` is {self.accumulate}; wanted a number of micro-batches of at least 1")
+
+    @property
+    def silent_seconds(self) -> float:
+        """Of a step, before the backward pass that sends."""
+        return (self.accumulate - 1) * (self.micro_seconds or self.backward_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +86,8 @@ class Offer:
         plan: For the whole gradient in one bucket.
         compressor: `none` or a compressor's name.
         seconds: Predicted time of an all-reduce of the whole gradient.
-        step_seconds: From the start of the backward pass to the last gradient.
+        step_seconds: From the start of the backward pass to the last gradient; of the first micro-batch's where a step
+            accumulates several.
         exposed_seconds: What communication adds to the backward pass.
         hidden: Communication all but disappears behind the backward pass.
         limit: What limits it, in words.
@@ -168,15 +182,15 @@ def _offer(cluster: Cluster, workload: Workload, name: str, price: CodecPrice, l
     for nbytes in sizes:
         produced += nbytes
         arrivals.append(workload.backward_seconds * produced / workload.gradient_nbytes)
-    step = max(step_seconds([by_size[nbytes] for nbytes in sizes], arrivals), workload.backward_seconds)
+    last = max(step_seconds([by_size[nbytes] for nbytes in sizes], arrivals), workload.backward_seconds)
     whole = cheapest(workload.gradient_nbytes)
-    exposed = step - workload.backward_seconds
+    exposed = last - workload.backward_seconds
     return Offer(
         name if price.name == "none" else f"{name}+{price.name}",
         whole,
         price.name,
         whole.seconds,
-        step,
+        workload.silent_seconds + last,
         exposed,
         _is_hidden(exposed, workload, by_size[sizes[-1]] if sizes else whole),
         _limit(whole, cluster),

@@ -44,6 +44,7 @@ BOUNDS = {
     "nics_per_node": (1, 1024),
     "backward_ms": (0, 1e9),
     "bucket_mb": (1e-6, MOST_MEGABYTES),
+    "accumulate": (1, 1e6),
 }
 """Option -> the least and the most that makes sense."""
 PICTURES = (".png", ".svg", ".pdf")
@@ -132,6 +133,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bucket-mb", type=float, default=BUCKET_NBYTES / 2**20, metavar="MIB", help="DDP's bucket_cap_mb (default 25)"
     )
+    parser.add_argument(
+        "--accumulate", type=int, default=1, metavar="K", help="micro-batches a step; the last one sends (default 1)"
+    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="some compressors assume SGD")
     predict_sharded.add_options(parser)
     parser.add_argument("--all", action="store_true", help="show every plan with every compressor")
@@ -152,6 +156,11 @@ def read_question(options: argparse.Namespace) -> Question:
     check_number("gradient-mb", options.gradient_mb, ELEMENT_NBYTES / 1e6, MOST_MEGABYTES)
     check_number("parameters", options.parameters, 1, MOST_MEGABYTES * 1e6 / ELEMENT_NBYTES)
     predict_sharded.check_options(options)
+    if options.accumulate > 1 and options.sharded is not None:
+        raise ValueError(
+            "`accumulate` is given with `sharded`; wanted one of them: sharded models gather their weights for each "
+            "micro-batch, which is not priced"
+        )
     if options.plot is not None:
         if options.plot.suffix not in PICTURES:
             raise ValueError(f"`plot` is {options.plot}; wanted a name that ends in {', '.join(PICTURES)}")
@@ -168,7 +177,9 @@ def read_question(options: argparse.Namespace) -> Question:
         machine,
         options,
         layout,
-        Workload(nbytes, options.backward_ms / 1e3, round(options.bucket_mb * 2**20), options.optimizer),
+        Workload(
+            nbytes, options.backward_ms / 1e3, round(options.bucket_mb * 2**20), options.optimizer, options.accumulate
+        ),
     )
 
 

@@ -35,6 +35,7 @@ def as_json(cluster: Cluster, workload: Workload, advice: Advice, planning_secon
         },
         "gradient_nbytes": workload.gradient_nbytes,
         "backward_seconds": workload.backward_seconds,
+        "accumulate": workload.accumulate,
         "plans": {offer.name: _offer(offer) for offer in advice.offers},
         "recommend": {
             "plan": advice.recommend.plan,
@@ -78,7 +79,8 @@ def as_table(
     console.print(f"{chosen.why}\n", highlight=False)
     console.print(
         f"{describe_cluster(cluster)}; {workload.gradient_nbytes / 1e6:.1f} MB of gradients"
-        + (f", backward {workload.backward_seconds * 1e3:g} ms" if known else ""),
+        + (f", backward {workload.backward_seconds * 1e3:g} ms" if known else "")
+        + (f", {workload.accumulate} micro-batches a step" if workload.accumulate > 1 else ""),
         highlight=False,
     )
     table = Table(box=SIMPLE_HEAD, padding=0)

@@ -22,6 +22,23 @@ def ask(cluster: Cluster, backward_ms: float = 0.0, optimizer: str = "sgd", libr
     return advise(cluster, Workload(GRADIENT, backward_ms / 1e3, optimizer=optimizer), prices, library=library)
 
 
+def test_accumulated_micro_batches_send_once_and_make_compression_worth_less() -> None:
+    cluster, micro = cluster_of(4, 25), 0.045
+    prices = [codec_price(name, square_layout(GRADIENT), 4, 1.4e12) for name in registry.names()]
+
+    def advice(accumulate: int) -> Advice:
+        return advise(cluster, Workload(GRADIENT, micro, accumulate=accumulate), prices, library="nccl")
+
+    once, eight = advice(1), advice(8)
+    for offer, other in zip(once.offers, eight.offers, strict=True):
+        assert other.step_seconds == pytest.approx(offer.step_seconds + 7 * micro)
+        assert (other.seconds, other.exposed_seconds) == (offer.seconds, offer.exposed_seconds)
+    assert once.recommend.compressor != "none"
+    assert advice(64).recommend.compressor == "none"  # what travels once in 64 backward passes is under 5 %
+    with pytest.raises(ValueError, match="`accumulate` is 0"):
+        Workload(GRADIENT, accumulate=0)
+
+
 def test_a_step_is_never_shorter_than_backward_or_than_the_wire() -> None:
     for backward_ms in (0, 10, 45, 200):
         for offer in ask(cluster_of(4, 25), backward_ms).offers:
