@@ -7,6 +7,7 @@ from typing import cast
 
 from gradwire.compressors.base import Codec, Compressor
 from gradwire.compressors.cast import Cast
+from gradwire.compressors.chunk_topk import ChunkTopk
 from gradwire.compressors.dense import Dense
 from gradwire.compressors.dgc import DGC
 from gradwire.compressors.onebit import OneBit
@@ -27,6 +28,7 @@ _factories: dict[str, Factory] = {
     "int4": partial(Quantize, "int4"),
     "onebit": OneBit,
     "dgc": DGC,
+    "chunk_topk": ChunkTopk,
     "powersgd": PowerSGD,
 }
 

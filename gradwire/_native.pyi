@@ -55,6 +55,31 @@ def quantize_reduce_encode(
     random: bool,
     key: int,
 ) -> None: ...
+def chunk_topk_encode(
+    chunk: int,
+    keep: int,
+    decay: float,
+    gradient: int,
+    residual: int,
+    new_residual: int,
+    payload: int,
+    numel: int,
+) -> None: ...
+def chunk_topk_decode_reduce(
+    chunk: int, keep: int, payloads: int, stride: int, workers: int, addend: int, target: int, numel: int
+) -> None: ...
+def chunk_topk_reduce_encode(
+    chunk: int,
+    keep: int,
+    decay: float,
+    payloads: int,
+    stride: int,
+    workers: int,
+    residual: int,
+    new_residual: int,
+    reduced: int,
+    numel: int,
+) -> None: ...
 def dgc_step(
     gradient: int,
     velocity: int,

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.compressors.chunk_topk import ChunkTopkCodec
 from gradwire.compressors.kernels import native
 from gradwire.compressors.kernels.cuda.pack import PackTable
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
-from gradwire.compressors.kernels.reference import DgcRule, DgcState
+from gradwire.compressors.kernels.reference import ChunkRule, DgcRule, DgcState
 from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.quantize import QuantizeCodec
 
@@ -190,6 +191,64 @@ def quantize_decode_case(bits: int, numel: int, device: torch.device) -> KernelC
     )
 
 
+def chunk_topk_encode_case(numel: int, device: torch.device) -> KernelCase:
+    """The largest 64 of each 4,096 of gradient + 0.95 residual, and the new residual in place of the old."""
+    g, e, p = (_randn(numel, device) for _ in range(3))
+    rule, codec = ChunkRule(), ChunkTopkCodec(ChunkRule())
+    payload = torch.empty(codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
+    kernels = KERNELS_ON[payload.device.type]
+
+    def composed(i: int) -> object:
+        torch.add(g[i], e[i], alpha=rule.decay, out=p[i])
+        e[i].copy_(p[i])
+        whole = numel // rule.chunk * rule.chunk
+        chunks, left = p[i][:whole].view(-1, rule.chunk), e[i][:whole].view(-1, rule.chunk)
+        magnitudes, places = torch.topk(chunks.abs(), rule.keep, dim=1, sorted=False)
+        large = magnitudes >= magnitudes.mean(1, keepdim=True)
+        counts = large.sum(1, keepdim=True)
+        sums = (magnitudes * large).sum(1, keepdim=True)
+        small = (magnitudes.sum(1, keepdim=True) - sums) / (rule.keep - counts).clamp(min=1)
+        chosen = chunks.gather(1, places)
+        levels = torch.where(large, sums / counts, small).copysign(chosen)
+        left.scatter_(1, places, chosen - levels)
+        return places.to(torch.int16), large, chosen < 0
+
+    return KernelCase(
+        "chunk_topk_encode",
+        12 * numel + payload.numel(),
+        lambda i: kernels.chunk_topk_encode(rule, g[i], e[i], e[i], payload),
+        composed,
+        e,
+    )
+
+
+def chunk_topk_decode_case(numel: int, device: torch.device) -> KernelCase:
+    """The sum of four workers' chunks."""
+    rule, codec, target = ChunkRule(), ChunkTopkCodec(ChunkRule()), _randn(numel, device)
+    payloads = torch.empty(WORKERS, codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
+    places, values = [], []
+    for payload in payloads:
+        codec.encode(torch.randn(numel, device=device), payload)
+        decoded = torch.empty(numel, device=device)
+        codec.decode(payload, decoded)
+        places.append(decoded.nonzero().view(-1))
+        values.append(decoded[places[-1]])
+    kernels = KERNELS_ON[payloads.device.type]
+
+    def composed(i: int) -> None:
+        target[i].zero_()
+        for place, value in zip(places, values, strict=True):
+            target[i].index_add_(0, place, value)
+
+    return KernelCase(
+        "chunk_topk_decode_reduce",
+        4 * numel + payloads.numel(),
+        lambda i: kernels.chunk_topk_decode_reduce(rule, payloads, None, target[i]),
+        composed,
+        target,
+    )
+
+
 def dgc_case(numel: int, device: torch.device) -> KernelCase:
     """Momentum correction, selection of a thousandth, and masking; the state in place."""
     g, u, v = (_randn(numel, device) for _ in range(3))
@@ -293,6 +352,8 @@ def all_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Kernel
         "int4_encode": lambda: quantize_case(4, numel, device),
         "int8_decode_reduce": lambda: quantize_decode_case(8, numel, device),
         "int4_decode_reduce": lambda: quantize_decode_case(4, numel, device),
+        "chunk_topk_encode": lambda: chunk_topk_encode_case(numel, device),
+        "chunk_topk_decode_reduce": lambda: chunk_topk_decode_case(numel, device),
         "dgc_step": lambda: dgc_case(numel, device),
         "powersgd_step": lambda: powersgd_case(numel, device),
         "pack": lambda: pack_case(False, numel, device),

@@ -28,7 +28,7 @@ REFERENCES = (TREE, NVLS_TREE, HALVING_DOUBLING)
 """What other libraries run; priced for comparison. `tree` and, where an NVSwitch sums, `nvls_tree` are what NCCL may
 choose for the flat plan."""
 
-HARMLESS_FIRST = ("none", "bf16", "fp16", "int8", "int4", "powersgd", "onebit", "dgc")
+HARMLESS_FIRST = ("none", "bf16", "fp16", "int8", "int4", "powersgd", "onebit", "dgc", "chunk_topk")
 """Compressors in the order of what they do to a gradient; an unknown one comes last."""
 
 SGD_ONLY = {
@@ -36,6 +36,9 @@ SGD_ONLY = {
     "dgc": "its momentum correction takes the place of SGD's",
 }
 """Compressors that require an optimizer, and why."""
+
+RARE = {"chunk_topk": "it is made for what is exchanged after many local steps"}
+"""Compressors that are not recommended for the gradient of each step, and why."""
 
 WORTHWHILE = 0.05
 """Compression is recommended where it shortens the step by more than this share; the harmless wins within it."""
@@ -194,7 +197,7 @@ def _offer(cluster: Cluster, workload: Workload, name: str, price: CodecPrice, l
         exposed,
         _is_hidden(exposed, workload, by_size[sizes[-1]] if sizes else whole),
         _limit(whole, cluster),
-        _caution(price.name, workload.optimizer),
+        caution_of(price.name, workload.optimizer),
         name in PLANS if price.name == "none" else name == "hierarchical",
     )
 
@@ -223,7 +226,15 @@ def _limit(plan: Plan, cluster: Cluster) -> str:
     return names.get(plan.limit, f"{plan.limit} links")
 
 
-def _caution(compressor: str, optimizer: str) -> str:
+def caution_of(compressor: str, optimizer: str) -> str:
+    """Returns why a compressor is not to be recommended for the gradients of every step; empty where it may be.
+
+    Args:
+        compressor: As in `compressor=`.
+        optimizer: `sgd`, `adam`, ...
+    """
+    if compressor in RARE:
+        return f"{compressor} is untested on the gradient of every step: {RARE[compressor]}"
     if compressor in SGD_ONLY and optimizer.lower() != "sgd":
         return f"{compressor} requires SGD with momentum ({SGD_ONLY[compressor]}); the optimizer is {optimizer}"
     return ""

@@ -45,6 +45,7 @@ TOUCHED_NBYTES = {
     "int4": 18.0,
     "onebit": 49.0,
     "dgc": 28.0,
+    "chunk_topk": 40.0,
     "powersgd": 32.0,
 }
 """Bytes that encoding and decoding read and write for each element of a shard, residual and momentum included: encode
@@ -65,6 +66,7 @@ KEPT_NBYTES = {
     "int4": (8.0, 8.0),
     "onebit": (20.0, 8.0),
     "dgc": (16.0, 0.0),
+    "chunk_topk": (8.0, 8.0),
     "powersgd": (8.0, 0.0),
 }
 """Bytes that a compressor keeps from step to step for each element of a shard, and for each element of the part of it

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gradwire.comms.plan.advise import HARMLESS_FIRST, HIDDEN, MOST_OF_IT, SGD_ONLY, WORTHWHILE
+from gradwire.comms.plan.advise import HARMLESS_FIRST, HIDDEN, MOST_OF_IT, WORTHWHILE, caution_of
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, KEPT_NBYTES, UNKNOWN_KEPT_NBYTES
 from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, CostModel, PhaseCost, busiest
 from gradwire.comms.plan.nccl_model import nccl_model
@@ -641,9 +641,6 @@ def _offer(
     sharded, form, shards, weights, compressor = choice
     memory = costs.memory(*choice)
     needed = memory.own_nbytes + memory.extra_nbytes + load.activation_nbytes
-    caution = ""
-    if compressor in SGD_ONLY and load.optimizer != "sgd":
-        caution = f"{compressor} requires SGD with momentum ({SGD_ONLY[compressor]}); the optimizer is {load.optimizer}"
     return ShardedOffer(
         sharded,
         form,
@@ -659,7 +656,7 @@ def _offer(
         memory,
         None if load.memory_nbytes is None else needed <= load.memory_nbytes,
         _limit(costs.cluster, named.values()),
-        caution,
+        caution_of(compressor, load.optimizer),
     )
 
 

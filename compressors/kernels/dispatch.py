@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.kernels import reference
-from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState, FactorRuns
+from gradwire.compressors.kernels.reference import ChunkRule, DgcRule, DgcRun, DgcState, FactorRuns
 
 logger = logging.getLogger("gradwire")
 
@@ -90,6 +90,46 @@ class Kernels(Protocol):
         key: int | None,
     ) -> None:
         """See reference.quantize_reduce_encode."""
+
+    def chunk_topk_encode(
+        self,
+        rule: ChunkRule,
+        gradient: Tensor,
+        residual: Tensor | None,
+        new_residual: Tensor | None,
+        payload: Tensor,
+    ) -> None:
+        """See reference.chunk_topk_encode."""
+
+    def chunk_topk_encode_pieces(
+        self,
+        rule: ChunkRule,
+        gradient: Tensor,
+        residual: Tensor | None,
+        new_residual: Tensor | None,
+        payloads: Tensor,
+        width: int,
+    ) -> None:
+        """See reference.chunk_topk_encode_pieces."""
+
+    def chunk_topk_decode_pieces(self, rule: ChunkRule, payloads: Tensor, target: Tensor, width: int) -> None:
+        """See reference.chunk_topk_decode_pieces."""
+
+    def chunk_topk_decode_reduce(
+        self, rule: ChunkRule, payloads: Tensor, addend: Tensor | None, target: Tensor
+    ) -> None:
+        """See reference.chunk_topk_decode_reduce."""
+
+    def chunk_topk_reduce_encode(
+        self,
+        rule: ChunkRule,
+        payloads: Tensor,
+        residual: Tensor | None,
+        new_residual: Tensor | None,
+        reduced: Tensor,
+        numel: int,
+    ) -> None:
+        """See reference.chunk_topk_reduce_encode."""
 
     def dgc_step(self, gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
         """See reference.dgc_step."""

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
-from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState, onebit_nbytes, quantize_nbytes
+from gradwire.compressors.kernels.reference import (
+    ChunkRule,
+    DgcRule,
+    DgcRun,
+    DgcState,
+    chunk_topk_nbytes,
+    onebit_nbytes,
+    quantize_nbytes,
+)
 from gradwire.compressors.kernels.reference.dgc import step_each, sum_each
 from gradwire.compressors.kernels.reference.powersgd import (
     FactorRuns,
@@ -265,6 +273,97 @@ def quantize_reduce_encode(
         numel,
         key is not None,
         key or 0,
+    )
+
+
+def chunk_topk_encode(
+    rule: ChunkRule, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
+) -> None:
+    """See reference.chunk_topk_encode."""
+    _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, new_residual=new_residual)
+    _check(chunk_topk_nbytes(gradient.numel(), rule), torch.uint8, payload=payload)
+    _native.chunk_topk_encode(
+        rule.chunk,
+        rule.keep,
+        rule.decay,
+        gradient.data_ptr(),
+        _address(residual),
+        _address(new_residual),
+        payload.data_ptr(),
+        gradient.numel(),
+    )
+
+
+def chunk_topk_encode_pieces(
+    rule: ChunkRule,
+    gradient: Tensor,
+    residual: Tensor | None,
+    new_residual: Tensor | None,
+    payloads: Tensor,
+    width: int,
+) -> None:
+    """See reference.chunk_topk_encode_pieces."""
+    _encode_each(
+        partial(chunk_topk_encode, rule),
+        lambda numel: chunk_topk_nbytes(numel, rule),
+        gradient,
+        residual,
+        new_residual,
+        payloads,
+        width,
+    )
+
+
+def chunk_topk_decode_reduce(rule: ChunkRule, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
+    """See reference.chunk_topk_decode_reduce."""
+    _check(target.numel(), torch.float32, addend=addend, target=target)
+    _check_rows("payloads", payloads, chunk_topk_nbytes(target.numel(), rule))
+    _native.chunk_topk_decode_reduce(
+        rule.chunk,
+        rule.keep,
+        payloads.data_ptr(),
+        payloads.stride(0),
+        len(payloads),
+        _address(addend),
+        target.data_ptr(),
+        target.numel(),
+    )
+
+
+def chunk_topk_decode_pieces(rule: ChunkRule, payloads: Tensor, target: Tensor, width: int) -> None:
+    """See reference.chunk_topk_decode_pieces."""
+    _decode_each(
+        lambda row, piece: chunk_topk_decode_reduce(rule, row[None], None, piece),
+        lambda numel: chunk_topk_nbytes(numel, rule),
+        payloads,
+        target,
+        width,
+    )
+
+
+def chunk_topk_reduce_encode(
+    rule: ChunkRule,
+    payloads: Tensor,
+    residual: Tensor | None,
+    new_residual: Tensor | None,
+    reduced: Tensor,
+    numel: int,
+) -> None:
+    """See reference.chunk_topk_reduce_encode."""
+    _check(numel, torch.float32, residual=residual, new_residual=new_residual)
+    _check(chunk_topk_nbytes(numel, rule), torch.uint8, reduced=reduced)
+    _check_rows("payloads", payloads, chunk_topk_nbytes(numel, rule))
+    _native.chunk_topk_reduce_encode(
+        rule.chunk,
+        rule.keep,
+        rule.decay,
+        payloads.data_ptr(),
+        payloads.stride(0),
+        len(payloads),
+        _address(residual),
+        _address(new_residual),
+        reduced.data_ptr(),
+        numel,
     )
 
 

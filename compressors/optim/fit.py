@@ -16,6 +16,8 @@ ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "lamb", "adafactor", "adam
 """Parts of the class names of optimizers that divide by a running second moment of the gradient."""
 WITH_MOMENTUM = ("onebit", "dgc")
 """Compressors that fold the momentum in before they compress."""
+RARE = ("chunk_topk",)
+"""Compressors of what is exchanged rarely: a pseudo-gradient after many local steps."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +69,7 @@ def check_groups(use: CompressorUse, optimizer: Optimizer, groups: Sequence[Mapp
     """
     chosen = {**options_of(use.name), **use.options}
     kind = type(optimizer).__name__
-    if use.name not in WITH_MOMENTUM or kind in ("OneBitAdam", "OneBitLamb"):
+    if use.name not in (*WITH_MOMENTUM, *RARE) or kind in ("OneBitAdam", "OneBitLamb"):
         return
     if any(part in kind.lower() for part in ADAPTIVE):
         raise ValueError(
@@ -75,6 +77,13 @@ def check_groups(use: CompressorUse, optimizer: Optimizer, groups: Sequence[Mapp
             "the compressed gradient. Use gradwire.OneBitAdam or gradwire.OneBitLamb, SGD, or one of fp16, "
             "bf16, int8, int4, powersgd"
         )
+    if use.name in RARE:
+        warnings.warn(
+            f"{use} is made for what is exchanged rarely; at every step under {kind} it is untested: watch the loss "
+            "against a dense run",
+            stacklevel=3,
+        )
+        return
     outside = max((float(group.get("momentum", 0.0)) for group in groups), default=0.0)
     if outside and chosen.get("momentum"):
         remedy = (

@@ -5,6 +5,7 @@ namespace nb = nanobind;
 
 void bind_shm(nb::module_& m);
 void bind_cast(nb::module_& m);
+void bind_chunk_topk(nb::module_& m);
 void bind_dgc(nb::module_& m);
 void bind_isa(nb::module_& m);
 void bind_onebit(nb::module_& m);
@@ -18,6 +19,7 @@ NB_MODULE(_native, m) {
   m.doc() = "gradwire's CPU kernels and shared-memory collectives.";
   bind_shm(m);
   bind_cast(m);
+  bind_chunk_topk(m);
   bind_dgc(m);
   bind_isa(m);
   bind_onebit(m);

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from gradwire.compressors.base import Codec
 from gradwire.compressors.cast import CastCodec
+from gradwire.compressors.chunk_topk import ChunkTopkCodec
+from gradwire.compressors.kernels.reference import ChunkRule
 from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.quantize import QuantizeCodec
 
@@ -14,6 +16,7 @@ CODECS: dict[str, Codec] = {
     "int8": QuantizeCodec(8),
     "int4": QuantizeCodec(4),
     "int4-random": QuantizeCodec(4, 9),
+    "chunk_topk": ChunkTopkCodec(ChunkRule()),
     "float16": CastCodec("float16"),
     "bfloat16": CastCodec("bfloat16"),
 }
@@ -39,11 +42,11 @@ def test_zero_stays_zero(codec: Codec, numel: int) -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_a_bad_number_is_seen_on_the_other_side(codec: Codec, value: float) -> None:
-    flat = torch.randn(3000, generator=torch.Generator().manual_seed(0))
-    flat[1500] = value
+    flat = torch.randn(9000, generator=torch.Generator().manual_seed(0))
+    flat[5000] = value
     decoded = through(codec, flat)
     assert not decoded.isfinite().all()
-    assert decoded[:512].isfinite().all()  # a block of another part of the gradient is not touched
+    assert decoded[:4096].isfinite().all()  # a block of another part of the gradient is not touched
 
 
 def test_encode_does_not_change_its_input(codec: Codec) -> None:
@@ -74,6 +77,40 @@ def test_the_error_is_at_most_half_a_step(bits: int) -> None:
     flat = torch.randn(512, generator=torch.Generator().manual_seed(2))
     step = float(flat.max() - flat.min()) / (2**bits - 1)
     assert float((flat - through(QuantizeCodec(bits), flat)).abs().max()) <= 0.5001 * step
+
+
+def test_of_each_chunk_the_largest_are_sent_and_all_else_is_held_back() -> None:
+    """What is not sent is held back bit for bit, and what is sent within one rounding of the difference."""
+    rule = ChunkRule(decay=0.5)
+    codec, generator = ChunkTopkCodec(rule), torch.Generator().manual_seed(4)
+    flat, residual = torch.randn(2, 10_000, generator=generator)
+    payload = torch.empty(codec.wire_nbytes(10_000), dtype=torch.uint8)
+    new_residual, decoded = torch.empty(10_000), torch.empty(10_000)
+    codec.encode_residual(flat, residual, new_residual, payload)
+    codec.decode(payload, decoded)
+    p, sent = flat + 0.5 * residual, decoded != 0
+    for chunk, kept in zip(p.split(4096), (64, 64, 29), strict=True):  # 29 of the last 1,808
+        at = int(chunk.data_ptr() - p.data_ptr()) // 4
+        here = sent[at : at + chunk.numel()]
+        assert int(here.sum()) == kept
+        assert chunk[here].abs().min() >= chunk[~here].abs().max()
+        assert len(set(decoded[at : at + chunk.numel()][here].abs().tolist())) == 2
+    assert torch.equal(new_residual[~sent], p[~sent])
+    torch.testing.assert_close(decoded + new_residual, p, rtol=2e-7, atol=0.0)
+    assert (decoded * p)[sent].min() > 0
+    assert float((p - decoded).norm() ** 2) < float(p.norm() ** 2)
+
+
+def test_of_equal_magnitudes_the_first_are_sent() -> None:
+    flat = torch.ones(4096)
+    flat[1::2] = -1.0
+    decoded = through(ChunkTopkCodec(ChunkRule()), flat)
+    assert torch.equal(decoded[:64], flat[:64])
+    assert not decoded[64:].any()
+
+
+def test_64_of_4096_are_under_a_quarter_of_a_bit() -> None:
+    assert 8 * ChunkTopkCodec(ChunkRule()).wire_nbytes(1 << 20) / (1 << 20) == 0.2265625
 
 
 def test_random_rounding_is_unbiased_and_repeatable() -> None:

@@ -103,6 +103,9 @@ def test_unknown_names_list_the_valid_ones() -> None:
         ("onebit", "return_bits", 4),
         ("onebit", "momentum", -0.5),
         ("onebit", "warmup_steps", -1),
+        ("chunk_topk", "chunk", 1000),
+        ("chunk_topk", "keep", 513),
+        ("chunk_topk", "decay", 1.5),
         ("none", "momentum", 1.0),
     ],
 )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradwire.compressors.kernels import cuda, reference
 from gradwire.compressors.kernels.dispatch import Kernels
+from gradwire.compressors.kernels.reference import ChunkRule
 
 Maker = Callable[[int], Tensor]
 EachNumel = Callable[[Callable[[int], None]], None]
@@ -70,6 +71,29 @@ def test_onebit_is_the_reference(device: torch.device, make_input: Maker, each_n
         reference.onebit_reduce_encode(table, residual, wanted_residual, wanted, numel)
         assert_same_payload(ours, wanted, head)
         assert_same(new_residual, wanted_residual)
+
+    each_numel(check)
+
+
+@pytest.mark.parametrize("rule", [ChunkRule(), ChunkRule(256, 200, 0.5)], ids=str)
+def test_chunk_topk_is_the_reference(
+    device: torch.device, make_input: Maker, each_numel: EachNumel, rule: ChunkRule
+) -> None:
+    def check(numel: int) -> None:
+        x, residual = make_input(numel), other(numel) if numel % 2 else None
+        nbytes = reference.chunk_topk_nbytes(numel, rule)
+        ours, new_residual = torch.empty(nbytes, dtype=torch.uint8, device=device), torch.empty(numel, device=device)
+        wanted, wanted_residual = torch.empty(nbytes, dtype=torch.uint8), torch.empty(numel)
+        cuda.chunk_topk_encode(rule, given(device, x), to(device, residual), new_residual, ours)
+        reference.chunk_topk_encode(rule, x, residual, wanted_residual, wanted)
+        assert torch.equal(ours.cpu(), wanted)
+        assert_same(new_residual, wanted_residual)
+        table = torch.stack([wanted, wanted, wanted])
+        reference.chunk_topk_encode(rule, other(numel), None, None, table[1])
+        target, wanted_target = torch.empty(numel, device=device), torch.empty(numel)
+        cuda.chunk_topk_decode_reduce(rule, table.to(device), to(device, residual), target)
+        reference.chunk_topk_decode_reduce(rule, table, residual, wanted_target)
+        assert_same(target, wanted_target)
 
     each_numel(check)
 

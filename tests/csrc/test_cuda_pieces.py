@@ -8,21 +8,25 @@ from torch import Tensor
 
 from gradwire.comms.transport.echo import EchoGroup
 from gradwire.compressors.cast import CastCodec
+from gradwire.compressors.chunk_topk import ChunkTopkCodec
 from gradwire.compressors.kernels import cuda, reference
 from gradwire.compressors.kernels import dispatch as kernels
 from gradwire.compressors.kernels.cuda import launch as cuda_launch
+from gradwire.compressors.kernels.reference import ChunkRule
 from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.quantize import QuantizeCodec
 from gradwire.compressors.two_stage import PieceCodec, Residuals, two_stage
 
 CUTS = ((2500, 640), (2048, 1024), (100, 64), (10, 64), (9001, 1408), (5000, 1000))
+TOPK = ChunkRule(1024, 40, 0.5)
 CODECS: dict[str, PieceCodec] = {
     "bf16": CastCodec("bfloat16"),
     "fp16": CastCodec("float16"),
     "int8": QuantizeCodec(8, 5),
     "int4": QuantizeCodec(4),
     "onebit": OneBitCodec(),
+    "chunk_topk": ChunkTopkCodec(TOPK),
 }
 
 
@@ -35,6 +39,11 @@ def randn(numel: int, seed: int) -> Tensor:
 def test_onebit_pieces_are_the_references(device: torch.device, numel: int, width: int, padding: int) -> None:
     nbytes = reference.onebit_nbytes(width)
     check_pieces("onebit", (), (), device, numel, width, nbytes, padding)
+
+
+@pytest.mark.parametrize(("numel", "width"), CUTS)
+def test_chunk_topk_pieces_are_the_references(device: torch.device, numel: int, width: int) -> None:
+    check_pieces("chunk_topk", (TOPK,), (), device, numel, width, reference.chunk_topk_nbytes(width, TOPK), 1)
 
 
 @pytest.mark.parametrize(("numel", "width"), CUTS)

@@ -6,6 +6,13 @@ missing.
 """
 
 from gradwire.compressors.kernels.cuda.cast import cast_decode_reduce, cast_encode, cast_reduce_encode
+from gradwire.compressors.kernels.cuda.chunk_topk import (
+    chunk_topk_decode_pieces,
+    chunk_topk_decode_reduce,
+    chunk_topk_encode,
+    chunk_topk_encode_pieces,
+    chunk_topk_reduce_encode,
+)
 from gradwire.compressors.kernels.cuda.dgc import dgc_step, dgc_step_many, dgc_sum, scatter_add
 from gradwire.compressors.kernels.cuda.onebit import (
     onebit_decode_pieces,
@@ -35,6 +42,11 @@ __all__ = [
     "cast_decode_reduce",
     "cast_encode",
     "cast_reduce_encode",
+    "chunk_topk_decode_pieces",
+    "chunk_topk_decode_reduce",
+    "chunk_topk_encode",
+    "chunk_topk_encode_pieces",
+    "chunk_topk_reduce_encode",
     "dgc_step",
     "dgc_step_many",
     "dgc_sum",

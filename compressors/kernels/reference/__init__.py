@@ -16,6 +16,15 @@ conventions:
 """
 
 from gradwire.compressors.kernels.reference.cast import cast_decode_reduce, cast_encode, cast_reduce_encode
+from gradwire.compressors.kernels.reference.chunk_topk import (
+    ChunkRule,
+    chunk_topk_decode_pieces,
+    chunk_topk_decode_reduce,
+    chunk_topk_encode,
+    chunk_topk_encode_pieces,
+    chunk_topk_nbytes,
+    chunk_topk_reduce_encode,
+)
 from gradwire.compressors.kernels.reference.dgc import (
     DgcRule,
     DgcRun,
@@ -59,6 +68,7 @@ from gradwire.compressors.kernels.reference.quantize import (
 __all__ = [
     "ONEBIT_BLOCK",
     "QUANTIZE_BLOCK",
+    "ChunkRule",
     "DgcRule",
     "DgcRun",
     "DgcState",
@@ -67,6 +77,12 @@ __all__ = [
     "cast_decode_reduce",
     "cast_encode",
     "cast_reduce_encode",
+    "chunk_topk_decode_pieces",
+    "chunk_topk_decode_reduce",
+    "chunk_topk_encode",
+    "chunk_topk_encode_pieces",
+    "chunk_topk_nbytes",
+    "chunk_topk_reduce_encode",
     "dgc_step",
     "dgc_step_many",
     "dgc_sum",

@@ -1,12 +1,16 @@
 """The table of kernels: every row is measured, the JSON holds what was asked for. No timing decides."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from gradwire.bench.kernels.cases import (
+    KernelCase,
+    chunk_topk_decode_case,
+    chunk_topk_encode_case,
     onebit_decode_case,
     onebit_encode_case,
     pack_bits,
@@ -24,6 +28,8 @@ NAMES = {
     "int4_encode",
     "int8_decode_reduce",
     "int4_decode_reduce",
+    "chunk_topk_encode",
+    "chunk_topk_decode_reduce",
     "dgc_step",
     "pack",
     "powersgd_step",
@@ -77,8 +83,9 @@ def test_bits_survive_packing() -> None:
     assert torch.equal(unpack_bits(packed).bool(), mask)
 
 
-def test_the_composition_decodes_what_the_kernel_does() -> None:
-    case, targets = onebit_decode_case(8192, torch.device("cpu")), []
+@pytest.mark.parametrize("make", [onebit_decode_case, chunk_topk_decode_case])
+def test_the_composition_decodes_what_the_kernel_does(make: Callable[[int, torch.device], KernelCase]) -> None:
+    case, targets = make(8192, torch.device("cpu")), []
     for step in (case.ours, case.composed):
         step(0)
         step(1)
@@ -87,15 +94,18 @@ def test_the_composition_decodes_what_the_kernel_does() -> None:
     torch.testing.assert_close(targets[0], targets[1])
 
 
-def test_the_composition_sends_what_the_kernel_does() -> None:
-    """One bit: the same new residual from the same state, whoever computed it."""
-    case, start = onebit_encode_case(8192, torch.device("cpu")), []
+@pytest.mark.parametrize(("make", "tolerance"), [(onebit_encode_case, 1e-6), (chunk_topk_encode_case, 0.02)])
+def test_the_composition_sends_what_the_kernel_does(
+    make: Callable[[int, torch.device], KernelCase], tolerance: float
+) -> None:
+    """The same new residual from the same state, whoever computed it; chunk_topk's levels are rounded to bfloat16."""
+    case, start = make(8192, torch.device("cpu")), []
     start = [residual.clone() for residual in case.outputs]
     case.ours(0)
     ours = case.outputs[0].clone()
     case.outputs[0].copy_(start[0])
     case.composed(0)
-    torch.testing.assert_close(ours, case.outputs[0])
+    torch.testing.assert_close(ours, case.outputs[0], rtol=1e-5, atol=tolerance)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.compressors.kernels import native, reference
-from gradwire.compressors.kernels.reference import DgcRule, DgcState
+from gradwire.compressors.kernels.reference import ChunkRule, DgcRule, DgcState
 from gradwire.compressors.kernels.reference import pack as reference_pack
 
 Maker = Callable[[int], Tensor]
@@ -56,6 +56,41 @@ def test_onebit_is_the_reference(
         assert torch.equal(payloads[0][split:], payloads[1][split:])
 
     each_numel(check)
+
+
+@pytest.mark.parametrize("rule", [ChunkRule(), ChunkRule(256, 200, 0.5)], ids=str)
+def test_chunk_topk_is_the_reference(
+    native_kernels: ModuleType, make_input: Maker, each_numel: EachNumel, rule: ChunkRule
+) -> None:
+    def check(numel: int) -> None:
+        x, residual = make_input(numel), other(numel) if numel % 2 else None
+        payloads = [payload_of(reference.chunk_topk_nbytes(numel, rule)) for _ in range(2)]
+        new_residuals, targets = [torch.empty(numel + 1)[1:], torch.empty(numel)], torch.empty(2, numel)
+        for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
+            kernels.chunk_topk_encode(rule, x, residual, new_residual, payload)
+        assert torch.equal(payloads[0], payloads[1])
+        assert_same(new_residuals[0], new_residuals[1])
+        second = payload_of(len(payloads[1]))
+        reference.chunk_topk_encode(rule, other(numel), None, None, second)
+        table = torch.stack([payloads[1], second, payloads[1]])
+        for kernels, target in zip((native_kernels, reference), targets, strict=True):
+            kernels.chunk_topk_decode_reduce(rule, table, residual, target)
+        assert_same(targets[0], targets[1])
+        for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
+            kernels.chunk_topk_reduce_encode(rule, table, residual, new_residual, payload, numel)
+        assert torch.equal(payloads[0], payloads[1])
+        assert_same(new_residuals[0], new_residuals[1])
+
+    each_numel(check)
+
+
+def test_a_damaged_place_stays_inside() -> None:
+    """A short chunk's payload of ones has places behind its end: nothing outside the target is written."""
+    rule, target = ChunkRule(), torch.zeros(200)
+    payload = torch.full((1, reference.chunk_topk_nbytes(100, rule)), 0xFF, dtype=torch.uint8)
+    for kernels in (native, reference):
+        kernels.chunk_topk_decode_reduce(rule, payload, None, target[50:150])
+        assert not target.any()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -285,5 +320,8 @@ def test_a_wrong_tensor_is_refused() -> None:
         native.onebit_encode(x.double(), None, None, payload_of(reference.onebit_nbytes(64)))
     with pytest.raises(ValueError, match="`gradient`"):
         native.onebit_encode(torch.randn(128)[::2], None, None, payload_of(reference.onebit_nbytes(64)))
+    for rule, name in ((ChunkRule(300), "chunk"), (ChunkRule(256, 300), "keep")):
+        with pytest.raises(ValueError, match=f"`{name}`"):
+            native.chunk_topk_encode(rule, x, None, None, payload_of(reference.chunk_topk_nbytes(64, rule)))
     with pytest.raises(ValueError, match="`payloads`"):
         native.onebit_decode_reduce(torch.empty(2, 3, dtype=torch.uint8), None, x)

@@ -8,13 +8,16 @@ from torch import Tensor
 
 from gradwire.comms.transport.torch_group import Done
 from gradwire.compressors.cast import CastCodec
+from gradwire.compressors.chunk_topk import ChunkTopkCodec
 from gradwire.compressors.kernels import reference
+from gradwire.compressors.kernels.reference import ChunkRule
 from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.quantize import QuantizeCodec
 from gradwire.compressors.two_stage import Parts, PieceCodec, Residuals, decode_pieces, encode_pieces, two_stage
 from support.threads import ThreadGroup, run_ranks
 
+TOPK = ChunkRule(512, 16)
 CODECS: dict[str, PieceCodec] = {
     "bf16": CastCodec("bfloat16"),
     "fp16": CastCodec("float16"),
@@ -22,6 +25,7 @@ CODECS: dict[str, PieceCodec] = {
     "int4": QuantizeCodec(4),
     "int4-random": QuantizeCodec(4, 7),
     "onebit": OneBitCodec(),
+    "chunk_topk": ChunkTopkCodec(TOPK),
 }
 CUTS = ((2500, 640), (2048, 1024), (100, 64), (10, 64), (4097, 1408))
 """(elements, elements of a piece): short last pieces, none, a piece that is not full."""
@@ -62,6 +66,7 @@ def test_the_pieces_are_the_references(native_kernels: ModuleType, numel: int, w
     x, residual = randn(numel, 0), randn(numel, 1)
     for stage, first, last, nbytes in (
         ("onebit", (), (), reference.onebit_nbytes(width)),
+        ("chunk_topk", (TOPK,), (), reference.chunk_topk_nbytes(width, TOPK)),
         ("quantize", (4,), (9,), reference.quantize_nbytes(width, 4)),
         ("quantize", (8,), (None,), reference.quantize_nbytes(width, 8)),
     ):

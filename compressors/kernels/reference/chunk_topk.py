@@ -1,0 +1,260 @@
+"""The largest few of each chunk, at two bits each and with their places in the chunk."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.kernels.reference.pieces import decode_each, encode_each
+
+_NAN_KEY = 0x7F800001
+"""What the magnitude of every NaN counts as: more than any number, and the same whatever bits it has."""
+_LANES = 32
+"""Running sums of the kept magnitudes, then a tree of halves: the same order on every processor."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRule:
+    """What is kept of each chunk, and of the residual."""
+
+    chunk: int = 4096
+    """Elements of a chunk: a power of two from 256 to 4096."""
+    keep: int = 64
+    """How many of a full chunk are sent, 1 to min(chunk, 512)."""
+    decay: float = 0.95
+    """Factor of the residual before it is added to the gradient, 0 to 1."""
+
+    @property
+    def place_bits(self) -> int:
+        """Bits of a place in a chunk."""
+        return self.chunk.bit_length() - 1
+
+    def kept(self, numel: int) -> int:
+        """How many are sent of a chunk that has `numel` elements: the same share, rounded up."""
+        return -(-self.keep * numel // self.chunk)
+
+    def record_nbytes(self, numel: int) -> int:
+        """Bytes of a chunk that has `numel` elements: its two levels, then places, then codes."""
+        kept = self.kept(numel)
+        return 4 + -(-self.place_bits * kept // 8) + -(-2 * kept // 8)
+
+
+@lru_cache(maxsize=1024)
+def chunk_topk_nbytes(numel: int, rule: ChunkRule) -> int:
+    """Returns the bytes of a payload of `numel` elements: a record for each chunk, of which the last may be shorter."""
+    full, rest = divmod(numel, rule.chunk)
+    return full * rule.record_nbytes(rule.chunk) + (rule.record_nbytes(rest) if rest else 0)
+
+
+def _runs(numel: int, rule: ChunkRule) -> Iterator[tuple[int, int, int, int]]:
+    """Yields (first element, chunks, elements of each, first byte): the full chunks, then the short one."""
+    full, rest = divmod(numel, rule.chunk)
+    if full:
+        yield 0, full, rule.chunk, 0
+    if rest:
+        yield full * rule.chunk, 1, rest, full * rule.record_nbytes(rule.chunk)
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Returns the sum of each row in a fixed order: value i goes to running sum i % 32, then a tree of halves."""
+    padded = torch.zeros(len(x), -(-x.shape[1] // _LANES) * _LANES, device=x.device)
+    padded[:, : x.shape[1]] = x
+    sums = torch.zeros(len(x), _LANES, device=x.device)
+    for row in padded.view(len(x), -1, _LANES).unbind(1):
+        sums = sums + row
+    while sums.shape[1] > 1:
+        low, high = sums.chunk(2, dim=1)
+        sums = low + high
+    return sums
+
+
+def _pack(values: Tensor, bits: int) -> Tensor:
+    """Returns each row's values as `bits` bits each, the lowest first, in whole bytes (uint8)."""
+    stream = (values.unsqueeze(2) >> torch.arange(bits, device=values.device) & 1).view(len(values), -1)
+    padded = torch.zeros(len(values), -(-stream.shape[1] // 8) * 8, dtype=torch.int64, device=values.device)
+    padded[:, : stream.shape[1]] = stream
+    weights = 2 ** torch.arange(8, device=values.device)
+    return (padded.view(len(values), -1, 8) * weights).sum(2).to(torch.uint8)
+
+
+def _unpack(stream: Tensor, bits: int, count: int) -> Tensor:
+    flat = (stream.unsqueeze(2) >> torch.arange(8, device=stream.device) & 1).view(len(stream), -1)
+    weights = 2 ** torch.arange(bits, device=stream.device)
+    return (flat[:, : count * bits].view(len(stream), count, bits) * weights).sum(2)
+
+
+def _encode_chunks(p: Tensor, rule: ChunkRule) -> tuple[Tensor, Tensor, Tensor]:
+    """Encodes chunks of one length.
+
+    Args:
+        p: (chunks, elements) float32.
+        rule: What is kept.
+
+    Returns:
+        The records (chunks, bytes) uint8, the places (chunks, kept) int64, and the values (chunks, kept) float32 that
+        they decode to.
+    """
+    kept = rule.kept(p.shape[1])
+    keys = (p.contiguous().view(torch.int32) & 0x7FFFFFFF).clamp(max=_NAN_KEY)
+    places = torch.argsort(keys, dim=1, descending=True, stable=True)[:, :kept].sort(1).values
+    chosen = p.gather(1, places)
+    magnitudes = chosen.abs()
+    mean = _sum(magnitudes) / kept
+    large = magnitudes >= mean
+    counts = torch.cat([(~large).sum(1, keepdim=True), large.sum(1, keepdim=True)], dim=1)
+    sums = torch.cat([_sum(torch.where(group, magnitudes, 0.0)) for group in (~large, large)], dim=1)
+    levels = torch.where(counts > 0, sums / counts.clamp(min=1).float(), 0.0).to(torch.bfloat16)
+    bits = torch.where(mean.isfinite(), levels.view(torch.int16), 0x7FC0)
+    negative = chosen < 0
+    records = torch.cat(
+        [
+            bits.contiguous().view(torch.uint8),
+            _pack(places, rule.place_bits),
+            _pack(large.long() + 2 * negative.long(), 2),
+        ],
+        dim=1,
+    )
+    return records, places, _values(bits, large, negative)
+
+
+def _values(bits: Tensor, large: Tensor, negative: Tensor) -> Tensor:
+    level = bits.view(torch.bfloat16).float().gather(1, large.long())
+    return torch.where(negative, -level, level)
+
+
+def _decode_chunks(records: Tensor, rule: ChunkRule, numel: int) -> tuple[Tensor, Tensor]:
+    """Returns places (chunks, kept) int64 and values (chunks, kept) of records of chunks with `numel` elements."""
+    kept, split = rule.kept(numel), 4 + -(-rule.place_bits * rule.kept(numel) // 8)
+    bits = records[:, :4].reshape(-1).clone().view(torch.int16).view(-1, 2)
+    places = _unpack(records[:, 4:split], rule.place_bits, kept)
+    codes = _unpack(records[:, split:], 2, kept)
+    return places, _values(bits, (codes & 1).bool(), (codes & 2).bool())
+
+
+def chunk_topk_encode(
+    rule: ChunkRule, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
+) -> None:
+    """Writes the largest magnitudes of each chunk of p = gradient + decay * residual into `payload`.
+
+    Of equal magnitudes the lower place counts as larger, and inf and NaN count as larger than any number. The kept
+    values have two levels: the mean magnitude of those that reach the mean magnitude of all that are kept, and that of
+    the others, both rounded to bfloat16. A chunk whose kept magnitudes have no finite sum decodes to NaN there.
+
+    Args:
+        rule: What is kept.
+        gradient: What to send.
+        residual: What earlier payloads left out, or None.
+        new_residual: Receives p - decode(payload); or None.
+        payload: (chunk_topk_nbytes(numel, rule)) uint8, overwritten. A chunk's record: the levels (bfloat16: the
+            smaller, the larger), the places in ascending order, `place_bits` each, and for each place two bits: whether
+            it has the larger level, and whether it is negative. Both streams start at a byte, the lowest bit first.
+
+    Source: Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, arXiv 2508.15706 (chunks of 4096,
+        64 kept, 2 bits, decay 0.95); the two levels are one step of Lloyd's algorithm (IEEE Trans. Inf. Theory 28(2),
+        1982) from the mean.
+    """
+    p = gradient if residual is None else gradient + rule.decay * residual
+    left = p.clone()
+    for start, chunks, numel, at in _runs(p.numel(), rule):
+        block = p[start : start + chunks * numel].view(chunks, numel)
+        records, places, values = _encode_chunks(block, rule)
+        payload[at : at + records.numel()] = records.view(-1)
+        rest = left[start : start + chunks * numel].view(chunks, numel)
+        rest.scatter_(1, places, block.gather(1, places) - values)
+    if new_residual is not None:
+        new_residual.copy_(left)
+
+
+def chunk_topk_encode_pieces(
+    rule: ChunkRule,
+    gradient: Tensor,
+    residual: Tensor | None,
+    new_residual: Tensor | None,
+    payloads: Tensor,
+    width: int,
+) -> None:
+    """Encodes each run of `width` elements into its row of `payloads`, as chunk_topk_encode does.
+
+    Args:
+        rule: What is kept.
+        gradient: What to send.
+        residual: What earlier payloads left out, or None.
+        new_residual: Receives what the payloads leave out; or None.
+        payloads: (pieces, at least chunk_topk_nbytes(width, rule)) uint8; each row is overwritten up to its payload's
+            own size.
+        width: Elements of a piece, at least 1; the last piece may be shorter.
+    """
+    encode_each(
+        lambda *tensors: chunk_topk_encode(rule, *tensors),
+        lambda numel: chunk_topk_nbytes(numel, rule),
+        gradient,
+        residual,
+        new_residual,
+        payloads,
+        width,
+    )
+
+
+def chunk_topk_decode_reduce(rule: ChunkRule, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
+    """Writes addend + decode(payloads[0]) + decode(payloads[1]) + ..., in this order, into `target`.
+
+    Args:
+        rule: What was kept.
+        payloads: (workers, at least chunk_topk_nbytes(numel, rule)) uint8.
+        addend: What the sum starts from, or None.
+        target: Overwritten with the sum.
+    """
+    total = torch.zeros_like(target) if addend is None else addend.clone()
+    for payload in payloads:
+        for start, chunks, numel, at in _runs(target.numel(), rule):
+            nbytes = rule.record_nbytes(numel)
+            records = payload[at : at + chunks * nbytes].view(chunks, nbytes)
+            places, values = _decode_chunks(records, rule, numel)
+            run = total[start : start + chunks * numel].view(chunks, numel)
+            sums = torch.zeros(chunks, rule.chunk, device=target.device)  # room for places outside a short chunk
+            sums[:, :numel] = run
+            run.copy_(sums.scatter_add_(1, places, values)[:, :numel])
+    target.copy_(total)
+
+
+def chunk_topk_decode_pieces(rule: ChunkRule, payloads: Tensor, target: Tensor, width: int) -> None:
+    """Decodes each row of `payloads` into its run of `width` elements: the inverse of chunk_topk_encode_pieces.
+
+    Args:
+        rule: What was kept.
+        payloads: (pieces, at least chunk_topk_nbytes(width, rule)) uint8.
+        target: Overwritten.
+        width: Elements of a piece, at least 1.
+    """
+    decode_each(
+        lambda row, piece: chunk_topk_decode_reduce(rule, row[None], None, piece),
+        lambda numel: chunk_topk_nbytes(numel, rule),
+        payloads,
+        target,
+        width,
+    )
+
+
+def chunk_topk_reduce_encode(
+    rule: ChunkRule,
+    payloads: Tensor,
+    residual: Tensor | None,
+    new_residual: Tensor | None,
+    reduced: Tensor,
+    numel: int,
+) -> None:
+    """The owner's stage of the two-stage exchange: decodes and sums all payloads, and encodes the sum again.
+
+    Args:
+        rule: What is kept.
+        payloads: (workers, at least chunk_topk_nbytes(numel, rule)) uint8: what the workers sent.
+        residual: (numel) float32, what the owner's reduced payloads left out so far; or None.
+        new_residual: (numel) float32, receives what `reduced` leaves out; or None.
+        reduced: (chunk_topk_nbytes(numel, rule)) uint8, overwritten with the payload of the sum + decay * residual.
+        numel: Elements of the owner's part.
+    """
+    total = torch.empty(numel, device=payloads.device)
+    chunk_topk_decode_reduce(rule, payloads, None, total)
+    chunk_topk_encode(rule, total, residual, new_residual, reduced)

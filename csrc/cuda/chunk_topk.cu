@@ -1,0 +1,307 @@
+// The largest few of each chunk at two bits each, and their places in the chunk: 64 of 4096 are 0.227 bits an element.
+//
+// A chunk is a CTA's work; its record is as in csrc/cpu/kernels/chunk_topk.cpp. Thread t holds the elements 256 j + t,
+// so that loads are 128 bytes in a row and a ballot is a word of the chunk's marks in the order of their places. The
+// k-th largest magnitude is found by halving the interval of its bits; most chunks need half of the 31 rounds, because
+// any threshold that exactly k reach will do. Bytes an element, read + written, at 64 of 4096:
+//   encode         4 + 0.03 (8 + 4 + 0.03 with residual)
+//   decode_reduce  0.03 W + 4
+//   reduce_encode  0.03 W + 8 + 0.03
+// Source: Sarfi et al., SparseLoCo, arXiv 2508.15706; the levels are one step of Lloyd's algorithm from the mean.
+#include "radix.cuh"
+
+namespace gradwire {
+
+// Configuration.
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kMostChunk = 4096;
+constexpr int kEach = kMostChunk / kThreads;  // elements of a thread
+constexpr int kWords = kMostChunk / 32;
+constexpr int kMostKeep = 512;
+constexpr uint32_t kNan = 0x7f800001u;  // what the magnitude of every NaN counts as
+static_assert(kWords <= kThreads && kWarps <= kMostWarps, "a thread counts the marks of one word");
+
+// Arguments.
+struct Rule {
+  int32_t chunk, keep;
+  float decay;
+
+  __device__ int place_bits() const { return __ffs(chunk) - 1; }
+  __device__ int kept(int count) const { return (keep * count + chunk - 1) / chunk; }
+  __device__ int places_nbytes(int kept) const { return (place_bits() * kept + 7) / 8; }
+  __device__ int record_nbytes(int count) const {
+    const int k = kept(count);
+    return 4 + places_nbytes(k) + (2 * k + 7) / 8;
+  }
+};
+
+// What the threads of a CTA share while they encode a chunk.
+struct Shared {
+  uint32_t counts[2][kWarps];
+  uint32_t greater[kWords], equal[kWords], before[kWords], sums[kMostWarps];
+  uint32_t all;  // marks in all words, the equal ones in the upper half
+  uint32_t places[kMostKeep];
+  float values[kMostKeep];
+  float mean, levels[2];
+};
+
+// A chunk of a piece, as `place_of`, for a number of elements that is known at run time only.
+struct ChunkPlace {
+  int64_t piece, start;  // whose payload; the chunk's first element in the tensor
+  int64_t record;        // where its record begins in the payload
+  int count;             // its elements
+};
+
+__device__ inline ChunkPlace chunk_of(const Rule& rule, const Pieces& pieces, int64_t index) {
+  const uint32_t chunks = static_cast<uint32_t>((pieces.width + rule.chunk - 1) / rule.chunk);
+  const uint32_t at = static_cast<uint32_t>(index), piece = at / chunks, chunk = at - piece * chunks;
+  const int64_t first = piece * pieces.width, offset = static_cast<int64_t>(chunk) * rule.chunk;
+  const int64_t numel = least(pieces.width, pieces.numel - first);
+  return {piece, first + offset, static_cast<int64_t>(chunk) * rule.record_nbytes(rule.chunk),
+          static_cast<int>(least(rule.chunk, numel - offset))};
+}
+
+// Kernels.
+__device__ inline uint32_t key_of(float x) {
+  const uint32_t key = magnitude_key(x);
+  return key < kNan ? key : kNan;
+}
+
+// How many of the CTA's elements reach `key`, which is larger than 0: those that do not exist are zero.
+__device__ inline uint32_t count_at_least(const float (&p)[kEach], uint32_t key, Shared& shared, int& turn) {
+  uint32_t count = 0;
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) count += key_of(p[j]) >= key;
+#pragma unroll
+  for (int width = 16; width > 0; width /= 2) count += __shfl_xor_sync(kAllLanes, count, width);
+  uint32_t* slots = shared.counts[turn];
+  turn ^= 1;  // the other slots may still be read
+  if (lane_index() == 0) slots[threadIdx.x / kWarp] = count;
+  __syncthreads();
+  uint32_t all = 0;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) all += slots[warp];
+  return all;
+}
+
+// A key that exactly k magnitudes reach, or else the largest that k or more reach.
+__device__ inline uint32_t cut_of(const float (&p)[kEach], uint32_t k, Shared& shared) {
+  int turn = 0;
+  if (count_at_least(p, kNan, shared, turn) >= k) return kNan;
+  uint32_t low = 0;
+  for (uint32_t high = kNan; high - low > 1;) {
+    const uint32_t middle = low + (high - low) / 2, count = count_at_least(p, middle, shared, turn);
+    if (count == k) return middle;
+    if (count > k) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
+__device__ inline float sum_lanes(float sum) {
+#pragma unroll
+  for (int width = 16; width > 0; width /= 2) sum += __shfl_xor_sync(kAllLanes, sum, width);
+  return sum;
+}
+
+// The levels of the kept values, by the first warp: value i goes to lane i % 32's sum, then a tree of halves.
+__device__ inline void find_levels(int k, Shared& shared) {
+  const int lane = static_cast<int>(lane_index());
+  float sum = 0.0f, small = 0.0f, large = 0.0f;
+  for (int i = lane; i < k; i += 32) sum += fabsf(shared.values[i]);
+  const float mean = sum_lanes(sum) / static_cast<float>(k);
+  uint32_t larger = 0;
+  for (int i = lane; i < k; i += 32) {
+    const float x = fabsf(shared.values[i]);
+    const bool reaches = x >= mean;
+    small += reaches ? 0.0f : x;
+    large += reaches ? x : 0.0f;
+    larger += reaches;
+  }
+  small = sum_lanes(small), large = sum_lanes(large);
+#pragma unroll
+  for (int width = 16; width > 0; width /= 2) larger += __shfl_xor_sync(kAllLanes, larger, width);
+  if (lane != 0) return;
+  const uint32_t smaller = static_cast<uint32_t>(k) - larger;
+  const bool finite = (bits_of_float(mean) & 0x7f800000u) != 0x7f800000u;
+  shared.mean = mean;
+  shared.levels[0] = finite ? (smaller ? small / static_cast<float>(smaller) : 0.0f) : float_of_bits(0x7fc00000u);
+  shared.levels[1] = finite ? (larger ? large / static_cast<float>(larger) : 0.0f) : float_of_bits(0x7fc00000u);
+}
+
+__device__ inline uint32_t code_of(float value, const Shared& shared) {
+  return (fabsf(value) >= shared.mean ? 1u : 0u) | (value < 0.0f ? 2u : 0u);
+}
+
+__device__ inline float value_of(uint32_t code, float small, float large) {
+  const float level = code & 1 ? large : small;
+  return code & 2 ? -level : level;
+}
+
+__device__ inline float rounded(float level) { return float_from_bfloat(bfloat_from_float(level)); }
+
+// The record, a byte a thread.
+__device__ inline void write_record(const Rule& rule, int k, const Shared& shared, uint8_t* record) {
+  const int bits = rule.place_bits(), places_nbytes = rule.places_nbytes(k), nbytes = 4 + places_nbytes + (2 * k + 7) / 8;
+  for (int at = threadIdx.x; at < nbytes; at += kThreads) {
+    uint32_t byte = 0;
+    if (at < 4) {
+      byte = bfloat_from_float(shared.levels[at / 2]) >> at % 2 * 8;
+    } else if (at < 4 + places_nbytes) {  // a place has 8 bits or more: a byte holds parts of two at most
+      const int first = 8 * (at - 4), place = first / bits, offset = first - place * bits;
+      byte = shared.places[place] >> offset;
+      if (bits - offset < 8 && place + 1 < k) byte |= shared.places[place + 1] << (bits - offset);
+    } else {
+      const int first = 4 * (at - 4 - places_nbytes);
+      for (int i = 0; i < 4 && first + i < k; ++i) byte |= code_of(shared.values[first + i], shared) << 2 * i;
+    }
+    record[at] = static_cast<uint8_t>(byte);
+  }
+}
+
+// p[j] is element 256 j + thread of the chunk; elements past the end are zero.
+__device__ inline void encode_chunk(const Rule& rule, const float (&p)[kEach], int count, float* new_residual,
+                                    uint8_t* record, Shared& shared) {
+  const int thread = static_cast<int>(threadIdx.x), lane = static_cast<int>(lane_index()), warp = thread / 32;
+  const int k = rule.kept(count);
+  const uint32_t cut = cut_of(p, static_cast<uint32_t>(k), shared), lower = (1u << lane) - 1u;
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const uint32_t key = key_of(p[j]);
+    const uint32_t greater = __ballot_sync(kAllLanes, key > cut);
+    const uint32_t equal = __ballot_sync(kAllLanes, key == cut && kThreads * j + thread < count);
+    if (lane == 0) shared.greater[kWarps * j + warp] = greater, shared.equal[kWarps * j + warp] = equal;
+  }
+  __syncthreads();
+  uint32_t own = 0;
+  if (thread < kWords)
+    own = static_cast<uint32_t>(__popc(shared.greater[thread])) | static_cast<uint32_t>(__popc(shared.equal[thread])) << 16;
+  const uint32_t before = exclusive_sum(own, shared.sums);
+  if (thread < kWords) shared.before[thread] = before;
+  if (thread == kThreads - 1) shared.all = before + own;
+  __syncthreads();
+  const uint32_t equals = static_cast<uint32_t>(k) - (shared.all & 0xffffu);  // how many equal to the cut are kept
+  uint32_t kept = 0;
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const int word = kWarps * j + warp;
+    const uint32_t greater = shared.greater[word], equal = shared.equal[word], first = shared.before[word];
+    const uint32_t above = (first & 0xffffu) + static_cast<uint32_t>(__popc(greater & lower));
+    const uint32_t level = (first >> 16) + static_cast<uint32_t>(__popc(equal & lower));
+    if ((greater >> lane & 1) || ((equal >> lane & 1) && level < equals)) {
+      const uint32_t slot = above + (level < equals ? level : equals);
+      shared.places[slot] = static_cast<uint32_t>(kThreads * j + thread);
+      shared.values[slot] = p[j];
+      kept |= 1u << j;
+    }
+  }
+  __syncthreads();
+  if (warp == 0) find_levels(k, shared);
+  __syncthreads();
+  write_record(rule, k, shared, record);
+  if (!new_residual) return;
+  const float small = rounded(shared.levels[0]), large = rounded(shared.levels[1]);
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const int at = kThreads * j + thread;
+    if (at < count)
+      new_residual[at] = kept >> j & 1 ? p[j] - value_of(code_of(p[j], shared), small, large) : p[j];
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    chunk_topk_encode(int32_t chunk, int32_t keep, float decay, const float* gradient, const float* residual,
+                      float* new_residual, uint8_t* payloads, int64_t stride, int64_t numel, int64_t width,
+                      int64_t chunks) {
+  __shared__ Shared shared;
+  const Rule rule = {chunk, keep, decay};
+  for (int64_t index = blockIdx.x; index < chunks; index += gridDim.x) {
+    const ChunkPlace at = chunk_of(rule, {numel, width}, index);
+    const float *g = gradient + at.start, *e = residual ? residual + at.start : nullptr;
+    float p[kEach];
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const int i = kThreads * j + static_cast<int>(threadIdx.x);
+      p[j] = i < at.count ? g[i] : 0.0f;
+      if (e && i < at.count) p[j] = p[j] + decay * e[i];
+    }
+    encode_chunk(rule, p, at.count, new_residual ? new_residual + at.start : nullptr,
+                 payloads + at.piece * stride + at.record, shared);
+    __syncthreads();
+  }
+}
+
+// sums = addend + worker 0 + worker 1 + ... over one chunk. A place outside a short one harms nothing.
+__device__ inline void reduce_chunk(const Rule& rule, const uint8_t* records, int64_t stride, int64_t workers,
+                                    const float* addend, int count, float* sums) {
+  const int k = rule.kept(count), bits = rule.place_bits(), places_nbytes = rule.places_nbytes(k);
+  for (int i = threadIdx.x; i < rule.chunk; i += kThreads) sums[i] = addend && i < count ? addend[i] : 0.0f;
+  __syncthreads();
+  for (int64_t w = 0; w < workers; ++w) {
+    const uint8_t *record = records + w * stride, *places = record + 4, *codes = places + places_nbytes;
+    const float small = float_from_bfloat(load_word<uint16_t>(record));
+    const float large = float_from_bfloat(load_word<uint16_t>(record + 2));
+    for (int i = threadIdx.x; i < k; i += kThreads) {
+      const int first = i * bits / 8;  // 8 to 12 bits from an offset of at most 7: three bytes at most
+      const uint32_t word = load_word_within<uint32_t>(places + first, least(3, places_nbytes - first));
+      sums[word >> i * bits % 8 & static_cast<uint32_t>(rule.chunk - 1)] +=
+          value_of(codes[i / 4] >> 2 * (i % 4), small, large);
+    }
+    __syncthreads();
+  }
+}
+
+__device__ inline void decode_chunk(const Rule& rule, const uint8_t* records, int64_t stride, int64_t workers,
+                                    const float* addend, float* target, int count, float* sums) {
+  reduce_chunk(rule, records, stride, workers, addend, count, sums);
+  for (int i = threadIdx.x; i < count; i += kThreads) target[i] = sums[i];
+  __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    chunk_topk_decode_pieces(int32_t chunk, int32_t keep, const uint8_t* payloads, int64_t stride, float* target,
+                             int64_t numel, int64_t width, int64_t chunks) {
+  __shared__ float sums[kMostChunk];
+  const Rule rule = {chunk, keep, 0.0f};
+  for (int64_t index = blockIdx.x; index < chunks; index += gridDim.x) {
+    const ChunkPlace at = chunk_of(rule, {numel, width}, index);
+    decode_chunk(rule, payloads + at.piece * stride + at.record, 0, 1, nullptr, target + at.start, at.count, sums);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    chunk_topk_decode_reduce(int32_t chunk, int32_t keep, const uint8_t* rows, int64_t stride, int64_t workers,
+                             const float* addend, float* target, int64_t numel, int64_t chunks) {
+  __shared__ float sums[kMostChunk];
+  const Rule rule = {chunk, keep, 0.0f};
+  for (int64_t index = blockIdx.x; index < chunks; index += gridDim.x) {
+    const ChunkPlace at = chunk_of(rule, {numel, numel}, index);
+    decode_chunk(rule, rows + at.record, stride, workers, addend ? addend + at.start : nullptr, target + at.start,
+                 at.count, sums);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    chunk_topk_reduce_encode(int32_t chunk, int32_t keep, float decay, const uint8_t* rows, int64_t stride,
+                             int64_t workers, const float* residual, float* new_residual, uint8_t* reduced,
+                             int64_t numel, int64_t chunks) {
+  __shared__ Shared shared;
+  __shared__ float sums[kMostChunk];
+  const Rule rule = {chunk, keep, decay};
+  for (int64_t index = blockIdx.x; index < chunks; index += gridDim.x) {
+    const ChunkPlace at = chunk_of(rule, {numel, numel}, index);
+    reduce_chunk(rule, rows + at.record, stride, workers, nullptr, at.count, sums);
+    float p[kEach];
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const int i = kThreads * j + static_cast<int>(threadIdx.x);
+      p[j] = i < at.count ? sums[i] : 0.0f;
+      if (residual && i < at.count) p[j] = p[j] + decay * residual[at.start + i];
+    }
+    encode_chunk(rule, p, at.count, new_residual ? new_residual + at.start : nullptr, reduced + at.record, shared);
+    __syncthreads();
+  }
+}
+
+}  // namespace gradwire
