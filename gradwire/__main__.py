@@ -10,7 +10,7 @@ from gradwire.topology.printable import printable
 COMMANDS: dict[str, tuple[str, str]] = {
     "bench": (
         "gradwire.bench.nccl_tests.command",
-        "nccl-tests for plans and compressors; bench kernels: the kernels",
+        "nccl-tests for plans and compressors; bench kernels, bench codecs",
     ),
     "compare": (
         "gradwire.bench.compare.command",

@@ -47,8 +47,9 @@ def main(argv: list[str]) -> int:
     Returns:
         0; 1 if a result is wrong, the mean is below NCCL_TESTS_MIN_BW, or a rank failed; 2 for a bad flag.
     """
-    if argv[:1] == ["kernels"]:
-        status: int = importlib.import_module("gradwire.bench.kernels.command").main(argv[1:])
+    own = {"kernels": "gradwire.bench.kernels.command", "codecs": "gradwire.bench.kernels.codecs"}
+    if argv and argv[0] in own:
+        status: int = importlib.import_module(own[argv[0]]).main(argv[1:])
         return status
     variables = launcher_variables()
     try:

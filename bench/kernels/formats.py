@@ -1,0 +1,301 @@
+"""Number formats that gradients could travel in: what each leaves of a gradient, and the bits that it takes.
+
+References in a few lines of torch, to choose a codec by: those that gradwire sends are its own codecs, the others are
+nowhere else in the package. Every one has a size that depends on the number of elements alone.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.base import Codec
+from gradwire.compressors.cast import CastCodec
+from gradwire.compressors.chunk_topk import ChunkTopkCodec
+from gradwire.compressors.kernels.reference import ChunkRule
+from gradwire.compressors.onebit import OneBitCodec
+from gradwire.compressors.quantize import QuantizeCodec
+
+MX_BLOCK = 32
+"""Elements that share a scale of 8 bits. Source: OCP Microscaling Formats (MX) Specification 1.0, section 5."""
+SUPERBLOCK = 4096
+"""Elements among which `filled` shares out its bits."""
+MOST_BITS = 8
+"""Of an element in `filled`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One row of the table."""
+
+    name: str
+    bits: Callable[[int], float]
+    """Elements -> bits an element, scales included."""
+    approximate: Callable[[Tensor], Tensor]
+    """(n) float32 -> what arrives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Minifloat:
+    """A small floating-point format without infinities, as in the MX specification, section 5.3."""
+
+    exponent_bits: int
+    mantissa_bits: int
+    largest: float
+
+    @property
+    def bits(self) -> int:
+        """Of a value."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    def round(self, x: Tensor) -> Tensor:
+        """Returns the nearest values, ties to even; what is larger than the largest becomes the largest."""
+        smallest = 2 - 2 ** (self.exponent_bits - 1)  # exponent of the smallest normal number
+        exponent = (torch.frexp(x).exponent - 1).clamp(min=smallest)
+        step = torch.ldexp(torch.ones_like(x), exponent - self.mantissa_bits)
+        return (torch.round(x / step) * step).clamp(-self.largest, self.largest)
+
+
+E4M3, E5M2 = Minifloat(4, 3, 448.0), Minifloat(5, 2, 57344.0)
+E3M2, E2M3, E2M1 = Minifloat(3, 2, 28.0), Minifloat(2, 3, 7.5), Minifloat(2, 1, 6.0)
+
+
+def _blocks(x: Tensor, size: int) -> Tensor:
+    """Returns (blocks, size), with zeros behind the end."""
+    return torch.cat([x, x.new_zeros(-x.numel() % size)]).view(-1, size)
+
+
+def _flat(blocks: Tensor, numel: int) -> Tensor:
+    return blocks.reshape(-1)[:numel]
+
+
+def _power_of_two_floor(x: Tensor) -> Tensor:
+    """Returns the largest power of two that is at most x; 1 where x is 0."""
+    return torch.where(x > 0, torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - 1), 1.0)
+
+
+def mx(element: Minifloat, x: Tensor) -> Tensor:
+    """A power of two for each 32 values. Source: OCP MX Specification 1.0, section 6.3."""
+    blocks = _blocks(x, MX_BLOCK)
+    scale = _power_of_two_floor(blocks.abs().amax(1, keepdim=True)) / _power_of_two_floor(torch.tensor(element.largest))
+    return _flat(element.round(blocks / scale) * scale, x.numel())
+
+
+def mxint8(x: Tensor) -> Tensor:
+    """MXINT8: fixed-point values of at most 127/64, and a power of two for each 32 of them."""
+    blocks = _blocks(x, MX_BLOCK)
+    scale = _power_of_two_floor(blocks.abs().amax(1, keepdim=True))
+    return _flat((blocks / scale * 64).round().clamp(-127, 127) / 64 * scale, x.numel())
+
+
+def fp8(element: Minifloat, block: int, x: Tensor) -> Tensor:
+    """A float32 scale for each block, so that its largest value becomes the format's largest."""
+    blocks = _blocks(x, block)
+    most = blocks.abs().amax(1, keepdim=True)
+    scale = torch.where(most > 0, most / element.largest, 1.0)
+    return _flat(element.round(blocks / scale) * scale, x.numel())
+
+
+def nvfp4(x: Tensor) -> Tensor:
+    """E2M1 with an E4M3 scale for each 16 values and a float32 for all. Source: NVIDIA, NVFP4, 2025."""
+    blocks = _blocks(x, 16)
+    most = blocks.abs().amax(1, keepdim=True)
+    whole = float(most.max()) / (E2M1.largest * E4M3.largest) or 1.0
+    scale = E4M3.round(most / E2M1.largest / whole) * whole
+    return _flat(E2M1.round(blocks / torch.where(scale > 0, scale, 1.0)) * scale, x.numel())
+
+
+def uniform(bits: int, block: int, x: Tensor) -> Tensor:
+    """2^bits - 1 even steps around zero, up to the largest magnitude of each block, which is a bfloat16."""
+    blocks, levels = _blocks(x, block), 2 ** (bits - 1) - 1
+    most = blocks.abs().amax(1, keepdim=True).bfloat16().float()
+    unit = torch.where(most > 0, most / levels, 1.0)
+    return _flat((blocks / unit).round().clamp(-levels, levels) * unit, x.numel())
+
+
+@lru_cache(maxsize=16)
+def gaussian_levels(bits: int) -> Tensor:
+    """Returns the 2^bits levels of least squared error for a normal variable of deviation 1, ascending.
+
+    Source: Lloyd, IEEE Trans. Inf. Theory 28(2), 1982; Max, IRE Trans. Inf. Theory 6(1), 1960 (tables).
+    """
+    count = 2**bits  # starts where the levels of many bits lie: a third of the density's exponent
+    levels = math.sqrt(6) * torch.erfinv((2 * torch.arange(count, dtype=torch.float64) + 1) / count - 1)
+    ends = torch.tensor([math.inf], dtype=torch.float64)
+    for _ in range(4000):  # each level moves to its cell's mean: phi(a) - phi(b) over Phi(b) - Phi(a)
+        edges = torch.cat([-ends, (levels[1:] + levels[:-1]) / 2, ends])
+        density = torch.exp(-(edges**2) / 2) / math.sqrt(2 * math.pi)
+        below = torch.erf(edges / math.sqrt(2)) / 2
+        levels = (density[:-1] - density[1:]) / (below[1:] - below[:-1])
+    return levels.float()
+
+
+def _nearest(x: Tensor, levels: Tensor) -> Tensor:
+    return levels[torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)]
+
+
+def gaussian(bits: int, block: int, x: Tensor) -> Tensor:
+    """The best levels for normal values, times each block's root of the mean square, which is a bfloat16."""
+    blocks = _blocks(x, block)
+    scale = blocks.square().mean(1, keepdim=True).sqrt().bfloat16().float()
+    return _flat(_nearest(blocks / torch.where(scale > 0, scale, 1.0), gaussian_levels(bits)) * scale, x.numel())
+
+
+def hadamard(blocks: Tensor) -> Tensor:
+    """Returns each row's Walsh-Hadamard transform over the root of its length, a power of two: its own inverse."""
+    rows, length = blocks.shape
+    width = 1
+    while width < length:
+        pairs = blocks.view(rows, -1, 2, width)
+        blocks = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2).view(rows, length)
+        width *= 2
+    return blocks / math.sqrt(length)
+
+
+def rotated(bits: int, block: int, x: Tensor) -> Tensor:
+    """`gaussian` of randomly signed and rotated blocks, whose values are nearly normal whatever they were before.
+
+    Source: Suresh et al., Distributed Mean Estimation with Limited Communication, ICML 2017, section 4.
+    """
+    signs = torch.randint(0, 2, (block,), generator=torch.Generator().manual_seed(0)).float() * 2 - 1
+    turned = hadamard(_blocks(x, block) * signs)
+    back = hadamard(gaussian(bits, block, turned.reshape(-1)).view(-1, block)) * signs
+    return _flat(back, x.numel())
+
+
+def fill(scales: Tensor, increments: int) -> Tensor:
+    """Shares out bits between blocks: each goes to the block whose error it lessens most.
+
+    A bit for a value quarters a block's squared error, so that a block whose values are twice as large has one more.
+    Sender and receiver do this alike, from scales that both have; of equals the first block is first.
+
+    Args:
+        scales: (superblocks, blocks) float32, a power of 2^(1/8) each, or 0.
+        increments: Bits a value to share out between the blocks of a superblock.
+
+    Returns:
+        (superblocks, blocks) int64: each block's bits a value, 0 to `MOST_BITS`; each row's sum is `increments`.
+
+    Source: reverse water-filling: Cover and Thomas, Elements of Information Theory, section 10.3.3.
+    """
+    eighths = torch.where(scales > 0, torch.log2(scales) * 8, -1e4).round()
+    gains = eighths.unsqueeze(2) - 8 * torch.arange(MOST_BITS, device=scales.device)
+    order = torch.argsort(gains.transpose(1, 2).reshape(len(scales), -1), dim=1, descending=True, stable=True)
+    chosen = torch.zeros(len(scales), gains.shape[1] * MOST_BITS, dtype=torch.int64, device=scales.device)
+    chosen.scatter_(1, order[:, :increments], 1)
+    return chosen.view(len(scales), MOST_BITS, -1).sum(1)
+
+
+def filled(bits: int, block: int, x: Tensor) -> Tensor:
+    """Even levels up to each block's largest magnitude, as many as `fill` gives it; `bits` a value on average.
+
+    A block's scale is its largest magnitude, rounded up to a power of 2^(1/8), in 8 bits; a superblock of 4,096 has one
+    float32. Scales that are more than 2^31 apart would not fit and count as zero.
+    """
+    numel, rows = x.numel(), _blocks(x, SUPERBLOCK)
+    blocks = rows.view(len(rows), -1, block)
+    most = blocks.abs().amax(2)
+    scale = torch.where(most > 0, torch.exp2(torch.ceil(torch.log2(most) * 8) / 8), 0.0)
+    scale = torch.where(scale * 2.0**31 >= scale.amax(1, keepdim=True), scale, 0.0)
+    width = fill(scale, (bits * SUPERBLOCK - 8 * blocks.shape[1] - 32) // block).unsqueeze(2)
+    cells = torch.ldexp(torch.ones_like(scale).unsqueeze(2), width)
+    wide = torch.where(scale > 0, scale, 1.0).unsqueeze(2)
+    code = ((blocks / wide + 1) / 2 * cells).floor().clamp(min=torch.zeros(()), max=cells - 1)
+    return _flat(torch.where(width > 0, ((code + 0.5) / cells * 2 - 1) * scale.unsqueeze(2), 0.0), numel)
+
+
+def through(codec: Codec, x: Tensor) -> Tensor:
+    """What arrives of x, by a codec's own payload."""
+    payload, arrived = torch.empty(codec.wire_nbytes(x.numel()), dtype=torch.uint8), torch.empty_like(x)
+    codec.encode(x, payload)
+    codec.decode(payload, arrived)
+    return arrived
+
+
+def _codec(name: str, codec: Codec) -> Format:
+    return Format(name, lambda numel: 8 * codec.wire_nbytes(numel) / numel, partial(through, codec))
+
+
+def _fixed(name: str, bits: float, approximate: Callable[[Tensor], Tensor]) -> Format:
+    return Format(name, lambda numel: bits, approximate)
+
+
+def all_formats() -> list[Format]:
+    """Returns every row of the table, widest first."""
+    found = [
+        _codec("bf16", CastCodec("bfloat16")),
+        _codec("fp16", CastCodec("float16")),
+        _codec("int8", QuantizeCodec(8)),
+        _codec("int4", QuantizeCodec(4)),
+        _codec("onebit", OneBitCodec()),
+        _codec("chunk_topk", ChunkTopkCodec(ChunkRule())),
+        _fixed("MXINT8", 8 + 8 / MX_BLOCK, mxint8),
+        _fixed("NVFP4", 4 + 8 / 16, nvfp4),
+    ]
+    for name, element in (
+        ("MXFP8 E4M3", E4M3),
+        ("MXFP8 E5M2", E5M2),
+        ("MXFP6 E3M2", E3M2),
+        ("MXFP6 E2M3", E2M3),
+        ("MXFP4 E2M1", E2M1),
+    ):
+        found.append(_fixed(name, element.bits + 8 / MX_BLOCK, partial(mx, element)))
+    for name, element in (("fp8 E4M3, blocks of 128", E4M3), ("fp8 E5M2, blocks of 128", E5M2)):
+        found.append(_fixed(name, 8 + 32 / 128, partial(fp8, element, 128)))
+    for bits in (4, 5):
+        for block in (32, 128):
+            name = f"even levels, {bits} bits, blocks of {block}"
+            found.append(_fixed(name, bits + 16 / block, partial(uniform, bits, block)))
+        found.append(_fixed(f"normal levels, {bits} bits, blocks of 64", bits + 16 / 64, partial(gaussian, bits, 64)))
+        found.append(_fixed(f"rotated, {bits} bits, blocks of 1024", bits + 16 / 1024, partial(rotated, bits, 1024)))
+        for block in (16, 32, 64):
+            found.append(_fixed(f"bits shared out, {bits}, blocks of {block}", bits, partial(filled, bits, block)))
+    return sorted(found, key=lambda each: -each.bits(1 << 20))
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """What packing the exponents of bfloat16 values would take, losing nothing."""
+
+    block: int
+    """Values that share the largest exponent."""
+    code_bits: int
+    """Of an exponent: how far it lies below the largest; the last code is an escape with 8 bits of its own."""
+    zero_code: bool
+    """Whether the last code but one stands for the exponent of zero, which lies far below every other."""
+    bits: float
+    """A value, escapes included."""
+    escapes: float
+    """Share of the values."""
+    worst: float
+    """The same in the piece of `PIECE` values that has most: a payload of fixed size must have room for them."""
+
+
+PIECE = 16_384
+"""Values of a piece for `Packing.worst`: those of a small owner's part."""
+
+
+def packing(x: Tensor, block: int, code_bits: int, zero_code: bool) -> Packing:
+    """Returns what packing a gradient would take, as bfloat16."""
+    exponents = _blocks(x, PIECE).to(torch.bfloat16).view(torch.int16).int() >> 7 & 0xFF
+    blocks = exponents.view(len(exponents), -1, block)
+    far = blocks.amax(2, keepdim=True) - blocks >= 2**code_bits - (2 if zero_code else 1)
+    escaped = (far & (blocks > 0) if zero_code else far).view(len(exponents), -1)
+    padding = exponents.numel() - x.numel()
+    counts = torch.full((len(exponents),), float(PIECE))
+    counts[-1] -= padding
+    real = torch.arange(exponents.numel()).view_as(exponents) < x.numel()
+    shares = (escaped & real).sum(1) / counts
+    share = float((escaped & real).sum()) / x.numel()
+    return Packing(block, code_bits, zero_code, 8 + code_bits + 8 / block + 8 * share, share, float(shares.max()))
+
+
+def exponent_entropy(x: Tensor) -> float:
+    """Returns the bits of an exponent of x as bfloat16, by how often each occurs: no code of one value is shorter."""
+    exponents = x.to(torch.bfloat16).view(torch.int16).int() >> 7 & 0xFF
+    shares = torch.bincount(exponents, minlength=256).double() / x.numel()
+    shares = shares[shares > 0]
+    return float(-(shares * shares.log2()).sum())
