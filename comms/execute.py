@@ -306,6 +306,21 @@ class RunningLaunch:
 
 
 @dataclass(frozen=True, slots=True)
+class EndedLaunch:
+    """A launch that has ended well, by the host's clock.
+
+    Attributes:
+        plan: What was done.
+        began: When it was started, in seconds.
+        ended: When its last chunk ended.
+    """
+
+    plan: Plan
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
 class WaitingLaunch:
     """Where the oldest launch under way stands.
 
@@ -374,6 +389,7 @@ class Executor:
         timing: Whether phases are timed from now on; on a CPU they always are.
         launches: How many have been started.
         carried: On CUDA, the first bucket that each of the last launches carried.
+        ended: On a CPU takes the launches that end; None, and nothing is kept.
         recorder: Notes what happens when, while a trace or a profiler is on; None otherwise.
         checking: Whether the averages of compressed launches are looked at for what is not finite: see `extremes`.
         last: On CUDA, an event behind everything that came before the last `release`; None before the first.
@@ -394,6 +410,7 @@ class Executor:
         self.timing = True
         self.launches = 0
         self.carried: deque[int] = deque(maxlen=256)
+        self.ended: list[EndedLaunch] | None = None
         self.recorder: Recorder | None = None
         self.checking = False
         self.last: torch.cuda.Event | None = None
@@ -748,6 +765,8 @@ class Executor:
                 plan=run.route.plan.name,
                 compressor=next((phase.compressor for phase in run.route.plan.phases if phase.compressor), None),
             )
+        if self.ended is not None and run.launch.counted and isinstance(run.began, float) and isinstance(now, float):
+            self.ended.append(EndedLaunch(run.route.plan, run.began, now))
         finish(run.launch, run.flat, None, now)
 
     def _exact(

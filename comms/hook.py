@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.comms.autotune.consensus import Consensus
+from gradwire.comms.autotune.first_steps import FirstSteps
 from gradwire.comms.autotune.probe import probe
 from gradwire.comms.autotune.profile import fingerprint
 from gradwire.comms.autotune.stepwatch import JobAdvice, StepWatch, advise_job
@@ -180,6 +181,7 @@ class _Connection:
         """Whether what payloads are decoded with is the same on all ranks."""
         self.fusion_plans = self._consensus(store, f"fusion/{name}", FUSION_TIMEOUT)
         self.units: Consensus | None = None
+        self.first_steps: FirstSteps | None = None
         if previous is not None and not joined:
             self._go_on(previous)
         if previous is not None or joined:
@@ -188,6 +190,10 @@ class _Connection:
             probe(self.communicator, self._consensus(store, f"probe/{name}", config.timeout))
             self.units = self._consensus(store, f"units/{name}", config.timeout)
             measure_units(self.communicator, self.units)
+        elif not config.elastic:
+            self.first_steps = FirstSteps(
+                self.communicator, self._consensus(store, f"first_steps/{name}", config.timeout)
+            )
         self.communicator.routes.settle(threshold_nbytes or BUCKET_NBYTES)
         self.communicator.connect(threshold_nbytes or BUCKET_NBYTES)
         self.watch = StepWatch(self.communicator.clock)
@@ -610,7 +616,7 @@ class HookState:
         if connection is None or observed is None:
             raise RuntimeError("this state has seen fewer than three steps: call advise() later")
         routes = connection.communicator.routes
-        return advise_job(routes.cluster, connection.fusion.last_sizes, observed, optimizer, routes.library, accumulate)
+        return advise_job(routes.priced, connection.fusion.last_sizes, observed, optimizer, routes.library, accumulate)
 
     def fuse(self, plan: FusionPlan) -> None:
         """Changes which buckets travel together, from the next step on; every rank calls it between the same two steps.
@@ -741,6 +747,8 @@ class HookState:
             communicator.executor.timing = is_timed(self.steps) or connection.observer.wants_times
         if connection.units is not None and self._survivor is None and self.steps and self.steps % REMEASURE_STEPS == 0:
             measure_units(communicator, connection.units, again=True)
+        if connection.first_steps is not None and self._survivor is None:
+            connection.first_steps.step_began(self.steps)
         connection.observer.step_began()
         self._timed = connection.tuning is not None or communicator.executor.timing
         if connection.compression is not None:

@@ -273,12 +273,15 @@ def predict(training: HookTraining) -> dict[str, float] | None:
         training: After its last step.
     """
     state = training.state
-    if state is None or state.config.compressor is not None or state.config.nic_bytes_per_second is None:
+    if state is None or state.config.compressor is not None:
         return None
     if dist.get_rank() != 0 or len(training.losses) < STEPS_TO_PREDICT:
         return None
+    advised = state.advise("adamw")
+    if advised.assumed:
+        return None
     best: dict[str, float] = {}
-    for offer in state.advise("adamw").advice.offers:
+    for offer in advised.advice.offers:
         if offer.available and not offer.caution:
             best[offer.compressor] = min(offer.step_seconds, best.get(offer.compressor, math.inf))
     return best

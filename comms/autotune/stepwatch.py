@@ -10,6 +10,7 @@ from gradwire.comms.execute import Times
 from gradwire.comms.plan.advise import Advice, Workload, advise
 from gradwire.comms.plan.codec_price import GPU_BYTES_PER_SECOND, codec_price, measured_price, square_layout
 from gradwire.comms.plan.cost import CodecPrice
+from gradwire.comms.plan.planner import presumed
 from gradwire.comms.streams import Clock, HostClock, Mark
 from gradwire.compressors import registry
 from gradwire.topology.cluster import Cluster
@@ -95,29 +96,35 @@ class JobAdvice:
         observed: What the steps are now.
         headroom_seconds: The step without communication: the best that anything could reach.
         accumulate: As many micro-batches a step were asked about as one of the observed steps has, times this.
+        assumed: The links whose rates nobody knows, in words; `print` then gives no recommendation.
     """
 
     advice: Advice
     observed: Observed
     headroom_seconds: float
     accumulate: int = 1
+    assumed: str = ""
 
     def __str__(self) -> str:
         seen, verdict = self.observed, self.advice.recommend
-        verdict_words = f"recommended: plan {verdict.plan}, compressor {verdict.compressor}. {verdict.why}"
+        step = (
+            f"a step takes {seen.step_seconds * 1e3:.3g} ms, {seen.exposed_seconds * 1e3:.3g} ms of it waiting for "
+            f"communication; without any it would take {self.headroom_seconds * 1e3:.3g} ms\n"
+        )
+        if self.assumed:
+            return (
+                f"{step}no recommendation: how fast the links {self.assumed} are is not known "
+                "(`nic_bytes_per_second` says it, `probe=True` measures it)"
+            )
         if self.accumulate > 1:
             exact = min((offer for offer in self.advice.offers if offer.compressor == "none" and offer.available),
                         key=lambda offer: offer.step_seconds)  # fmt: skip
             share = exact.step_seconds / self.accumulate
-            verdict_words = (
+            step += (
                 f"with {self.accumulate} times as many micro-batches a step: {exact.step_seconds * 1e3:.3g} ms without "
-                f"compression, {share * 1e3:.3g} ms for what is a step now\n{verdict_words}"
+                f"compression, {share * 1e3:.3g} ms for what is a step now\n"
             )
-        return (
-            f"a step takes {seen.step_seconds * 1e3:.3g} ms, {seen.exposed_seconds * 1e3:.3g} ms of it waiting for "
-            f"communication; without any it would take {self.headroom_seconds * 1e3:.3g} ms\n"
-            f"{verdict_words}"
-        )
+        return f"{step}recommended: plan {verdict.plan}, compressor {verdict.compressor}. {verdict.why}"
 
 
 def advise_job(
@@ -149,6 +156,7 @@ def advise_job(
         observed,
         observed.headroom_seconds,
         accumulate,
+        presumed(cluster),
     )
 
 

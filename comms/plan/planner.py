@@ -33,6 +33,17 @@ collectives in flight together fill each other's gaps, which no term of the mode
 Mbit: 16 MB in 1135 ms with 2 chunks, 1084 with 4, 1063 with 8 (`bench/studies/hook_speed.py`, 2-core EPYC VM,
 2026-11-21)."""
 
+UNKNOWN_RATE_TOLERANCE = 0.12
+"""The same where a rate is assumed: a slow link loses more by few chunks than a fast one by many. The plans for 10
+Gbit/s, which are assumed, had 2 to 4 chunks; over 200 Mbit they took 1058 ms at 4x2 and 1121 at 4x4, with 16 chunks
+1037 and 1066 (16 MB, `bench/studies/hook_speed.py`, 2-core EPYC VM, 2026-11-22)."""
+
+OWNERS_CHUNK_COUNTS = (*CHUNK_COUNTS, 32)
+OWNERS_CHUNK_SECONDS, OWNERS_CHUNK_NBYTES = 0.02, 128 * 1024
+"""Owners of unequal parts work in two stages, each of which keeps the slowest link busy in one direction: all but the
+first and the last chunk of both overlap. So chunks may be smaller: what passes the slowest link in so many seconds, and
+not below so many bytes."""
+
 MINIMUM_GAIN = 0.02
 """A plan replaces the flat one only where it is predicted to save more than this share of its time."""
 
@@ -78,16 +89,19 @@ def plan_all_reduce(
         ValueError: `name` is unknown.
     """
     names = ("flat", "hierarchical", "leader") if name == "auto" else (name,)
-    assumed = _presumed(cluster)
+    assumed = presumed(cluster)
     plans = [
         replace(plan, assumed=assumed) for each in names for plan in candidates(cluster, nbytes, each, chunks, price)
     ]
     if library == "nccl" and not chunks and price.name == EXACT.name:
         # One call of NCCL fills its links by itself; the chunks' tolerance was measured on gloo.
         plans = [plan for plan in plans if plan.name not in FLAT_ALGORITHMS or plan.chunks == 1]
-    best = min(plans, key=lambda plan: plan.seconds) if library == "nccl" else _most_chunks(plans)
+    best = min(plans, key=lambda plan: plan.seconds) if library == "nccl" else _most_chunks(plans, CHUNK_TOLERANCE)
+    taken = best
+    if assumed and library != "nccl" and best.name not in FLAT_ALGORITHMS:
+        taken = _most_chunks([plan for plan in plans if plan.name == best.name], UNKNOWN_RATE_TOLERANCE)
     if name != "auto":
-        return with_reason(best, "Asked for by name.")
+        return with_reason(taken, "Asked for by name.")
     flat = plans[0]
     if _only_flat(cluster):
         return with_reason(flat, "There is one level of links: a hierarchy has nothing to save.")
@@ -108,7 +122,7 @@ def plan_all_reduce(
         return with_reason(rival, f"No hierarchy is predicted to be more than {MINIMUM_GAIN:.0%} faster{against}.")
     than = "a flat ring" if rival is flat else "NCCL's tree"
     if assumed:
-        return with_reason(best, f"Predicted to be faster than {than} over the links as they are assumed.")
+        return with_reason(taken, f"Predicted to be faster than {than} over the links as they are assumed.")
     return with_reason(best, f"Predicted {rival.seconds / best.seconds:.2f}x faster than {than}.")
 
 
@@ -130,7 +144,7 @@ def _against_nccl(flat: Plan, hierarchies: list[Plan]) -> Plan:
     return with_reason(best, f"Predicted {flat.seconds / best.seconds:.2f}x faster than {name}.")
 
 
-def _presumed(cluster: Cluster) -> str:
+def presumed(cluster: Cluster) -> str:
     """The levels in use of whose links nothing is known, in words; empty where there are none."""
     places = {0: "inside the nodes", 1: "between the nodes"}
     unknown = [
@@ -141,10 +155,10 @@ def _presumed(cluster: Cluster) -> str:
     return " and ".join(unknown)
 
 
-def _most_chunks(plans: list[Plan]) -> Plan:
-    """The cheapest plan, with as many chunks as cost next to nothing."""
+def _most_chunks(plans: list[Plan], tolerance: float) -> Plan:
+    """The cheapest plan, with as many chunks as cost no more than a share of its time."""
     best = min(plans, key=lambda plan: plan.seconds)
-    alike = [plan for plan in plans if plan.name == best.name and plan.seconds <= best.seconds * (1 + CHUNK_TOLERANCE)]
+    alike = [plan for plan in plans if plan.name == best.name and plan.seconds <= best.seconds * (1 + tolerance)]
     return max(alike, key=lambda plan: plan.chunks)
 
 
@@ -186,9 +200,15 @@ def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price:
     )
     outermost = phases[len(phases) // 2].level if phases else 0  # down, across, up again
     gap = cluster.levels[outermost].link.gap_seconds
-    counts = (1,) if model is not None and exact and name in FLAT_ALGORITHMS else CHUNK_COUNTS
+    counts, least_nbytes = CHUNK_COUNTS, float(MINIMUM_CHUNK_NBYTES)
+    if model is not None and exact and name in FLAT_ALGORITHMS:
+        counts = (1,)
+    elif any(phase.op == ALL_REDUCE and phase.shares for phase in phases):
+        counts = OWNERS_CHUNK_COUNTS
+        slowest = min(cluster.levels[outermost].unit_rates)
+        least_nbytes = min(least_nbytes, max(slowest * OWNERS_CHUNK_SECONDS, OWNERS_CHUNK_NBYTES))
     for count in (chunks,) if chunks else counts:
-        if count == 1 or chunks or nbytes / count >= MINIMUM_CHUNK_NBYTES:
+        if count == 1 or chunks or nbytes / count >= least_nbytes:
             part = nbytes / count
             codec = sum(price.seconds(part * share) for share in encoded)
             priced = list(zip(phases, costs, strict=True))

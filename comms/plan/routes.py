@@ -16,9 +16,9 @@ from gradwire.comms.plan.codec_price import (
     gpu_bytes_per_second,
     wire_ratio,
 )
-from gradwire.comms.plan.cost import CodecPrice, sent_nbytes
+from gradwire.comms.plan.cost import EXACT, CodecPrice, sent_nbytes
 from gradwire.comms.plan.plan import ALL_GATHER, Phase, Plan, Transfer
-from gradwire.comms.plan.planner import plan_all_reduce, with_reason
+from gradwire.comms.plan.planner import candidates, plan_all_reduce, presumed, with_reason
 from gradwire.comms.plan.schedule import (
     ALIGN_NUMEL,
     Partition,
@@ -154,12 +154,13 @@ class Routes(dict[RouteKey, Route]):
         self._asked_for = config.plan
         self._why = ""
         self._measured = False
+        self._learned: Cluster | None = None
         self._compressor = compressor
         self._unlisted: dict[tuple[int, torch.dtype], Route] = {}
 
     def __missing__(self, key: RouteKey) -> Route:
         numel, dtype, layout = key
-        plan = self._plan(numel * dtype.itemsize, layout)
+        plan = self._repriced(self._plan(numel * dtype.itemsize, layout), layout)
         self[key] = route = self.along(numel, plan, layout)
         log.info("%d elements of %s: %s", numel, dtype, route.plan.describe(self.cluster.level_names))
         return route
@@ -261,8 +262,20 @@ class Routes(dict[RouteKey, Route]):
     def measured(self, levels: Sequence[Level]) -> None:
         """Plans with these links from now on, and with nothing else: what NCCL says of its own gives way to them."""
         self.cluster = replace(self.cluster, levels=tuple(levels), fabric=None)
-        self._measured = True
+        self._measured, self._learned = True, None
         self.clear()
+
+    def learned(self, levels: Sequence[Level]) -> None:
+        """Predicts with these links from now on, and does what it did before: a clock's word must change no bit."""
+        self._learned = replace(self.cluster, levels=tuple(levels))
+        for key, route in self.items():
+            self[key] = replace(route, plan=self._repriced(route.plan, key[2]))
+        log.info("%s", self.describe_links())
+
+    @property
+    def priced(self) -> Cluster:
+        """The cluster that predictions are made for: with links as first steps have shown them, where they have."""
+        return self._learned or self.cluster
 
     @property
     def is_measured(self) -> bool:
@@ -273,12 +286,14 @@ class Routes(dict[RouteKey, Route]):
         """The rates that plans are predicted with, in one line."""
         rates = ", ".join(
             f"{_rates(level)} {level.name}"
-            for number, level in enumerate(self.cluster.levels)
+            for number, level in enumerate(self.priced.levels)
             if self.cluster.widest(number) > 1
         )
         origin = "as given (`probe=True` measures them)"
         if self._measured:
             origin = "as measured"
+        elif self._learned is not None:
+            origin = "as the first steps' own transfers reached them (`probe=True` measures them, and plans by them)"
         elif self.cluster.fabric is not None:
             origin = "as the topology says (`probe=True` measures them)"
         return f"links {origin}: {rates or 'none'}"
@@ -301,6 +316,25 @@ class Routes(dict[RouteKey, Route]):
                 'compressed (plan="flat" compresses between all ranks).',
             )
         return plan
+
+    def _repriced(self, plan: Plan, layout: Layout | None) -> Plan:
+        """The same plan with the seconds that it takes over the links as learned."""
+        if self._learned is None or not plan.phases:
+            return plan
+        price = EXACT
+        compressed = next((phase for phase in plan.phases if phase.compressor), None)
+        if compressed is not None:
+            assert self._compressor is not None and layout is not None
+            ranks = self.cluster.size if compressed.whole else len(self.cluster.nodes)
+            price = CodecPrice(self._compressor.name, wire_ratio(self._compressor, layout, ranks))
+        (priced,) = candidates(self._learned, plan.nbytes, plan.name, plan.chunks, price)
+        return replace(
+            plan,
+            seconds=priced.seconds,
+            limit=priced.limit,
+            busy_seconds=priced.busy_seconds,
+            assumed=presumed(self._learned),
+        )
 
     def _compressed_name(self) -> str | None:
         """The plan that a compressor's buckets take, if it finds anything to do."""
