@@ -200,7 +200,8 @@ def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price:
     )
     outermost = phases[len(phases) // 2].level if phases else 0  # down, across, up again
     gap = cluster.levels[outermost].link.gap_seconds
-    counts, least_nbytes = CHUNK_COUNTS, float(MINIMUM_CHUNK_NBYTES)
+    counts: tuple[int, ...] = CHUNK_COUNTS
+    least_nbytes = float(MINIMUM_CHUNK_NBYTES)
     if model is not None and exact and name in FLAT_ALGORITHMS:
         counts = (1,)
     elif any(phase.op == ALL_REDUCE and phase.shares for phase in phases):

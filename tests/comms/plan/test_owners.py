@@ -15,7 +15,12 @@ from gradwire.comms.config import Config
 from gradwire.comms.plan.cost import CostModel
 from gradwire.comms.plan.owners import UNITS_PER_MEMBER, owner_shares
 from gradwire.comms.plan.plan import ALL_REDUCE
-from gradwire.comms.plan.planner import plan_all_reduce
+from gradwire.comms.plan.planner import (
+    MINIMUM_CHUNK_NBYTES,
+    OWNERS_CHUNK_NBYTES,
+    OWNERS_CHUNK_SECONDS,
+    plan_all_reduce,
+)
 from gradwire.comms.plan.schedule import executable
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.registry import names
@@ -149,3 +154,18 @@ def test_nothing_held_back_is_lost_where_the_shares_change() -> None:
     results = run_ranks(size, body)
     assert all(torch.equal(taken, results[0][1]) for _, taken in results)
     torch.testing.assert_close(results[0][1], sum((given for given, _ in results), torch.zeros(numel)))
+
+
+@pytest.mark.parametrize("count", [3, 4, 8])
+def test_chunks_of_unequal_owners_are_as_small_as_their_slowest_link_bears(count: int) -> None:
+    for slow in (1e5, 6.25e6, 12.5e6, 1e9):
+        cluster = nodes_of([4 * slow] * (count - 1) + [slow], 1)
+        for nbytes in (100_000, 1_000_000, 8_000_000, 64_000_000):
+            plan = plan_all_reduce(cluster, nbytes, name="hierarchical")
+            least = min(MINIMUM_CHUNK_NBYTES, max(OWNERS_CHUNK_NBYTES, OWNERS_CHUNK_SECONDS * slow))
+            assert plan.chunks == 1 or nbytes / plan.chunks >= least
+            if (
+                nbytes >= 64 * least and slow < 1e9
+            ):  # many chunks: two stages after one another nearly take the time of one
+                alone = plan_all_reduce(cluster, nbytes, name="hierarchical", chunks=1)
+                assert plan.seconds < 0.6 * alone.seconds

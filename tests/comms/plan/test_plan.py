@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gradwire.comms.plan.planner import candidates, plan_all_reduce
+from gradwire.comms.plan.planner import UNKNOWN_RATE_TOLERANCE, candidates, plan_all_reduce
 from gradwire.comms.plan.schedule import equal_partition, executable
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, two_level_cluster, uniform_cluster
 from support.simulate import simulate
@@ -130,6 +130,22 @@ def test_a_plan_describes_itself() -> None:
     text = plan.describe(LEVEL_NAMES)
     assert "reduce_scatter intra_node -> all_reduce inter_node -> all_gather intra_node" in text
     assert "faster than a flat ring" in text
+
+
+def test_assumed_rates_get_the_same_plan_in_more_chunks_that_cost_little() -> None:
+    taken = set()
+    for nodes in NODES.values():
+        known = two_level_cluster(nodes, Link(20e-6, 5e9), Link(100e-6, 1.25e9))
+        unknown = two_level_cluster(nodes, Link(20e-6, 5e9, presumed=True), Link(100e-6, 1.25e9, presumed=True))
+        for nbytes in (100_000, 2_000_000, 16_000_000, 100_000_000):
+            one, other = plan_all_reduce(known, nbytes), plan_all_reduce(unknown, nbytes)
+            assert one.name == other.name
+            assert one.chunks <= other.chunks
+            assert other.seconds <= one.seconds * (1 + UNKNOWN_RATE_TOLERANCE)
+            if other.name != "flat":
+                assert plan_all_reduce(unknown, nbytes, name=other.name).chunks == other.chunks
+            taken.add(other.chunks - one.chunks)
+    assert len(taken) > 1
 
 
 def test_an_unknown_plan_is_refused() -> None:
