@@ -14,6 +14,7 @@ from torch import Tensor
 from gradwire.compressors.base import (
     ALL_GATHER,
     ALL_REDUCE,
+    Codec,
     Collective,
     Layout,
     Member,
@@ -26,18 +27,22 @@ from gradwire.compressors.cast import CAST_DTYPES
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState
 from gradwire.compressors.stateful import Stateful
-from gradwire.compressors.two_stage import SHARD_ALIGN
+from gradwire.compressors.two_stage import MEASURED_NUMEL, SHARD_ALIGN, TwoStage, encode
 
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
 """Source: Lin et al., ICLR 2018, section 3.3: four epochs of rising sparsity before the final one."""
 INDEX_NBYTES = 4
 """Of an int32."""
+SAMPLED_NUMEL = 1 << 16
+"""Elements that a threshold is estimated from: 1 % of them are 655, which puts it within 4 % of that share."""
 
 
 class DGC(Stateful):
     """The compressor "dgc".
 
     Args:
+        inner: Whose codec the values are sent with: "dgc+int4". What it leaves out stays in the total. None sends them
+            as `value_dtype` says.
         density: Share of each parameter's elements that is sent, 0 < density <= 1; at least one element is.
         momentum: Of the momentum correction; the optimizer runs without.
         nesterov: Nesterov's momentum instead of the heavy ball.
@@ -53,6 +58,7 @@ class DGC(Stateful):
 
     def __init__(
         self,
+        inner: TwoStage | None = None,
         *,
         density: float = 0.001,
         momentum: float = 0.9,
@@ -62,7 +68,8 @@ class DGC(Stateful):
         value_dtype: str = "float32",
     ) -> None:
         _check_options(density, momentum, clip_norm, warmup_steps, value_dtype)
-        super().__init__("dgc", ["total", "velocity"])
+        super().__init__("dgc" if inner is None else f"dgc+{inner.name}", ["total", "velocity"])
+        self.inner = inner
         self.density = density
         self.momentum = momentum
         self.nesterov = nesterov
@@ -87,6 +94,8 @@ class DGC(Stateful):
         if self._is_sent_dense(group_size):
             return round(2 * (group_size - 1) / group_size * 4 * layout.numel)
         count = sum(self._count(item) for item in layout.slices)
+        if self.inner is not None:
+            return (group_size - 1) * (count * INDEX_NBYTES + self.inner.codec.wire_nbytes(count))
         return (group_size - 1) * count * (INDEX_NBYTES + self.value_dtype.itemsize)
 
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Collective]:
@@ -101,6 +110,9 @@ class DGC(Stateful):
                 yield Collective(ALL_REDUCE, (shard,))
             return
         indices, values = self._select(shard, layout, group.size)
+        if self.inner is not None and not self._is_sent_dense(group.size):
+            yield from self._exchange_encoded(shard, layout, group, indices, values, self.inner)
+            return
         sent = self._rounded(layout, indices, values)
         if self._is_sent_dense(group.size):
             wide = sent.float()
@@ -112,6 +124,48 @@ class DGC(Stateful):
         payloads = torch.empty(group.size, payload.numel(), dtype=torch.uint8, device=shard.device)
         yield Collective(ALL_GATHER, (payloads, payload))
         kernels.dgc_sum(payloads, indices.numel(), self.value_dtype, shard)
+
+    def _exchange_encoded(
+        self, shard: Tensor, layout: Layout, group: Member, indices: Tensor, values: Tensor, inner: TwoStage
+    ) -> Iterator[Collective]:
+        """Sends the values through a codec; all ranks decode all payloads, in the order of the ranks."""
+        inner.step = self.step
+        codec: Codec = inner.codec_for(layout, group.rank)
+        encoded = torch.empty(codec.wire_nbytes(values.numel()), dtype=torch.uint8, device=shard.device)
+        rest = torch.empty_like(values)
+        encode(codec, values, None, rest, encoded)
+        self.fields["total"].stage(layout, values.device)[indices.long()] = rest
+        places = indices.view(torch.uint8)
+        payload = torch.cat([places, encoded])
+        payloads = torch.empty(group.size, payload.numel(), dtype=torch.uint8, device=shard.device)
+        yield Collective(ALL_GATHER, (payloads, payload))
+        shard.zero_()
+        for row in payloads:
+            codec.decode(row[places.numel() :].clone(), rest)
+            KERNELS_ON[shard.device.type].scatter_add(row[: places.numel()].clone().view(torch.int32), rest, shard)
+
+    def left_out(self, flat: Tensor, item: Slice) -> Tensor:
+        """See `Measurable.left_out` (adaptive.py); the threshold is taken from a sample, as large as a cache.
+
+        Source of the sampling: Lin et al., ICLR 2018, section 3.1 (hierarchical sampling).
+        """
+        norm = torch.linalg.vector_norm(flat, dtype=torch.float64).square()
+        sample = flat[:: max(1, flat.numel() // SAMPLED_NUMEL)].abs()
+        share = self._count(item) / flat.numel()
+        threshold = sample.topk(min(sample.numel(), max(1, round(share * sample.numel())))).values[-1]
+        kept = torch.zeros_like(norm)
+        count = torch.zeros_like(norm)
+        for start in range(0, flat.numel(), MEASURED_NUMEL):
+            run = flat[start : start + MEASURED_NUMEL]
+            large = run.abs() >= threshold
+            count += large.sum()
+            kept += torch.linalg.vector_norm(run * large, dtype=torch.float64).square()
+        # of more than are sent, the smallest stay behind: no more than their share of the norm
+        kept *= (share * flat.numel() / count.clamp(min=1.0)).clamp(max=1.0)
+        if self.inner is not None:
+            chosen = flat[flat.abs() >= threshold]
+            kept -= (self.inner.left_out(chosen, item)).clamp(max=kept) if chosen.numel() else 0.0
+        return torch.where(norm.isfinite(), (norm - kept).clamp(min=0.0), norm)
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
         """See `Compressor.flush`: the total is the residual."""

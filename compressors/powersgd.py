@@ -8,14 +8,16 @@ outputs is the same, and the residual stays bounded.
 Source: Vogels et al., PowerSGD, NeurIPS 2019, algorithms 1 and 2.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gradwire.compressors.base import (
     ALL_REDUCE,
+    Codec,
     Collective,
     HeldRun,
     Layout,
@@ -33,7 +35,10 @@ from gradwire.compressors.kernels.reference import FactorRun, FactorRuns
 from gradwire.compressors.matrices import MatrixSlice, as_matrix, cut_between
 from gradwire.compressors.residual import keep_until_read
 from gradwire.compressors.stateful import Stateful
-from gradwire.compressors.two_stage import Parts, Residuals, two_stage, two_stage_nbytes
+from gradwire.compressors.two_stage import Parts, Residuals, TwoStage, two_stage, two_stage_nbytes
+
+MEASURED_ROUNDS = 2
+"""Of power iteration, where only the error is wanted: as good as a warm start of some steps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +59,9 @@ class PowerSGD(Stateful):
     """The compressor "powersgd". Options that mean the same are named as in torch's PowerSGDState.
 
     Args:
+        inner: Whose codec the factors are sent with: "powersgd+int8". Their sums then take its two stages in place of
+            an all-reduce, and what they leave out of this rank's second factor goes into the one residual. None sends
+            them as `factor_dtype` says.
         rank: Columns of the factors: the more, the closer and the larger.
         warmup_steps: Steps at the start whose gradients are sent dense (torch: start_powerSGD_iter).
         min_compression_rate: Matrices that shrink by less are sent dense, exactly.
@@ -68,6 +76,7 @@ class PowerSGD(Stateful):
 
     def __init__(
         self,
+        inner: TwoStage | None = None,
         *,
         rank: int = 4,
         warmup_steps: int = 100,
@@ -78,13 +87,17 @@ class PowerSGD(Stateful):
         factor_dtype: str = "float32",
     ) -> None:
         _check_options(rank, warmup_steps, min_compression_rate, factor_dtype)
-        super().__init__("powersgd", ["residual"] if use_error_feedback else [])
+        name = "powersgd" if inner is None else f"powersgd+{inner.name}"
+        super().__init__(name, ["residual"] if use_error_feedback else [])
         self.rank = rank
         self.warmup_steps = warmup_steps
         self.min_compression_rate = min_compression_rate
         self.warm_start = warm_start
         self.random_seed = random_seed
-        self.codec = CastCodec(factor_dtype) if factor_dtype in CAST_DTYPES else None
+        self.inner = inner
+        self.codec: Codec | None = CastCodec(factor_dtype) if factor_dtype in CAST_DTYPES else None
+        if inner is not None:
+            self.codec = inner.codec
         self._factors: dict[str, Tensor] = {}
         self._flat_factors: dict[tuple[str, ...], tuple[Tensor, tuple[Tensor, ...]]] = {}
         """By the parameters of a shard: their factors one after the other, and the views of it that `_factors` got."""
@@ -133,14 +146,48 @@ class PowerSGD(Stateful):
         q_total = torch.empty_like(q_own)  # before the first write to `shard`: out of memory leaves it intact
         residual, new_residual = self._residual(shard, layout, parts.dense)
         kernels.powersgd_project_many(shard, residual, matrices, began, p)
-        yield from self._reduce_p(p, parts.p_numel, shard, parts.dense, group)
+        codec = self._codec_for(layout, group.rank)
+        yield from self._reduce_p(p, parts.p_numel, shard, parts.dense, group, codec)
         keys = [mix_key(self.random_seed, self.step, key) for key in parts.name_keys]
         kernels.orthogonalize_many([run.p(p) for run in matrices.runs], keys)
         kernels.powersgd_back_project_many(shard, matrices, p, q_own)
         q_total.copy_(q_own)
-        yield from self._reduce_q(q_own, q_total, group)
+        yield from self._reduce_q(q_own, q_total, group, codec)
         kernels.powersgd_restore_many(shard, new_residual, matrices, p, q_own, q_total)
         self._staged_factors[parts.names] = parts, began, q_total
+
+    def left_out(self, flat: Tensor, item: Slice) -> Tensor:
+        """See `Measurable.left_out` (adaptive.py): of two rounds of power iteration, where training has a warm start.
+
+        A part of a matrix gets its share of the rank: the parts' errors then add up to no less than the whole's.
+        """
+        norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64).square()
+        numel = math.prod(item.shape)
+        whole = self.matrix(replace(item, parameter_start=0, numel=numel))
+        if whole is None:
+            return torch.zeros_like(norm)
+        rank = whole.rank * item.numel // numel
+        skipped = -item.parameter_start % whole.columns
+        rows = (item.numel - skipped) // whole.columns
+        rank = min(rank, rows)
+        if rank < 1:
+            return norm
+        matrix = flat[skipped : skipped + rows * whole.columns].view(rows, whole.columns)
+        transposed = hash_uniforms(mix_key(self.random_seed, 0, name_key(item.name)), rank * whole.columns, flat.device)
+        factor = transposed.view(rank, whole.columns) - 0.5
+        for _ in range(MEASURED_ROUNDS):
+            basis, _upper = torch.linalg.qr((factor @ matrix.t()).t())
+            factor = basis.t().contiguous() @ matrix
+        captured = torch.linalg.vector_norm(factor, dtype=torch.float64).square()
+        rest = (norm - captured).clamp_(min=0.0)
+        if self.codec is not None:
+            decoded = torch.empty_like(factor)
+            for source, target in zip(factor, decoded, strict=True):
+                payload = torch.empty(self.codec.wire_nbytes(source.numel()), dtype=torch.uint8, device=flat.device)
+                self.codec.encode(source, payload)
+                self.codec.decode(payload, target)
+            rest = rest + torch.linalg.vector_norm(factor - decoded, dtype=torch.float64).square()
+        return torch.where(norm.isfinite(), rest, norm)
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
         """See `Compressor.flush`."""
@@ -295,18 +342,31 @@ class PowerSGD(Stateful):
             factors.append(factor.to(device).view(-1))
         return torch.cat(factors)
 
+    def _codec_for(self, layout: Layout, rank: int) -> Codec | None:
+        """The codec of this step's factors: with random rounding, another one in each step."""
+        if self.inner is None:
+            return self.codec
+        self.inner.step = self.step
+        return self.inner.codec_for(layout, rank)
+
     def _reduce_p(
-        self, p_flat: Tensor, p_numel: int, shard: Tensor, dense: Sequence[Slice], group: Member
+        self,
+        p_flat: Tensor,
+        p_numel: int,
+        shard: Tensor,
+        dense: Sequence[Slice],
+        group: Member,
+        codec: Codec | None,
     ) -> Iterator[Collective]:
         """Sums the factors P and the dense slices: in one collective, or the factors through the cast."""
         at = p_numel
         for item in dense:
             p_flat[at : at + item.numel] = shard[item.start : item.stop]
             at += item.numel
-        if self.codec is None:
+        if codec is None:
             yield Collective(ALL_REDUCE, (p_flat,))
         else:
-            yield from two_stage(p_flat[:p_numel], p_flat[:p_numel], group, self.codec, self.codec, Residuals())
+            yield from two_stage(p_flat[:p_numel], p_flat[:p_numel], group, codec, codec, Residuals())
             if dense:
                 yield Collective(ALL_REDUCE, (p_flat[p_numel:],))
         at = p_numel
@@ -314,16 +374,16 @@ class PowerSGD(Stateful):
             shard[item.start : item.stop] = p_flat[at : at + item.numel]
             at += item.numel
 
-    def _reduce_q(self, own: Tensor, total: Tensor, group: Member) -> Iterator[Collective]:
-        """Sums the factors Q into `total`; with a cast, `own` becomes this rank's part of the sum, as rounded."""
-        if self.codec is None:
+    def _reduce_q(self, own: Tensor, total: Tensor, group: Member, codec: Codec | None) -> Iterator[Collective]:
+        """Sums the factors Q into `total`; with a codec, `own` becomes this rank's part of the sum, as decoded."""
+        if codec is None:
             yield Collective(ALL_REDUCE, (total,))
             return
-        parts = Parts(own.numel(), group.size).bounds(group.rank)
+        parts = Parts(own.numel(), group.size, group.shares).bounds(group.rank)
         new_worker = torch.zeros_like(own)
         new_server = torch.zeros(parts[1] - parts[0], device=own.device)
         residuals = Residuals(None, new_worker, None, new_server)
-        yield from two_stage(own, total, group, self.codec, self.codec, residuals)
+        yield from two_stage(own, total, group, codec, codec, residuals)
         own.sub_(new_worker)
         own[parts[0] : parts[1]].sub_(new_server)
 

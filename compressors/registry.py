@@ -15,7 +15,7 @@ from gradwire.compressors.powersgd import PowerSGD
 from gradwire.compressors.quantize import Quantize
 from gradwire.compressors.two_stage import TwoStage
 
-Option = bool | int | float | str | None | tuple[float, ...]
+Option = bool | int | float | str | None | tuple[float, ...] | tuple[str, ...]
 """What an option's value may be."""
 Factory = Callable[..., Compressor]
 """Makes a compressor; its keyword-only parameters are the options."""
@@ -31,6 +31,13 @@ _factories: dict[str, Factory] = {
     "chunk_topk": ChunkTopk,
     "powersgd": PowerSGD,
 }
+
+_outer: dict[str, type[PowerSGD] | type[DGC]] = {"powersgd": PowerSGD, "dgc": DGC}
+"""Compressors whose payload of floats can go through a codec, by the name before the `+`, with the option that does
+something of the kind by itself."""
+_own_narrowing = {"powersgd": "factor_dtype", "dgc": "value_dtype"}
+_inner_options = ("stochastic", "seed")
+"""Options of the second part: the rest belongs to its own residual and its own start, which a stack does not have."""
 
 
 def names() -> tuple[str, ...]:
@@ -80,11 +87,15 @@ def options_of(name: str) -> dict[str, Option]:
     """Returns the options of a compressor and their defaults.
 
     Args:
-        name: One of `names()`.
+        name: One of `names()`, or a stack of two: "powersgd+int8", "dgc+int4".
 
     Raises:
-        ValueError: No compressor is registered under that name.
+        ValueError: No compressor is registered under that name, or the two cannot be stacked.
     """
+    if "+" in name:
+        first, second = _parts_of(name)
+        options = {key: value for key, value in options_of(first).items() if key != _own_narrowing[first]}
+        return options | {key: value for key, value in options_of(second).items() if key in _inner_options}
     if name not in _factories:
         raise ValueError(f"`compressor` is {name!r}; wanted one of {', '.join(_factories)}")
     parameters = inspect.signature(_factories[name]).parameters.values()
@@ -95,8 +106,9 @@ def make(name: str, options: Mapping[str, Option] | None = None) -> Compressor:
     """Returns a new compressor.
 
     Args:
-        name: One of `names()`.
-        options: By name; each has a default.
+        name: One of `names()`, or a stack of two: "powersgd+int8", "dgc+int4".
+        options: By name; each has a default. Of a stack, those of the first part, and the random rounding's of the
+            second.
 
     Raises:
         ValueError: An unknown compressor or option, or a value out of range.
@@ -110,7 +122,38 @@ def make(name: str, options: Mapping[str, Option] | None = None) -> Compressor:
                 f"it takes {', '.join(sorted(valid)) or 'no options'}"
             )
         _check_type(name, option, value, valid[option])
+    if "+" in name:
+        return _stacked(name, dict(options or {}))
     return _factories[name](**dict(options or {}))
+
+
+def _parts_of(name: str) -> tuple[str, str]:
+    """Returns the two names of a stack.
+
+    Raises:
+        ValueError: The first part does not send floats that a codec could encode, or the second is no codec.
+    """
+    first, _, second = name.partition("+")
+    if first not in _outer or second not in _factories or second in (*_outer, "none"):
+        codecs = ", ".join(each for each in _factories if each not in (*_outer, "none"))
+        raise ValueError(
+            f"`compressor` is {name!r}; wanted {' or '.join(_outer)} before the `+`, and behind it a codec for what "
+            f"they send: one of {codecs}"
+        )
+    return first, second
+
+
+def _stacked(name: str, options: dict[str, Option]) -> Compressor:
+    """Returns `powersgd` or `dgc` with a codec for what it sends: one compressor with one residual."""
+    first, second = _parts_of(name)
+    own = options_of(first)
+    inner = _factories[second](**{key: value for key, value in options.items() if key not in own})
+    if not isinstance(inner, TwoStage):
+        raise ValueError(  # noqa: TRY004  # the name is wrong, as in `_parts_of`
+            f"`compressor` is {name!r}; wanted a codec behind the `+`, and {second!r} is a compressor with an exchange "
+            "of its own"
+        )
+    return _outer[first](inner, **{key: value for key, value in options.items() if key in own})  # type: ignore[arg-type]
 
 
 def _check_type(name: str, option: str, value: Option, default: Option) -> None:

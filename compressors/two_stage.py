@@ -25,6 +25,7 @@ from gradwire.compressors.base import (
     Layout,
     Member,
     Request,
+    Slice,
     check_gradient,
     equal_bounds,
     refuse_capture,
@@ -38,6 +39,10 @@ PART_ALIGN = 64
 
 SHARD_ALIGN = 1024
 """Shards are cut at multiples of the largest block of any codec here, so that few blocks are cut short."""
+
+MEASURED_NUMEL = 1 << 20
+"""Elements that are encoded at a time where only the error is wanted: what is needed beside the gradient stays in a
+processor's cache."""
 
 
 @runtime_checkable
@@ -396,6 +401,20 @@ class TwoStage(Stateful):
 
     def observe(self, total: Tensor, layout: Layout) -> None:
         """Is called with the sum of every dense step at the start, 1-D float32, the same bits on all ranks."""
+
+    def left_out(self, flat: Tensor, item: Slice) -> Tensor:
+        """See `Measurable.left_out` (adaptive.py)."""
+        total = torch.zeros((), dtype=torch.float64, device=flat.device)
+        payload = torch.empty(
+            self.codec.wire_nbytes(min(flat.numel(), MEASURED_NUMEL)), dtype=torch.uint8, device=flat.device
+        )
+        difference = torch.empty(min(flat.numel(), MEASURED_NUMEL), device=flat.device)
+        for start in range(0, flat.numel(), MEASURED_NUMEL):
+            run = flat[start : start + MEASURED_NUMEL]
+            rest = difference[: run.numel()]
+            encode(self.codec, run, None, rest, payload[: self.codec.wire_nbytes(run.numel())])
+            total += torch.linalg.vector_norm(rest, dtype=torch.float64).square()
+        return total
 
     def flush(self, shard: Tensor, layout: Layout) -> None:
         """See `Compressor.flush`; both residuals count."""

@@ -32,6 +32,10 @@ CASES: dict[str, tuple[str, dict[str, Option]]] = {
     "chunk-topk": ("chunk_topk", {"chunk": 512, "keep": 40, "decay": 1.0}),
     "powersgd": ("powersgd", {"rank": 2, "warmup_steps": 1}),
     "powersgd-cast": ("powersgd", {"rank": 3, "warmup_steps": 0, "factor_dtype": "bfloat16"}),
+    "powersgd+int8": ("powersgd+int8", {"rank": 2, "warmup_steps": 1, "stochastic": True}),
+    "powersgd+int4": ("powersgd+int4", {"rank": 3, "warmup_steps": 0}),
+    "dgc+int4": ("dgc+int4", {"momentum": 0.0, "density": 0.02, "warmup_steps": 0}),
+    "dgc+onebit": ("dgc+onebit", {"momentum": 0.0, "density": 0.05, "warmup_steps": 0}),
 }
 """Without momentum and with residuals: then outputs and residuals account for every gradient."""
 
