@@ -15,10 +15,11 @@ from gradwire.comms.checkpoint import PREFIX
 from gradwire.comms.execute import Bucket
 from gradwire.comms.resume import to_rows
 from gradwire.comms.streams import LateFlag
+from gradwire.compressors.adaptive import AUTO, Adaptive
 from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue
 from gradwire.compressors.registry import Option
 from gradwire.compressors.routed import make_routed
-from gradwire.compressors.rules import Rule
+from gradwire.compressors.rules import Rule, rules_from
 
 
 class LossScaler(Protocol):
@@ -37,6 +38,7 @@ class Compression:
         rules: Which parameters travel otherwise; the default ones come after them.
         rank: This rank.
         size: Number of ranks.
+        budget: `error_budget`, for the compressor "auto".
     """
 
     def __init__(
@@ -46,8 +48,13 @@ class Compression:
         rules: Sequence[Rule | Mapping[str, object]],
         rank: int,
         size: int,
+        budget: str | float | None = None,
     ) -> None:
-        self.compressor: Compressor = make_routed(name, options, rules)
+        self.compressor: Compressor
+        if name == AUTO:
+            self.compressor = Adaptive(budget, options, rules_from(rules))
+        else:
+            self.compressor = make_routed(name, options, rules)
         self.flushing = False
         self._rank = rank
         self._size = size

@@ -38,6 +38,11 @@ class Config:
     compressor_options: "Mapping[str, Option]" = field(default_factory=dict)
     """Options of that compressor, as its documentation names them."""
 
+    error_budget: str | float | None = None
+    """Consent to be lossy, for `compressor="auto"`, which takes what is fastest within it: a compressor's name for no
+    more error than that one everywhere, or the squared error allowed over the gradient's squared norm. See
+    docs/how-to/let_it_choose.md."""
+
     rules: "Sequence[Rule | Mapping[str, object]]" = ()
     """Per-parameter rules (`gradwire.compressors.rules.Rule`): which parameters travel how."""
 
@@ -141,8 +146,20 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 raise TypeError(f"`{name}` is {value!r} ({type(value).__name__}); wanted {kind.__name__}")
-        if self.compressor is not None:
+        if self.compressor == "auto":
+            _check_auto(self.compressor_options, self.error_budget)
+        elif self.compressor is not None:
             _check_compressor(self.compressor)
+        if self.error_budget is not None and self.compressor != "auto":
+            raise ValueError(
+                f'`error_budget` is {self.error_budget!r} and `compressor` is {self.compressor!r}; wanted "auto": a '
+                "budget is for what is chosen within it"
+            )
+        if self.compressor == "auto" and self.elastic:
+            raise ValueError(
+                '`elastic` is set and `compressor` is "auto"; wanted one compressor by name: what is chosen is not '
+                "carried over to other ranks yet"
+            )
         _check_choice("plan", self.plan, PLANS)
         _check_choice("fusion", self.fusion, FUSIONS)
         _check_choice("transport", self.transport, TRANSPORTS)
@@ -247,7 +264,8 @@ class Config:
         if other != name:
             raise ValueError(f"`{AUTOMATIC}` is {name!r}, but `GRADWIRE_COMPRESSOR` is {other!r}: set one of them")
         try:
-            _check_compressor(name)
+            if name != "auto":
+                _check_compressor(name)
         except ValueError as error:
             raise ValueError(f"{error}".replace("`compressor`", f"`{AUTOMATIC}`")) from None
         return cls.from_env(compressor=name)
@@ -388,6 +406,12 @@ def _check_compressor(name: str) -> None:
     options_of(name)
 
 
+def _check_auto(options: "Mapping[str, Option]", budget: str | float | None) -> None:
+    from gradwire.compressors.adaptive import check_auto  # here: as above
+
+    check_auto(options, budget)
+
+
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"`{name}` is {value!r}; wanted one of {', '.join(choices)}")
@@ -449,6 +473,13 @@ def _rules(text: str) -> tuple[dict[str, object], ...]:
     return tuple(found)
 
 
+def _budget(text: str) -> str | float:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def _json(text: str, wanted: str) -> object:
     try:
         return json.loads(text)
@@ -461,6 +492,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "CHUNKS": ("chunks", _whole_number),
     "COMPRESSOR": ("compressor", str),
     "COMPRESSOR_OPTIONS": ("compressor_options", _compressor_options),
+    "ERROR_BUDGET": ("error_budget", _budget),
     "RULES": ("rules", _rules),
     "TRANSPORT": ("transport", str),
     "FUSION_MB": ("fusion_mb", _number),

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.comms.autotune.choose import LayerChooser
 from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.autotune.first_steps import FirstSteps
 from gradwire.comms.autotune.probe import probe
@@ -53,6 +54,7 @@ from gradwire.comms.observe.observer import Observer
 from gradwire.comms.plan.advise import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.resume import COLUMNS, Resume, to_rows
+from gradwire.compressors.adaptive import AUTO
 from gradwire.compressors.adasum import Adasum
 from gradwire.compressors.base import Compressor, Layout, StateDict
 from gradwire.compressors.dense import WideSum
@@ -186,7 +188,7 @@ class _Connection:
             self._go_on(previous)
         if previous is not None or joined:
             self._move_state()
-        elif config.learns_cuts or config.probe:
+        elif config.learns_cuts or config.probe or config.compressor == AUTO:
             probe(self.communicator, self._consensus(store, f"probe/{name}", config.timeout))
             self.units = self._consensus(store, f"units/{name}", config.timeout)
             measure_units(self.communicator, self.units)
@@ -196,6 +198,10 @@ class _Connection:
             )
         self.communicator.routes.settle(threshold_nbytes or BUCKET_NBYTES)
         self.communicator.connect(threshold_nbytes or BUCKET_NBYTES)
+        self.chooser: LayerChooser | None = None
+        if self.compression is not None and config.compressor == AUTO:
+            choice = self._consensus(store, f"choice/{name}", config.timeout)
+            self.chooser = LayerChooser(self.communicator, self.compression, choice)
         self.watch = StepWatch(self.communicator.clock)
         self.scale, self.after = _factors(config, self.communicator)
         """On every rank's gradients, and on their sum."""
@@ -379,7 +385,8 @@ class HookState:
             RuntimeError: The state has neither a model nor seen a bucket.
         """
         connection = self._connected("report()")
-        return connection.observer.add_to(connection.communicator.report(self.steps))
+        found = connection.observer.add_to(connection.communicator.report(self.steps))
+        return found if connection.chooser is None else replace(found, choices=connection.chooser.choices)
 
     def trace(self, file: str | Path, steps: int = 20) -> None:
         """Writes a timeline of all ranks' next steps into one file; every rank calls it between the same two steps.
@@ -757,6 +764,8 @@ class HookState:
                     connection.compression.begin_step()
             saved = connection.compression.take_saved_transfers()
             self._resume = None if saved is None else Resume(saved)
+        if connection.chooser is not None:
+            connection.chooser.step_begins()
         if self._survivor is not None:
             rows, self._next_rows = self._next_rows, None
             self._resume = Resume(rows) if rows is not None else self._resume
@@ -934,6 +943,8 @@ class HookState:
                     raise
             else:
                 connection.compression.end_step(buckets, transfers)
+        if connection.chooser is not None:
+            connection.chooser.step_ended(buckets, transfers)
         times = [bucket.times for bucket in buckets]
         if communicator.executor.timing:
             connection.watch.step_ended(times)
@@ -1025,7 +1036,9 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
 def _compression(config: Config, names: ParameterNames, peers: _Peers) -> Compression | None:
     if config.compressor in (None, "none"):
         return None
-    compression = Compression(config.compressor, config.compressor_options, config.rules, peers.rank, peers.size)
+    compression = Compression(
+        config.compressor, config.compressor_options, config.rules, peers.rank, peers.size, config.error_budget
+    )
     compression.compressor.bind_model(names.numels())
     return compression
 

@@ -146,6 +146,7 @@ def measured_price(
     seconds: float = 0.1,
     together: Callable[[], object] = lambda: None,
     agree: Callable[[float, float], float] = alone,
+    make: Callable[[], Compressor] | None = None,
 ) -> CodecPrice:
     """The price with encoding and decoding timed here: the mean of as many rounds as a while takes.
 
@@ -160,18 +161,19 @@ def measured_price(
         together: Returns when all ranks of this machine have arrived, where they measure together, as they share its
             cores in training. Called before the rounds of a size; between them nobody waits.
         agree: As `alone`, but makes one number of all ranks', so that all of them plan alike.
+        make: Makes the compressor, where it is not the one of that name with its defaults.
     """
     if name == EXACT.name:
         return EXACT
     group, first = EchoGroup(group_size), Layout(layout.slices[:1])
     (whole, hops, whole_share), (part, _, part_share) = (
-        _timed(settling(name), each, group, seconds, together) for each in (layout, first)
+        _timed(settling(name) if make is None else make(), each, group, seconds, together) for each in (layout, first)
     )
     whole, part = agree(whole, whole_share), agree(part, part_share)
     per_element = (whole - part) / (layout.numel - first.numel) if len(layout.slices) > 1 else whole / layout.numel
     return CodecPrice(
         name,
-        wire_ratio(final(name), layout, group_size),
+        wire_ratio(final(name) if make is None else make(), layout, group_size),
         max(per_element, 0.0) / ELEMENT_NBYTES,
         max(part - per_element * first.numel, 0.0),
         hops,

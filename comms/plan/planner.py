@@ -1,7 +1,7 @@
 """Which plan: every candidate is priced with the cost model, and the flat one wins where hierarchy does not pay."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, CostModel, PhaseCost, busiest, busiest_resource
@@ -236,6 +236,59 @@ def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price:
                 "latency" if 2 * latency > busy else "processor" if level == PROCESSOR else cluster.levels[level].name
             )
             yield Plan(name, phases, count, nbytes, alone + (count - 1) * busy, traffic, "", limit, count * busy)
+
+
+@dataclass(frozen=True, slots=True)
+class ByteCosts:
+    """What a byte of a bucket occupies, where one phase is compressed: for parts of a bucket that travel differently.
+
+    Attributes:
+        resource: What the compressed phase occupies: a level's number, or `PROCESSOR`.
+        across: Seconds of that for each byte of bucket, uncompressed.
+        others: Seconds for each byte that the other phases occupy each resource.
+        encoded: Part of the bucket that one rank encodes.
+    """
+
+    resource: int
+    across: float
+    others: tuple[tuple[int, float], ...]
+    encoded: float
+
+    def seconds(self, nbytes: float, ratio: float, price: CodecPrice) -> float:
+        """How long what limits `nbytes` of a bucket is occupied.
+
+        Args:
+            nbytes: Of gradient.
+            ratio: Bytes on the wire over those of an exact all-reduce.
+            price: Of the compressor; its own ratio does not count.
+        """
+        codec = price.seconds_per_byte * self.encoded
+        _, busy = busiest_resource([*self.others, (self.resource, self.across * ratio), (PROCESSOR, codec)])
+        return nbytes * busy + price.call_seconds
+
+
+def byte_costs(cluster: Cluster, name: str, price: CodecPrice) -> ByteCosts:
+    """What each byte of a bucket occupies in a plan, latencies left out.
+
+    Args:
+        cluster: Where the ranks are and what the links give.
+        name: Of the plan: `flat`, `hierarchical` or `leader`.
+        price: Of the compressor of the phase over the slowest level.
+    """
+    phases = make_phases(cluster, name, price.name)
+    costs, shares = _costs(cluster, name)
+    others: list[tuple[int, float]] = []
+    resource, across, encoded = PROCESSOR, 0.0, 0.0
+    for phase, plain, share in zip(phases, costs, shares, strict=True):
+        cost = plain
+        if phase.compressor is not None and price.name != EXACT.name:
+            cost = compressed_cost(cluster, phase, plain, replace(price, ratio=1.0))
+        seconds = cost.byte_seconds(1.0) * cost.byte_share
+        if phase.compressor is not None:
+            resource, across, encoded = _taken(cluster, phase), seconds, share
+        else:
+            others.append((_taken(cluster, phase), seconds))
+    return ByteCosts(resource, across, tuple(others), encoded)
 
 
 def _taken(cluster: Cluster, phase: Phase) -> int:

@@ -226,7 +226,7 @@ class Routes(dict[RouteKey, Route]):
         """
         numel = ALIGN_NUMEL * prod(self.cluster.widest(level) for level in range(self.cluster.depth))  # no empty region
         plans = [self._plan(nbytes, None)]
-        name = self._compressed_name()
+        name = self.compressed_name()
         if name is not None:
             plans.append(plan_all_reduce(self.cluster, nbytes, name=name, chunks=self.chunks))
         found: dict[tuple[int, ...], None] = {}
@@ -336,7 +336,7 @@ class Routes(dict[RouteKey, Route]):
             assumed=presumed(self._learned),
         )
 
-    def _compressed_name(self) -> str | None:
+    def compressed_name(self) -> str | None:
         """The plan that a compressor's buckets take, if it finds anything to do."""
         if self._compressor is None or self.cluster.size == 1:
             return None
@@ -351,7 +351,7 @@ class Routes(dict[RouteKey, Route]):
         def priced(plan_name: str, group_size: int, why: str) -> Plan:
             price = CodecPrice(name, wire_ratio(compressor, layout, group_size))
             if self.library == "nccl":
-                price = replace(price, seconds_per_byte=codec_seconds(name, self._gpu_memory()))
+                price = replace(price, seconds_per_byte=codec_seconds(name, self.gpu_memory()))
             plan = plan_all_reduce(
                 self.cluster, nbytes, name=plan_name, chunks=self.chunks, price=price, library=self.library
             )
@@ -367,7 +367,7 @@ class Routes(dict[RouteKey, Route]):
         if self._asked_for != "auto" or self.library != "nccl" or size == 1 or self.cluster.levels[0].link.presumed:
             return None
         # One node of GPUs: inside it, compression pays where the links are slow (PCIe), and costs where they are fast.
-        price = codec_price(name, layout, size, self._gpu_memory())
+        price = codec_price(name, layout, size, self.gpu_memory())
         exact = plan_all_reduce(self.cluster, nbytes, chunks=self.chunks, library=self.library)
         compressed = plan_all_reduce(
             self.cluster, nbytes, name="flat", chunks=self.chunks, price=price, library=self.library
@@ -379,7 +379,7 @@ class Routes(dict[RouteKey, Route]):
             "flat", size, f"and is predicted to be {gain:.2f}x faster inside this node, whose links are slow."
         )
 
-    def _gpu_memory(self) -> float:
+    def gpu_memory(self) -> float:
         """Bytes per second that codecs move on the slowest GPU; of the slowest known where it is not known."""
         fabric = self.cluster.fabric
         return min(GPU_BYTES_PER_SECOND.values()) if fabric is None else gpu_bytes_per_second(fabric.compute_capability)

@@ -221,6 +221,11 @@ def _error_of(
             return f"`{name}` is {getattr(config, name)}; FSDP2 says what travels together, by its units: leave it out"
     if config.fusion != "fixed":
         return f"`fusion` is {config.fusion!r}; FSDP2 says what travels together, by its units: leave it out"
+    if config.compressor == "auto":
+        return (
+            '`compressor` is "auto", which goes by the moments at which DDP hands over its buckets; wanted one by name '
+            "with FSDP2"
+        )
     if replicas is None:
         if config.compressor not in (None, "none"):
             return (

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.optim import SGD, Optimizer
 
+from gradwire.compressors.adaptive import AUTO, EXACT, candidates_of
 from gradwire.compressors.registry import Option, options_of
 
 logger = logging.getLogger("gradwire")
@@ -67,9 +68,13 @@ def check_groups(use: CompressorUse, optimizer: Optimizer, groups: Sequence[Mapp
     Raises:
         ValueError: The pair is known to fail; the message says what to use instead, and names the rule.
     """
+    if use.name == AUTO:
+        for spec in candidates_of(use.options, EXACT):
+            check_groups(CompressorUse(spec.name, spec.options, use.pattern), optimizer, groups)
+        return
     chosen = {**options_of(use.name), **use.options}
     kind = type(optimizer).__name__
-    if use.name not in (*WITH_MOMENTUM, *RARE) or kind in ("OneBitAdam", "OneBitLamb"):
+    if use.name.partition("+")[0] not in (*WITH_MOMENTUM, *RARE) or kind in ("OneBitAdam", "OneBitLamb"):
         return
     if any(part in kind.lower() for part in ADAPTIVE):
         raise ValueError(

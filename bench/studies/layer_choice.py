@@ -1,0 +1,295 @@
+"""`compressor="auto"` beside every uniform compressor, on a classifier of many words behind convolutions.
+
+Feeds docs/how-to/let_it_choose.md.
+
+The model reads bytes of Python's own standard library through convolutions and names the next word of 24,000: its
+classifier has nine times the gradients of the rest, as 782 MB beside ResNet-50's 90 MB. Two parts, `speed` under
+`gradwire emulate --nodes 2 --ranks-per-node 2 --nic 200mbit --`:
+
+    python -m gradwire.bench.studies.layer_choice speed
+    torchrun --nproc-per-node 4 -m gradwire.bench.studies.layer_choice quality --steps 200
+
+`speed` replays real gradients, recorded after some training, with waits in place of the computation: the backward
+pass of ResNet-50 as `gradwire compare --replay` has it, on 10 Gbit/s, both smaller and slower. All take turns.
+`quality` trains with each, on two logical nodes, and evaluates on text that was held out. Rank 0 prints JSON lines.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.bench.compare.replay import FORWARD_SHARE, load_case
+from gradwire.bench.train.text import library_text, split_text
+
+WORDS, WIDTH, LAYERS, CONTEXT, SAMPLES = 24_000, 192, 4, 64, 64
+RATE, MOMENTUM = 0.2, 0.9
+SPARSE = "dgc(density=0.01)"
+LINK_BITS_PER_SECOND = 10e9
+"""What the emulated link stands for."""
+
+Setting = dict[str, object]
+
+UNIFORM: dict[str, Setting] = {
+    "none": {},
+    "bf16": {"compressor": "bf16"},
+    "fp16": {"compressor": "fp16"},
+    "int8": {"compressor": "int8"},
+    "int4": {"compressor": "int4"},
+    "onebit": {"compressor": "onebit", "compressor_options": {"momentum": 0.0, "warmup_steps": 1}},
+    "powersgd": {"compressor": "powersgd", "compressor_options": {"warmup_steps": 1}},
+    "powersgd+int8": {"compressor": "powersgd+int8", "compressor_options": {"warmup_steps": 1}},
+    "dgc": {"compressor": "dgc", "compressor_options": {"momentum": 0.0, "warmup_steps": 0, "density": 0.01}},
+}
+
+
+def auto(budget: str | float) -> Setting:
+    """With the sparse candidate, for SGD."""
+    candidates = ("bf16", "int8", "int4", "powersgd(rank=4)", SPARSE)
+    return {
+        "compressor": "auto",
+        "error_budget": budget,
+        "compressor_options": {"candidates": candidates, "plan_every": 20, "first_plan": 5},
+    }
+
+
+class Reader(nn.Module):
+    """Bytes -> logits of the next word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, WIDTH)
+        self.convolutions = nn.ModuleList(nn.Conv1d(WIDTH, WIDTH, 3, padding=1) for _ in range(LAYERS))
+        self.classifier = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, context: Tensor) -> Tensor:
+        """(batch, CONTEXT) int64 -> (batch, WORDS)."""
+        x = self.bytes(context).transpose(1, 2)
+        for convolution in self.convolutions:
+            x = x + functional.relu(convolution(functional.layer_norm(x, x.shape[1:])))
+        logits: Tensor = self.classifier(functional.layer_norm(x[:, :, -8:].mean(2), (WIDTH,)))
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Bytes, and where words begin in them."""
+
+    data: Tensor
+    places: Tensor
+    words: Tensor
+
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Contexts and the words that follow them."""
+        chosen = torch.randint(len(self.places), (SAMPLES,), generator=generator)
+        offsets = torch.arange(-CONTEXT, 0)
+        return self.data[self.places[chosen].unsqueeze(1) + offsets].long(), self.words[chosen]
+
+
+def read_texts() -> tuple[Texts, Texts]:
+    """Training and held-out texts: the standard library's, split as the byte model's are."""
+    parts = [bytes(part.tolist()) for part in split_text(library_text())]
+    pattern = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*")
+    counts = Counter(found.group() for found in pattern.finditer(parts[0]))
+    numbers = {word: number for number, (word, _) in enumerate(counts.most_common(WORDS))}
+    made = []
+    for part in parts:
+        found = [(m.start(), numbers[m.group()]) for m in pattern.finditer(part) if m.group() in numbers]
+        places, words = zip(*(each for each in found if each[0] >= CONTEXT), strict=True)
+        data = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+        made.append(Texts(data, torch.tensor(places), torch.tensor(words)))
+    return made[0], made[1]
+
+
+def fresh() -> Reader:
+    """The model, the same on all ranks."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Reader()
+
+
+def recorded(texts: Texts, rank: int, count: int = 4, steps: int = 25) -> list[dict[str, Tensor]]:
+    """Gradients of some of this rank's batches, after some steps of training on its own."""
+    model, generator = fresh(), torch.Generator().manual_seed(1 + rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    found = []
+    for step in range(steps + count):
+        context, words = texts.batch(generator)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(context), words).backward()
+        if step < steps:
+            optimizer.step()
+        else:
+            found.append({name: cast(Tensor, each.grad).clone() for name, each in model.named_parameters()})
+    return found
+
+
+class _Handed(torch.autograd.Function):
+    """Passes a number on; its backward pass waits, then hands out a recorded gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x: Tensor, parameter: Tensor, gradient: Tensor, seconds: float
+    ) -> Tensor:
+        ctx.gradient, ctx.seconds = gradient, seconds  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        time.sleep(ctx.seconds)  # type: ignore[attr-defined]
+        return outputs[0], ctx.gradient, None, None  # type: ignore[attr-defined]
+
+
+class Replay(nn.Module):
+    """The model's parameters and recorded gradients; the convolutions take a backward pass's time."""
+
+    def __init__(self, gradients: list[dict[str, Tensor]], seconds: float) -> None:
+        super().__init__()
+        self.model, self.gradients, self.number = fresh(), gradients, 0
+        self.forward_seconds = seconds * FORWARD_SHARE
+        layers = sum(parameter.dim() == 3 for parameter in self.model.parameters())
+        self.layer_seconds = seconds * (1 - FORWARD_SHARE) / layers
+
+    def forward(self, start: Tensor) -> Tensor:
+        """Waits for the forward pass; a scalar that requires a gradient, through."""
+        time.sleep(self.forward_seconds)
+        self.number += 1
+        now = self.gradients[self.number % len(self.gradients)]
+        for name, parameter in self.model.named_parameters():
+            seconds = self.layer_seconds if parameter.dim() == 3 else 0.0
+            start = _Handed.apply(start, parameter, now[name], seconds)  # type: ignore[no-untyped-call]
+        return start
+
+
+def wrapped(model: nn.Module, setting: Setting, rate: float | None = None) -> tuple[nn.Module, gradwire.HookState]:
+    """The model with the hook; buckets as small beside the model as DDP's are beside 872 MB."""
+    nbytes = sum(4 * parameter.numel() for parameter in model.parameters())
+    ddp = DistributedDataParallel(model, bucket_cap_mb=25 / 872 * nbytes / 1e6)
+    state = gradwire.HookState(ddp, nic_bytes_per_second=rate, **setting)
+    ddp.register_comm_hook(state, gradwire.comm_hook)
+    return ddp, state
+
+
+def speed(settings: dict[str, Setting], turns: int, steps: int, bits_per_second: float) -> Iterator[dict[str, object]]:
+    """The median step of each, in turns."""
+    torch.set_num_threads(1)
+    nbytes = sum(4 * parameter.numel() for parameter in fresh().parameters())
+    smaller = 872e6 / nbytes
+    slower = LINK_BITS_PER_SECOND / bits_per_second / smaller
+    case = load_case("resnet50")
+    gradients = recorded(read_texts()[0], dist.get_rank())
+    entrants = {}
+    for name, setting in settings.items():
+        entrants[name] = wrapped(Replay(gradients, case.step_seconds * slower), setting, bits_per_second / 8)
+    start = torch.zeros((), requires_grad=True)
+
+    def turn(model: nn.Module, count: int) -> list[float]:
+        times = []
+        for _ in range(count):
+            dist.barrier()
+            began = time.perf_counter()
+            model(start).backward()
+            times.append(time.perf_counter() - began)
+        slowest = torch.tensor(times, dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return cast(list[float], slowest.tolist())
+
+    yield {"smaller": smaller, "slower": slower, "step_alone": case.step_seconds * slower, "mb": nbytes / 1e6}
+    for name, (model, _) in entrants.items():
+        turn(model, 7 if settings[name].get("compressor") == "auto" else 3)
+    seen: dict[str, list[float]] = {name: [] for name in entrants}
+    for _ in range(turns):
+        for name, (model, _) in entrants.items():
+            seen[name] += turn(model, steps)[1:]
+    for name, (_, state) in entrants.items():
+        report = state.report()
+        yield {
+            "name": name,
+            "step_seconds": statistics.median(seen[name]),
+            "fastest": min(seen[name]),
+            "choices": None if report.choices is None else str(report.choices),
+        }
+        state.close()
+
+
+def quality(settings: dict[str, Setting], steps: int, seeds: int) -> Iterator[dict[str, object]]:
+    """Trains with each; the loss on held-out files."""
+    torch.set_num_threads(1)
+    training, held_out = read_texts()
+    for seed in range(seeds):
+        for name, setting in settings.items():
+            place = {"hostname": f"node{dist.get_rank() // 2}"}
+            model, state = wrapped(fresh(), setting | place, 25e6)
+            generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+            optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
+            for _ in range(steps):
+                context, words = training.batch(generator)
+                optimizer.zero_grad()
+                functional.cross_entropy(model(context), words).backward()
+                optimizer.step()
+                schedule.step()
+            losses, chooser = [], torch.Generator().manual_seed(5 + dist.get_rank())
+            with torch.no_grad():
+                for _ in range(10):
+                    context, words = held_out.batch(chooser)
+                    losses.append(functional.cross_entropy(model(context), words))
+            loss = torch.stack(losses).mean()
+            dist.all_reduce(loss)
+            choices = state.report().choices
+            yield {
+                "name": name,
+                "seed": seed,
+                "loss": loss.item() / dist.get_world_size(),
+                "choices": None if choices is None else str(choices),
+            }
+            state.close()
+
+
+def main(argv: list[str]) -> int:
+    """Runs one rank; returns 0.
+
+    Args:
+        argv: Words after the module's name.
+    """
+    parser = argparse.ArgumentParser(prog="gradwire.bench.studies.layer_choice", description=__doc__)
+    parser.add_argument("part", choices=("speed", "quality"))
+    parser.add_argument("--only", help="names with commas between them")
+    parser.add_argument("--budgets", default="int8,int4,0.1", help="of auto, with commas between them")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="of a turn, the first does not count; or of a training")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--nic-bits", type=float, default=200e6)
+    options = parser.parse_args(argv)
+    settings = dict(UNIFORM)
+    for budget in options.budgets.split(",") if options.budgets else ():
+        settings[f"auto {budget}"] = auto(budget if not budget[0].isdigit() else float(budget))
+    if options.only:
+        settings = {name: settings[name] for name in options.only.split(",")}
+    dist.init_process_group("gloo")
+    if options.part == "speed":
+        rows = speed(settings, options.turns, options.steps, options.nic_bits)
+    else:
+        rows = quality(settings, options.steps, options.seeds)
+    for row in rows:
+        if dist.get_rank() == 0:
+            print(json.dumps(row), flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

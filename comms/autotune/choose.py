@@ -1,0 +1,398 @@
+"""`compressor="auto"`: measures what each compressor would leave out, and gives each layer the one it is worth.
+
+Until the first choice all layers travel exactly, and the moments at which their gradients arrive are noted. Then, every
+so often, one step measures: each rank encodes its own part of each layer with every candidate, without sending any of
+it, and notes the squared norms of what is left out, of the gradient, of the sum, and of what the layer's own compressor
+really holds back. At the end of that step rank 0 gathers the numbers, chooses (comms/plan/choice.py), and all ranks
+follow. What a candidate would hold back in the long run is predicted from what one payload leaves out
+(`outstanding_share`); where it is in use, the prediction is corrected by what is really outstanding.
+
+The moments of arrival, the prices of the codecs and the links' rates are taken once, before the first choice, and are
+part of the state: what is chosen later depends on the gradients alone, also in a run that goes on from a checkpoint.
+"""
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
+from typing import Any, cast
+
+from gradwire.comms.autotune.consensus import Consensus
+from gradwire.comms.autotune.probe import line_up
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.compression import Compression
+from gradwire.comms.execute import Bucket
+from gradwire.comms.plan.choice import LayerCosts, choose, finish, total_error
+from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_seconds, measured_price, square_layout, wire_ratio
+from gradwire.comms.plan.cost import EXACT, CodecPrice
+from gradwire.comms.plan.planner import ByteCosts, byte_costs
+from gradwire.comms.report import Choices, LayerChoice
+from gradwire.comms.streams import Mark
+from gradwire.compressors.adaptive import Adaptive, LayerNumbers, outstanding_share
+from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.two_stage import TwoStage
+
+log = logging.getLogger("gradwire")
+
+MEASURING_SHARE = 0.01
+"""Of the time of all steps that measuring may take: steps between two measurements grow until it is no more."""
+
+PROFILED_STEPS = 20
+"""Last steps whose arrivals are kept for the first choice."""
+
+PRICED_NBYTES = 8 << 20
+"""Gradient that the candidates are timed on."""
+
+PLANNED_SHARE = 0.9
+"""Of a budget that is a number: from one step to the next the share that a codec leaves out changes by some percent."""
+
+MOST_CORRECTION = 100.0
+"""By which a prediction is corrected at most, up or down: a layer in its first steps is not believed more."""
+
+
+@dataclass(slots=True)
+class _Merged:
+    """The numbers of one layer, of all ranks together."""
+
+    gradient: float = 0.0
+    total: float = 0.0
+    left_out: list[float] = field(default_factory=list)
+    outstanding: float = 0.0
+
+
+class LayerChooser:
+    """One rank's part in the choice, for one model. Every rank calls the same methods at the same steps.
+
+    Args:
+        communicator: That the model's gradients travel through.
+        compression: Its compressor is an `Adaptive`.
+        consensus: All its ranks'.
+    """
+
+    def __init__(self, communicator: Communicator, compression: Compression, consensus: Consensus) -> None:
+        assert isinstance(compression.compressor, Adaptive)
+        self._communicator = communicator
+        self._compression = compression
+        self._adaptive: Adaptive = compression.compressor
+        self._consensus = consensus
+        self._steps: list[tuple[tuple[Layout, ...], tuple[Mark, ...]]] = []
+        self._ended: list[float] = []
+        self._numbered: dict[str, int] = {}
+        self.choices: Choices | None = None
+
+    def step_begins(self) -> None:
+        """Says whether the step measures; before its first bucket travels. The host waits for no device."""
+        adaptive = self._adaptive
+        adaptive.measuring = adaptive.step + 1 >= adaptive.next_plan and not self._compression.flushing
+        if adaptive.measuring:
+            adaptive.measuring_seconds = 0.0
+
+    def step_ended(self, buckets: Sequence[Bucket], transfers: Sequence[Layout]) -> None:
+        """Takes in a step; where it has measured, chooses anew. Nothing is in flight on a CPU.
+
+        Args:
+            buckets: In the order in which they arrived.
+            transfers: Which parameters travelled together, in the order of the launches.
+        """
+        self._note(buckets)
+        if not self._adaptive.measuring:
+            return
+        self._adaptive.measuring = False
+        with self._communicator.alone():
+            self._compression.settle()
+            numbers = self._adaptive.collect()
+        self._communicator.rejoin()
+        if self._adaptive.step < self._adaptive.next_plan:
+            return  # the step was not finite, on all ranks alike: it changes nothing, and the next one measures
+        self._plan(numbers, transfers)
+
+    def _note(self, buckets: Sequence[Bucket]) -> None:
+        self._ended = [*self._ended[-PROFILED_STEPS:], time.perf_counter()]
+        if "arrivals" in self._adaptive.notes or not buckets:
+            return
+        marks = tuple(bucket.times.arrived for bucket in buckets if bucket.times.arrived is not None)
+        layouts = tuple(bucket.layout for bucket in buckets if bucket.layout is not None)
+        if len(layouts) == len(marks) == len(buckets):
+            self._steps = [*self._steps[-PROFILED_STEPS:], (layouts, marks)]
+
+    def _arrivals(self) -> dict[str, float]:
+        """When each parameter's gradient comes, in seconds from the first bucket's: medians of steps like the last."""
+        if not self._steps:
+            return {}
+        layouts, between = self._steps[-1][0], self._communicator.clock.between
+        alike = [[between(marks[0], mark) for mark in marks] for other, marks in self._steps if other == layouts]
+        usual = [statistics.median(times) for times in zip(*alike, strict=True)]
+        return {item.name: at for layout, at in zip(layouts, usual, strict=True) for item in layout.slices}
+
+    def _prices(self) -> list[list[float]]:
+        """Seconds per byte, seconds per call and rounds of each candidate, and whether payloads are exchanged."""
+        communicator, specs = self._communicator, self._adaptive.specs
+        nodes = self._group_size()
+        layout = square_layout(PRICED_NBYTES, side=256)
+        found = []
+        for spec in specs:
+            price = EXACT
+            if spec.name != EXACT.name and communicator.device.type == "cpu":
+                price = measured_price(spec.name, layout, nodes, together=lambda: line_up(communicator), make=spec.make)
+            elif spec.name != EXACT.name:
+                memory = communicator.routes.gpu_memory()
+                price = CodecPrice(spec.name, 1.0, codec_seconds(spec.name.partition("+")[0], memory))
+            found.append([price.seconds_per_byte, price.call_seconds, float(price.rounds), float(price.exchanged)])
+        return found
+
+    def _group_size(self) -> int:
+        cluster = self._communicator.cluster
+        return cluster.size if self._communicator.routes.compressed_name() == "flat" else len(cluster.nodes)
+
+    def _plan(self, numbers: Mapping[str, LayerNumbers], transfers: Sequence[Layout]) -> None:
+        adaptive, device = self._adaptive, self._communicator.device
+        first = "arrivals" not in adaptive.notes
+        gaps = [after - before for before, after in zip(self._ended, self._ended[1:], strict=False)]
+        own = {
+            "numbers": {name: list(astuple(each)) for name, each in numbers.items()},
+            "arrivals": self._arrivals() if first else None,
+            "prices": self._prices() if first else None,
+            "measuring": adaptive.measuring_seconds,
+            "step": statistics.median(gaps) if gaps else 0.0,
+        }
+        verdict = cast(dict[str, Any], self._consensus.decide(own, lambda ranks: self._decide(ranks, transfers)))
+        adaptive.notes = verdict["notes"]
+        adaptive.next_plan = adaptive.step + verdict["wait"]
+        with self._communicator.alone():
+            changed = adaptive.choose(verdict["choice"], device)
+        self._communicator.rejoin()
+        if changed:
+            self._communicator.routes.clear()
+            self._communicator.state_loaded()
+        shown = verdict["shown"]
+        self.choices = Choices(
+            **(
+                shown
+                | {
+                    "step": adaptive.step,
+                    "layers": tuple(LayerChoice(**row) for row in shown["layers"]),
+                    "uniform": tuple((str(name), seconds, error) for name, seconds, error in shown["uniform"]),
+                }
+            )
+        )
+        log.info("%s\n%d layers change", self.choices, len(changed))
+
+    # On rank 0.
+
+    def _decide(self, ranks: list[object], transfers: Sequence[Layout]) -> object:
+        """The choice, from what all ranks have measured."""
+        adaptive = self._adaptive
+        every = [cast(dict[str, Any], each) for each in ranks]
+        notes: dict[str, Any] = dict(adaptive.notes)
+        if "arrivals" not in notes:
+            arrivals: dict[str, float] = {}
+            for each in every:
+                for name, at in each["arrivals"].items():
+                    arrivals[name] = max(arrivals.get(name, 0.0), at)
+            notes["arrivals"] = arrivals
+            prices = zip(*(each["prices"] for each in every), strict=True)
+            notes["prices"] = [[max(column) for column in zip(*rows, strict=True)] for rows in prices]
+            notes["costs"] = [asdict(costs) for costs in self._byte_costs(notes["prices"])]
+            notes["corrections"] = {}
+        began = time.perf_counter()
+        merged = _merge([each["numbers"] for each in every], len(adaptive.specs))
+        corrections = _corrected(notes["corrections"], merged, adaptive, self._group_size())
+        notes["corrections"] = corrections
+        layers, items = self._layers(transfers, notes, merged)
+        budget, gradient = self._budget(items, layers, merged)
+        choice = choose(layers, budget)
+        chosen = {
+            item.name: number for item, number in zip(items, choice, strict=True) if number and item.name in merged
+        }
+        took = time.perf_counter() - began
+        measuring = max(each["measuring"] for each in every)
+        step = max(each["step"] for each in every)
+        wait = max(adaptive.plan_every, math.ceil(measuring / (MEASURING_SHARE * step)) if step else 0)
+        shown = {
+            "layers": [asdict(row) for row in self._rows(items, layers, choice, merged, budget)],
+            "error": total_error(layers, choice) / gradient if gradient else 0.0,
+            "budget": budget / gradient if gradient else 0.0,
+            "seconds": finish(layers, choice),
+            "uniform": self._uniform(layers, gradient),
+            "planning_seconds": took,
+            "measuring_seconds": measuring,
+        }
+        return {"choice": chosen, "notes": notes, "wait": wait, "shown": shown}
+
+    def _byte_costs(self, prices: Sequence[Sequence[float]]) -> list[ByteCosts]:
+        cluster, name = self._communicator.cluster, self._communicator.routes.compressed_name()
+        if name is None:
+            return [ByteCosts(0, 0.0, (), 0.0) for _ in prices]
+        return [byte_costs(cluster, name, price) for price in _as_prices(prices, self._adaptive)]
+
+    def _layers(
+        self, transfers: Sequence[Layout], notes: Mapping[str, Any], merged: Mapping[str, _Merged]
+    ) -> tuple[list[LayerCosts], list[Slice]]:
+        """What each layer would cost with each candidate, in the order in which they travel."""
+        adaptive, size = self._adaptive, self._group_size()
+        prices = _as_prices(notes["prices"], adaptive)
+        costs = [_byte_costs_of(each) for each in notes["costs"]]
+        layers: list[LayerCosts] = []
+        items: dict[str, Slice] = {}
+        latest = 0.0
+        for layout in transfers:
+            arrivals = [notes["arrivals"].get(item.name, latest) for item in layout.slices]
+            latest = max([latest, *arrivals])
+            for item in layout.slices:
+                if item.name in items:  # a further part of one that was cut: its first part stands for all of it
+                    continue
+                found = merged.get(item.name) if adaptive.is_planned(item) else None
+                numel = math.prod(item.shape)
+                whole = items[item.name] = Slice(item.name, item.shape, 0, 0, numel)
+                alone = Layout((whole,))
+                seconds, errors = [], []
+                for number, (candidate, price, cost) in enumerate(zip(adaptive.candidates, prices, costs, strict=True)):
+                    ratio = wire_ratio(candidate, alone, size) if number else 1.0
+                    seconds.append(cost.seconds(ELEMENT_NBYTES * numel, ratio, price))
+                    error = 0.0 if not number else math.inf
+                    if number and found is not None:
+                        error = self._error(item.name, number, found, notes["corrections"])
+                    errors.append(error)
+                layers.append(LayerCosts(latest, tuple(seconds), tuple(errors)))
+        return layers, list(items.values())
+
+    def _error(self, name: str, number: int, found: _Merged, corrections: Mapping[str, Any]) -> float:
+        text = self._adaptive.specs[number].text
+        if found.gradient <= 0.0:  # it took no part in the step that measured: nothing is known of it
+            return math.inf
+        return predicted_error(self._adaptive, number, found, self._group_size()) * float(
+            corrections.get(name, {}).get(text, 1.0)
+        )
+
+    def _budget(
+        self, items: Sequence[Slice], layers: Sequence[LayerCosts], merged: Mapping[str, _Merged]
+    ) -> tuple[float, float]:
+        """What the squared errors may add up to, and the squared norm of the gradients that are planned."""
+        adaptive = self._adaptive
+        gradient = sum(each.gradient for each in merged.values())
+        if not isinstance(adaptive.budget, str):
+            return PLANNED_SHARE * adaptive.budget * gradient, gradient
+        number = next(n for n, spec in enumerate(adaptive.specs) if spec.text == str(adaptive.budget).strip())
+        return sum(layer.errors[number] for layer in layers if layer.errors[number] < math.inf), gradient
+
+    def _uniform(self, layers: Sequence[LayerCosts], gradient: float) -> list[tuple[str, float, float]]:
+        """Each candidate everywhere where one may be chosen: (name, seconds, squared error over the gradient's)."""
+        found = []
+        for number, spec in enumerate(self._adaptive.specs):
+            choice = [number if layer.errors[number] < math.inf else 0 for layer in layers]
+            error = total_error(layers, choice)
+            found.append((spec.text, finish(layers, choice), error / gradient if gradient else 0.0))
+        return found
+
+    def _rows(
+        self,
+        items: Sequence[Slice],
+        layers: Sequence[LayerCosts],
+        choice: Sequence[int],
+        merged: Mapping[str, _Merged],
+        budget: float,
+    ) -> list[LayerChoice]:
+        adaptive, size, nodes = self._adaptive, self._group_size(), len(self._communicator.cluster.nodes)
+        ends, slack = finish(layers, choice), budget - total_error(layers, choice)
+        found = []
+        for place, (item, layer, number) in enumerate(zip(items, layers, choice, strict=True)):
+            exact = 2 * (nodes - 1) / nodes * ELEMENT_NBYTES * item.numel
+            ratio = wire_ratio(adaptive.candidates[number], Layout((item,)), size) if number else 1.0
+            norm = merged[item.name].gradient if item.name in merged else 0.0
+            error = layer.errors[number] / norm if norm else 0.0
+            why = _why(adaptive, item, layers, choice, place, ends, slack)
+            found.append(LayerChoice(item.name, adaptive.specs[number].text, error, exact * ratio, exact, why))
+        return found
+
+
+def _why(
+    adaptive: Adaptive,
+    item: Slice,
+    layers: Sequence[LayerCosts],
+    choice: Sequence[int],
+    place: int,
+    ends: float,
+    slack: float,
+) -> str:
+    layer, number = layers[place], choice[place]
+    if not adaptive.is_planned(item):
+        return "as a rule says"
+    faster = [other for other, seconds in enumerate(layer.seconds) if seconds < layer.seconds[number]]
+    beyond = [other for other in faster if layer.errors[other] - layer.errors[number] > slack]
+    limit = f"; {adaptive.specs[beyond[0]].text} would leave the budget" if beyond else ""
+    if number:
+        otherwise = list(choice)
+        otherwise[place] = 0
+        saved = finish(layers, otherwise) - ends
+        return f"saves {saved * 1e3:.3g} ms of the step{limit}"
+    if not faster:
+        return "exact is as fast as anything"
+    saved = 0.0
+    if len(beyond) < len(faster):
+        otherwise = list(choice)
+        otherwise[place] = min(faster, key=lambda other: layer.seconds[other])
+        saved = ends - finish(layers, otherwise)
+    if len(beyond) < len(faster) or saved <= 0.0:
+        return "its transfer hides: nothing would save time"
+    return f"exact{limit}"
+
+
+def predicted_error(adaptive: Adaptive, number: int, found: _Merged, group_size: int) -> float:
+    """The squared error that a layer would have with a candidate in the long run, on all ranks together.
+
+    What a rank leaves out of its contribution; where owners encode the sum once more, what they leave out of that; each
+    with what is still outstanding of earlier steps, where it is kept.
+
+    Args:
+        adaptive: Whose candidate.
+        number: Which.
+        found: Of the layer.
+        group_size: Ranks that each shard is summed over: all of them have seen the whole sum.
+    """
+    candidate, left_out = adaptive.candidates[number], found.left_out[number]
+    keeps = not isinstance(candidate, TwoStage) or candidate.residual
+    if found.gradient <= 0.0:
+        return 0.0
+    share = outstanding_share(left_out, found.gradient) if keeps else left_out / found.gradient
+    encoded = found.gradient + (found.total / group_size if isinstance(candidate, TwoStage) else 0.0)
+    return share * encoded
+
+
+def _merge(ranks: Sequence[Mapping[str, Sequence[Any]]], candidates: int) -> dict[str, _Merged]:
+    merged: dict[str, _Merged] = {}
+    for numbers in ranks:
+        for name, (gradient, total, left_out, outstanding) in numbers.items():
+            each = merged.setdefault(name, _Merged(left_out=[0.0] * candidates))
+            each.gradient += gradient
+            each.total += total
+            each.outstanding += outstanding
+            each.left_out = [a + b for a, b in zip(each.left_out, left_out, strict=True)]
+    return merged
+
+
+def _corrected(
+    corrections: Mapping[str, Mapping[str, float]], merged: Mapping[str, _Merged], adaptive: Adaptive, group_size: int
+) -> dict[str, dict[str, float]]:
+    """What is really outstanding over what was predicted, for each layer and the candidates that it has had."""
+    found = {name: dict(each) for name, each in corrections.items()}
+    for name, numbers in merged.items():
+        number = adaptive.candidate_of(name)
+        predicted = predicted_error(adaptive, number, numbers, group_size) if number else 0.0
+        if 0.0 < predicted < math.inf and numbers.outstanding > 0.0:
+            ratio = min(max(numbers.outstanding / predicted, 1 / MOST_CORRECTION), MOST_CORRECTION)
+            found.setdefault(name, {})[adaptive.specs[number].text] = ratio
+    return found
+
+
+def _as_prices(rows: Sequence[Sequence[float]], adaptive: Adaptive) -> list[CodecPrice]:
+    return [
+        CodecPrice(spec.text, 1.0, per_byte, call, round(rounds), bool(exchanged))
+        for spec, (per_byte, call, rounds, exchanged) in zip(adaptive.specs, rows, strict=True)
+    ]
+
+
+def _byte_costs_of(plain: Mapping[str, Any]) -> ByteCosts:
+    others = tuple((int(resource), float(seconds)) for resource, seconds in plain["others"])
+    return ByteCosts(int(plain["resource"]), float(plain["across"]), others, float(plain["encoded"]))
