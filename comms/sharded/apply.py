@@ -226,6 +226,12 @@ def _error_of(
             '`compressor` is "auto", which goes by the moments at which DDP hands over its buckets; wanted one by name '
             "with FSDP2"
         )
+    for name, usual in (("reduction", "sum"), ("average", True), ("predivide", None), ("sum_dtype", "own")):
+        if getattr(config, name) != usual:
+            return (
+                f"`{name}` is {getattr(config, name)!r}, which is for the hook of a DDP model; sharded gradients are "
+                "averaged: leave it out (FSDP2 has reduce_dtype and set_gradient_divide_factor)"
+            )
     if replicas is None:
         if config.compressor not in (None, "none"):
             return (

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from gradwire.bench.studies.convergence import __main__ as convergence
 from gradwire.bench.studies.convergence import tasks
+from gradwire.bench.studies.convergence.alone import train_alone
 from gradwire.bench.studies.convergence.record import DENSE, Record, Speed, Timed, seconds_to, steps_to, target
 from gradwire.bench.studies.convergence.show import (
     SHARDED_BEGIN,
@@ -58,6 +60,15 @@ def test_runs_that_lose_nothing_end_alike_and_the_others_near_them(runs: dict[st
     assert [quality for _, quality in dense] == pytest.approx(wanted, rel=1e-3)  # type: ignore[attr-defined]
     for curve in eight_bit:
         assert [quality for _, quality in curve] == pytest.approx(wanted, rel=0.05)  # type: ignore[attr-defined]
+
+
+def test_one_process_ends_where_the_job_of_four_ranks_ends(runs: dict[str, dict[str, object]]) -> None:
+    task = runpy.run_path(str(JOB))["Line"]("sgd")
+    for compressor, name, ratio in ((None, PLAIN, 1.0), ("int8", "gradwire int8", 3.8)):
+        ending = train_alone(task, compressor, {}, seed=1)
+        (_, quality) = runs[name]["curve"][-1]  # type: ignore[index]
+        assert ending.quality == pytest.approx(quality, rel=1e-3 if compressor is None else 0.02)
+        assert ending.ratio == pytest.approx(ratio, rel=0.05)
 
 
 def test_the_optimizer_that_communicates_by_itself_takes_part(runs: dict[str, dict[str, object]]) -> None:

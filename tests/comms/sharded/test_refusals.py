@@ -33,6 +33,7 @@ def refusals(rank: int) -> list[str]:
         refused("native HSDP.*mesh=mesh..shard", sharded(mesh), compressor="int8")
         refused("`compressor` is 'int8'.*`replicas` is not given", sharded(mesh["shard"]), compressor="int8")
         refused("`fusion_mb` is 25", sharded(mesh["shard"]), replicas=replicas, fusion_mb=25.0)
+        refused("`reduction` is 'adasum'", sharded(mesh["shard"]), replicas=replicas, reduction="adasum")
         refused("`replicas` has 2 dimensions", sharded(mesh["shard"]), replicas=mesh)
         refused("wanted one dimension of a DeviceMesh", sharded(mesh["shard"]), TypeError, replicas=dist.group.WORLD)
         refused("nothing|unknown|colour", sharded(mesh["shard"]), TypeError, replicas=replicas, colour="red")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gradwire.compressors.dense import Dense
 from gradwire.compressors.optim.fit import check_optimizer, take_momentum
+from gradwire.compressors.registry import Option
 
 
 def weights() -> list[torch.nn.Parameter]:
@@ -45,6 +46,22 @@ def test_faithful_compressors_fit_everything(compressor: str) -> None:
         check_optimizer(compressor, torch.optim.AdamW(weights(), lr=0.1))
         check_optimizer(compressor, torch.optim.SGD(weights(), lr=0.1, momentum=0.9))
         check_optimizer("dgc", torch.optim.SGD(weights(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("compressor", "enough", "kind"),
+    [("powersgd", {"rank": 16}, torch.optim.AdamW), ("dgc", {"density": 0.01}, torch.optim.SGD)],
+)
+def test_what_ends_behind_says_so_once_in_the_log(
+    compressor: str, enough: dict[str, Option], kind: type[torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
+) -> None:
+    check_optimizer(compressor, kind(weights(), lr=0.1), enough)  # type: ignore[call-arg]
+    check_optimizer("powersgd", torch.optim.SGD(weights(), lr=0.1))
+    assert not caplog.records
+    check_optimizer(compressor, kind(weights(), lr=0.1))  # type: ignore[call-arg]
+    (said,) = caplog.records
+    assert said.levelname == "WARNING" and f"compressor '{compressor}'" in said.getMessage()
+    assert "known to end behind" in said.getMessage()
 
 
 def sgd_path(optimizer: torch.optim.Optimizer, w: torch.nn.Parameter, gradients: list[Tensor]) -> Tensor:

@@ -1,0 +1,161 @@
+"""Where a training with a compressor ends, both nodes in one process: for docs/reference/convergence.md.
+
+One process instead of four, and no network, so that a recipe can be tried in a minute: the gradients of each node's
+ranks are averaged exactly, the compressors of both nodes take turns, and one optimizer steps. Bytes and quality are
+those of the real job, but for the order in which floats are added; nothing is timed.
+
+    python -m gradwire.bench.studies.convergence.alone --task text --compressor powersgd --options '{"rank": 16}'
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.bench.studies.convergence.tasks import RANKS, TASKS, Task, share_of_peak
+from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, Collective, Compressor, Layout, Member, Request, Slice
+from gradwire.compressors.optim.fit import take_momentum
+from gradwire.compressors.registry import Option, options_of
+from gradwire.compressors.routed import make_routed
+
+NODES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What a run came to."""
+
+    quality: float
+    """In the task's unit."""
+    ratio: float
+    """Bytes of float32 gradients over those sent between the nodes, over the whole run."""
+
+
+def meet(requests: Sequence[Request]) -> None:
+    """Carries out what the nodes' compressors have asked for at the same point.
+
+    Args:
+        requests: One for each node, alike.
+
+    Raises:
+        ValueError: Parts are unequal, which one process has no use for.
+    """
+    for collectives in zip(*((each,) if isinstance(each, Collective) else each for each in requests), strict=True):
+        first = collectives[0]
+        if first.bounds:
+            raise ValueError(f"`{first.op}` has unequal parts; wanted equal ones")
+        if first.op == ALL_REDUCE:
+            total = torch.stack([each.tensors[0] for each in collectives]).sum(0)
+            for each in collectives:
+                each.tensors[0].copy_(total)
+        elif first.op == ALL_GATHER:
+            everybody = torch.cat([each.tensors[1].view(-1) for each in collectives])
+            for each in collectives:
+                each.tensors[0].view(-1).copy_(everybody)
+        else:
+            sent = [each.tensors[1].chunk(len(collectives)) for each in collectives]
+            for node, each in enumerate(collectives):
+                each.tensors[0].copy_(torch.cat([parts[node] for parts in sent]).view_as(each.tensors[0]))
+
+
+def reduce_together(compressors: Sequence[Compressor], flats: Sequence[Tensor], layout: Layout) -> None:
+    """Replaces each node's gradient by what the compressors make of their sum, and ends the step."""
+    running: list[Iterator[Request]] = [
+        compressor.all_reduce(flat, layout, Member(node, len(flats)))
+        for node, (compressor, flat) in enumerate(zip(compressors, flats, strict=True))
+    ]
+    while (first := next(running[0], None)) is not None:
+        meet([first, *(next(each) for each in running[1:])])
+    for each in running[1:]:
+        next(each, None)
+    for compressor in compressors:
+        compressor.end_step(True)
+
+
+def train_alone(
+    task: Task, compressor: str | None, options: Mapping[str, Option], seed: int, steps: int | None = None
+) -> Ending:
+    """Trains once.
+
+    Args:
+        task: Loaded.
+        compressor: Its name; None sums exactly.
+        options: Other than its defaults.
+        seed: Of weights and batches.
+        steps: Of the run; the task's own by default.
+    """
+    steps = steps or task.facts.steps
+    model = task.model(seed)
+    parameters = dict(reversed(list(model.named_parameters())))
+    optimizer = task.optimizer(model.parameters())
+    slices, numel = [], 0
+    for name, parameter in parameters.items():
+        slices.append(Slice(name, tuple(parameter.shape), 0, numel, parameter.numel()))
+        numel += parameter.numel()
+    layout = Layout(tuple(slices))
+    compressors: list[Compressor] = []
+    if compressor is not None:
+        chosen = {**options_of(compressor), **options}
+        if chosen.get("momentum") and compressor != "none":
+            options = {**options, **take_momentum(optimizer)}
+        compressors = [make_routed(compressor, options) for _ in range(NODES)]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: share_of_peak(step, steps))
+    sent = 0
+    for step in range(steps):
+        flats = []
+        for node in range(NODES):
+            optimizer.zero_grad()
+            for rank in range(node * RANKS // NODES, (node + 1) * RANKS // NODES):
+                (task.loss(model, step, rank, seed) / RANKS).backward()  # type: ignore[no-untyped-call]
+            flats.append(torch.cat([_gradient(parameter) for parameter in parameters.values()]))
+        if compressors:
+            sent += compressors[0].wire_nbytes(layout, NODES)
+            reduce_together(compressors, flats, layout)
+        else:
+            sent += 4 * numel
+            flats[0] += flats[1]
+        for item, parameter in zip(slices, parameters.values(), strict=True):
+            parameter.grad = flats[0][item.start : item.stop].view_as(parameter)
+        optimizer.step()
+        schedule.step()
+    with torch.no_grad():
+        total = torch.stack([task.score(model, rank) for rank in range(RANKS)]).sum(0)
+    return Ending(float(total[0] / total[1]), 4 * numel * steps / sent)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter).view(-1) if parameter.grad is None else parameter.grad.reshape(-1)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--task", choices=TASKS, required=True)
+    parser.add_argument("--compressor", help="default: an exact sum")
+    parser.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="of the compressor")
+    parser.add_argument("--seed", action="append", type=int, help="repeatable (default: 0)")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Trains, and prints where it ended; returns the exit status."""
+    asked = build_parser().parse_args(argv)
+    torch.set_num_threads(1)
+    task = TASKS[asked.task]()
+    task.load()
+    for seed in asked.seed or [0]:
+        ending = train_alone(task, asked.compressor, asked.options, seed)
+        print(
+            f"{asked.task}, {asked.compressor or 'exact'} {asked.options or ''} seed {seed}: {task.facts.quality} "
+            f"{ending.quality:.4f}, {ending.ratio:.1f} times fewer bytes between the nodes",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
