@@ -122,13 +122,13 @@ def _warn_of_quality(use: CompressorUse, chosen: Mapping[str, Option], kind: str
     """Says in the log what a pair that works is known to cost."""
     rank, density = chosen.get("rank"), chosen.get("density")
     adaptive = any(part in kind.lower() for part in ADAPTIVE)
-    if use.name == "powersgd" and adaptive and isinstance(rank, int) and rank < ENOUGH_RANK:
+    if use.name.partition("+")[0] == "powersgd" and adaptive and isinstance(rank, int) and rank < ENOUGH_RANK:
         logger.warning(
             "%s with `rank` %d under %s is known to end behind: a small transformer by 0.16 bits a byte at rank 4, by "
             "0.02 at rank %d. Take a rank of an eighth of the matrices' shorter side, or int4",
             use, rank, kind, ENOUGH_RANK,
         )  # fmt: skip
-    if use.name == "dgc" and not adaptive and isinstance(density, float) and density < ENOUGH_DENSITY:
+    if use.name.partition("+")[0] == "dgc" and not adaptive and isinstance(density, float) and density < ENOUGH_DENSITY:
         logger.warning(
             "%s with `density` %g is known to end behind in short runs: a small CNN by half a point after 1,900 steps, "
             "and not at `density` %g. Watch the result against a dense run",
