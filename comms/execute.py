@@ -589,6 +589,11 @@ class Executor:
         with self._totals.lock:
             return {key: (row.seconds, row.timed_calls, row.logical_nbytes) for key, row in self._totals.rows.items()}
 
+    def seconds_of_phases(self) -> list[float]:
+        """The seconds that `phase_seconds` gives, in the same order, in a tenth of the time; phases come at its end."""
+        with self._totals.lock:
+            return [row.seconds for row in self._totals.rows.values()]
+
     def read_times(self) -> None:
         """On CUDA: reads the times of the phases that were issued before the last call: the device has passed them."""
         totals = self._totals

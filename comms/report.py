@@ -42,8 +42,8 @@ class Straggler:
         took = f"a step takes {duration(self.step_seconds)}"
         if self.cause == SLOW_LINK:
             return (
-                f"{who}: slow link: {self.phase} takes {duration(self.seconds)} longer than it should in each step "
-                f"since step {self.since_step} ({took}); gradients come in time"
+                f"{who}: slow link: {self.phase} takes {duration(self.seconds)} longer than it should, added up over "
+                f"the buckets of a step, since step {self.since_step} ({took}); gradients come in time"
             )
         where = "" if self.bucket is None else f" {bucket_words(self.bucket, self.parameters)}"
         if self.once:

@@ -1,35 +1,56 @@
 """Who is named late in thousands of real steps without a late rank, how soon one is named, and what watching costs.
 
-Ranks are threads of one process on logical nodes, with real transports; computing is a sleep. On a busy machine that is
-the harder case: threads are late by chance all the time. Feeds docs/how-to/find_the_slow_rank.md.
+Feeds docs/how-to/find_the_slow_rank.md.
 
     python -m gradwire.bench.studies.stragglers alarms --steps 10000     # nobody is late: who is named?
     python -m gradwire.bench.studies.stragglers inject --seconds 0.2     # one rank is: after how many steps?
-    python -m gradwire.bench.studies.stragglers cost                     # of a step's end, in processor time
+    python -m gradwire.bench.studies.stragglers cost                     # processor time, with and without; needs root
+    python -m gradwire.bench.studies.stragglers cause                    # a slow link, or a slow rank? needs root
+
+For `alarms` and `inject` ranks are threads of one process on logical nodes, with real transports; computing is a sleep.
+On a busy machine that is the harder case: threads are late by chance all the time. `alarms` also says what has grown
+meanwhile. For `cost` and `cause` ranks are processes with DDP and the hook on an emulated cluster. `cost` goes through
+blocks of steps with and without the watch in turn and compares the processor time of whole processes: all their
+threads, exchanges included.
 """
 
 import argparse
+import json
 import logging
 import os
+import random
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+import gradwire
+from gradwire.bench.emulation.cluster import INTERFACE, EmulatedCluster
+from gradwire.bench.emulation.fork import ForkedRank, run_forked
+from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.machine import machine_line
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket, Launch
+from gradwire.comms.execute import Bucket, Launch, Times
+from gradwire.comms.observe import stragglers
 from gradwire.comms.observe.observer import Observer
+from gradwire.comms.observe.share import Shared
 
 Result = TypeVar("Result")
 BUCKETS = 4
 NUMEL = 4096
+CASES = ("compute", "link", "slow from the start")
 
 
 class WatchedRank:
@@ -99,18 +120,30 @@ def alarms(nodes: str, steps: int, seconds: float) -> str:
 
     logger, handler = logging.getLogger("gradwire"), Listening(logging.WARNING)
     logger.addHandler(handler)
+    used: list[str] = []
 
     def body(rank: WatchedRank) -> float:
         began = time.perf_counter()
-        for _ in range(steps):
+        for step in range(steps):
             rank.step(lambda index: seconds)
+            if rank.communicator.rank == 0 and step in (steps // 10, steps - 1):
+                used.append(held())
         return (time.perf_counter() - began) / steps
 
     try:
         length = on_threads(nodes, body, 50)[0]
     finally:
         logger.removeHandler(handler)
-    return "\n".join([f"{nodes}: {steps} steps of {length * 1e3:.1f} ms, {len(said)} warnings", *said])
+    found = f"{nodes}: {steps} steps of {length * 1e3:.1f} ms, {len(said)} warnings, load {os.getloadavg()[0]:.1f}"
+    return "\n".join([found, f"after a tenth: {used[0]}; at the end: {used[-1]}", *said])
+
+
+def held() -> str:
+    """Memory, threads and descriptors of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    resident = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return f"{resident:.1f} MiB resident, {threading.active_count()} threads, {descriptors} descriptors"
 
 
 def inject(nodes: str, steps: int, late_seconds: float, seconds: float) -> str:
@@ -128,30 +161,177 @@ def inject(nodes: str, steps: int, late_seconds: float, seconds: float) -> str:
     return f"{nodes}: named after {after - begins} steps: {'; '.join(named) or 'nobody'}"
 
 
-def cost(nodes: str, steps: int, seconds: float) -> str:
-    """What watching takes of a rank's own thread at the ends of steps."""
+class Layers(nn.Module):
+    """Some layers, each a bucket of DDP's; computing a bucket is a sleep, which leaves the processor to the others."""
 
-    def body(rank: WatchedRank) -> list[float]:
-        for _ in range(steps):
-            rank.step(lambda index: seconds)
-        return sorted(rank.watching)
+    def __init__(self, width: int, computes: Callable[[int], float]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(BUCKETS))
+        for index, layer in enumerate(reversed(self.layers)):
+            layer.weight.register_hook(lambda gradient, index=index: time.sleep(computes(index)))  # type: ignore[misc]
 
-    words = []
-    for every in (50, 0):
-        taken = min(on_threads(nodes, body, every), key=sum)
-        mean, median = sum(taken) / steps * 1e6, statistics.median(taken) * 1e6
-        words.append(f"{mean:.1f} us a step with `straggler_every={every}`, half of the steps below {median:.1f} us")
-    return f"{nodes}, {BUCKETS} buckets, {steps} steps, processor time of a rank's own thread: {'; '.join(words)}"
+    def forward(self, rows: Tensor) -> Tensor:
+        """Returns a scalar for rows of shape (any, width)."""
+        for layer in self.layers:
+            rows = layer(rows)
+        return rows.sum()
+
+
+def _hooked(module: Layers, width: int, every: int) -> tuple[DistributedDataParallel, gradwire.HookState]:
+    model = DistributedDataParallel(module, bucket_cap_mb=width * width * 4 / 2**20 * 0.9)
+    state = gradwire.HookState(model, straggler_every=every, stall_seconds=10.0 if every else 0.0)
+    model.register_comm_hook(state, gradwire.comm_hook)
+    return model, state
+
+
+WITH, WITHOUT, CONTROL, OFTEN = "with", "without", "without again", "often"
+"""Models whose steps are compared: as they are, twice without the watch, with exchanges as often as they can come."""
+
+COLUMNS = "wall", "own", "exchanges"
+
+
+def _cost_rank(seconds: float, blocks: int, steps: int) -> list[dict[str, float]]:
+    """Microseconds of processor time of a step of each model, block by block; and exchanges of a step."""
+    width, exchanges, own = 64, 0, 0.0
+
+    class Counted(Shared):
+        def __init__(self, communicator: Communicator, values: Sequence[float]) -> None:
+            nonlocal exchanges
+            exchanges += 1
+            super().__init__(communicator, values)
+
+    class Timed(stragglers.StragglerWatch):
+        def step_ended(self, step: int, buckets: Sequence[Times]) -> None:
+            nonlocal own
+            began = time.thread_time()
+            super().step_ended(step, buckets)
+            own += time.thread_time() - began
+
+    with patch("gradwire.comms.observe.observer.StragglerWatch", Timed):
+        models = {
+            name: _hooked(Layers(width, lambda index: seconds / BUCKETS), width, every)
+            for name, every in ((WITH, 50), (WITHOUT, 0), (CONTROL, 0), (OFTEN, 50))
+        }
+        for model, state in models.values():
+            model(torch.ones(1, width)).backward()  # the hook connects, and makes its watch
+            assert state.steps == 1
+    rows, found, draw = torch.ones(1, width), [], random.Random(0)
+    for block in range(-1, blocks):
+        taken = {}
+        for name in draw.sample(list(models), len(models)):  # the same order on all ranks
+            with ExitStack() as patches:
+                patches.enter_context(patch.object(stragglers, "Shared", Counted))
+                if name == OFTEN:
+                    patches.enter_context(patch.object(stragglers, "PULSE_STEPS", 1))
+                    patches.enter_context(patch.object(stragglers, "PULSE_SECONDS", 0.0))
+                dist.barrier()
+                exchanges, own, began = 0, 0.0, (time.process_time(), time.perf_counter())
+                for _ in range(steps):
+                    models[name][0](rows).backward()
+                dist.barrier()
+                used = time.process_time() - began[0], time.perf_counter() - began[1], own
+                taken[name], taken[f"{name}, wall"], taken[f"{name}, own"] = (each / steps * 1e6 for each in used)
+                taken[f"{name}, exchanges"] = exchanges / steps
+        if block >= 0:  # in the first one buckets are rebuilt, and connections made
+            found.append(taken)
+    return found
+
+
+def cost(seconds: float, blocks: int, steps: int) -> str:
+    """What watching takes of a rank's whole process."""
+    found: list[list[dict[str, float]]] = _emulated([2, 2], "1gbit", ["cost", str(seconds), str(blocks), str(steps)])
+    every = [block for rank in found for block in rank]
+    lines = [f"2x2 processes, {BUCKETS} buckets, {blocks} x {steps} steps each, in turn; microseconds of a step:"]
+    for name in (WITHOUT, CONTROL, WITH, OFTEN):
+        more = [block[name] - (block[WITHOUT] + block[CONTROL]) / 2 for block in every]
+        error = statistics.stdev(more) / len(more) ** 0.5
+        used, wall, own, exchanges = (
+            statistics.mean(block[column] for block in every)
+            for column in (name, *(f"{name}, {each}" for each in COLUMNS))
+        )
+        lines.append(
+            f"{name:>13}: wall clock {wall:.0f}, its process {used:.0f}, more: {statistics.mean(more):+.0f} "
+            f"(standard error {error:.0f}), at the end of a step {own:.1f}, exchanges a step {exchanges:.3f}"
+        )
+    return "\n".join(lines)
+
+
+def _cause_rank(case: str, rank: int) -> str:
+    """Steps until something is named, and some more; what the report says."""
+    width, begins = 256, 60
+    place = {"step": 0}
+
+    def computes(index: int) -> float:
+        late = case == "compute" and rank == 2 and place["step"] >= begins and index == 1
+        return 0.005 + (0.2 if late else 0.0)
+
+    model, state = _hooked(Layers(width, computes), width, 50)
+    rows, said = torch.ones(1, width), []
+    for step in range(begins + 90):
+        place["step"] = step
+        if step == begins:
+            dist.barrier()
+            if rank == 0:
+                print("now", flush=True)
+            time.sleep(0.5)
+            dist.barrier()
+        model(rows).backward()
+        named = [str(each) for each in state.report().stragglers if not each.once]  # type: ignore[attr-defined]
+        if step % 10 == 9 or (named and not said):
+            said.append(f"step {step}: {'; '.join(named) or 'nobody'}")
+    state.close()
+    return "\n    ".join(dict.fromkeys(said))
+
+
+def cause(case: str) -> str:
+    """Three nodes of one rank: one computes late from step 60 on, one link becomes slow, or has always been slow."""
+    nic = "200mbit,200mbit,50mbit" if case == "slow from the start" else "200mbit"
+    found: list[str] = _emulated([1, 1, 1], nic, ["cause", case], slow=case == "link")
+    return f"{case}:\n    {found[0]}"
+
+
+def _emulated(nodes: list[int], nic: str, arguments: list[str], *, slow: bool = False) -> list[Any]:
+    """Runs `rank_main` on an emulated cluster and returns what each rank has found."""
+    found: dict[int, Any] = {}
+    with EmulatedCluster([1] * len(nodes), nic) as cluster:
+
+        def listen(node: int, line: str) -> None:
+            if line == "now" and slow:
+                cluster.limit(2, INTERFACE, 0, 50_000_000)
+            if line.startswith("{"):
+                word = json.loads(line)
+                found[word["rank"]] = word["found"]
+
+        run = run_forked(
+            cluster, "gradwire.bench.studies.stragglers", arguments, nodes=nodes, timeout_seconds=540, on_line=listen
+        )
+    run.check()
+    return [found[rank] for rank in range(sum(nodes))]
+
+
+def rank_main(place: ForkedRank, arguments: list[str]) -> int:
+    """One rank's part of `cost` and `cause`; prints what it has found as a line of JSON."""
+    torch.set_num_threads(1)
+    place.connect()
+    if arguments[0] == "cost":
+        found: object = _cost_rank(float(arguments[1]), int(arguments[2]), int(arguments[3]))
+    else:
+        found = _cause_rank(arguments[1], place.rank)
+    print(json.dumps({"rank": place.rank, "found": found}), flush=True)
+    place.leave()
+    return 0
 
 
 def main() -> None:
     """Prints what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("alarms", "inject", "cost"))
+    parser.add_argument("what", choices=("alarms", "inject", "cost", "cause"))
     parser.add_argument("--nodes", default="aabb", help="a letter for each rank")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=0.2, help="that a rank is late (inject)")
     parser.add_argument("--bucket-seconds", type=float, default=1e-3, help="that a bucket computes")
+    parser.add_argument("--blocks", type=int, default=6, help="of `--steps` steps, with and without (cost)")
+    parser.add_argument("--case", choices=CASES, nargs="+", default=CASES, help="(cause)")
     given = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("gradwire").propagate = False
@@ -160,8 +340,13 @@ def main() -> None:
         print(alarms(given.nodes, given.steps, given.bucket_seconds))
     elif given.what == "inject":
         print(inject(given.nodes, given.steps, given.seconds, given.bucket_seconds))
+    elif given.what == "cost":
+        with clean_end():
+            print(cost(given.bucket_seconds * BUCKETS, given.blocks, given.steps))
     else:
-        print(cost(given.nodes, given.steps, given.bucket_seconds))
+        with clean_end():
+            for case in given.case:
+                print(cause(case), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What ranks tell each other about themselves: a few numbers each, in one small all-reduce that nobody waits for."""
 
 import logging
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -26,8 +27,11 @@ class Shared:
     def __init__(self, communicator: Communicator, values: Sequence[float]) -> None:
         self._rows = communicator.size
         own, on_cuda = communicator.rank * len(values), communicator.device.type == "cuda"
-        host = torch.zeros(self._rows * len(values), dtype=torch.float64, pin_memory=on_cuda)
-        host[own : own + len(values)] = torch.tensor(values, dtype=torch.float64)
+        numbers = array("d", bytes(8 * self._rows * len(values)))
+        numbers[own : own + len(values)] = array("d", values)
+        host = torch.frombuffer(numbers, dtype=torch.float64)  # type: ignore[arg-type]  # any writable buffer
+        if on_cuda:
+            host = host.pin_memory()
         flat = host.to(communicator.device, non_blocking=True)
         self._bucket = Bucket.of(flat)
         communicator.start(Launch((flat,), None, (self._bucket,), counted=False))
@@ -50,7 +54,9 @@ class Shared:
             if self._copied is not None:
                 self._copied.synchronize()
             else:
-                self._bucket.result().wait()
+                assert self._bucket.future is not None
+                if isinstance(failed := self._bucket.future.wait(), RuntimeError):
+                    raise failed
         except RuntimeError as error:
             log.debug("what the ranks say of themselves was lost: %s", error)
             return None

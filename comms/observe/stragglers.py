@@ -18,8 +18,9 @@ steps in which it is so by chance; then eight steps give a false alarm with a pr
 looks in a row, which are asked for, 784 p^12: at p = 0.1 below 1e-9, at 0.2 3e-6. A rank that is behind by
 `STRONG_SHARE` of a step, at least `STRONG_SECONDS`, is named after one look: p is tiny there. It is dropped after two
 looks without it. A link is slow by the same comparison of a step's transfers, with those of the other links or of the
-last looks, and takes two looks. Inside a node of CPUs there is no link: what is slow there is a busy processor. Source:
-the tail of the binomial distribution, C(8, 6) p^6 (1 - p)^2 + ... <= 28 p^6.
+steps before, and takes two looks; it is looked for when all ranks wait longer, and what was slow from the first step
+on is not found. Inside a node of CPUs there is no link: what is slow there is a busy processor. Source: the tail of the
+binomial distribution, C(8, 6) p^6 (1 - p)^2 + ... <= 28 p^6.
 """
 
 import logging
@@ -27,7 +28,8 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 from math import ceil
 
 from gradwire.comms.communicator import Communicator
@@ -40,11 +42,13 @@ log = logging.getLogger("gradwire")
 WINDOW, OUTLIERS = 8, 1
 """Steps that a look is about, and how many of them may stray on either side: a garbage collection, a checkpoint."""
 
-PULSE_STEPS = 8
-"""Between two pulses: a rank that becomes late is named at most 2 * 8 + 3 steps later."""
+PULSE_STEPS = 12
+"""Between two pulses. Four late steps may escape the first one; the next, the look, and what it takes to hear of it
+make 4 + 12 + 2 steps after which a rank is named at the latest."""
 
-PULSE_SECONDS = 0.16
-"""And at least so long: a pulse costs the host some 0.1 ms of processor time, so 0.06 % of it."""
+PULSE_SECONDS = 0.24
+"""And at least so long: a pulse costs the processes of a node that many microseconds of processor time that it should
+not be sent in each of a few hundred steps a second. See docs/how-to/find_the_slow_rank.md for the figure."""
 
 FLOOR_SECONDS, SHARE = 5e-3, 0.05
 """Less than this, of less than this share of a step, is not worth a name: what a scheduler's time slice takes."""
@@ -55,15 +59,22 @@ STRONG_SECONDS, STRONG_SHARE = 0.05, 0.25
 LONG_SECONDS = 1.0
 """A single wait so much longer than usual is explained, too."""
 
-SLOW_LINK_RATIO, USUAL_LOOKS = 1.5, 4
-"""A link is slow where the fastest transfers take so many times as long as the slowest of as many last looks, or of the
-other ranks' links."""
+SLOW_LINK_RATIO, SLOWER_RATIO = 1.5, 2.0
+"""A link is slow where the fastest transfers of the window take so many times as long as the slowest ones of the other
+ranks' links, or so many times as long as three quarters of its own before the window."""
+
+USUAL_STEPS = 2 * WINDOW
+"""Least number of steps before the window that say what is usual."""
+
+USUAL_PULSES = 8
+"""The rank that waits least waits for nobody but the links. Where it waits `SLOW_LINK_RATIO` times as long as in the
+median of so many last pulses, that is a reason to look closer."""
 
 MOST_BUCKETS, MANY_RANKS, FEW_BUCKETS = 64, 512, 16
 """Numbers are sent for so many buckets, and for fewer among many ranks; of more, one in several stands for all."""
 
 MOST_PHASES = 6
-KEPT_STEPS = 128
+KEPT_STEPS, MOST_UNREAD = 128, 32
 
 Names = Callable[[int], tuple[str, ...]]
 """From a bucket's place in its step to the names of its parameters."""
@@ -110,6 +121,7 @@ class Look:
         since_step: Since when it has waited as it does now.
         fast: Seconds of a step in each phase, the least of the window, outliers left out; negative without a window.
         slow: The most.
+        usual: What three quarters of the steps before the window needed no more than; negative without enough of them.
         low: For each column the shortest wait of the window, outliers left out. Empty without a window.
         middle: The median.
         high: The longest, outliers left out.
@@ -120,6 +132,7 @@ class Look:
     since_step: float
     fast: tuple[float, ...]
     slow: tuple[float, ...]
+    usual: tuple[float, ...]
     low: tuple[float, ...]
     middle: tuple[float, ...]
     high: tuple[float, ...]
@@ -127,16 +140,17 @@ class Look:
 
     def numbers(self) -> list[float]:
         """To be shared."""
-        phases = (*self.fast, *self.slow)
+        phases = (*self.fast, *self.slow, *self.usual)
         return [self.step_seconds, self.since_step, *phases, *self.low, *self.middle, *self.high, *self.once]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "Look":
         """From what `numbers` gave."""
-        middle, head = 2 + MOST_PHASES, 2 + 2 * MOST_PHASES
+        head = 2 + 3 * MOST_PHASES
         rest = (len(numbers) - head) // 4
+        phases = [tuple(numbers[2 + part * MOST_PHASES : 2 + (part + 1) * MOST_PHASES]) for part in range(3)]
         columns = [tuple(numbers[head + part * rest : head + (part + 1) * rest]) for part in range(4)]
-        return cls(numbers[0], numbers[1], tuple(numbers[2:middle]), tuple(numbers[middle:head]), *columns)
+        return cls(numbers[0], numbers[1], *phases, *columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +168,44 @@ class Late:
     column: int
     seconds: float
     strong: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _SlowLink:
+    """A phase whose transfers take too long.
+
+    Attributes:
+        phase: Its place in the plan.
+        since_step: Since when, about.
+        before: What a step's transfers took before.
+    """
+
+    phase: int
+    since_step: int
+    before: float
+
+
+@dataclass(slots=True)
+class _Ended:
+    """A step that has ended, as it is kept until its numbers are wanted.
+
+    Attributes:
+        step: Its number.
+        buckets: Times of its buckets.
+        before: Seconds so far in each phase, when its last bucket had arrived.
+        after: A step later.
+    """
+
+    step: int
+    buckets: Sequence[Times]
+    before: list[float]
+    after: list[float] = field(default_factory=list)
+
+
+def _median(ordered: Sequence[float]) -> float:
+    """Of numbers in ascending order: `statistics.median` takes several times as long to find out what they are."""
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def threshold(step_seconds: float) -> float:
@@ -185,9 +237,9 @@ def late_ranks(looks: Sequence[Look]) -> list[Late]:
     return sorted(found, key=lambda late: -late.seconds)
 
 
-def _is_slow(seconds: float, usual: float, length: float) -> bool:
+def _is_slow(seconds: float, usual: float, length: float, ratio: float = SLOW_LINK_RATIO) -> bool:
     """Whether a step's transfers take much longer than usual."""
-    return seconds > SLOW_LINK_RATIO * usual and seconds - usual > threshold(length)
+    return seconds > ratio * usual and seconds - usual > threshold(length)
 
 
 def _reference(looks: Sequence[Look], column: int) -> int:
@@ -237,8 +289,9 @@ class StragglerWatch:
         self._every = every
         self._names = names
         self._samples: deque[Sample] = deque(maxlen=KEPT_STEPS)
+        self._unread: list[_Ended] = []
         self._lengths: deque[float] = deque(maxlen=WINDOW)
-        self._last: tuple[int, Sequence[Times], dict[tuple[int, str, str], tuple[float, int, int]]] | None = None
+        self._last: _Ended | None = None
         self._ended: float | None = None
         self._pending: tuple[int, Shared, bool, tuple[int, ...]] | None = None
         self._count = 0
@@ -250,8 +303,8 @@ class StragglerWatch:
         self._look_next = False
         self._suspects: frozenset[int] = frozenset()
         self._missed = 0
-        self._links: dict[int, deque[float]] = {}
-        self._slow_link: tuple[int, int] | None = None
+        self._slow_link: _SlowLink | None = None
+        self._least_waits: deque[float] = deque(maxlen=USUAL_PULSES)
         self._confirm_link = False
         self.found: tuple[Straggler, ...] = ()
         """What the last look found; the same on all ranks."""
@@ -269,56 +322,64 @@ class StragglerWatch:
         if self._ended is not None:
             self._lengths.append(now - self._ended)
         self._ended = now
-        timed = self._communicator.executor.timing and bool(buckets)
-        phases = self._communicator.executor.phase_seconds() if timed or self._last is not None else {}
-        self._complete_sample(phases)
+        executor, last = self._communicator.executor, self._last
+        timed = executor.timing and bool(buckets)
+        if timed or last is not None:
+            seconds = executor.seconds_of_phases()
+            if last is not None:  # only now its buckets have been reduced
+                last.after = seconds
+                self._unread.append(last)
+                self._fresh += 1
+                self._timed += 1
+            self._last = _Ended(step, buckets, seconds) if timed else None
         self._count = len(buckets)
-        if timed:
-            self._last = step, buckets, phases
-        self._hear(step)
         if self._pending is not None:
-            return
+            self._hear(step)
+            if self._pending is not None:
+                return
         due = self._fresh > 0 and step - self._looked_at >= max(self._every, self._stride)
         if self._look_next or due:
             self._look_next = False
             self._fresh, self._pulsed_at, self._looked_at = 0, step, step
+            self._read()
             self._start(step, self._look().numbers(), look=True)
         elif self._timed >= WINDOW and self._fresh >= 3 and step - self._pulsed_at >= self._stride:
-            pulse = self._pulse()
             self._fresh, self._pulsed_at = 0, step
+            self._read()
+            pulse = self._pulse()
             self._start(
                 step, [pulse.wait_seconds, pulse.longest_seconds, pulse.longest_step, pulse.step_seconds], look=False
             )
+        elif len(self._unread) >= MOST_UNREAD:
+            self._read()
 
-    def _complete_sample(self, now: dict[tuple[int, str, str], tuple[float, int, int]]) -> None:
-        """Takes in the step before the last: only now its buckets have been reduced."""
-        last, self._last = self._last, None
-        if last is None:
-            return
-        step, buckets, before = last
-        self._fresh += 1
-        self._timed += 1
+    def _read(self) -> None:
+        """Takes in the steps since the last time: nothing is computed at the end of a step in which nothing is sent."""
         between = self._communicator.clock.between
-        waits = tuple(
-            between(each.arrived, each.reduced)
-            for each in buckets
-            if each.arrived is not None and each.reduced is not None
-        )
-        if len(waits) < len(buckets):  # of what failed, or is under way
-            return
-        phases = [0.0] * MOST_PHASES
-        for key, (seconds, calls, _) in now.items():
-            had = before.get(key, (0.0, 0, 0))
-            if key[0] < MOST_PHASES and calls > had[1]:
-                phases[key[0]] += seconds - had[0]
-        self._samples.append(Sample(step, waits, tuple(phases)))
+        keys = list(self._communicator.executor.phase_seconds())
+        for ended in self._unread:
+            waits = tuple(
+                between(each.arrived, each.reduced)
+                for each in ended.buckets
+                if each.arrived is not None and each.reduced is not None
+            )
+            if len(waits) < len(ended.buckets):  # of what failed, or is under way
+                continue
+            phases = [0.0] * MOST_PHASES
+            before = chain(ended.before, repeat(0.0))  # a phase may be new
+            for (place, _, _), seconds, had in zip(keys, ended.after, before, strict=False):
+                if place < MOST_PHASES:
+                    phases[place] += seconds - had
+            self._samples.append(Sample(ended.step, waits, tuple(phases)))
+        self._unread.clear()
 
     def _start(self, step: int, numbers: list[float], *, look: bool) -> None:
         self._pending = step, Shared(self._communicator, numbers), look, self._columns()
 
     def _hear(self, step: int) -> None:
         """Takes in what was shared a step before; on a device two, when the stream that computes has passed it."""
-        if self._pending is None or step - self._pending[0] <= self._communicator.clock.lag:
+        assert self._pending is not None
+        if step - self._pending[0] <= self._communicator.clock.lag:
             return
         (_, shared, look, columns), self._pending = self._pending, None
         rows = shared.read()
@@ -333,8 +394,19 @@ class StragglerWatch:
         longest = max(pulses, key=lambda pulse: pulse.longest_seconds)
         self._asked_step = int(longest.longest_step) if longest.longest_seconds >= LONG_SECONDS else None
         differ = pulses_differ(pulses, self._named())
-        self._look_next = differ or self._asked_step is not None or bool(self._suspects) or self._confirm_link
+        asked = self._asked_step is not None
+        self._look_next = differ or asked or self._waits_grow(pulses, length) or bool(self._suspects)
+        self._look_next |= self._confirm_link
         self._confirm_link = False
+
+    def _waits_grow(self, pulses: Sequence[Pulse], length: float) -> bool:
+        """Whether links seem to have become slow."""
+        least = min(pulse.wait_seconds for pulse in pulses)
+        if least < 0:
+            return False
+        usual = statistics.median(self._least_waits) if self._least_waits else least
+        self._least_waits.append(least)
+        return _is_slow(least, usual, length)
 
     def _window(self) -> list[Sample]:
         """The last steps with as many buckets as the one that has just ended."""
@@ -349,20 +421,19 @@ class StragglerWatch:
 
     def _pulse(self) -> Pulse:
         window = self._window()
-        length = statistics.median(self._lengths) if self._lengths else 0.0
+        length = _median(sorted(self._lengths)) if self._lengths else 0.0
         if len(window) < WINDOW:
             return Pulse(-1.0, 0.0, -1.0, length)
-        usual = [statistics.median(column) for column in zip(*(sample.waits for sample in window), strict=True)]
         longest, step = 0.0, -1
-        for sample in window:
-            excess = max(wait - median for wait, median in zip(sample.waits, usual, strict=True))
-            if excess > longest:
-                longest, step = excess, sample.step
-        return Pulse(statistics.median(sum(sample.waits) for sample in window), longest, step, length)
+        for column in zip(*(sample.waits for sample in window), strict=True):
+            ordered = sorted(column)
+            if ordered[-1] - _median(ordered) > longest:
+                longest, step = ordered[-1] - _median(ordered), window[column.index(ordered[-1])].step
+        return Pulse(_median(sorted(sum(sample.waits) for sample in window)), longest, step, length)
 
     def _look(self) -> Look:
         window, columns = self._window(), self._columns()
-        length = statistics.median(self._lengths) if self._lengths else 0.0
+        length = _median(sorted(self._lengths)) if self._lengths else 0.0
         asked = next((sample for sample in self._samples if sample.step == self._asked_step), None)
         if asked is None or len(asked.waits) != self._count:
             once = tuple(-1.0 for _ in columns)
@@ -370,7 +441,8 @@ class StragglerWatch:
             once = tuple(asked.waits[column] for column in columns)
         none = tuple(-1.0 for _ in columns)
         if len(window) < WINDOW:
-            return Look(length, -1.0, (-1.0,) * MOST_PHASES, (-1.0,) * MOST_PHASES, none, none, none, once)
+            unknown = (-1.0,) * MOST_PHASES
+            return Look(length, -1.0, unknown, unknown, unknown, none, none, none, once)
         waits = [sorted(sample.waits[column] for sample in window) for column in columns]
         phases = [sorted(seconds) for seconds in zip(*(each.phases for each in window), strict=True)]
         return Look(
@@ -378,18 +450,27 @@ class StragglerWatch:
             float(self._since()),
             tuple(each[OUTLIERS] for each in phases),
             tuple(each[-1 - OUTLIERS] for each in phases),
+            self._usual(),
             tuple(each[OUTLIERS] for each in waits),
-            tuple(statistics.median(each) for each in waits),
+            tuple(_median(each) for each in waits),
             tuple(each[-1 - OUTLIERS] for each in waits),
             once,
         )
 
+    def _usual(self) -> tuple[float, ...]:
+        """Seconds of a step in each phase that three quarters of the steps before the window did not exceed."""
+        before = [sample for sample in self._samples if len(sample.waits) == self._count][:-WINDOW]
+        if len(before) < USUAL_STEPS:
+            return (-1.0,) * MOST_PHASES
+        ordered = (sorted(seconds) for seconds in zip(*(each.phases for each in before), strict=True))
+        return tuple(each[3 * len(each) // 4] for each in ordered)
+
     def _since(self) -> int:
         """The first step since when this rank has waited as it does now, as far back as is known."""
         sums = [(sample.step, sum(sample.waits)) for sample in self._samples if len(sample.waits) == self._count]
-        now = statistics.median(wait for _, wait in sums[-WINDOW:])
+        now = _median(sorted(wait for _, wait in sums[-WINDOW:]))
         least = min(
-            statistics.median(wait for _, wait in sums[first : first + WINDOW])
+            _median(sorted(wait for _, wait in sums[first : first + WINDOW]))
             for first in range(0, max(1, len(sums) - WINDOW + 1), WINDOW)
         )
         if now - least < 0.3 * now:
@@ -475,18 +556,19 @@ class StragglerWatch:
             slow = {group: min(looks[rank].slow[phase] for rank in group) for group in fast}
             if not fast or min(fast.values()) <= 0:
                 continue
-            usual = self._links.setdefault(phase, deque(maxlen=USUAL_LOOKS))
+            known = self._slow_link if self._slow_link is not None and self._slow_link.phase == phase else None
             middle = sorted(slow.values())[(len(slow) - 1) // 2]
             found, before = [group for group, each in fast.items() if _is_slow(each, middle, length)], middle
-            if not found and len(usual) == USUAL_LOOKS and _is_slow(min(fast.values()), max(usual), length):
-                found, before = list(fast), max(usual)
+            usual = max(look.usual[phase] for look in looks) if known is None else known.before
+            if not found and usual > 0 and _is_slow(min(fast.values()), usual, length, SLOWER_RATIO):
+                found, before = list(fast), usual
             if not found:
-                usual.append(max(slow.values()))
-                if self._slow_link is not None and self._slow_link[0] == phase:
+                if known is not None:
                     self._slow_link = None
                 continue
-            if self._slow_link is None or self._slow_link[0] != phase:  # once more, then it is believed
-                self._slow_link = phase, int(statistics.median_low(look.since_step for look in looks))
+            if known is None:  # once more, then it is believed
+                since = int(statistics.median_low(look.since_step for look in looks))
+                self._slow_link = known = _SlowLink(phase, since, before)
                 self._confirm_link = True
                 return []
             members = sorted({rank for group in found for rank in group})
@@ -497,7 +579,7 @@ class StragglerWatch:
                     " and ".join(dict.fromkeys(self._node(rank) for rank in members)),
                     max(fast[group] for group in found) - before,
                     length,
-                    self._slow_link[1],
+                    known.since_step,
                     phase=self._phase_words(phase),
                 )
             ]
