@@ -5,14 +5,19 @@ Feeds docs/reference/startup.md.
     python -m gradwire.bench.studies.startup count --ranks 16 64 256 1024 4096
     python -m gradwire.bench.studies.startup real --ranks 256
     python -m gradwire.bench.studies.startup table --ranks 16384
+    python -m gradwire.bench.studies.startup gloo --ranks 4 8 16 32
 
-`count` runs the start-up, one decision of all ranks, and the failure of a node, with a thread for each rank, on a store
-that counts: the code is that of a job, nothing is modelled. `real` makes communicators in threads, each rank with its
-own connection to one TCPStore that a process of its own serves. `table` makes what the ranks exchange, and measures it.
+`count` runs the start-up, one decision of all ranks, and the failure of a node, on a store that counts: the code is
+that of a job. What is simulated is time: one rank runs at a time, until it sleeps or asks the store, which answers one
+question after the other, and the next one is whose turn comes first. So 4,096 ranks need no 4,096 cores, nobody sleeps
+really, and the same run gives the same figures everywhere; computing takes no time. `real` makes communicators in
+threads, each rank with its own connection to one TCPStore that a process of its own serves. `table` makes what the
+ranks exchange, and measures it. `gloo` counts what torch's own group of CPUs asks until all its ranks are connected.
 """
 
 import argparse
 import hashlib
+import heapq
 import multiprocessing
 import os
 import resource
@@ -20,17 +25,20 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
+from itertools import count as count_up
 from multiprocessing.connection import Connection
+from typing import Protocol
 from unittest.mock import patch
 
 import torch
 
 from gradwire.comms.autotune.consensus import Consensus
-from gradwire.comms.bootstrap.compat import Store, TCPStore
+from gradwire.comms.bootstrap.compat import Store, TCPStore, make_gloo
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.bootstrap.hardware import Hardware
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
@@ -48,10 +56,105 @@ TIMEOUT = timedelta(seconds=300)
 CPU = torch.device("cpu")
 
 
-class Memory:
-    """The keys that counting stores share."""
+ANSWERS_PER_SECOND = 20_000
+"""Of one TCPStore, on one thread; 20,000 to 50,000 were measured."""
+
+
+class Clock(Protocol):
+    """Where ranks sleep, and wait for the store's turn."""
+
+    def sleep(self, seconds: float) -> None:
+        """As `time.sleep`."""
+
+    def monotonic(self) -> float:
+        """As `time.monotonic`."""
+
+    def ask(self) -> None:
+        """Returns when the store has answered one question more."""
+
+
+class WallClock:
+    """That of this machine, and a store that answers at once."""
+
+    sleep = staticmethod(time.sleep)
+    monotonic = staticmethod(time.monotonic)
+
+    def ask(self) -> None:
+        """Returns."""
+
+
+class SimulatedClock:
+    """Runs threads one at a time, in the order of their times, which pass only while all of them sleep.
+
+    Attributes:
+        busy_seconds: That the store has spent on answers.
+    """
 
     def __init__(self) -> None:
+        self.busy_seconds = 0.0
+        self._now = self._free = 0.0
+        self._order = count_up()
+        self._sleeping: list[tuple[float, int, threading.Lock]] = []
+        self._own = threading.local()
+
+    def monotonic(self) -> float:
+        """Seconds since the first thread began."""
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        """Lets the others run until it is this thread's turn."""
+        heapq.heappush(self._sleeping, (self._now + max(seconds, 0.0), next(self._order), self._own.turn))
+        self._pass_on()
+        self._own.turn.acquire()
+
+    def ask(self) -> None:
+        """Waits until the store has answered the questions before this one, and this one."""
+        self._free = max(self._free, self._now) + 1 / ANSWERS_PER_SECOND
+        self.busy_seconds += 1 / ANSWERS_PER_SECOND
+        self.sleep(self._free - self._now)
+
+    def run(self, size: int, body: Callable[[int], object]) -> None:
+        """Runs `body(rank)` in a thread for each rank; the first question of each comes a microsecond after another's.
+
+        Raises:
+            Exception: What one of them raised.
+        """
+        turns = [threading.Lock() for _ in range(size)]
+        for rank, turn in enumerate(turns):
+            turn.acquire()
+            heapq.heappush(self._sleeping, (self._now + rank * 1e-6, next(self._order), turn))
+
+        def begin(rank: int) -> None:
+            self._own.turn = turns[rank]
+            turns[rank].acquire()
+            try:
+                body(rank)
+            finally:
+                if self._sleeping:
+                    self._pass_on()
+
+        def first(rank: int) -> None:  # one more thread: it begins once all others wait
+            if rank < size:
+                begin(rank)
+            else:
+                self._pass_on()
+
+        on_ranks(size + 1, first)
+
+    def _pass_on(self) -> None:
+        self._now, _, turn = heapq.heappop(self._sleeping)
+        turn.release()
+
+
+class Memory:
+    """The keys that counting stores share.
+
+    Args:
+        clock: Of the ranks.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
         self.values: dict[str, bytes] = {}
         self.lock = threading.Lock()
 
@@ -66,6 +169,7 @@ class CountingStore(Store):
         asked: Questions, by kind.
         looks: Those that told nothing new: a key was not there yet, or held what it had held the last time.
         nbytes: Of keys and values, to the store and back.
+        keys: That were asked for, or set; a key as often as that was so.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -75,18 +179,21 @@ class CountingStore(Store):
         self.looks = 0
         self._seen: dict[str, bytes] = {}
         self.nbytes = 0
+        self.keys = 0
 
     def set(self, key: str, value: str | bytes) -> None:
         """See `Store.set`."""
-        data = value.encode() if isinstance(value, str) else value
-        self._count("set", len(key) + len(data))
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._count("set", [key], len(data))
         with self._memory.lock:
             self._memory.values[key] = data
 
     def get(self, key: str) -> bytes:
-        """See `Store.get`; the key must be there."""
+        """See `Store.get`; waits for the key."""
+        if key not in self._memory.values:
+            self.wait([key])
         value = self._memory.values[key]
-        self._count("get", len(key) + len(value))
+        self._count("get", [key], len(value))
         self.looks += self._seen.get(key) is value
         self._seen[key] = value
         return value
@@ -94,19 +201,19 @@ class CountingStore(Store):
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """See `Store.multi_get`; the keys must be there."""
         values = [self._memory.values[key] for key in keys]
-        self._count("multi_get", sum(map(len, keys)) + sum(map(len, values)))
+        self._count("multi_get", keys, sum(map(len, values)))
         return values
 
     def check(self, keys: Sequence[str]) -> bool:
         """See `Store.check`."""
-        self._count("check", sum(map(len, keys)))
+        self._count("check", keys)
         found = all(key in self._memory.values for key in keys)
         self.looks += not found
         return found
 
     def add(self, key: str, value: int) -> int:
         """See `Store.add`."""
-        self._count("add", len(key) + 8)
+        self._count("add", [key], 8)
         with self._memory.lock:
             total = int(self._memory.values.get(key, b"0")) + value
             self._memory.values[key] = str(total).encode()
@@ -117,25 +224,28 @@ class CountingStore(Store):
         expected, desired = (
             each.encode() if isinstance(each, str) else each for each in (expected_value, desired_value)
         )
+        self._count("compare_set", [key], len(expected_value) + 2 * len(desired_value))
         with self._memory.lock:
             found = self._memory.values.get(key)
             if (found or b"") == expected:
                 found = self._memory.values[key] = desired
-        self._count("compare_set", len(key) + len(expected_value) + 2 * len(desired_value))
         return found or b""
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """See `Store.wait`; looks again every millisecond, and counts as one question."""
-        self._count("wait", sum(map(len, keys)))
-        deadline = time.monotonic() + (timeout or TIMEOUT).total_seconds()
+        self._count("wait", keys)
+        clock = self._memory.clock
+        deadline = clock.monotonic() + (timeout or TIMEOUT).total_seconds()
         while not all(key in self._memory.values for key in keys):
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 raise RuntimeError(f"no value for {', '.join(keys)}")
-            time.sleep(0.001)
+            clock.sleep(0.001)
 
-    def _count(self, kind: str, nbytes: int) -> None:
+    def _count(self, kind: str, keys: Sequence[str], nbytes: int = 0) -> None:
         self.asked[kind] += 1
-        self.nbytes += nbytes
+        self.keys += len(keys)
+        self.nbytes += sum(map(len, keys)) + nbytes
+        self._memory.clock.ask()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +259,7 @@ class Cost:
         looks: Those of them that told nothing new; how many there are is a matter of time.
         most: Questions of the rank that asked most.
         nbytes: Through the store's host, of all ranks.
-        seconds: It took here.
+        seconds: Until the last rank had it, where the store answers `ANSWERS_PER_SECOND` and nothing else takes time.
     """
 
     name: str
@@ -214,23 +324,23 @@ def count(size: int) -> list[Cost]:
     """What a start, a decision, and the failure of a node cost.
 
     Args:
-        size: Number of ranks, each a thread.
+        size: Number of ranks.
     """
-    memory = Memory()
+    clock = SimulatedClock()
+    memory = Memory(clock)
     clients = [CountingStore(memory) for _ in range(size)]
     said = [presence(rank, size) for rank in range(size)]
     costs = []
 
     def measured(name: str, body: Callable[[int, PollingStore], object]) -> None:
         before = [(client.asked.total(), client.nbytes) for client in clients]
-        looks = sum(client.looks for client in clients)
-        began = time.perf_counter()
+        looks, began = sum(client.looks for client in clients), clock.monotonic()
 
         def run(rank: int) -> None:
             body(rank, PollingStore(epoch_store(clients[rank], "study", 0), TIMEOUT, ranks=size))
 
-        on_ranks(size, run)
-        seconds = time.perf_counter() - began
+        clock.run(size, run)
+        seconds = clock.monotonic() - began
         asked = [client.asked.total() - was for client, (was, _) in zip(clients, before, strict=True)]
         nbytes = sum(client.nbytes - was for client, (_, was) in zip(clients, before, strict=True))
         looks = sum(client.looks for client in clients) - looks
@@ -238,9 +348,6 @@ def count(size: int) -> list[Cost]:
 
     lost = set(range(size // 2 // RANKS_PER_NODE * RANKS_PER_NODE, size // 2 // RANKS_PER_NODE * RANKS_PER_NODE + 8))
     read_once = lru_cache(maxsize=1)(Presences.unpack)  # by all threads: the processes of a job do not share a core
-    with patch.object(Presences, "unpack", read_once):
-        measured("start", lambda rank, store: exchange(store, said[rank], TIMEOUT))
-    measured("decision", lambda rank, store: Consensus(store, rank, size, "study", TIMEOUT).decide([rank] * 8, len))
 
     def fail(rank: int, store: PollingStore) -> None:
         if rank not in lost:
@@ -250,8 +357,42 @@ def count(size: int) -> list[Cost]:
             )
             assert set(found.missing) == lost, found
 
-    measured("failure", fail)
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(Presences, "unpack", read_once))
+        for module in ("bootstrap.rendezvous", "bootstrap.store", "bootstrap.failure", "autotune.consensus"):
+            patches.enter_context(patch(f"gradwire.comms.{module}.time", clock))
+        measured("start", lambda rank, store: exchange(store, said[rank], TIMEOUT))
+        measured("decision", lambda rank, store: Consensus(store, rank, size, "study", TIMEOUT).decide([rank] * 8, len))
+        measured("failure", fail)
     return costs
+
+
+def gloo(size: int) -> tuple[int, int, int]:
+    """Connects a group of torch's over gloo, and goes through one all-reduce.
+
+    Args:
+        size: Number of ranks, each a thread.
+
+    Returns:
+        Questions of all ranks, keys in them, and bytes through the store's host.
+    """
+    memory = Memory(WallClock())
+    clients = [CountingStore(memory) for _ in range(size)]
+    groups: dict[int, object] = {}
+    together = threading.Barrier(size)
+
+    def connect(rank: int) -> None:
+        groups[rank] = group = make_gloo(clients[rank], rank, size, TIMEOUT)
+        group.allreduce([torch.ones(1)]).wait()
+        together.wait()  # nobody leaves before all have come
+
+    on_ranks(size, connect)
+    groups.clear()
+    return (
+        sum(client.asked.total() for client in clients),
+        sum(client.keys for client in clients),
+        sum(client.nbytes for client in clients),
+    )
 
 
 def _serve(port: Connection) -> None:
@@ -268,6 +409,25 @@ def _busy_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
+@contextmanager
+def serve_store() -> Iterator[tuple[int, Callable[[], float]]]:
+    """A TCPStore that a process of its own serves: its port, and a function of how many seconds it has worked."""
+    here, there = multiprocessing.Pipe()
+    server = multiprocessing.get_context("fork").Process(target=_serve, args=(there,), daemon=True)
+    server.start()
+    port, before = here.recv()
+
+    def busy_seconds() -> float:
+        here.send("used")
+        return float(here.recv()) - before
+
+    try:
+        yield port, busy_seconds
+    finally:
+        here.send(None)
+        server.join()
+
+
 def real(size: int) -> tuple[float, float]:
     """Makes a communicator for each rank, in threads, each with its own connection to one TCPStore.
 
@@ -277,27 +437,20 @@ def real(size: int) -> tuple[float, float]:
     Returns:
         Seconds that it took, and seconds that the process which serves the store worked.
     """
-    here, there = multiprocessing.Pipe()
-    server = multiprocessing.get_context("fork").Process(target=_serve, args=(there,), daemon=True)
-    server.start()
-    port, before = here.recv()
-    clients = [TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False) for _ in range(size)]
     made: dict[int, Communicator] = {}
+    with serve_store() as (port, busy_seconds):
+        clients = [TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False) for _ in range(size)]
 
-    def start(rank: int) -> None:
-        config = Config(hostname=f"node{rank // RANKS_PER_NODE}", timeout=TIMEOUT)
-        made[rank] = Communicator(clients[rank], rank, size, CPU, config, name="study")
+        def start(rank: int) -> None:
+            config = Config(hostname=f"node{rank // RANKS_PER_NODE}", timeout=TIMEOUT)
+            made[rank] = Communicator(clients[rank], rank, size, CPU, config, name="study")
 
-    began = time.perf_counter()
-    on_ranks(size, start)
-    seconds = time.perf_counter() - began
-    here.send("used")
-    busy = here.recv() - before
-    for communicator in made.values():
-        assert len(communicator.cluster.nodes) == -(-size // RANKS_PER_NODE)
-        communicator.close()
-    here.send(None)
-    server.join()
+        began = time.perf_counter()
+        on_ranks(size, start)
+        seconds, busy = time.perf_counter() - began, busy_seconds()
+        for communicator in made.values():
+            assert len(communicator.cluster.nodes) == -(-size // RANKS_PER_NODE)
+            communicator.close()
     return seconds, busy
 
 
@@ -342,7 +495,7 @@ def table(size: int) -> Table:
 def main() -> None:
     """Prints what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("count", "real", "table"))
+    parser.add_argument("what", choices=("count", "real", "table", "gloo"))
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256, 1024, 4096])
     chosen = parser.parse_args()
     print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, torch {torch.__version__}")
@@ -355,6 +508,9 @@ def main() -> None:
                     f"{cost.nbytes / 1e6:.2f} | {cost.nbytes / cost.ranks / 1e3:.1f} | {cost.seconds:.1f} |",
                     flush=True,
                 )
+        elif chosen.what == "gloo":
+            asked, keys, nbytes = gloo(size)
+            print(f"| {size} | {asked} | {keys} | {keys / size:.1f} | {nbytes / 1e6:.3f} |", flush=True)
         elif chosen.what == "real":
             seconds, busy = real(size)
             print(f"| {size} | {seconds:.2f} s | server {busy:.2f} s |", flush=True)
