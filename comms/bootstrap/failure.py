@@ -148,6 +148,7 @@ class FailureBoard:
         overdue = isinstance(error, OverdueError)
         word = {"dead": sorted(dead), "phase": phase, "launches": launches, "waiting": waiting, "overdue": overdue}
         try:
+            self._store.give_up_if_silent(STORE_PATIENCE)  # the stall watch has asked it, or a look for alarms
             missing = tuple(sorted(self._listen(word, cause) - {self.rank}))
         except RuntimeError as store_error:
             return self._without_store(f"{phase} failed on rank {self.rank}", cause, store_error, members, dead)

@@ -89,6 +89,15 @@ class PollingStore(Store):
         """Since the store has last answered this process; 0 where it answers in this process itself."""
         return 0.0 if self._client is None else self._client.silent_seconds
 
+    def give_up_if_silent(self, patience: timedelta) -> None:
+        """Asks nothing: looks whether another thread has waited in vain for `patience` already.
+
+        Raises:
+            StoreUnreachableError: Somebody has; he may wait still.
+        """
+        if self._client is not None:
+            self._client.give_up_if_silent(patience.total_seconds())
+
     def within(self, timeout: timedelta) -> "PollingStore":
         """The same keys over the same connection, with another time-out."""
         return PollingStore(self._store, timeout, ranks=self._ranks)
@@ -186,7 +195,8 @@ class Naps:
 class _Question(Generic[Result]):
     """What one thread wants to know and another one asks."""
 
-    def __init__(self, question: Callable[[], Result]) -> None:
+    def __init__(self, words: str, question: Callable[[], Result]) -> None:
+        self.words = words
         self.question = question
         self.answered = threading.Event()
         self.given_up = False
@@ -218,6 +228,7 @@ class _Client:
         self._questions: deque[_Question[object]] = deque()
         self._serving = False
         self._asking: _Question[object] | None = None
+        self._asked_at = 0.0
         self._heard = time.monotonic()
         self._broken: str | None = None
 
@@ -232,6 +243,19 @@ class _Client:
         """Since the last answer."""
         return time.monotonic() - self._heard
 
+    def give_up_if_silent(self, seconds: float) -> None:
+        """Raises where the question that is open has been so for `seconds`."""
+        asking, waited = self._asking, time.monotonic() - self._asked_at
+        if asking is not None and not asking.answered.is_set() and waited >= seconds:
+            raise StoreUnreachableError(self._silence(asking.words, waited))
+
+    def _silence(self, words: str, seconds: float) -> str:
+        return (
+            f"{self._place} cannot be reached: no answer to `{words}` within {seconds:.3g} s, and the last one to "
+            f"anything {self.silent_seconds:.3g} s ago; the process that serves it is stopped or overloaded, or "
+            "the network to its host is cut"
+        )
+
     def ask(self, words: str, question: Callable[[], Result], seconds: float) -> Result:
         """Returns the store's answer.
 
@@ -242,7 +266,7 @@ class _Client:
             self._begin()
         if self._broken is not None:  # it stays so, and torch logs the whole stack for every question
             raise StoreUnreachableError(self._broken)
-        asked = _Question(question)
+        asked = _Question(words, question)
         with self._changed:
             self._questions.append(cast("_Question[object]", asked))
             if not self._serving:
@@ -251,11 +275,7 @@ class _Client:
             self._changed.notify()
         if not asked.answered.wait(seconds):
             asked.given_up = True
-            raise StoreUnreachableError(
-                f"{self._place} cannot be reached: no answer to `{words}` within {seconds:.3g} s, and the last one to "
-                f"anything {self.silent_seconds:.3g} s ago; the process that serves it is stopped or overloaded, or "
-                "the network to its host is cut"
-            )
+            raise StoreUnreachableError(self._silence(words, seconds))
         if isinstance(asked.error, dist.DistNetworkError):
             self._broken = (
                 f"{self._place} cannot be reached ({str(asked.error).splitlines()[0]}): the process that serves it is "
@@ -275,6 +295,7 @@ class _Client:
                         return
                 asked = self._questions.popleft()
             if not asked.given_up:
+                self._asked_at = time.monotonic()
                 self._asking = asked
                 asked.run()
                 self._asking = None

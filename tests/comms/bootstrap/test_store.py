@@ -41,12 +41,16 @@ def test_every_question_ends_where_the_link_is_cut_and_is_answered_when_it_is_ba
         with pytest.raises(StoreUnreachableError, match="cannot be reached: no answer"):
             getattr(store, question)(*arguments.get(question, ("a",)))
         assert not store.is_answering and store.silent_seconds >= 0.2
+        store.give_up_if_silent(timedelta(seconds=60))
+        with pytest.raises(StoreUnreachableError, match=r"no answer to `\w+ .*within"):
+            store.below("b").give_up_if_silent(timedelta(seconds=0.2))  # at once: it has been silent for so long
         other = store.below("b").within(timedelta(seconds=0.1))
         with pytest.raises(StoreUnreachableError):
             other.check(["c"])
         link.mend()
         assert store.within(timedelta(seconds=20)).get("a") in (b"1", b"2")
         assert store.is_answering
+        store.give_up_if_silent(timedelta(0))
 
 
 def test_a_server_that_is_gone_is_asked_once() -> None:
