@@ -12,8 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
-
+from gradwire.bench.arguments import MOST_SECONDS, CommandParser, check_number, check_output
 from gradwire.bench.doctor.checks import diagnose
 from gradwire.bench.doctor.examine import Wanted, examine_alone, examine_job, left_behind, open_control
 from gradwire.bench.doctor.facts import Diagnosis, JobFacts
@@ -21,16 +20,31 @@ from gradwire.bench.doctor.picture import svg
 from gradwire.bench.doctor.show import as_record, print_report
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.nccl_tests.ranks import Start, find_start, speaks
-from gradwire.bench.terminal import STDOUT, StatusLine, add_json_option, fitting_width, write_json
+from gradwire.bench.terminal import (
+    STDOUT,
+    CleanConsole,
+    StatusLine,
+    add_json_option,
+    complain,
+    fitting_width,
+    write_json,
+    writing,
+)
 from gradwire.comms.config import launcher_variables
+from gradwire.topology.printable import printable
 
 PIPE_WIDTH = 120
 NOTHING, FINDINGS, BAD_USE = 0, 1, 2
+LEAST_GRADIENT_MB, MOST_GRADIENT_MB = 1e-6, 1e9
+"""One byte to a petabyte."""
+LEAST_STEP_SECONDS = 1e-6
+LEAST_SECONDS = 5.0
+"""Less shows noise."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command's options."""
-    options = argparse.ArgumentParser(
+    options = CommandParser(
         prog="gradwire doctor",
         description="Looks for what slows a job down, and says what it costs and what to type. Start it as you start "
         "your script, on all nodes; it takes about a minute and changes nothing.",
@@ -79,7 +93,7 @@ def main(argv: list[str]) -> int:
             start = None
     except (ValueError, RuntimeError) as error:
         if speaks(variables):
-            print(f"gradwire doctor: {error}", file=sys.stderr)
+            complain("doctor", error)
         return BAD_USE
     status_number = _examined(options, wanted, start, status)
     if left_behind:  # a thread in gloo's connect cannot be stopped, and would crash the interpreter's own end
@@ -97,10 +111,14 @@ def _examined(options: argparse.Namespace, wanted: Wanted, start: Start | None, 
     except RuntimeError as error:
         status.clear()
         rank = 0 if start is None else start.rank
-        print(f"gradwire doctor: rank {rank}: {error}", file=sys.stderr, flush=True)
+        complain("doctor", f"rank {rank}: {error}")
         return FINDINGS
     status.clear()
-    return NOTHING if facts is None else _report(facts, options, time.monotonic() - began)
+    try:
+        return NOTHING if facts is None else _report(facts, options, time.monotonic() - began)
+    except RuntimeError as error:  # the disk is full
+        complain("doctor", error)
+        return BAD_USE
 
 
 def _job(start: Start, wanted: Wanted) -> JobFacts | None:
@@ -116,21 +134,16 @@ def _job(start: Start, wanted: Wanted) -> JobFacts | None:
 
 
 def _wanted(options: argparse.Namespace, status: StatusLine) -> Wanted:
-    for name in ("gradient_mb", "step_seconds"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"`--{name.replace('_', '-')}`: found {value:g}, wanted more than 0")
-    if options.seconds < 5:
-        raise ValueError(f"`--seconds`: found {options.seconds:g}, wanted 5 or more: less shows noise")
+    check_number("--gradient-mb", options.gradient_mb, LEAST_GRADIENT_MB, MOST_GRADIENT_MB)
+    check_number("--step-seconds", options.step_seconds, LEAST_STEP_SECONDS, MOST_SECONDS)
+    check_number("--seconds", options.seconds, LEAST_SECONDS, MOST_SECONDS)
     script = tuple(options.run or ())
     if options.run is not None and not script:
         raise ValueError("`--run`: found nothing after it, wanted a script, for example --run train.py")
-    if script and not Path(script[0]).is_file():
+    if script and not _is_file(script[0]):
         raise ValueError(f"`--run`: there is no file {script[0]}; wanted a Python script, and its arguments after it")
-    for name in ("svg", "json"):
-        target = getattr(options, name)
-        if target not in (None, STDOUT) and not target.absolute().parent.is_dir():
-            raise ValueError(f"`--{name}`: the folder of {target} does not exist; make it first")
+    check_output("--svg", options.svg)
+    check_output("--json", options.json)
     return Wanted(
         gradient_nbytes=None if options.gradient_mb is None else int(options.gradient_mb * 1e6),
         step_seconds=options.step_seconds,
@@ -141,18 +154,26 @@ def _wanted(options: argparse.Namespace, status: StatusLine) -> Wanted:
     )
 
 
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):  # a name that is too long, or holds NUL
+        return False
+
+
 def _report(facts: JobFacts, options: argparse.Namespace, took_seconds: float) -> int:
     found: list[Diagnosis] = diagnose(facts)
     status = FINDINGS if found else NOTHING
     if options.json != STDOUT:
-        console = Console(highlight=False, emoji=False, width=fitting_width(PIPE_WIDTH))
+        console = CleanConsole(highlight=False, emoji=False, width=fitting_width(PIPE_WIDTH))
         print_report(facts, found, console, took_seconds)
     if options.svg is not None:
         if facts.pairs:
-            options.svg.write_text(svg(facts), encoding="utf-8")
-            print(f"wrote {options.svg}", file=sys.stderr)
+            with writing("--svg", options.svg):
+                options.svg.write_text(svg(facts), encoding="utf-8")
+            print(printable(f"wrote {options.svg}"), file=sys.stderr)
         else:
-            print(f"gradwire doctor: `--svg` {options.svg} was not written: no link was measured", file=sys.stderr)
+            complain("doctor", f"`--svg` {options.svg} was not written: no link was measured")
     write_json(options.json, as_record(facts, found, status, took_seconds))
     return status
 

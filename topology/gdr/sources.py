@@ -73,7 +73,7 @@ def opened_host(inputs: HostInputs, say: Say = lambda _: None) -> Iterator[Host]
         if inputs.env is not None:
             host.environment = parse_environment(read_text(inputs.env, "--env"))
         if inputs.nccl_log is not None:
-            host.log = _read_log(inputs.nccl_log)
+            host.log = _read_log(inputs.nccl_log, say)
         if inputs.nvlink is not None:
             host.nvlinks = parse_nvlink_status(read_text(inputs.nvlink, "--nvlink"))
             if not host.nvlinks:
@@ -157,9 +157,9 @@ def read_text(path: Path, option: str) -> str:
         raise SourceError(f"`{option}` {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _read_log(path: Path) -> NcclLog:
+def _read_log(path: Path, say: Say) -> NcclLog:
     try:
-        return read_nccl_log(path)
+        return read_nccl_log(path, say)
     except OSError as error:
         raise SourceError(f"`--nccl-log` {path}: {error.strerror or 'no regular file'}") from error
 

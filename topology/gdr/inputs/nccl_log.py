@@ -1,8 +1,10 @@
 """What an NCCL_DEBUG=INFO log proves about GPUDirect RDMA: channels by rank and direction, and the reasons why not."""
 
+import itertools
 import re
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -10,7 +12,13 @@ from typing import BinaryIO
 from gradwire.topology.gdr.nccl import Version, named_distance, parse_level, parse_version, within
 
 _MAX_NBYTES = 256 << 20
+_MAX_SECONDS = 20.0
+_SAY_EVERY_LINES = 1 << 16
 _MAX_LINE = 4096
+_OF_INTEREST = re.compile(
+    rb"NCCL version|Using network|GPU Direct|via NET/|(?:GPU|NET)/|set by environment|ACS is enabled"
+)
+"""One of these stands in every line that `_read_line` makes something of, and in few of the others."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)")
 _NETWORK = re.compile(r"Using network ([\w. -]{1,40}?)\s*$")
@@ -83,6 +91,9 @@ class NcclLog:
 def parse_nccl_log(lines: Iterable[str]) -> NcclLog:
     """Reads log lines of any NCCL version, of one rank or of many mixed together.
 
+    Args:
+        lines: Those that say nothing of interest may be empty.
+
     Source: NCCL src/transport/net.cc (channel lines), src/graph/topo.cc (HCA line), src/graph/paths.cc (reason line,
     path tables), src/transport/net_ib (device line, ACS hint).
     """
@@ -97,8 +108,12 @@ def parse_nccl_log(lines: Iterable[str]) -> NcclLog:
     return log
 
 
-def read_nccl_log(path: Path) -> NcclLog:
-    """Reads a log file, at most 256 MiB of it.
+def read_nccl_log(path: Path, say: Callable[[str], None] = lambda _: None) -> NcclLog:
+    """Reads a log file, at most 256 MiB of it, and for at most 20 s; `truncated` says that there is more.
+
+    Args:
+        path: A regular file.
+        say: Is told now and then how much has been read.
 
     Raises:
         OSError: The file cannot be read.
@@ -106,7 +121,7 @@ def read_nccl_log(path: Path) -> NcclLog:
     if not path.is_file():
         raise OSError(f"{path}: no regular file")
     with path.open("rb") as file:
-        log = parse_nccl_log(_bounded(file))
+        log = parse_nccl_log(_bounded(file, say, path.stat().st_size))
         log.truncated = bool(file.read(1))
     return log
 
@@ -144,11 +159,17 @@ def _nearer(one: str | None, other: str | None) -> str | None:
     return one if within(one, other) else other
 
 
-def _bounded(file: BinaryIO) -> Iterable[str]:
-    left = _MAX_NBYTES
-    while left > 0 and (line := file.readline(_MAX_LINE * 16)):
+def _bounded(file: BinaryIO, say: Callable[[str], None], nbytes: int) -> Iterable[str]:
+    left, deadline = _MAX_NBYTES, time.monotonic() + _MAX_SECONDS
+    for number in itertools.count(1):
+        if left <= 0 or not (line := file.readline(min(left, _MAX_LINE * 16))):
+            return
         left -= len(line)
-        yield line.decode("utf-8", "replace")
+        yield line.decode("utf-8", "replace") if _OF_INTEREST.search(line) else ""
+        if number % _SAY_EVERY_LINES == 0:
+            say(f"reading the log: {_MAX_NBYTES - left >> 20} of {nbytes >> 20} MiB")
+            if time.monotonic() > deadline:
+                return
 
 
 def _read_line(log: NcclLog, line: str) -> None:

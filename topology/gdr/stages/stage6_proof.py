@@ -121,7 +121,8 @@ def nccl_log(host: Host) -> Finding:
             f"give the log of all ranks; grep '[{unseen[0]}] via NET' LOG",
         )
     ranks = {rank for rank, _ in log.gdr_channels}
-    return passed(f"all {log.network_channels} network channels of {len(ranks)} ranks use GDRDMA")
+    part = f" in the first {log.lines} lines (the log goes on)" if log.truncated else ""
+    return passed(f"all {log.network_channels} network channels of {len(ranks)} ranks use GDRDMA{part}")
 
 
 def _without_channels(log: NcclLog, remedy: str) -> Finding:
@@ -137,7 +138,8 @@ def _without_channels(log: NcclLog, remedy: str) -> Finding:
     if log.nearest and not within(log.nearest, known) and "NCCL_NET_GDR_LEVEL" not in log.overrides:
         able = sum(log.hcas.values())
         return failed(f"0 pairs within the default level: {_path_words(log)}, although {able} NICs say Enabled", remedy)
-    return unknown("; ".join([f"{log.lines} lines, none about network channels", *log.reasons]), remedy)
+    lines = f"the first {log.lines} lines (the log goes on)" if log.truncated else f"{log.lines} lines"
+    return unknown("; ".join([f"{lines}, none about network channels", *log.reasons]), remedy)
 
 
 def _path_words(log: NcclLog) -> str:

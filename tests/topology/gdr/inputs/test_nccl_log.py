@@ -172,6 +172,24 @@ def test_colours_cut_lines_and_wrong_encodings(tmp_path: Path) -> None:
         read_nccl_log(tmp_path)
 
 
+def test_a_long_log_is_read_in_part_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, said = tmp_path / "log", list[str]()
+    path.write_text(channel(0, 1, "send") + "\n" + "NCCL INFO Channel 00/08 : 0 1 2 3\n" * 300_000)
+    log = read_nccl_log(path, said.append)
+    assert (log.lines, log.truncated) == (300_001, False)
+    assert said[0].startswith("reading the log: 2 of ") and len(said) == 4
+    monkeypatch.setattr(f"{read_nccl_log.__module__}._MAX_NBYTES", 1 << 20)
+    log = read_nccl_log(path)
+    assert log.truncated and log.lines < 40_000 and log.gdr_channels.total() == 1
+    monkeypatch.setattr(f"{read_nccl_log.__module__}._MAX_NBYTES", 256 << 20)
+    monkeypatch.setattr(f"{read_nccl_log.__module__}._MAX_SECONDS", -1.0)
+    assert read_nccl_log(path).truncated
+    path.write_text("\n".join([channel(0, 1, "send"), channel(0, 1, "receive")] + ["NCCL"] * 70_000))
+    host = ExampleMachine(tmp_path / "machine").host()
+    host.log = read_nccl_log(path)
+    assert "in the first 65536 lines (the log goes on)" in nccl_log(host).text
+
+
 def test_versions_and_levels() -> None:
     assert parse_version("2.27.3+cuda12.9") == parse_version("22703") == (2, 27, 3)
     assert parse_version("2.7") == (2, 7) and parse_version("cheese") is None is parse_version(None)
