@@ -6,13 +6,14 @@ needed: most of the suite's folders do without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import pytest
 
 from gradwire.bench.emulation.namespaces import available
+from support.forked import ForkServer, fork_server
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ def no_gpu() -> str | None:
     return None if torch.cuda.is_available() else f"no CUDA device (torch {torch.__version__})"
 
 
-SLOW_FIXTURES = {"processes", "_server"}
+SLOW_FIXTURES = {"processes", "_server", "ranks_of_scripts"}
 """Tests that use them start ranks as processes."""
 SLOW_FOLDERS = (
     "tests/bench/doctor/test_doctor.py::test_alone",
@@ -86,6 +87,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if "netns" in item.config.getoption("--require"):
         pytest.fail(f"`--require=netns` was given, but {reason}", pytrace=False)
     pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def ranks_of_scripts() -> Iterator[ForkServer]:
+    """Runs scripts as ranks, which one process forks that has imported torch."""
+    with fork_server() as server:
+        yield server
 
 
 @pytest.fixture

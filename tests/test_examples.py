@@ -1,21 +1,19 @@
 """The scripts in examples/ run as they stand, on ranks of this machine, as the commands in their headers say.
 
-The ranks are forked by one process that has imported torch, with the variables that torchrun sets. A command with a
-variable in front, which torch reads when it is imported, is given to torchrun itself.
+The ranks are forked by one process that has imported torch, with the variables that torchrun sets; for a command with
+a variable in front, which torch reads when it is imported, by a process of its own.
 """
 
 import importlib.util
-import json
-import os
 import re
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from support.forked import ForkServer, fork_server
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 MOST_LINES = 100
@@ -47,77 +45,6 @@ RUNS = {
     "with_ray.py": Example("--steps 4", "a checkpoint with the states of all ranks", "ray"),
     "with_transformers.py": Example("--steps 4", BIT_FOR_BIT, "transformers"),
 }
-
-SERVER = """
-import json, os, runpy, sys, time, traceback
-
-import torch._dynamo
-import torch.distributed.fsdp
-import torch.distributed.tensor
-
-import gradwire.comms.backend.process_group
-import gradwire.comms.hook
-
-
-def rank_main(task, rank):
-    os.environ.update(task["environment"], RANK=str(rank), LOCAL_RANK=str(rank))
-    os.chdir(task["folder"])
-    with open(f"output{rank}", "wb") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    sys.argv = [task["script"], *task["arguments"]]
-    sys.path[0] = os.path.dirname(task["script"])
-    sys.stdout.reconfigure(line_buffering=True)
-    status = 1
-    try:
-        runpy.run_path(task["script"], run_name="__main__")
-        status = 0
-    except SystemExit as leaving:
-        status = 0 if leaving.code is None else 1
-        print(leaving.code)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(status)
-
-
-for line in sys.stdin:
-    task = json.loads(line)
-    ranks = []
-    for rank in range(task["ranks"]):
-        pid = os.fork()
-        if not pid:
-            rank_main(task, rank)
-        ranks.append(pid)
-    statuses, deadline = {}, time.monotonic() + task["seconds"]
-    while len(statuses) < len(ranks):
-        for pid in set(ranks) - statuses.keys():
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                statuses[pid] = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > deadline:
-                os.kill(pid, 9)
-        time.sleep(0.01)
-    print(json.dumps([statuses[pid] for pid in ranks]), flush=True)
-"""
-"""Reads tasks, forks their ranks, and answers with the exit codes."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[subprocess.Popen[str]]:
-    words = [sys.executable, "-c", SERVER]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-    return port
 
 
 def header(name: str) -> str:
@@ -156,25 +83,26 @@ def test_it_is_short_and_says_what_it_shows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_it_runs(name: str, server: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_it_runs(name: str, ranks_of_scripts: ForkServer, tmp_path: Path) -> None:
     example, wanted = RUNS[name], command(name)
     if example.needs is not None and importlib.util.find_spec(example.needs) is None:
         pytest.skip(f"{example.needs} is not installed")
-    if wanted.variables or not wanted.ranks:
-        output = run_alone(name, wanted, tmp_path)
+    if not wanted.ranks:
+        output = run_alone(name, tmp_path)
+    elif wanted.variables:
+        with fork_server(**wanted.variables) as server:
+            output = run_forked(name, wanted, tmp_path, server)
     else:
-        output = run_forked(name, wanted, tmp_path, server)
+        output = run_forked(name, wanted, tmp_path, ranks_of_scripts)
     assert example.last_words in output
     if wanted.variables:
         assert "gradwire averages the gradients" in output
 
 
-def run_alone(name: str, wanted: Command, folder: Path) -> str:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(wanted.ranks)]
+def run_alone(name: str, folder: Path) -> str:
     done = subprocess.run(
-        [sys.executable, *(torchrun if wanted.ranks else []), str(EXAMPLES / name), *RUNS[name].arguments.split()],
+        [sys.executable, str(EXAMPLES / name), *RUNS[name].arguments.split()],
         cwd=folder,
-        env=os.environ | wanted.variables,
         capture_output=True,
         text=True,
         timeout=240,
@@ -184,28 +112,9 @@ def run_alone(name: str, wanted: Command, folder: Path) -> str:
     return done.stdout + done.stderr
 
 
-def run_forked(name: str, wanted: Command, folder: Path, server: subprocess.Popen[str]) -> str:
-    environment = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(wanted.ranks),
-        "LOCAL_WORLD_SIZE": str(wanted.ranks),
-        "TORCHELASTIC_RUN_ID": "examples",  # by which Lightning knows torchrun
-        "OMP_NUM_THREADS": "1",
-    }
-    task = {
-        "script": str(EXAMPLES / name),
-        "arguments": RUNS[name].arguments.split(),
-        "folder": str(folder),
-        "ranks": wanted.ranks,
-        "environment": environment,
-        "seconds": 120,
-    }
-    assert server.stdin is not None
-    assert server.stdout is not None
-    server.stdin.write(json.dumps(task) + "\n")
-    server.stdin.flush()
-    statuses = json.loads(server.stdout.readline())
-    outputs = [(folder / f"output{rank}").read_text() for rank in range(wanted.ranks)]
-    assert statuses == [0] * wanted.ranks, "\n".join(outputs)[-6000:]
-    return outputs[0]
+def run_forked(name: str, wanted: Command, folder: Path, server: ForkServer) -> str:
+    arguments = RUNS[name].arguments.split()
+    # By TORCHELASTIC_RUN_ID Lightning knows torchrun.
+    done = server.run(EXAMPLES / name, arguments, wanted.ranks, folder, TORCHELASTIC_RUN_ID="examples")
+    assert done.statuses == [0] * wanted.ranks, "\n".join([*done.outputs, *done.errors])[-6000:]
+    return done.outputs[0] + done.errors[0]

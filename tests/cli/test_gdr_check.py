@@ -19,6 +19,7 @@ from gradwire.topology.gdr.compare import differences
 from gradwire.topology.gdr.example import GPU, ExampleMachine
 from gradwire.topology.gdr.job import JobRank, RankResult, T
 from gradwire.topology.gdr.stages import CHECKS
+from support.forked import ForkServer
 
 
 @pytest.fixture
@@ -176,7 +177,7 @@ def test_control_characters_of_a_foreign_capture_do_not_reach_the_terminal(
 
 @pytest.mark.netns
 def test_an_emulated_job_meets_and_rank_0_speaks() -> None:
-    with EmulatedCluster(nodes=[2, 1]) as cluster:
+    with EmulatedCluster(nodes=[1, 1]) as cluster:
         result = cluster.run([sys.executable, "-m", "gradwire", "gdr-check"], timeout_seconds=120)
     if result.returncodes[0] != 3:
         pytest.skip("this host has hardware to check")
@@ -244,31 +245,23 @@ print(json.dumps({"gigabits_per_second": 90.5}))
 """
 
 
-def proved(folder: Path, child: str) -> tuple[dict[str, object], str]:
-    """The report, and what was said on the way, of two ranks under torchrun on the example machine."""
+def proved(ranks_of_scripts: ForkServer, folder: Path, child: str) -> tuple[dict[str, object], str]:
+    """The report, and what was said on the way, of two ranks on the example machine."""
     machine = ExampleMachine(folder / "tree")
     machine.write_tree()
     (folder / "driver.py").write_text(DRIVER)
     (folder / "child.py").write_text(child)
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(folder / "driver.py"),
-    ]
     words = [str(machine.root), str(folder / "child.py") if child else ""]
-    done = subprocess.run([*launch, *words], capture_output=True, text=True, timeout=300, check=False)
-    report = json.loads(done.stdout)
+    done = ranks_of_scripts.run(folder / "driver.py", words, 2, folder)
+    report = json.loads(done.outputs[0])
     assert isinstance(report, dict)
-    assert done.returncode == 1, "torchrun makes one of every exit code but 0"
-    return report, done.stderr
+    assert done.outputs[1] == "" and done.statuses == [report["exit"]] * 2
+    return report, "".join(done.errors)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_two_ranks_without_cuda_say_so_and_end(tmp_path: Path) -> None:
-    report, said = proved(tmp_path, "")
+def test_two_ranks_without_cuda_say_so_and_end(ranks_of_scripts: ForkServer, tmp_path: Path) -> None:
+    report, said = proved(ranks_of_scripts, tmp_path, "")
     reason = "all-reduce (default): torch sees no CUDA device: the all-reduce was not run"
     assert [said.count(f"gradwire gdr-check: rank {rank}: {reason}") for rank in (0, 1)] == [1, 1]
     checks = report["checks"]
@@ -277,8 +270,8 @@ def test_two_ranks_without_cuda_say_so_and_end(tmp_path: Path) -> None:
     assert report["exit"] in (2, 3) and report["channels"] is None, "2 where this machine lacks the verbs library"
 
 
-def test_channels_of_two_ranks_are_counted_by_direction(tmp_path: Path) -> None:
-    report, _ = proved(tmp_path, CHILD)
+def test_channels_of_two_ranks_are_counted_by_direction(ranks_of_scripts: ForkServer, tmp_path: Path) -> None:
+    report, _ = proved(ranks_of_scripts, tmp_path, CHILD)
     good = {"send_gdr": 4, "send": 4, "receive": 4}
     assert report["channels"] == [{"rank": 0, "receive_gdr": 4, **good}, {"rank": 1, "receive_gdr": 0, **good}]
     checks = {check["id"]: check for check in report["checks"]}  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """Every rank's state comes back from the checkpoints that people write: of all ranks, of rank 0, of a killed job."""
 
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -244,24 +245,32 @@ def test_an_exact_hook_has_no_state_and_takes_none() -> None:
         state.load_state_dict(OLD)
 
 
-@pytest.mark.slow
-def test_a_job_that_torchrun_restarts_ends_where_an_undisturbed_one_does(tmp_path: Path) -> None:
-    job = Path(__file__).parent / "jobs" / "restarted_job.py"
-    started = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *("--max-restarts", "1", "--monitor-interval", "0.1", str(job), str(tmp_path)),
-        ],
-        # Without it torch gives the new attempt the store of the old one, old keys included: plain gloo hangs too.
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
+def launch_restarted_job(rank: int, folder: str) -> None:
+    """What torchrun is: its agent, here with ranks that it forks, which have torch imported already."""
+    # Without it torch gives the new attempt the store of the old one, old keys included: plain gloo hangs too.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="restarted",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=1,
+        monitor_interval=0.1,
+        start_method="fork",
     )
-    try:
-        _, errors = started.communicate(timeout=90)
-    except subprocess.TimeoutExpired:
-        started.terminate()  # torchrun ends its workers
-        _, errors = started.communicate()
-    assert started.returncode == 0, errors[-4000:]
+    elastic_launch(config, restarted_job)(folder)
+
+
+def restarted_job(folder: str) -> None:
+    """One rank."""
+    job = Path(__file__).parent / "jobs" / "restarted_job.py"
+    sys.argv = [str(job), folder]
+    runpy.run_path(str(job), run_name="__main__")
+
+
+def test_a_job_that_torchrun_restarts_ends_where_an_undisturbed_one_does(processes: Processes, tmp_path: Path) -> None:
+    processes(1, launch_restarted_job, str(tmp_path))
     for rank in range(2):
         assert (tmp_path / f"{rank}.txt").read_text() == "restart 1, step 3: the same"

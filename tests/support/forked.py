@@ -1,0 +1,140 @@
+"""Scripts as ranks of one machine, forked by a process that has imported torch once; torchrun imports it in each."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+SERVER = """
+import json, os, runpy, sys, time, traceback
+
+import torch._dynamo
+import torch.distributed.fsdp
+import torch.distributed.tensor
+
+import gradwire.comms.backend.process_group
+import gradwire.comms.hook
+
+
+def rank_main(task, rank):
+    os.environ.update(task["environment"], RANK=str(rank), LOCAL_RANK=str(rank))
+    os.chdir(task["folder"])
+    for descriptor, name in ((1, f"output{rank}"), (2, f"errors{rank}")):
+        with open(name, "wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    sys.argv = [task["script"], *task["arguments"]]
+    sys.path[0] = os.path.dirname(task["script"])
+    sys.stdout.reconfigure(line_buffering=True)
+    status = 1
+    try:
+        runpy.run_path(task["script"], run_name="__main__")
+        status = 0
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else 0 if leaving.code is None else 1
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+for line in sys.stdin:
+    task = json.loads(line)
+    ranks = []
+    for rank in range(task["ranks"]):
+        pid = os.fork()
+        if not pid:
+            rank_main(task, rank)
+        ranks.append(pid)
+    statuses, deadline = {}, time.monotonic() + task["seconds"]
+    while len(statuses) < len(ranks):
+        for pid in set(ranks) - statuses.keys():
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                statuses[pid] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                os.kill(pid, 9)
+        time.sleep(0.01)
+    print(json.dumps([statuses[pid] for pid in ranks]), flush=True)
+"""
+"""Reads tasks, forks their ranks, and answers with the exit codes."""
+
+SECONDS = 120
+"""Then ranks that are still there are killed."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How the ranks of a script ended.
+
+    Attributes:
+        statuses: Their exit codes.
+        outputs: What each printed.
+        errors: What each wrote to stderr.
+    """
+
+    statuses: list[int]
+    outputs: list[str]
+    errors: list[str]
+
+
+class ForkServer:
+    """Runs scripts; see `fork_server`."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+
+    def run(self, script: Path, arguments: Sequence[str], ranks: int, folder: Path, **environment: str) -> Ranks:
+        """Runs a script as so many ranks, in a folder, with the variables that torchrun sets, and others."""
+        variables = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "OMP_NUM_THREADS": "1",
+        }
+        task = {
+            "script": str(script),
+            "arguments": list(arguments),
+            "folder": str(folder),
+            "ranks": ranks,
+            "environment": variables | environment,
+            "seconds": SECONDS,
+        }
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        statuses = json.loads(self._process.stdout.readline())
+        outputs, errors = (
+            [(folder / f"{name}{rank}").read_text() for rank in range(ranks)] for name in ("output", "errors")
+        )
+        return Ranks(statuses, outputs, errors)
+
+
+@contextmanager
+def fork_server(**environment: str) -> Iterator[ForkServer]:
+    """A server that has imported torch under these variables, and is gone afterwards."""
+    words = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | environment
+    ) as process:
+        yield ForkServer(process)
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def free_port() -> int:
+    """A port that nobody uses now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
