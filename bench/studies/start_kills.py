@@ -1,0 +1,193 @@
+"""Ranks that are killed, or run out of memory, while groups are made: who says what, how soon, and what stays behind.
+
+Feeds docs/reference/startup.md.
+
+    python -m gradwire.bench.studies.start_kills --rounds 40
+    python -m gradwire.bench.studies.start_kills --rounds 10 --how memory
+
+In each round four ranks, as processes of two logical nodes, make a communicator and go through a few all-reduces. One
+rank, any of them, ends at a moment drawn from the time that this takes: by SIGKILL, as the kernel's out-of-memory
+killer does it, or because it may take no more memory from then on (RLIMIT_AS). The store is served by a process of its
+own, as torchrun's is.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import re
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from gradwire.bench.machine import machine_line
+from gradwire.bench.studies.startup import serve_store
+from gradwire.comms.bootstrap.compat import TCPStore
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.config import Config
+
+NODES = "aabb"
+TIMEOUT = timedelta(seconds=10)
+GRACE_SECONDS = 10.0
+"""For a busy machine, and for survivors to ask each other: after the time-out and this, a rank counts as hanging."""
+
+ALL_REDUCES = 3
+NUMEL = 1 << 16
+SHARED = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How a rank that was not to end has ended.
+
+    Attributes:
+        rank: Which.
+        seconds: From the other one's end to its error; from its own beginning where nobody ended.
+        error: What it raised; empty where all went well.
+    """
+
+    rank: int
+    seconds: float
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One start in which a rank ended.
+
+    Attributes:
+        victim: The rank.
+        after_seconds: From the beginning of the start to its end.
+        ended: Whether it has ended before the others were through.
+        survivors: What became of the others; one that hangs is missing.
+        left: Names in /dev/shm that were not there before.
+    """
+
+    victim: int
+    after_seconds: float
+    ended: bool
+    survivors: list[RankEnd]
+    left: list[str]
+
+    @property
+    def hanging(self) -> int:
+        """Survivors that were not through after the time-out and the grace."""
+        return len(NODES) - 1 - len(self.survivors)
+
+    @property
+    def naming(self) -> int:
+        """Survivors whose error names the rank that has ended."""
+        words = re.compile(rf"\brank (?:\d+, )*{self.victim}\b(?! (?:of \d+ )?(?:could|cannot|saw))")
+        return sum(bool(words.search(each.error)) for each in self.survivors)
+
+
+def _rank(rank: int, port: int, victim: int, after_seconds: float, how: str, folder: Path) -> None:
+    """A process: one rank; the victim notes when it ends."""
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store.add("here", 1)
+    while store.add("here", 0) < len(NODES):
+        time.sleep(0.005)
+    began = time.monotonic()
+
+    def end() -> None:
+        (folder / "ended").write_text(str(time.monotonic()))
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (taken, taken))
+
+    if rank == victim:
+        timer = threading.Timer(after_seconds, end)
+        timer.daemon = True
+        timer.start()
+    error = ""
+    communicator = None
+    try:
+        config = Config(hostname=f"node-{NODES[rank]}", timeout=TIMEOUT)
+        communicator = Communicator(store, rank, len(NODES), torch.device("cpu"), config, name="study")
+        for _ in range(ALL_REDUCES):
+            communicator.all_reduce(torch.ones(NUMEL)).wait()
+    except (RuntimeError, MemoryError, OSError) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    if rank != victim or how == "memory":
+        now, note = time.monotonic(), folder / "ended"
+        since = float(note.read_text() or began) if note.exists() else began
+        (folder / f"{rank}.json").write_text(json.dumps(asdict(RankEnd(rank, now - since, error))))
+    # Not closed in order: an error is followed by the end of the process in most jobs.
+    os._exit(0 if not error else 1)
+
+
+def one_round(victim: int, after_seconds: float, how: str = "kill") -> Round:
+    """Starts four ranks of which one ends.
+
+    Args:
+        victim: Which.
+        after_seconds: When.
+        how: `kill` or `memory`.
+    """
+    before = {path.name for path in SHARED.iterdir()}
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="gradwire-kills-") as name, serve_store() as (port, _):
+        folder = Path(name)
+        ranks = [
+            context.Process(target=_rank, args=(rank, port, victim, after_seconds, how, folder), daemon=True)
+            for rank in range(len(NODES))
+        ]
+        for process in ranks:
+            process.start()
+        deadline = time.monotonic() + after_seconds + TIMEOUT.total_seconds() + GRACE_SECONDS
+        for rank, process in enumerate(ranks):
+            if rank != victim:
+                process.join(max(0.0, deadline - time.monotonic()))
+        for process in ranks:
+            process.kill()
+            process.join()
+        survivors = [
+            RankEnd(**json.loads((folder / f"{rank}.json").read_text()))
+            for rank in range(len(NODES))
+            if rank != victim and (folder / f"{rank}.json").exists()
+        ]
+        ended = (folder / "ended").exists()
+    left = sorted({path.name for path in SHARED.iterdir()} - before)
+    return Round(victim, after_seconds, ended, survivors, left)
+
+
+def main() -> None:
+    """Prints what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--how", choices=("kill", "memory"), default="kill")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    print(machine_line(), f"load {os.getloadavg()[0]:.1f}", flush=True)
+    whole = one_round(-1, 1e6)
+    longest = max(each.seconds for each in whole.survivors)
+    draw, rounds = random.Random(given.seed), []
+    for number in range(given.rounds):
+        found = one_round(number % len(NODES), draw.uniform(0.0, longest), given.how)
+        rounds.append(found)
+        if found.left or found.hanging or (found.naming < 3 and any(each.error for each in found.survivors)):
+            print(f"round {number}: {found}", flush=True)
+    broken = [each for each in rounds if any(survivor.error for survivor in each.survivors)]
+    seconds = [survivor.seconds for each in broken for survivor in each.survivors if survivor.error]
+    hung, left = sum(each.hanging for each in rounds), sum(len(each.left) for each in rounds)
+    all_named, one_named = (sum(each.naming >= least for each in broken) for least in (3, 1))
+    print(
+        f"an undisturbed start takes {longest:.2f} s; {len(rounds)} rounds, in {len(broken)} survivors were hit: "
+        f"{all_named} times all three named the rank, {one_named} times at least one; latest error after "
+        f"{max(seconds, default=0.0):.1f} s; {hung} ranks hung; {left} things stayed in /dev/shm"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
