@@ -13,6 +13,7 @@ own, as torchrun's is.
 
 import argparse
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -36,7 +37,7 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 
 NODES = "aabb"
-TIMEOUT = timedelta(seconds=10)
+TIMEOUT = timedelta(seconds=5)
 GRACE_SECONDS = 10.0
 """For a busy machine, and for survivors to ask each other: after the time-out and this, a rank counts as hanging."""
 
@@ -169,6 +170,7 @@ def main() -> None:
     parser.add_argument("--how", choices=("kill", "memory"), default="kill")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    logging.getLogger("gradwire").setLevel(logging.CRITICAL)
     print(machine_line(), f"load {os.getloadavg()[0]:.1f}", flush=True)
     whole = one_round(-1, 1e6)
     longest = max(each.seconds for each in whole.survivors)
