@@ -36,6 +36,7 @@ from typing import Protocol
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
 from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.bootstrap.compat import Store, TCPStore, make_gloo
@@ -76,8 +77,13 @@ class Clock(Protocol):
 class WallClock:
     """That of this machine, and a store that answers at once."""
 
-    sleep = staticmethod(time.sleep)
-    monotonic = staticmethod(time.monotonic)
+    def sleep(self, seconds: float) -> None:
+        """Sleeps."""
+        time.sleep(seconds)
+
+    def monotonic(self) -> float:
+        """Seconds."""
+        return time.monotonic()
 
     def ask(self) -> None:
         """Returns."""
@@ -383,7 +389,7 @@ def gloo(size: int) -> tuple[int, int, int]:
 
     def connect(rank: int) -> None:
         groups[rank] = group = make_gloo(clients[rank], rank, size, TIMEOUT)
-        group.allreduce([torch.ones(1)]).wait()
+        group.allreduce([torch.ones(1)], dist.AllreduceOptions()).wait()
         together.wait()  # nobody leaves before all have come
 
     on_ranks(size, connect)

@@ -166,9 +166,18 @@ class Layers(nn.Module):
 
     def __init__(self, width: int, computes: Callable[[int], float]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(BUCKETS))
-        for index, layer in enumerate(reversed(self.layers)):
-            layer.weight.register_hook(lambda gradient, index=index: time.sleep(computes(index)))  # type: ignore[misc]
+        layers = [nn.Linear(width, width, bias=False) for _ in range(BUCKETS)]
+        self.layers = nn.ModuleList(layers)
+        for index, layer in enumerate(reversed(layers)):
+            layer.weight.register_hook(self._computing(index, computes))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _computing(index: int, computes: Callable[[int], float]) -> Callable[[Tensor], Tensor]:
+        def compute(gradient: Tensor) -> Tensor:
+            time.sleep(computes(index))
+            return gradient
+
+        return compute
 
     def forward(self, rows: Tensor) -> Tensor:
         """Returns a scalar for rows of shape (any, width)."""
@@ -215,9 +224,10 @@ def _cost_rank(seconds: float, blocks: int, steps: int) -> list[dict[str, float]
         for model, state in models.values():
             model(torch.ones(1, width)).backward()  # the hook connects, and makes its watch
             assert state.steps == 1
-    rows, found, draw = torch.ones(1, width), [], random.Random(0)
+    rows, draw = torch.ones(1, width), random.Random(0)
+    found: list[dict[str, float]] = []
     for block in range(-1, blocks):
-        taken = {}
+        taken: dict[str, float] = {}
         for name in draw.sample(list(models), len(models)):  # the same order on all ranks
             with ExitStack() as patches:
                 patches.enter_context(patch.object(stragglers, "Shared", Counted))
@@ -266,7 +276,7 @@ def _cause_rank(case: str, rank: int) -> str:
         return 0.005 + (0.2 if late else 0.0)
 
     model, state = _hooked(Layers(width, computes), width, 50)
-    rows, said = torch.ones(1, width), []
+    rows, said = torch.ones(1, width), list[str]()
     for step in range(begins + 90):
         place["step"] = step
         if step == begins:
@@ -276,7 +286,7 @@ def _cause_rank(case: str, rank: int) -> str:
             time.sleep(0.5)
             dist.barrier()
         model(rows).backward()
-        named = [str(each) for each in state.report().stragglers if not each.once]  # type: ignore[attr-defined]
+        named = [str(each) for each in state.report().stragglers if not each.once]
         if step % 10 == 9 or (named and not said):
             said.append(f"step {step}: {'; '.join(named) or 'nobody'}")
     state.close()

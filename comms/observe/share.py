@@ -29,7 +29,7 @@ class Shared:
         own, on_cuda = communicator.rank * len(values), communicator.device.type == "cuda"
         numbers = array("d", bytes(8 * self._rows * len(values)))
         numbers[own : own + len(values)] = array("d", values)
-        host = torch.frombuffer(numbers, dtype=torch.float64)  # type: ignore[arg-type]  # any writable buffer
+        host = torch.frombuffer(numbers, dtype=torch.float64)
         if on_cuda:
             host = host.pin_memory()
         flat = host.to(communicator.device, non_blocking=True)
@@ -55,8 +55,8 @@ class Shared:
                 self._copied.synchronize()
             else:
                 assert self._bucket.future is not None
-                if isinstance(failed := self._bucket.future.wait(), RuntimeError):
-                    raise failed
+                if isinstance(failed := self._bucket.future.wait(), BaseException):
+                    raise RuntimeError(str(failed)) from failed
         except RuntimeError as error:
             log.debug("what the ranks say of themselves was lost: %s", error)
             return None

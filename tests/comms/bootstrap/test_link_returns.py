@@ -64,13 +64,18 @@ def test_training_goes_on_when_a_link_returns() -> None:
                 time.sleep(seconds)
 
         cutting = threading.Thread(target=cut_off)
+
+        def listen(node: int, line: str) -> None:
+            if line == "cut me off":
+                cutting.start()
+
         run = run_forked(
             cluster,
             __file__,
             [],
             nodes=[1, 1],
             timeout_seconds=120,
-            on_line=lambda node, line: cutting.start() if line == "cut me off" else None,
+            on_line=listen,
         )
         run.check()
         cutting.join()
