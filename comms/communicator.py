@@ -20,7 +20,7 @@ from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
 from gradwire.comms.bootstrap.nics import describe_nics, interface_of
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
-from gradwire.comms.bootstrap.rendezvous import exchange
+from gradwire.comms.bootstrap.rendezvous import Presences, exchange
 from gradwire.comms.bootstrap.store import PollingStore, epoch_store
 from gradwire.comms.config import Config
 from gradwire.comms.errors import PeerError
@@ -49,10 +49,12 @@ class Oversight:
     Attributes:
         board: Where ranks that survive leave their word.
         polling: Makes a store whose waits end when a rank is lost.
+        presences: What the ranks have said about themselves when they came; None where they have not met yet.
     """
 
     board: FailureBoard
     polling: Callable[[Store], PollingStore]
+    presences: Presences | None = None
 
 
 class Communicator:
@@ -108,14 +110,21 @@ class Communicator:
             return oversight.polling(plain) if oversight else PollingStore(plain, config.timeout, ranks=size)
 
         own = polling(epoch_store(store, name, epoch))
-        door = Door.open()
-        try:
-            presences = exchange(own, self._presence(door, own.host), config.timeout)
-        except BaseException:
-            door.close()
-            raise
-        door.answer_for(presences.start, rank)
-        self._leave = weakref.finalize(self, _leave, door, presences.start, rank)
+        door: Door | None = None
+        self._leave: Callable[[], object] = lambda: None
+        if oversight is not None and oversight.presences is not None:
+            presences = oversight.presences
+        else:
+            door = Door.open()
+            try:
+                presences = exchange(own, self._presence(door, own.host), config.timeout)
+            except BaseException:
+                door.close()
+                raise
+            door.answer_for(presences.start, rank)
+            self._leave = weakref.finalize(self, _leave, door, presences.start, rank)
+        self.presences = presences
+        """What every rank has said about itself."""
         self.start_name = presences.start
         """Names this start of these ranks: the same on all of them, and no earlier one's."""
         self.plain_store = PrefixStore(presences.start, own.plain)
@@ -129,6 +138,7 @@ class Communicator:
         if oversight is not None:
             board = oversight.board
         elif board is None:
+            assert door is not None
             doors = {each.rank: (each.port, each.addresses) for each in presences if each.port}
             node = next(node for node in cluster.nodes if rank in node)
             directory = Directory(presences.start, rank, doors, node, door)

@@ -4,6 +4,7 @@ State changes of a step take effect at its end, and only where every element of 
 ranks hold the same averaged gradient, so all of them decide alike without asking each other.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from gradwire.comms.streams import LateFlag
 from gradwire.compressors.adaptive import AUTO, Adaptive
 from gradwire.compressors.base import Compressor, Layout, StateDict, StateValue
 from gradwire.compressors.registry import Option
-from gradwire.compressors.routed import make_routed
+from gradwire.compressors.routed import Routed, make_routed
 from gradwire.compressors.rules import Rule, rules_from
 
 
@@ -116,6 +117,11 @@ class Compression:
         self.compressor.load_state_dict(own)
         self._loss_scale = float(progress[PREFIX + "loss_scale"])
         self._dirty = bool(progress[PREFIX + "dirty"])
+
+    def held_norm(self) -> float:
+        """The norm of what this rank holds back of the gradients, as they come out of backward, without loss scale."""
+        square = self.compressor.held_square() if isinstance(self.compressor, Routed) else 0.0
+        return math.sqrt(square) / (float(self._loss_scale) or 1.0)
 
     def take_saved_transfers(self) -> Tensor | None:
         """The transfers of the step before this one, where that step is in a state that was just loaded; else None."""

@@ -5,7 +5,9 @@ and DDP gets a future. The gradients arrive undivided, so the division by the wo
 is narrowed.
 """
 
+import json
 import logging
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -36,17 +38,18 @@ from gradwire.comms.bootstrap.compat import (
     swap_process_group,
     why_no_ddp_hook,
 )
+from gradwire.comms.bootstrap.placement import Presence
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.checkpoint import JOB, NAMED, Checkpoint, gather, normalize, pack, unpack
 from gradwire.comms.communicator import Communicator, Oversight
 from gradwire.comms.compression import Compression, LossScaler
 from gradwire.comms.config import Config
 from gradwire.comms.elastic.group import ElasticGroup
-from gradwire.comms.elastic.joining import Requests, ask, find_job, job_key, unprefixed
+from gradwire.comms.elastic.joining import Requests, ask, find_job, job_key, packed, unprefixed
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.step import Kept, agree
-from gradwire.comms.elastic.survive import EpochBoard, Survivor, oversight
-from gradwire.comms.elastic.transfer import Carried, StateTransfer, load_module
+from gradwire.comms.elastic.survive import Change, EpochBoard, Survivor, first_oversight, oversight
+from gradwire.comms.elastic.transfer import Carried, StateTransfer, load_module, rehearse
 from gradwire.comms.execute import Bucket, FutureTensor, Launch
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
@@ -73,6 +76,10 @@ GRADIENT_NBYTES = 4
 TIMED_FROM, TIMED_UNTIL, TIMED_EVERY, STEPS_IN_A_ROW = 3, 23, 100, 3
 """Steps whose events `report()` and `advise()` go by on CUDA, where events cost host time: 20 of the first ones, then 3
 in a hundred. Their uncompressed buckets travel beside the stream that computes even where one all-reduce is all."""
+
+NOTE_EVERY = 20
+"""Steps, in elastic training: so often each rank leaves word of how much its compressor holds back. It reads its
+residuals once, some thousandths of what twenty steps do with them."""
 
 CAPTURED = (
     "a CUDA graph is being captured, and gradwire's hook was called in it: each step issues other collectives than the "
@@ -378,6 +385,17 @@ class HookState:
             raise RuntimeError("there is no view: `elastic` is not set, or no model is bound yet")
         return self._survivor.view
 
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """In elastic training: the changes of the ranks so far, and what of each took how long here, oldest first.
+
+        Raises:
+            RuntimeError: `elastic` is not set, or the ranks have not connected.
+        """
+        if self._survivor is None:
+            raise RuntimeError("there are no changes: `elastic` is not set, or no model is bound yet")
+        return tuple(self._survivor.changes)
+
     def report(self) -> Report:
         """Calls, bytes and seconds of every phase so far, and the plans in use with their reasons.
 
@@ -675,7 +693,7 @@ class HookState:
         return self._connection
 
     def _connect_elastic(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        first = oversight(0, group.rank(), group.size(), self.config.timeout)
+        first = first_oversight(group.rank(), group.size(), self.config.timeout)
         peers = _Peers.of(group, first)
         name = peers.name
         self._connection = _Connection(peers, device, self.config, self.names)
@@ -683,14 +701,20 @@ class HookState:
         view = View(0, group.rank(), tuple(f"rank {rank}" for rank in range(group.size())))
         prefix = f"gradwire/elastic/{name}/{communicator.start_name}"
         outside = unprefixed(communicator.plain_store)
-        membership = Membership(PrefixStore(prefix, outside), view, self.config.timeout)
+        said = {name: packed(each) for name, each in zip(view.members, communicator.presences, strict=True)}
+        membership = Membership(PrefixStore(prefix, outside), view, self.config.timeout, said)
         assert isinstance(first.board, EpochBoard)
         first.board.membership = membership
         if self._carries:
-            self._requests = Requests(PrefixStore(prefix, outside), self.config.timeout, self.config.shared())
+            self._requests = Requests(PrefixStore(prefix, outside), self.config.timeout, self._shared(device))
             if view.rank == 0:
                 outside.set(job_key(name), prefix)
         self._survive(membership, communicator, joins=False)
+
+    def _shared(self, device: torch.device) -> dict[str, str]:
+        """What a process that joins must have in common with the others."""
+        given = "unknown" if self.config.nic_bytes_per_second is None else "known"
+        return {**self.config.shared(), "device": device.type, "nic_bytes_per_second": given}
 
     def _join(self, address: str, device: torch.device) -> None:
         """Joins a running job: waits until it takes this process in, and takes over its state."""
@@ -698,19 +722,15 @@ class HookState:
             raise ValueError("`join` is set and `carries` is empty; wanted the optimizer in it, as in the running job")
         name = _Peers.name_in(self._group or dist.group.WORLD)
         store = find_job(address, name, self.config.timeout)
-        self._requests = Requests(store, self.config.timeout, self.config.shared())
+        self._requests = Requests(store, self.config.timeout, self._shared(device))
+        presence = packed(Presence.here(0, 1, self.config, device))
+        rehearse()
         while self._survivor is None:
-            view = ask(store, self.config.shared(), self.config.timeout)
-            membership = Membership(store, view, self.config.timeout)
+            view, said = ask(store, self._shared(device), self.config.timeout, presence)
+            membership = Membership(store, view, self.config.timeout, said)
             try:
-                peers = _Peers(
-                    membership.store,
-                    "hook",
-                    view.rank,
-                    view.size,
-                    None,
-                    oversight(view.epoch, view.rank, view.size, self.config.timeout, membership),
-                )
+                overseen = oversight(view, membership, self.config.timeout)
+                peers = _Peers(membership.store, "hook", view.rank, view.size, None, overseen)
                 self._connection = _Connection(peers, device, self.config, self.names, joined=True)
                 self._survive(membership, self._connection.communicator, joins=True)
                 self._exchange_state(view.joined)
@@ -838,7 +858,9 @@ class HookState:
         listed, self._listed = self._listed, 0
         newcomers = self._requests.listed(listed)
         self._survivor.admit(newcomers, self._requests)
-        self._exchange_state([name for _, name in newcomers])
+        began = time.perf_counter()
+        self._exchange_state([name for _, name, _ in newcomers])
+        self._survivor.changes[-1].seconds["hand over"] = time.perf_counter() - began
         self._tell_change()
 
     def _exchange_state(self, names: Sequence[str]) -> None:
@@ -950,7 +972,12 @@ class HookState:
             connection.watch.step_ended(times)
         else:
             connection.watch.step_passed()
-        connection.observer.step_ended(self.steps, buckets, self.report)
+        if self._survivor is not None and connection.compression is not None and self.steps % NOTE_EVERY == 0:
+            with communicator.alone():
+                self._survivor.membership.note = json.dumps([self.steps, connection.compression.held_norm()])
+        # What asks all ranks is asked where all have made this step in one epoch, or none has.
+        together = self._survivor is None or self._survivor.by_itself
+        connection.observer.step_ended(self.steps, buckets, self.report, together=together)
         if connection.tuning is not None:
             connection.tuning.step_ended([each.arrived for each in times if each.arrived is not None])
         self._tell_change()
@@ -963,8 +990,15 @@ class HookState:
         lost = tuple(name for name in old.members if name not in now.members)
         joined = tuple(name for name in now.members if name not in old.members)
         new = self._told = replace(now, lost=lost, joined=joined)
-        if lost and self._compresses:
-            log.warning("what the compressor held back on %s is lost; its norm is unknown", ", ".join(lost))
+        if lost and self._compresses and now.rank == 0:
+            for name in lost:
+                note = self._survivor.membership.note_of(name)
+                norm = (
+                    "its norm is unknown"
+                    if note is None
+                    else "its norm was {1:.3g} after step {0}".format(*json.loads(note))
+                )
+                log.warning("what the compressor held back on %s is lost; %s", name, norm)
         if self._on_change is not None:
             self._on_change(old, new)
 

@@ -1,6 +1,7 @@
 """One bit an element: the sign, and the mean magnitude of each block of 1024 elements."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from gradwire.compressors.element_scale import ElementScale
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.kernels.reference import onebit_nbytes
 from gradwire.compressors.quantize import QuantizeCodec
-from gradwire.compressors.residual import ElementStore
+from gradwire.compressors.residual import ElementStore, Piece
 from gradwire.compressors.two_stage import TwoStage
 
 
@@ -118,6 +119,13 @@ class OneBit(TwoStage):
             return None
         frozen = self.step >= self.warmup_steps
         return self.scale.units(layout, device) if frozen else self.scale.read(layout, device)
+
+    def element_units(self) -> Iterable[Piece]:
+        """See `Stateful.element_units`."""
+        if self.scale is not None and self.step >= self.warmup_steps:
+            yield from (
+                replace(each, value=each.value.masked_fill(each.value == 0.0, 1.0)) for each in self.scale.pieces()
+            )
 
     def observe(self, total: Tensor, layout: Layout) -> None:
         """See `TwoStage.observe`."""

@@ -155,6 +155,10 @@ class Routed:
         """See `Stateful.shared`."""
         return [store for each in self._compressors() if isinstance(each, Stateful) for store in each.shared()]
 
+    def held_square(self) -> float:
+        """See `Stateful.held_square`."""
+        return sum(each.held_square() for each in self._compressors() if isinstance(each, Stateful))
+
     def retract_step(self) -> None:
         """See `Compressor.retract_step`."""
         for compressor in self._compressors():

@@ -8,6 +8,9 @@ from torch import Tensor
 from gradwire.compressors.base import HeldRun, Layout, StateDict, StateValue, check_factor, check_finite
 from gradwire.compressors.residual import ElementStore, Piece
 
+HELD_BACK = frozenset(("residual", "server", "total"))
+"""Fields of what payloads have left out so far, and of gradients that wait to be sent; the others are averages."""
+
 
 class Stateful:
     """State of one compressor on one rank: named element stores, the step count, and the model's parameters.
@@ -58,6 +61,29 @@ class Stateful:
         check_factor(factor)
         for store in self.fields.values():
             store.rescale(factor)
+
+    def element_units(self) -> Iterable[Piece]:
+        """What stored elements are multiplied with to be gradients; 1 where nothing is said."""
+        return ()
+
+    def held_square(self) -> float:
+        """The squared norm of what this rank holds back of the gradients; the host waits for it, nothing is changed."""
+        held: dict[str, list[Piece]] = {}
+        for field in sorted(HELD_BACK & self.fields.keys()):
+            for piece in self.fields[field].pieces():
+                held.setdefault(piece.name, []).append(piece)
+        units: dict[str, list[Piece]] = {}
+        for piece in self.element_units() if held else ():
+            units.setdefault(piece.name, []).append(piece)
+        square = 0.0
+        for name, pieces in held.items():
+            flat = torch.zeros(max(piece.stop for piece in pieces), device=pieces[0].value.device)
+            for piece in pieces:
+                flat[piece.start : piece.stop] += piece.value
+            for unit in units.get(name, ()):
+                flat[unit.start : unit.stop] *= unit.value[: max(0, flat.numel() - unit.start)]
+            square += float(torch.linalg.vector_norm(flat)) ** 2
+        return square
 
     def held(self) -> Iterator[HeldRun]:
         """See `Compressor.held`."""

@@ -1,12 +1,23 @@
-"""Kills ranks of a training job at random moments and starts others in their place: docs/how-to/survive_a_lost_node.md.
+"""Kills, freezes and cuts off ranks of a training job, and starts others: docs/how-to/survive_a_lost_node.md.
 
-    python -m gradwire.bench.studies.losses --nodes 2 --compressors none,int8,onebit --kills 20
+    python -m gradwire.bench.studies.losses --nodes 2 --compressors none,int8,onebit --faults 20
+    python -m gradwire.bench.studies.losses --nodes 4 --nic 200mbit --faults 4 --every 15 --compute 0.1
+    python -m gradwire.bench.studies.losses --kinds again,freeze,cut,forward --faults 8
+    python -m gradwire.bench.studies.losses --faults 0 --steps 10000 --compute 0
 
-Ranks are processes of this machine, two on each logical node: shared memory inside, gloo over loopback between. The
-store is served by this process, as torchrun's agent serves it, so any rank may be killed. Each rank writes down every
-step: when it ended, with how many ranks, a checksum of the weights, its threads and descriptors. What is checked: the
-checksums of a step are the same on all ranks, no survivor leaves a step out, and nothing grows. A step takes
-`--compute` seconds besides its communication.
+Ranks are processes, two on each node: shared memory inside, gloo between. With `--nic` the nodes are emulated, with
+hostnames, memory, processes and links of their own; else they are logical ones of this machine. An agent on each node
+starts its ranks and sends them signals; a process of its own serves the store, as torchrun's agent does, so any rank
+may be lost. Each rank writes down every step: when it ended, with how many ranks, a checksum of the weights, its
+threads and descriptors. What is checked: the checksums of a step are the same on all ranks, no survivor leaves a step
+out or makes one twice, nothing grows, and nothing is left in /dev/shm.
+
+Kinds of faults: `kill` a rank at a random moment; kill one, and another one in the middle of the recovery (`again`);
+kill one in the forward pass, where DDP broadcasts its buffers (`forward`); `freeze` one by SIGSTOP, and wake it up when
+the others have gone on; `cut` a connection between two ranks that both live.
+
+Goodput: the steps that were made, each counted with the share of the ranks that made it, against the steps that the
+undisturbed job makes in the same time; how fast that is, is measured before each fault in the same run.
 """
 
 import argparse
@@ -14,15 +25,18 @@ import json
 import multiprocessing
 import os
 import random
+import select
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
@@ -32,47 +46,16 @@ from typing import Any
 
 RANKS_PER_NODE = 2
 PORT_OF_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
+KINDS = ("kill", "again", "forward", "freeze", "cut")
+
+STEP_AGAIN_SECONDS, REJOIN_SECONDS = 60.0, 120.0
+"""After that long the study gives up on a job; what is wanted is 10 s and 60 s."""
+
+STABLE_SECONDS = 1.0
+"""After a job is complete again: from then on its steps count as undisturbed."""
 
 
-@dataclass
-class Rank:
-    """A process, the node it is on, and what it writes.
-
-    Attributes:
-        process: The process.
-        node: Its node's name.
-        log: Its file of steps.
-        started: When, by time.time().
-    """
-
-    process: BaseProcess
-    node: str
-    log: Path
-    started: float
-
-
-@dataclass
-class Findings:
-    """What the kills of one job showed.
-
-    Attributes:
-        stepped: Seconds from a kill to the last survivor's next step.
-        rejoined: Seconds from the start of the new process to the first step of all ranks.
-        problems: What was wrong, in words.
-        steps: Steps that the job has made.
-        seconds: How long it ran.
-        seconds_undisturbed: Of a step, without a kill.
-    """
-
-    stepped: list[float] = field(default_factory=list)
-    rejoined: list[float] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    steps: int = 0
-    seconds: float = 0.0
-    seconds_undisturbed: float = 0.0
-
-
-def train(environment: dict[str, str], log: str, compressor: str, compute_seconds: float) -> None:
+def train(environment: dict[str, str], log: str, options: dict[str, Any]) -> None:
     """One rank: trains until it is told to stop by a file beside its log."""
     os.environ.update(environment)  # noqa: TID251 - of this rank, which was forked
     import torch
@@ -82,23 +65,41 @@ def train(environment: dict[str, str], log: str, compressor: str, compute_second
 
     import gradwire
     from gradwire.comms.bootstrap.compat import HashStore
+    from gradwire.comms.transport.torch_group import connections
 
+    def cut(number: int, frame: object) -> None:
+        for connection in sorted(connections(), key=lambda each: each.descriptor)[:1]:
+            connection.shut_down()
+
+    signal.signal(signal.SIGUSR1, cut)
     torch.set_num_threads(1)
     if "GRADWIRE_JOIN" in environment:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(32, 256), nn.BatchNorm1d(256), nn.Linear(256, 256), nn.Linear(256, 10))
-    model = DistributedDataParallel(module, bucket_cap_mb=0.1)
+
+    class Work(nn.Module):
+        """Takes time in the forward pass, as a model does."""
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            time.sleep(options["compute"] / 3)
+            return rows
+
+    width = options["width"]
+    module = nn.Sequential(
+        nn.Linear(32, width), Work(), nn.BatchNorm1d(width), nn.Linear(width, width), nn.Linear(width, 10)
+    )
+    model = DistributedDataParallel(module, bucket_cap_mb=0.1 if width <= 256 else 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    options = {"warmup_steps": 3} if compressor in ("powersgd", "onebit", "dgc") else {}
+    compressor = options["compressor"]
+    settings = {"warmup_steps": 3} if compressor in ("powersgd", "onebit", "dgc") else {}
     state = gradwire.HookState(
         model,
         elastic=True,
         carries=[optimizer],
         compressor=None if compressor == "none" else compressor,
-        compressor_options=options,
+        compressor_options=settings,
         timeout=timedelta(seconds=60),
     )
     model.register_comm_hook(state, gradwire.comm_hook)
@@ -107,9 +108,11 @@ def train(environment: dict[str, str], log: str, compressor: str, compute_second
     with Path(log).open("w", buffering=1) as file:
         while not stop.exists() or state.steps < int(stop.read_text() or 0):
             optimizer.zero_grad()
-            time.sleep(compute_seconds)
+            time.sleep(options["compute"] * 2 / 3)
             model(torch.randn(8, 32, generator=generator)).square().mean().backward()
             optimizer.step()
+            if state.steps % options["row_every"]:
+                continue
             weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
             row = {
                 "time": time.time(),
@@ -122,72 +125,248 @@ def train(environment: dict[str, str], log: str, compressor: str, compute_second
                 "resident": int(Path("/proc/self/statm").read_text().split()[1]) * 4096,
             }
             file.write(json.dumps(row) + "\n")
+    changes = [{"joined": bool(each.joined), "began": each.began, "seconds": each.seconds} for each in state.changes]
+    Path(log).with_suffix(".changes").write_text(json.dumps(changes))
     state.close()
+
+
+def agent() -> int:
+    """Starts ranks on a node, and sends signals to them: a line of JSON for each order, and for each end of a rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", "gradwire.comms.hook"])
+    ranks: dict[int, BaseProcess] = {}
+    ended: set[int] = set()
+    waiting = b""
+    while True:
+        readable, _, _ = select.select([sys.stdin], [], [], 0.02)
+        if readable:
+            heard = os.read(sys.stdin.fileno(), 1 << 16)
+            if not heard:
+                break
+            *orders, waiting = (waiting + heard).split(b"\n")
+            for order in map(json.loads, orders):
+                number = order["rank"]
+                if "signal" in order:
+                    pid = ranks[number].pid
+                    assert pid is not None
+                    os.kill(pid, order["signal"])
+                elif "segments" in order:
+                    found = sorted(str(each) for each in Path("/dev/shm").glob("gradwire-*"))
+                    print(json.dumps({"rank": number, "segments": found}), flush=True)
+                else:
+                    ranks[number] = context.Process(
+                        target=train, args=(order["environment"], order["log"], order["options"])
+                    )
+                    ranks[number].start()
+        for number, rank in ranks.items():
+            if number not in ended and not rank.is_alive():
+                ended.add(number)
+                print(json.dumps({"rank": number, "code": rank.exitcode}), flush=True)
+    for rank in ranks.values():
+        if rank.is_alive():
+            rank.kill()
+    return 0
+
+
+def serve_store(host: str) -> int:
+    """Serves the job's store until stdin ends."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    print(store.port, flush=True)
+    sys.stdin.read()
+    return 0
+
+
+class Node:
+    """Where ranks run: a node's agent, seen from outside.
+
+    Args:
+        prefix: Words that run a command on the node; none for this machine itself.
+    """
+
+    def __init__(self, prefix: Sequence[str]) -> None:
+        words = [*prefix, sys.executable, "-m", "gradwire.bench.studies.losses", "--agent"]
+        self._agent = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        self.codes: dict[int, int] = {}
+        self._segments: list[str] | None = None
+        self._heard = threading.Event()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self._agent.stdout is not None
+        for line in self._agent.stdout:
+            word = json.loads(line)
+            if "segments" in word:
+                self._segments = word["segments"]
+                self._heard.set()
+            else:
+                self.codes[word["rank"]] = word["code"]
+
+    def order(self, **words: object) -> None:
+        """Has the agent do something."""
+        assert self._agent.stdin is not None
+        self._agent.stdin.write(json.dumps(words) + "\n")
+
+    def segments(self) -> set[str]:
+        """The node's segments of gradwire in /dev/shm."""
+        self._heard.clear()
+        self.order(rank=0, segments=True)
+        self._heard.wait(30)
+        return set(self._segments or ())
+
+    def close(self) -> None:
+        """Ends the agent, and its ranks with it."""
+        assert self._agent.stdin is not None
+        self._agent.stdin.close()
+        try:
+            self._agent.wait(20)
+        except subprocess.TimeoutExpired:
+            self._agent.kill()
+            self._agent.wait()
+
+
+@dataclass
+class Rank:
+    """A process, the node it is on, and what it writes.
+
+    Attributes:
+        number: In the order of the starts.
+        place: Number of its node.
+        node: Its node.
+        log: Its file of steps.
+        started: When, by time.time().
+    """
+
+    number: int
+    place: int
+    node: Node
+    log: Path
+    started: float
+
+    @property
+    def code(self) -> int | None:
+        """How it has ended; None while it runs."""
+        return self.node.codes.get(self.number)
+
+    def send(self, number: signal.Signals) -> float:
+        """Sends it a signal; when."""
+        self.node.order(rank=self.number, signal=int(number))
+        return time.time()
+
+
+@dataclass
+class Findings:
+    """What the faults of one job showed.
+
+    Attributes:
+        struck: When the faults happened, by time.time().
+        stepped: Seconds from a fault to the last survivor's next step.
+        rejoined: Seconds from the start of the new process to the first step of all ranks.
+        problems: What was wrong, in words.
+        steps: Steps that the job has made, each with the share of the ranks that made it.
+        seconds: How long that took.
+        undisturbed: Seconds of a step without a fault.
+        kinds: How often each kind of fault happened.
+        parts: What a change of the ranks consists of: seconds by name, of the slowest rank, without and with new ranks.
+    """
+
+    struck: list[float] = field(default_factory=list)
+    stepped: list[float] = field(default_factory=list)
+    rejoined: list[float] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    steps: float = 0.0
+    seconds: float = 0.0
+    undisturbed: float = 0.0
+    kinds: Counter[str] = field(default_factory=Counter)
+    parts: dict[bool, dict[str, float]] = field(default_factory=dict)
 
 
 class Job:
     """A running job.
 
     Args:
-        nodes: How many; two ranks on each.
+        options: Of the study.
         compressor: Its name, or `none`.
-        compute_seconds: Of a step.
         folder: For the ranks' logs.
+        stack: Ends what is started.
     """
 
-    def __init__(self, nodes: int, compressor: str, compute_seconds: float, folder: Path) -> None:
-        import torch.distributed as dist
+    def __init__(self, options: argparse.Namespace, compressor: str, folder: Path, stack: ExitStack) -> None:
+        prefixes: list[list[str]] = [[]]
+        self._host = "127.0.0.1"
+        self._interface: dict[str, str] = {}
+        if options.nic:
+            from gradwire.bench.emulation.cluster import INTERFACE, EmulatedCluster
 
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch._dynamo", "gradwire.comms.hook"])
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-        self._compressor, self._compute, self._folder = compressor, compute_seconds, folder
-        self._count = 0
-        self.size = nodes * RANKS_PER_NODE
+            cluster = stack.enter_context(EmulatedCluster([RANKS_PER_NODE] * options.nodes, options.nic))
+            prefixes = [[*cluster.enter(node), "env", f"--chdir={Path.cwd()}"] for node in range(options.nodes)]
+            self._host = cluster.address(0)
+            self._interface = {"GLOO_SOCKET_IFNAME": INTERFACE}
+        self.nodes = [Node(prefix) for prefix in prefixes]
+        for node in self.nodes:
+            stack.callback(node.close)
+        words = [*prefixes[0], sys.executable, "-m", "gradwire.bench.studies.losses", "--store", self._host]
+        serving = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        stack.callback(serving.wait)
+        assert serving.stdin is not None and serving.stdout is not None
+        stack.callback(serving.stdin.close)
+        self._port = int(serving.stdout.readline())
+        self._folder = folder
+        self._options = {
+            "compressor": compressor,
+            "compute": options.compute,
+            "width": options.width,
+            "row_every": options.row_every,
+        }
+        self._logical = not options.nic
+        self.size = options.nodes * RANKS_PER_NODE
         self.all: list[Rank] = []
-        self.ranks = [self._start(rank, f"node{rank // RANKS_PER_NODE}") for rank in range(self.size)]
+        self.segments = [node.segments() for node in self.nodes]
+        self.ranks = [self._start(rank, rank // RANKS_PER_NODE) for rank in range(self.size)]
 
-    def _start(self, rank: int | None, node: str) -> Rank:
-        self._count += 1
-        log = self._folder / f"{self._count:03d}.jsonl"
+    def _start(self, rank: int | None, place: int) -> Rank:
+        number = len(self.all)
+        log = self._folder / f"{number:03d}.jsonl"
         log.touch()
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
-        own = {"RANK": str(rank), "WORLD_SIZE": str(self.size), PORT_OF_AGENT: "True", **address}
-        joins = {"GRADWIRE_JOIN": f"127.0.0.1:{self._store.port}"}
-        environment = {"OMP_NUM_THREADS": "1", "GRADWIRE_HOSTNAME": node} | (joins if rank is None else own)
-        process = self._context.Process(target=train, args=(environment, str(log), self._compressor, self._compute))
-        process.start()
-        made = Rank(process, node, log, time.time())
+        environment = {"OMP_NUM_THREADS": "1", **self._interface}
+        if self._logical:
+            environment["GRADWIRE_HOSTNAME"] = f"node{place}"
+        if rank is None:
+            environment["GRADWIRE_JOIN"] = f"{self._host}:{self._port}"
+        else:
+            environment |= {"MASTER_ADDR": self._host, "MASTER_PORT": str(self._port)}
+            environment |= {"RANK": str(rank), "WORLD_SIZE": str(self.size), PORT_OF_AGENT: "True"}
+        node = self.nodes[0 if self._logical else place]
+        node.order(rank=number, environment=environment, log=str(log), options=self._options)
+        made = Rank(number, place, node, log, time.time())
         self.all.append(made)
         return made
 
-    def kill(self, rank: Rank) -> float:
-        """Ends a rank as the kernel would; when."""
-        assert rank.process.pid is not None
-        self.ranks.remove(rank)
-        os.kill(rank.process.pid, signal.SIGKILL)
-        return time.time()
-
     def replace(self, rank: Rank) -> Rank:
         """Starts another process on the node of a rank that is gone."""
-        made = self._start(None, rank.node)
+        made = self._start(None, rank.place)
         self.ranks.append(made)
         return made
 
-    def rows(self, rank: Rank) -> list[dict[str, Any]]:
-        """The steps that a rank has written down."""
-        lines = rank.log.read_text().splitlines()
-        return [json.loads(line) for line in lines if line.endswith("}")]
+    def rows(self, rank: Rank, last: int | None = None) -> list[dict[str, Any]]:
+        """The steps that a rank has written down, or the last so many of them."""
+        with rank.log.open("rb") as file:
+            if last is not None:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 200 * last))
+            lines = file.read().decode().splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
-    def wait(self, ranks: list[Rank], after: float, size: int, seconds: float) -> float | None:
+    def wait(self, ranks: Sequence[Rank], after: float, size: int, seconds: float) -> float | None:
         """When the last of the ranks had ended a step of so many, later than `after`; None if that did not come."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             ends = []
             for rank in ranks:
-                ended = [row["time"] for row in self.rows(rank)[-50:] if row["time"] > after and row["size"] == size]
+                rows = self.rows(rank, 400)
+                ended = [row["time"] for row in rows if row["time"] > after and row["size"] == size]
                 ends.append(min(ended, default=None))
-                if not rank.process.is_alive():
+                if rank.code is not None:
                     return None
             if None not in ends:
                 return float(max(end for end in ends if end is not None))
@@ -199,21 +378,19 @@ class Job:
         latest = max((row["step"] for rank in self.ranks for row in self.rows(rank)[-1:]), default=0)
         (self._folder / "stop.new").write_text(str(latest + 20))
         (self._folder / "stop.new").rename(self._folder / "stop")
-        for rank in self.ranks:
-            rank.process.join(60)
-        for rank in self.all:
-            if rank.process.is_alive():
-                rank.process.kill()
-                rank.process.join()
+        deadline = time.monotonic() + 60
+        while any(rank.code is None for rank in self.ranks) and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def check(self) -> list[str]:
-        """What is wrong with what the ranks have written down."""
+        """What is wrong with what the ranks have written down, or left."""
         problems = []
         weights: dict[int, set[int]] = defaultdict(set)
+        every = self._options["row_every"]
         for rank in self.all:
             rows = self.rows(rank)
             steps = [row["step"] for row in rows]
-            if steps and steps != list(range(steps[0], steps[0] + len(steps))):
+            if any(b - a != every for a, b in pairwise(steps)):
                 problems.append(f"{rank.log.name} leaves out or repeats a step")
             for row in rows:
                 weights[row["step"]].add(row["weights"])
@@ -223,95 +400,222 @@ class Job:
             for rank in self.all:
                 rows = [row for row in self.rows(rank) if abs(row["step"] - min(odd)) < 3]
                 seen = [(row["step"], row["epoch"], row["size"], row["weights"]) for row in rows]
-                print(f"  {rank.log.name} on {rank.node}: {seen}", flush=True)
+                print(f"  {rank.log.name} on node {rank.place}: {seen}", flush=True)
         for rank in self.ranks:
-            if rank.process.exitcode != 0:
-                problems.append(f"{rank.log.name} ended with {rank.process.exitcode}")
+            if rank.code != 0:
+                problems.append(f"{rank.log.name} ended with {rank.code}")
+        left = [each for node, had in zip(self.nodes, self.segments, strict=True) for each in node.segments() - had]
+        if left:
+            problems.append(f"{len(left)} segments are left in /dev/shm")
         return problems
+
+    def parts(self, struck: Sequence[float]) -> dict[bool, dict[str, float]]:
+        """Medians of what the changes consisted of, of the slowest rank in each; without and with new ranks.
+
+        Args:
+            struck: When the faults happened: what passes until a rank begins to recover is its `notice`.
+        """
+        slowest: dict[tuple[bool, int], dict[str, float]] = {}
+        for rank in self.ranks:
+            file = rank.log.with_suffix(".changes")
+            for change in json.loads(file.read_text()) if file.exists() else ():
+                key = bool(change["joined"]), round(change["began"] / 2)
+                worst = slowest.setdefault(key, {})
+                before = [at for at in struck if at < change["began"]]
+                notice = {"notice": change["began"] - before[-1]} if before and not change["joined"] else {}
+                for name, seconds in (notice | change["seconds"]).items():
+                    worst[name] = max(worst.get(name, 0.0), seconds)
+        found: dict[bool, dict[str, float]] = {}
+        for joined in (False, True):
+            each = [seconds for key, seconds in slowest.items() if key[0] == joined]
+            names = dict.fromkeys(name for seconds in each for name in seconds)
+            found[joined] = {name: statistics.median(seconds.get(name, 0.0) for seconds in each) for name in names}
+        return found
 
 
 @contextmanager
-def job(nodes: int, compressor: str, compute_seconds: float) -> Iterator[Job]:
+def job(options: argparse.Namespace, compressor: str) -> Iterator[Job]:
     """A job, ended in any case."""
-    with tempfile.TemporaryDirectory() as folder:
-        made = Job(nodes, compressor, compute_seconds, Path(folder))
-        try:
-            yield made
-        finally:
-            for rank in made.all:
-                if rank.process.is_alive():
-                    rank.process.kill()
-                    rank.process.join()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        yield Job(options, compressor, Path(folder), stack)
 
 
-def kills(nodes: int, compressor: str, count: int, pause_seconds: float, compute_seconds: float) -> Findings:
-    """Kills `count` ranks of one job, one after the other, and replaces each of them."""
+def grown(rows: Sequence[dict[str, Any]], size: int) -> list[str]:
+    """What has grown in a rank that was there all the time: the least of each epoch in which all ranks were there."""
+    problems = []
+    epochs: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row["size"] == size:
+            epochs[row["epoch"]].append(row)
+    for what in ("threads", "descriptors", "resident"):
+        values = [min(row[what] for row in found) >> (20 if what == "resident" else 0) for found in epochs.values()]
+        print(f"  {what} of the oldest rank, epoch by epoch: {' '.join(map(str, values))}", flush=True)
+        half = len(values) // 2
+        if what != "resident" and half > 1 and max(values[half:]) > max(values[:half]):
+            problems.append(f"{what} have grown from {max(values[:half])} to {max(values[half:])}")
+    return problems
+
+
+def disturb(running: Job, kind: str, found: Findings) -> tuple[float, list[Rank]]:
+    """Does something to a job; when, and which ranks are lost by it."""
+    found.kinds[kind] += 1
+    victim = random.choice(running.ranks)
+    if kind == "cut":
+        return victim.send(signal.SIGUSR1), []
+    running.ranks.remove(victim)
+    if kind == "freeze":
+        return victim.send(signal.SIGSTOP), [victim]
+    if kind == "forward":  # the pass follows a step's end by the time that its input takes
+        last = running.rows(victim, 3)[-1]["step"]
+        while running.rows(victim, 3)[-1]["step"] == last:
+            time.sleep(0.001)
+        time.sleep(running._options["compute"] * (2 / 3 + random.random() / 3))
+        return victim.send(signal.SIGKILL), [victim]
+    began = victim.send(signal.SIGKILL)
+    if kind == "kill":
+        return began, [victim]
+    second = running.ranks.pop(random.randrange(len(running.ranks)))
+    time.sleep(0.5 * random.random())
+    second.send(signal.SIGKILL)
+    return began, [victim, second]
+
+
+def faults(options: argparse.Namespace, compressor: str) -> Findings:
+    """Disturbs one job, time and again, and replaces the ranks that are lost."""
     found = Findings()
-    segments = set(Path("/dev/shm").glob("gradwire-*"))
-    with job(nodes, compressor, compute_seconds) as running:
+    with job(options, compressor) as running:
         if running.wait(running.ranks, 0.0, running.size, 120) is None:
             found.problems.append("the job did not start")
             return found
-        began, quiet = time.time(), []
-        for number in range(count):
-            time.sleep(pause_seconds * (0.75 + 0.5 * random.random()))
-            before = [row["time"] for row in running.rows(running.ranks[0])[-10:]]
-            quiet += [b - a for a, b in pairwise(before)]
-            victim = random.choice(running.ranks)
-            killed = running.kill(victim)
-            end = running.wait(running.ranks, killed, running.size - 1, 60)
+        time.sleep(2.0)
+        began = stable = time.time()
+        quiet_steps, quiet_seconds, kinds = 0, 0.0, options.kinds.split(",")
+        for number in range(options.faults):
+            pause = (options.every or options.pause) * (0.75 + 0.5 * random.random())
+            due = began + (number + 0.25 + 0.5 * random.random()) * options.every if options.every else stable + pause
+            time.sleep(max(0.0, due - time.time()))
+            quiet = [row["time"] for row in running.rows(running.ranks[0]) if row["time"] > stable]
+            quiet_steps += max(0, len(quiet) - 1)
+            quiet_seconds += quiet[-1] - quiet[0] if quiet else 0.0
+            kind = kinds[number % len(kinds)]
+            struck, lost = disturb(running, kind, found)
+            size = running.size - len(lost)
+            end = running.wait(running.ranks, struck, size, STEP_AGAIN_SECONDS)
+            if kind == "cut" and end is not None:  # the steps that were under way end before it is noticed
+                end = running.wait(running.ranks, struck + 3.0, size, STEP_AGAIN_SECONDS) and end
             if end is None:
-                found.problems.append(f"kill {number}: the survivors did not step again within 60 s")
+                codes = [rank.code for rank in running.ranks]
+                found.problems.append(
+                    f"{kind} {number}: no step of {size} ranks after {STEP_AGAIN_SECONDS:g} s, {codes}"
+                )
                 return found
-            found.stepped.append(end - killed)
-            made = running.replace(victim)
-            end = running.wait(running.ranks, made.started, running.size, 120)
-            if end is None:
-                found.problems.append(f"kill {number}: no new rank after 120 s")
-                return found
-            found.rejoined.append(end - made.started)
-        found.seconds = time.time() - began
+            found.struck.append(struck)
+            found.stepped.append(end - struck)
+            for rank in lost:
+                if kind == "freeze":
+                    rank.send(signal.SIGCONT)
+                running.replace(rank)
+            if lost:
+                started = running.ranks[-1].started
+                end = running.wait(running.ranks, started, running.size, REJOIN_SECONDS)
+                if end is None:
+                    found.problems.append(f"{kind} {number}: no new rank after {REJOIN_SECONDS:g} s")
+                    return found
+                found.rejoined.append(end - started)
+            if kind == "freeze":
+                deadline = time.monotonic() + 30
+                while lost[0].code is None and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                if lost[0].code in (None, 0):
+                    found.problems.append(f"{kind} {number}: the rank that woke up has ended with {lost[0].code}")
+            stable = time.time() + STABLE_SECONDS
+        if options.every:
+            time.sleep(max(0.0, began + options.faults * options.every - time.time()))
+        ended = time.time()
         oldest = max(running.ranks, key=lambda rank: len(running.rows(rank)))
-        rows = running.rows(oldest)
-        found.steps, found.seconds_undisturbed = len(rows), statistics.median(quiet) if quiet else 0.0
+        found.seconds = ended - began
+        counted = [row for row in running.rows(oldest) if began < row["time"] <= ended]
+        found.steps = sum(row["size"] / running.size for row in counted)
+        found.undisturbed = quiet_seconds / quiet_steps if quiet_steps else 0.0
         running.stop()
-        found.problems += running.check()
-        epochs = {row["epoch"]: row for row in rows if row["size"] == running.size}  # the last row of each
-        for what in ("threads", "descriptors", "resident"):
-            values = [row[what] >> (20 if what == "resident" else 0) for row in epochs.values()]
-            print(f"  {what} of the oldest rank, epoch by epoch: {' '.join(map(str, values))}", flush=True)
-            half = len(values) // 2
-            if what != "resident" and half > 1 and max(values[half:]) > max(values[:half]):
-                found.problems.append(f"{what} have grown from {max(values[:half])} to {max(values[half:])}")
-    left = set(Path("/dev/shm").glob("gradwire-*")) - segments
-    if left:
-        found.problems.append(f"{len(left)} segments are left in /dev/shm")
+        rows = running.rows(oldest)
+        found.problems += running.check() + grown(rows, running.size)
+        found.parts = running.parts(found.struck)
     return found
+
+
+def soak(options: argparse.Namespace, compressor: str) -> int:
+    """Trains for many steps; what has grown between their second tenth and their last."""
+    began = time.time()
+    with job(options, compressor) as running:
+        while (rows := running.rows(running.ranks[0], 3)) == [] or rows[-1]["step"] < options.steps:
+            if any(rank.code is not None for rank in running.ranks):
+                print("a rank has ended", flush=True)
+                return 1
+            time.sleep(0.5)
+        running.stop()
+        problems = running.check()
+        for rank in running.ranks:
+            rows = running.rows(rank)
+            tenth = len(rows) // 10
+            words = []
+            for what, scale in (("threads", 1), ("descriptors", 1), ("resident", 1 << 20)):
+                early = statistics.median(row[what] for row in rows[tenth : 2 * tenth]) / scale
+                late = statistics.median(row[what] for row in rows[-tenth:]) / scale
+                words.append(f"{what} {early:.1f} to {late:.1f}{' MB' if scale > 1 else ''}")
+                if late > early + (0.02 * early if scale > 1 else 0.0):
+                    problems.append(f"{what} have grown from {early:.1f} to {late:.1f}")
+            print(f"  {rank.log.name}: {', '.join(words)}", flush=True)
+    print(
+        f"{options.nodes}x{RANKS_PER_NODE} {compressor}: {options.steps} steps in {time.time() - began:.0f} s; load "
+        f"{os.getloadavg()[0]:.0f}; {'; '.join(problems) or 'nothing has grown'}",
+        flush=True,
+    )
+    return 1 if problems else 0
 
 
 def main(arguments: list[str]) -> int:
     """Runs the study and prints one line a job."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--nic", help="emulate the nodes, with links of this rate: 200mbit")
     parser.add_argument("--compressors", default="none")
-    parser.add_argument("--kills", type=int, default=10, help="of each job")
-    parser.add_argument("--pause", type=float, default=1.0, help="seconds before a kill")
+    parser.add_argument("--kinds", default="kill", help=f"of faults, in turn: {', '.join(KINDS)}")
+    parser.add_argument("--faults", type=int, default=10, help="of each job")
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds before a fault, about")
+    parser.add_argument("--every", type=float, default=0.0, help="seconds from fault to fault, instead")
     parser.add_argument("--compute", type=float, default=0.02, help="seconds of a step besides its communication")
+    parser.add_argument("--width", type=int, default=256, help="of the model: it has some width^2 parameters")
+    parser.add_argument("--steps", type=int, default=0, help="train so many without a fault, and see what grows")
+    parser.add_argument("--row-every", type=int, default=1, help="steps from one that is written down to the next")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--agent", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--store", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.agent:
+        return agent()
+    if options.store:
+        return serve_store(options.store)
     random.seed(options.seed)
-    wrong: Counter[str] = Counter()
+    wrong = 0
     for compressor in options.compressors.split(","):
-        found = kills(options.nodes, compressor, options.kills, options.pause, options.compute)
-        wrong.update(found.problems)
+        if options.steps:
+            wrong += soak(options, compressor)
+            continue
+        found = faults(options, compressor)
+        wrong += len(found.problems)
         stepped, rejoined = found.stepped or [0.0], found.rejoined or [0.0]
-        goodput = found.steps * found.seconds_undisturbed / found.seconds if found.seconds else 0.0
+        goodput = found.steps * found.undisturbed / found.seconds if found.seconds else 0.0
+        for joined, parts in found.parts.items():
+            words = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items())
+            print(f"  {'joined' if joined else 'lost'}: {words}", flush=True)
         print(
-            f"{options.nodes}x{RANKS_PER_NODE} {compressor:9s} {len(found.stepped)} kills: stepped again after "
+            f"{options.nodes}x{RANKS_PER_NODE} {options.nic or 'logical'} {compressor:9s} "
+            f"{', '.join(f'{count} {kind}' for kind, count in found.kinds.items())}: stepped again after "
             f"{statistics.median(stepped):.2f} s (most {max(stepped):.2f}), full again "
             f"{statistics.median(rejoined):.2f} s (most {max(rejoined):.2f}) after the start of the new rank; "
-            f"{found.steps} steps in {found.seconds:.0f} s, goodput {goodput:.2f}; load {os.getloadavg()[0]:.0f}; "
-            f"{'; '.join(found.problems) or 'nothing wrong'}",
+            f"{found.steps:.0f} steps of {found.undisturbed * 1e3:.0f} ms in {found.seconds:.0f} s, "
+            f"goodput {goodput:.3f}; load {os.getloadavg()[0]:.0f}; {'; '.join(found.problems) or 'nothing wrong'}",
             flush=True,
         )
     return 1 if wrong else 0

@@ -25,7 +25,7 @@ from datetime import timedelta
 import torch
 
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.door import listener, own_addresses
+from gradwire.comms.bootstrap.door import addresses_of_this_host, listener, own_addresses
 from gradwire.comms.errors import PeerError
 
 log = logging.getLogger("gradwire")
@@ -59,8 +59,12 @@ TOKEN_NBYTES = 16
 """What the rank before shows when it connects, and is shown again: a port scanner, or a service that has the same port
 on another host, is nobody's neighbour."""
 
-GOODBYE, LOST = b".", b"!"
-"""First byte of what is said: behind it the number of launches, 8 bytes; or a length, 4 bytes, and JSON."""
+GOODBYE, LOST, HERE = b".", b"!", b"~"
+"""First byte of what is said: behind it the number of launches, 8 bytes; or a length, 4 bytes, and JSON; or nothing."""
+
+FROZEN_SECONDS = 10.0
+"""After that long without a word, and with all that wait for it, a rank is given up that has a connection still: its
+process is stopped. Much longer than a thread waits for the GIL."""
 
 
 class OverdueError(PeerError):
@@ -152,6 +156,7 @@ class _Peer:
         since: When it was made.
         known: Both ends are sure of each other.
         heard: What has arrived and was not understood yet.
+        last: When something has arrived.
     """
 
     rank: int | None
@@ -160,6 +165,7 @@ class _Peer:
     since: float
     known: bool = False
     heard: bytes = b""
+    last: float = 0.0
 
 
 class LivenessRing:
@@ -173,6 +179,8 @@ class LivenessRing:
         lost: Called when a rank is gone.
         overdue: Asked as often as the alarm; what it returns, this rank gives up for.
         launches: How many launches this rank has started; all ranks start the same ones.
+        waited: For how many seconds this rank has been waiting for others. With it neighbours tell each other that they
+            are there, and who says nothing is missed: the process may be stopped. None leaves that to time-outs.
     """
 
     def __init__(
@@ -184,6 +192,7 @@ class LivenessRing:
         lost: Lost,
         overdue: Callable[[], str | None] = lambda: None,
         launches: Callable[[], int] = lambda: 0,
+        waited: Callable[[], float] | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -192,6 +201,7 @@ class LivenessRing:
         self._lost = lost
         self._overdue = overdue
         self._launches = launches
+        self._waited = waited
         self._look_seconds = look_seconds(size)
         self._nap_seconds = FIRST_NAP_SECONDS
         self._next_look = 0.0
@@ -258,6 +268,8 @@ class LivenessRing:
                 raise PeerError(reason)
             if reason := self._overdue():
                 raise OverdueError(reason)
+            if self._waited is not None:
+                self._tell_and_miss(self._waited())
         started = self._launches()
         for rank, launches in self._left.items():
             if started > launches:
@@ -265,6 +277,17 @@ class LivenessRing:
                     f"rank {rank} has left after {launches} launches, and rank {self._rank} has started the next one",
                     (rank,),
                 )
+
+    def _tell_and_miss(self, waited: float) -> None:
+        """Says that this rank is there, and misses a neighbour that says nothing while this rank waits."""
+        patience = max(FROZEN_SECONDS, 3 * self._look_seconds)
+        for connection, peer in self._peers.items():
+            if peer.known:
+                self._tell(connection, HERE)
+                silent = time.monotonic() - peer.last
+                if waited > patience and silent > patience:
+                    rank = _sure(peer.rank)
+                    raise PeerError(f"rank {rank} has said nothing for {silent:.0f} s: its process is stopped", (rank,))
 
     def _hear(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
         peer = self._peers[connection]
@@ -274,6 +297,7 @@ class LivenessRing:
         except OSError as error:
             heard, ended = b"", f"rank {{}} does not answer any more ({error})"
         peer.heard += heard
+        peer.last = time.monotonic()
         if not heard or not self._understand(connection, peer):
             self._hang_up(selector, connection)
             if not heard and peer.known:
@@ -299,6 +323,7 @@ class LivenessRing:
                 peer.rank = int.from_bytes(peer.heard[TOKEN_NBYTES:wanted], "big")
                 self._tell(connection, self._token)
             peer.heard = peer.heard[wanted:]
+        peer.heard = peer.heard.lstrip(HERE)
         kind, said = peer.heard[:1], peer.heard[1:]
         if kind == GOODBYE and len(said) >= 8:
             self._left[_sure(peer.rank)] = int.from_bytes(said[:8], "big")
@@ -377,7 +402,7 @@ class LivenessRing:
     def _publish(self) -> None:
         """Says where this rank is."""
         port = self._listener.getsockname()[1]
-        self._store.set(f"alive/{self._rank}", json.dumps([port, own_addresses(), self._token.hex()]))
+        self._store.set(f"alive/{self._rank}", json.dumps([port, addresses_of_this_host(None), self._token.hex()]))
 
     def _connect(self, selector: selectors.BaseSelector) -> None:
         """Goes on connecting to the next rank; between two looks, because that one may never come."""

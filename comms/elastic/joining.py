@@ -1,10 +1,13 @@
 """How a process joins a running job: it leaves a request in the job's store, and is taken in between two steps."""
 
+import base64
 import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import lru_cache
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
@@ -12,6 +15,8 @@ from torch._C._distributed_c10d import TCPStore
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.bootstrap.door import listener, own_addresses
 from gradwire.comms.bootstrap.liveness import has_ended
+from gradwire.comms.bootstrap.placement import Presence
+from gradwire.comms.bootstrap.rendezvous import Presences
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.elastic.membership import GivenUpError, View, own_name
 
@@ -26,8 +31,8 @@ ASKING_TIMEOUT = timedelta(seconds=1)
 BACKLOG = 128
 """Calls that a waiting process takes without answering: rank 0 asks so whether it is still there."""
 
-Newcomer = tuple[int, str]
-"""Number of the request, name of the process."""
+Newcomer = tuple[int, str, str]
+"""Number of the request, name of the process, and what it says about itself: see `packed`."""
 
 
 def job_key(name: str) -> str:
@@ -37,6 +42,26 @@ def job_key(name: str) -> str:
         name: Of the hook's state: unique in the job.
     """
     return f"gradwire/elastic/{name}"
+
+
+def packed(presence: Presence) -> str:
+    """What a process says about itself, for the others to know once and for all; see `presences`."""
+    return base64.b64encode(Presences.of([presence], "").pack()).decode()
+
+
+def presences(view: View, said: Mapping[str, str]) -> Presences:
+    """What the members of an epoch have said about themselves, as `packed`: nobody is asked again."""
+    known = (_unpacked(said[name]) for name in view.members)
+    return Presences.of([replace(each, rank=rank, size=view.size) for rank, each in enumerate(known)], START)
+
+
+@lru_cache(maxsize=1024)
+def _unpacked(said: str) -> Presence:
+    return Presences.unpack("", base64.b64decode(said))[0]
+
+
+START = "start"
+"""Of the ranks of an epoch, which start once."""
 
 
 def unprefixed(store: Store) -> Store:
@@ -76,7 +101,7 @@ class Requests:
                 break
             request = json.loads(self._store.read(f"join/{number}/request"))
             if self._is_open(number, request):
-                waiting.append((number, str(request["name"])))
+                waiting.append((number, str(request["name"]), str(request["presence"])))
             elif not waiting:
                 self._done = number
         if not waiting:
@@ -87,13 +112,14 @@ class Requests:
 
     def listed(self, number: int) -> list[Newcomer]:
         """The processes of a list."""
-        return [(each, name) for each, name in json.loads(self._store.get(f"join/list/{number}"))]
+        return [(each, name, said) for each, name, said in json.loads(self._store.get(f"join/list/{number}"))]
 
-    def answer(self, newcomers: Sequence[Newcomer], view: View) -> None:
-        """Rank 0: tells those that are among the members now."""
-        for number, name in newcomers:
+    def answer(self, newcomers: Sequence[Newcomer], view: View, said: Mapping[str, str]) -> None:
+        """Rank 0: tells those that are among the members now, and what all have said about themselves."""
+        known = {name: said[name] for name in view.members if name in said}
+        for number, name, _ in newcomers:
             if name in view.members:
-                word = {"epoch": view.epoch, "rank": view.members.index(name), "members": view.members}
+                word = {"epoch": view.epoch, "rank": view.members.index(name), "members": view.members, "said": known}
                 self._store.set(f"join/{number}/answer", json.dumps(word))
 
     def _is_open(self, number: int, request: Mapping[str, object]) -> bool:
@@ -134,16 +160,17 @@ def find_job(address: str, name: str, timeout: timedelta) -> Store:
     return PrefixStore(prefix, store)
 
 
-def ask(store: Store, shared: Mapping[str, str], timeout: timedelta) -> View:
+def ask(store: Store, shared: Mapping[str, str], timeout: timedelta, presence: str) -> tuple[View, dict[str, str]]:
     """Waits until a running job takes this process in.
 
     Args:
         store: The membership's.
         shared: This process's configuration.
         timeout: Longest wait: for the end of the job's step.
+        presence: What this process says about itself, as `packed`.
 
     Returns:
-        The epoch that begins with it.
+        The epoch that begins with it, and what its members have said about themselves.
 
     Raises:
         GivenUpError: The job refuses it, or has not answered within `timeout`.
@@ -153,7 +180,7 @@ def ask(store: Store, shared: Mapping[str, str], timeout: timedelta) -> View:
     with listener(BACKLOG) as waiting:
         address = [waiting.getsockname()[1], own_addresses(), ""]
         own.set(f"join/{number}/alive/0", json.dumps(address))
-        own.set(f"join/{number}/request", json.dumps({"name": name, "shared": dict(shared)}))
+        own.set(f"join/{number}/request", json.dumps({"name": name, "shared": dict(shared), "presence": presence}))
         log.info("waiting to be taken in, as %s", name)
         try:
             word = json.loads(own.get(f"join/{number}/answer"))
@@ -162,4 +189,4 @@ def ask(store: Store, shared: Mapping[str, str], timeout: timedelta) -> View:
     if "refused" in word:
         raise GivenUpError(f"the running job refuses this process: {word['refused']}")
     members = tuple(map(str, word["members"]))
-    return View(int(word["epoch"]), int(word["rank"]), members, joined=(name,))
+    return View(int(word["epoch"]), int(word["rank"]), members, joined=(name,)), dict(word["said"])

@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,7 +36,7 @@ SILENCE_SECONDS = 5.0
 thread waits for the GIL on a busy machine."""
 
 LEADER_SECONDS = 3.0
-"""Longer than that a leader takes: then another rank leads, which may tell as many members or fewer."""
+"""Longer than that a leader takes, or is gone: then another rank leads, which may tell as many members or fewer."""
 
 USHER_SECONDS = (0.3, 1.0, 3.0)
 """After the beginning of an epoch: when each rank looks whether the next one is still there. The ring sees what it has
@@ -120,17 +120,26 @@ class Membership:
         store: Shared by all ranks that were there and that may come; below a prefix of this job's start.
         view: The first epoch's.
         timeout: For the other ranks' answers where nothing shorter is said.
+        said: What each member of the view has said about itself when it came.
 
     Attributes:
+        said: As given, and of all that have joined since, by name.
+        note: What this rank leaves behind should it be lost; the ring's thread puts it into the store within a second
+            or so, so it costs the training thread nothing.
         on_alarm: Called with the reason when the epoch that the training thread is in is over: wakes it where it waits
             in a collective. From a ring's thread.
         overdue: Asked once a second why to give up, on CUDA; None where there is time.
+        waited: For how many seconds the training thread has been in an operation that takes all ranks.
         started: How many operations this rank has started; the same on all ranks at the same point.
     """
 
-    def __init__(self, store: Store, view: View, timeout: timedelta) -> None:
+    def __init__(self, store: Store, view: View, timeout: timedelta, said: Mapping[str, str] | None = None) -> None:
+        self.said = dict(said or {})
+        self.note: str | None = None
+        self._noted: str | None = None
         self.on_alarm: Callable[[str], None] = lambda reason: None
         self.overdue: Callable[[], str | None] = lambda: None
+        self.waited: Callable[[], float] = lambda: 0.0
         self.started: Callable[[], int] = lambda: 0
         self._plain = store
         self._store = PollingStore(store, timeout, ranks=view.size)
@@ -181,20 +190,21 @@ class Membership:
             self._current = self._latest
         return self._current.view
 
-    def admit(self, names: Sequence[str]) -> View:
+    def admit(self, newcomers: Mapping[str, str]) -> View:
         """Enters an epoch with the ranks of this one and new ones; all ranks call it at the same point.
 
         Where one is lost meanwhile, the epoch that is entered is one without it, and without the new ones.
 
         Args:
-            names: Of the processes that come, in the order of their ranks.
+            newcomers: Names of the processes that come, in the order of their ranks, and what they say about
+                themselves.
 
         Raises:
             GivenUpError: There is no next epoch for this rank.
         """
         epoch, key = self._current, f"{self.view.epoch}/members"
         if self.view.rank == 0:
-            word = {"left": list(range(self.view.size)), "joined": list(names)}
+            word = {"left": list(range(self.view.size)), "joined": dict(newcomers)}
             self._store.compare_set(key, "", json.dumps(word))
         deadline = time.monotonic() + self._timeout.total_seconds()
         while self._latest is epoch and epoch.reason is None:
@@ -206,6 +216,15 @@ class Membership:
                 raise GivenUpError(f"rank 0 has not said within {self._timeout.total_seconds():g} s who has joined")
             time.sleep(NAP_SECONDS)
         return self.next(2 * SILENCE_SECONDS + LEADER_SECONDS)
+
+    def note_of(self, name: str) -> str | None:
+        """What a lost member has left behind last; None where that is nothing, or the store cannot say."""
+        try:
+            key = f"note/{name}"
+            return self._store.read(key).decode() if self._store.check([key]) else None
+        except RuntimeError as error:
+            log.debug("the store cannot say what %s has left: %s", name, error)
+            return None
 
     def close(self, *, orderly: bool = True) -> None:
         """Leaves; the others are told that this rank has ended in order, or go on without it."""
@@ -231,6 +250,9 @@ class Membership:
         key, ring = f"{view.epoch}/alarm", self._ring_store(view)
 
         def alarm() -> str | None:
+            if (note := self.note) is not None and note is not self._noted:
+                self._store.set(f"note/{view.members[view.rank]}", note)
+                self._noted = note
             if epoch.reason is None and self._store.check([key]):
                 return self._store.read(key).decode()
             return epoch.reason
@@ -244,7 +266,14 @@ class Membership:
             return self.overdue() if epoch is self._current else None
 
         epoch.ring = LivenessRing(
-            ring, view.rank, view.size, alarm, lambda error: self._lost(epoch, error), overdue, started
+            ring,
+            view.rank,
+            view.size,
+            alarm,
+            lambda error: self._lost(epoch, error),
+            overdue,
+            started,
+            lambda: self.waited(),
         )
         threading.Thread(target=self._usher, args=(epoch,), name=f"gradwire epoch {view.epoch}", daemon=True).start()
 
@@ -294,6 +323,7 @@ class Membership:
         view = epoch.view
         word = json.loads(self._store.read(f"{view.epoch}/members"))
         left, joined = [int(rank) for rank in word["left"]], tuple(map(str, word["joined"]))
+        self.said.update(word["joined"])
         if view.rank not in left:
             raise GivenUpError(
                 f"rank {view.rank} was given up by the others, which heard nothing of it for {SILENCE_SECONDS:g} s: "
@@ -324,10 +354,18 @@ class Membership:
                 return
             leader = int(self._store.compare_set(f"{number}/leader/{attempt}", "", str(rank)))
             if leader == rank:
-                word = {"left": self._collect(epoch), "joined": []}
+                word = {"left": self._collect(epoch), "joined": {}}
                 self._store.compare_set(key, "", json.dumps(word))
-            deadline = time.monotonic() + SILENCE_SECONDS + LEADER_SECONDS
-            while not self._store.check([key]) and time.monotonic() < deadline and not self._closed:
+            began = time.monotonic()
+            calling = began + CALLING_AFTER_SECONDS
+            while not self._store.check([key]) and not self._closed:
+                now = time.monotonic()
+                if now > began + SILENCE_SECONDS + LEADER_SECONDS:
+                    break
+                if now > calling:  # who leads may be lost over it: then another rank leads at once
+                    calling = now + 1.0
+                    if has_ended(self._ring_store(epoch.view), leader) and not self._store.check([key]):
+                        break
                 time.sleep(NAP_SECONDS)
             if self._closed:
                 return

@@ -37,8 +37,8 @@ TRACE_AFTER = 5
 class Observer:
     """Everything that is watched of one communicator's steps.
 
-    In elastic training nothing that asks the other ranks in an all-reduce: no stragglers, no trace. A step that is
-    repeated ends in one epoch on some ranks and in the next one on others, which would not ask alike.
+    In elastic training each epoch's ranks have an observer of their own. Some of them may end a step that others repeat
+    in the next epoch; so the ranks ask each other about a step only where all of them have made it in this epoch.
 
     Args:
         communicator: Of the gradients.
@@ -60,7 +60,7 @@ class Observer:
             return
         ranks = tuple(range(communicator.size)) if group is None else tuple(dist.get_process_group_ranks(group))
         contents = self.contents
-        if config.straggler_every and not config.elastic:
+        if config.straggler_every:
             self._stragglers = StragglerWatch(
                 communicator, config.straggler_every, lambda index: contents.get(index, (0, ()))[1], ranks
             )
@@ -94,14 +94,29 @@ class Observer:
         else:
             executor.recorder = None
 
-    def step_ended(self, step: int, buckets: Sequence[Bucket], report: Callable[[], Report]) -> None:
+    def step_ended(
+        self, step: int, buckets: Sequence[Bucket], report: Callable[[], Report], *, together: bool = True
+    ) -> None:
         """Takes in a step; all ranks, at the same point of the sequence of launches.
 
         Args:
             step: Its number, from 1.
             buckets: In the order in which they arrived.
             report: Makes one, where metrics are exported.
+            together: All ranks have made the step with this communicator; else none of them says that they have.
         """
+        if together:
+            try:
+                self._ask_others(step, buckets)
+            except (RuntimeError, OSError) as error:
+                if not self._config.elastic:
+                    raise
+                log.debug("an epoch has ended while its ranks told each other about step %d: %s", step, error)
+                self._stragglers = self._trace = self._communicator.executor.recorder = None
+        if self._metrics is not None:
+            self._metrics.step_ended(report)
+
+    def _ask_others(self, step: int, buckets: Sequence[Bucket]) -> None:
         if self._stragglers is not None:
             self._stragglers.step_ended(step, [bucket.times for bucket in buckets])
         if self._trace is not None:
@@ -112,15 +127,11 @@ class Observer:
                 self.trace(Path(self._config.trace), self._config.trace_steps)
             except (OSError, RuntimeError) as error:  # the training goes on
                 log.error("`trace` is %s: %s", self._config.trace, error)
-        if self._metrics is not None:
-            self._metrics.step_ended(report)
 
     def trace(self, file: Path, steps: int) -> None:
         """Traces the next steps; see `HookState.trace`."""
         if steps < 1:
             raise ValueError(f"`steps` is {steps}; wanted a number of steps >= 1")
-        if self._config.elastic:
-            raise RuntimeError("`elastic` is set: steps of elastic training cannot be traced, as ranks may repeat them")
         if self._trace is not None:
             raise RuntimeError("a trace is being made already: wait for its last step")
         problem: OSError | None = None
@@ -157,7 +168,14 @@ class Observer:
         return found
 
     def follow(self, previous: "Observer") -> None:
-        """Takes over from the observer of other ranks, which ends: metrics go on in the same file, at the same port."""
+        """Takes over from the observer of other ranks, which ends: metrics go on in the same file, at the same port.
+
+        A trace does not go on: its ranks are not there any more.
+        """
+        if previous._trace is not None and self._communicator.rank == 0:
+            log.warning(
+                "the trace is given up, and its file is not written: the ranks have changed; ask for another one"
+            )
         self._metrics, previous._metrics = previous._metrics, None
         previous.close()
 

@@ -14,6 +14,7 @@ from gradwire.compressors.base import Compressor, Layout
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.registry import Option, make
 from gradwire.compressors.routed import Routed
+from gradwire.compressors.stateful import Stateful
 from support.threads import ThreadGroup, run_ranks
 
 CASES: dict[str, tuple[str, dict[str, Option]]] = {
@@ -212,6 +213,13 @@ def test_state_can_move_to_new_owners(maker: Maker, layout: Layout) -> None:
     sent = sum(gradient_of(rank, step, layout.numel).double() for rank in range(size) for step in range(steps))
     arrived = results[0][0] + sum(held_back for _, held_back in results)
     torch.testing.assert_close(arrived, sent, rtol=0.0, atol=2e-5)
+
+
+def test_what_is_held_back_has_a_norm(maker: Maker, layout: Layout) -> None:
+    for ours in run(maker, layout, 2, 4):
+        assert isinstance(ours.compressor, Stateful)
+        norm = ours.compressor.held_square() ** 0.5
+        assert norm == pytest.approx(residual_of(ours.compressor, layout).norm().item(), rel=1e-5)
 
 
 def test_a_new_loss_scale_rescales_what_is_held_back(maker: Maker, layout: Layout) -> None:

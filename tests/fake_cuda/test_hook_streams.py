@@ -1,5 +1,6 @@
 """Streams are a law: the exact hook has no race, reuses no memory early, and makes the host wait for nothing."""
 
+import time
 from itertools import chain, pairwise
 from typing import Any
 
@@ -7,8 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_cuda.drive import FIRST, REBUILT, SHAPES, Job, first_module, gradient, on_cpu, on_cuda, train
+from fake_cuda.drive import (
+    FIRST,
+    REBUILT,
+    SHAPES,
+    TIMEOUT,
+    Job,
+    Model,
+    first_module,
+    gradient,
+    on_cpu,
+    on_cuda,
+    train,
+)
 from fake_cuda.machine import Machine
+from fake_cuda.ranks import FakeProcessGroup
 from fake_cuda.streams import side_stream
 
 STEPS = (FIRST, REBUILT, REBUILT)
@@ -192,3 +206,40 @@ def test_the_tuner_looks_at_each_step_a_step_later() -> None:
         assert setting.label != "as begun"
         assert cuts == setting.cuts
         assert len(unread) == 1
+
+
+def test_a_lost_rank_leaves_others_that_go_on() -> None:
+    ended: list[int] = []
+    config = first_module("gradwire.comms.config").Config
+    hook = first_module("gradwire.comms.hook").HookState
+
+    def body(rank: int, device: torch.device, group: FakeProcessGroup) -> tuple[list[list[Tensor]], list[int]]:
+        model = Model(group, device, SHAPES)
+        state = hook(group, config=config(timeout=TIMEOUT, elastic=True, hostname="aabb"[rank]))
+        job, sizes = Job(state, model, device, rank), []
+        try:
+            for step, names in enumerate(STEPS):
+                if rank == 3 and step == 2:
+                    state._survivor.membership.close(orderly=False)  # as the kernel closes the connections of a process
+                    while len(ended) < 3:
+                        time.sleep(0.01)
+                    break
+                job.step(names, gradient(rank, step, whole=True))
+                sizes.append(state.view.size)
+            assert rank == 3 or [each.lost for each in state.changes] == [("rank 3",)]
+            return job.averages(), sizes
+        finally:
+            ended.append(rank)
+            state.close()
+
+    results, _ = on_cuda(4, body)
+    sizes = results[0][1]
+    assert sizes in ([4, 4, 3], [4, 3, 3])  # who has not heard that all have the averages may take them again
+    for step, names in enumerate(STEPS):
+        own = [gradient(rank, step, whole=True) for rank in range(sizes[step])]
+        sums = {name: torch.stack([each[name] for each in own]).sum(0).view(-1) / len(own) for name in SHAPES}
+        wanted = [torch.cat([sums[name] for name in bucket]) for bucket in names]
+        for averages, seen in results[:3]:
+            assert seen == sizes
+            for found, average in zip(averages[step], wanted, strict=True):
+                torch.testing.assert_close(found, average)

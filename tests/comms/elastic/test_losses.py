@@ -1,5 +1,6 @@
 """Ranks are killed in the middle of training and others join: all have the same weights, and nothing is left behind."""
 
+import json
 import os
 import signal
 import threading
@@ -13,24 +14,32 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.comms.bootstrap import liveness
 from gradwire.comms.bootstrap.compat import HashStore
-from gradwire.comms.elastic.membership import View
+from gradwire.comms.elastic.membership import GivenUpError, Membership, View
+from gradwire.comms.transport.torch_group import connections
 from support.processes import Processes
 
 STEPS = 12
 NODES = ["a", "a", "b", "b"]
 
 
-def train(rank: int, killed: dict[int, tuple[int, float]], joins: list[int], options: dict[str, Any]) -> dict[str, Any]:
+def train(
+    rank: int,
+    killed: dict[int, tuple[int, float]],
+    joins: list[int],
+    options: dict[str, Any],
+    backend: str = "gloo",
+    traced: str = "",
+) -> dict[str, Any]:
     """Trains, and dies so many seconds after the beginning of a step where told so; `joins` come from outside."""
-
     if rank in joins:
         store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         os.environ |= {"GRADWIRE_JOIN": store}
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     else:
         os.environ["WORLD_SIZE"] = str(int(os.environ["WORLD_SIZE"]) - len(joins))
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend)
     torch.manual_seed(0)
     model = DistributedDataParallel(
         nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.Linear(64, 1)), bucket_cap_mb=0.01
@@ -47,6 +56,8 @@ def train(rank: int, killed: dict[int, tuple[int, float]], joins: list[int], opt
     while state.steps < STEPS or state.view.size < len(NODES) - len(killed) + len(joins):
         if state.steps == 3:
             before = resources()
+        if traced and state.steps == STEPS - 3:
+            state.trace(traced, steps=2)
         if state.steps == step:
             threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
         optimizer.zero_grad()
@@ -83,10 +94,71 @@ def test_lost_ranks_are_replaced(processes: Processes, compressor: str) -> None:
     assert all(len(each["saved"]) == (0 if compressor == "none" else 5) for each in found)
 
 
-def test_a_lost_node_leaves_nothing_behind(processes: Processes) -> None:
-    found = processes(4, train, {2: (5, 0.0), 3: (5, 0.001)}, [], {}, nodes=NODES, lost=[2, 3])
+def test_a_lost_node_leaves_nothing_behind(processes: Processes, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    killed = {2: (5, 0.0), 3: (5, 0.001)}
+    found = processes(4, train, killed, [], {}, "gradwire", str(file), nodes=NODES, lost=[2, 3])
+    events = json.loads(file.read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event["name"].startswith("bucket")} == {0, 1}
     assert torch.equal(found[0]["digest"], found[1]["digest"])
     for each in found[:2]:
         assert each["steps"] == STEPS
         assert each["changes"][-1][1] == 2
         assert all(count <= 0 for count in each["grown"].values()), each["grown"]
+
+
+def suffer(rank: int) -> dict[str, Any]:
+    """Trains while a connection breaks, ranks are lost in the forward pass and in the recovery, and one freezes."""
+    dist.init_process_group("gloo")
+    liveness.FROZEN_SECONDS = 3.0
+    pids: list[Any] = [None] * 4
+    dist.all_gather_object(pids, os.getpid())
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Linear(64, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sizes: list[tuple[int, int]] = []
+
+    def changed(old: View, new: View) -> None:
+        sizes.append((state.steps, new.size))
+        if new.size == 1:
+            os.kill(pids[1], signal.SIGCONT)
+
+    state = gradwire.HookState(model, elastic=True, on_change=changed)
+    model.register_comm_hook(state, gradwire.comm_hook)
+    generator = torch.Generator().manual_seed(rank)
+    digests: dict[int, torch.Tensor] = {}
+
+    def die(*arguments: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        while state.steps < STEPS:
+            optimizer.zero_grad()
+            if state.steps == 3 and rank == 0:
+                for connection in connections():
+                    connection.shut_down()
+            if state.steps == 5 and rank == 3:
+                model.register_forward_pre_hook(die)  # the others wait for the buffers
+            if state.steps == 5 and rank == 2:
+                Membership.next = die  # type: ignore[method-assign, assignment]  # the others have agreed that it is there
+            if state.steps == 8 and rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            model(torch.randn(16, 8, generator=generator)).square().mean().backward()
+            optimizer.step()
+            digests[state.steps] = torch.cat([value.detach().flatten() for value in model.parameters()])
+    except GivenUpError as error:
+        return {"digests": digests, "sizes": sizes, "error": str(error)}
+    state.close()
+    return {"digests": digests, "sizes": sizes, "error": None}
+
+
+def test_what_else_can_happen_is_survived(processes: Processes) -> None:
+    first, second, *_ = processes(4, suffer, nodes=NODES, lost=[2, 3])
+    assert list(first["digests"]) == list(range(1, STEPS + 1))
+    assert list(second["digests"]) == list(range(1, 9))
+    assert all(torch.equal(first["digests"][step], digest) for step, digest in second["digests"].items())
+    assert second["sizes"][0] == (4, 4)
+    assert second["sizes"][-1] == (6, 2)
+    assert first["sizes"] == [*second["sizes"], (9, 1)]
+    assert first["error"] is None
+    assert "rank 1 was given up by the others" in second["error"]

@@ -1,14 +1,23 @@
 """Laws of the agreement, with ranks as threads: whoever is lost, all survivors name the same members in one order."""
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, Store
 from gradwire.comms.elastic.joining import Requests
-from gradwire.comms.elastic.membership import EpochStore, GivenUpError, Membership, View
+from gradwire.comms.elastic.membership import (
+    LEADER_SECONDS,
+    SILENCE_SECONDS,
+    EpochStore,
+    GivenUpError,
+    Membership,
+    View,
+)
 from gradwire.comms.errors import PeerError
 from support.threads import run_ranks
 
@@ -59,13 +68,54 @@ def test_all_survivors_name_the_same_members(seed: int) -> None:
 def test_who_joins_is_among_the_members_of_all_or_of_none() -> None:
     store = HashStore()
     made = members(store, 3)
-    views = run_ranks(3, lambda rank: made[rank].admit(["new"]))
+    views = run_ranks(3, lambda rank: made[rank].admit({"new": "says this"}))
     assert {view.members for view in views} == {("rank 0", "rank 1", "rank 2", "new")}
     assert {view.joined for view in views} == {("new",)}
+    assert [each.said["new"] for each in made] == ["says this"] * 3
     # It never comes: the ranks that wait for it go on without it.
     views = run_ranks(3, lambda rank: made[rank].next(SECONDS))
     assert {view.members for view in views} == {("rank 0", "rank 1", "rank 2")}
     lose(made, [0, 1, 2])
+
+
+def test_another_rank_leads_where_the_leader_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, collect = members(HashStore(), 3), Membership._collect
+    dead: list[Membership] = []
+
+    def die(leader: Membership, epoch: Any) -> list[int]:
+        if not dead:  # the first one that leads ends before it has written down who is left
+            dead.append(leader)
+            epoch.ring._listener.close()
+            raise GivenUpError("lost")
+        return collect(leader, epoch)
+
+    monkeypatch.setattr(Membership, "_collect", die)
+    began = time.monotonic()
+    for each in made:
+        each.report(0, "an operation has failed")
+    left = run_ranks(3, lambda rank: None if made[rank] in dead or died(made[rank]) else made[rank].view)
+    assert sum(view is None for view in left) == 1
+    assert time.monotonic() - began < SILENCE_SECONDS + LEADER_SECONDS
+    assert all(view.epoch > 0 for view in left if view is not None)
+    lose(made, [0, 1, 2])
+
+
+def died(rank: Membership) -> bool:
+    try:
+        rank.next(SECONDS)
+    except GivenUpError:
+        return True
+    return False
+
+
+def test_a_lost_member_leaves_its_note() -> None:
+    made = members(HashStore(), 2)
+    made[1].note = "0.5 after step 20"
+    deadline = time.monotonic() + SECONDS
+    while made[0].note_of("rank 1") is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (made[0].note_of("rank 1"), made[0].note_of("rank 0")) == ("0.5 after step 20", None)
+    lose(made, [0, 1])
 
 
 def test_a_failure_ends_the_epoch_for_all_and_its_store_says_why() -> None:
@@ -97,6 +147,6 @@ def test_who_was_given_up_is_told_so() -> None:
 def test_a_newcomer_with_another_configuration_is_refused() -> None:
     store = HashStore()
     store.add("join/count", 1)
-    store.set("join/1/request", '{"name": "new", "shared": {"plan": "flat"}}')
+    store.set("join/1/request", '{"name": "new", "shared": {"plan": "flat"}, "presence": ""}')
     assert Requests(store, TIMEOUT, {"plan": "auto"}).look() == 0
     assert b"`plan` is flat here and auto in the running job" in store.get("join/1/answer")
