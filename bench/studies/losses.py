@@ -534,8 +534,13 @@ def faults(options: argparse.Namespace, compressor: str) -> Findings:
         ended = time.time()
         oldest = max(running.ranks, key=lambda rank: len(running.rows(rank)))
         found.seconds = ended - began
-        counted = [row for row in running.rows(oldest) if began < row["time"] <= ended]
-        found.steps = sum(row["size"] / running.size for row in counted)
+        sizes = {
+            row["step"]: row["size"]
+            for rank in running.all
+            for row in running.rows(rank)
+            if began < row["time"] <= ended
+        }
+        found.steps = sum(size / running.size for size in sizes.values())
         found.undisturbed = quiet_seconds / quiet_steps if quiet_steps else 0.0
         running.stop()
         rows = running.rows(oldest)

@@ -249,7 +249,7 @@ class LivenessRing:
                 if self._orderly:
                     self._say_goodbye(selector)
             finally:
-                for each in (*self._peers, self._listener, self._woken):
+                for each in (*self._peers, self._listener, self._woken, self._waker):
                     each.close()
 
     def _look(self, selector: selectors.BaseSelector) -> None:
