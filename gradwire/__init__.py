@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gradwire.comms.config import Config
     from gradwire.comms.fusion import FusionPlan
     from gradwire.comms.hook import HookState, comm_hook
+    from gradwire.comms.outer.outer import Outer
     from gradwire.comms.wrap import wrap
     from gradwire.compressors.base import Codec, Collective, Compressor, Layout, Member, Slice
     from gradwire.compressors.optim.fit import check_optimizer, take_momentum
@@ -51,6 +52,7 @@ _HOMES = {
     "Member": "gradwire.compressors.base",
     "OneBitAdam": "gradwire.compressors.optim.onebit_adam",
     "OneBitLamb": "gradwire.compressors.optim.onebit_lamb",
+    "Outer": "gradwire.comms.outer.outer",
     "Rule": "gradwire.compressors.rules",
     "Slice": "gradwire.compressors.base",
     "attach": "gradwire.comms.attach",
@@ -77,6 +79,7 @@ __all__ = [
     "Member",
     "OneBitAdam",
     "OneBitLamb",
+    "Outer",
     "Rule",
     "Slice",
     "attach",

@@ -18,6 +18,7 @@ PUBLIC = [
     "Member",
     "OneBitAdam",
     "OneBitLamb",
+    "Outer",
     "Rule",
     "Slice",
     "attach",

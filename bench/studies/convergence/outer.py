@@ -1,0 +1,373 @@
+"""Does `gradwire.Outer` reach plain DDP's quality on slow links, and how fast does it train there?
+
+Feeds docs/explanation/talk_less_often.md.
+
+    python -m gradwire.bench.studies.convergence.outer quality --json runs.jsonl            # text task, 2 nodes of 2 ranks; minutes
+    python -m gradwire.bench.studies.convergence.outer speed --json runs.jsonl --nic 10mbit # emulated cluster; needs root
+    python -m gradwire.bench.studies.convergence.outer show --json runs.jsonl
+
+Quality is that of the units' own models on held-out text, at the end after `synchronize()`: time plays no part in it.
+Speed is seconds a step, all methods in turns in one run, each for as many steps as an exchange of the whole model takes
+turns for; `units alone` never exchange anything: that is the machine without a limit on its links.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import gradwire
+from gradwire.bench.contender import Contender, take_turns
+from gradwire.bench.emulation.cluster import EmulatedCluster
+from gradwire.bench.emulation.fork import LAZY, ForkedRank, fork_ranks, run_forked
+from gradwire.bench.emulation.launch import free_port
+from gradwire.bench.machine import machine_line
+from gradwire.bench.studies.convergence.tasks import TASKS, Task, share_of_peak
+
+PLAIN, ALONE, INT4, POWERSGD, POST_LOCAL = (
+    "plain DDP",
+    "units alone",
+    "gradwire int4",
+    "torch PowerSGD",
+    "torch post_localSGD 30",
+)
+NEVER = 10**6
+EVALUATED = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Shares of the run after which the quality is measured."""
+
+VECTORS_TOO = ({"max_dim": 1, "compressor": "int8"},)
+"""Biases and norms in 8 bits: of this small model they would be half of all bytes beside chunk_topk."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowLinkMethod:
+    """How ranks learn of each other; `options` are those of `gradwire.Outer`, None where it is something else."""
+
+    name: str
+    options: dict[str, object] | None = None
+    turns: int = 30
+    """Steps in one turn of the timing."""
+
+
+def _outer(name: str, **options: object) -> SlowLinkMethod:
+    return SlowLinkMethod(f"Outer {name}", options)
+
+
+METHODS = {
+    each.name: each
+    for each in (
+        SlowLinkMethod(PLAIN, turns=2),
+        SlowLinkMethod(INT4, turns=5),
+        SlowLinkMethod(POWERSGD, turns=5),
+        SlowLinkMethod(POST_LOCAL),
+        SlowLinkMethod(ALONE, {"every": NEVER, "fragments": 1, "delay": 0}),
+        _outer("exact"),
+        _outer("int8", compressor="int8"),
+        _outer("int4", compressor="int4"),
+        _outer("onebit", compressor="onebit"),
+        _outer("chunk_topk", compressor="chunk_topk"),
+        _outer("chunk_topk, vectors int8", compressor="chunk_topk", rules=VECTORS_TOO),
+        _outer("int4, no delay", compressor="int4", delay=0),
+        _outer("int4, one fragment", compressor="int4", fragments=1),
+        _outer("average", lr=1.0, momentum=0.0),
+        _outer("momentum 0.5", lr=0.7, momentum=0.5),
+        _outer("lr 1, momentum 0.5", lr=1.0, momentum=0.5),
+        _outer("lr 0.4", lr=0.4),
+        _outer("DiLoCo 30", fragments=1, delay=0),
+        _outer("int4, average", compressor="int4", lr=1.0, momentum=0.0),
+        _outer("int4, H 15", compressor="int4", every=15, delay=3),
+        _outer("int4, H 60", compressor="int4", every=60),
+        _outer("int4, H 120", compressor="int4", every=120),
+        _outer("int4, H 250", compressor="int4", every=250),
+        _outer("local SGD 30", lr=1.0, momentum=0.0, fragments=1, delay=0),
+        _outer("local SGD 120", lr=1.0, momentum=0.0, fragments=1, delay=0, every=120),
+        _outer("int4, inside none", compressor="int4", inside="none"),
+        _outer("exact, inside none", inside="none"),
+        _outer("chunk_topk, inside none", compressor="chunk_topk", inside="none"),
+    )
+}
+
+
+class Training:
+    """One model in training on one rank.
+
+    Args:
+        task: Gives model and optimizer.
+        method: One of `METHODS`.
+        place: Of this rank.
+        seed: Of the weights.
+    """
+
+    def __init__(self, task: Task, method: SlowLinkMethod, place: ForkedRank, seed: int) -> None:
+        self.model: nn.Module = task.model(seed)
+        self.inner = task.optimizer(self.model.parameters())
+        self.optimizer: Optimizer = self.inner
+        self.outer: gradwire.Outer | None = None
+        self._task, self._place, self._seed = task, place, seed
+        node = f"node{place.node}"
+        if method.options is not None:
+            self.outer = gradwire.Outer(self.model, self.inner, hostname=node, **method.options)  # type: ignore[arg-type]
+            self.model = self.outer.model
+            return
+        # One bucket: torch's PowerSGD starts collectives in callbacks, whose order on gloo differs between ranks.
+        self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True, bucket_cap_mb=25)
+        if method.name == INT4:
+            gradwire.attach(self.model, compressor="int4", hostname=node)
+        elif method.name == POWERSGD:
+            power = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            self.model.register_comm_hook(power, powerSGD_hook)
+        elif method.name == POST_LOCAL:
+            units: list[list[int]] = [[] for _ in place.nodes]
+            for rank in range(place.world_size):
+                units[_node_of(rank, place.nodes)].append(rank)
+            groups = [dist.new_group(unit) for unit in units]
+            local = PostLocalSGDState(None, groups[place.node], start_localSGD_iter=0)  # type: ignore[no-untyped-call]
+            self.model.register_comm_hook(local, post_localSGD_hook)
+            averager = PeriodicModelAverager(period=30, warmup_steps=0)
+            self.optimizer = PostLocalSGDOptimizer(self.inner, averager)
+
+    def step(self, number: int) -> None:
+        """One optimizer step on this rank's batch of that number."""
+        self.inner.zero_grad()
+        self._task.loss(self.model, number, self._place.rank, self._seed).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def quality(self) -> float:
+        """Of the units' own models, each on its ranks' share of the held-out data."""
+        total = self._task.score(getattr(self.model, "module", self.model), self._place.rank)
+        dist.all_reduce(total)
+        return float(total[0] / total[1])
+
+    def close(self) -> None:
+        """Ends the exchanges."""
+        if self.outer is not None:
+            self.outer.close()
+
+
+def _node_of(rank: int, nodes: Sequence[int]) -> int:
+    node = 0
+    while rank >= nodes[node]:
+        rank -= nodes[node]
+        node += 1
+    return node
+
+
+def train(task: Task, method: SlowLinkMethod, seed: int, nodes: Sequence[int], steps: int) -> dict[str, object]:
+    """Trains once on forked ranks; returns what the record keeps.
+
+    Raises:
+        RuntimeError: A rank failed; it has printed why.
+    """
+    task.load()
+    for module in LAZY:
+        importlib.import_module(module)
+    port, size = free_port(), sum(nodes)
+    places = [
+        ForkedRank(rank, size, _node_of(rank, nodes), tuple(nodes), "127.0.0.1", port, "lo") for rank in range(size)
+    ]
+    with tempfile.TemporaryDirectory(prefix="gradwire-outer-") as folder:
+        file = Path(folder, "run.json")
+
+        def rank_main_here(place: ForkedRank, _: list[str]) -> int:
+            torch.set_num_threads(1)
+            place.connect()
+            found = _curve(task, method, seed, place, steps)
+            if place.rank == 0:
+                file.write_text(json.dumps(found))
+            place.leave()
+            return 0
+
+        if status := fork_ranks(places, rank_main_here, []):
+            raise RuntimeError(f"a rank of {method.name}, seed {seed} ended with status {status}")
+        found: dict[str, object] = json.loads(file.read_text())
+        return found
+
+
+def _curve(task: Task, method: SlowLinkMethod, seed: int, place: ForkedRank, steps: int) -> dict[str, object]:
+    training = Training(task, method, place, seed)
+    schedule = torch.optim.lr_scheduler.LambdaLR(training.inner, lambda step: share_of_peak(step, steps))
+    marks = {max(1, round(steps * share)) for share in EVALUATED}
+    curve = []
+    for step in range(steps):
+        training.step(step)
+        schedule.step()
+        if step + 1 == steps and training.outer is not None and method.name != ALONE:
+            training.outer.synchronize()
+        if step + 1 in marks:
+            curve.append((step + 1, training.quality()))
+    bits = None
+    if training.outer is not None and training.outer.report().exchanges:
+        bits = training.outer.report().bits_per_parameter_and_step
+    training.close()
+    return {
+        "what": "quality",
+        "method": method.name,
+        "nodes": list(place.nodes),
+        "seed": seed,
+        "curve": curve,
+        "bits": bits,
+    }
+
+
+def measure_speed(task_name: str, nodes: Sequence[int], nic: str | None, names: Sequence[str], rounds: int) -> object:
+    """Times all methods in turns on an emulated cluster; returns what the record keeps.
+
+    Raises:
+        RuntimeError: This machine cannot emulate a cluster, or a rank failed.
+    """
+    with EmulatedCluster([1] * len(nodes), nic) as cluster:
+        outcome = run_forked(
+            cluster, "gradwire.bench.studies.convergence.outer", [task_name, str(rounds), *names], nodes=nodes, timeout_seconds=560
+        )
+    outcome.check()
+    line = next(line for line in outcome.output[0].splitlines() if line.startswith("["))
+    return {
+        "what": "speed",
+        "nodes": list(nodes),
+        "nic": nic,
+        "machine": machine_line(),
+        "load": os.getloadavg()[0],
+        "steps": json.loads(line),
+    }
+
+
+def rank_main(place: ForkedRank, arguments: list[str]) -> int:
+    """One rank's part of the timing; rank 0 prints the figures as one line of JSON."""
+    torch.set_num_threads(1)
+    place.connect()
+    name, rounds, *words = arguments
+    found = _timed(TASKS[name](), place, [METHODS[word] for word in words], int(rounds))
+    if place.rank == 0:
+        print(json.dumps(found), flush=True)
+    place.leave()
+    return 0
+
+
+def _timed(task: Task, place: ForkedRank, methods: Sequence[SlowLinkMethod], rounds: int) -> list[dict[str, object]]:
+    trainings = [Training(task, method, place, 0) for method in methods]
+
+    def turn(training: Training, count: int) -> Callable[[int], None]:
+        def run(number: int) -> None:
+            for step in range(count):
+                training.step(number * count + step)
+
+        return run
+
+    contenders = [
+        Contender(method.name, turn(training, method.turns))
+        for method, training in zip(methods, trainings, strict=True)
+    ]
+    take_turns(contenders, rounds=rounds, warmup=1, interface=place.interface)
+    found: list[dict[str, object]] = []
+    for method, training, one in zip(methods, trainings, contenders, strict=True):
+        outer = training.outer.report() if training.outer is not None else None
+        found.append(
+            {
+                "method": method.name,
+                "seconds": one.median_seconds / method.turns,
+                "nic_nbytes": one.median_nic_nbytes / method.turns,
+                "bits": outer.bits_per_parameter_and_step if outer and outer.exchanges else None,
+                "wait_share": outer.waited_seconds / (sum(one.seconds) or 1) if outer else None,
+            }
+        )
+        training.close()
+    return found
+
+
+def show(file: Path, tolerance: float) -> str:
+    """Tables of all that a file holds: quality, and the time to plain DDP's."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    text = []
+    shapes = sorted({tuple(row["nodes"]) for row in rows})
+    for nodes in shapes:
+        runs: dict[str, list[dict[str, list[tuple[int, float]]]]] = {}
+        for row in rows:
+            if row["what"] == "quality" and tuple(row["nodes"]) == nodes:
+                runs.setdefault(row["method"], []).append(row)
+        speeds = [row for row in rows if row["what"] == "speed" and tuple(row["nodes"]) == nodes]
+        text.append(f"{'x'.join(map(str, (len(nodes), nodes[0])))}")
+        target = statistics.mean(run["curve"][-1][1] for run in runs[PLAIN]) + tolerance if PLAIN in runs else None
+        reached: dict[str, float] = {}
+        for name, found in runs.items():
+            finals = [run["curve"][-1][1] for run in found]
+            hits = [next((step for step, value in run["curve"] if target and value <= target), None) for run in found]
+            known = [hit for hit in hits if hit is not None]
+            if len(known) == len(hits):
+                reached[name] = statistics.mean(known)
+            bits = found[0].get("bits")
+            text.append(
+                f"  {name:30} {statistics.mean(finals):.3f} ({', '.join(f'{each:.3f}' for each in finals)}) "
+                f"reaches {target or 0:.3f} after {reached.get(name, 'never')} steps, {bits or 0:.4g} bits"
+            )
+        for row in speeds:
+            seconds = {each["method"]: each["seconds"] for each in row["steps"]}
+            text.append(f"  on {row['nic']}, load {row['load']:.1f}, {row['machine']}")
+            for each in row["steps"]:
+                name = each["method"]
+                took = reached[name] * each["seconds"] if name in reached else None
+                words = f"{seconds[ALONE] / each['seconds']:.3f} of alone" if ALONE in seconds else ""
+                gain = (
+                    f", {reached[PLAIN] * seconds[PLAIN] / took:.1f}x plain DDP to its quality"
+                    if took and PLAIN in reached and PLAIN in seconds
+                    else ""
+                )
+                text.append(
+                    f"    {name:30} {1e3 * each['seconds']:8.1f} ms a step, {words}, "
+                    f"{each['nic_nbytes'] / 1e3:8.1f} kB, {each['bits'] or 0:.4g} bits{gain}"
+                )
+    return "\n".join(text)
+
+
+def main(argv: list[str]) -> int:
+    """Measures or shows; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.convergence.outer", description=__doc__)
+    parser.add_argument("what", choices=("quality", "speed", "show"))
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="a line for each result; added to")
+    parser.add_argument("--method", action="append", choices=METHODS, help="repeatable (default: all)")
+    parser.add_argument("--seed", action="append", type=int, help="repeatable (default: 0)")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--nic", help="of the emulated links (default: no limit)")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=800)
+    options = parser.parse_args(argv)
+    nodes, task = [options.ranks_per_node] * options.nodes, TASKS["text"]()
+    names = options.method or list(METHODS)
+    if options.what == "show":
+        print(show(options.json, task.facts.tolerance))
+        return 0
+    if options.what == "speed":
+        _add(options.json, measure_speed("text", nodes, options.nic, names, options.rounds))
+        return 0
+    for seed in options.seed or [0]:
+        for name in names:
+            found = train(task, METHODS[name], seed, nodes, options.steps)
+            _add(options.json, found)
+            print(name, seed, found["curve"][-1], found["bits"], flush=True)  # type: ignore[index]
+    return 0
+
+
+def _add(file: Path, found: object) -> None:
+    with file.open("a") as lines:
+        lines.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Training that exchanges parameters now and then instead of gradients at every step."""

@@ -1,0 +1,202 @@
+"""What travels at a time: fragments of the model that take turns, and what each keeps between its exchanges.
+
+Source: Douillard et al., Streaming DiLoCo with overlapping communication, arXiv 2501.18512, section 2.2, algorithm 2.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gradwire.compressors.base import Layout, Slice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterSettings:
+    """When units exchange what they have learned, and what becomes of it.
+
+    Attributes:
+        every: Steps of the optimizer between two exchanges of the same parameter.
+        fragments: Pieces of the model that take turns.
+        delay: Steps between the beginning of an exchange and the step after which its result is taken up.
+        lr: Of the outer SGD. With `momentum` 0, 1 makes every exchange an average of parameters.
+        momentum: Of the outer SGD.
+        nesterov: Whether the outer SGD looks ahead, as torch.optim.SGD does.
+
+    Raises:
+        TypeError: A value is of another type.
+        ValueError: A value does not fit.
+    """
+
+    every: int = 30
+    fragments: int = 4
+    delay: int = 5
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("every", "fragments", "delay"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"`{name}` is {value!r} ({type(value).__name__}); wanted int")
+        for name in ("lr", "momentum"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise TypeError(f"`{name}` is {value!r} ({type(value).__name__}); wanted float")
+        if not isinstance(self.nesterov, bool):
+            raise TypeError(f"`nesterov` is {self.nesterov!r} ({type(self.nesterov).__name__}); wanted bool")
+        if self.every < 1:
+            raise ValueError(f"`every` is {self.every}; wanted a number of steps >= 1")
+        if not 1 <= self.fragments <= self.every:
+            raise ValueError(
+                f"`fragments` is {self.fragments} and `every` {self.every}; wanted 1 to {self.every} fragments: one "
+                "exchange a step at most"
+            )
+        turn = self.every // self.fragments
+        if not 0 <= self.delay <= turn:
+            raise ValueError(
+                f"`delay` is {self.delay}, and with `every` {self.every} and `fragments` {self.fragments} the next "
+                f"fragment's turn comes after {turn} steps; wanted 0 to {turn}: one exchange is under way at a time"
+            )
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"`lr` is {self.lr}; wanted a positive number")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"`momentum` is {self.momentum}; wanted a number from 0 up to, but not, 1")
+
+    def is_turn(self, step: int) -> bool:
+        """Whether a fragment's exchange begins after a step, counted from 1: turns are spread evenly over `every`."""
+        place = (step - 1) % self.every + 1
+        return any((number + 1) * self.every // self.fragments == place for number in range(self.fragments))
+
+
+class Fragment:
+    """Some parameters, and where they were after their last exchange.
+
+    Args:
+        parameters: Name -> parameter, floating-point; a sharded one stands for this rank's shard.
+        momentum: Whether an outer momentum is kept.
+
+    Attributes:
+        names: Of the parameters.
+        layout: Which of them lies where in a flat tensor of all of them.
+        anchor: (numel) float32, or float64 where a parameter is: the parameters after the last exchange, the same bits
+            in all units.
+        momentum: Of the outer SGD, in the shape and dtype of `anchor`; None without one.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], *, momentum: bool) -> None:
+        self.names = tuple(name for name, _ in parameters)
+        self._parameters = [parameter for _, parameter in parameters]
+        slices, start = [], 0
+        for name, view in zip(self.names, self._locals(), strict=True):
+            if view.numel():
+                slices.append(Slice(name, tuple(view.shape), 0, start, view.numel()))
+            start += view.numel()
+        self.layout = Layout(tuple(slices))
+        self._shapes = [view.shape for view in self._locals()]
+        wide = any(parameter.dtype == torch.float64 for parameter in self._parameters)
+        self._dtype = torch.float64 if wide else torch.float32
+        self._rounds = any(parameter.dtype != self._dtype for parameter in self._parameters)
+        self.anchor = self.gather()
+        self.momentum = torch.zeros_like(self.anchor) if momentum else None
+
+    @property
+    def numel(self) -> int:
+        """Elements that this rank holds of it."""
+        return self.layout.numel
+
+    def gather(self) -> Tensor:
+        """The parameters as they are now: a new (numel) tensor in the dtype of `anchor`."""
+        views = self._locals()
+        flat = torch.empty(self.numel, dtype=self._dtype, device=views[0].device)
+        torch._foreach_copy_(self.views(flat), views)
+        return flat
+
+    def scatter(self, flat: Tensor) -> None:
+        """Writes `flat` (numel) to the parameters, rounded to their dtypes."""
+        torch._foreach_copy_(self._locals(), self.views(flat))
+
+    def progress(self, now: Tensor) -> Tensor:
+        """The pseudo-gradient: the parameters after the last exchange minus `now`, a new (numel) tensor.
+
+        What the parameters lost when the anchor was rounded to their dtype is no progress.
+        """
+        if not self._rounds:
+            return self.anchor - now
+        rounded = torch.empty_like(self.anchor)
+        sources = [
+            view.to(parameter.dtype) for view, parameter in zip(self.views(self.anchor), self._parameters, strict=True)
+        ]
+        torch._foreach_copy_(self.views(rounded), sources)
+        return rounded.sub_(now)
+
+    def update(self, mean: Tensor, settings: OuterSettings) -> None:
+        """One step of the outer SGD on `anchor`, in place; `mean` (numel) is the averaged pseudo-gradient.
+
+        Source: torch.optim.SGD with dampening 0, which is arXiv 2501.18512's OuterOpt.
+        """
+        step = mean
+        if self.momentum is not None:
+            self.momentum.mul_(settings.momentum).add_(mean)
+            step = mean.add(self.momentum, alpha=settings.momentum) if settings.nesterov else self.momentum
+        self.anchor.sub_(step, alpha=settings.lr)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Views of a (numel) tensor in the shapes of the parameters, in memory order."""
+        sizes = [shape.numel() for shape in self._shapes]
+        return [part.view(shape) for part, shape in zip(flat.split_with_sizes(sizes), self._shapes, strict=True)]
+
+    def unfinished(self, flat: Tensor) -> list[str]:
+        """The names of parameters that have an element in `flat` (numel) which is not finite."""
+        return [
+            name for name, view in zip(self.names, self.views(flat), strict=True) if not bool(view.isfinite().all())
+        ]
+
+    def _locals(self) -> list[Tensor]:
+        """What this rank holds of each parameter, as views in memory order. FSDP2 may replace a shard's memory."""
+        return [_in_memory_order(local_of(parameter)) for parameter in self._parameters]
+
+
+def local_of(parameter: Tensor) -> Tensor:
+    """This rank's shard of a sharded parameter, else the parameter; without autograd, sharing its memory."""
+    with torch.no_grad():
+        return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+def cut_into_fragments(parameters: Sequence[tuple[str, nn.Parameter]], settings: OuterSettings) -> list[Fragment]:
+    """Cuts a model into fragments of nearly equal size, between parameters, in the order of the model.
+
+    Args:
+        parameters: Name -> parameter.
+        settings: How many, and whether they keep momentum.
+
+    Raises:
+        ValueError: There are fewer parameters than fragments.
+    """
+    count = settings.fragments
+    if len(parameters) < count:
+        raise ValueError(
+            f"`fragments` is {count}, and `optimizer` trains {len(parameters)} parameters; wanted at most as many "
+            "fragments as parameters"
+        )
+    total = sum(local_of(parameter).numel() for _, parameter in parameters)
+    fragments, first, done = [], 0, 0
+    for number in range(count):
+        stop, latest = first, len(parameters) - (count - number - 1)
+        while stop < latest:
+            numel = local_of(parameters[stop][1]).numel()
+            if stop > first and done + numel / 2 > total * (number + 1) / count and number < count - 1:
+                break
+            done += numel
+            stop += 1
+        fragments.append(Fragment(parameters[first:stop], momentum=settings.momentum > 0))
+        first = stop
+    return fragments

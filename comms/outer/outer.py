@@ -1,0 +1,421 @@
+"""`gradwire.Outer`: units train by themselves and exchange what they have learned now and then, beside training."""
+
+import logging
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gradwire.comms.attach import attach
+from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, store_of
+from gradwire.comms.checkpoint import PREFIX, Checkpoint, normalize, pack, unpack
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.compression import Compression
+from gradwire.comms.config import Config
+from gradwire.comms.hook import HookState
+from gradwire.comms.observe.observer import Observer
+from gradwire.comms.outer.exchange import OuterExchange
+from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments
+from gradwire.comms.report import Report
+from gradwire.compressors.base import StateDict
+from gradwire.compressors.rules import warn_of_idle
+from gradwire.topology.cluster import LEVEL_NAMES, Cluster
+
+log = logging.getLogger("gradwire")
+
+EXACT, NONE = "exact", "none"
+INSIDE = (EXACT, NONE, *LEVEL_NAMES[:-1])
+"""What `inside` may be; the levels are those that have one above."""
+
+_numbers: "dict[str, count[int]]" = {}
+"""Process group -> numbers for the exchanges that are made on it, in the same order on all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class OuterReport:
+    """What `Outer.report()` gives; `print` it, or read its fields.
+
+    Attributes:
+        units: Ranks of each unit, in the order of their lowest rank; of a sharded model, of the ranks that hold the
+            same shards.
+        steps: Of the optimizer.
+        exchanges: That have taken effect, of single fragments.
+        skipped: Exchanges that were not finite and changed nothing.
+        numel: Elements that this rank holds of the parameters.
+        sent_nbytes: Bytes that this rank has sent to other nodes, counted, headers not; on one node to other ranks.
+        card_nbytes: Bytes that have left the busiest node for others, as the plans say; as many have arrived.
+        bits_per_parameter_and_step: The same in bits, a parameter and step.
+        seconds: Since the first step ended.
+        waited_seconds: Of those, how long this rank has done nothing but wait for a result.
+        exchange: Phases, plans and links of the exchanges.
+        inside: Of the gradients inside this unit; None where nothing is averaged there, or others do it.
+    """
+
+    units: tuple[tuple[int, ...], ...]
+    steps: int
+    exchanges: int
+    skipped: int
+    numel: int
+    sent_nbytes: float
+    card_nbytes: float
+    bits_per_parameter_and_step: float
+    seconds: float
+    waited_seconds: float
+    exchange: Report
+    inside: Report | None = None
+
+    @property
+    def wait_share(self) -> float:
+        """Part of the time in which this rank has done nothing but wait for a result."""
+        return self.waited_seconds / self.seconds if self.seconds else 0.0
+
+    def to_dict(self) -> dict[str, object]:
+        """All of it as dicts, lists, numbers, strings and None, as JSON holds them; keys are the attributes' names."""
+        reports = {"exchange": self.exchange.to_dict(), "inside": self.inside and self.inside.to_dict()}
+        units = [list(unit) for unit in self.units]
+        return {**asdict(self), **reports, "units": units, "wait_share": self.wait_share}
+
+    def __str__(self) -> str:
+        skipped = f", {self.skipped} not finite and skipped" if self.skipped else ""
+        sizes = ", ".join(str(len(unit)) for unit in self.units)
+        head = f"{len(self.units)} units of {sizes} ranks; {self.steps} steps, {self.exchanges} exchanges{skipped}"
+        traffic = (
+            f"{self.bits_per_parameter_and_step:.3g} bits a parameter and step, {self.card_nbytes / 1e6:.3f} MB, have "
+            f"left each node; this rank has waited for {self.wait_share:.1%} of the time"
+        )
+        return "\n".join([head, traffic, str(self.exchange)])
+
+
+class Outer:
+    """Trains a model in units that exchange what they have learned now and then: for links that are slow.
+
+    A unit averages its gradients at every step and exchanges its parameters' progress (the pseudo-gradient) with the
+    others after `every` steps, a fragment of the model at a time, beside training. The optimizer's own `step()` drives
+    it all; train `outer.model` as ever::
+
+        outer = gradwire.Outer(model, optimizer, compressor="int8")
+        for batch in data:
+            optimizer.zero_grad()
+            loss(outer.model(batch)).backward()
+            optimizer.step()
+        outer.synchronize()
+
+    All ranks make it, with the same arguments. They begin with rank 0's parameters and floating-point buffers; so load
+    the state of an earlier run afterwards.
+
+    Args:
+        model: A plain module; or one that averages its gradients inside the unit itself: a DistributedDataParallel over
+            the unit's own process group, or one that FSDP2's `fully_shard` shards over the unit's ranks.
+        optimizer: Any of torch's, of the model's parameters. Only what it trains is exchanged.
+        every: Steps of the optimizer between two exchanges of the same parameter.
+        fragments: Pieces of the model that take turns, `every / fragments` steps apart, so that the link is never full.
+        delay: Steps after which a result is taken up, while the exchange is under way; at most `every // fragments`.
+            What the unit learns meanwhile is kept whole. 0 waits for the result.
+        lr: Of the outer SGD. `lr=1, momentum=0` makes an exchange an average of parameters (local SGD).
+        momentum: Of the outer SGD.
+        nesterov: Whether the outer SGD looks ahead.
+        inside: What a unit is: "exact" the ranks of a node, "none" every rank by itself, or the level at which
+            gradients are averaged at every step: "intra_node", "inter_node" (the nodes of a rack), "inter_rack".
+        config: The configuration; by default what the environment gives.
+        **options: Fields of `Config` by name: `compressor` (of what crosses between nodes), `compressor_options`,
+            `rules`, `timeout`, ...; they win over the environment.
+
+    Attributes:
+        model: What to train.
+        hook: The state of gradwire's hook inside the unit; None where nothing is averaged there, or others do it.
+        settings: When units exchange, and what becomes of it.
+
+    Raises:
+        TypeError: An option has an unknown name, or a value is of another type.
+        ValueError: A value does not fit, or differs between the ranks; the optimizer trains nothing of the model, or
+            something else; or the model averages over all ranks already.
+        RuntimeError: torch.distributed is not initialised, or a rank did not join.
+
+    Source: Douillard et al., DiLoCo, arXiv 2311.08105; Streaming DiLoCo, arXiv 2501.18512.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        every: int = 30,
+        fragments: int = 4,
+        delay: int = 5,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        inside: str = EXACT,
+        config: Config | None = None,
+        **options: object,
+    ) -> None:
+        self.settings = OuterSettings(
+            every=every, fragments=fragments, delay=delay, lr=lr, momentum=momentum, nesterov=nesterov
+        )
+        if inside not in INSIDE:
+            raise ValueError(f"`inside` is {inside!r}; wanted one of {', '.join(INSIDE)}")
+        if config is not None and options:
+            raise TypeError(
+                f"`config` and {', '.join(f'`{name}`' for name in options)} are both given: put the options "
+                "into the Config"
+            )
+        config = config or Config.from_env(**options)
+        if config.elastic or config.join is not None:
+            raise ValueError("`elastic` or `join` is set, and Outer does not go on without a lost rank: leave it out")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"`model` is a {type(model).__name__}; wanted a torch.nn.Module")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"`optimizer` is a {type(optimizer).__name__}; wanted a torch.optim.Optimizer")
+        trained = _trained(model, optimizer)
+        if not dist.is_initialized() or dist.group.WORLD is None:
+            raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() first")
+        group, own_unit = _peers(model, trained, inside)
+        self.hook: HookState | None = None
+        self._connect(group, trained, replace(config, plan="hierarchical") if config.plan == "auto" else config)
+        communicator = self._communicator
+        self._units = _units(communicator.cluster, inside) if own_unit is None else _units_of(group, own_unit)
+        parts = cut_into_fragments(trained, self.settings)
+        self.exchange = OuterExchange(
+            communicator, self._compression, parts, self.settings, self._observer, alone=len(self._units) == 1
+        )
+        if len(self._units) == 1:
+            log.warning("Outer has one unit of %d ranks: nothing is exchanged", communicator.size)
+        self._buffers = [each for each in model.buffers() if each.is_floating_point()]
+        self.exchange.start_alike([*_locals(trained), *self._buffers])
+        self.model = model
+        if own_unit is None and inside != NONE:
+            self.model = self._average_inside(model, config)
+        self._began = 0.0
+        self._trained_count = sum(len(part["params"]) for part in optimizer.param_groups)
+        # The optimizer keeps this object: without it steps would go on, and nothing would be exchanged.
+        self._handle = optimizer.register_step_post_hook(lambda stepper, *_: self._stepped(stepper))
+
+    def _connect(self, group: dist.ProcessGroup, trained: list[tuple[str, nn.Parameter]], config: Config) -> None:
+        config = replace(config, fusion_mb=0.0, fusion="fixed", tune=False, probe=False, trace=None, straggler_every=0)
+        config = replace(config, average=True, predivide=None, sum_dtype="own", reduction="sum")  # are of gradients
+        self._compression: Compression | None = None
+        if config.compressor not in (None, "none"):
+            self._compression = Compression(
+                config.compressor, config.compressor_options, config.rules, group.rank(), group.size()
+            )
+            numels = {name: local.numel() for (name, _), local in zip(trained, _locals(trained), strict=True)}
+            self._compression.compressor.bind_model({name: numel for name, numel in numels.items() if numel})
+            warn_of_idle(config.rules, numels, "Patterns are shell-style, of the whole name.")
+        self._communicator = Communicator(
+            store_of(group),
+            group.rank(),
+            group.size(),
+            _locals(trained)[0].device,
+            config,
+            name=f"outer{next(_numbers.setdefault(group.group_name, count()))}",
+            compressor=self._compression.compressor if self._compression else None,
+            group=group,
+        )
+        weakref.finalize(self, self._communicator.close)
+        self._observer = Observer(self._communicator, config, group)
+        weakref.finalize(self, self._observer.close)
+
+    def _average_inside(self, model: nn.Module, config: Config) -> nn.Module:
+        """Wraps the model in DDP over this rank's unit; all ranks make all units' groups, in the same order."""
+        own = model
+        plain = replace(config, compressor=None, compressor_options={}, rules=())
+        for unit in self._units:
+            if len(unit) == 1:
+                continue
+            group = dist.new_group(list(unit), timeout=config.timeout)
+            if self._communicator.rank in unit:
+                own = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+                self.hook = attach(own, config=plain)
+        return own
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        trained = sum(len(part["params"]) for part in optimizer.param_groups)
+        if trained != self._trained_count:
+            raise RuntimeError(
+                f"`optimizer` trains {trained} parameters, and {self._trained_count} when Outer was made: call "
+                "synchronize() and close(), and make a new Outer"
+            )
+        self._began = self._began or time.perf_counter()
+        self.exchange.step_ended()
+
+    def synchronize(self) -> None:
+        """Averages the units' parameters now, in full precision: afterwards all ranks hold the same ones.
+
+        For the end of training, or before a model is saved or judged. With what the compressor holds back, without
+        outer momentum, and with the average of floating-point buffers (running means), which are each unit's own
+        otherwise. All ranks call it, whatever numbers of steps they have taken: who is behind in exchanges catches up.
+
+        Raises:
+            RuntimeError: A rank did not come within the time-out; or, on all ranks, a parameter is not finite.
+        """
+        self.exchange.synchronize(self._buffers)
+
+    def report(self) -> OuterReport:
+        """What has been exchanged so far, how many bits that took, and how long this rank has waited."""
+        exchange, communicator = self.exchange, self._communicator
+        found = self._observer.add_to(communicator.report(exchange.steps))
+        inside = LEVEL_NAMES[0] if len(communicator.cluster.nodes) > 1 else ""
+        work = max(exchange.numel * exchange.steps, 1)
+        return OuterReport(
+            units=tuple(self._units),
+            steps=exchange.steps,
+            exchanges=exchange.done,
+            skipped=exchange.skipped,
+            numel=exchange.numel,
+            sent_nbytes=sum(row.wire_nbytes for row in found.rows if row.level != inside),
+            card_nbytes=exchange.card_nbytes,
+            bits_per_parameter_and_step=8 * exchange.card_nbytes / work,
+            seconds=time.perf_counter() - self._began if self._began else 0.0,
+            waited_seconds=exchange.waited_seconds,
+            exchange=found,
+            inside=None if self.hook is None or not self.hook.steps else self.hook.report(),
+        )
+
+    def state_dict(self) -> Checkpoint:
+        """This rank's part of the exchanges, for resuming bit for bit; every rank saves its own, beside its model.
+
+        Parameters at the last exchange, outer momentum, what is held back, and the result of an exchange that is under
+        way, which it waits for. Plain tuples of CPU tensors, numbers and strings: safe with
+        `torch.load(weights_only=True)`. Units hold different parameters between exchanges, so every unit has to save
+        its own model and optimizer too.
+        """
+        state: StateDict = {PREFIX + "outer/" + key: value for key, value in self.exchange.state_dict().items()}
+        return pack(state, self._communicator.rank, self._communicator.size, True)
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Restores what `state_dict` returned on this rank; model and optimizer are the caller's to restore.
+
+        Raises:
+            ValueError: The state is of another model, other settings, another rank or number of ranks, or is damaged;
+                nothing was changed.
+        """
+        own = unpack(normalize(state), self._communicator.rank, self._communicator.size)
+        prefix = PREFIX + "outer/"
+        if not own or not all(key.startswith(prefix) for key in own):
+            raise ValueError("`state` has no entries of gradwire's Outer: wanted what Outer.state_dict() returned")
+        self.exchange.load_state_dict({key.removeprefix(prefix): value for key, value in own.items()})
+
+    def close(self) -> None:
+        """Ends the exchanges: the optimizer's steps drive nothing any more. `model` is for judging and saving then."""
+        self._handle.remove()
+        self._observer.close()
+        self._communicator.close()
+        if self.hook is not None:
+            self.hook.close()
+
+
+def _locals(trained: list[tuple[str, nn.Parameter]]) -> list[Tensor]:
+    return [(each.to_local() if isinstance(each, DTensor) else each).detach() for _, each in trained]
+
+
+def _trained(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that the optimizer trains, with their names, in the order of the model.
+
+    Raises:
+        ValueError: It trains none, or others; or one is no floating-point number.
+    """
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    wanted = {id(each) for part in optimizer.param_groups for each in part["params"]}
+    trained = [
+        (name.replace(COMPILED_INSIDE + ".", ""), each) for name, each in inner.named_parameters() if id(each) in wanted
+    ]
+    if not trained:
+        raise ValueError("`optimizer` trains no parameter of `model`: make it of model.parameters()")
+    if len(trained) < len(wanted):
+        raise ValueError(
+            f"`optimizer` trains {len(wanted) - len(trained)} parameters that `model` does not have: give Outer the "
+            "module that all of them are in"
+        )
+    for name, each in trained:
+        if not each.is_floating_point():
+            raise ValueError(f"`{name}` has dtype {each.dtype}; wanted floating-point parameters")
+    return trained
+
+
+def _peers(
+    model: nn.Module, trained: list[tuple[str, nn.Parameter]], inside: str
+) -> tuple[dist.ProcessGroup, frozenset[int] | None]:
+    """The ranks that hold the same parameters (or shards) as this one, and this rank's unit where the model says it.
+
+    Raises:
+        ValueError: The model averages over all ranks already, or `inside` says something else than the model.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    sharded = [each for _, each in trained if isinstance(each, DTensor)]
+    if isinstance(model, DistributedDataParallel):
+        unit = frozenset(dist.get_process_group_ranks(model.process_group))
+        what = "a DistributedDataParallel over all ranks: give the plain module, or a process_group of the unit's ranks"
+    elif sharded:
+        unit = frozenset(rank for each in sharded for rank in each.device_mesh.mesh.flatten().tolist())
+        what = "sharded over all ranks: shard it over the ranks of each unit, fully_shard(module, mesh=mesh['shard'])"
+    else:
+        return world, None
+    if inside != EXACT:
+        raise ValueError(f"`inside` is {inside!r}, and `model` averages its gradients itself; wanted {EXACT!r}")
+    if len(unit) == world.size() > 1:
+        raise ValueError(f"`model` is {what}")
+    if not sharded:
+        return world, unit
+    if len(sharded) < len(trained):
+        raise ValueError(
+            "`model` has parameters that are sharded and others that are not: call fully_shard on all of it"
+        )
+    holders: list[object] = [None] * world.size()
+    dist.all_gather_object(holders, _shard_key(sharded))
+    groups = {key: [rank for rank, each in enumerate(holders) if each == key] for key in dict.fromkeys(holders)}
+    own: dist.ProcessGroup | None = None
+    for ranks in groups.values():
+        made = dist.new_group(ranks)
+        own = made if dist.get_rank() in ranks else own
+    assert own is not None
+    return own, unit
+
+
+def _shard_key(sharded: Sequence[DTensor]) -> str:
+    """Which shards this rank holds: equal on ranks that hold the same ones."""
+    found = []
+    for each in sharded:
+        place: Sequence[int] = each.device_mesh.get_coordinate() or ()
+        at = [
+            (place[dim], each.device_mesh.size(dim))
+            for dim, how in enumerate(each.placements)
+            if isinstance(how, Shard)
+        ]
+        found.append((tuple(each.shape), at))
+    return repr(found)
+
+
+def _units(cluster: Cluster, inside: str) -> list[tuple[int, ...]]:
+    """The ranks of each unit.
+
+    Raises:
+        ValueError: The cluster has no such level.
+    """
+    if inside == NONE:
+        return [(rank,) for rank in range(cluster.size)]
+    level = LEVEL_NAMES.index(LEVEL_NAMES[0] if inside == EXACT else inside)
+    if level >= cluster.depth:
+        raise ValueError(
+            f"`inside` is {inside!r}, and this cluster has {', '.join(cluster.level_names)}: give `location` its racks "
+            "and regions, or name one of these"
+        )
+    return [cluster.ranks(unit) for unit in cluster.units(level)]
+
+
+def _units_of(group: dist.ProcessGroup, own: frozenset[int]) -> list[tuple[int, ...]]:
+    """The ranks of each unit in a group, where each rank knows its own."""
+    found: list[object] = [None] * group.size()
+    dist.all_gather_object(found, sorted(own), group=group)
+    ranks = dist.get_process_group_ranks(group)
+    units: dict[str, list[int]] = {}
+    for rank, unit in zip(ranks, found, strict=True):
+        units.setdefault(repr(unit), []).append(rank)
+    return [tuple(unit) for unit in units.values()]

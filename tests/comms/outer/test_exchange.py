@@ -1,0 +1,389 @@
+"""Laws of what units exchange now and then, ranks as threads: every number against a simulation in a few lines."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.compression import Compression
+from gradwire.comms.config import Config
+from gradwire.comms.outer.exchange import OuterExchange
+from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments
+from support.threads import run_ranks
+
+Result = TypeVar("Result")
+CPU = torch.device("cpu")
+SHAPES = ((8, 6), (9,), (5, 7), (3,), (40, 4))
+AVERAGE = OuterSettings(every=3, fragments=1, delay=0, lr=1.0, momentum=0.0, nesterov=False)
+
+
+class Model(nn.Module):
+    """A few parameters, the same on every rank."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, scale: int = 1) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.all = nn.ParameterList(
+            torch.randint(-9, 9, (shape[0] * scale, *shape[1:]), generator=generator).to(dtype) for shape in SHAPES
+        )
+
+    def flat(self) -> Tensor:
+        """All parameters, one after another, float64."""
+        return torch.cat([each.detach().reshape(-1).double() for each in self.all])
+
+
+def move(model: Model, rank: int, step: int) -> None:
+    """One step of training: every parameter moves by whole numbers, which every rank can tell of every other."""
+    generator = torch.Generator().manual_seed(97 * step + rank)
+    with torch.no_grad():
+        for each in model.all:
+            each += torch.randint(-4, 5, each.shape, generator=generator).to(each.dtype)
+
+
+def on_ranks(
+    nodes: str,
+    body: Callable[[Communicator, Callable[..., OuterExchange]], Result],
+    settings: OuterSettings = AVERAGE,
+    compressor: str | None = None,
+    **options: Any,
+) -> Sequence[Result]:
+    """Runs `body(communicator, make)`; `make(model)` gives an exchange. A rank's node is its letter in `nodes`."""
+    store = HashStore()
+
+    def run(rank: int) -> Result:
+        common: dict[str, Any] = {"timeout": timedelta(seconds=20), "plan": "hierarchical", **options}
+        config = Config(hostname=nodes[rank], compressor=compressor, **common)
+        compression = None if compressor is None else Compression(compressor, {}, (), rank, len(nodes))
+        used = compression.compressor if compression else None
+        communicator = Communicator(store, rank, len(nodes), CPU, config, name="outer", compressor=used)
+
+        def make(model: Model, **changes: Any) -> OuterExchange:
+            named = list(model.named_parameters())
+            wanted = replace(settings, **changes)
+            exchange = OuterExchange(communicator, compression, cut_into_fragments(named, wanted), wanted)
+            exchange.start_alike(list(model.all))
+            return exchange
+
+        try:
+            return body(communicator, make)
+        finally:
+            communicator.close()
+
+    return run_ranks(len(nodes), run)
+
+
+def simulate(ranks: int, steps: int, settings: OuterSettings) -> list[list[Tensor]]:
+    """What `steps` steps leave on every rank, parameter by parameter, in float64: the rule as its page states it."""
+    models = [Model(torch.float64) for _ in range(ranks)]
+    now = [[each.detach() for each in model.all] for model in models]
+    with_parts = cut_into_fragments(list(models[0].named_parameters()), settings)
+    groups = [[int(name.split(".")[1]) for name in fragment.names] for fragment in with_parts]
+    anchors = [each.clone() for each in now[0]]
+    momenta = [torch.zeros_like(each) for each in anchors]
+    pending: list[tuple[int, int, Tensor, list[Tensor]]] = []
+    turn = 0
+    for step in range(1, steps + 1):
+        for rank, model in enumerate(models):
+            move(model, rank, step)
+        if settings.is_turn(step):
+            for at in groups[turn % len(groups)]:
+                mean = torch.stack([anchors[at] - own[at] for own in now]).mean(0)
+                pending.append((step + settings.delay, at, mean, [own[at].clone() for own in now]))
+            turn += 1
+        for due, at, mean, sent in [each for each in pending if each[0] == step]:
+            momenta[at] = settings.momentum * momenta[at] + mean
+            direction = mean + settings.momentum * momenta[at] if settings.nesterov else momenta[at]
+            anchors[at] = anchors[at] - settings.lr * direction
+            for own, before in zip(now, sent, strict=True):
+                own[at].copy_(anchors[at] + (own[at] - before))
+            assert due == step
+        pending = [each for each in pending if each[0] > step]
+    return now
+
+
+RULES = {
+    "average every third step": AVERAGE,
+    "average every step": replace(AVERAGE, every=1),
+    "two fragments in turn": replace(AVERAGE, every=4, fragments=2),
+    "taken up later": replace(AVERAGE, every=4, delay=3),
+    "outer momentum": replace(AVERAGE, lr=0.5, momentum=0.5),
+    "outer Nesterov, fragments, later": OuterSettings(every=6, fragments=3, delay=2, lr=0.5, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("nodes", ["ab", "aabb"])
+def test_exchanges_are_the_simulation_to_the_bit(nodes: str) -> None:
+    """Where float32 holds every number exactly: sums of whole numbers, halves and quarters."""
+
+    def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> list[list[Tensor]]:
+        found = []
+        for rule in RULES.values():
+            model = Model()
+            exchange = make(model, **{name: getattr(rule, name) for name in rule.__dataclass_fields__})
+            for step in range(1, 14):
+                move(model, communicator.rank, step)
+                exchange.step_ended()
+            assert exchange.begun == sum(rule.is_turn(step) for step in range(1, 14))
+            found.append([each.detach().double() for each in model.all])
+        return found
+
+    results = on_ranks(nodes, body)
+    for number, (name, rule) in enumerate(RULES.items()):
+        for rank, expected in enumerate(simulate(len(nodes), 13, rule)):
+            for one, other in zip(results[rank][number], expected, strict=True):
+                assert torch.equal(one, other), (name, rank)
+
+
+def test_every_fragment_has_one_turn_in_every_so_many_steps() -> None:
+    for every, fragments in ((1, 1), (4, 4), (30, 4), (7, 3), (50, 1)):
+        settings = OuterSettings(every=every, fragments=fragments, delay=0)
+        turns = [step for step in range(1, 10 * every + 1) if settings.is_turn(step)]
+        assert len(turns) == 10 * fragments
+        gaps = {later - earlier for earlier, later in pairwise(turns)}
+        assert max(gaps) - min(gaps) <= 1
+        assert min(gaps) >= every // fragments
+
+
+def test_fragments_hold_every_parameter_once_and_are_of_like_size() -> None:
+    model = Model()
+    for count in range(1, len(SHAPES) + 1):
+        fragments = cut_into_fragments(list(model.named_parameters()), OuterSettings(fragments=count, delay=0))
+        assert len(fragments) == count
+        assert [name for each in fragments for name in each.names] == [name for name, _ in model.named_parameters()]
+        assert torch.equal(torch.cat([each.gather().double() for each in fragments]), model.flat())
+    with pytest.raises(ValueError, match="`fragments` is 6"):
+        cut_into_fragments(list(model.named_parameters()), OuterSettings(fragments=6, delay=0))
+
+
+def test_sgd_that_averages_every_step_is_data_parallel_training() -> None:
+    target = torch.randn(4, 40, generator=torch.Generator().manual_seed(5))
+
+    def train(model: Model, gradient_of: Callable[[int], Tensor], ended: Callable[[], None]) -> Tensor:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(6):
+            optimizer.zero_grad()
+            model.all[4].grad = gradient_of(0)
+            optimizer.step()
+            ended()
+        return model.flat()
+
+    def gradient(model: Model, rank: int) -> Tensor:
+        found: Tensor = model.all[4].detach() - target[rank].view(40, 1)
+        return found
+
+    def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> Tensor:
+        model = Model()
+        exchange = make(model)
+        return train(model, lambda _: gradient(model, communicator.rank), exchange.step_ended)
+
+    plain = Model()
+    expected = train(plain, lambda _: torch.stack([gradient(plain, rank) for rank in range(4)]).mean(0), lambda: None)
+    for result in on_ranks("aabb", body, replace(AVERAGE, every=1)):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_unit_trains_as_without() -> None:
+    def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> Tensor:
+        model = Model()
+        exchange = make(model, every=2, fragments=2, delay=1)
+        for step in range(8):
+            move(model, 0, step)
+            exchange.step_ended()
+        assert exchange.done == 7
+        return model.flat()
+
+    plain = Model()
+    for step in range(8):
+        move(plain, 0, step)
+    assert torch.equal(on_ranks("a", body)[0], plain.flat())
+
+
+@pytest.mark.parametrize("compressor", ["int4", "onebit"])
+def test_resume_in_the_middle_of_a_delay_is_bit_for_bit(compressor: str) -> None:
+    """With what is held back, and with a result that is under way. Anchors have the same bits on all ranks."""
+    settings = OuterSettings(every=4, fragments=2, delay=2)
+    saved: dict[int, tuple[Any, Any]] = {}
+
+    def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> tuple[Tensor, Tensor]:
+        rank = communicator.rank
+        model = Model(scale=40)
+        exchange = make(model)
+        first = 1
+        if rank in saved:
+            weights, state = saved.pop(rank)
+            model.load_state_dict(weights)
+            exchange.load_state_dict(state)
+            first = 14
+        for step in range(first, 26):
+            move(model, rank, step)
+            exchange.step_ended()
+            if step == 13 and first == 1:
+                assert exchange._pending is not None
+                saved[rank] = ({name: each.clone() for name, each in model.state_dict().items()}, exchange.state_dict())
+        return model.flat(), torch.cat([fragment.anchor for fragment in exchange.fragments])
+
+    through = on_ranks("aabb", body, settings, compressor)
+    resumed = on_ranks("aabb", body, settings, compressor)
+    for (one, anchor), (other, other_anchor) in zip(through, resumed, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(anchor, other_anchor)
+        assert torch.equal(anchor, through[0][1])
+
+
+def test_what_is_not_finite_changes_nothing_on_any_rank() -> None:
+    def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> None:
+        model = Model(scale=40)
+        exchange = make(model, every=2, fragments=1)
+        held = exchange.compression
+        assert held is not None
+        before: dict[str, Any] = {}
+        for step in range(1, 7):
+            move(model, communicator.rank, step)
+            if step == 4:
+                before = held.state_dict()
+                anchor = exchange.fragments[0].anchor.clone()
+                if communicator.rank == 1:
+                    with torch.no_grad():
+                        model.all[0][2, 3] = float("nan")
+                own = model.flat()
+            exchange.step_ended()
+            if step == 4:
+                assert (exchange.done, exchange.skipped) == (1, 1)
+                assert torch.equal(model.flat().nan_to_num(7), own.nan_to_num(7))
+                assert torch.equal(exchange.fragments[0].anchor, anchor)
+                after = held.state_dict()
+                residuals = [key for key, value in before.items() if isinstance(value, Tensor)]
+                assert residuals
+                for key in residuals:
+                    assert torch.equal(torch.as_tensor(after[key]), torch.as_tensor(before[key])), key
+                with torch.no_grad():
+                    model.all[0].nan_to_num_(0)
+        assert (exchange.done, exchange.skipped) == (2, 1)
+        assert torch.equal(exchange.fragments[0].anchor.double(), model.flat())
+        if communicator.rank == 0:
+            model.all[0].data[0, 0] = float("inf")
+        with pytest.raises(RuntimeError, match="not synchronized"):
+            exchange.synchronize()
+
+    on_ranks("ab", body, compressor="int8")
+
+
+def test_others_wait_for_a_late_unit_only_when_they_take_up() -> None:
+    reached = threading.Event()
+
+    def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> int:
+        model = Model()
+        exchange = make(model, every=4, delay=3)
+        for step in range(1, 8):
+            if communicator.rank == 1 and step == 4:  # the exchange begins after this step
+                assert reached.wait(20)
+            move(model, communicator.rank, step)
+            if communicator.rank == 0 and step == 7:  # after which its result is taken up
+                reached.set()
+            exchange.step_ended()
+        return exchange.done
+
+    assert on_ranks("ab", body) == [1, 1]
+
+
+def test_ranks_of_different_steps_meet() -> None:
+    """The rank that is ahead waits in an exchange that the other one would never begin."""
+
+    def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> tuple[int, Tensor]:
+        model = Model()
+        exchange = make(model, every=2, fragments=2)
+        for step in range(1, 9 if communicator.rank else 6):
+            move(model, communicator.rank, step)
+            exchange.step_ended()
+        buffer = torch.tensor([float(communicator.rank)])
+        exchange.synchronize([buffer])
+        assert buffer.item() == 0.5
+        return exchange.begun, model.flat()
+
+    (one, first), (other, second) = on_ranks("ab", body, compressor="int8")
+    assert one == other == 8
+    assert torch.equal(first, second)
+
+
+def test_a_lost_unit_is_an_error_that_leaves_the_others_as_they_were() -> None:
+    def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> None:
+        model = Model()
+        exchange = make(model, every=2)
+        move(model, communicator.rank, 1)
+        exchange.step_ended()
+        if communicator.rank == 1:
+            communicator.abort("lost power")
+            communicator.close()
+            return
+        move(model, communicator.rank, 2)
+        before = model.flat()
+        with pytest.raises(RuntimeError, match=r"rank 1|lost power"):
+            exchange.step_ended()
+        assert torch.equal(model.flat(), before)
+
+    on_ranks("ab", body, timeout=timedelta(seconds=3))
+
+
+@pytest.mark.parametrize("compressor", [None, "int4"])
+def test_what_a_unit_receives_is_bounded_by_two_payloads(compressor: str | None) -> None:
+    """What is sent is received: two stages send 2 (N - 1) / N payloads, where gathering would send N - 1."""
+
+    def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> tuple[float, float]:
+        model = Model(scale=64)
+        exchange = make(model, every=1)
+        move(model, communicator.rank, 1)
+        exchange.step_ended()
+        rows = communicator.report().rows
+        return sum(row.wire_nbytes for row in rows if row.level != "intra_node"), exchange.card_nbytes
+
+    elements = Model(scale=64).flat().numel()
+    for units in (2, 4, 8):
+        found = on_ranks("abcdefgh"[:units], body, compressor=compressor)
+        average = sum(sent for sent, _ in found) / units
+        payload = average * units / (units - 1) / 2
+        assert payload == pytest.approx(4 * elements, rel=0.01) if compressor is None else payload < 0.75 * elements
+        assert average < 2 * payload
+        assert found[0][1] == pytest.approx(average, rel=0.1)  # the plan's figure
+
+
+def test_narrow_parameters_keep_a_wide_anchor() -> None:
+    """Many small steps of bfloat16 parameters are not lost between exchanges: the anchor is float32."""
+
+    def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> tuple[Tensor, Tensor]:
+        model = Model(torch.bfloat16)
+        exchange = make(model, every=1, lr=1 / 64)
+        for step in range(1, 6):
+            move(model, communicator.rank, step)
+            exchange.step_ended()
+        return model.flat(), exchange.fragments[0].anchor
+
+    (one, anchor), (other, same) = on_ranks("ab", body)
+    assert torch.equal(one, other)
+    assert torch.equal(anchor, same)
+    assert torch.equal(anchor.bfloat16().double(), one)
+    assert not torch.equal(anchor.double(), one)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "values"),
+    [
+        (ValueError, "`every` is 0", {"every": 0}),
+        (ValueError, "`fragments` is 31", {"fragments": 31}),
+        (ValueError, "`delay` is 8.*wanted 0 to 7", {"delay": 8}),
+        (ValueError, "`lr` is 0", {"lr": 0.0}),
+        (ValueError, "`momentum` is 1", {"momentum": 1.0}),
+        (TypeError, "`every` is 2.0", {"every": 2.0}),
+        (TypeError, "`nesterov` is 1", {"nesterov": 1}),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(error: type[Exception], match: str, values: dict[str, Any]) -> None:
+    with pytest.raises(error, match=match):
+        OuterSettings(**values)

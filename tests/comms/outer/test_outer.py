@@ -1,0 +1,170 @@
+"""`gradwire.Outer` as users call it, ranks as processes: two nodes of two ranks, DDP or FSDP2 inside."""
+
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from support.processes import Processes
+from support.sharded import mesh_of, sharded
+
+NODES = ["one", "one", "two", "two"]
+
+
+def build() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(24, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 8))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [
+        {"params": list(model.parameters())[:2], "lr": 1e-3},
+        {"params": list(model.parameters())[2:]},
+    ]
+    return torch.optim.AdamW(groups, lr=3e-3, foreach=True)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, width: int = 24) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        for _ in range(2):  # two micro-batches
+            loss = model(torch.randn(8, width, generator=generator)).square().mean()
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def flat(model: nn.Module) -> Tensor:
+    parts = [each.to_local() if hasattr(each, "to_local") else each for each in model.parameters()]
+    return torch.cat([part.detach().reshape(-1) for part in parts])
+
+
+def same_on(ranks: Callable[[int], int], value: Tensor) -> None:
+    """All ranks of one colour hold the same bits."""
+    everybody = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, value)
+    own = ranks(dist.get_rank())
+    assert all(torch.equal(value, other) == (ranks(rank) == own) for rank, other in enumerate(everybody))
+
+
+def use(rank: int) -> None:
+    dist.init_process_group("gloo")
+    replicated(rank)
+    wrapped_by_the_user(rank)
+    alone(rank)
+    in_shards(rank)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def replicated(rank: int) -> None:
+    """A plain module: DDP inside the nodes, int4 between them, and a resume in the middle of a delay."""
+    options: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 2, "compressor": "int4"}
+    model = build()
+    optimizer = adam(model)
+    outer = gradwire.Outer(model, optimizer, **options)
+    assert isinstance(outer.model, DistributedDataParallel)
+    train(outer.model, optimizer, range(7))
+    same_on(lambda each: each // 2, flat(model))
+    stateful: list[Any] = [outer, model, optimizer]
+    saved = [copy(each.state_dict()) for each in stateful]
+    train(outer.model, optimizer, range(7, 15))
+    after = flat(model)
+    report = outer.report()
+    assert report.units == ((0, 1), (2, 3))
+    assert (report.steps, report.exchanges, report.skipped) == (15, 6, 0)
+    assert 0 < report.bits_per_parameter_and_step < 8  # of 32 bits in every fourth step, some parameters dense
+    assert "2 units of 2, 2 ranks; 15 steps, 6 exchanges" in str(report)
+    assert report.to_dict()["units"] == [[0, 1], [2, 3]]
+    outer.synchronize()
+    same_on(lambda _: 0, flat(model))
+    same_on(lambda _: 0, model[1].running_mean)  # type: ignore[index]
+    outer.close()
+
+    model = build()
+    optimizer = adam(model)
+    outer = gradwire.Outer(model, optimizer, **options)
+    stateful = [outer, model, optimizer]
+    for each, state in zip(stateful, saved, strict=True):
+        each.load_state_dict(state)
+    train(outer.model, optimizer, range(7, 15))
+    assert torch.equal(flat(model), after)
+    with pytest.raises(ValueError, match="wanted what Outer"):
+        outer.load_state_dict({"gradwire/job": (("size", 4), ("dirty", 0)), f"gradwire/rank{rank}": (("a", 1),)})
+    outer.close()
+
+
+def copy(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Through a file's bytes, read as plain values."""
+
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    found: dict[str, Any] = torch.load(file, weights_only=True)
+    return found
+
+
+def wrapped_by_the_user(rank: int) -> None:
+    """A DDP model over the unit's own group keeps its own averaging."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = DistributedDataParallel(build(), process_group=groups[rank // 2])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    outer = gradwire.Outer(model, optimizer, every=2, fragments=1, delay=0, lr=1.0, momentum=0.0)
+    assert outer.model is model
+    assert outer.hook is None
+    train(model, optimizer, range(4))
+    same_on(lambda _: 0, flat(model))
+    outer.close()
+    with pytest.raises(ValueError, match="`model` is a DistributedDataParallel over all ranks"):
+        gradwire.Outer(DistributedDataParallel(build()), optimizer_of(build()))
+    with pytest.raises(ValueError, match="`optimizer` trains no parameter"):
+        gradwire.Outer(build(), optimizer_of(build()))
+    with pytest.raises(ValueError, match="`inside` is 'rack'"):
+        gradwire.Outer(model, optimizer, inside="rack")
+    with pytest.raises(ValueError, match="`elastic` or `join` is set"):
+        gradwire.Outer(model, optimizer, elastic=True)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def alone(rank: int) -> None:
+    """Every rank by itself between exchanges."""
+    model = build()
+    optimizer = optimizer_of(model)
+    outer = gradwire.Outer(model, optimizer, every=3, fragments=1, delay=0, inside="none", compressor="int8")
+    assert outer.model is model
+    train(model, optimizer, range(4))
+    same_on(lambda each: each, flat(model))
+    train(model, optimizer, range(4, 6))
+    same_on(lambda _: 0, flat(model))
+    assert outer.report().units == ((0,), (1,), (2,), (3,))
+    outer.close()
+
+
+def in_shards(rank: int) -> None:
+    """FSDP2 inside the nodes: ranks that hold the same shards exchange them."""
+    mesh = mesh_of()
+    model = sharded(mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    outer = gradwire.Outer(model, optimizer, every=2, fragments=2, delay=1, compressor="int8")
+    assert outer.model is model
+    train(model, optimizer, range(5), width=16)
+    assert outer.report().units == ((rank % 2,), (rank % 2 + 2,))
+    assert outer.report().exchanges == 4
+    outer.synchronize()
+    same_on(lambda each: each % 2, flat(model))
+    outer.close()
+
+
+def test_units_train_and_exchange(processes: Processes) -> None:
+    processes(4, use, nodes=NODES)
