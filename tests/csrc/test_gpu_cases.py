@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradwire.bench.kernels.cases import KernelCase
-from gradwire.bench.studies.gpu_cases import (
+from gradwire.bench.studies.gpu.cases import (
     fp16_decode_case,
     int4_decode_case,
     orthogonalize_case,

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from gradwire.bench.kernels.command import KernelResult
-from gradwire.bench.studies import gpu_step
-from gradwire.bench.studies.gpu_report import main, row, step_lines
-from gradwire.bench.studies.gpu_step import StepCost, residual_network
+from gradwire.bench.studies.gpu import step as gpu_step
+from gradwire.bench.studies.gpu.report import main, row, step_lines
+from gradwire.bench.studies.gpu.step import StepCost, residual_network
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

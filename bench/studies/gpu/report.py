@@ -1,8 +1,8 @@
 """Everything that docs/reference/gpu.md wants to know of a machine with a GPU, as Markdown, in under eight minutes.
 
-    python -m gradwire.bench.studies.gpu_report                    # on the terminal
-    python -m gradwire.bench.studies.gpu_report --output FILE      # and into a file
-    python -m gradwire.bench.studies.gpu_report --no-tests         # the tables alone
+    python -m gradwire.bench.studies.gpu.report                    # on the terminal
+    python -m gradwire.bench.studies.gpu.report --output FILE      # and into a file
+    python -m gradwire.bench.studies.gpu.report --no-tests         # the tables alone
 
 The tests marked `gpu` run too. A figure belongs to the machine, the versions, the date and the command above it.
 """
@@ -20,14 +20,14 @@ from torch import Tensor
 from gradwire.bench.kernels.cases import SETS, KernelCase
 from gradwire.bench.kernels.command import KernelResult, measure
 from gradwire.bench.machine import machine_line
-from gradwire.bench.studies import gpu_step
-from gradwire.bench.studies.gpu_cases import gpu_cases
+from gradwire.bench.studies.gpu import step as gpu_step
+from gradwire.bench.studies.gpu.cases import gpu_cases
 from gradwire.compressors.kernels.cuda.require import CudaKernelsError, require_cupy
 
 MEBIBYTES = (25, 256)
 TESTS = ("tests/csrc", "tests/comms/transport/test_nccl.py")
 TEST_SECONDS = 240
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def versions() -> str:
@@ -110,7 +110,7 @@ def tested_lines() -> Iterator[str]:
 
 def report(device: torch.device, *, with_tests: bool) -> Iterator[str]:
     """Every line, as soon as it is known."""
-    yield f"# A GPU's figures\n\n{machine_line()}; {versions()}\n\n    python -m gradwire.bench.studies.gpu_report\n"
+    yield f"# A GPU's figures\n\n{machine_line()}; {versions()}\n\n    python -m gradwire.bench.studies.gpu.report\n"
     for mebibytes in MEBIBYTES:
         yield from kernel_table(mebibytes, device)
         yield ""
@@ -122,7 +122,7 @@ def report(device: torch.device, *, with_tests: bool) -> Iterator[str]:
 
 def main(argv: list[str]) -> int:
     """Prints the report; returns the exit status: 2 where this machine cannot make one."""
-    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.gpu_report", description="A GPU's figures.")
+    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.gpu.report", description="A GPU's figures.")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the report there too")
     parser.add_argument("--no-tests", action="store_true", help="the tables alone")
     options = parser.parse_args(argv)
