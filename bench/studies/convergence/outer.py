@@ -2,8 +2,8 @@
 
 Feeds docs/explanation/talk_less_often.md.
 
-    python -m gradwire.bench.studies.convergence.outer quality --json runs.jsonl            # text task, 2 nodes of 2 ranks; minutes
-    python -m gradwire.bench.studies.convergence.outer speed --json runs.jsonl --nic 10mbit # emulated cluster; needs root
+    python -m gradwire.bench.studies.convergence.outer quality --json runs.jsonl            # 2 nodes of 2 ranks
+    python -m gradwire.bench.studies.convergence.outer speed --json runs.jsonl --nic 10mbit # emulated; needs root
     python -m gradwire.bench.studies.convergence.outer show --json runs.jsonl
 
 Quality is that of the units' own models on held-out text, at the end after `synchronize()`: time plays no part in it.
@@ -234,7 +234,11 @@ def measure_speed(task_name: str, nodes: Sequence[int], nic: str | None, names: 
     """
     with EmulatedCluster([1] * len(nodes), nic) as cluster:
         outcome = run_forked(
-            cluster, "gradwire.bench.studies.convergence.outer", [task_name, str(rounds), *names], nodes=nodes, timeout_seconds=560
+            cluster,
+            "gradwire.bench.studies.convergence.outer",
+            [task_name, str(rounds), *names],
+            nodes=nodes,
+            timeout_seconds=560,
         )
     outcome.check()
     line = next(line for line in outcome.output[0].splitlines() if line.startswith("["))

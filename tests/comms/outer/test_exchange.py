@@ -351,7 +351,7 @@ def test_what_a_unit_receives_is_bounded_by_two_payloads(compressor: str | None)
         payload = average * units / (units - 1) / 2
         assert payload == pytest.approx(4 * elements, rel=0.01) if compressor is None else payload < 0.75 * elements
         assert average < 2 * payload
-        assert found[0][1] == pytest.approx(average, rel=0.1)  # the plan's figure
+        assert found[0][1] == pytest.approx(average, rel=0.2)  # the plan's figure
 
 
 def test_narrow_parameters_keep_a_wide_anchor() -> None:
