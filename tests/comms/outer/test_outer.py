@@ -1,5 +1,6 @@
 """`gradwire.Outer` as users call it, ranks as processes: two nodes of two ranks, DDP or FSDP2 inside."""
 
+import hashlib
 import io
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -49,10 +50,10 @@ def flat(model: nn.Module) -> Tensor:
 
 def same_on(ranks: Callable[[int], int], value: Tensor) -> None:
     """All ranks of one colour hold the same bits."""
-    everybody = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybody, value)
-    own = ranks(dist.get_rank())
-    assert all(torch.equal(value, other) == (ranks(rank) == own) for rank, other in enumerate(everybody))
+    everybody: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, hashlib.sha256(value.numpy().tobytes()).hexdigest())
+    own = dist.get_rank()
+    assert all((each == everybody[own]) == (ranks(rank) == ranks(own)) for rank, each in enumerate(everybody))
 
 
 def use(rank: int) -> None:
@@ -124,7 +125,8 @@ def wrapped_by_the_user(rank: int) -> None:
     same_on(lambda _: 0, flat(model))
     outer.close()
     with pytest.raises(ValueError, match="`model` is a DistributedDataParallel over all ranks"):
-        gradwire.Outer(DistributedDataParallel(build()), optimizer_of(build()))
+        everywhere = DistributedDataParallel(build())
+        gradwire.Outer(everywhere, optimizer_of(everywhere))
     with pytest.raises(ValueError, match="`optimizer` trains no parameter"):
         gradwire.Outer(build(), optimizer_of(build()))
     with pytest.raises(ValueError, match="`inside` is 'rack'"):
