@@ -83,6 +83,7 @@ def test_a_compressor_that_requires_sgd_is_not_recommended_to_adam() -> None:
     assert advice.recommend.compressor not in ("dgc", "onebit")
     assert "requires SGD" in advice.offer("hierarchical+dgc").caution
     assert not advice.offer("hierarchical+int8").caution
+    assert "many local steps" in ask(cluster_of(16, 1), 1).offer("hierarchical+chunk_topk").caution
 
 
 def test_two_nodes_and_nccl_stay_flat() -> None:
