@@ -26,7 +26,7 @@ NODES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class LoneRun:
     """What a run came to."""
 
     quality: float
@@ -78,7 +78,7 @@ def reduce_together(compressors: Sequence[Compressor], flats: Sequence[Tensor], 
 
 def train_alone(
     task: Task, compressor: str | None, options: Mapping[str, Option], seed: int, steps: int | None = None
-) -> Ending:
+) -> LoneRun:
     """Trains once.
 
     Args:
@@ -124,7 +124,7 @@ def train_alone(
         schedule.step()
     with torch.no_grad():
         total = torch.stack([task.score(model, rank) for rank in range(RANKS)]).sum(0)
-    return Ending(float(total[0] / total[1]), 4 * numel * steps / sent)
+    return LoneRun(float(total[0] / total[1]), 4 * numel * steps / sent)
 
 
 def _gradient(parameter: Tensor) -> Tensor:
