@@ -71,6 +71,7 @@ class Round:
         ended: Whether it has ended before the others were through.
         survivors: What became of the others; one that hangs is missing.
         left: Names in /dev/shm that were not there before.
+        crashed: Exit codes, by rank, of survivors that have ended without a word; negative for a signal.
     """
 
     victim: int
@@ -78,11 +79,12 @@ class Round:
     ended: bool
     survivors: list[RankEnd]
     left: list[str]
+    crashed: dict[int, int]
 
     @property
     def hanging(self) -> int:
         """Survivors that were not through after the time-out and the grace."""
-        return len(NODES) - 1 - len(self.survivors)
+        return len(NODES) - 1 - len(self.survivors) - len(self.crashed)
 
     @property
     def naming(self) -> int:
@@ -118,8 +120,8 @@ def _rank(rank: int, port: int, victim: int, after_seconds: float, how: str, fol
         communicator = Communicator(store, rank, len(NODES), torch.device("cpu"), config, name="study")
         for _ in range(ALL_REDUCES):
             communicator.all_reduce(torch.ones(NUMEL)).wait()
-    except (RuntimeError, MemoryError, OSError) as raised:
-        error = f"{type(raised).__name__}: {raised}"
+    except Exception as raised:  # noqa: BLE001 - without memory it may be anything
+        error = f"{type(raised).__name__}: {raised}".split("\n\nAt:")[0]
     if rank != victim or how == "memory":
         now, note = time.monotonic(), folder / "ended"
         since = float(note.read_text() or began) if note.exists() else began
@@ -150,6 +152,7 @@ def one_round(victim: int, after_seconds: float, how: str = "kill") -> Round:
         for rank, process in enumerate(ranks):
             if rank != victim:
                 process.join(max(0.0, deadline - time.monotonic()))
+        codes = {rank: process.exitcode for rank, process in enumerate(ranks) if rank != victim}
         for process in ranks:
             process.kill()
             process.join()
@@ -159,8 +162,10 @@ def one_round(victim: int, after_seconds: float, how: str = "kill") -> Round:
             if rank != victim and (folder / f"{rank}.json").exists()
         ]
         ended = (folder / "ended").exists()
+    said = {each.rank for each in survivors}
+    crashed = {rank: code for rank, code in codes.items() if code is not None and rank not in said}
     left = sorted({path.name for path in SHARED.iterdir()} - before)
-    return Round(victim, after_seconds, ended, survivors, left)
+    return Round(victim, after_seconds, ended, survivors, left, crashed)
 
 
 def main() -> None:
@@ -178,16 +183,22 @@ def main() -> None:
     for number in range(given.rounds):
         found = one_round(number % len(NODES), draw.uniform(0.0, longest), given.how)
         rounds.append(found)
-        if found.left or found.hanging or (found.naming < 3 and any(each.error for each in found.survivors)):
+        if (
+            found.left
+            or found.hanging
+            or found.crashed
+            or (found.naming < 3 and any(each.error for each in found.survivors))
+        ):
             print(f"round {number}: {found}", flush=True)
     broken = [each for each in rounds if any(survivor.error for survivor in each.survivors)]
     seconds = [survivor.seconds for each in broken for survivor in each.survivors if survivor.error]
     hung, left = sum(each.hanging for each in rounds), sum(len(each.left) for each in rounds)
+    crashed = sum(len(each.crashed) for each in rounds)
     all_named, one_named = (sum(each.naming >= least for each in broken) for least in (3, 1))
     print(
         f"an undisturbed start takes {longest:.2f} s; {len(rounds)} rounds, in {len(broken)} survivors were hit: "
         f"{all_named} times all three named the rank, {one_named} times at least one; latest error after "
-        f"{max(seconds, default=0.0):.1f} s; {hung} ranks hung; {left} things stayed in /dev/shm"
+        f"{max(seconds, default=0.0):.1f} s; {hung} ranks hung, {crashed} crashed; {left} things stayed in /dev/shm"
     )
 
 

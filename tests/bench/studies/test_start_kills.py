@@ -13,5 +13,5 @@ def test_a_rank_that_ends_at_once_is_named_and_nothing_stays(
 ) -> None:
     monkeypatch.setattr(start_kills, "TIMEOUT", timedelta(seconds=3))
     found = start_kills.one_round(victim, 0.0, how)
-    assert found.ended and found.hanging == 0 and found.left == [], found
+    assert found.ended and found.hanging == 0 and found.left == [] and not found.crashed, found
     assert found.naming == 3 or not any(each.error for each in found.survivors), found
