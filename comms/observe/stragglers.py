@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from math import ceil
+from operator import sub
 
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.execute import Times
@@ -340,13 +341,13 @@ class StragglerWatch:
         due = self._fresh > 0 and step - self._looked_at >= max(self._every, self._stride)
         if self._look_next or due:
             self._look_next = False
-            self._fresh, self._pulsed_at, self._looked_at = 0, step, step
             self._read()
             self._start(step, self._look().numbers(), look=True)
+            self._fresh, self._looked_at = 0, step
         elif self._timed >= WINDOW and self._fresh >= 3 and step - self._pulsed_at >= self._stride:
-            self._fresh, self._pulsed_at = 0, step
             self._read()
-            pulse = self._pulse()
+            pulse = self._pulse(self._pulsed_at)
+            self._fresh, self._pulsed_at = 0, step
             self._start(
                 step, [pulse.wait_seconds, pulse.longest_seconds, pulse.longest_step, pulse.step_seconds], look=False
             )
@@ -419,16 +420,18 @@ class StragglerWatch:
         group = max(1, ceil(count / most))
         return tuple(min(first + group, count) - 1 for first in range(0, count, group))
 
-    def _pulse(self) -> Pulse:
+    def _pulse(self, since: int) -> Pulse:
         window = self._window()
         length = _median(sorted(self._lengths)) if self._lengths else 0.0
         if len(window) < WINDOW:
             return Pulse(-1.0, 0.0, -1.0, length)
+        usual = [_median(sorted(column)) for column in zip(*(sample.waits for sample in window), strict=True)]
         longest, step = 0.0, -1
-        for column in zip(*(sample.waits for sample in window), strict=True):
-            ordered = sorted(column)
-            if ordered[-1] - _median(ordered) > longest:
-                longest, step = ordered[-1] - _median(ordered), window[column.index(ordered[-1])].step
+        for sample in self._samples:
+            if sample.step >= since and len(sample.waits) == self._count:
+                excess = max(map(sub, sample.waits, usual))
+                if excess > longest:
+                    longest, step = excess, sample.step
         return Pulse(_median(sorted(sum(sample.waits) for sample in window)), longest, step, length)
 
     def _look(self) -> Look:

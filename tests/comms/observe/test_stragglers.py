@@ -136,13 +136,14 @@ def test_a_whole_node_that_is_late_is_one_finding() -> None:
     assert (found.ranks, found.node, found.bucket) == ((2, 3), "node1", 1)
 
 
-def test_one_long_wait_is_explained_and_names_nobody_for_good(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("long", range(30, 30 + PULSE_STEPS))
+def test_one_long_wait_is_explained_and_names_nobody_for_good(long: int, caplog: pytest.LogCaptureFixture) -> None:
     job = Job(4)
     for _ in range(60):
-        job.step(lambda step, rank, bucket: 3.0 if (step, rank, bucket) == (30, 2, 1) else 0.03)
+        job.step(lambda step, rank, bucket: 3.0 if (step, rank, bucket) == (long, 2, 1) else 0.03)
     once = job.watches[0].once
     assert once is not None
-    assert (once.ranks, once.since_step, once.bucket) == ((2,), 30, 1)
+    assert (once.ranks, once.since_step, once.bucket) == ((2,), long, 1)
     assert once.seconds == pytest.approx(2.97, abs=0.01)
     assert not job.found
     assert [str(once)] == [record.getMessage() for record in caplog.records]
