@@ -20,7 +20,6 @@ import random
 import re
 import resource
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -203,4 +202,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -425,7 +425,8 @@ def serve_store() -> Iterator[tuple[int, Callable[[], float]]]:
 
     def busy_seconds() -> float:
         here.send("used")
-        return float(here.recv()) - before
+        busy: float = here.recv() - before
+        return busy
 
     try:
         yield port, busy_seconds
