@@ -61,7 +61,7 @@ ANSWERS_PER_SECOND = 20_000
 """Of one TCPStore, on one thread; 20,000 to 50,000 were measured."""
 
 
-class Clock(Protocol):
+class TimeSource(Protocol):
     """Where ranks sleep, and wait for the store's turn."""
 
     def sleep(self, seconds: float) -> None:
@@ -159,7 +159,7 @@ class Memory:
         clock: Of the ranks.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: TimeSource) -> None:
         self.clock = clock
         self.values: dict[str, bytes] = {}
         self.lock = threading.Lock()

@@ -161,7 +161,7 @@ def inject(nodes: str, steps: int, late_seconds: float, seconds: float) -> str:
     return f"{nodes}: named after {after - begins} steps: {'; '.join(named) or 'nobody'}"
 
 
-class Layers(nn.Module):
+class SleepingLayers(nn.Module):
     """Some layers, each a bucket of DDP's; computing a bucket is a sleep, which leaves the processor to the others."""
 
     def __init__(self, width: int, computes: Callable[[int], float]) -> None:
@@ -186,7 +186,7 @@ class Layers(nn.Module):
         return rows.sum()
 
 
-def _hooked(module: Layers, width: int, every: int) -> tuple[DistributedDataParallel, gradwire.HookState]:
+def _hooked(module: SleepingLayers, width: int, every: int) -> tuple[DistributedDataParallel, gradwire.HookState]:
     model = DistributedDataParallel(module, bucket_cap_mb=width * width * 4 / 2**20 * 0.9)
     state = gradwire.HookState(model, straggler_every=every, stall_seconds=10.0 if every else 0.0)
     model.register_comm_hook(state, gradwire.comm_hook)
@@ -218,7 +218,7 @@ def _cost_rank(seconds: float, blocks: int, steps: int) -> list[dict[str, float]
 
     with patch("gradwire.comms.observe.observer.StragglerWatch", Timed):
         models = {
-            name: _hooked(Layers(width, lambda index: seconds / BUCKETS), width, every)
+            name: _hooked(SleepingLayers(width, lambda index: seconds / BUCKETS), width, every)
             for name, every in ((WITH, 50), (WITHOUT, 0), (CONTROL, 0), (OFTEN, 50))
         }
         for model, state in models.values():
@@ -275,7 +275,7 @@ def _cause_rank(case: str, rank: int) -> str:
         late = case == "compute" and rank == 2 and place["step"] >= begins and index == 1
         return 0.005 + (0.2 if late else 0.0)
 
-    model, state = _hooked(Layers(width, computes), width, 50)
+    model, state = _hooked(SleepingLayers(width, computes), width, 50)
     rows, said = torch.ones(1, width), list[str]()
     for step in range(begins + 90):
         place["step"] = step

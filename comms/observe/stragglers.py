@@ -298,7 +298,7 @@ class StragglerWatch:
         self._count = 0
         self._fresh = 0
         self._timed = 0
-        self._pulsed_at = self._looked_at = 0
+        self._pulsed_at = self._looked_at = self._unseen_from = 0
         self._stride = PULSE_STEPS
         self._asked_step: int | None = None
         self._look_next = False
@@ -343,11 +343,11 @@ class StragglerWatch:
             self._look_next = False
             self._read()
             self._start(step, self._look().numbers(), look=True)
-            self._fresh, self._looked_at = 0, step
+            self._fresh, self._pulsed_at, self._looked_at = 0, step, step
         elif self._timed >= WINDOW and self._fresh >= 3 and step - self._pulsed_at >= self._stride:
             self._read()
-            pulse = self._pulse(self._pulsed_at)
-            self._fresh, self._pulsed_at = 0, step
+            pulse = self._pulse(self._unseen_from)
+            self._fresh, self._pulsed_at, self._unseen_from = 0, step, step
             self._start(
                 step, [pulse.wait_seconds, pulse.longest_seconds, pulse.longest_step, pulse.step_seconds], look=False
             )
