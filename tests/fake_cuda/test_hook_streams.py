@@ -1,6 +1,7 @@
 """Streams are a law: the exact hook has no race, reuses no memory early, and makes the host wait for nothing."""
 
 import time
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -231,6 +232,7 @@ def test_a_lost_rank_leaves_others_that_go_on() -> None:
             ended.append(rank)
             state.close()
 
+    close = partial(torch.allclose, atol=1e-4)  # thirds are added, and may cancel
     (first, *others, _), _ = on_cuda(4, body)
     assert all(torch.equal(a, b) for each in others for a, b in zip(chain(*each), chain(*first), strict=True))
     for step, names in enumerate(STEPS):
@@ -239,6 +241,6 @@ def test_a_lost_rank_leaves_others_that_go_on() -> None:
         for count in (4, 3):
             sums = {name: torch.stack([each[name] for each in own[:count]]).mean(0).view(-1) for name in SHAPES}
             means.append([torch.cat([sums[name] for name in bucket]) for bucket in names])
-        found = [all(map(torch.allclose, first[step], mean)) for mean in means]
+        found = [all(map(close, first[step], mean)) for mean in means]
         # Where nobody that is left has heard that all have a step's averages, they take them again.
         assert found in ([[True, False]], [[True, False], [False, True]], [[False, True]])[step]
