@@ -4,7 +4,7 @@ import pytest
 
 from gradwire.bench.contender import Contender
 from gradwire.bench.emulation.fork import ForkedRank
-from gradwire.bench.studies import full_duplex
+from gradwire.bench.studies.exchanges import full_duplex
 from gradwire.comms.bootstrap.compat import HashStore, make_gloo
 from gradwire.comms.transport import torch_group
 from support.threads import run_ranks

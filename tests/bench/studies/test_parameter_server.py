@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from gradwire.bench.studies.parameter_server import (
+from gradwire.bench.studies.exchanges.parameter_server import (
     StaleUpdates,
     asynchronous_run,
     best_shares,

@@ -2,8 +2,8 @@
 
 Feeds docs/explanation/plans.md and docs/explanation/fusion.md.
 
-    python -m gradwire.bench.studies.full_duplex                   # 2x1, 2x2 and 4x2; needs root
-    python -m gradwire.bench.studies.full_duplex 4x2 --sums        # all-reduces in rank order, beside gloo's ring
+    python -m gradwire.bench.studies.exchanges.full_duplex              # 2x1, 2x2 and 4x2; needs root
+    python -m gradwire.bench.studies.exchanges.full_duplex 4x2 --sums   # all-reduces in rank order, beside gloo's ring
 
 All contenders take turns in one job on an emulated cluster, so that a slow moment of the machine is everybody's.
 """
@@ -123,7 +123,9 @@ def measure(case: str, nic: str, what: str) -> dict[str, float]:
     """
     nodes = CASES[case]
     with EmulatedCluster([1] * len(nodes), nic) as cluster:
-        outcome = run_forked(cluster, "gradwire.bench.studies.full_duplex", [what], nodes=nodes, timeout_seconds=300)
+        outcome = run_forked(
+            cluster, "gradwire.bench.studies.exchanges.full_duplex", [what], nodes=nodes, timeout_seconds=300
+        )
     outcome.check()
     found: dict[str, float] = json.loads(next(line for line in outcome.output[0].splitlines() if line.startswith("{")))
     return found
@@ -152,7 +154,7 @@ def sums(case: str, nic: str) -> Table:
 def main(argv: list[str]) -> int:
     """Measures and prints the tables; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m gradwire.bench.studies.full_duplex", description=(__doc__ or "").split("\n")[0]
+        prog="python -m gradwire.bench.studies.exchanges.full_duplex", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
     parser.add_argument("--sums", action="store_true", help="all-reduces in rank order, in place of exchanges")

@@ -2,9 +2,9 @@
 
 Feeds docs/explanation/parameter_server.md.
 
-    python -m gradwire.bench.studies.parameter_server price
-    python -m gradwire.bench.studies.parameter_server staleness --json FILE     # fifteen minutes a seed on one core
-    python -m gradwire.bench.studies.parameter_server show --json FILE
+    python -m gradwire.bench.studies.exchanges.parameter_server price
+    python -m gradwire.bench.studies.exchanges.parameter_server staleness --json FILE   # 15 minutes a seed on one core
+    python -m gradwire.bench.studies.exchanges.parameter_server show --json FILE
 
 **Links.** N workers send a gradient of S bytes to servers, which own the shares f_j of it, and take the sum back; every
 unit has one card that carries B_i bytes per second in each direction. Piece by piece (both directions busy at once)
@@ -394,7 +394,7 @@ def _spread(bits: Sequence[float]) -> str:
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m gradwire.bench.studies.parameter_server",
+        prog="python -m gradwire.bench.studies.exchanges.parameter_server",
         description="Parameter servers and asynchronous updates: links, and what staleness costs.",
     )
     parser.add_argument("what", choices=("price", "staleness", "show"))

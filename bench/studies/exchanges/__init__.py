@@ -1,0 +1,1 @@
+"""What exchanges of another kind would cost: one direction after the other, and through parameter servers."""
