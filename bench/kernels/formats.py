@@ -257,7 +257,7 @@ def all_formats() -> list[Format]:
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class ExponentPacking:
     """What packing the exponents of bfloat16 values would take, losing nothing."""
 
     block: int
@@ -275,10 +275,10 @@ class Packing:
 
 
 PIECE = 16_384
-"""Values of a piece for `Packing.worst`: those of a small owner's part."""
+"""Values of a piece for `ExponentPacking.worst`: those of a small owner's part."""
 
 
-def packing(x: Tensor, block: int, code_bits: int, zero_code: bool) -> Packing:
+def packing(x: Tensor, block: int, code_bits: int, zero_code: bool) -> ExponentPacking:
     """Returns what packing a gradient would take, as bfloat16."""
     exponents = _blocks(x, PIECE).to(torch.bfloat16).view(torch.int16).int() >> 7 & 0xFF
     blocks = exponents.view(len(exponents), -1, block)
@@ -290,7 +290,8 @@ def packing(x: Tensor, block: int, code_bits: int, zero_code: bool) -> Packing:
     real = torch.arange(exponents.numel()).view_as(exponents) < x.numel()
     shares = (escaped & real).sum(1) / counts
     share = float((escaped & real).sum()) / x.numel()
-    return Packing(block, code_bits, zero_code, 8 + code_bits + 8 / block + 8 * share, share, float(shares.max()))
+    bits = 8 + code_bits + 8 / block + 8 * share
+    return ExponentPacking(block, code_bits, zero_code, bits, share, float(shares.max()))
 
 
 def exponent_entropy(x: Tensor) -> float:
