@@ -7,8 +7,9 @@ really holds back. At the end of that step rank 0 gathers the numbers, chooses (
 follow. What a candidate would hold back in the long run is predicted from what one payload leaves out
 (`outstanding_share`); where it is in use, the prediction is corrected by what is really outstanding.
 
-The moments of arrival, the prices of the codecs and the links' rates are taken once, before the first choice, and are
-part of the state: what is chosen later depends on the gradients alone, also in a run that goes on from a checkpoint.
+The moments of arrival, the prices of the codecs, the links' rates and the steps from one choice to the next are found
+once, before the first choice, and are part of the state: what is chosen later depends on the gradients alone, also in a
+run that goes on from a checkpoint.
 """
 
 import logging
@@ -47,6 +48,11 @@ PRICED_NBYTES = 8 << 20
 
 PLANNED_SHARE = 0.9
 """Of a budget that is a number: from one step to the next the share that a codec leaves out changes by some percent."""
+
+MOST_OUTSTANDING = 1.0
+"""Squared norm that a layer may hold back, over that of its gradient, whatever the budget: beyond it the layer learns
+from gradients of steps long ago. Source: Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, theorem II, whose
+slow-down grows with that."""
 
 MOST_CORRECTION = 100.0
 """By which a prediction is corrected at most, up or down: a layer in its first steps is not believed more."""
@@ -159,7 +165,7 @@ class LayerChooser:
         }
         verdict = cast(dict[str, Any], self._consensus.decide(own, lambda ranks: self._decide(ranks, transfers)))
         adaptive.notes = verdict["notes"]
-        adaptive.next_plan = adaptive.step + verdict["wait"]
+        adaptive.next_plan = adaptive.step + int(verdict["notes"]["wait"])
         with self._communicator.alone():
             changed = adaptive.choose(verdict["choice"], device)
         self._communicator.rejoin()
@@ -208,8 +214,9 @@ class LayerChooser:
         }
         took = time.perf_counter() - began
         measuring = max(each["measuring"] for each in every)
-        step = max(each["step"] for each in every)
-        wait = max(adaptive.plan_every, math.ceil(measuring / (MEASURING_SHARE * step)) if step else 0)
+        if "wait" not in notes:
+            step = max(each["step"] for each in every)
+            notes["wait"] = max(adaptive.plan_every, math.ceil(measuring / (MEASURING_SHARE * step)) if step else 0)
         shown = {
             "layers": [asdict(row) for row in self._rows(items, layers, choice, merged, budget)],
             "error": total_error(layers, choice) / gradient if gradient else 0.0,
@@ -219,7 +226,7 @@ class LayerChooser:
             "planning_seconds": took,
             "measuring_seconds": measuring,
         }
-        return {"choice": chosen, "notes": notes, "wait": wait, "shown": shown}
+        return {"choice": chosen, "notes": notes, "shown": shown}
 
     def _byte_costs(self, prices: Sequence[Sequence[float]]) -> list[ByteCosts]:
         cluster, name = self._communicator.cluster, self._communicator.routes.compressed_name()
@@ -254,6 +261,7 @@ class LayerChooser:
                     error = 0.0 if not number else math.inf
                     if number and found is not None:
                         error = self._error(item.name, number, found, notes["corrections"])
+                        error = error if error <= MOST_OUTSTANDING * found.gradient else math.inf
                     errors.append(error)
                 layers.append(LayerCosts(latest, tuple(seconds), tuple(errors)))
         return layers, list(items.values())

@@ -6,11 +6,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
+from typing import cast
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+import gradwire
 from gradwire.comms.autotune.choose import LayerChooser
 from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.bootstrap.compat import HashStore
@@ -23,6 +27,7 @@ from gradwire.comms.plan.cost import CodecPrice
 from gradwire.comms.plan.planner import byte_costs
 from gradwire.compressors.adaptive import Adaptive
 from gradwire.compressors.base import Layout, Slice, StateDict
+from support.processes import Processes
 from support.threads import run_ranks
 
 
@@ -124,7 +129,8 @@ class Rank:
                 for spec in self.adaptive.specs
             ]
             arrivals = {name: 0.001 * place for place, names in enumerate(BUCKETS) for name in names}
-            self.adaptive.notes = {"arrivals": arrivals, "prices": prices, "costs": costs, "corrections": {}}
+            notes: dict[str, object] = {"arrivals": arrivals, "prices": prices, "costs": costs, "wait": 3}
+            self.adaptive.notes = notes | {"corrections": {}}
         if state is not None:
             self.compression.load_state_dict(state)
             self.communicator.state_loaded()
@@ -264,8 +270,8 @@ def test_prices_and_arrivals_are_measured_before_the_first_choice() -> None:
 
     notes, other = run_ranks(2, body)
     assert notes == other and set(notes["arrivals"]) == set(SHAPES)  # type: ignore[call-overload]
-    exact, *lossy = notes["prices"]  # type: ignore[misc]
-    assert exact[:2] == [0.0, 0.0] and all(per_byte > 0.0 for per_byte, *_ in lossy)
+    prices = cast(list[list[float]], notes["prices"])
+    assert prices[0][:2] == [0.0, 0.0] and all(per_byte > 0.0 for per_byte, *_ in prices[1:])
 
 
 def test_without_a_budget_it_is_refused() -> None:
@@ -275,3 +281,37 @@ def test_without_a_budget_it_is_refused() -> None:
         Config(compressor="int8", error_budget=0.1)
     with pytest.raises(ValueError, match="elastic"):
         Config(compressor="auto", error_budget=0.1, elastic=True)
+
+
+def train_with_ddp(rank: int) -> tuple[str, list[str], float]:
+    """Seven steps with the hook; what was chosen, what the largest layer got, and a number made of all weights."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)))
+    state = gradwire.HookState(
+        model,
+        compressor="auto",
+        error_budget="int8",
+        compressor_options={"first_plan": 4, "candidates": ("int4",)},
+        nic_bytes_per_second=1e6,
+    )
+    model.register_comm_hook(state, gradwire.comm_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(7):
+        optimizer.zero_grad()
+        model(torch.randn(8, 64, generator=generator)).square().mean().backward()
+        optimizer.step()
+    choices = state.report().choices
+    assert choices is not None and choices.error <= choices.budget * (1 + 1e-9) and choices.step == 4
+    assert {layer.name for layer in choices.layers} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    total = sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+    found = str(choices), [layer.compressor for layer in choices.layers], total
+    state.close()
+    dist.destroy_process_group()
+    return found
+
+
+def test_ddp_trains_with_what_is_chosen(processes: Processes) -> None:
+    ours, theirs = processes(2, train_with_ddp, nodes=["one", "two"])
+    assert ours == theirs and "chosen after step 4" in str(ours)
