@@ -3,26 +3,29 @@
 Feeds docs/how-to/let_it_choose.md.
 
 The model reads bytes of Python's own standard library through convolutions and names the next word of 24,000: its
-classifier has nine times the gradients of the rest, as 782 MB beside ResNet-50's 90 MB. Two parts, `speed` under
+classifier has nine times the gradients of the rest, as 782 MB beside ResNet-50's 90 MB. Parts, `speed` under
 `gradwire emulate --nodes 2 --ranks-per-node 2 --nic 200mbit --`:
 
     python -m gradwire.bench.studies.layer_choice speed
     torchrun --nproc-per-node 4 -m gradwire.bench.studies.layer_choice quality --steps 200
+    python -m gradwire.bench.studies.layer_choice model
 
 `speed` replays real gradients, recorded after some training, with waits in place of the computation: the backward
 pass of ResNet-50 as `gradwire compare --replay` has it, on 10 Gbit/s, both smaller and slower. All take turns.
-`quality` trains with each, on two logical nodes, and evaluates on text that was held out. Rank 0 prints JSON lines.
+`quality` trains with each, on two logical nodes, and evaluates on text that was held out.
+`model` is no measurement: what the cost model says at full size. Rank 0 prints JSON lines.
 """
 
 import argparse
 import json
+import math
 import re
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -34,6 +37,14 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.bench.compare.replay import FORWARD_SHARE, load_case
 from gradwire.bench.train.text import library_text, split_text
+from gradwire.comms.autotune.choose import MOST_OUTSTANDING, predicted_error
+from gradwire.comms.plan.choice import LayerCosts, choose, finish, total_error
+from gradwire.comms.plan.codec_price import codec_seconds, wire_ratio
+from gradwire.comms.plan.cost import EXACT, CodecPrice
+from gradwire.comms.plan.planner import byte_costs
+from gradwire.compressors.adaptive import Adaptive, CandidateSpec, Measurable
+from gradwire.compressors.base import Layout, Slice
+from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 
 WORDS, WIDTH, LAYERS, CONTEXT, SAMPLES = 24_000, 192, 4, 64, 64
 RATE, MOMENTUM = 0.2, 0.9
@@ -225,6 +236,127 @@ def speed(settings: dict[str, Setting], turns: int, steps: int, bits_per_second:
         state.close()
 
 
+def error_shares(gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, list[float]]:
+    """Squared error over the gradient's, by kind of layer and candidate, from two nodes' gradients of one step."""
+    adaptive = Adaptive(0.5, cast(dict[str, object], auto(0.5)["compressor_options"]))
+    found = {}
+    for kind, name in (("wide", "classifier.weight"), ("other", "convolutions.2.weight")):
+        flats = [each[name].flatten() for each in gradients]
+        item = Slice(name, tuple(gradients[0][name].shape), 0, 0, flats[0].numel())
+        norm, total = sum(float(flat.square().sum()) for flat in flats), float(sum(flats).square().sum())  # type: ignore[union-attr]
+        left_out = [0.0]
+        for candidate in adaptive.candidates[1:]:
+            assert isinstance(candidate, Measurable)
+            left_out.append(sum(float(candidate.left_out(flat, item)) for flat in flats))
+        numbers = _Numbers(norm, len(flats) * total, left_out)
+        found[kind] = [
+            predicted_error(adaptive, number, numbers, len(flats)) / norm for number in range(len(adaptive.candidates))
+        ]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """What `predicted_error` reads."""
+
+    gradient: float
+    total: float
+    left_out: list[float]
+
+
+def model(gbits: Sequence[float], nodes: int, budgets: Sequence[str | float]) -> Iterator[dict[str, object]]:
+    """By the model alone, at full size: `nodes` of 8 GPUs; ResNet-50's step on a 3090, gradients in buckets of 25 MB.
+
+    Errors are those of the recorded gradients: a classifier's or a table's for matrices with a side of 8,192 or more,
+    a convolution's for the rest. Codecs move 0.42 TB/s, an A10's.
+    """
+    texts = read_texts()[0]
+    shares = error_shares([recorded(texts, rank, count=1)[0] for rank in range(2)])
+    specs = Adaptive(0.5, cast(dict[str, object], auto(0.5)["compressor_options"])).specs
+    yield {"errors": {kind: dict(zip([s.text for s in specs], row, strict=True)) for kind, row in shares.items()}}
+    wide = [("classifier.weight", (100_000, 2048))]
+    for name in ("resnet50+100k", "resnet50", "vgg16", "bert_base", "swin_t"):
+        case = load_case(name.partition("+")[0])
+        shapes = (
+            [each for each in case.parameters if each[0] != "classifier.weight"] if "+" in name else case.parameters
+        )
+        shapes = [*shapes, *(wide if "+" in name else [])]
+        for gbit in gbits:
+            link = Link(30e-6, gbit * 1e9 / 8, 1, 8)
+            inside = Link(10e-6, 12e9)
+            cluster = uniform_cluster((8, nodes), (Level(LEVEL_NAMES[0], inside), Level(LEVEL_NAMES[1], link)))
+            layers, norms = _layers(shapes, case.step_seconds * (1 - FORWARD_SHARE), cluster, specs, shares)
+            yield from _compared(name, gbit, case.step_seconds * FORWARD_SHARE, layers, norms, specs, budgets)
+
+
+def _layers(
+    shapes: Sequence[tuple[str, tuple[int, ...]]],
+    backward_seconds: float,
+    cluster: Cluster,
+    specs: Sequence[CandidateSpec],
+    shares: Mapping[str, Sequence[float]],
+) -> tuple[list[LayerCosts], float]:
+    """What each matrix costs, the last one first; all elements have gradients of one size."""
+    nodes, done, norms, layers = len(cluster.nodes), 0.0, 0.0, []
+    matrices = [shape for _, shape in reversed(shapes) if len(shape) > 1 and math.prod(shape) >= 1024]
+    prices = [CodecPrice(each.text, 1.0, codec_seconds(each.name, 0.42e12)) for each in specs]
+    costs = [byte_costs(cluster, "hierarchical", EXACT if not n else price) for n, price in enumerate(prices)]
+    made = [spec.make() for spec in specs]
+    bucket, waiting = 0.0, 0
+    for shape in matrices:
+        numel = math.prod(shape)
+        bucket += 4 * numel
+        done += backward_seconds / len(matrices)
+        layout = Layout((Slice("layer", shape, 0, 0, numel),))
+        seconds = tuple(
+            cost.seconds(4 * numel, wire_ratio(candidate, layout, nodes) if number else 1.0, price)
+            for number, (cost, candidate, price) in enumerate(zip(costs, made, prices, strict=True))
+        )
+        kind = "wide" if max(shape[:2]) >= 8192 else "other"
+        errors = [share if share <= MOST_OUTSTANDING else math.inf for share in shares[kind]]
+        norm = 1.0  # of each layer alike, as layers that learn at one pace have
+        layers.append(LayerCosts(done, seconds, tuple(norm * error for error in errors)))
+        norms += norm
+        waiting += 1
+        if bucket >= 25e6:  # the bucket leaves with its last gradient
+            layers[-waiting:] = [replace(each, arrival=done) for each in layers[-waiting:]]
+            bucket, waiting = 0.0, 0
+    return layers, norms
+
+
+def _compared(
+    name: str,
+    gbit: float,
+    forward_seconds: float,
+    layers: Sequence[LayerCosts],
+    norms: float,
+    specs: Sequence[CandidateSpec],
+    budgets: Sequence[str | float],
+) -> Iterator[dict[str, object]]:
+    uniform = {}
+    for number, spec in enumerate(specs):
+        choice = [number] * len(layers)
+        uniform[spec.text] = finish(layers, choice) + forward_seconds, total_error(layers, choice)
+    for budget in budgets:
+        allowed = uniform[budget][1] if isinstance(budget, str) else budget * norms
+        choice = choose(layers, allowed)
+        step = finish(layers, choice) + forward_seconds
+        best = min((seconds, text) for text, (seconds, error) in uniform.items() if error <= allowed)
+        yield {
+            "model": name,
+            "gbit": gbit,
+            "budget": budget,
+            "allowed": allowed / norms,
+            "step_ms": step * 1e3,
+            "best_uniform": best[1],
+            "best_uniform_ms": best[0] * 1e3,
+            "exact_ms": uniform["none"][0] * 1e3,
+            "gain": best[0] / step,
+            "chosen": dict(Counter(specs[number].text for number in choice)),
+            "wide": specs[choice[0]].text,
+        }
+
+
 def quality(settings: dict[str, Setting], steps: int, seeds: int) -> Iterator[dict[str, object]]:
     """Trains with each; the loss on held-out files."""
     torch.set_num_threads(1)
@@ -266,7 +398,9 @@ def main(argv: list[str]) -> int:
         argv: Words after the module's name.
     """
     parser = argparse.ArgumentParser(prog="gradwire.bench.studies.layer_choice", description=__doc__)
-    parser.add_argument("part", choices=("speed", "quality"))
+    parser.add_argument("part", choices=("speed", "quality", "model"))
+    parser.add_argument("--gbits", default="10,25", help="of the modelled cards")
+    parser.add_argument("--nodes", type=int, default=2, help="modelled")
     parser.add_argument("--only", help="names with commas between them")
     parser.add_argument("--budgets", default="int8,int4,0.1", help="of auto, with commas between them")
     parser.add_argument("--turns", type=int, default=3)
@@ -275,8 +409,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--nic-bits", type=float, default=200e6)
     options = parser.parse_args(argv)
     settings = dict(UNIFORM)
-    for budget in options.budgets.split(",") if options.budgets else ():
-        settings[f"auto {budget}"] = auto(budget if not budget[0].isdigit() else float(budget))
+    words = options.budgets.split(",") if options.budgets else []
+    budgets = [float(word) if word[0].isdigit() else word for word in words]
+    settings |= {f"auto {budget}": auto(budget) for budget in budgets}
+    if options.part == "model":
+        for row in model([float(each) for each in options.gbits.split(",")], options.nodes, budgets):
+            print(json.dumps(row), flush=True)
+        return 0
     if options.only:
         settings = {name: settings[name] for name in options.only.split(",")}
     dist.init_process_group("gloo")

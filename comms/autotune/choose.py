@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.autotune.probe import line_up
@@ -347,7 +347,23 @@ def _why(
     return f"exact{limit}"
 
 
-def predicted_error(adaptive: Adaptive, number: int, found: _Merged, group_size: int) -> float:
+class SquaredNorms(Protocol):
+    """Of one layer, of all ranks together; as in `LayerNumbers`."""
+
+    @property
+    def gradient(self) -> float:
+        """Of what the ranks contribute."""
+
+    @property
+    def total(self) -> float:
+        """Of the sum, once for each rank of the group."""
+
+    @property
+    def left_out(self) -> Sequence[float]:
+        """Of what one payload of each candidate would leave out."""
+
+
+def predicted_error(adaptive: Adaptive, number: int, found: SquaredNorms, group_size: int) -> float:
     """The squared error that a layer would have with a candidate in the long run, on all ranks together.
 
     What a rank leaves out of its contribution; where owners encode the sum once more, what they leave out of that; each
