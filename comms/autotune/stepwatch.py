@@ -156,8 +156,14 @@ def advise_job(
         observed,
         observed.headroom_seconds,
         accumulate,
-        presumed(cluster),
+        "" if _slowest_is_known(cluster) else presumed(cluster),
     )
+
+
+def _slowest_is_known(cluster: Cluster) -> bool:
+    """Whether the links of the outermost level in use were given or measured: they decide what is worth while."""
+    outermost = max((number for number in range(cluster.depth) if cluster.widest(number) > 1), default=0)
+    return not cluster.levels[outermost].link.presumed
 
 
 @lru_cache(maxsize=8)

@@ -292,12 +292,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int64_t index = blockIdx.x; index < chunks; index += gridDim.x) {
     const ChunkPlace at = chunk_of(rule, {numel, numel}, index);
     reduce_chunk(rule, rows + at.record, stride, workers, nullptr, at.count, sums);
+    if (residual) {
+      for (int i = static_cast<int>(threadIdx.x); i < at.count; i += kThreads)
+        sums[i] = sums[i] + decay * residual[at.start + i];
+    }
     float p[kEach];
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
       const int i = kThreads * j + static_cast<int>(threadIdx.x);
       p[j] = i < at.count ? sums[i] : 0.0f;
-      if (residual && i < at.count) p[j] = p[j] + decay * residual[at.start + i];
     }
     encode_chunk(rule, p, at.count, new_residual ? new_residual + at.start : nullptr, reduced + at.record, shared);
     __syncthreads();

@@ -1,1 +1,2 @@
-"""What exchanges of another kind would cost: one direction after the other, and through parameter servers."""
+"""What other exchanges would cost: both directions at once or in turn (docs/explanation/plans.md), through parameter
+servers (docs/explanation/parameter_server.md)."""

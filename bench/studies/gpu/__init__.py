@@ -1,1 +1,2 @@
-"""What is run on a machine with a GPU, and what is predicted for clusters of them."""
+"""What is run on a machine with a GPU (docs/reference/gpu.md), and what is predicted for clusters of them
+(docs/reference/gpu_plans.md)."""
