@@ -36,8 +36,8 @@ Mbit: 16 MB in 1135 ms with 2 chunks, 1084 with 4, 1063 with 8 (`bench/studies/h
 UNKNOWN_RATE_TOLERANCE = 0.12
 """The same where a rate is assumed: a slow link loses more by few chunks than a fast one by many. The plans for 10
 Gbit/s, which are assumed, had 2 to 4 chunks; over 200 Mbit they took 1058 ms at 4x2 and 1121 at 4x4, with 16 chunks
-1037 and 1066 (16 MB, `bench/studies/hook_speed.py`, 2-core EPYC VM, 2026-11-22). Not with a compressor, whose payloads are
-small already: each piece of a matrix has factors of its own, each piece of a payload headers."""
+1037 and 1066 (16 MB, `bench/studies/hook_speed.py`, 2-core EPYC VM, 2026-11-22). Not with a compressor, whose payloads
+are small already: each piece of a matrix has factors of its own, each piece of a payload headers."""
 
 OWNERS_CHUNK_COUNTS = (*CHUNK_COUNTS, 32)
 OWNERS_CHUNK_SECONDS, OWNERS_CHUNK_NBYTES = 0.02, 128 * 1024

@@ -1,2 +1,1 @@
-"""What other exchanges would cost: both directions at once or in turn (docs/explanation/plans.md), through parameter
-servers (docs/explanation/parameter_server.md)."""
+"""What other exchanges would cost; feeds docs/explanation/plans.md and docs/explanation/parameter_server.md."""

@@ -1,2 +1,1 @@
-"""What is run on a machine with a GPU (docs/reference/gpu.md), and what is predicted for clusters of them
-(docs/reference/gpu_plans.md)."""
+"""Clusters of GPUs, measured and predicted; feeds docs/reference/gpu.md and docs/reference/gpu_plans.md."""
