@@ -400,6 +400,7 @@ class Communicator:
         """Says that the compressor's state has been replaced by one from elsewhere; all ranks, between two steps."""
         self._owners.clear()
         self._settled.clear()
+        self.routes.clear()  # where a compressor's shards are cut may be part of its state
         self._loaded = True
 
     def _migrate(self, layout: Layout, route: Route) -> None:

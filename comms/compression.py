@@ -232,6 +232,8 @@ def _wait(bucket: Bucket) -> Tensor:
 
 def is_finite(flat: Tensor) -> bool:
     """One pass, no temporary: a NaN or an infinity anywhere shows in the extremes."""
+    if flat.layout != torch.strided:
+        flat = flat._values()
     if flat.numel() == 0:
         return True
     low, high = torch.aminmax(flat)

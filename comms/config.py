@@ -191,8 +191,9 @@ class Config:
         _check_choice("reduction", self.reduction, REDUCTIONS)
         if not isinstance(self.sparse_as_dense, bool) and self.sparse_as_dense != "auto":
             raise ValueError(f"`sparse_as_dense` is {self.sparse_as_dense!r}; wanted auto, True or False")
-        if self.predivide is not None and not 0 < self.predivide < float("inf"):
-            raise ValueError(f"`predivide` is {self.predivide}; wanted a number > 0, or None")
+        number = isinstance(self.predivide, int | float) and not isinstance(self.predivide, bool)
+        if self.predivide is not None and not (number and 0 < self.predivide < float("inf")):
+            raise ValueError(f"`predivide` is {self.predivide!r}; wanted a number > 0, or None")
         if self.predivide is not None and not self.average:
             raise ValueError("`predivide` is given and `average` is off: nothing is divided; wanted one of them alone")
         if self.fusion == "delayed" and (self.fusion_mb or self.tune):
@@ -247,7 +248,10 @@ class Config:
                     values[entry] = convert(text)
                 except ValueError as error:
                     raise ValueError(f"`{ENVIRONMENT_PREFIX}{name}` is {text!r}; wanted {error}") from None
-        return cls(**(values | options))  # type: ignore[arg-type]  # checked by name above, by value in __post_init__
+        given = values | options
+        if given.get("compressor") != "auto" and "error_budget" not in options:
+            given.pop("error_budget", None)  # is of GRADWIRE_COMPRESSOR or GRADWIRE_HOOK, which do not count here
+        return cls(**given)  # type: ignore[arg-type]  # checked by name above, by value in __post_init__
 
     @classmethod
     def automatic(cls) -> "Config | None":

@@ -286,6 +286,7 @@ class HookState:
         self._announces_last = False
         """Whether DDP says which bucket is a step's last. With static_graph it does not in the first step, and waits
         for the futures before autograd says that backward has ended: then nothing may be held back."""
+        self._sparse: list[Bucket] = []
         self._buckets: list[Bucket] = []
         self._transfers: list[Layout] = []
         self._resume: Resume | None = None
@@ -358,10 +359,10 @@ class HookState:
             )
         if self.config.elastic and isinstance(model, DistributedDataParallel):
             self._model = weakref.ref(model)
-        if self.config.elastic and getattr(model, "skip_all_reduce_unused_params", False):
+        if getattr(model, "skip_all_reduce_unused_params", False):
             raise ValueError(
-                "`elastic` is set, and `model` skips the all-reduce of unused parameters; wanted "
-                "skip_all_reduce_unused_params=False: without a step's last bucket it has no end"
+                "`model` skips the all-reduce of unused parameters; wanted skip_all_reduce_unused_params=False: a step "
+                "whose last bucket is left out has no end that the hook could see"
             )
         self._connect(parameter.device)
         if self._survivor is not None and isinstance(model, DistributedDataParallel):
@@ -608,6 +609,7 @@ class HookState:
         )
         contents[index] = sparse.numel(), named
         arrived = Bucket.of(sparse, index=index)
+        self._sparse.append(arrived)
         scale = connection.scale * connection.after
         connection.communicator.start_sparse(arrived, scale=scale, as_dense=self.config.sparse_as_dense)
         return arrived.result()
@@ -648,8 +650,14 @@ class HookState:
 
         Raises:
             RuntimeError: No bucket has been reduced yet.
-            ValueError: Not all ranks ask for the same plan: refused on all of them.
+            ValueError: Not all ranks ask for the same plan: refused on all of them. Or it cuts buckets, and `reduction`
+                is adasum.
         """
+        if plan.piece_nbytes and self.config.reduction == "adasum":
+            raise ValueError(
+                f"`plan` has piece_nbytes {plan.piece_nbytes}, and `reduction` is adasum, which needs a parameter's "
+                "gradient in one piece; wanted 0"
+            )
         connection = self._connected("fuse()")
         connection.fusion_plans.agree(asdict(plan))
         connection.fusion.change(plan)
@@ -953,18 +961,20 @@ class HookState:
         communicator.executor.read_times()
         buckets, self._buckets = self._buckets, []
         transfers, self._transfers = self._transfers, []
+        sparse, self._sparse = self._sparse, []
         if self._requests is not None:
             self._last_rows = to_rows(transfers).tolist()
         if connection.compression is not None:
             if communicator.device.type == "cuda":
                 try:
                     with communicator.alone():
-                        connection.compression.end_step_on_device(communicator.executor.extremes(), transfers)
+                        extremes = [*communicator.executor.extremes(), *_sparse_extremes(sparse)]
+                        connection.compression.end_step_on_device(extremes, transfers)
                 except Exception as error:  # no memory, say: what this rank holds back is not what the others think
                     communicator.executor.interrupt(error)
                     raise
             else:
-                connection.compression.end_step(buckets, transfers)
+                connection.compression.end_step([*buckets, *sparse], transfers)
         if connection.chooser is not None:
             connection.chooser.step_ended(buckets, transfers)
         times = [bucket.times for bucket in buckets]
@@ -1075,6 +1085,12 @@ def _compression(config: Config, names: ParameterNames, peers: _Peers) -> Compre
     )
     compression.compressor.bind_model(names.numels())
     return compression
+
+
+def _sparse_extremes(buckets: Sequence[Bucket]) -> list[Tensor]:
+    """Of the rows of sparse averages, 0-dim: finite if and only if all of them are."""
+    values = [bucket.result().wait()._values() for bucket in buckets]
+    return [extreme for value in values if value.numel() for extreme in torch.aminmax(value)]
 
 
 def _reduction(config: Config) -> Compressor | None:

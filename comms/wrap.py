@@ -44,7 +44,8 @@ def wrap(
             "travels together"
         )
     if config is None:
-        config = Config.from_env(**({"fusion_mb": FUSION_MB} | options))
+        fusion = options.get("fusion") or Config.from_env().fusion
+        config = Config.from_env(**(({} if fusion == "delayed" else {"fusion_mb": FUSION_MB}) | options))
     elif options:
         raise TypeError(
             f"`config` and {', '.join(f'`{name}`' for name in options)} are both given: put the options into the Config"

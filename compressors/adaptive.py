@@ -35,7 +35,7 @@ from gradwire.compressors.registry import Option, make, options_of
 from gradwire.compressors.residual import ElementStore, Piece
 from gradwire.compressors.routed import Routed
 from gradwire.compressors.rules import DEFAULT_RULES, Rule
-from gradwire.compressors.stateful import Stateful
+from gradwire.compressors.stateful import HELD_BACK, Stateful
 from gradwire.compressors.two_stage import SHARD_ALIGN
 
 AUTO = "auto"
@@ -51,7 +51,8 @@ SETTLED: Mapping[str, Option] = {"warmup_steps": 0, "momentum": 0.0}
 """Options of every candidate that has them: the dense start is over when something is chosen, and momentum stays with
 the optimizer, whichever compressor a layer has."""
 
-RESIDUAL_FIELDS = ("residual", "server", "total")
+PARTICULAR = ("onebit", "dgc", "chunk_topk")
+"""Compressors that do not fit every optimizer: as a budget, they are to be among the candidates, which are checked."""
 """Names of the stores that hold what is outstanding."""
 
 _SPEC = re.compile(r"\s*([A-Za-z0-9_+.-]+)\s*(?:\((.*)\))?\s*")
@@ -155,7 +156,7 @@ def check_auto(options: Mapping[str, object], budget: str | float | None) -> Non
         raise ValueError(f"`error_budget` is {budget}; wanted a compressor's name, or a number between 0 and 1")
     if isinstance(budget, str) and parse_candidate(budget).name == EXACT:
         raise ValueError('`error_budget` is "none"; that is compressor="none"')
-    if isinstance(budget, str) and parse_candidate(budget).name.partition("+")[0] in ("onebit", "dgc"):
+    if isinstance(budget, str) and parse_candidate(budget).name.partition("+")[0] in PARTICULAR:
         given = options.get("candidates", CANDIDATES)
         if not isinstance(given, Sequence) or budget.strip() not in given:
             raise ValueError(
@@ -364,7 +365,7 @@ class Adaptive(Routed):
         sums: dict[str, Tensor] = {}
         for number, compressor in enumerate(self.candidates):
             for stored, store in compressor.fields.items() if isinstance(compressor, Stateful) else ():
-                for piece in store.pieces() if stored in RESIDUAL_FIELDS else ():
+                for piece in store.pieces() if stored in HELD_BACK else ():
                     if piece.name in names and self.candidate_of(piece.name) == number:
                         norm = _squared_norm(piece.value)
                         sums[piece.name] = sums[piece.name] + norm if piece.name in sums else norm

@@ -71,7 +71,7 @@ def create(options: GroupOptions, config: object = None) -> "GradwireGroup":
         RuntimeError: A rank did not join.
     """
     if config is None:
-        config = replace(Config.from_env(), compressor=None)
+        config = Config.from_env(compressor=None)
     if not isinstance(config, Config):
         raise TypeError(f"`pg_options` is a {type(config).__name__}; wanted a gradwire.Config or None")
     if config.compressor is not None:

@@ -10,6 +10,7 @@ import torch
 
 from gradwire.comms.config import Config
 from gradwire.comms.plan.codec_price import (
+    ELEMENT_NBYTES,
     GPU_BYTES_PER_SECOND,
     codec_price,
     codec_seconds,
@@ -309,6 +310,8 @@ class Routes(dict[RouteKey, Route]):
                 return plan
         plan = plan_all_reduce(self.cluster, nbytes, name=self.plan_name, chunks=self.chunks, library=self.library)
         plan = with_reason(plan, self._why) if self._why else plan
+        if isinstance(self._compressor, Adasum | WideSum) and self.cluster.size > 1:
+            return with_reason(plan, f"{plan.why} {self._compressor.name} was asked for: it works between nodes alone.")
         if self._compressor is not None and layout is not None and self.cluster.size > 1:
             return with_reason(
                 plan,
@@ -326,7 +329,7 @@ class Routes(dict[RouteKey, Route]):
         if compressed is not None:
             assert self._compressor is not None and layout is not None
             ranks = self.cluster.size if compressed.whole else len(self.cluster.nodes)
-            price = CodecPrice(self._compressor.name, wire_ratio(self._compressor, layout, ranks))
+            price = CodecPrice(self._compressor.name, _wire_ratio(self._compressor, plan.nbytes, layout, ranks))
         (priced,) = candidates(self._learned, plan.nbytes, plan.name, plan.chunks, price)
         return replace(
             plan,
@@ -349,7 +352,7 @@ class Routes(dict[RouteKey, Route]):
         nodes, size, name = len(self.cluster.nodes), self.cluster.size, compressor.name
 
         def priced(plan_name: str, group_size: int, why: str) -> Plan:
-            price = CodecPrice(name, wire_ratio(compressor, layout, group_size))
+            price = CodecPrice(name, _wire_ratio(compressor, nbytes, layout, group_size))
             if self.library == "nccl":
                 price = replace(price, seconds_per_byte=codec_seconds(name, self.gpu_memory()))
             plan = plan_all_reduce(
@@ -417,3 +420,9 @@ class Routes(dict[RouteKey, Route]):
             return tuple(start + offset for offset in compressor.partition(layout.cut(start, stop), parts))
 
         return partition
+
+
+def _wire_ratio(compressor: Compressor, nbytes: int, layout: Layout, group_size: int) -> float:
+    """What `wire_ratio` is, of the bucket's own bytes: payloads of 16-bit gradients are as large as of 32-bit ones."""
+    ratio = wire_ratio(compressor, layout, group_size)
+    return ratio * ELEMENT_NBYTES * layout.numel / nbytes if nbytes else ratio

@@ -99,11 +99,11 @@ def check_groups(use: CompressorUse, optimizer: Optimizer, groups: Sequence[Mapp
         return
     outside = max((float(group.get("momentum", 0.0)) for group in groups), default=0.0)
     if outside and chosen.get("momentum"):
-        remedy = (
-            "Call take_momentum(optimizer) and pass what it returns as `compressor_options`"
-            if use.pattern is None
-            else "Give its parameters a group of their own with momentum 0"
-        )
+        remedy = "Call take_momentum(optimizer) and pass what it returns as `compressor_options`"
+        if use.pattern is not None:
+            remedy = "Give its parameters a group of their own with momentum 0"
+        elif not isinstance(optimizer, SGD):
+            remedy = f"Give {kind} momentum 0, and its own to the compressor, in `compressor_options`"
         raise ValueError(
             f"`optimizer` is {kind} with momentum {outside} and {use} has `momentum` {chosen['momentum']}: it "
             f"would be applied twice. {remedy}"

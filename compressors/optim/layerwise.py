@@ -68,10 +68,10 @@ class _LayerwiseOptimizer(Optimizer):
 
     def _buffers(self, parameters: list[Tensor], name: str) -> list[Tensor]:
         """A buffer of each parameter, zero at first."""
-        return [
-            self.state[parameter].setdefault(name, torch.zeros_like(parameter, memory_format=torch.preserve_format))
-            for parameter in parameters
-        ]
+        for parameter in parameters:
+            if name not in self.state[parameter]:
+                self.state[parameter][name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return [self.state[parameter][name] for parameter in parameters]
 
 
 def _scaled(

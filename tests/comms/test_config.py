@@ -140,6 +140,15 @@ def test_a_bad_variable_is_named_with_what_was_wanted(
     assert str(caught.value).startswith(f"`{variable}` is {text!r}; wanted {wanted}")
 
 
+def test_a_budget_of_the_environment_counts_for_its_compressor_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_COMPRESSOR", "auto")
+    monkeypatch.setenv("GRADWIRE_ERROR_BUDGET", "int8")
+    assert Config.from_env().error_budget == "int8"
+    assert Config.from_env(compressor=None).error_budget is None  # as the backend asks
+    with pytest.raises(ValueError, match="`error_budget`"):
+        Config.from_env(compressor=None, error_budget="int8")
+
+
 def test_the_reference_lists_every_field_with_its_variable() -> None:
     listed = re.findall(r"^\| `(\w+)` \| `(GRADWIRE_\w+)` \|", PAGE.read_text(), re.MULTILINE)
     assert dict(listed) == {field: variable for field, (variable, _, _) in VARIABLES.items()}

@@ -1,5 +1,6 @@
 """Which compressor each layer gets: the program against exhaustive search, and the whole of it on ranks as threads."""
 
+import copy
 import itertools
 import random
 import time
@@ -7,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -225,6 +227,27 @@ def test_a_run_goes_on_bit_for_bit(whole: list[tuple[list[Tensor], StateDict, ob
         assert same_bits(ours, wanted) and state["auto/choice"] == others["auto/choice"]
 
 
+def test_a_state_is_taken_over_in_the_middle_of_a_run() -> None:
+    """Also where the choice has changed since, by which shards are cut."""
+    store = HashStore()
+
+    def body(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+        ours = Rank(store, rank, "aabb")
+        try:
+            for number in range(7):
+                ours.step(number)
+            saved = copy.deepcopy(ours.compression.state_dict())
+            first = [ours.step(number).clone() for number in range(7, 12)]
+            ours.compression.load_state_dict(saved)
+            ours.communicator.state_loaded()
+            return first, [ours.step(number).clone() for number in range(7, 12)]
+        finally:
+            ours.communicator.close()
+
+    for first, second in run_ranks(4, body):
+        assert same_bits(first, second)
+
+
 def test_what_is_outstanding_stays_within_the_budget() -> None:
     """The measured residuals of what was chosen, over the measured gradients, after every later choice."""
     store = HashStore()
@@ -288,13 +311,14 @@ def train_with_ddp(rank: int) -> tuple[str, list[str], float]:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)))
-    state = gradwire.HookState(
-        model,
-        compressor="auto",
-        error_budget="int8",
-        compressor_options={"first_plan": 4, "candidates": ("int4",)},
-        nic_bytes_per_second=1e6,
-    )
+    with patch("gradwire.comms.hook.probe"):  # it would measure loopback; a link of 1 MB/s is what it shall choose for
+        state = gradwire.HookState(
+            model,
+            compressor="auto",
+            error_budget="int8",
+            compressor_options={"first_plan": 4, "candidates": ("int4",)},
+            nic_bytes_per_second=1e6,
+        )
     model.register_comm_hook(state, gradwire.comm_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)
@@ -315,3 +339,4 @@ def train_with_ddp(rank: int) -> tuple[str, list[str], float]:
 def test_ddp_trains_with_what_is_chosen(processes: Processes) -> None:
     ours, theirs = processes(2, train_with_ddp, nodes=["one", "two"])
     assert ours == theirs and "chosen after step 4" in str(ours)
+    assert "int8" in ours[1]

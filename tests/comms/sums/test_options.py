@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.comms.checkpoint import unpack
 from support.processes import Processes
 
 NODES = "aabb"
@@ -19,9 +20,9 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table = nn.Embedding(40, 24, sparse=True)
+        self.table = nn.Embedding(40, 48, sparse=True)
         self.layers = nn.ModuleList(
-            nn.Linear(24, 24, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
+            nn.Linear(48, 48, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
         )
 
     def forward(self, places: Tensor) -> Tensor:
@@ -68,7 +69,12 @@ def compare_options(rank: int) -> dict[str, Any]:
         "launches": (many, few),
         "sums": [str(each.double().sum().item()) for each in (*wide, *late)],
         "adasum": adasum_gradient(rank),
-    }
+        "kept": sparse_overflow(),
+        "wrapped": gradwire.wrap(nn.Linear(2, 2), fusion="delayed")[1].config.fusion_mb,
+        "skipping": refusal_of(DistributedDataParallel(
+            nn.Linear(2, 2), find_unused_parameters=True, skip_all_reduce_unused_params=True
+        )),
+    }  # fmt: skip
     try:
         gradients(reduction="adasum")
     except Exception as error:  # noqa: BLE001 - whatever comes out of backward, it is looked at below
@@ -99,6 +105,34 @@ def adasum_gradient(rank: int) -> float:
     return float((found.view(-1).double() - wanted).norm() / wanted.norm())
 
 
+def sparse_overflow() -> bool:
+    """Whether an infinity in a sparse gradient alone leaves what is held back of the dense ones as it was."""
+    model = DistributedDataParallel(Model().float(), bucket_cap_mb=0.002)
+    state = gradwire.HookState(model, compressor="int8")
+    model.register_comm_hook(state, gradwire.comm_hook)
+    places = torch.arange(6) + 3 * dist.get_rank()
+    for _ in range(3):  # DDP has rebuilt its buckets
+        model(places).backward()
+    before = unpack(state.state_dict(), dist.get_rank(), len(NODES))
+    handle = model.module.table.weight.register_hook(lambda gradient: gradient * float("inf"))
+    model(places).backward()
+    handle.remove()
+    after = unpack(state.state_dict(), dist.get_rank(), len(NODES))
+    state.close()
+    assert before is not None and after is not None
+    held = [key for key in before if "residual" in key or "server" in key]
+    assert held, list(before)
+    return all(torch.equal(torch.as_tensor(before[key]), torch.as_tensor(after[key])) for key in held)
+
+
+def refusal_of(model: DistributedDataParallel) -> str:
+    try:
+        gradwire.HookState(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def test_each_option_gives_what_it_says(processes: Processes) -> None:
     results = processes(len(NODES), compare_options, nodes=NODES)
     for found in results:
@@ -108,3 +142,5 @@ def test_each_option_gives_what_it_says(processes: Processes) -> None:
         assert found["sums"] == results[0]["sums"]
         assert found["adasum"] < 1e-5
         assert "`reduction` is adasum; wanted dense ones" in found["refused"]
+        assert found["kept"] and found["wrapped"] == 0.0
+        assert "skip_all_reduce_unused_params=False" in found["skipping"]
