@@ -84,7 +84,7 @@ def _scaled(
 
 
 class Lars(_LayerwiseOptimizer):
-    """LARS: SGD with momentum whose step is, for each parameter, in proportion to |w| / |gradient|.
+    """LARS: SGD with momentum whose step is, for each parameter, in proportion to its norm over its gradient's.
 
     Args:
         parameters: As for any torch optimizer.
@@ -146,7 +146,7 @@ class Lars(_LayerwiseOptimizer):
 
 
 class Lamb(_LayerwiseOptimizer):
-    """LAMB: Adam whose step is, for each parameter, in proportion to |w| / |Adam's update|.
+    """LAMB: Adam whose step is, for each parameter, in proportion to its norm over that of Adam's update.
 
     Args:
         parameters: As for any torch optimizer.
