@@ -12,6 +12,7 @@ own, as torchrun's is.
 """
 
 import argparse
+import faulthandler
 import json
 import logging
 import multiprocessing
@@ -23,7 +24,7 @@ import signal
 import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -71,6 +72,7 @@ class Round:
         survivors: What became of the others; one that hangs is missing.
         left: Names in /dev/shm that were not there before.
         crashed: Exit codes, by rank, of survivors that have ended without a word; negative for a signal.
+        traces: Where the threads of those were, and of the ones that hang.
     """
 
     victim: int
@@ -79,6 +81,7 @@ class Round:
     survivors: list[RankEnd]
     left: list[str]
     crashed: dict[int, int]
+    traces: dict[int, str]
 
     @property
     def hanging(self) -> int:
@@ -95,6 +98,9 @@ class Round:
 def _rank(rank: int, port: int, victim: int, after_seconds: float, how: str, folder: Path) -> None:
     """A process: one rank; the victim notes when it ends."""
     torch.set_num_threads(1)
+    told = (folder / f"{rank}.trace").open("w")
+    faulthandler.enable(told)
+    faulthandler.dump_traceback_later(after_seconds + TIMEOUT.total_seconds() + GRACE_SECONDS - 1.0, file=told)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     store.add("here", 1)
     while store.add("here", 0) < len(NODES):
@@ -160,11 +166,13 @@ def one_round(victim: int, after_seconds: float, how: str = "kill") -> Round:
             for rank in range(len(NODES))
             if rank != victim and (folder / f"{rank}.json").exists()
         ]
+        traces = {rank: (folder / f"{rank}.trace").read_text() for rank in codes if (folder / f"{rank}.trace").exists()}
         ended = (folder / "ended").exists()
     said = {each.rank for each in survivors}
     crashed = {rank: code for rank, code in codes.items() if code is not None and rank not in said}
     left = sorted({path.name for path in SHARED.iterdir()} - before)
-    return Round(victim, after_seconds, ended, survivors, left, crashed)
+    traces = {rank: trace for rank, trace in traces.items() if rank not in said}
+    return Round(victim, after_seconds, ended, survivors, left, crashed, traces)
 
 
 def main() -> None:
@@ -172,6 +180,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--how", choices=("kill", "memory"), default="kill")
+    parser.add_argument("--victim", type=int, help="always this rank; else each in turn")
+    parser.add_argument("--between", type=float, nargs=2, help="seconds after which it ends; else drawn from all")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     logging.getLogger("gradwire").setLevel(logging.CRITICAL)
@@ -180,7 +190,8 @@ def main() -> None:
     longest = max(each.seconds for each in whole.survivors)
     draw, rounds = random.Random(given.seed), []
     for number in range(given.rounds):
-        found = one_round(number % len(NODES), draw.uniform(0.0, longest), given.how)
+        victim = number % len(NODES) if given.victim is None else given.victim
+        found = one_round(victim, draw.uniform(*(given.between or (0.0, longest))), given.how)
         rounds.append(found)
         if (
             found.left
@@ -188,7 +199,9 @@ def main() -> None:
             or found.crashed
             or (found.naming < 3 and any(each.error for each in found.survivors))
         ):
-            print(f"round {number}: {found}", flush=True)
+            print(f"round {number}: {replace(found, traces={})}", flush=True)
+            for rank, trace in found.traces.items():
+                print(f"  rank {rank} was in:\n{trace}", flush=True)
     broken = [each for each in rounds if any(survivor.error for survivor in each.survivors)]
     seconds = [survivor.seconds for each in broken for survivor in each.survivors if survivor.error]
     hung, left = sum(each.hanging for each in rounds), sum(len(each.left) for each in rounds)

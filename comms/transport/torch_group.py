@@ -10,7 +10,11 @@ in one group, 88 ms in two; the wire alone takes 84 (2-core EPYC VM, 2026-11-21)
 import os
 import socket
 import stat
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future as Promise
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -282,9 +286,39 @@ def connect_gloo(
     """
 
     def connected(name: str) -> TorchGroup:
-        return make_gloo(PrefixStore(name, store), rank, size, timeout, interface)
+        return _within(timeout, alarm, lambda: make_gloo(PrefixStore(name, store), rank, size, timeout, interface))
 
     return GlooTransport(connected, rank, size, alarm)
+
+
+def _within(timeout: timedelta, alarm: Alarm | None, connect: Callable[[], TorchGroup]) -> TorchGroup:
+    """Has a thread connect, and waits no longer for it than the time-out, or until another rank has given up.
+
+    Once all addresses are in the store, gloo waits five time-outs for a connection (`Pair::waitUntil` in its tcp
+    transport): a rank that has left its address and died there would hold up the others as long. Nothing can wake gloo
+    in that, so its thread is left to it; whatever it still makes is released at once.
+    """
+    made: Promise[TorchGroup] = Promise()
+
+    def run() -> None:
+        try:
+            made.set_result(connect())
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the group is wanted
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="gradwire connects", daemon=True).start()
+    deadline = time.monotonic() + (timeout + SLICE).total_seconds()  # the store's own error, which knows more, is first
+    while True:
+        done, _ = wait_for([made], SLICE.total_seconds())
+        if done:
+            return made.result()
+        if alarm is not None and (reason := alarm()):
+            raise PeerError(reason)
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"a rank that had come did not connect within `timeout` ({timeout.total_seconds():g} s): it has ended, "
+                "or a firewall is between it and this rank"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Law: exchanges over gloo move the same elements whether they go through one group or through two."""
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, TorchGroup, make_gloo
-from gradwire.comms.transport.torch_group import LARGE_NBYTES, GlooTransport
+from gradwire.comms.transport import torch_group
+from gradwire.comms.transport.torch_group import LARGE_NBYTES, GlooTransport, connect_gloo
 from support.nccl import NoAllocation
 from support.threads import run_ranks
 
@@ -98,3 +100,15 @@ def test_exchanges_of_both_kinds_can_be_on_their_way_together() -> None:
         )
 
     assert [right for right, _ in on_transports(2, body)] == [True, True]
+
+
+@pytest.mark.parametrize("reason", [None, "rank 2 gave up"])
+def test_nobody_waits_for_a_rank_that_has_left_its_address_and_died(
+    monkeypatch: pytest.MonkeyPatch, reason: str | None
+) -> None:
+    """Law: no longer than the time-out, or until somebody has given up; gloo itself waits five time-outs."""
+    timeout, over = timedelta(seconds=0 if reason is None else 60), threading.Event()
+    monkeypatch.setattr(torch_group, "make_gloo", lambda *arguments: over.wait())
+    with pytest.raises(RuntimeError, match=reason or "did not connect within `timeout`"):
+        connect_gloo(HashStore(), 0, 2, timeout, lambda: reason, "lo")
+    over.set()
