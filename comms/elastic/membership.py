@@ -309,6 +309,7 @@ class Membership:
         try:
             self._agree(epoch)
             self._enter(epoch)
+            epoch.ring = None  # its thread ends here; each of the two knows the other
         except Exception as failed:  # noqa: BLE001 - the training thread raises it
             with self._changed:
                 self._failure = failed

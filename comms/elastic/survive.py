@@ -8,6 +8,7 @@ all-reduce tells), so no rank steps where another does not. Where all are alike 
 survivors, from what it was given: no step is lost but the part of it that the lost ranks had computed.
 """
 
+import ctypes
 import logging
 import time
 import traceback
@@ -273,6 +274,7 @@ class Survivor:
                 watch.lap("place")
                 self._catch_up(None)
                 watch.lap("meet")
+                _trim_heap()
                 self._note(view, "ranks have joined", False, watch)
             except GivenUpError:
                 raise
@@ -348,6 +350,7 @@ class Survivor:
                 error = failed
                 continue
             _forget(error)
+            _trim_heap()
             change = self._note(view, reason, not found[0] and self._started > self.position, watch)
             log.warning(
                 "%s: %d of %d ranks go on as epoch %d after %s",
@@ -405,6 +408,21 @@ def _forget(error: BaseException) -> None:
             known.add(id(each))
             traceback.clear_frames(each.__traceback__)
             open_errors += [each.__cause__, each.__context__]
+
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""Of glibc; other C libraries have none."""
+
+
+def _trim_heap() -> None:
+    """Gives the system back what is free in the C library's heaps.
+
+    Each lane's thread takes its memory from a heap of its own, of which glibc has eight for each processor, and what
+    lies free in those of threads that have ended stays resident. 2x2, onebit, a model of 0.3 MB: 4.5 MB more after each
+    change, in all of which was free; 12 ms for a heap of 250 MB (2-core EPYC VM, 2026-11-22).
+    """
+    if _trim is not None:
+        _trim(ctypes.c_size_t(0))
 
 
 POLL_SECONDS = 0.0002
