@@ -3,10 +3,13 @@
 Feeds docs/explanation/talk_less_often.md.
 
     python -m gradwire.bench.studies.convergence.outer quality --json runs.jsonl            # 2 nodes of 2 ranks
+    python -m gradwire.bench.studies.convergence.outer quality --json runs.jsonl --joined   # the same on 2 processes
     python -m gradwire.bench.studies.convergence.outer speed --json runs.jsonl --nic 10mbit # emulated; needs root
     python -m gradwire.bench.studies.convergence.outer show --json runs.jsonl
 
 Quality is that of the units' own models on held-out text, at the end after `synchronize()`: time plays no part in it.
+With `--joined` one rank stands for a node and takes the batches of all its ranks: the same sums in half of the time.
+`--outer 'H 5={"every": 5, "fragments": 1}'` tries what has no name yet.
 Speed is seconds a step, all methods in turns in one run, each for as many steps as an exchange of the whole model takes
 turns for; `units alone` never exchange anything: that is the machine without a limit on its links.
 """
@@ -18,13 +21,13 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -38,7 +41,8 @@ from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import LAZY, ForkedRank, fork_ranks, run_forked
 from gradwire.bench.emulation.launch import free_port
 from gradwire.bench.machine import machine_line
-from gradwire.bench.studies.convergence.tasks import TASKS, Task, share_of_peak
+from gradwire.bench.studies.convergence.tasks import TASKS, Task, TaskFacts, TextTask, share_of_peak
+from gradwire.bench.train.model import loss_in_nats
 
 PLAIN, ALONE, INT4, POWERSGD, POST_LOCAL = (
     "plain DDP",
@@ -102,6 +106,53 @@ METHODS = {
         _outer("chunk_topk, inside none", compressor="chunk_topk", inside="none"),
     )
 }
+
+
+@dataclass
+class JoinedTask:
+    """A task whose rank stands for all ranks of a node, which average gradients at every step.
+
+    Attributes:
+        task: Its text task.
+        ranks: Of a node.
+        lr: Factor of the inner learning rate.
+        facts: See `Task`.
+    """
+
+    task: TextTask
+    ranks: int
+    lr: float = 1.0
+    facts: TaskFacts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.facts = self.task.facts
+
+    def load(self) -> None:
+        """See `Task.load`."""
+        self.task.load()
+
+    def model(self, seed: int) -> nn.Module:
+        """See `Task.model`."""
+        return self.task.model(seed)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """See `Task.optimizer`."""
+        optimizer = self.task.optimizer(parameters)
+        for group in optimizer.param_groups:
+            group["lr"] *= self.lr
+        return optimizer
+
+    def loss(self, model: nn.Module, step: int, rank: int, seed: int) -> Tensor:
+        """See `Task.loss`: the mean over the node's batches, in one pass."""
+        batches = [self.task.batch_of(step, each, seed) for each in self._ranks(rank)]
+        return loss_in_nats(model, *(torch.cat(parts) for parts in zip(*batches, strict=True)))
+
+    def score(self, model: nn.Module, rank: int) -> Tensor:
+        """See `Task.score`."""
+        return torch.stack([self.task.score(model, each) for each in self._ranks(rank)]).sum(0)
+
+    def _ranks(self, node: int) -> range:
+        return range(node * self.ranks, (node + 1) * self.ranks)
 
 
 class Training:
@@ -204,17 +255,17 @@ def _curve(task: Task, method: SlowLinkMethod, seed: int, place: ForkedRank, ste
     training = Training(task, method, place, seed)
     schedule = torch.optim.lr_scheduler.LambdaLR(training.inner, lambda step: share_of_peak(step, steps))
     marks = {max(1, round(steps * share)) for share in EVALUATED}
-    curve = []
+    curve, bits = [], None
     for step in range(steps):
         training.step(step)
         schedule.step()
-        if step + 1 == steps and training.outer is not None and method.name != ALONE:
-            training.outer.synchronize()
+        if step + 1 == steps and training.outer is not None:
+            report = training.outer.report()  # before synchronize(), which sends all in full precision, once a run
+            bits = report.bits_per_parameter_and_step if report.exchanges else None
+            if method.name != ALONE:
+                training.outer.synchronize()
         if step + 1 in marks:
             curve.append((step + 1, training.quality()))
-    bits = None
-    if training.outer is not None and training.outer.report().exchanges:
-        bits = training.outer.report().bits_per_parameter_and_step
     training.close()
     return {
         "what": "quality",
@@ -226,7 +277,9 @@ def _curve(task: Task, method: SlowLinkMethod, seed: int, place: ForkedRank, ste
     }
 
 
-def measure_speed(task_name: str, nodes: Sequence[int], nic: str | None, names: Sequence[str], rounds: int) -> object:
+def measure_speed(
+    task_name: str, nodes: Sequence[int], nic: str | None, methods: Sequence[SlowLinkMethod], rounds: int
+) -> object:
     """Times all methods in turns on an emulated cluster; returns what the record keeps.
 
     Raises:
@@ -236,7 +289,7 @@ def measure_speed(task_name: str, nodes: Sequence[int], nic: str | None, names: 
         outcome = run_forked(
             cluster,
             "gradwire.bench.studies.convergence.outer",
-            [task_name, str(rounds), *names],
+            [task_name, str(rounds), *(json.dumps(asdict(method)) for method in methods)],
             nodes=nodes,
             timeout_seconds=560,
         )
@@ -257,7 +310,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     torch.set_num_threads(1)
     place.connect()
     name, rounds, *words = arguments
-    found = _timed(TASKS[name](), place, [METHODS[word] for word in words], int(rounds))
+    found = _timed(TASKS[name](), place, [SlowLinkMethod(**json.loads(word)) for word in words], int(rounds))
     if place.rank == 0:
         print(json.dumps(found), flush=True)
     place.leave()
@@ -345,6 +398,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("what", choices=("quality", "speed", "show"))
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="a line for each result; added to")
     parser.add_argument("--method", action="append", choices=METHODS, help="repeatable (default: all)")
+    parser.add_argument("--outer", action="append", default=[], metavar="NAME=JSON", help="options of gradwire.Outer")
+    parser.add_argument("--joined", action="store_true", help="one rank stands for a node")
+    parser.add_argument("--inner-lr", type=float, default=1.0, help="factor of the inner learning rate, with --joined")
     parser.add_argument("--seed", action="append", type=int, help="repeatable (default: 0)")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
@@ -352,19 +408,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=800)
     options = parser.parse_args(argv)
-    nodes, task = [options.ranks_per_node] * options.nodes, TASKS["text"]()
-    names = options.method or list(METHODS)
+    nodes, task = [options.ranks_per_node] * options.nodes, TextTask()
+    methods = [METHODS[name] for name in options.method or ([] if options.outer else METHODS)]
+    for word in options.outer:
+        name, _, values = word.partition("=")
+        methods.append(_outer(name, **json.loads(values)))
     if options.what == "show":
         print(show(options.json, task.facts.tolerance))
         return 0
     if options.what == "speed":
-        _add(options.json, measure_speed("text", nodes, options.nic, names, options.rounds))
+        _add(options.json, measure_speed("text", nodes, options.nic, methods, options.rounds))
         return 0
+    trained: Task = task
+    if options.joined:
+        trained, nodes = JoinedTask(task, options.ranks_per_node, options.inner_lr), [1] * options.nodes
     for seed in options.seed or [0]:
-        for name in names:
-            found = train(task, METHODS[name], seed, nodes, options.steps)
+        for method in methods:
+            found = train(trained, method, seed, nodes, options.steps)
+            found["steps"], found["inner_lr"] = options.steps, options.inner_lr
             _add(options.json, found)
-            print(name, seed, found["curve"][-1], found["bits"], flush=True)  # type: ignore[index]
+            print(method.name, seed, found["curve"][-1], found["bits"], flush=True)  # type: ignore[index]
     return 0
 
 

@@ -261,10 +261,11 @@ class TextTask:
 
     def loss(self, model: nn.Module, step: int, rank: int, seed: int) -> Tensor:
         """See `Task.loss`."""
-        inputs, targets = batch_at(
-            self._text[0], step + SEED_STRIDE * seed, rank, batch=self.batch, context=self.context
-        )
-        return loss_in_nats(model, inputs, targets)
+        return loss_in_nats(model, *self.batch_of(step, rank, seed))
+
+    def batch_of(self, step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
+        """What `loss` takes: (inputs, targets), see `batch_at`."""
+        return batch_at(self._text[0], step + SEED_STRIDE * seed, rank, batch=self.batch, context=self.context)
 
     def score(self, model: nn.Module, rank: int) -> Tensor:
         """See `Task.score`: bits."""

@@ -332,9 +332,12 @@ def test_a_lost_unit_is_an_error_that_leaves_the_others_as_they_were() -> None:
     on_ranks("ab", body, timeout=timedelta(seconds=3))
 
 
-@pytest.mark.parametrize("compressor", [None, "int4"])
-def test_what_a_unit_receives_is_bounded_by_two_payloads(compressor: str | None) -> None:
-    """What is sent is received: two stages send 2 (N - 1) / N payloads, where gathering would send N - 1."""
+@pytest.mark.parametrize(("compressor", "wanted"), [(None, 4.0), ("int4", 0.7), ("chunk_topk", 0.23)])
+def test_what_a_unit_receives_is_bounded_by_two_payloads(compressor: str | None, wanted: float) -> None:
+    """What is sent is received: two stages send 2 (N - 1) / N payloads, where gathering would send N - 1.
+
+    `wanted` is of a payload, in bytes an element; a twentieth of this model are vectors, which compressors leave dense.
+    """
 
     def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> tuple[float, float]:
         model = Model(scale=64)
@@ -349,8 +352,7 @@ def test_what_a_unit_receives_is_bounded_by_two_payloads(compressor: str | None)
         found = on_ranks("abcdefgh"[:units], body, compressor=compressor)
         average = sum(sent for sent, _ in found) / units
         payload = average * units / (units - 1) / 2
-        assert payload == pytest.approx(4 * elements, rel=0.01) if compressor is None else payload < 0.75 * elements
-        assert average < 2 * payload
+        assert payload / elements == pytest.approx(wanted, rel=0.15 if compressor else 0.01)
         assert found[0][1] == pytest.approx(average, rel=0.2)  # the plan's figure
 
 
