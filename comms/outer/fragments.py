@@ -34,8 +34,8 @@ class OuterSettings:
     every: int = 30
     fragments: int = 4
     delay: int = 5
-    lr: float = 0.7
-    momentum: float = 0.9
+    lr: float = 1.0
+    momentum: float = 0.0
     nesterov: bool = True
 
     def __post_init__(self) -> None:

@@ -119,8 +119,8 @@ class Outer:
         delay: Steps after which a result is taken up, while the exchange is under way; at most `every // fragments`.
             What the unit learns meanwhile is kept whole. 0 waits for the result.
         lr: Of the outer SGD. `lr=1, momentum=0` makes an exchange an average of parameters (local SGD).
-        momentum: Of the outer SGD.
-        nesterov: Whether the outer SGD looks ahead.
+        momentum: Of the outer SGD; DiLoCo's settings are `lr=0.7, momentum=0.9`.
+        nesterov: Whether the outer SGD looks ahead, where it has momentum.
         inside: What a unit is: "exact" the ranks of a node, "none" every rank by itself, or the level at which
             gradients are averaged at every step: "intra_node", "inter_node" (the nodes of a rack), "inter_rack".
         config: The configuration; by default what the environment gives.
@@ -149,8 +149,8 @@ class Outer:
         every: int = 30,
         fragments: int = 4,
         delay: int = 5,
-        lr: float = 0.7,
-        momentum: float = 0.9,
+        lr: float = 1.0,
+        momentum: float = 0.0,
         nesterov: bool = True,
         inside: str = EXACT,
         config: Config | None = None,

@@ -209,7 +209,7 @@ def test_one_unit_trains_as_without() -> None:
 @pytest.mark.parametrize("compressor", ["int4", "onebit"])
 def test_resume_in_the_middle_of_a_delay_is_bit_for_bit(compressor: str) -> None:
     """With what is held back, and with a result that is under way. Anchors have the same bits on all ranks."""
-    settings = OuterSettings(every=4, fragments=2, delay=2)
+    settings = OuterSettings(every=4, fragments=2, delay=2, lr=0.7, momentum=0.9)
     saved: dict[int, tuple[Any, Any]] = {}
 
     def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,7 @@ def use(rank: int) -> None:
 
 def replicated(rank: int) -> None:
     """A plain module: DDP inside the nodes, int4 between them, and a resume in the middle of a delay."""
-    options: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 2, "compressor": "int4"}
+    options: dict[str, Any] = {"every": 4, "fragments": 2, "delay": 2, "compressor": "int4", "lr": 0.7, "momentum": 0.9}
     model = build()
     optimizer = adam(model)
     outer = gradwire.Outer(model, optimizer, **options)
