@@ -212,11 +212,16 @@ class LivenessRing:
         self._reached = False
         self._left: dict[int, int] = {}
         self._closed = threading.Event()
+        self._ended = threading.Event()
+        self._telling = threading.Lock()
+        self._resumed = time.monotonic()
         self._orderly = False
         self._waker, self._woken = socket.socketpair()
         self._listener = listener(8)
         self._thread = threading.Thread(target=self._run, name=f"gradwire liveness {rank}", daemon=True)
         self._thread.start()
+        if waited is not None:
+            threading.Thread(target=self._pulse, name=f"gradwire pulse {rank}", daemon=True).start()
 
     def close(self, *, orderly: bool = True) -> None:
         """Leaves the ring.
@@ -249,17 +254,39 @@ class LivenessRing:
                 if self._orderly:
                     self._say_goodbye(selector)
             finally:
-                for each in (*self._peers, self._listener, self._woken, self._waker):
-                    each.close()
+                self._ended.set()
+                with self._telling:
+                    for each in (*self._peers, self._listener, self._woken, self._waker):
+                        each.close()
 
-    def _look(self, selector: selectors.BaseSelector) -> None:
-        """Raises a PeerError where a rank is gone."""
-        for key, _ in selector.select(self._nap_seconds if self._addresses is None else self._look_seconds):
+    def _pulse(self) -> None:
+        """Says that this process is there, whatever the ring's thread waits for: the store, or a connection.
+
+        Where this thread itself was held up, the whole process was, or its machine; the neighbours may have been, too,
+        and get their time anew.
+        """
+        before = time.monotonic()
+        while not self._closed.is_set() and not self._ended.wait(self._look_seconds):
+            now = time.monotonic()
+            if now - before > 2 * self._look_seconds:
+                self._resumed = now
+            before = now
+            for connection, peer in list(self._peers.items()):
+                if peer.known:
+                    self._tell(connection, HERE)
+
+    def _listen(self, selector: selectors.BaseSelector, seconds: float) -> None:
+        """Takes in what has come, and waits for it at most so long. Raises a PeerError where a rank is gone."""
+        for key, _ in selector.select(seconds):
             found = key.fileobj
             if found is self._listener:
                 self._accept(selector)
             elif isinstance(found, socket.socket) and found in self._peers:
                 self._hear(selector, found)
+
+    def _look(self, selector: selectors.BaseSelector) -> None:
+        """Raises a PeerError where a rank is gone."""
+        self._listen(selector, self._nap_seconds if self._addresses is None else self._look_seconds)
         if self._closed.is_set():
             return
         if time.monotonic() >= self._next_look:
@@ -269,7 +296,8 @@ class LivenessRing:
             if reason := self._overdue():
                 raise OverdueError(reason)
             if self._waited is not None:
-                self._tell_and_miss(self._waited())
+                self._listen(selector, 0)  # what came while the store was asked
+                self._miss_silent(self._waited())
         started = self._launches()
         for rank, launches in self._left.items():
             if started > launches:
@@ -278,16 +306,14 @@ class LivenessRing:
                     (rank,),
                 )
 
-    def _tell_and_miss(self, waited: float) -> None:
-        """Says that this rank is there, and misses a neighbour that says nothing while this rank waits."""
+    def _miss_silent(self, waited: float) -> None:
+        """Misses a neighbour that says nothing while this rank waits, and while this process runs."""
         patience = max(FROZEN_SECONDS, 3 * self._look_seconds)
-        for connection, peer in self._peers.items():
-            if peer.known:
-                self._tell(connection, HERE)
-                silent = time.monotonic() - peer.last
-                if waited > patience and silent > patience:
-                    rank = _sure(peer.rank)
-                    raise PeerError(f"rank {rank} has said nothing for {silent:.0f} s: its process is stopped", (rank,))
+        for peer in self._peers.values():
+            silent = time.monotonic() - max(peer.last, self._resumed)
+            if peer.known and waited > patience and silent > patience:
+                rank = _sure(peer.rank)
+                raise PeerError(f"rank {rank} has said nothing for {silent:.0f} s: its process is stopped", (rank,))
 
     def _hear(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
         peer = self._peers[connection]
@@ -395,7 +421,8 @@ class LivenessRing:
 
     def _tell(self, connection: socket.socket, said: bytes) -> None:
         try:
-            connection.sendall(said)
+            with self._telling:
+                connection.sendall(said)
         except OSError as error:  # what has ended shows when it is read
             log.debug("rank %d could not tell a neighbour: %s", self._rank, error)
 
@@ -467,7 +494,8 @@ class LivenessRing:
     def _hang_up(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
         selector.unregister(connection)
         del self._peers[connection]
-        connection.close()
+        with self._telling:
+            connection.close()
 
 
 class Deadline:

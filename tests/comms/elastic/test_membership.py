@@ -1,13 +1,16 @@
 """Laws of the agreement, with ranks as threads: whoever is lost, all survivors name the same members in one order."""
 
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 
+from gradwire.comms.bootstrap import liveness
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, Store
 from gradwire.comms.elastic.joining import Requests
 from gradwire.comms.elastic.membership import (
@@ -46,6 +49,13 @@ def next_of(made: Sequence[Membership], left: Sequence[int]) -> Callable[[int], 
         return view
 
     return settle
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -131,6 +141,37 @@ def test_a_failure_ends_the_epoch_for_all_and_its_store_says_why() -> None:
     assert made[0].alarm(0) == "epoch 0 is over"
     assert made[0].alarm(1) is None
     lose(made, [0, 1])
+
+
+@pytest.mark.parametrize("stalled", [(1,), (0, 1, 2, 3)])
+def test_who_waits_for_the_store_is_not_taken_for_frozen(
+    stalled: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(liveness, "FROZEN_SECONDS", 0.8)
+    made = members(HashStore(), 4)
+    rings = [each._current.ring for each in made]
+    for each in made:
+        each.waited = lambda: SECONDS
+    until(lambda: all(ring and sum(peer.known for peer in list(ring._peers.values())) == 2 for ring in rings))
+    answers, asking = threading.Event(), set()
+
+    def stall(rank: int, check: Callable[[list[str]], bool], keys: list[str]) -> bool:
+        asking.add(rank)
+        answers.wait(SECONDS)
+        return check(keys)
+
+    for rank in stalled:
+        monkeypatch.setattr(made[rank]._store, "check", partial(stall, rank, made[rank]._store.check))
+    until(lambda: asking == set(stalled))
+    time.sleep(2.0)
+    answers.set()
+    time.sleep(0.3)
+    assert [each.alarm(0) for each in made] == [None] * 4
+    monkeypatch.setattr(rings[2], "_tell", lambda *said: None)
+    until(lambda: "rank 2 has said nothing" in str(made[0].alarm(0)))
+    for each in made:
+        each.close(orderly=False)
 
 
 def test_who_was_given_up_is_told_so() -> None:
