@@ -53,6 +53,7 @@ class Observer:
         self._communicator = communicator
         self._config = config
         self._trace: Trace | None = None
+        self._trace_given_up = False
         self._metrics: Metrics | None = None
         self._stragglers: StragglerWatch | None = None
         self._stall: StallWatch | None = None
@@ -112,6 +113,7 @@ class Observer:
                 if not self._config.elastic:
                     raise
                 log.debug("an epoch has ended while its ranks told each other about step %d: %s", step, error)
+                self._trace_given_up = self._trace is not None
                 self._stragglers = self._trace = self._communicator.executor.recorder = None
         if self._metrics is not None:
             self._metrics.step_ended(report)
@@ -172,7 +174,8 @@ class Observer:
 
         A trace does not go on: its ranks are not there any more.
         """
-        if previous._trace is not None and self._communicator.rank == 0:
+        given_up = previous._trace is not None or previous._trace_given_up
+        if given_up and self._communicator.rank == 0:
             log.warning(
                 "the trace is given up, and its file is not written: the ranks have changed; ask for another one"
             )
