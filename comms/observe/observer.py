@@ -113,7 +113,7 @@ class Observer:
                 if not self._config.elastic:
                     raise
                 log.debug("an epoch has ended while its ranks told each other about step %d: %s", step, error)
-                self._trace_given_up = self._trace is not None
+                self._trace_given_up |= self._trace is not None
                 self._stragglers = self._trace = self._communicator.executor.recorder = None
         if self._metrics is not None:
             self._metrics.step_ended(report)

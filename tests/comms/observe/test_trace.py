@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.bench.plot.timeline import middle_step, rows_of, shown_ranks
+from gradwire.comms.config import Config
+from gradwire.comms.errors import PeerError
+from gradwire.comms.observe.observer import Observer
 from gradwire.comms.observe.recorder import PREFIX, Note, Recorder
 from gradwire.comms.observe.trace import Offset, aligned, chrome, offset, spread
 from gradwire.comms.streams import HostClock
@@ -176,3 +180,18 @@ def test_a_recorder_that_keeps_nothing_keeps_nothing() -> None:
         pass
     recorder.note("lane", "what", 0.0, 1.0)
     assert recorder.notes == []
+
+
+def test_a_trace_whose_epoch_ends_while_ranks_tell_of_a_step_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    communicator: Any = SimpleNamespace(size=1, rank=0, executor=SimpleNamespace(recorder=None))
+    before, after = (Observer(communicator, Config(elastic=True)) for _ in range(2))
+
+    def end(*step: object) -> bool:
+        raise PeerError("the process of rank 1 has ended")
+
+    trace: Any = SimpleNamespace(step_ended=end)
+    before._trace = trace
+    for step in (8, 9):
+        before.step_ended(step, (), pytest.fail)
+    after.follow(before)
+    assert "the trace is given up" in caplog.text
