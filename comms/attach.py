@@ -76,12 +76,20 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel:
         hints = {"model_wrapped": "its `model_wrapped`", "strategy": "its `strategy.model`"}
         hint = next((text for name, text in hints.items() if hasattr(model, name)), "the model")
         raise TypeError(f"`model` is a {type(model).__name__}; wanted a torch.nn.Module: pass {hint}")
-    inner: nn.Module = model
+    inner = look_inside(model)
+    if not isinstance(inner, DistributedDataParallel):
+        raise _missing(inner)
+    return inner
+
+
+def look_inside(model: nn.Module) -> nn.Module:
+    """What a framework or torch.compile has wrapped, down to a DDP model; the module itself if it is no wrapper."""
+    inner = model
     while not isinstance(inner, DistributedDataParallel):
         children = dict(inner.named_children())
         name = next((name for name in WRAPPED_AS if name in children), None)
         if name is None:
-            raise _missing(inner)
+            break
         inner = children[name]
     return inner
 

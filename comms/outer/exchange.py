@@ -14,6 +14,7 @@ An exchange is a transaction. What changes (anchor, momentum, residuals, paramet
 and only if every element of that is finite: all ranks have the same result, so all decide alike.
 """
 
+import json
 import logging
 import time
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, is_finite
 from gradwire.comms.execute import Bucket, FutureTensor, Launch
 from gradwire.comms.observe.observer import Observer
+from gradwire.comms.outer.agree import Council
 from gradwire.comms.outer.fragments import Fragment, OuterSettings
 from gradwire.compressors.base import Layout, StateDict
 
@@ -50,6 +52,7 @@ class Pending:
         sent: (numel) the parameters when it began; None where it is taken up at once.
         future: Of the average; None where it is there.
         finite: Whether the average is finite; None while it is under way.
+        error: Why there is none and will be none.
     """
 
     number: int
@@ -58,6 +61,7 @@ class Pending:
     sent: Tensor | None
     future: FutureTensor | None
     finite: bool | None = None
+    error: RuntimeError | None = None
 
 
 class OuterExchange:
@@ -69,10 +73,11 @@ class OuterExchange:
         fragments: Of the model.
         settings: When, and what becomes of the result.
         observer: Of the communicator; None watches nothing.
+        council: Of all ranks of the job; None where those of the communicator are all.
         alone: There is one unit: nothing travels, and its own pseudo-gradient is the average.
 
     Attributes:
-        steps: Of the inner optimizer.
+        steps: Of the inner optimizer; after `synchronize` those of the rank that has taken most.
         begun: Exchanges begun; the same on all ranks that have taken as many steps.
         done: Exchanges taken up.
         skipped: Exchanges whose average was not finite, so that they changed nothing.
@@ -88,6 +93,7 @@ class OuterExchange:
         settings: OuterSettings,
         observer: Observer | None = None,
         *,
+        council: Council | None = None,
         alone: bool = False,
     ) -> None:
         self.settings = settings
@@ -98,7 +104,10 @@ class OuterExchange:
         self.steps = self.begun = self.done = self.skipped = 0
         self.waited_seconds = self.card_nbytes = 0.0
         self._pending: Pending | None = None
-        self._meetings = 0
+        self._meetings = self._loads = 0
+        self.council = council or Council(
+            communicator.plain_store, communicator.rank, communicator.size, communicator.config.timeout
+        )
         self._store = PollingStore(communicator.plain_store, communicator.config.timeout, ranks=communicator.size)
         if observer is not None:
             observer.contents.update(
@@ -115,7 +124,7 @@ class OuterExchange:
         """Gives all ranks rank 0's values, in place, and takes the parameters for the fragments' anchors.
 
         Args:
-            tensors: Floating-point; the parameters, and what else shall be the same at the start.
+            tensors: Floating-point, such as the parameters.
 
         Raises:
             RuntimeError: The ranks could not exchange them.
@@ -163,17 +172,28 @@ class OuterExchange:
             self._take_up()
         if not self.alone:
             self._meet()
-        skipped = self.skipped
-        for number in range(len(self.fragments)):
+        finite, unfinished = False, ""
+        try:
+            averages = [self._average_of(number) for number in range(len(self.fragments))]
+            for fragment, average in zip(self.fragments, averages, strict=True):
+                if not unfinished and not is_finite(average):
+                    unfinished = fragment.unfinished(average)[0]
+            unfinished = next((name for name in self.council.ask(unfinished) if name), "")
+            finite = not unfinished
+        finally:
+            self._decide(finite, self.fragments)
             if self.compression is not None:
-                self.compression.flushing = True
-            self._start(number, 0)
-            self._take_up(average=True)
-        if self.skipped > skipped:
+                self.compression.flushing = False
+        if not finite:
+            self.skipped += len(self.fragments)
             raise RuntimeError(
-                "parameters of a rank are not finite, so the ranks were not synchronized and each keeps its own: load "
-                "the last checkpoint on all ranks"
+                f"`{unfinished}` and perhaps more are not finite on a rank, so the ranks were not synchronized and "
+                "each keeps its own: load the last checkpoint on all ranks"
             )
+        for fragment, average in zip(self.fragments, averages, strict=True):
+            fragment.anchor.sub_(average)
+            fragment.scatter(fragment.anchor)
+        self.done += len(self.fragments)
         for buffer in [] if self.alone else buffers:
             flat = buffer.reshape(-1).clone()
             buffer.copy_(self._all_reduce_dense(flat, 1.0 / self.communicator.size).view(buffer.shape))
@@ -207,21 +227,81 @@ class OuterExchange:
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, state: StateDict) -> None:
-        """Restores what `state_dict` returned on this rank; see there.
+    def load_state_dict(self, state: StateDict | ValueError) -> None:
+        """Restores what `state_dict` returned on this rank; see there. All ranks call it.
+
+        Args:
+            state: Or why this rank has none, which is raised here; the others are told.
 
         Raises:
-            ValueError: The state is of another model or other settings, or is damaged; nothing was changed.
+            ValueError: The state of this rank or of another one is of another model or other settings, or is damaged;
+                or the ranks' states were saved with different numbers of exchanges begun. Nothing was changed.
+            RuntimeError: A rank has not come within the time-out; or the exchange that is under way has failed.
+        """
+        if self._pending is not None:
+            self._settle(self._pending)
+        try:
+            if isinstance(state, ValueError):
+                raise state
+            counts, loaded, pending, held = self._checked(state)
+        except ValueError as error:
+            self.council.ask(json.dumps({"error": str(error)}))
+            raise
+        steps, begun = counts
+        self._agree_on(steps, begun)
+        if self.compression is not None:
+            with self.communicator.alone():
+                self.compression.load_state_dict(held)
+            self.communicator.state_loaded()
+        self.steps, self.begun = steps, begun
+        self._pending = pending
+        for fragment, (anchor, momentum) in zip(self.fragments, loaded, strict=True):
+            assert anchor is not None
+            fragment.anchor, fragment.momentum = anchor, momentum
+        self._loads += 1
+        self._meetings = 0
+
+    def _agree_on(self, steps: int, begun: int) -> None:
+        """Returns if all ranks can load their states, and those go on from the same exchange.
+
+        A rank that is ahead has the result of an exchange for which the others, in their states, have yet to compute:
+        what they will send may differ from what went into that result.
+
+        Raises:
+            ValueError: On all ranks.
+        """
+        found = [json.loads(word) for word in self.council.ask(json.dumps({"steps": steps, "begun": begun}))]
+        for rank, each in enumerate(found):
+            if "error" in each:
+                raise ValueError(f"`state` of rank {rank} does not fit, so no rank has loaded its own: {each['error']}")
+        for rank, each in enumerate(found):
+            if each["begun"] != found[0]["begun"]:
+                raise ValueError(
+                    f"`state` was saved after {each['begun']} exchanges and {each['steps']} steps on rank {rank}, and "
+                    f"after {found[0]['begun']} and {found[0]['steps']} on rank 0; wanted as many exchanges on all "
+                    "ranks: where ranks take different numbers of steps (a GradScaler skips some), call "
+                    "synchronize() before state_dict()"
+                )
+
+    def _checked(
+        self, state: StateDict
+    ) -> tuple[tuple[int, int], list[tuple[Tensor | None, ...]], Pending | None, StateDict]:
+        """Steps and exchanges begun, anchors and momenta, the exchange under way, and what the compressor saved.
+
+        Raises:
+            ValueError: The state is of another model or other settings, or is damaged.
         """
         loaded = [
             tuple(self._loaded(fragment, kind, state) for kind in ("anchor", "momentum")) for fragment in self.fragments
         ]
-        counts = [state.get(key) for key in ("steps", "begun", "fragments")]
-        if any(not isinstance(count, int) for count in counts):
-            raise ValueError("`state` lacks the counts of gradwire's Outer: wanted what Outer.state_dict() returned")
-        if counts[2] != len(self.fragments):
+        steps, begun, fragments = (state.get(key) for key in ("steps", "begun", "fragments"))
+        if not (isinstance(steps, int) and isinstance(begun, int)):
+            raise ValueError(  # noqa: TRY004  # the state is damaged, whatever it holds there
+                "`state` lacks the counts of gradwire's Outer: wanted what Outer.state_dict() returned"
+            )
+        if fragments != len(self.fragments):
             raise ValueError(
-                f"`fragments` is {len(self.fragments)}, and `state` was saved with {counts[2]}; wanted the same number"
+                f"`fragments` is {len(self.fragments)}, and `state` was saved with {fragments}; wanted the same number"
             )
         pending = self._loaded_pending(state)
         held = {
@@ -234,24 +314,28 @@ class OuterExchange:
                 f"`compressor` is {self.communicator.config.compressor!r}, and `state` was saved "
                 f"{'with' if held else 'without'} one; wanted the compressor that saved it"
             )
-        if self.compression is not None:
-            with self.communicator.alone():
-                self.compression.load_state_dict(held)
-            self.communicator.state_loaded()
-        if self._pending is not None:
-            self._settle(self._pending)
-        self.steps, self.begun, _ = (int(count) for count in counts if isinstance(count, int))
-        self._pending = pending
-        for fragment, (anchor, momentum) in zip(self.fragments, loaded, strict=True):
-            assert anchor is not None
-            fragment.anchor, fragment.momentum = anchor, momentum
-        self._store.set(f"outer/begun/{self.communicator.rank}", str(self.begun))
+        return (steps, begun), loaded, pending, held
 
     def _begin(self, delay: int) -> None:
-        self._start(self.begun % len(self.fragments), delay)
+        self._pending = self._start(self.begun % len(self.fragments), delay)
         self.begun += 1
 
-    def _start(self, number: int, delay: int) -> None:
+    def _average_of(self, number: int) -> Tensor:
+        """The average of a fragment's pseudo-gradients now, in full precision, with what is held back; decides nothing.
+
+        Raises:
+            RuntimeError: The ranks could not exchange it.
+        """
+        if self.compression is not None:
+            self.compression.flushing = True
+        pending = self._start(number, 0)
+        if pending.future is not None:
+            began = time.perf_counter()
+            pending.future.wait()
+            self.waited_seconds += time.perf_counter() - began
+        return pending.flat
+
+    def _start(self, number: int, delay: int) -> Pending:
         """Starts the exchange of a fragment; the host goes on."""
         fragment = self.fragments[number]
         now = fragment.gather()
@@ -264,7 +348,7 @@ class OuterExchange:
             self.communicator.start(launch, scale=1.0 / self.communicator.size, flush=flush)
             future = bucket.result()
             self.card_nbytes += self._leaving_nbytes(flat, None if flush else launch.layout)
-        self._pending = Pending(number, self.steps + delay, flat, now if delay else None, future)
+        return Pending(number, self.steps + delay, flat, now if delay else None, future)
 
     def _leaving_nbytes(self, flat: Tensor, layout: Layout | None) -> float:
         """Bytes that leave the busiest node in the exchange of `flat`."""
@@ -274,23 +358,21 @@ class OuterExchange:
         names = routes.cluster.level_names
         return plan.bytes_by_level.get(names[1 if len(names) > 1 and len(routes.cluster.nodes) > 1 else 0], 0.0)
 
-    def _take_up(self, *, average: bool = False) -> None:
+    def _take_up(self) -> None:
         """Waits for the exchange that is under way, and has it take effect; where it is not finite, none at all.
 
-        Args:
-            average: The average itself is the result: no outer SGD.
+        Raises:
+            RuntimeError: It failed, now or earlier: nothing has changed, and it stays under way.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
         assert pending is not None
         self._settle(pending)
+        self._pending = None
         fragment = self.fragments[pending.number]
         if not pending.finite:
             self.skipped += 1
             return
-        if average:
-            fragment.anchor.sub_(pending.flat)
-        else:
-            fragment.update(pending.flat, self.settings)
+        fragment.update(pending.flat, self.settings)
         if pending.sent is None:
             fragment.scatter(fragment.anchor)
         else:
@@ -299,17 +381,20 @@ class OuterExchange:
 
     def _settle(self, pending: Pending) -> None:
         """Waits for the average, and decides what becomes of what the compressor holds back."""
+        if pending.error is not None:
+            raise pending.error
         if pending.finite is not None:
             return
         fragment = self.fragments[pending.number]
         if pending.future is not None:
             began = time.perf_counter()
             if self.communicator.device.type == "cuda" or not pending.future.done():
-                self._store.set(f"outer/begun/{self.communicator.rank}", str(self.begun))
+                self._store.set(f"{self._place}/begun/{self.communicator.rank}", str(self.begun))
             try:
                 pending.future.wait()
-            except RuntimeError:
-                self._decide(False, fragment)
+            except RuntimeError as error:
+                pending.error = error  # what `flat` holds then is no average, and never will be
+                self._decide(False, [fragment])
                 raise
             finally:
                 pending.future = None
@@ -324,12 +409,13 @@ class OuterExchange:
                 names[0],
                 f" and {len(names) - 1} more" if len(names) > 1 else "",
             )
-        self._decide(pending.finite, fragment)
+        self._decide(pending.finite, [fragment])
 
-    def _decide(self, finite: bool, fragment: Fragment) -> None:
-        if self.compression is not None and not self.alone and fragment.numel:
+    def _decide(self, finite: bool, fragments: Sequence[Fragment]) -> None:
+        layouts = [fragment.layout for fragment in fragments if fragment.numel]
+        if self.compression is not None and not self.alone and layouts:
             with self.communicator.alone():
-                self.compression.decide(finite, [fragment.layout])
+                self.compression.decide(finite, layouts)
 
     def _all_reduce_dense(self, flat: Tensor, scale: float) -> Tensor:
         bucket = Bucket.of(flat)
@@ -338,8 +424,13 @@ class OuterExchange:
             bucket.result().wait()
         return flat
 
+    @property
+    def _place(self) -> str:
+        """Where this rank's counts lie in the store; those from before a state was loaded lie elsewhere."""
+        return f"outer/{self._loads}"
+
     def _meet(self) -> None:
-        """Returns when all ranks have come here and begun the same number of exchanges.
+        """Returns when all ranks have come here and begun the same number of exchanges, with the same count of steps.
 
         Ranks may have taken different numbers of steps: a GradScaler skips some, or data ran out. A rank that is ahead
         waits in an exchange for those behind, and has left its count in the store before: they begin theirs.
@@ -348,19 +439,21 @@ class OuterExchange:
             RuntimeError: A rank has not come within the time-out.
         """
         rank, ranks = self.communicator.rank, range(self.communicator.size)
-        place = f"outer/meeting{self._meetings}"
+        place = f"{self._place}/meeting{self._meetings}"
         self._meetings += 1
+        self._store.set(f"{place}/steps/{rank}", str(self.steps))
         self._store.set(f"{place}/{rank}", str(self.begun))
         arrived: dict[int, int] = {}
         timeout = self.communicator.config.timeout
         deadline = time.monotonic() + timeout.total_seconds()
         while True:
             arrived |= self._counts(place, [each for each in ranks if each not in arrived])
-            waiting = self._counts("outer/begun", [each for each in ranks if each not in arrived])
+            waiting = self._counts(f"{self._place}/begun", [each for each in ranks if each not in arrived])
             if max((*arrived.values(), *waiting.values())) > self.begun:
                 self._begin(0)
                 self._take_up()
-            elif len(arrived) == len(ranks):
+            elif len(arrived) == len(ranks):  # turns go by steps: who has caught up goes on where the furthest is
+                self.steps = max(self._counts(f"{place}/steps", ranks).values())
                 return
             elif time.monotonic() > deadline:
                 missing = ", ".join(str(each) for each in ranks if each not in arrived)

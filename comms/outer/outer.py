@@ -1,28 +1,32 @@
 """`gradwire.Outer`: units train by themselves and exchange what they have learned now and then, beside training."""
 
+import hashlib
+import json
 import logging
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import count
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradwire.comms.attach import attach
-from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, store_of
+from gradwire.comms.attach import attach, look_inside
+from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, PrefixStore, store_of
 from gradwire.comms.checkpoint import PREFIX, Checkpoint, normalize, pack, unpack
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
 from gradwire.comms.hook import HookState
 from gradwire.comms.observe.observer import Observer
+from gradwire.comms.outer.agree import Council
 from gradwire.comms.outer.exchange import OuterExchange
-from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments
+from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments, local_of
 from gradwire.comms.report import Report
 from gradwire.compressors.base import StateDict
 from gradwire.compressors.rules import warn_of_idle
@@ -31,8 +35,15 @@ from gradwire.topology.cluster import LEVEL_NAMES, Cluster
 log = logging.getLogger("gradwire")
 
 EXACT, NONE = "exact", "none"
+COUNCIL = "outer_council"
 INSIDE = (EXACT, NONE, *LEVEL_NAMES[:-1])
 """What `inside` may be; the levels are those that have one above."""
+
+PACKED_NBYTES = 2**25
+"""Of what is made alike at the start and is not trained, at a time."""
+
+INSIDE_ONLY = ("fusion_mb", "fusion", "tune", "tune_profile", "probe", "trace", "predivide", "sum_dtype")
+"""Options of the hook that averages gradients inside a unit; exchanges between units have no use for them."""
 
 _numbers: "dict[str, count[int]]" = {}
 """Process group -> numbers for the exchanges that are made on it, in the same order on all ranks."""
@@ -50,12 +61,14 @@ class OuterReport:
         skipped: Exchanges that were not finite and changed nothing.
         numel: Elements that this rank holds of the parameters.
         sent_nbytes: Bytes that this rank has sent to other nodes, counted, headers not; on one node to other ranks.
-        card_nbytes: Bytes that have left the busiest node for others, as the plans say; as many have arrived.
+        card_nbytes: Bytes that have left the busiest node for others, as the plans say; as many have arrived. Of a
+            sharded model, for the shards that this rank holds: the node's other ranks have sent theirs besides.
         bits_per_parameter_and_step: The same in bits, a parameter and step.
         seconds: Since the first step ended.
         waited_seconds: Of those, how long this rank has done nothing but wait for a result.
         exchange: Phases, plans and links of the exchanges.
         inside: Of the gradients inside this unit; None where nothing is averaged there, or others do it.
+        sharded: Whether this rank holds shards, which are all that `numel` and the bytes are about.
     """
 
     units: tuple[tuple[int, ...], ...]
@@ -70,6 +83,7 @@ class OuterReport:
     waited_seconds: float
     exchange: Report
     inside: Report | None = None
+    sharded: bool = False
 
     @property
     def wait_share(self) -> float:
@@ -86,9 +100,10 @@ class OuterReport:
         skipped = f", {self.skipped} not finite and skipped" if self.skipped else ""
         sizes = ", ".join(str(len(unit)) for unit in self.units)
         head = f"{len(self.units)} units of {sizes} ranks; {self.steps} steps, {self.exchanges} exchanges{skipped}"
+        shards = " for the shards of this rank" if self.sharded else ""
         traffic = (
             f"{self.bits_per_parameter_and_step:.3g} bits a parameter and step, {self.card_nbytes / 1e6:.3f} MB, have "
-            f"left each node; this rank has waited for {self.wait_share:.1%} of the time"
+            f"left each node{shards}; this rank has waited for {self.wait_share:.1%} of the time"
         )
         return "\n".join([head, traffic, str(self.exchange)])
 
@@ -167,28 +182,46 @@ class Outer:
                 "into the Config"
             )
         config = config or Config.from_env(**options)
-        if config.elastic or config.join is not None:
-            raise ValueError("`elastic` or `join` is set, and Outer does not go on without a lost rank: leave it out")
+        refuse_unfit(config)
         if not isinstance(model, nn.Module):
             raise TypeError(f"`model` is a {type(model).__name__}; wanted a torch.nn.Module")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"`optimizer` is a {type(optimizer).__name__}; wanted a torch.optim.Optimizer")
-        trained = _trained(model, optimizer)
+        inner = model_inside(model)
+        trained = _trained(inner, optimizer)
         if not dist.is_initialized() or dist.group.WORLD is None:
             raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() first")
-        group, own_unit = _peers(model, trained, inside)
+        world = dist.group.WORLD
+        number = next(_numbers.setdefault(COUNCIL, count()))
+        store = PrefixStore(f"gradwire/{COUNCIL}{number}", store_of(world))
+        council = Council(store, world.rank(), world.size(), config.timeout)
+        council.compare(facts_of(self.settings, inside, model, trained))
+        group, own_unit = _peers(model, trained, inside, council)
+        if own_unit is not None or inside == NONE:
+            refuse_idle(options, "no gradients are averaged by Outer here")
         self.hook: HookState | None = None
         self._connect(group, trained, replace(config, plan="hierarchical") if config.plan == "auto" else config)
         communicator = self._communicator
         self._units = _units(communicator.cluster, inside) if own_unit is None else _units_of(group, own_unit)
         parts = cut_into_fragments(trained, self.settings)
         self.exchange = OuterExchange(
-            communicator, self._compression, parts, self.settings, self._observer, alone=len(self._units) == 1
+            communicator,
+            self._compression,
+            parts,
+            self.settings,
+            self._observer,
+            council=council,
+            alone=len(self._units) == 1,
         )
         if len(self._units) == 1:
             log.warning("Outer has one unit of %d ranks: nothing is exchanged", communicator.size)
-        self._buffers = [each for each in model.buffers() if each.is_floating_point()]
-        self.exchange.start_alike([*_locals(trained), *self._buffers])
+        self._inner = inner
+        self._sharded = group.size() < world.size()
+        self.exchange.start_alike([local_of(each) for _, each in trained])
+        wanted = {id(each) for _, each in trained}
+        frozen = [each for each in inner.parameters() if id(each) not in wanted]
+        whole = [each for each in [*frozen, *inner.buffers()] if not isinstance(each, DTensor)]
+        _copy_from_rank_0([each.detach() for each in whole], communicator.device, council)
         self.model = model
         if own_unit is None and inside != NONE:
             self.model = self._average_inside(model, config)
@@ -205,14 +238,14 @@ class Outer:
             self._compression = Compression(
                 config.compressor, config.compressor_options, config.rules, group.rank(), group.size()
             )
-            numels = {name: local.numel() for (name, _), local in zip(trained, _locals(trained), strict=True)}
+            numels = {name: local_of(each).numel() for name, each in trained}
             self._compression.compressor.bind_model({name: numel for name, numel in numels.items() if numel})
             warn_of_idle(config.rules, numels, "Patterns are shell-style, of the whole name.")
         self._communicator = Communicator(
             store_of(group),
             group.rank(),
             group.size(),
-            _locals(trained)[0].device,
+            local_of(trained[0][1]).device,
             config,
             name=f"outer{next(_numbers.setdefault(group.group_name, count()))}",
             compressor=self._compression.compressor if self._compression else None,
@@ -225,7 +258,7 @@ class Outer:
     def _average_inside(self, model: nn.Module, config: Config) -> nn.Module:
         """Wraps the model in DDP over this rank's unit; all ranks make all units' groups, in the same order."""
         own = model
-        plain = replace(config, compressor=None, compressor_options={}, rules=())
+        plain = replace(config, compressor=None, compressor_options={}, error_budget=None, rules=())
         for unit in self._units:
             if len(unit) == 1:
                 continue
@@ -255,7 +288,13 @@ class Outer:
         Raises:
             RuntimeError: A rank did not come within the time-out; or, on all ranks, a parameter is not finite.
         """
-        self.exchange.synchronize(self._buffers)
+        buffers = [each for each in self._inner.buffers() if each.is_floating_point() and not isinstance(each, DTensor)]
+        self.exchange.synchronize([] if self._sharded else buffers)
+        for buffer in buffers if self._sharded else []:  # every rank of a sharded unit has buffers of its own
+            wide = buffer.detach().to(self._communicator.device, torch.promote_types(buffer.dtype, torch.float32))
+            wide = wide.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(wide)
+            buffer.detach().copy_(wide / dist.get_world_size())
 
     def report(self) -> OuterReport:
         """What has been exchanged so far, how many bits that took, and how long this rank has waited."""
@@ -276,6 +315,7 @@ class Outer:
             waited_seconds=exchange.waited_seconds,
             exchange=found,
             inside=None if self.hook is None or not self.hook.steps else self.hook.report(),
+            sharded=self._sharded,
         )
 
     def state_dict(self) -> Checkpoint:
@@ -292,15 +332,24 @@ class Outer:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restores what `state_dict` returned on this rank; model and optimizer are the caller's to restore.
 
+        All ranks call it. Ranks that took different numbers of steps may have begun different numbers of exchanges
+        when they saved; states of such ranks fit each other if `synchronize()` was called before they were saved.
+
         Raises:
-            ValueError: The state is of another model, other settings, another rank or number of ranks, or is damaged;
-                nothing was changed.
+            ValueError: The state of this rank or of another one is of another model, other settings, another rank or
+                number of ranks, or is damaged, or the ranks' states do not fit each other; nothing was changed.
+            RuntimeError: A rank has not come within the time-out; or the exchange that is under way has failed.
         """
-        own = unpack(normalize(state), self._communicator.rank, self._communicator.size)
         prefix = PREFIX + "outer/"
-        if not own or not all(key.startswith(prefix) for key in own):
-            raise ValueError("`state` has no entries of gradwire's Outer: wanted what Outer.state_dict() returned")
-        self.exchange.load_state_dict({key.removeprefix(prefix): value for key, value in own.items()})
+        found: StateDict | ValueError
+        try:
+            own = unpack(normalize(state), self._communicator.rank, self._communicator.size)
+            if not own or not all(key.startswith(prefix) for key in own):
+                raise ValueError("`state` has no entries of gradwire's Outer: wanted what Outer.state_dict() returned")
+            found = {key.removeprefix(prefix): value for key, value in own.items()}
+        except ValueError as error:
+            found = error
+        self.exchange.load_state_dict(found)
 
     def close(self) -> None:
         """Ends the exchanges: the optimizer's steps drive nothing any more. `model` is for judging and saving then."""
@@ -311,8 +360,96 @@ class Outer:
             self.hook.close()
 
 
-def _locals(trained: list[tuple[str, nn.Parameter]]) -> list[Tensor]:
-    return [(each.to_local() if isinstance(each, DTensor) else each).detach() for _, each in trained]
+def refuse_unfit(config: Config) -> None:
+    """Refuses what an exchange of parameters cannot do.
+
+    Raises:
+        ValueError: Such an option is set.
+    """
+    if config.elastic or config.join is not None:
+        raise ValueError("`elastic` or `join` is set, and Outer does not go on without a lost rank: leave it out")
+    if config.compressor == "auto":
+        raise ValueError(
+            '`compressor` is "auto", which weighs what gradients of every step cost; Outer exchanges parameters now '
+            'and then: name one compressor, such as "int4"'
+        )
+    if not config.average or config.reduction != "sum":
+        raise ValueError(
+            f"`average` is {config.average} and `reduction` {config.reduction!r}, and Outer averages parameters: leave "
+            "them out"
+        )
+
+
+def refuse_idle(options: Mapping[str, object], why: str) -> None:
+    """Refuses options of the hook inside a unit where there is none.
+
+    Raises:
+        ValueError: One was given, with another value than its default.
+    """
+    defaults = {field.name: field.default for field in fields(Config)}
+    for name in INSIDE_ONLY:
+        if name in options and options[name] != defaults[name]:
+            raise ValueError(f"`{name}` is {options[name]!r}, and {why}: it would change nothing, so leave it out")
+
+
+def model_inside(model: nn.Module) -> nn.Module:
+    """The module whose parameters are trained: what a DDP model holds, looked for inside of wrappers.
+
+    Raises:
+        ValueError: A DDP model is somewhere else in it.
+    """
+    found = look_inside(model)
+    inner = found.module if isinstance(found, DistributedDataParallel) else model
+    path = next((path for path, each in inner.named_modules() if isinstance(each, DistributedDataParallel)), None)
+    if path is not None:
+        raise ValueError(
+            f"`model` is a {type(model).__name__} that holds a DistributedDataParallel as `{path}`; wanted the plain "
+            "module, or one DistributedDataParallel around all of it"
+        )
+    return inner
+
+
+def facts_of(
+    settings: OuterSettings, inside: str, model: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]
+) -> dict[str, str]:
+    """What must be the same on all ranks, by name: settings, how the model averages, and all its tensors."""
+    inner = model_inside(model)
+    wanted = {id(each) for _, each in trained}
+    facts = {name: repr(value) for name, value in asdict(settings).items()}
+    facts["inside"] = repr(inside)
+    facts["model"] = "in DDP" if isinstance(look_inside(model), DistributedDataParallel) else "a module"
+    for name, each in inner.named_parameters():
+        how = "trained" if id(each) in wanted else "not trained"
+        sharded = ", sharded" if isinstance(each, DTensor) else ""
+        facts[name.replace(COMPILED_INSIDE + ".", "")] = f"{tuple(each.shape)} {each.dtype} {how}{sharded}"
+    for name, buffer in inner.named_buffers():
+        facts[name.replace(COMPILED_INSIDE + ".", "")] = f"{tuple(buffer.shape)} {buffer.dtype}, a buffer"
+    return facts
+
+
+def _copy_from_rank_0(tensors: Sequence[Tensor], device: torch.device, council: Council) -> None:
+    """Gives all ranks rank 0's values of what is not trained, in place; what is the same already does not travel."""
+    if council.size == 1 or not tensors:
+        return
+    digests = [hashlib.sha256(_bytes_of(each).cpu().numpy().tobytes()).hexdigest()[:16] for each in tensors]
+    if len(set(council.ask(hashlib.sha256(repr(digests).encode()).hexdigest()))) == 1:
+        return
+    said = [json.loads(word) for word in council.ask(json.dumps(digests))]
+    differ = [each for number, each in enumerate(tensors) if len({word[number] for word in said}) > 1]
+    packs: list[list[Tensor]] = [[]]
+    for each in differ:
+        if packs[-1] and sum(other.nbytes for other in packs[-1]) + each.nbytes > PACKED_NBYTES:
+            packs.append([])
+        packs[-1].append(each)
+    for pack_ in packs:
+        flat = torch.cat([_bytes_of(each).to(device) for each in pack_])
+        dist.broadcast(flat, 0)
+        for each, part in zip(pack_, flat.split_with_sizes([each.nbytes for each in pack_]), strict=True):
+            each.copy_(part.clone().view(each.dtype).view(each.shape))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
@@ -321,10 +458,9 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Param
     Raises:
         ValueError: It trains none, or others; or one is no floating-point number.
     """
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
     wanted = {id(each) for part in optimizer.param_groups for each in part["params"]}
     trained = [
-        (name.replace(COMPILED_INSIDE + ".", ""), each) for name, each in inner.named_parameters() if id(each) in wanted
+        (name.replace(COMPILED_INSIDE + ".", ""), each) for name, each in model.named_parameters() if id(each) in wanted
     ]
     if not trained:
         raise ValueError("`optimizer` trains no parameter of `model`: make it of model.parameters()")
@@ -340,7 +476,7 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Param
 
 
 def _peers(
-    model: nn.Module, trained: list[tuple[str, nn.Parameter]], inside: str
+    model: nn.Module, trained: list[tuple[str, nn.Parameter]], inside: str, council: Council
 ) -> tuple[dist.ProcessGroup, frozenset[int] | None]:
     """The ranks that hold the same parameters (or shards) as this one, and this rank's unit where the model says it.
 
@@ -350,8 +486,9 @@ def _peers(
     world = dist.group.WORLD
     assert world is not None
     sharded = [each for _, each in trained if isinstance(each, DTensor)]
-    if isinstance(model, DistributedDataParallel):
-        unit = frozenset(dist.get_process_group_ranks(model.process_group))
+    wrapped = look_inside(model)
+    if isinstance(wrapped, DistributedDataParallel):
+        unit = frozenset(dist.get_process_group_ranks(wrapped.process_group))
         what = "a DistributedDataParallel over all ranks: give the plain module, or a process_group of the unit's ranks"
     elif sharded:
         unit = frozenset(rank for each in sharded for rank in each.device_mesh.mesh.flatten().tolist())
@@ -368,15 +505,35 @@ def _peers(
         raise ValueError(
             "`model` has parameters that are sharded and others that are not: call fully_shard on all of it"
         )
-    holders: list[object] = [None] * world.size()
-    dist.all_gather_object(holders, _shard_key(sharded))
-    groups = {key: [rank for rank, each in enumerate(holders) if each == key] for key in dict.fromkeys(holders)}
+    said = [json.loads(word) for word in council.ask(json.dumps([_shard_key(sharded), sorted(unit)]))]
+    groups = shard_groups([(key, tuple(ranks)) for key, ranks in said])
     own: dist.ProcessGroup | None = None
-    for ranks in groups.values():
+    for ranks in groups:
         made = dist.new_group(ranks)
         own = made if dist.get_rank() in ranks else own
     assert own is not None
     return own, unit
+
+
+def shard_groups(said: Sequence[tuple[str, tuple[int, ...]]]) -> list[list[int]]:
+    """The ranks that hold the same shards, group by group.
+
+    Args:
+        said: What each rank has said: which shards it holds, and the ranks of its unit.
+
+    Raises:
+        ValueError: A group has no rank of some unit: units are of unequal size, or sharded in other ways.
+    """
+    groups = {key: [rank for rank, (each, _) in enumerate(said) if each == key] for key, _ in dict.fromkeys(said)}
+    units = {unit for _, unit in said}
+    for ranks in groups.values():
+        if {said[rank][1] for rank in ranks} != units:
+            sizes = ", ".join(str(len(unit)) for unit in sorted(units))
+            raise ValueError(
+                f"`model` is sharded over units of {sizes} ranks, and no rank of some unit holds the shards of rank "
+                f"{ranks[0]}; wanted units of one size, each sharded in the same way"
+            )
+    return list(groups.values())
 
 
 def _shard_key(sharded: Sequence[DTensor]) -> str:

@@ -15,6 +15,7 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
+from gradwire.comms.outer.agree import Council
 from gradwire.comms.outer.exchange import OuterExchange
 from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments
 from support.threads import run_ranks
@@ -53,22 +54,30 @@ def on_ranks(
     body: Callable[[Communicator, Callable[..., OuterExchange]], Result],
     settings: OuterSettings = AVERAGE,
     compressor: str | None = None,
+    groups: Sequence[Sequence[int]] | None = None,
     **options: Any,
 ) -> Sequence[Result]:
-    """Runs `body(communicator, make)`; `make(model)` gives an exchange. A rank's node is its letter in `nodes`."""
+    """Runs `body(communicator, make)`; `make(model)` gives an exchange. A rank's node is its letter in `nodes`.
+
+    `groups` are the ranks that exchange with each other, as those that hold the same shards do; all do by default.
+    """
     store = HashStore()
 
     def run(rank: int) -> Result:
         common: dict[str, Any] = {"timeout": timedelta(seconds=20), "plan": "hierarchical", **options}
         config = Config(hostname=nodes[rank], compressor=compressor, **common)
-        compression = None if compressor is None else Compression(compressor, {}, (), rank, len(nodes))
+        number, own = next((at, each) for at, each in enumerate(groups or [range(len(nodes))]) if rank in each)
+        compression = None if compressor is None else Compression(compressor, {}, (), own.index(rank), len(own))
         used = compression.compressor if compression else None
-        communicator = Communicator(store, rank, len(nodes), CPU, config, name="outer", compressor=used)
+        name = f"outer{number}"
+        communicator = Communicator(store, own.index(rank), len(own), CPU, config, name=name, compressor=used)
+        council = Council(store, rank, len(nodes), config.timeout) if groups else None
 
         def make(model: Model, **changes: Any) -> OuterExchange:
             named = list(model.named_parameters())
             wanted = replace(settings, **changes)
-            exchange = OuterExchange(communicator, compression, cut_into_fragments(named, wanted), wanted)
+            parts = cut_into_fragments(named, wanted)
+            exchange = OuterExchange(communicator, compression, parts, wanted, council=council)
             exchange.start_alike(list(model.all))
             return exchange
 
@@ -329,7 +338,7 @@ def test_a_lost_unit_is_an_error_that_leaves_the_others_as_they_were() -> None:
             exchange.step_ended()
         assert torch.equal(model.flat(), before)
 
-    on_ranks("ab", body, timeout=timedelta(seconds=3))
+    on_ranks("ab", body, timeout=timedelta(seconds=1))
 
 
 @pytest.mark.parametrize(("compressor", "wanted"), [(None, 4.0), ("int4", 0.7), ("chunk_topk", 0.23)])
@@ -389,3 +398,107 @@ def test_narrow_parameters_keep_a_wide_anchor() -> None:
 def test_settings_that_make_no_sense_are_refused(error: type[Exception], match: str, values: dict[str, Any]) -> None:
     with pytest.raises(error, match=match):
         OuterSettings(**values)
+
+
+def test_ranks_compare_what_must_be_the_same() -> None:
+    """All hear of the first difference in the same words; where there is none, nobody says more than a digest."""
+    store = HashStore()
+
+    def body(rank: int) -> str:
+        council = Council(store, rank, 3, timedelta(seconds=20))
+        council.compare({"lr": "1.0", "weight": "(3, 4)"})
+        with pytest.raises(ValueError, match="`weight` is") as caught:
+            council.compare({"lr": "1.0", "weight": "(3, 5)" if rank == 2 else "(3, 4)"})
+        with pytest.raises(ValueError, match="another order"):
+            council.compare({"a": "1", "b": "2"} if rank else {"b": "2", "a": "1"})
+        return str(caught.value)
+
+    first, *others = run_ranks(3, body)
+    assert first.startswith("`weight` is (3, 5) on rank 2 and (3, 4) on rank 0")
+    assert others == [first, first]
+
+
+def test_states_that_do_not_fit_each_other_are_refused_on_all_ranks() -> None:
+    """Rank 1 skipped a step, so rank 0 had begun an exchange more; after synchronize() they fit, and go on alike."""
+
+    def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> int:
+        model, rank = Model(), communicator.rank
+        exchange = make(model, every=4, fragments=2, delay=1)
+        states = []
+        for step in range(1, 6):
+            if rank == 0 or step != 2:
+                move(model, rank, step)
+                exchange.step_ended()
+            if step == 4:
+                states.append(exchange.state_dict())
+        exchange.synchronize()
+        states.append(exchange.state_dict())
+        weights = model.flat()
+        with pytest.raises(ValueError, match="after 1 exchanges and 3 steps on rank 1, and after 2 and 4 on rank 0"):
+            exchange.load_state_dict(states[0])
+        with pytest.raises(ValueError, match="rank 1"):
+            exchange.load_state_dict(ValueError("of rank 1: lost") if rank else states[1])
+        assert torch.equal(model.flat(), weights)
+        move(model, rank, 7)
+        exchange.step_ended()
+        exchange.load_state_dict(states[1])  # back, inside the running job
+        assert exchange.steps == 5  # of the furthest
+        for step in range(6, 14 + rank):
+            move(model, rank, step)
+            exchange.step_ended()
+        exchange.synchronize()
+        return exchange.begun
+
+    one, other = on_ranks("ab", body)
+    assert one == other == 7
+
+
+def test_a_failed_exchange_stays_failed() -> None:
+    """Whoever asks again, by saving, stepping or loading, gets the error, and nothing changes."""
+
+    def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> None:
+        model = Model()
+        exchange = make(model, every=4, delay=3)
+        for step in range(1, 5):
+            if communicator.rank == 1 and step == 4:
+                communicator.abort("lost power")
+                communicator.close()
+                return
+            move(model, communicator.rank, step)
+            exchange.step_ended()
+        anchor, weights = exchange.fragments[0].anchor.clone(), model.flat()
+        for again in (exchange.state_dict, exchange.state_dict, lambda: exchange.load_state_dict({})):
+            with pytest.raises(RuntimeError, match=r"rank 1|lost power"):
+                again()
+        for _ in range(2):
+            exchange.step_ended()
+        for again in (exchange.step_ended, exchange.step_ended, exchange.synchronize):
+            with pytest.raises(RuntimeError, match=r"rank 1|lost power"):
+                again()
+        assert torch.equal(exchange.fragments[0].anchor, anchor)
+        assert torch.equal(model.flat(), weights)
+        assert exchange.done == 0
+
+    on_ranks("ab", body, timeout=timedelta(seconds=1))
+
+
+def test_shards_are_synchronized_all_or_none() -> None:
+    """One group's shard is not finite: the other group's ranks, whose own are, keep theirs too, and say why."""
+
+    def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> None:
+        model = Model(scale=8)
+        exchange = make(model, fragments=2)
+        move(model, communicator.rank, 1)
+        exchange.step_ended()
+        if exchange.council.rank == 3:
+            model.all[4].data[0, 0] = float("nan")
+        before, anchors = model.flat(), [each.anchor.clone() for each in exchange.fragments]
+        with pytest.raises(RuntimeError, match=r"`all\.4` and perhaps more are not finite.*not synchronized"):
+            exchange.synchronize()
+        assert torch.equal(model.flat().nan_to_num(7), before.nan_to_num(7))
+        assert all(torch.equal(one.anchor, other) for one, other in zip(exchange.fragments, anchors, strict=True))
+        model.all[4].data.nan_to_num_(0)
+        exchange.synchronize()
+        assert torch.equal(exchange.fragments[0].anchor, exchange.fragments[0].gather())
+
+    on_ranks("aabb", body, compressor="int8", groups=[[0, 2], [1, 3]])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.comms.outer.outer import shard_groups
 from support.processes import Processes
 from support.sharded import mesh_of, sharded
 
@@ -61,6 +62,7 @@ def use(rank: int) -> None:
     replicated(rank)
     wrapped_by_the_user(rank)
     alone(rank)
+    unlike(rank)
     in_shards(rank)
     dist.barrier()
     dist.destroy_process_group()
@@ -127,12 +129,42 @@ def wrapped_by_the_user(rank: int) -> None:
     with pytest.raises(ValueError, match="`model` is a DistributedDataParallel over all ranks"):
         everywhere = DistributedDataParallel(build())
         gradwire.Outer(everywhere, optimizer_of(everywhere))
+    compiled: Any = torch.compile(everywhere)
+    with pytest.raises(ValueError, match="`model` is a DistributedDataParallel over all ranks"):
+        gradwire.Outer(compiled, optimizer_of(everywhere))
+    with pytest.raises(ValueError, match="holds a DistributedDataParallel as `0`"):
+        gradwire.Outer(nn.Sequential(everywhere), optimizer_of(everywhere))
+    with pytest.raises(ValueError, match='`compressor` is "auto"'):
+        gradwire.Outer(model, optimizer, compressor="auto", error_budget="int8")
+    with pytest.raises(ValueError, match="`average` is False"):
+        gradwire.Outer(model, optimizer, average=False)
     with pytest.raises(ValueError, match="`optimizer` trains no parameter"):
         gradwire.Outer(build(), optimizer_of(build()))
     with pytest.raises(ValueError, match="`inside` is 'rack'"):
         gradwire.Outer(model, optimizer, inside="rack")
     with pytest.raises(ValueError, match="`elastic` or `join` is set"):
         gradwire.Outer(model, optimizer, elastic=True)
+
+
+def unlike(rank: int) -> None:
+    """What no exchange would ever mend: frozen parameters and buffers are rank 0's; other differences are refused."""
+    model = build()
+    for each in model[0].parameters():  # type: ignore[index]
+        each.requires_grad_(False)
+        each.data.add_(rank)
+    model.register_buffer("seen", torch.tensor([rank, 2**53 + 1 + rank]))
+    model.register_buffer("mask", torch.tensor(rank == 0))
+    outer = gradwire.Outer(model, torch.optim.SGD(model[3].parameters()), inside="none")  # type: ignore[index]
+    same_on(lambda _: 0, flat(model))
+    assert model.seen.tolist() == [0, 2**53 + 1]
+    assert bool(model.mask)
+    outer.close()
+    with pytest.raises(ValueError, match="`every` is 8 on rank 2 and 9 on rank 0"):
+        gradwire.Outer(model, optimizer_of(model), every=8 if rank == 2 else 9)
+    with pytest.raises(ValueError, match=r"`3\.bias` is .*not trained on rank 3"):
+        gradwire.Outer(model, torch.optim.SGD(list(model.parameters())[: 5 if rank == 3 else 6]))
+    with pytest.raises(ValueError, match=r"`trace` is 'a\.json'"):
+        gradwire.Outer(model, optimizer_of(model), inside="none", trace="a.json")
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -170,3 +202,11 @@ def in_shards(rank: int) -> None:
 
 def test_units_train_and_exchange(processes: Processes) -> None:
     processes(4, use, nodes=NODES)
+
+
+def test_every_shard_is_exchanged_with_every_unit() -> None:
+    one, two, rest = (0, 1), (2, 3), (4,)
+    said = [("first", one), ("second", one), ("first", two), ("second", two)]
+    assert shard_groups(said) == [[0, 2], [1, 3]]
+    with pytest.raises(ValueError, match="units of 2, 2, 1 ranks"):
+        shard_groups([*said, ("whole", rest)])
