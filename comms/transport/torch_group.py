@@ -13,13 +13,12 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future as Promise
-from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -298,20 +297,25 @@ def _within(timeout: timedelta, alarm: Alarm | None, connect: Callable[[], Torch
     transport): a rank that has left its address and died there would hold up the others as long. Nothing can wake gloo
     in that, so its thread is left to it; whatever it still makes is released at once.
     """
-    made: Promise[TorchGroup] = Promise()
+    made: SimpleQueue[TorchGroup | BaseException] = SimpleQueue()
 
     def run() -> None:
         try:
-            made.set_result(connect())
+            made.put(connect())
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the group is wanted
-            made.set_exception(error)
+            made.put(error)
 
     threading.Thread(target=run, name="gradwire connects", daemon=True).start()
     deadline = time.monotonic() + (timeout + SLICE).total_seconds()  # the store's own error, which knows more, is first
     while True:
-        done, _ = wait_for([made], SLICE.total_seconds())
-        if done:
-            return made.result()
+        with suppress(Empty):
+            found = made.get(timeout=SLICE.total_seconds())
+            if not isinstance(found, BaseException):
+                return found
+            try:
+                raise found
+            finally:
+                del found  # else the error, its frames and what they hold would be a circle
         if alarm is not None and (reason := alarm()):
             raise PeerError(reason)
         if time.monotonic() > deadline:
