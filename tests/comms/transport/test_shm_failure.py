@@ -43,6 +43,7 @@ def run_child(body: Callable[[], None]) -> int:
             signal.alarm(90)  # a hung child is a failure, not a hung test run
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
             torch.set_num_threads(1)  # the parent's OpenMP threads do not exist here
+            gc.freeze()  # nor others that objects of earlier tests would be released through
             try:
                 torch.ones(100_000).add_(1).sum()
                 os.write(writer, b"1")
