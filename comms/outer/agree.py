@@ -4,9 +4,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import cast
 
+from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.store import PollingStore
 
 
 class Council:
@@ -22,9 +23,7 @@ class Council:
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         self.rank = rank
         self.size = size
-        self._timeout = timeout
-        self._store = PollingStore(store, timeout, ranks=size)
-        self._rounds = 0
+        self._consensus = Consensus(store, rank, size, "Outer", timeout)
 
     def ask(self, word: str) -> list[str]:
         """What each rank has said in this round, in the order of ranks.
@@ -34,20 +33,10 @@ class Council:
         """
         if self.size == 1:
             return [word]
-        place = f"said/{self._rounds}"
-        self._rounds += 1
-        self._store.set(f"{place}/{self.rank}", word)
-        keys = [f"{place}/{rank}" for rank in range(self.size)]
         try:
-            return [value.decode() for value in self._store.multi_get(keys)]
-        except RuntimeError as error:
-            missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
-            if not missing:
-                raise
-            raise RuntimeError(
-                f"Outer: rank {', '.join(missing)} has not come within `timeout` of {self._timeout}; all ranks must "
-                "make it, load its state and synchronize it"
-            ) from error
+            return cast(list[str], self._consensus.decide(word, list))
+        except ValueError as error:  # `list` takes any words: a rank has not come
+            raise RuntimeError(f"{error}: all ranks must make Outer, load its state and synchronize it") from None
 
     def compare(self, facts: Mapping[str, str]) -> None:
         """Has all ranks find out whether they say the same.
