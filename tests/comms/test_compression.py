@@ -14,7 +14,8 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
 from gradwire.comms.execute import Bucket, Launch
-from gradwire.compressors.base import Layout, Slice, StateDict
+from gradwire.compressors.base import Layout, StateDict
+from support.layouts import layout_of_whole
 from support.threads import run_ranks
 
 Result = TypeVar("Result")
@@ -32,12 +33,7 @@ CPU = torch.device("cpu")
 
 
 def layout_of(names: Sequence[str]) -> Layout:
-    slices, start = [], 0
-    for name in names:
-        numel = torch.Size(SHAPES[name]).numel()
-        slices.append(Slice(name, SHAPES[name], 0, start, numel))
-        start += numel
-    return Layout(tuple(slices))
+    return layout_of_whole(SHAPES, names)
 
 
 ONE_BUCKET = [tuple(SHAPES)]

@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.comms.migration import is_settled, migrate
 from gradwire.comms.transport.echo import EchoGroup
-from gradwire.compressors.base import Compressor, Layout, Slice, even_bounds
+from gradwire.compressors.base import Compressor, Layout, even_bounds
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.routed import make_routed
+from support.layouts import layout_of_whole
 
 SHAPES = {"a.weight": (64, 48), "a.bias": (64,), "b.weight": (48, 64), "c.weight": (40, 30)}
 
@@ -27,12 +28,7 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
 
 def layout_of(names: list[str]) -> Layout:
-    slices, at = [], 0
-    for name in names:
-        numel = torch.Size(SHAPES[name]).numel()
-        slices.append(Slice(name, SHAPES[name], 0, at, numel))
-        at += numel
-    return Layout(tuple(slices))
+    return layout_of_whole(SHAPES, names)
 
 
 def used(name: str, layouts: list[Layout]) -> Compressor:

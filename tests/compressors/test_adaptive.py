@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.adaptive import Adaptive, Measurable, check_auto, outstanding_share, parse_candidate
-from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.base import Layout
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.rules import Rule
+from support.layouts import layout_of_whole
 from support.threads import ThreadGroup, run_ranks
 
 CANDIDATES = ("bf16(residual=True)", "int8", "int4", "powersgd(rank=2)", "dgc(density=0.05)", "powersgd+int8(rank=2)")
@@ -21,12 +22,7 @@ CPU = torch.device("cpu")
 
 
 def layout_of(names: tuple[str, ...] = tuple(SHAPES)) -> Layout:
-    slices, start = [], 0
-    for name in names:
-        numel = torch.Size(SHAPES[name]).numel()
-        slices.append(Slice(name, SHAPES[name], 0, start, numel))
-        start += numel
-    return Layout(tuple(slices))
+    return layout_of_whole(SHAPES, names)
 
 
 def make() -> Adaptive:

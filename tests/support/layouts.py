@@ -1,5 +1,7 @@
 """Small layouts, drawn so that shards of one step differ from those of the next."""
 
+import math
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 from hypothesis import strategies as st
@@ -9,6 +11,21 @@ from gradwire.compressors.base import Layout, Slice
 NUMELS = {"a": 7, "b": 1, "c": 12}
 Run = tuple[str, int, int]
 """Parameter, first element, elements."""
+
+
+def layout_of_whole(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> Layout:
+    """Whole parameters, one after another.
+
+    Args:
+        shapes: Name -> shape.
+        names: Which, in this order.
+    """
+    slices, start = [], 0
+    for name in names:
+        numel = math.prod(shapes[name])
+        slices.append(Slice(name, shapes[name], 0, start, numel))
+        start += numel
+    return Layout(tuple(slices))
 
 
 def layout_of(runs: list[Run]) -> Layout:

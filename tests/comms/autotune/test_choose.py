@@ -28,7 +28,8 @@ from gradwire.comms.plan.choice import LayerCosts, choose, finish, total_error
 from gradwire.comms.plan.cost import CodecPrice
 from gradwire.comms.plan.planner import byte_costs
 from gradwire.compressors.adaptive import Adaptive
-from gradwire.compressors.base import Layout, Slice, StateDict
+from gradwire.compressors.base import Layout, StateDict
+from support.layouts import layout_of_whole
 from support.processes import Processes
 from support.threads import run_ranks
 
@@ -84,12 +85,7 @@ CPU = torch.device("cpu")
 
 
 def layout_of(names: Sequence[str]) -> Layout:
-    slices, start = [], 0
-    for name in names:
-        numel = torch.Size(SHAPES[name]).numel()
-        slices.append(Slice(name, SHAPES[name], 0, start, numel))
-        start += numel
-    return Layout(tuple(slices))
+    return layout_of_whole(SHAPES, names)
 
 
 def gradient(rank: int, step: int, name: str) -> Tensor:
