@@ -173,7 +173,8 @@ def contenders(
         _step(rate_known, own, mean, GRADWIRE),
     ]
     if compressors:
-        return always + [_compressed(name, matrix_shape(numel), place.rank, bytes_per_second) for name in compressors]
+        shape, rates = matrix_shape(numel), (bytes_per_second, None)
+        return always + [_compressed(name, shape, place.rank, rate) for name in compressors for rate in rates]
     if slowest < max(node_rates):
         equal = _ddp((numel,))
         _hook(equal, slowest)
@@ -193,12 +194,12 @@ def _hook(model: DistributedDataParallel, rate: float | None, compressor: str | 
     model.register_comm_hook(state, gradwire.comm_hook)
 
 
-def _compressed(name: str, shape: tuple[int, int], rank: int, rate: float) -> Contender:
+def _compressed(name: str, shape: tuple[int, int], rank: int, rate: float | None) -> Contender:
     """A contender that compresses normally distributed gradients; its dense start is among the rounds left out."""
     model = _ddp(shape)
     _hook(model, rate, name)
     own = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
-    return _step(model, own, None, f"{GRADWIRE} {name}")
+    return _step(model, own, None, f"{GRADWIRE} {name}{'' if rate else ', rate unknown'}")
 
 
 def _all_reduce(flat: Tensor) -> None:
@@ -340,7 +341,7 @@ def main(argv: list[str]) -> int:
             results += measure(case, options.nic, round(options.megabytes * 1e6 / 4), options.rounds, compressors)
     rate = ", ".join(dict.fromkeys(format_rate(parse_rate(each, "--nic")) for each in options.nic.split(",")))
     title = f"{options.megabytes:g} MB, links of {rate}, median of {options.rounds} rounds; {machine_line()}"
-    Console(width=110).print(table(results, title))
+    Console(width=120).print(table(results, title))
     if options.json is not None:
         record = {
             "kind": "hook_speed",

@@ -23,14 +23,18 @@ SMALL_NBYTES = 16 << 10
 """Small enough to be latency alone, also where a traffic shaper lets the first 64 kB pass unshaped."""
 
 LARGE_NBYTES = 4 << 20
-"""Large enough that latency is a small part on 10 Gbit/s, small enough to take a third of a second on 200 Mbit/s."""
+"""At most: large enough that latency is a small part on 10 Gbit/s."""
+
+LEAST_LARGE_NBYTES, LARGE_SECONDS = 1 << 20, 0.05
+"""Fewer bytes where they would take longer than that; but pieces of an exchange between four ranks on two nodes stay as
+large as training's, which gloo sends over two connections."""
 
 INSIDE_NBYTES = 16 << 20
 """In place of it inside a node: more than the caches of its ranks hold, as a model's gradients are."""
 
-ROUNDS = {SMALL_NBYTES: 15, LARGE_NBYTES: 5, INSIDE_NBYTES: 5}
-WARM_UP_ROUNDS = {SMALL_NBYTES: 4, LARGE_NBYTES: 1, INSIDE_NBYTES: 1}
-"""What is short is disturbed more easily; the first rounds make connections and threads, and do not count."""
+ROUNDS, WARM_UP_ROUNDS = (9, 3), (3, 1)
+"""Of SMALL_NBYTES, and of more. What is short is disturbed more easily; the first rounds make connections and threads,
+and do not count."""
 
 MANY, FEW = 8, 4
 """Chunks: of the small size each, and of the large one together."""
@@ -58,18 +62,23 @@ def probe(communicator: Communicator, consensus: Consensus) -> tuple[Level, ...]
     if not known:
         cluster = communicator.cluster
         wide = [number for number in range(cluster.depth) if cluster.widest(number) > 1]
-        took = _measure(communicator, consensus, [run for number in wide for run in _runs(cluster, number, wide[-1])])
+        trial: list[Run] = [(probe_phases(cluster, number), LEAST_LARGE_NBYTES, 1) for number in wide[-1:] if number]
+        took = _measure(communicator, consensus, trial) if trial else {}
+        large_nbytes = _affordable(max(took.values(), default=0.0))
+        sizes = {number: large_nbytes if number else INSIDE_NBYTES for number in wide}
+        runs = [run for number in wide for run in _runs(cluster, number, sizes[number], outermost=number == wide[-1])]
+        took |= _measure(communicator, consensus, [run for run in runs if run not in took])
         levels = [replace(level, unit_rates=()) for level in cluster.levels]
         for number in wide:
             measured = replace(cluster, levels=tuple(levels))
             phases = probe_phases(cluster, number)
-            small, large = (took[phases, nbytes, 1] for nbytes in (SMALL_NBYTES, large_nbytes(number)))
+            small, large = (took[phases, nbytes, 1] for nbytes in (SMALL_NBYTES, sizes[number]))
             link = replace(
-                fitted(measured, number, small, large),
+                fitted(measured, number, small, large, sizes[number]),
                 on_processor=number == 0 and communicator.device.type == "cpu",
             )
             levels[number] = replace(levels[number], link=link)
-        _known[place] = _with_shares(took, cluster, levels, communicator.device.type)
+        _known[place] = _with_shares(took, cluster, levels, large_nbytes, communicator.device.type)
     communicator.routes.measured(_known[place])
     return _known[place]
 
@@ -78,15 +87,23 @@ Run = tuple[tuple[Phase, ...], int, int]
 """What is timed: phases, bytes of the bucket (of a chunk, where they are SMALL_NBYTES), chunks."""
 
 
-def _runs(cluster: Cluster, number: int, outermost: int) -> list[Run]:
+def _affordable(seconds: float) -> int:
+    """Bytes to measure a bandwidth with, where LEAST_LARGE_NBYTES take so long."""
+    nbytes = LEAST_LARGE_NBYTES
+    while nbytes < LARGE_NBYTES and 2 * nbytes / LEAST_LARGE_NBYTES * seconds <= LARGE_SECONDS:
+        nbytes *= 2
+    return nbytes
+
+
+def _runs(cluster: Cluster, number: int, large_nbytes: int, *, outermost: bool) -> list[Run]:
     """What has to be timed for one level."""
     phases = probe_phases(cluster, number)
-    found: list[Run] = [(phases, SMALL_NBYTES, 1), (phases, large_nbytes(number), 1)]
-    if number == outermost and number > 0:
+    found: list[Run] = [(phases, SMALL_NBYTES, 1), (phases, large_nbytes, 1)]
+    if outermost and number > 0:
         exchange, ring = probe_phases(cluster, number, exchange=True), _ring(number)
-        found += [(exchange, SMALL_NBYTES, 1), (exchange, LARGE_NBYTES, 1)]
-        found += [(exchange, SMALL_NBYTES, MANY), (exchange, LARGE_NBYTES, FEW)]
-        found += [(ring, LARGE_NBYTES, 1), (ring, LARGE_NBYTES, FEW), (ring, SMALL_NBYTES, 1)]
+        found += [(exchange, SMALL_NBYTES, 1), (exchange, large_nbytes, 1)]
+        found += [(exchange, SMALL_NBYTES, MANY), (exchange, large_nbytes, FEW)]
+        found += [(ring, large_nbytes, 1), (ring, large_nbytes, FEW), (ring, SMALL_NBYTES, 1)]
     return found
 
 
@@ -95,17 +112,19 @@ def _ring(number: int) -> tuple[Phase, ...]:
     return (Phase(ALL_REDUCE, number, whole=True),)
 
 
-def _with_shares(took: dict[Run, float], cluster: Cluster, levels: list[Level], device_type: str) -> tuple[Level, ...]:
+def _with_shares(
+    took: dict[Run, float], cluster: Cluster, levels: list[Level], large_nbytes: int, device_type: str
+) -> tuple[Level, ...]:
     """The levels, with how the outermost one stands chunks, exchanges of payloads, and a ring through all ranks."""
     number = max((each for each in range(len(levels)) if cluster.widest(each) > 1), default=0)
     if number == 0:
         return tuple(levels)
     cluster, link = replace(cluster, levels=tuple(levels)), levels[number].link
     exchange = probe_phases(cluster, number, exchange=True)
-    small, large = (took[exchange, nbytes, 1] for nbytes in (SMALL_NBYTES, LARGE_NBYTES))
+    small, large = (took[exchange, nbytes, 1] for nbytes in (SMALL_NBYTES, large_nbytes))
     gap = (took[exchange, SMALL_NBYTES, MANY] - small) / (MANY - 1)
-    found = fitted(cluster, number, small, large)
-    hidden = (large - took[exchange, LARGE_NBYTES, FEW]) / (1 - 1 / FEW)
+    found = fitted(cluster, number, small, large, large_nbytes)
+    hidden = (large - took[exchange, large_nbytes, FEW]) / (1 - 1 / FEW)
     link = replace(
         link,
         gap_seconds=max(gap, 0.0),
@@ -116,20 +135,15 @@ def _with_shares(took: dict[Run, float], cluster: Cluster, levels: list[Level], 
     ring = _ring(number)
     model = CostModel(cluster, {}).phase(ring[0])
     # In one piece it waits at times, in several it works more: a plan takes the better.
-    seconds = min(took[ring, LARGE_NBYTES, chunks] for chunks in (1, FEW)) - took[ring, SMALL_NBYTES, 1]
+    seconds = min(took[ring, large_nbytes, chunks] for chunks in (1, FEW)) - took[ring, SMALL_NBYTES, 1]
     nccl = device_type == "cuda"  # may well beat a ring: it takes a tree, or lets the switch sum
-    share = model.seconds_per_byte * (LARGE_NBYTES - SMALL_NBYTES) / max(seconds, 1e-9)
+    share = model.seconds_per_byte * (large_nbytes - SMALL_NBYTES) / max(seconds, 1e-9)
     levels[number] = replace(levels[number], link=replace(link, ring_share=share if nccl else min(share, 1.0)))
     return tuple(levels)
 
 
 def _parts(phases: tuple[Phase, ...]) -> dict[int, int]:
     return {phase.level: phase.parts for phase in phases if phase.op == REDUCE_SCATTER}
-
-
-def large_nbytes(level: int) -> int:
-    """Bytes that a level's bandwidth is measured with."""
-    return INSIDE_NBYTES if level == 0 else LARGE_NBYTES
 
 
 def probe_phases(cluster: Cluster, level: int, *, exchange: bool = False) -> tuple[Phase, ...]:
@@ -150,14 +164,15 @@ def probe_phases(cluster: Cluster, level: int, *, exchange: bool = False) -> tup
     return (*down, Phase(REDUCE_SCATTER, level, count), Phase(ALL_GATHER, level, count), *up)
 
 
-def fitted(cluster: Cluster, level: int, small_seconds: float, large_seconds: float) -> Link:
+def fitted(cluster: Cluster, level: int, small_seconds: float, large_seconds: float, large_nbytes: int) -> Link:
     """The link of one level that explains two measured times, given the links of the levels inside.
 
     Args:
         cluster: With the links of the inner levels as measured.
         level: Which.
         small_seconds: Of `probe_phases` with SMALL_NBYTES.
-        large_seconds: With `large_nbytes(level)`.
+        large_seconds: With `large_nbytes`.
+        large_nbytes: What the bandwidth is measured with.
     """
     old = cluster.levels[level].link
     phases = probe_phases(cluster, level)
@@ -165,11 +180,11 @@ def fitted(cluster: Cluster, level: int, small_seconds: float, large_seconds: fl
     costs = {phase: model.phase(phase) for phase in phases}
     small, large = (
         max(seconds - sum(cost.seconds(nbytes) for phase, cost in costs.items() if phase.level != level), 1e-9)
-        for seconds, nbytes in ((small_seconds, SMALL_NBYTES), (large_seconds, large_nbytes(level)))
+        for seconds, nbytes in ((small_seconds, SMALL_NBYTES), (large_seconds, large_nbytes))
     )
     own = next(cost for phase, cost in costs.items() if phase.level == level)
     sent = own.seconds_per_byte * old.bytes_per_second  # bytes over the slowest link for each byte of bucket
-    per_byte = max((large - small) / (large_nbytes(level) - SMALL_NBYTES), 1e-13)
+    per_byte = max((large - small) / (large_nbytes - SMALL_NBYTES), 1e-13)
     messages = own.alpha_seconds / old.alpha_seconds if old.alpha_seconds else 1.0
     return replace(
         old,
@@ -207,15 +222,15 @@ def _measure(communicator: Communicator, consensus: Consensus, runs: Sequence[Ru
         numel = nbytes // 4 * (chunks if nbytes == SMALL_NBYTES else 1)
         plan = Plan("probe", phases, chunks, 4 * numel, 0.0, {}, "A measurement.")
         flat = torch.zeros(numel, device=device)
-        rounds = []
-        for _ in range(WARM_UP_ROUNDS[nbytes] + ROUNDS[nbytes]):
+        rounds, is_large = [], nbytes > SMALL_NBYTES
+        for _ in range(WARM_UP_ROUNDS[is_large] + ROUNDS[is_large]):
             line_up(communicator)
             began = time.perf_counter()
             communicator.run(flat, plan).wait()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             rounds.append(time.perf_counter() - began)
-        times.append(rounds[WARM_UP_ROUNDS[nbytes] :])
+        times.append(rounds[WARM_UP_ROUNDS[is_large] :])
     slowest = consensus.decide(times, _usual)
     assert isinstance(slowest, list)
     return dict(zip(runs, slowest, strict=True))

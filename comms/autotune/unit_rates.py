@@ -13,8 +13,9 @@ from gradwire.comms.autotune.probe import line_up
 from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.communicator import Communicator
 
-SWAPPED_NBYTES = 1 << 20
-"""From each node to its partner, over all its ranks: 42 ms on 200 Mbit/s, more than a shaper lets pass at once."""
+SWAPPED_NBYTES, LEAST_SWAPPED_NBYTES, SWAP_SECONDS = 1 << 20, 512 << 10, 0.02
+"""From each node to its partner, over all its ranks, as far as the slowest link takes no longer than that. The least is
+more than a shaper lets pass at once."""
 
 MEETINGS, REPEATS = 3, 3
 """Partners of each node, and how often it meets each: the median counts."""
@@ -23,7 +24,7 @@ ALIKE = 0.8
 """A node that reaches this share of the fastest one's rate is taken to be as fast: measurements scatter by less."""
 
 REMEASURE_STEPS = 500
-"""Steps between two measurements while training runs: nine swaps, 0.4 s on 200 Mbit/s, in what takes minutes there."""
+"""Steps between two measurements while training runs: nine swaps, 0.2 s on 200 Mbit/s, in what takes minutes there."""
 
 
 def pairings(count: int, rounds: int) -> list[list[tuple[int, int]]]:
@@ -77,6 +78,9 @@ def measure_units(communicator: Communicator, consensus: Consensus, *, again: bo
     nodes, count = cluster.nodes, len(cluster.nodes)
     if communicator.device.type != "cpu" or count < 3:
         return False
+    level = cluster.levels[1]
+    slowest = min(level.unit_rates, default=level.link.bytes_per_second)
+    nbytes = round(min(max(slowest * SWAP_SECONDS, LEAST_SWAPPED_NBYTES), SWAPPED_NBYTES))
     rails, own = min(map(len, nodes)), cluster.node_rank(communicator.rank)
     place = nodes[own].index(communicator.rank)
     took: list[tuple[int, int, float]] = []
@@ -87,7 +91,7 @@ def measure_units(communicator: Communicator, consensus: Consensus, *, again: bo
             line_up(communicator)
             if pair is not None and place < rails:
                 partner = nodes[pair[1] if own == pair[0] else pair[0]][place]
-                times.append(communicator.swap(partner, SWAPPED_NBYTES // rails))
+                times.append(communicator.swap(partner, nbytes // rails))
         if pair is not None and times:
             took.append((*pair, statistics.median(times)))
 
@@ -100,7 +104,6 @@ def measure_units(communicator: Communicator, consensus: Consensus, *, again: bo
 
     found = consensus.decide(took, slowest_rank)
     assert isinstance(found, list)
-    level = cluster.levels[1]
     fastest = max(level.unit_rates, default=level.link.bytes_per_second / (1.0 if again else min(found)))
     changed = with_node_rates(cluster, [fastest * rate for rate in found])
     if [level.unit_rates for level in changed.levels] == [level.unit_rates for level in cluster.levels]:

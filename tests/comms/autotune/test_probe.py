@@ -35,7 +35,7 @@ def test_the_fit_inverts_the_model(counts: tuple[int, ...], true: Link) -> None:
         sum(model.phase(phase).seconds(nbytes) for phase in phases) for nbytes in (SMALL_NBYTES, LARGE_NBYTES)
     )
     guess = Link(GUESS.alpha_seconds, GUESS.bytes_per_second, true.nics, true.channels)
-    found = fitted(cluster_with(counts, *inner, guess), level, small, large)
+    found = fitted(cluster_with(counts, *inner, guess), level, small, large, LARGE_NBYTES)
     assert found.bytes_per_second == pytest.approx(true.bytes_per_second, rel=1e-6)
     assert found.alpha_seconds == pytest.approx(true.alpha_seconds, rel=1e-6, abs=1e-9)
 
