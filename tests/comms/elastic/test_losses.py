@@ -62,7 +62,7 @@ def train(
     )
     model.register_comm_hook(state, gradwire.comm_hook)
     generator = torch.Generator().manual_seed(rank)
-    step, after = killed.get(rank, (STEPS, 0.0))
+    step, after = killed.get(rank, (-1, 0.0))
     before = resources()
     while state.steps < STEPS or state.view.size < len(NODES) - len(killed) + len(joins):
         if state.steps == 3:
