@@ -134,6 +134,30 @@ def test_narrow_gradients() -> None:
             assert torch.equal(each, (torch.arange(1001).remainder(7) * 4).to(each.dtype))
 
 
+@pytest.mark.parametrize("as_dense", [True, False])
+def test_sparse_gradients_have_no_race_and_the_bits_of_the_cpu(as_dense: bool) -> None:
+    def body(rank: int, device: torch.device, group: Any) -> list[Tensor]:
+        module = first_module("gradwire.comms.communicator").Communicator
+        bucket_of = first_module("gradwire.comms.execute").Bucket.of
+        config = first_module("gradwire.comms.config").Config(hostname="aabb"[rank], plan="hierarchical")
+        communicator = module(group.store, rank, 4, device, config, name="sparse")
+        found = []
+        for step in range(2):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            looked_up = torch.randint(50, (1, 12), generator=generator).to(device)
+            values = torch.randn(12, 6, generator=generator).to(device)
+            bucket = bucket_of(torch.sparse_coo_tensor(looked_up, values, (50, 6), check_invariants=False), index=0)
+            communicator.start_sparse(bucket, as_dense=as_dense)
+            found.append(bucket.future.wait().to_dense())
+        communicator.close()
+        return [each.cpu() for each in found]
+
+    results, _ = on_cuda(4, body)
+    for have, want in zip(results, on_cpu(4, body), strict=True):
+        for one, other in zip(have, want, strict=True):
+            assert torch.equal(one, other)
+
+
 def test_a_bucket_may_be_reused_as_soon_as_its_future_was_waited_for() -> None:
     # DDP's buckets live on; a tensor that lives for one step shows whether everything in flight is held.
     def body(rank: int, device: torch.device, group: Any) -> list[float]:
