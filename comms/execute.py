@@ -190,6 +190,8 @@ class Launch:
         buckets: Whose parts these are; their futures are completed at its end.
         pool: Where the memory that several parts travel in comes from; None takes new memory.
         counted: Whether reports count it; what the ranks tell each other about themselves is not.
+        alone: Nothing else is under way from here until it has ended, on any rank: one thread takes it through all
+            lanes then, where it is one chunk, and no other one is woken.
     """
 
     parts: Sequence[Tensor]
@@ -197,6 +199,7 @@ class Launch:
     buckets: Sequence[Bucket]
     pool: Pool | None = None
     counted: bool = True
+    alone: bool = False
 
     @property
     def numel(self) -> int:
@@ -348,10 +351,14 @@ class _HeldChunk:
 
 @dataclass(slots=True, eq=False)
 class _ChunkJob(LaneJob):
-    """A chunk in the lanes, or what follows no plan and has a name; `run` is None for a migration: it has no future."""
+    """A chunk in the lanes, or what follows no plan and has a name; `run` is None for a migration: it has no future.
+
+    One that `stays` is taken through all lanes by the thread of the first one.
+    """
 
     run: RunningLaunch | None = None
     name: str = ""
+    stays: bool = False
 
 
 @dataclass(slots=True)
@@ -466,8 +473,9 @@ class Executor:
         )
         self.launches += 1
         walks = [self.walk(run, chunk) for chunk in route.chunks]
+        stays = launch.alone and len(walks) == 1
         for walk in walks:
-            self._submit(_ChunkJob(walk, route.lanes, run=run))
+            self._submit(_ChunkJob(walk, ((0, 0),) if stays else route.lanes, run=run, stays=stays))
 
     def start_steps(
         self, bucket: Bucket, name: str, steps: Generator[Hop, None, Tensor], lanes: tuple[Lane, ...]
@@ -659,18 +667,23 @@ class Executor:
             del job  # or its buckets would live as long as this thread waits for the next one
 
     def _step(self, job: _ChunkJob, lane: Lane) -> None:
-        """Waits for what is under way, and takes a job forward to its next hop, or to its end."""
+        """Waits for what is under way, and takes a job forward to its next hop, or to its end; all hops if it stays."""
         try:
-            if self.recorder is None:
-                for work in job.works:
-                    work.wait()
-                job.works = ()
-                hop = next(job.steps, None)
-            else:
-                hop = self._recorded_step(self.recorder, job, lane)
-            if hop is not None:
-                self._open(self._lanes.move(job, hop))
-                return
+            while True:
+                if self.recorder is None:
+                    for work in job.works:
+                        work.wait()
+                    job.works = ()
+                    hop = next(job.steps, None)
+                else:
+                    hop = self._recorded_step(self.recorder, job, lane)
+                if hop is None:
+                    break
+                if not job.stays:
+                    self._open(self._lanes.move(job, hop))
+                    return
+                lane = job.lane = hop.lane
+                job.works = hop.works
         except BaseException as error:  # noqa: BLE001 - whatever it is, the futures carry it
             self._fail(job, lane, error)
         self._lanes.end(job)

@@ -104,6 +104,7 @@ class OuterExchange:
         self.steps = self.begun = self.done = self.skipped = 0
         self.waited_seconds = self.card_nbytes = 0.0
         self._pending: Pending | None = None
+        self._memory: list[tuple[Tensor, Tensor]] = []
         self._meetings = self._loads = 0
         self.council = council or Council(
             communicator.plain_store, communicator.rank, communicator.size, communicator.config.timeout
@@ -135,7 +136,7 @@ class OuterExchange:
                 self._all_reduce_dense(flat, 1.0)
                 tensor.copy_(flat.view(tensor.shape))
         for fragment in self.fragments:
-            fragment.anchor = fragment.gather()
+            fragment.gather(fragment.anchor)
 
     @torch.no_grad()
     def step_ended(self) -> None:
@@ -257,7 +258,8 @@ class OuterExchange:
         self._pending = pending
         for fragment, (anchor, momentum) in zip(self.fragments, loaded, strict=True):
             assert anchor is not None
-            fragment.anchor, fragment.momentum = anchor, momentum
+            fragment.anchor.copy_(anchor)
+            fragment.momentum = momentum
         self._loads += 1
         self._meetings = 0
 
@@ -328,27 +330,47 @@ class OuterExchange:
         """
         if self.compression is not None:
             self.compression.flushing = True
-        pending = self._start(number, 0)
+        pending = self._start(number, 0, own=True)
         if pending.future is not None:
             began = time.perf_counter()
             pending.future.wait()
             self.waited_seconds += time.perf_counter() - began
         return pending.flat
 
-    def _start(self, number: int, delay: int) -> Pending:
-        """Starts the exchange of a fragment; the host goes on."""
+    def _start(self, number: int, delay: int, *, own: bool = False) -> Pending:
+        """Starts the exchange of a fragment; the host goes on.
+
+        Args:
+            number: Which fragment.
+            delay: See `OuterSettings`.
+            own: In memory of its own; else in that which all exchanges take turns in.
+        """
         fragment = self.fragments[number]
-        now = fragment.gather()
-        flat = fragment.progress(now)
+        flat, sent = (fragment.empty(), fragment.empty()) if own else self._memory_of(number)
+        now = fragment.gather(sent if delay else flat)
+        fragment.progress(now, flat)
         bucket = Bucket.of(flat, fragment.layout, index=number)
         future: FutureTensor | None = None
         if not self.alone and fragment.numel:
             flush = self.compression is not None and self.compression.flushing
-            launch = Launch((flat,), fragment.layout if self.compression is not None else None, (bucket,))
+            launch = Launch((flat,), fragment.layout if self.compression is not None else None, (bucket,), alone=True)
             self.communicator.start(launch, scale=1.0 / self.communicator.size, flush=flush)
             future = bucket.result()
             self.card_nbytes += self._leaving_nbytes(flat, None if flush else launch.layout)
         return Pending(number, self.steps + delay, flat, now if delay else None, future)
+
+    def _memory_of(self, number: int) -> tuple[Tensor, Tensor]:
+        """Memory for the exchange of a fragment, twice its size: one is under way at a time, so they share it."""
+        if not self._memory:
+            large: dict[torch.dtype, Fragment] = {}
+            for fragment in self.fragments:
+                known = large.setdefault(fragment.anchor.dtype, fragment)
+                large[fragment.anchor.dtype] = max(known, fragment, key=lambda each: each.numel)
+            both = {dtype: (fragment.empty(), fragment.empty()) for dtype, fragment in large.items()}
+            for fragment in self.fragments:
+                first, second = (whole[: fragment.numel] for whole in both[fragment.anchor.dtype])
+                self._memory.append((fragment.keep(first), fragment.keep(second)))
+        return self._memory[number]
 
     def _leaving_nbytes(self, flat: Tensor, layout: Layout | None) -> float:
         """Bytes that leave the busiest node in the exchange of `flat`."""
@@ -373,10 +395,7 @@ class OuterExchange:
             self.skipped += 1
             return
         fragment.update(pending.flat, self.settings)
-        if pending.sent is None:
-            fragment.scatter(fragment.anchor)
-        else:
-            fragment.scatter(fragment.gather().sub_(pending.sent).add_(fragment.anchor))
+        fragment.take_up(pending.sent, pending.flat)
         self.done += 1
 
     def _settle(self, pending: Pending) -> None:

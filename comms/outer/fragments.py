@@ -91,6 +91,8 @@ class Fragment:
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], *, momentum: bool) -> None:
         self.names = tuple(name for name, _ in parameters)
         self._parameters = [parameter for _, parameter in parameters]
+        self._plain = not any(isinstance(parameter, DTensor) for parameter in self._parameters)
+        self._found: tuple[list[tuple[int, tuple[int, ...]]], list[Tensor]] = ([], [])
         slices, start = [], 0
         for name, view in zip(self.names, self._locals(), strict=True):
             if view.numel():
@@ -101,7 +103,9 @@ class Fragment:
         wide = any(parameter.dtype == torch.float64 for parameter in self._parameters)
         self._dtype = torch.float64 if wide else torch.float32
         self._rounds = any(parameter.dtype != self._dtype for parameter in self._parameters)
-        self.anchor = self.gather()
+        self._kept: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self.anchor = self.keep(self.empty())
+        self.gather(self.anchor)
         self.momentum = torch.zeros_like(self.anchor) if momentum else None
 
     @property
@@ -109,30 +113,46 @@ class Fragment:
         """Elements that this rank holds of it."""
         return self.layout.numel
 
-    def gather(self) -> Tensor:
-        """The parameters as they are now: a new (numel) tensor in the dtype of `anchor`."""
-        views = self._locals()
-        flat = torch.empty(self.numel, dtype=self._dtype, device=views[0].device)
-        torch._foreach_copy_(self.views(flat), views)
+    def empty(self) -> Tensor:
+        """A new (numel) tensor in the dtype and on the device of `anchor`, not filled."""
+        return torch.empty(self.numel, dtype=self._dtype, device=local_of(self._parameters[0]).device)
+
+    def gather(self, flat: Tensor | None = None) -> Tensor:
+        """The parameters as they are now: (numel) in the dtype of `anchor`, in `flat` where it is given."""
+        if flat is None:
+            flat = self.empty()
+        torch._foreach_copy_(self.views(flat), self._locals())
         return flat
 
     def scatter(self, flat: Tensor) -> None:
         """Writes `flat` (numel) to the parameters, rounded to their dtypes."""
         torch._foreach_copy_(self._locals(), self.views(flat))
 
-    def progress(self, now: Tensor) -> Tensor:
-        """The pseudo-gradient: the parameters after the last exchange minus `now`, a new (numel) tensor.
+    def progress(self, now: Tensor, flat: Tensor) -> Tensor:
+        """The pseudo-gradient, the parameters after the last exchange minus `now` (numel), in `flat`, which may be it.
 
         What the parameters lost when the anchor was rounded to their dtype is no progress.
         """
         if not self._rounds:
-            return self.anchor - now
+            return torch.sub(self.anchor, now, out=flat)
         rounded = torch.empty_like(self.anchor)
         sources = [
             view.to(parameter.dtype) for view, parameter in zip(self.views(self.anchor), self._parameters, strict=True)
         ]
         torch._foreach_copy_(self.views(rounded), sources)
-        return rounded.sub_(now)
+        return torch.sub(rounded, now, out=flat)
+
+    def take_up(self, sent: Tensor | None, work: Tensor) -> None:
+        """Has the parameters become the anchor plus the progress that was made since they were `sent`.
+
+        Args:
+            sent: (numel) the parameters then; None where there is no progress.
+            work: (numel) memory to work in, overwritten.
+        """
+        if sent is None:
+            self.scatter(self.anchor)
+            return
+        self.scatter(self.gather(work).sub_(sent).add_(self.anchor))
 
     def update(self, mean: Tensor, settings: OuterSettings) -> None:
         """One step of the outer SGD on `anchor`, in place; `mean` (numel) is the averaged pseudo-gradient.
@@ -145,8 +165,17 @@ class Fragment:
             step = mean.add(self.momentum, alpha=settings.momentum) if settings.nesterov else self.momentum
         self.anchor.sub_(step, alpha=settings.lr)
 
+    def keep(self, flat: Tensor) -> Tensor:
+        """Returns a (numel) tensor, whose views are made once: memory that is used again and again."""
+        self._kept[id(flat)] = (flat, self._views_of(flat))
+        return flat
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of a (numel) tensor in the shapes of the parameters, in memory order."""
+        kept = self._kept.get(id(flat))
+        return self._views_of(flat) if kept is None else kept[1]
+
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
         sizes = [shape.numel() for shape in self._shapes]
         return [part.view(shape) for part, shape in zip(flat.split_with_sizes(sizes), self._shapes, strict=True)]
 
@@ -157,8 +186,16 @@ class Fragment:
         ]
 
     def _locals(self) -> list[Tensor]:
-        """What this rank holds of each parameter, as views in memory order. FSDP2 may replace a shard's memory."""
-        return [_in_memory_order(local_of(parameter)) for parameter in self._parameters]
+        """What this rank holds of each parameter, as views in memory order; made anew where the memory is another.
+
+        A parameter's memory changes where its `data` is set; FSDP2 may replace a shard's at every step.
+        """
+        if not self._plain:
+            return [_in_memory_order(local_of(parameter)) for parameter in self._parameters]
+        places = [(parameter.data_ptr(), parameter.stride()) for parameter in self._parameters]
+        if places != self._found[0]:
+            self._found = (places, [_in_memory_order(local_of(parameter)) for parameter in self._parameters])
+        return self._found[1]
 
 
 def local_of(parameter: Tensor) -> Tensor:
@@ -172,7 +209,10 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def cut_into_fragments(parameters: Sequence[tuple[str, nn.Parameter]], settings: OuterSettings) -> list[Fragment]:
-    """Cuts a model into fragments of nearly equal size, between parameters, in the order of the model.
+    """Cuts a model into fragments of nearly equal size: each turn takes the link as long as the others.
+
+    The largest parameters are dealt out first, each to the fragment that is the smallest so far (Graham, Bounds on
+    multiprocessing timing anomalies, 1969: at most 4/3 of the best). Inside a fragment they are in the model's order.
 
     Args:
         parameters: Name -> parameter.
@@ -187,16 +227,12 @@ def cut_into_fragments(parameters: Sequence[tuple[str, nn.Parameter]], settings:
             f"`fragments` is {count}, and `optimizer` trains {len(parameters)} parameters; wanted at most as many "
             "fragments as parameters"
         )
-    total = sum(local_of(parameter).numel() for _, parameter in parameters)
-    fragments, first, done = [], 0, 0
-    for number in range(count):
-        stop, latest = first, len(parameters) - (count - number - 1)
-        while stop < latest:
-            numel = local_of(parameters[stop][1]).numel()
-            if stop > first and done + numel / 2 > total * (number + 1) / count and number < count - 1:
-                break
-            done += numel
-            stop += 1
-        fragments.append(Fragment(parameters[first:stop], momentum=settings.momentum > 0))
-        first = stop
-    return fragments
+    numels = [local_of(parameter).numel() for _, parameter in parameters]
+    parts: list[list[int]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for index in sorted(range(len(parameters)), key=lambda each: -numels[each]):
+        number = min(range(count), key=lambda each: (sizes[each], len(parts[each])))
+        parts[number].append(index)
+        sizes[number] += numels[index]
+    ordered = sorted(sorted(part) for part in parts)
+    return [Fragment([parameters[index] for index in part], momentum=settings.momentum > 0) for part in ordered]

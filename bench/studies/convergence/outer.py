@@ -21,6 +21,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -322,26 +323,32 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 
 def _timed(task: Task, place: ForkedRank, methods: Sequence[SlowLinkMethod], rounds: int) -> list[dict[str, object]]:
     trainings = [Training(task, method, place, 0) for method in methods]
+    processor: dict[str, list[float]] = {method.name: [] for method in methods}
 
-    def turn(training: Training, count: int) -> Callable[[int], None]:
+    def turn(training: Training, method: SlowLinkMethod) -> Callable[[int], None]:
         def run(number: int) -> None:
-            for step in range(count):
-                training.step(number * count + step)
+            began = time.process_time()  # of all threads of this rank: lanes and gloo's too
+            for step in range(method.turns):
+                training.step(number * method.turns + step)
+            processor[method.name].append((time.process_time() - began) / method.turns)
 
         return run
 
     contenders = [
-        Contender(method.name, turn(training, method.turns))
-        for method, training in zip(methods, trainings, strict=True)
+        Contender(method.name, turn(training, method)) for method, training in zip(methods, trainings, strict=True)
     ]
     take_turns(contenders, rounds=rounds, warmup=1, interface=place.interface)
     found: list[dict[str, object]] = []
     for method, training, one in zip(methods, trainings, contenders, strict=True):
         outer = training.outer.report() if training.outer is not None else None
+        cpu = torch.tensor(statistics.median(processor[method.name][1:]), dtype=torch.float64)
+        dist.all_reduce(cpu)
         found.append(
             {
                 "method": method.name,
                 "seconds": one.median_seconds / method.turns,
+                "processor_seconds": float(cpu) / place.world_size,
+                "rounds": [seconds / method.turns for seconds in one.seconds],
                 "nic_nbytes": one.median_nic_nbytes / method.turns,
                 "bits": outer.bits_per_parameter_and_step if outer and outer.exchanges else None,
                 "wait_share": outer.waited_seconds / (sum(one.seconds) or 1) if outer else None,
