@@ -179,6 +179,7 @@ class OuterExchange:
             for fragment, average in zip(self.fragments, averages, strict=True):
                 if not unfinished and not is_finite(average):
                     unfinished = fragment.unfinished(average)[0]
+            self.communicator.executor.release()  # on CUDA the host has waited, and hears of what was given up
             unfinished = next((name for name in self.council.ask(unfinished) if name), "")
             finite = not unfinished
         finally:
@@ -411,14 +412,19 @@ class OuterExchange:
                 self._store.set(f"{self._place}/begun/{self.communicator.rank}", str(self.begun))
             try:
                 pending.future.wait()
+                finite = is_finite(pending.flat)  # on CUDA the host waits here
+                self.communicator.executor.release()  # and hears here of what was given up meanwhile
             except RuntimeError as error:
                 pending.error = error  # what `flat` holds then is no average, and never will be
-                self._decide(False, [fragment])
+                if self.communicator.device.type != "cuda":  # there nothing can be issued any more: nothing commits it
+                    self._decide(False, [fragment])
                 raise
             finally:
                 pending.future = None
                 self.waited_seconds += time.perf_counter() - began
-        pending.finite = is_finite(pending.flat)
+        else:
+            finite = is_finite(pending.flat)
+        pending.finite = finite
         if not pending.finite:
             names = fragment.unfinished(pending.flat)
             log.warning(
