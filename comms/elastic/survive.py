@@ -249,6 +249,17 @@ class Survivor:
         self._last = result
         return result
 
+    def follow(self) -> None:
+        """Between two operations: goes on among those that are left, where a rank has been lost since the last one.
+
+        Only where no rank can be further than this one; else what it has missed would be lost.
+
+        Raises:
+            GivenUpError: This rank cannot go on.
+        """
+        if reason := self.membership.alarm(self.view.epoch):
+            self._recover(RuntimeError(reason), None)
+
     def admit(self, newcomers: Sequence[Newcomer], requests: Requests) -> bool:
         """Enters an epoch with new ranks; all ranks, between the same two operations.
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, is_finite
+from gradwire.comms.elastic.survive import Survivor
 from gradwire.comms.execute import Bucket, FutureTensor, Launch
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.outer.agree import Council
@@ -53,6 +54,7 @@ class Pending:
         future: Of the average; None where it is there.
         finite: Whether the average is finite; None while it is under way.
         error: Why there is none and will be none.
+        communicator: With which it was begun.
     """
 
     number: int
@@ -62,6 +64,7 @@ class Pending:
     future: FutureTensor | None
     finite: bool | None = None
     error: RuntimeError | None = None
+    communicator: Communicator | None = None
 
 
 class OuterExchange:
@@ -106,14 +109,39 @@ class OuterExchange:
         self._pending: Pending | None = None
         self._memory: list[tuple[Tensor, Tensor]] = []
         self._meetings = self._loads = 0
+        self._met: Communicator | None = None
         self.council = council or Council(
             communicator.plain_store, communicator.rank, communicator.size, communicator.config.timeout
         )
         self._store = PollingStore(communicator.plain_store, communicator.config.timeout, ranks=communicator.size)
+        self._survivor: Survivor | None = None
         if observer is not None:
-            observer.contents.update(
-                (number, (fragment.numel, fragment.names)) for number, fragment in enumerate(self.fragments)
-            )
+            self.be_watched(observer)
+
+    def be_watched(self, observer: Observer) -> None:
+        """Tells an observer what travels."""
+        observer.contents.update(
+            (number, (fragment.numel, fragment.names)) for number, fragment in enumerate(self.fragments)
+        )
+
+    def survive(self, survivor: Survivor) -> None:
+        """Goes on from here where ranks are lost: what was under way then is begun again among those that are left."""
+        self._survivor = survivor
+
+    def reconnect(self, communicator: Communicator, council: Council) -> None:
+        """Goes on among other ranks.
+
+        Args:
+            communicator: Of the ranks that are left.
+            council: Of the same ones.
+        """
+        self.communicator, self.council = communicator, council
+        self._store = PollingStore(communicator.plain_store, communicator.config.timeout, ranks=communicator.size)
+        self._meetings = 0
+        self.alone = communicator.size == 1
+        if self.compression is not None:
+            self.compression.renumber(communicator.rank, communicator.size)
+            communicator.state_loaded()
 
     @property
     def numel(self) -> int:
@@ -173,14 +201,9 @@ class OuterExchange:
             self._take_up()
         if not self.alone:
             self._meet()
-        finite, unfinished = False, ""
+        finite = False
         try:
-            averages = [self._average_of(number) for number in range(len(self.fragments))]
-            for fragment, average in zip(self.fragments, averages, strict=True):
-                if not unfinished and not is_finite(average):
-                    unfinished = fragment.unfinished(average)[0]
-            self.communicator.executor.release()  # on CUDA the host has waited, and hears of what was given up
-            unfinished = next((name for name in self.council.ask(unfinished) if name), "")
+            averages, unfinished = self._averages()
             finite = not unfinished
         finally:
             self._decide(finite, self.fragments)
@@ -197,8 +220,7 @@ class OuterExchange:
             fragment.scatter(fragment.anchor)
         self.done += len(self.fragments)
         for buffer in [] if self.alone else buffers:
-            flat = buffer.reshape(-1).clone()
-            buffer.copy_(self._all_reduce_dense(flat, 1.0 / self.communicator.size).view(buffer.shape))
+            buffer.copy_(self._mean_of(buffer.reshape(-1)).view(buffer.shape))
 
     def state_dict(self) -> StateDict:
         """Anchors, momenta, counts, what is held back, and the result of an exchange that is under way.
@@ -320,8 +342,51 @@ class OuterExchange:
         return (steps, begun), loaded, pending, held
 
     def _begin(self, delay: int) -> None:
-        self._pending = self._start(self.begun % len(self.fragments), delay)
+        pending = self._prepared(self.begun % len(self.fragments), delay)
+        try:
+            self._launch(pending)
+        except (RuntimeError, OSError):
+            if self._survivor is None:
+                raise
+            pending.communicator = None  # a rank was lost: it is begun again when it is waited for
+        self._pending = pending
         self.begun += 1
+
+    def _averages(self) -> tuple[list[Tensor], str]:
+        """The averages of all fragments, and the name of a parameter that is not finite on some rank; "" without one.
+
+        Raises:
+            RuntimeError: The ranks could not exchange them.
+        """
+        survivor = self._survivor
+        if survivor is None or self.alone:
+            return self._averages_now()
+        names = ["", *(name for fragment in self.fragments for name in fragment.names)]
+        sizes = [fragment.numel for fragment in self.fragments]
+        wide = max((fragment.anchor.dtype for fragment in self.fragments), key=lambda dtype: dtype.itemsize)
+
+        def attempt() -> Tensor:
+            self._decide(False, self.fragments)  # what an attempt before this one has staged
+            if self._met is not self.communicator:  # others may not have seen that all have met before a rank was lost
+                self._announce()
+            averages, unfinished = self._averages_now()
+            mark = averages[0].new_tensor([names.index(unfinished)], dtype=wide)
+            return torch.cat([mark, *(average.to(wide) for average in averages)])
+
+        like = torch.empty(1 + sum(sizes), dtype=wide, device=self.communicator.device)
+        found = survivor.complete(attempt, like)
+        assert found is not None
+        parts = found[1:].split_with_sizes(sizes)
+        averages = [part.to(each.anchor.dtype) for part, each in zip(parts, self.fragments, strict=True)]
+        return averages, names[int(found[0])]
+
+    def _averages_now(self) -> tuple[list[Tensor], str]:
+        averages, unfinished = [self._average_of(number) for number in range(len(self.fragments))], ""
+        for fragment, average in zip(self.fragments, averages, strict=True):
+            if not unfinished and not is_finite(average):
+                unfinished = fragment.unfinished(average)[0]
+        self.communicator.executor.release()  # on CUDA the host has waited, and hears of what was given up
+        return averages, next((name for name in self.council.ask(unfinished) if name), "")
 
     def _average_of(self, number: int) -> Tensor:
         """The average of a fragment's pseudo-gradients now, in full precision, with what is held back; decides nothing.
@@ -331,15 +396,19 @@ class OuterExchange:
         """
         if self.compression is not None:
             self.compression.flushing = True
-        pending = self._start(number, 0, own=True)
+        pending = self._prepared(number, 0, own=True)
+        self._launch(pending)
         if pending.future is not None:
             began = time.perf_counter()
-            pending.future.wait()
+            self._wait(pending.future)
             self.waited_seconds += time.perf_counter() - began
         return pending.flat
 
-    def _start(self, number: int, delay: int, *, own: bool = False) -> Pending:
-        """Starts the exchange of a fragment; the host goes on.
+    def _wait(self, future: FutureTensor) -> Tensor:
+        return future.wait() if self._survivor is None else self._survivor.wait(future)
+
+    def _prepared(self, number: int, delay: int, *, own: bool = False) -> Pending:
+        """A fragment's pseudo-gradient as of now, to be exchanged.
 
         Args:
             number: Which fragment.
@@ -350,15 +419,20 @@ class OuterExchange:
         flat, sent = (fragment.empty(), fragment.empty()) if own else self._memory_of(number)
         now = fragment.gather(sent if delay else flat)
         fragment.progress(now, flat)
-        bucket = Bucket.of(flat, fragment.layout, index=number)
-        future: FutureTensor | None = None
-        if not self.alone and fragment.numel:
-            flush = self.compression is not None and self.compression.flushing
-            launch = Launch((flat,), fragment.layout if self.compression is not None else None, (bucket,), alone=True)
-            self.communicator.start(launch, scale=1.0 / self.communicator.size, flush=flush)
-            future = bucket.result()
-            self.card_nbytes += self._leaving_nbytes(flat, None if flush else launch.layout)
-        return Pending(number, self.steps + delay, flat, now if delay else None, future)
+        return Pending(number, self.steps + delay, flat, now if delay else None, None)
+
+    def _launch(self, pending: Pending) -> None:
+        """Sends a pseudo-gradient on its way; the host goes on."""
+        pending.future, pending.communicator = None, self.communicator
+        fragment, flat = self.fragments[pending.number], pending.flat
+        if self.alone or not fragment.numel:
+            return
+        bucket = Bucket.of(flat, fragment.layout, index=pending.number)
+        flush = self.compression is not None and self.compression.flushing
+        launch = Launch((flat,), fragment.layout if self.compression is not None else None, (bucket,), alone=True)
+        self.communicator.start(launch, scale=1.0 / self.communicator.size, flush=flush)
+        pending.future = bucket.result()
+        self.card_nbytes += self._leaving_nbytes(flat, None if flush else launch.layout)
 
     def _memory_of(self, number: int) -> tuple[Tensor, Tensor]:
         """Memory for the exchange of a fragment, twice its size: one is under way at a time, so they share it."""
@@ -406,24 +480,22 @@ class OuterExchange:
         if pending.finite is not None:
             return
         fragment = self.fragments[pending.number]
-        if pending.future is not None:
-            began = time.perf_counter()
-            if self.communicator.device.type == "cuda" or not pending.future.done():
-                self._store.set(f"{self._place}/begun/{self.communicator.rank}", str(self.begun))
-            try:
-                pending.future.wait()
-                finite = is_finite(pending.flat)  # on CUDA the host waits here
+        travels = not self.alone and fragment.numel > 0
+        began = time.perf_counter()
+        try:
+            if travels:
+                self._arrive(pending)
+            finite = is_finite(pending.flat)  # on CUDA the host waits here
+            if travels:
                 self.communicator.executor.release()  # and hears here of what was given up meanwhile
-            except RuntimeError as error:
-                pending.error = error  # what `flat` holds then is no average, and never will be
-                if self.communicator.device.type != "cuda":  # there nothing can be issued any more: nothing commits it
-                    self._decide(False, [fragment])
-                raise
-            finally:
-                pending.future = None
-                self.waited_seconds += time.perf_counter() - began
-        else:
-            finite = is_finite(pending.flat)
+        except RuntimeError as error:
+            pending.error = error  # what `flat` holds then is no average, and never will be
+            if self.communicator.device.type != "cuda":  # there nothing can be issued any more: nothing commits it
+                self._decide(False, [fragment])
+            raise
+        finally:
+            pending.future = None
+            self.waited_seconds += time.perf_counter() - began if travels else 0.0
         pending.finite = finite
         if not pending.finite:
             names = fragment.unfinished(pending.flat)
@@ -436,6 +508,53 @@ class OuterExchange:
             )
         self._decide(pending.finite, [fragment])
 
+    def _arrive(self, pending: Pending) -> None:
+        """Waits until `flat` holds the average, of those that are left where ranks are lost and that is wanted.
+
+        Raises:
+            RuntimeError: The exchange failed.
+        """
+        if self._survivor is None:
+            assert pending.future is not None
+            if self.communicator.device.type == "cuda" or not pending.future.done():
+                self._tell()
+            pending.future.wait()
+            return
+        average = self._survivor.complete(lambda: self._attempt(pending), like=pending.flat)
+        assert average is not None
+        pending.flat.copy_(average)
+
+    def _attempt(self, pending: Pending) -> Tensor:
+        """The average: a copy, which is kept for ranks that a loss has left behind. Begun anew among other ranks."""
+        if pending.communicator is not self.communicator:
+            fragment = self.fragments[pending.number]
+            self._decide(False, [fragment])
+            now = fragment.gather(pending.flat) if pending.sent is None else pending.sent
+            fragment.progress(now, pending.flat)
+            self._launch(pending)
+        if pending.future is not None:
+            self._tell()
+            self._wait(pending.future)
+        return pending.flat.clone()
+
+    def _tell(self) -> None:
+        """Leaves word that this rank waits for the others to begin as many exchanges."""
+        self._store.set(f"{self._place}/begun/{self.communicator.rank}", str(self.begun))
+
+    def _mean_of(self, flat: Tensor) -> Tensor:
+        """The average of a small tensor over all ranks: a new one.
+
+        Raises:
+            RuntimeError: The ranks could not exchange it.
+        """
+
+        def attempt() -> Tensor:
+            return self._all_reduce_dense(flat.clone(), 1.0 / self.communicator.size)
+
+        found = attempt() if self._survivor is None else self._survivor.complete(attempt, like=flat)
+        assert found is not None
+        return found
+
     def _decide(self, finite: bool, fragments: Sequence[Fragment]) -> None:
         layouts = [fragment.layout for fragment in fragments if fragment.numel]
         if self.compression is not None and not self.alone and layouts:
@@ -446,7 +565,7 @@ class OuterExchange:
         bucket = Bucket.of(flat)
         if flat.numel():
             self.communicator.start(Launch((flat,), None, (bucket,), counted=False), scale=scale)
-            bucket.result().wait()
+            self._wait(bucket.result())
         return flat
 
     @property
@@ -463,15 +582,17 @@ class OuterExchange:
         Raises:
             RuntimeError: A rank has not come within the time-out.
         """
-        rank, ranks = self.communicator.rank, range(self.communicator.size)
-        place = f"{self._place}/meeting{self._meetings}"
-        self._meetings += 1
-        self._store.set(f"{place}/steps/{rank}", str(self.steps))
-        self._store.set(f"{place}/{rank}", str(self.begun))
-        arrived: dict[int, int] = {}
         timeout = self.communicator.config.timeout
         deadline = time.monotonic() + timeout.total_seconds()
+        self._met = None
         while True:
+            if self._survivor is not None:
+                self._survivor.follow()
+            if self.alone:
+                return
+            if self._met is not self.communicator:
+                place, ranks = self._announce(), range(self.communicator.size)
+                arrived: dict[int, int] = {}
             arrived |= self._counts(place, [each for each in ranks if each not in arrived])
             waiting = self._counts(f"{self._place}/begun", [each for each in ranks if each not in arrived])
             if max((*arrived.values(), *waiting.values())) > self.begun:
@@ -487,6 +608,15 @@ class OuterExchange:
                 )
             else:
                 time.sleep(LOOK_SECONDS)
+
+    def _announce(self) -> str:
+        """Says that this rank has come to the meeting; returns where all say so."""
+        place, rank = f"{self._place}/meeting{self._meetings}", self.communicator.rank
+        self._meetings += 1
+        self._met = self.communicator
+        self._store.set(f"{place}/steps/{rank}", str(self.steps))
+        self._store.set(f"{place}/{rank}", str(self.begun))
+        return place
 
     def _counts(self, place: str, ranks: Sequence[int]) -> dict[int, int]:
         """Exchanges begun by those of some ranks that have left a word."""

@@ -5,7 +5,7 @@ import json
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import count
 
@@ -17,11 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradwire.comms.attach import attach, look_inside
-from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, PrefixStore, store_of
+from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, PrefixStore, Store, store_of
 from gradwire.comms.checkpoint import PREFIX, Checkpoint, normalize, pack, unpack
-from gradwire.comms.communicator import Communicator
+from gradwire.comms.communicator import Communicator, Oversight
 from gradwire.comms.compression import Compression
-from gradwire.comms.config import Config
+from gradwire.comms.config import ENVIRONMENT_PREFIX, Config
+from gradwire.comms.elastic.joining import packed, unprefixed
+from gradwire.comms.elastic.membership import Membership, View
+from gradwire.comms.elastic.survive import EpochBoard, Survivor, first_oversight
 from gradwire.comms.hook import HookState
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.outer.agree import Council
@@ -36,13 +39,26 @@ log = logging.getLogger("gradwire")
 
 EXACT, NONE = "exact", "none"
 COUNCIL = "outer_council"
+ELASTIC = "outer_elastic"
 INSIDE = (EXACT, NONE, *LEVEL_NAMES[:-1])
 """What `inside` may be; the levels are those that have one above."""
 
 PACKED_NBYTES = 2**25
 """Of what is made alike at the start and is not trained, at a time."""
 
-INSIDE_ONLY = ("fusion_mb", "fusion", "tune", "tune_profile", "probe", "trace", "predivide", "sum_dtype")
+INSIDE_ONLY = (
+    "fusion_mb",
+    "fusion",
+    "tune",
+    "tune_profile",
+    "probe",
+    "trace",
+    "trace_steps",
+    "predivide",
+    "sum_dtype",
+    "sparse_as_dense",
+    "straggler_every",
+)
 """Options of the hook that averages gradients inside a unit; exchanges between units have no use for them."""
 
 _numbers: "dict[str, count[int]]" = {}
@@ -181,6 +197,7 @@ class Outer:
                 f"`config` and {', '.join(f'`{name}`' for name in options)} are both given: put the options "
                 "into the Config"
             )
+        chosen = options if config is None else {each.name: getattr(config, each.name) for each in fields(Config)}
         config = config or Config.from_env(**options)
         refuse_unfit(config)
         if not isinstance(model, nn.Module):
@@ -198,11 +215,22 @@ class Outer:
         council.compare(facts_of(self.settings, inside, model, trained))
         group, own_unit = _peers(model, trained, inside, council)
         if own_unit is not None or inside == NONE:
-            refuse_idle(options, "no gradients are averaged by Outer here")
+            refuse_idle(chosen, "no gradients are averaged by Outer here")
+            for name in idle_in(config, without=chosen):
+                log.warning(
+                    "`%s` is set, and no gradients are averaged by Outer here: it changes nothing",
+                    ENVIRONMENT_PREFIX + name.upper(),
+                )
         self.hook: HookState | None = None
         self._connect(group, trained, replace(config, plan="hierarchical") if config.plan == "auto" else config)
         communicator = self._communicator
         self._units = _units(communicator.cluster, inside) if own_unit is None else _units_of(group, own_unit)
+        if config.elastic and (own_unit is not None or any(len(unit) > 1 for unit in self._units)):
+            self._leave()
+            raise ValueError(
+                "`elastic` is set, and a unit has several ranks, of which one alone may be lost; wanted units of one "
+                'rank: nodes of one rank, or inside="none"'
+            )
         parts = cut_into_fragments(trained, self.settings)
         self.exchange = OuterExchange(
             communicator,
@@ -213,6 +241,8 @@ class Outer:
             council=council,
             alone=len(self._units) == 1,
         )
+        if self._first is not None:
+            self._survive(self._first, council)
         if len(self._units) == 1:
             log.warning("Outer has one unit of %d ranks: nothing is exchanged", communicator.size)
         self._inner = inner
@@ -241,6 +271,9 @@ class Outer:
             numels = {name: local_of(each).numel() for name, each in trained}
             self._compression.compressor.bind_model({name: numel for name, numel in numels.items() if numel})
             warn_of_idle(config.rules, numels, "Patterns are shell-style, of the whole name.")
+        self._config = config
+        self._survivor: Survivor | None = None
+        self._first = first_oversight(group.rank(), group.size(), config.timeout) if config.elastic else None
         self._communicator = Communicator(
             store_of(group),
             group.rank(),
@@ -250,10 +283,58 @@ class Outer:
             name=f"outer{next(_numbers.setdefault(group.group_name, count()))}",
             compressor=self._compression.compressor if self._compression else None,
             group=group,
+            oversight=self._first,
         )
         weakref.finalize(self, self._communicator.close)
         self._observer = Observer(self._communicator, config, group)
         weakref.finalize(self, self._observer.close)
+
+    def _survive(self, first: Oversight, council: Council) -> None:
+        """Has this rank's exchanges go on where others are lost."""
+        communicator = self._communicator
+        view = View(0, communicator.rank, tuple(f"rank {rank}" for rank in range(communicator.size)))
+        place = PrefixStore(f"gradwire/{ELASTIC}/{communicator.start_name}", unprefixed(communicator.plain_store))
+        said = {name: packed(each) for name, each in zip(view.members, communicator.presences, strict=True)}
+        membership = Membership(place, view, self._config.timeout, said)
+        assert isinstance(first.board, EpochBoard)
+        first.board.membership = membership
+        this = weakref.ref(self)
+
+        def rebuild(view: View, store: Store, oversight: Oversight) -> Communicator:
+            outer = this()
+            assert outer is not None
+            return outer._rebuild(view, store, oversight)
+
+        self._survivor = Survivor(membership, communicator, rebuild, self._config.timeout)
+        weakref.finalize(self, self._survivor.close)
+        self.exchange.survive(self._survivor)
+        self.exchange.council = self._council(communicator, first)
+
+    def _rebuild(self, view: View, store: Store, oversight: Oversight) -> Communicator:
+        """Connects the ranks that are left."""
+        self._communicator = communicator = Communicator(
+            store,
+            view.rank,
+            view.size,
+            self._communicator.device,
+            self._config,
+            name=ELASTIC,
+            compressor=self._compression.compressor if self._compression else None,
+            oversight=oversight,
+        )
+        weakref.finalize(self, communicator.close)
+        before, self._observer = self._observer, Observer(communicator, self._config)
+        weakref.finalize(self, self._observer.close)
+        self._observer.follow(before)
+        self.exchange.be_watched(self._observer)
+        self.exchange.reconnect(communicator, self._council(communicator, oversight))
+        self._units = _units(communicator.cluster, NONE)
+        return communicator
+
+    def _council(self, communicator: Communicator, oversight: Oversight) -> Council:
+        """Of the ranks of one epoch: nobody waits in it for one that is lost."""
+        store = oversight.polling(PrefixStore(COUNCIL, communicator.plain_store))
+        return Council(store, communicator.rank, communicator.size, self._config.timeout)
 
     def _average_inside(self, model: nn.Module, config: Config) -> nn.Module:
         """Wraps the model in DDP over this rank's unit; all ranks make all units' groups, in the same order."""
@@ -354,10 +435,17 @@ class Outer:
     def close(self) -> None:
         """Ends the exchanges: the optimizer's steps drive nothing any more. `model` is for judging and saving then."""
         self._handle.remove()
-        self._observer.close()
-        self._communicator.close()
+        self._leave()
         if self.hook is not None:
             self.hook.close()
+
+    def _leave(self) -> None:
+        """Leaves the other ranks."""
+        self._observer.close()
+        if self._survivor is not None:
+            self._survivor.close()
+        else:
+            self._communicator.close()
 
 
 def refuse_unfit(config: Config) -> None:
@@ -366,8 +454,8 @@ def refuse_unfit(config: Config) -> None:
     Raises:
         ValueError: Such an option is set.
     """
-    if config.elastic or config.join is not None:
-        raise ValueError("`elastic` or `join` is set, and Outer does not go on without a lost rank: leave it out")
+    if config.join is not None:
+        raise ValueError("`join` is set, and nobody can join Outer's exchanges while they run: leave it out")
     if config.compressor == "auto":
         raise ValueError(
             '`compressor` is "auto", which weighs what gradients of every step cost; Outer exchanges parameters now '
@@ -378,6 +466,17 @@ def refuse_unfit(config: Config) -> None:
             f"`average` is {config.average} and `reduction` {config.reduction!r}, and Outer averages parameters: leave "
             "them out"
         )
+
+
+def idle_in(config: Config, without: Collection[str] = ()) -> list[str]:
+    """Options of the hook inside a unit that have another value than their default, in order.
+
+    Args:
+        config: Where they are.
+        without: Names that do not count.
+    """
+    defaults = {field.name: field.default for field in fields(Config)}
+    return [name for name in INSIDE_ONLY if name not in without and getattr(config, name) != defaults[name]]
 
 
 def refuse_idle(options: Mapping[str, object], why: str) -> None:

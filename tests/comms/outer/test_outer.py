@@ -2,6 +2,10 @@
 
 import hashlib
 import io
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.comms.outer.outer import shard_groups
+from gradwire.comms.config import Config
+from gradwire.comms.outer.outer import idle_in, shard_groups
 from support.processes import Processes
 from support.sharded import mesh_of, sharded
 
@@ -142,8 +147,10 @@ def wrapped_by_the_user(rank: int) -> None:
         gradwire.Outer(build(), optimizer_of(build()))
     with pytest.raises(ValueError, match="`inside` is 'rack'"):
         gradwire.Outer(model, optimizer, inside="rack")
-    with pytest.raises(ValueError, match="`elastic` or `join` is set"):
+    with pytest.raises(ValueError, match="`elastic` is set, and a unit has several ranks"):
         gradwire.Outer(model, optimizer, elastic=True)
+    with pytest.raises(ValueError, match="`join` is set"):
+        gradwire.Outer(model, optimizer, join="host:1")
 
 
 def unlike(rank: int) -> None:
@@ -165,6 +172,8 @@ def unlike(rank: int) -> None:
         gradwire.Outer(model, torch.optim.SGD(list(model.parameters())[: 5 if rank == 3 else 6]))
     with pytest.raises(ValueError, match=r"`trace` is 'a\.json'"):
         gradwire.Outer(model, optimizer_of(model), inside="none", trace="a.json")
+    with pytest.raises(ValueError, match="`fusion_mb` is 4"):
+        gradwire.Outer(model, optimizer_of(model), inside="none", config=Config(fusion_mb=4.0))
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -200,6 +209,41 @@ def in_shards(rank: int) -> None:
     outer.close()
 
 
+def lose(rank: int) -> dict[str, Any]:
+    """Rank 2 dies while an exchange is under way, rank 1 beside a step; whoever is left goes on to the end."""
+    dist.init_process_group("gloo")
+    model = build()
+    optimizer = optimizer_of(model)
+    outer = gradwire.Outer(
+        model, optimizer, every=2, fragments=2, delay=1, inside="none", compressor="int8", elastic=True
+    )
+    units = []
+    for step in range(16):
+        if rank == 2 and step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1 and step == 9:
+            threading.Timer(0.001, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            time.sleep(1)
+        train(model, optimizer, range(step, step + 1))
+        units.append(len(outer.report().units))
+    outer.synchronize()
+    report = outer.report()
+    result = {"flat": flat(model), "mean": model[1].running_mean, "units": units, "exchanges": report.exchanges}  # type: ignore[index]
+    outer.close()
+    return result
+
+
+def test_units_that_are_lost_leave_the_others_training(processes: Processes) -> None:
+    found = processes(4, lose, nodes=["a", "b", "c", "a"], lost=[1, 2])
+    first, second = found[0], found[3]
+    assert torch.equal(first["flat"], second["flat"])
+    assert torch.equal(first["mean"], second["mean"])
+    assert first["units"][:3] == [4, 4, 4]
+    assert first["units"][-1] == second["units"][-1] == 2
+    assert 3 in first["units"]
+    assert first["exchanges"] == second["exchanges"] == 16 + 2  # none is left out, and the end counts each fragment
+
+
 def test_units_train_and_exchange(processes: Processes) -> None:
     processes(4, use, nodes=NODES)
 
@@ -210,3 +254,11 @@ def test_every_shard_is_exchanged_with_every_unit() -> None:
     assert shard_groups(said) == [[0, 2], [1, 3]]
     with pytest.raises(ValueError, match="units of 2, 2, 1 ranks"):
         shard_groups([*said, ("whole", rest)])
+
+
+def test_variables_for_gradients_do_not_vanish_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("GRADWIRE_FUSION_MB", "4"), ("GRADWIRE_PROBE", "1"), ("GRADWIRE_COMPRESSOR", "int4")):
+        monkeypatch.setenv(name, value)
+    assert idle_in(Config.from_env()) == ["fusion_mb", "probe"]  # the compressor is of exchanges
+    assert idle_in(Config.from_env(probe=True), without={"probe"}) == ["fusion_mb"]
+    assert idle_in(Config()) == []
