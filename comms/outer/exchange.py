@@ -16,6 +16,7 @@ and only if every element of that is finite: all ranks have the same result, so 
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,10 @@ log = logging.getLogger("gradwire")
 
 LOOK_SECONDS = 0.05
 """Between two looks at how far the other ranks are, where ranks that have taken different numbers of steps meet."""
+
+TELL_SECONDS = 0.2
+"""That a rank waits for a result before it says so, to ranks that may have taken fewer steps: the store is on the link
+that is waited for."""
 
 SEPARATOR = "|"
 """Between the parts of a key in a state; parameter names are attribute paths and cannot hold it."""
@@ -450,8 +455,10 @@ class OuterExchange:
     def _leaving_nbytes(self, flat: Tensor, layout: Layout | None) -> float:
         """Bytes that leave the busiest node in the exchange of `flat`."""
         routes = self.communicator.routes
-        dense = routes.unlisted(flat.numel(), flat.dtype)
-        plan = dense.plan if layout is None else routes[flat.numel(), flat.dtype, layout].plan
+        if layout is None:
+            plan = routes.unlisted(flat.numel(), flat.dtype).plan
+        else:
+            plan = routes[flat.numel(), flat.dtype, layout].plan
         names = routes.cluster.level_names
         return plan.bytes_by_level.get(names[1 if len(names) > 1 and len(routes.cluster.nodes) > 1 else 0], 0.0)
 
@@ -516,8 +523,13 @@ class OuterExchange:
         """
         if self._survivor is None:
             assert pending.future is not None
-            if self.communicator.device.type == "cuda" or not pending.future.done():
+            if self.communicator.device.type == "cuda":
                 self._tell()
+            elif not pending.future.done():
+                arrived = threading.Event()
+                pending.future.add_done_callback(lambda _: arrived.set())
+                if not arrived.wait(TELL_SECONDS):
+                    self._tell()
             pending.future.wait()
             return
         average = self._survivor.complete(lambda: self._attempt(pending), like=pending.flat)

@@ -152,7 +152,12 @@ class Fragment:
         if sent is None:
             self.scatter(self.anchor)
             return
-        self.scatter(self.gather(work).sub_(sent).add_(self.anchor))
+        if self._rounds:
+            self.scatter(self.gather(work).sub_(sent).add_(self.anchor))
+            return
+        parameters = self._locals()  # the same numbers, in half of the passes
+        torch._foreach_sub_(parameters, self.views(sent))
+        torch._foreach_add_(parameters, self.views(self.anchor))
 
     def update(self, mean: Tensor, settings: OuterSettings) -> None:
         """One step of the outer SGD on `anchor`, in place; `mean` (numel) is the averaged pseudo-gradient.

@@ -218,7 +218,7 @@ def test_one_unit_trains_as_without() -> None:
     assert torch.equal(on_ranks("a", body)[0], plain.flat())
 
 
-@pytest.mark.parametrize("compressor", ["int4", "onebit"])
+@pytest.mark.parametrize("compressor", ["chunk_topk", "onebit"])
 def test_resume_in_the_middle_of_a_delay_is_bit_for_bit(compressor: str) -> None:
     """With what is held back, and with a result that is under way. Anchors have the same bits on all ranks."""
     settings = OuterSettings(every=4, fragments=2, delay=2, lr=0.7, momentum=0.9)
@@ -250,7 +250,9 @@ def test_resume_in_the_middle_of_a_delay_is_bit_for_bit(compressor: str) -> None
         assert torch.equal(anchor, through[0][1])
 
 
-def test_what_is_not_finite_changes_nothing_on_any_rank() -> None:
+@pytest.mark.parametrize("compressor", ["int8", "chunk_topk"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_changes_nothing_on_any_rank(compressor: str, value: float) -> None:
     def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> None:
         model = Model(scale=40)
         exchange = make(model, every=2, fragments=1)
@@ -264,12 +266,12 @@ def test_what_is_not_finite_changes_nothing_on_any_rank() -> None:
                 anchor = exchange.fragments[0].anchor.clone()
                 if communicator.rank == 1:
                     with torch.no_grad():
-                        model.all[0][2, 3] = float("nan")
+                        model.all[0][2, 3] = value
                 own = model.flat()
             exchange.step_ended()
             if step == 4:
                 assert (exchange.done, exchange.skipped) == (1, 1)
-                assert torch.equal(model.flat().nan_to_num(7), own.nan_to_num(7))
+                assert torch.equal(model.flat().nan_to_num(7), own.nan_to_num(7))  # keeps an inf apart from it
                 assert torch.equal(exchange.fragments[0].anchor, anchor)
                 after = held.state_dict()
                 residuals = [key for key, value in before.items() if isinstance(value, Tensor)]
@@ -277,7 +279,7 @@ def test_what_is_not_finite_changes_nothing_on_any_rank() -> None:
                 for key in residuals:
                     assert torch.equal(torch.as_tensor(after[key]), torch.as_tensor(before[key])), key
                 with torch.no_grad():
-                    model.all[0].nan_to_num_(0)
+                    model.all[0].nan_to_num_(0, 0, 0)
         assert (exchange.done, exchange.skipped) == (2, 1)
         assert torch.equal(exchange.fragments[0].anchor.double(), model.flat())
         if communicator.rank == 0:
@@ -285,7 +287,7 @@ def test_what_is_not_finite_changes_nothing_on_any_rank() -> None:
         with pytest.raises(RuntimeError, match="not synchronized"):
             exchange.synchronize()
 
-    on_ranks("ab", body, compressor="int8")
+    on_ranks("ab", body, compressor=compressor)
 
 
 def test_others_wait_for_a_late_unit_only_when_they_take_up() -> None:
