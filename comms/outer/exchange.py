@@ -32,7 +32,7 @@ from gradwire.comms.execute import Bucket, FutureTensor, Launch
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.outer.agree import Council
 from gradwire.comms.outer.fragments import Fragment, OuterSettings
-from gradwire.compressors.base import Layout, StateDict
+from gradwire.compressors.base import Layout, StateDict, StateValue
 
 log = logging.getLogger("gradwire")
 
@@ -60,6 +60,7 @@ class Pending:
         finite: Whether the average is finite; None while it is under way.
         error: Why there is none and will be none.
         communicator: With which it was begun.
+        before: What the compressor held before it, where that was saved; else None.
     """
 
     number: int
@@ -70,6 +71,7 @@ class Pending:
     finite: bool | None = None
     error: RuntimeError | None = None
     communicator: Communicator | None = None
+    before: StateDict | None = None
 
 
 class OuterExchange:
@@ -230,29 +232,35 @@ class OuterExchange:
     def state_dict(self) -> StateDict:
         """Anchors, momenta, counts, what is held back, and the result of an exchange that is under way.
 
-        Waits for that result; it is taken up when it would have been.
+        Waits for that result; it is taken up when it would have been. What the compressor held before that exchange is
+        there, too: where others had not begun it yet when they saved, it is made again.
         """
+        pending, before, held = self._pending, {}, {}
+        if pending is not None:
+            self._settle(pending, saving=True)
+            before = pending.before or {}
+        if self.compression is not None:
+            held = self.compression.state_dict()
+            self.communicator.rejoin()
         state: StateDict = {"steps": self.steps, "begun": self.begun, "fragments": len(self.fragments)}
         for fragment in self.fragments:
             for kind, flat in (("anchor", fragment.anchor), ("momentum", fragment.momentum)):
                 if flat is not None:
                     views = zip(fragment.names, fragment.views(flat), strict=True)
                     state |= {f"{kind}{SEPARATOR}{name}": view.clone() for name, view in views}
-        pending = self._pending
         if pending is not None:
-            self._settle(pending)
             state |= {
                 "pending|number": pending.number,
                 "pending|due": pending.due,
                 "pending|flat": pending.flat.clone(),
+                "pending|finite": int(bool(pending.finite)),
+                "pending|new": "\n".join(key for key in held if key not in before),
             }
-            state |= {"pending|finite": int(bool(pending.finite))}
             if pending.sent is not None:
                 state["pending|sent"] = pending.sent.clone()
-        if self.compression is not None:
-            held = self.compression.state_dict()
-            self.communicator.rejoin()
-            state |= {f"compression{SEPARATOR}{key}": value for key, value in held.items()}
+            changed = {key: value for key, value in before.items() if not _same(held.get(key), value)}
+            state |= {f"before{SEPARATOR}{key}": value for key, value in changed.items()}
+        state |= {f"compression{SEPARATOR}{key}": value for key, value in held.items()}
         return state
 
     @torch.no_grad()
@@ -264,7 +272,7 @@ class OuterExchange:
 
         Raises:
             ValueError: The state of this rank or of another one is of another model or other settings, or is damaged;
-                or the ranks' states were saved with different numbers of exchanges begun. Nothing was changed.
+                or a rank had taken up an exchange that another one had not begun. Nothing was changed.
             RuntimeError: A rank has not come within the time-out; or the exchange that is under way has failed.
         """
         if self._pending is not None:
@@ -277,7 +285,9 @@ class OuterExchange:
             self.council.ask(json.dumps({"error": str(error)}))
             raise
         steps, begun = counts
-        self._agree_on(steps, begun)
+        again = self._agree_on(steps, begun, pending)
+        if again and pending is not None:
+            held, pending.finite = held_before(state), None
         if self.compression is not None:
             with self.communicator.alone():
                 self.compression.load_state_dict(held)
@@ -290,28 +300,40 @@ class OuterExchange:
             fragment.momentum = momentum
         self._loads += 1
         self._meetings = 0
+        if again and pending is not None and pending.sent is not None:
+            self.fragments[pending.number].progress(pending.sent, pending.flat)
+            self._launch(pending)
 
-    def _agree_on(self, steps: int, begun: int) -> None:
-        """Returns if all ranks can load their states, and those go on from the same exchange.
+    def _agree_on(self, steps: int, begun: int, pending: Pending | None) -> bool:
+        """Returns if all ranks can load their states, and can go on from the same exchange.
 
-        A rank that is ahead has the result of an exchange for which the others, in their states, have yet to compute:
-        what they will send may differ from what went into that result.
+        A rank that is ahead has the result of an exchange for which the others, in their states, have yet to compute.
+        If that is under way, it makes it again with them: what it sends is in its state, and what the compressor held.
+
+        Returns:
+            Whether this rank has to.
 
         Raises:
             ValueError: On all ranks.
         """
-        found = [json.loads(word) for word in self.council.ask(json.dumps({"steps": steps, "begun": begun}))]
+        word = {"steps": steps, "begun": begun, "again": pending is not None and pending.sent is not None}
+        found = [json.loads(each) for each in self.council.ask(json.dumps(word))]
         for rank, each in enumerate(found):
             if "error" in each:
                 raise ValueError(f"`state` of rank {rank} does not fit, so no rank has loaded its own: {each['error']}")
-        for rank, each in enumerate(found):
-            if each["begun"] != found[0]["begun"]:
-                raise ValueError(
-                    f"`state` was saved after {each['begun']} exchanges and {each['steps']} steps on rank {rank}, and "
-                    f"after {found[0]['begun']} and {found[0]['steps']} on rank 0; wanted as many exchanges on all "
-                    "ranks: where ranks take different numbers of steps (a GradScaler skips some), call "
-                    "synchronize() before state_dict()"
-                )
+        ahead, behind = (one(found, key=lambda each: int(each["begun"])) for one in (max, min))
+        if ahead["begun"] == behind["begun"]:
+            return False
+        cannot = next((each for each in found if each["begun"] == ahead["begun"] and not each["again"]), None)
+        if ahead["begun"] > behind["begun"] + 1 or cannot is not None:
+            one, other = found.index(behind), found.index(cannot or ahead)
+            raise ValueError(
+                f"`state` was saved after {behind['begun']} exchanges and {behind['steps']} steps on rank {one}, and "
+                f"after {ahead['begun']} and {found[other]['steps']} on rank {other}, which has taken up the last one; "
+                "wanted as many exchanges on all ranks, or one more that is still under way: where ranks take such "
+                "different numbers of steps (a GradScaler skips some), call synchronize() before state_dict()"
+            )
+        return begun == int(ahead["begun"])
 
     def _checked(
         self, state: StateDict
@@ -480,8 +502,13 @@ class OuterExchange:
         fragment.take_up(pending.sent, pending.flat)
         self.done += 1
 
-    def _settle(self, pending: Pending) -> None:
-        """Waits for the average, and decides what becomes of what the compressor holds back."""
+    def _settle(self, pending: Pending, *, saving: bool = False) -> None:
+        """Waits for the average, and decides what becomes of what the compressor holds back.
+
+        Args:
+            pending: Is under way.
+            saving: Keep what it has held until then.
+        """
         if pending.error is not None:
             raise pending.error
         if pending.finite is not None:
@@ -513,6 +540,9 @@ class OuterExchange:
                 names[0],
                 f" and {len(names) - 1} more" if len(names) > 1 else "",
             )
+        if saving and self.compression is not None:
+            pending.before = self.compression.state_dict()
+            self.communicator.rejoin()
         self._decide(pending.finite, [fragment])
 
     def _arrive(self, pending: Pending) -> None:
@@ -666,4 +696,22 @@ class OuterExchange:
         ):
             raise ValueError("`state` holds an exchange under way that does not fit this model: it is damaged")
         like = self.fragments[number].anchor
-        return Pending(number, due, flat.to(like, copy=True), sent.to(like, copy=True), None, bool(finite))
+        pending = Pending(number, due, flat.to(like, copy=True), sent.to(like, copy=True), None, bool(finite))
+        pending.before = held_before(state)
+        return pending
+
+
+def held_before(state: StateDict) -> StateDict:
+    """What the compressor held before the exchange that was under way when a state was saved."""
+    new = set(str(state.get("pending|new", "")).split("\n"))
+    found: StateDict = {}
+    for kind in ("compression", "before"):
+        parts = ((key.partition(SEPARATOR), value) for key, value in state.items())
+        found |= {rest: value for (first, _, rest), value in parts if first == kind and rest not in new}
+    return found
+
+
+def _same(one: StateValue | None, other: StateValue) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return type(one) is type(other) and one == other

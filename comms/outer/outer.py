@@ -414,7 +414,8 @@ class Outer:
         """Restores what `state_dict` returned on this rank; model and optimizer are the caller's to restore.
 
         All ranks call it. Ranks that took different numbers of steps may have begun different numbers of exchanges
-        when they saved; states of such ranks fit each other if `synchronize()` was called before they were saved.
+        when they saved. An exchange that was still under way on those ahead is made again with the others; where it was
+        taken up already, states fit each other only if `synchronize()` was called before they were saved.
 
         Raises:
             ValueError: The state of this rank or of another one is of another model, other settings, another rank or

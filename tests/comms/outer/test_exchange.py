@@ -428,7 +428,7 @@ def test_states_that_do_not_fit_each_other_are_refused_on_all_ranks() -> None:
 
     def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> int:
         model, rank = Model(), communicator.rank
-        exchange = make(model, every=4, fragments=2, delay=1)
+        exchange = make(model, every=4, fragments=2, delay=0)
         states = []
         for step in range(1, 6):
             if rank == 0 or step != 2:
@@ -456,6 +456,38 @@ def test_states_that_do_not_fit_each_other_are_refused_on_all_ranks() -> None:
 
     one, other = on_ranks("ab", body)
     assert one == other == 7
+
+
+@pytest.mark.parametrize("compressor", [None, "int8", "chunk_topk"])
+def test_ranks_of_different_steps_resume_bit_for_bit(compressor: str | None) -> None:
+    """Rank 1 skipped a step: rank 0 saves an exchange that is under way, and rank 1 had not begun it when it saved."""
+    saved: dict[int, tuple[Any, Any]] = {}
+
+    def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> tuple[Tensor, Tensor]:
+        rank = communicator.rank
+        model = Model(scale=40)
+        exchange = make(model, every=4, fragments=2, delay=1, lr=0.7, momentum=0.5)
+        first = 1
+        if rank in saved:
+            weights, state = saved.pop(rank)
+            model.load_state_dict(weights)
+            exchange.load_state_dict(state)
+            first = 9
+        for step in range(first, 15):
+            if rank == 0 or step != 5:
+                move(model, rank, step)
+                exchange.step_ended()
+            if step == 8 and first == 1:
+                assert exchange.begun == (3 if rank else 4)
+                saved[rank] = ({name: each.clone() for name, each in model.state_dict().items()}, exchange.state_dict())
+        exchange.synchronize()
+        return model.flat(), torch.cat([fragment.anchor for fragment in exchange.fragments])
+
+    through = on_ranks("ab", body, compressor=compressor)
+    resumed = on_ranks("ab", body, compressor=compressor)
+    for (one, anchor), (other, other_anchor) in zip(through, resumed, strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(anchor, other_anchor)
 
 
 def test_a_failed_exchange_stays_failed() -> None:
