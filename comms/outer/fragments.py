@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.base import Compressor, Layout, Slice
+
+UNEVEN = 1.02
+"""Of the mean: so large a fragment may become for the sake of having the small parameters together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,15 +216,38 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
-def cut_into_fragments(parameters: Sequence[tuple[str, nn.Parameter]], settings: OuterSettings) -> list[Fragment]:
+def wire_nbytes_of(parameters: Sequence[tuple[str, nn.Parameter]], compressor: Compressor | None) -> list[int]:
+    """What each parameter takes on the link in an exchange between two, in bytes.
+
+    Args:
+        parameters: Name -> parameter.
+        compressor: Of the exchange; None sends them as they are, in float32.
+    """
+    found = []
+    for name, parameter in parameters:
+        view = _in_memory_order(local_of(parameter))
+        if compressor is None or not view.numel():
+            found.append(4 * view.numel())
+        else:
+            layout = Layout((Slice(name, tuple(view.shape), 0, 0, view.numel()),))
+            found.append(compressor.wire_nbytes(layout, 2))
+    return found
+
+
+def cut_into_fragments(
+    parameters: Sequence[tuple[str, nn.Parameter]], settings: OuterSettings, nbytes: Sequence[int] | None = None
+) -> list[Fragment]:
     """Cuts a model into fragments of nearly equal size: each turn takes the link as long as the others.
 
-    The largest parameters are dealt out first, each to the fragment that is the smallest so far (Graham, Bounds on
-    multiprocessing timing anomalies, 1969: at most 4/3 of the best). Inside a fragment they are in the model's order.
+    The largest parameters are dealt out first, each to the fullest fragment that has room for it, else to the smallest
+    so far (best fit, and Graham, Bounds on multiprocessing timing anomalies, 1969). The many small ones, which take a
+    collective of their own where they are left dense, are in few fragments. Inside a fragment parameters are in the
+    model's order.
 
     Args:
         parameters: Name -> parameter.
         settings: How many, and whether they keep momentum.
+        nbytes: What each takes on the link; None goes by its elements.
 
     Raises:
         ValueError: There are fewer parameters than fragments.
@@ -232,12 +258,23 @@ def cut_into_fragments(parameters: Sequence[tuple[str, nn.Parameter]], settings:
             f"`fragments` is {count}, and `optimizer` trains {len(parameters)} parameters; wanted at most as many "
             "fragments as parameters"
         )
-    numels = [local_of(parameter).numel() for _, parameter in parameters]
+    weights = wire_nbytes_of(parameters, None) if nbytes is None else nbytes
+    room = sum(weights) / count
     parts: list[list[int]] = [[] for _ in range(count)]
     sizes = [0] * count
-    for index in sorted(range(len(parameters)), key=lambda each: -numels[each]):
-        number = min(range(count), key=lambda each: (sizes[each], len(parts[each])))
+    for done, index in enumerate(sorted(range(len(parameters)), key=lambda each: -weights[each])):
+        empty = [number for number in range(count) if not parts[number]]
+        fitting = [number for number in range(count) if sizes[number] + weights[index] <= room]
+        nearly = [number for number in range(count) if sizes[number] + weights[index] <= UNEVEN * room]
+        if len(parameters) - done <= len(empty):
+            number = empty[0]
+        elif fitting:
+            number = max(fitting, key=lambda each: sizes[each])
+        elif nearly:
+            number = max(nearly, key=lambda each: len(parts[each]))
+        else:
+            number = min(range(count), key=lambda each: sizes[each])
         parts[number].append(index)
-        sizes[number] += numels[index]
+        sizes[number] += weights[index]
     ordered = sorted(sorted(part) for part in parts)
     return [Fragment([parameters[index] for index in part], momentum=settings.momentum > 0) for part in ordered]

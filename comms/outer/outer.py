@@ -29,7 +29,7 @@ from gradwire.comms.hook import HookState
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.outer.agree import Council
 from gradwire.comms.outer.exchange import OuterExchange
-from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments, local_of
+from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments, local_of, wire_nbytes_of
 from gradwire.comms.report import Report
 from gradwire.compressors.base import StateDict
 from gradwire.compressors.rules import warn_of_idle
@@ -231,7 +231,8 @@ class Outer:
                 "`elastic` is set, and a unit has several ranks, of which one alone may be lost; wanted units of one "
                 'rank: nodes of one rank, or inside="none"'
             )
-        parts = cut_into_fragments(trained, self.settings)
+        compressor = self._compression.compressor if self._compression else None
+        parts = cut_into_fragments(trained, self.settings, wire_nbytes_of(trained, compressor))
         self.exchange = OuterExchange(
             communicator,
             self._compression,

@@ -17,7 +17,8 @@ from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
 from gradwire.comms.outer.agree import Council
 from gradwire.comms.outer.exchange import OuterExchange
-from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments
+from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments, wire_nbytes_of
+from gradwire.compressors.routed import make_routed
 from support.threads import run_ranks
 
 Result = TypeVar("Result")
@@ -173,6 +174,18 @@ def test_fragments_hold_every_parameter_once_and_are_of_like_size() -> None:
         assert largest <= max(160, 4 / 3 * model.flat().numel() / count + 1)  # a parameter of 160 is in one fragment
     with pytest.raises(ValueError, match="`fragments` is 6"):
         cut_into_fragments(list(model.named_parameters()), OuterSettings(fragments=6, delay=0))
+
+
+def test_fragments_take_the_link_alike_with_what_a_compressor_leaves_dense() -> None:
+    """Vectors travel in 32 bits beside matrices in 4: by elements alone, what has most of them would take longest."""
+    shapes = [(96, 64)] * 4 + [(64,)] * 40
+    named = [(f"p{number}", nn.Parameter(torch.zeros(shape))) for number, shape in enumerate(shapes)]
+    compressor = make_routed("int4")
+    taken = dict(zip((name for name, _ in named), wire_nbytes_of(named, compressor), strict=True))
+    fragments = cut_into_fragments(named, OuterSettings(fragments=2, delay=0), list(taken.values()))
+    one, other = (sum(taken[name] for name in each.names) for each in fragments)
+    assert max(one, other) <= 1.05 * min(one, other)
+    assert [compressor.wire_nbytes(each.layout, 2) for each in fragments] == pytest.approx([one, other], rel=0.1)
 
 
 def test_sgd_that_averages_every_step_is_data_parallel_training() -> None:
