@@ -5,6 +5,7 @@ Feeds docs/explanation/talk_less_often.md.
     python -m gradwire.bench.studies.convergence.outer quality --json runs.jsonl            # 2 nodes of 2 ranks
     python -m gradwire.bench.studies.convergence.outer quality --json runs.jsonl --joined   # the same on 2 processes
     python -m gradwire.bench.studies.convergence.outer speed --json runs.jsonl --nic 10mbit # emulated; needs root
+    python -m gradwire.bench.studies.convergence.outer cost --json runs.jsonl --method 'Outer int4, H 5'
     python -m gradwire.bench.studies.convergence.outer show --json runs.jsonl
 
 Quality is that of the units' own models on held-out text, at the end after `synchronize()`: time plays no part in it.
@@ -12,6 +13,8 @@ With `--joined` one rank stands for a node and takes the batches of all its rank
 `--outer 'H 5={"every": 5, "fragments": 1}'` tries what has no name yet.
 Speed is seconds a step, all methods in turns in one run, each for as many steps as an exchange of the whole model takes
 turns for; `units alone` never exchange anything: that is the machine without a limit on its links.
+Cost is the processor time of all threads of a rank for one step of exchanges, between which it sleeps: other jobs on
+the machine change it less than seconds.
 """
 
 import argparse
@@ -53,6 +56,10 @@ PLAIN, ALONE, INT4, POWERSGD, POST_LOCAL = (
     "torch post_localSGD 30",
 )
 NEVER = 10**6
+COST_ROUNDS = 4
+"""Of which the first is not kept."""
+
+COST_SLEEP_SECONDS = 0.02
 EVALUATED = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Shares of the run after which the quality is measured."""
 
@@ -230,6 +237,15 @@ def train(task: Task, method: SlowLinkMethod, seed: int, nodes: Sequence[int], s
     Raises:
         RuntimeError: A rank failed; it has printed why.
     """
+    return _on_forked_ranks(
+        task, nodes, lambda place: _curve(task, method, seed, place, steps), f"{method.name}, seed {seed}"
+    )
+
+
+def _on_forked_ranks(
+    task: Task, nodes: Sequence[int], body: Callable[[ForkedRank], dict[str, object]], name: str
+) -> dict[str, object]:
+    """What rank 0's body returns."""
     task.load()
     for module in LAZY:
         importlib.import_module(module)
@@ -243,14 +259,14 @@ def train(task: Task, method: SlowLinkMethod, seed: int, nodes: Sequence[int], s
         def rank_main_here(place: ForkedRank, _: list[str]) -> int:
             torch.set_num_threads(1)
             place.connect()
-            found = _curve(task, method, seed, place, steps)
+            found = body(place)
             if place.rank == 0:
                 file.write_text(json.dumps(found))
             place.leave()
             return 0
 
         if status := fork_ranks(places, rank_main_here, []):
-            raise RuntimeError(f"a rank of {method.name}, seed {seed} ended with status {status}")
+            raise RuntimeError(f"a rank of {name} ended with status {status}")
         found: dict[str, object] = json.loads(file.read_text())
         return found
 
@@ -279,6 +295,33 @@ def _curve(task: Task, method: SlowLinkMethod, seed: int, place: ForkedRank, ste
         "curve": curve,
         "bits": bits,
     }
+
+
+def cost(task: Task, method: SlowLinkMethod, nodes: Sequence[int], steps: int) -> dict[str, object]:
+    """Processor time of a rank for a step of exchanges, on forked ranks that only sleep between them.
+
+    Raises:
+        RuntimeError: A rank failed; it has printed why.
+    """
+    found = _on_forked_ranks(task, nodes, lambda place: _cost(task, method, place, steps), method.name)
+    return {"what": "cost", "method": method.name, "nodes": list(nodes), "load": os.getloadavg()[0], **found}
+
+
+def _cost(task: Task, method: SlowLinkMethod, place: ForkedRank, steps: int) -> dict[str, object]:
+    training = Training(task, method, place, 0)
+    assert training.outer is not None
+    rounds = []
+    for _ in range(COST_ROUNDS):
+        dist.barrier()
+        began = time.process_time()
+        for _ in range(steps):
+            time.sleep(COST_SLEEP_SECONDS)
+            training.outer.exchange.step_ended()
+        mean = torch.tensor((time.process_time() - began) / steps, dtype=torch.float64)
+        dist.all_reduce(mean)
+        rounds.append(float(mean) / place.world_size)
+    training.close()
+    return {"processor_seconds": statistics.median(rounds[1:]), "rounds": rounds}
 
 
 def measure_speed(
@@ -405,7 +448,7 @@ def show(file: Path, tolerance: float) -> str:
 def main(argv: list[str]) -> int:
     """Measures or shows; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.convergence.outer", description=__doc__)
-    parser.add_argument("what", choices=("quality", "speed", "show"))
+    parser.add_argument("what", choices=("quality", "speed", "cost", "show"))
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="a line for each result; added to")
     parser.add_argument("--method", action="append", choices=METHODS, help="repeatable (default: all)")
     parser.add_argument("--outer", action="append", default=[], metavar="NAME=JSON", help="options of gradwire.Outer")
@@ -428,6 +471,12 @@ def main(argv: list[str]) -> int:
         return 0
     if options.what == "speed":
         _add(options.json, measure_speed("text", nodes, options.nic, methods, options.rounds))
+        return 0
+    if options.what == "cost":
+        for method in methods:
+            found = cost(task, method, nodes, options.steps)
+            _add(options.json, found)
+            print(f"{method.name}: {1e3 * float(str(found['processor_seconds'])):.2f} ms, load {found['load']:.1f}")
         return 0
     trained: Task = task
     if options.joined:
