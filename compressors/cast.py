@@ -7,13 +7,13 @@ from torch import Tensor
 
 from gradwire.compressors.base import ALL_REDUCE, Collective, Layout, Member, Request, check_gradient, refuse_capture
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
-from gradwire.compressors.two_stage import TwoStage
+from gradwire.compressors.two_stage import PieceCodec, TwoStage
 
 CAST_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """What a cast can narrow to, by torch's name."""
 
 
-class CastCodec:
+class CastCodec(PieceCodec):
     """Rounds to float16 or bfloat16, to nearest with ties to even; overflow becomes inf and stays inf.
 
     Args:
@@ -31,14 +31,6 @@ class CastCodec:
     def wire_nbytes(self, numel: int) -> int:
         """See `Codec.wire_nbytes`."""
         return 2 * numel
-
-    def encode(self, flat: Tensor, payload: Tensor) -> None:
-        """See `Codec.encode`."""
-        self.encode_residual(flat, None, None, payload)
-
-    def decode(self, payload: Tensor, flat: Tensor) -> None:
-        """See `Codec.decode`."""
-        self.decode_reduce(payload.unsqueeze(0), None, flat)
 
     def encode_residual(
         self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor

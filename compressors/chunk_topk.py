@@ -7,11 +7,11 @@ from torch import Tensor
 
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.kernels.reference import ChunkRule, chunk_topk_nbytes
-from gradwire.compressors.two_stage import TwoStage
+from gradwire.compressors.two_stage import PieceCodec, TwoStage
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkTopkCodec:
+class ChunkTopkCodec(PieceCodec):
     """The largest magnitudes of each chunk as sign, one of two levels, and place.
 
     What it encodes is p = flat + decay * residual, and exactly p is what the payload and the new residual account for:
@@ -25,14 +25,6 @@ class ChunkTopkCodec:
     def wire_nbytes(self, numel: int) -> int:
         """See `Codec.wire_nbytes`."""
         return chunk_topk_nbytes(numel, self.rule)
-
-    def encode(self, flat: Tensor, payload: Tensor) -> None:
-        """See `Codec.encode`."""
-        self.encode_residual(flat, None, None, payload)
-
-    def decode(self, payload: Tensor, flat: Tensor) -> None:
-        """See `Codec.decode`."""
-        self.decode_reduce(payload.unsqueeze(0), None, flat)
 
     def encode_residual(
         self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor

@@ -13,10 +13,10 @@ from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.kernels.reference import onebit_nbytes
 from gradwire.compressors.quantize import QuantizeCodec
 from gradwire.compressors.residual import ElementStore, Piece
-from gradwire.compressors.two_stage import TwoStage
+from gradwire.compressors.two_stage import PieceCodec, TwoStage
 
 
-class OneBitCodec:
+class OneBitCodec(PieceCodec):
     """Signs and block scales: exactly one bit an element and one float32 for each 1024.
 
     A block of zeros decodes to zeros; a block with inf or NaN decodes to nothing finite. The scale is the L1 norm
@@ -27,14 +27,6 @@ class OneBitCodec:
     def wire_nbytes(self, numel: int) -> int:
         """See `Codec.wire_nbytes`."""
         return onebit_nbytes(numel)
-
-    def encode(self, flat: Tensor, payload: Tensor) -> None:
-        """See `Codec.encode`."""
-        self.encode_residual(flat, None, None, payload)
-
-    def decode(self, payload: Tensor, flat: Tensor) -> None:
-        """See `Codec.decode`."""
-        self.decode_reduce(payload.unsqueeze(0), None, flat)
 
     def encode_residual(
         self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor

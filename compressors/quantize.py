@@ -9,11 +9,11 @@ from gradwire.compressors.base import Codec, Layout
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.kernels.hashing import mix_key, name_key
 from gradwire.compressors.kernels.reference import quantize_nbytes
-from gradwire.compressors.two_stage import TwoStage
+from gradwire.compressors.two_stage import PieceCodec, TwoStage
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizeCodec:
+class QuantizeCodec(PieceCodec):
     """2^bits levels between the smallest and the largest element of each block of 512.
 
     A block of equal elements decodes exactly; a block with inf or NaN decodes to NaN.
@@ -27,14 +27,6 @@ class QuantizeCodec:
     def wire_nbytes(self, numel: int) -> int:
         """See `Codec.wire_nbytes`."""
         return quantize_nbytes(numel, self.bits)
-
-    def encode(self, flat: Tensor, payload: Tensor) -> None:
-        """See `Codec.encode`."""
-        self.encode_residual(flat, None, None, payload)
-
-    def decode(self, payload: Tensor, flat: Tensor) -> None:
-        """See `Codec.decode`."""
-        self.decode_reduce(payload.unsqueeze(0), None, flat)
 
     def encode_residual(
         self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor

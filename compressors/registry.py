@@ -14,6 +14,7 @@ from gradwire.compressors.onebit import OneBit
 from gradwire.compressors.powersgd import PowerSGD
 from gradwire.compressors.quantize import Quantize
 from gradwire.compressors.two_stage import TwoStage
+from gradwire.compressors.waterfill import Waterfill
 
 Option = bool | int | float | str | None | tuple[float, ...] | tuple[str, ...]
 """What an option's value may be."""
@@ -26,6 +27,8 @@ _factories: dict[str, Factory] = {
     "bf16": partial(Cast, "bf16"),
     "int8": partial(Quantize, "int8"),
     "int4": partial(Quantize, "int4"),
+    "waterfill5": partial(Waterfill, "waterfill5"),
+    "waterfill4": partial(Waterfill, "waterfill4"),
     "onebit": OneBit,
     "dgc": DGC,
     "chunk_topk": ChunkTopk,

@@ -47,7 +47,18 @@ processor's cache."""
 
 @runtime_checkable
 class FusedCodec(Codec, Protocol):
-    """A codec that also handles the residual, and the sum of several payloads, without an extra pass over memory."""
+    """A codec that also handles the residual, and the sum of several payloads, without an extra pass over memory.
+
+    A class that names it as its base has `encode` and `decode` by it.
+    """
+
+    def encode(self, flat: Tensor, payload: Tensor) -> None:
+        """See `Codec.encode`."""
+        self.encode_residual(flat, None, None, payload)
+
+    def decode(self, payload: Tensor, flat: Tensor) -> None:
+        """See `Codec.decode`."""
+        self.decode_reduce(payload.unsqueeze(0), None, flat)
 
     def encode_residual(
         self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor

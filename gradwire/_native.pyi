@@ -55,6 +55,20 @@ def quantize_reduce_encode(
     random: bool,
     key: int,
 ) -> None: ...
+def waterfill_encode(bits: int, gradient: int, residual: int, new_residual: int, payload: int, numel: int) -> None: ...
+def waterfill_decode_reduce(
+    bits: int, payloads: int, stride: int, workers: int, addend: int, target: int, numel: int
+) -> None: ...
+def waterfill_reduce_encode(
+    bits: int,
+    payloads: int,
+    stride: int,
+    workers: int,
+    residual: int,
+    new_residual: int,
+    reduced: int,
+    numel: int,
+) -> None: ...
 def chunk_topk_encode(
     chunk: int,
     keep: int,

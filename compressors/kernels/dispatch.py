@@ -91,6 +91,44 @@ class Kernels(Protocol):
     ) -> None:
         """See reference.quantize_reduce_encode."""
 
+    def waterfill_encode(
+        self,
+        bits: int,
+        gradient: Tensor,
+        residual: Tensor | None,
+        new_residual: Tensor | None,
+        payload: Tensor,
+    ) -> None:
+        """See reference.waterfill_encode."""
+
+    def waterfill_encode_pieces(
+        self,
+        bits: int,
+        gradient: Tensor,
+        residual: Tensor | None,
+        new_residual: Tensor | None,
+        payloads: Tensor,
+        width: int,
+    ) -> None:
+        """See reference.waterfill_encode_pieces."""
+
+    def waterfill_decode_pieces(self, bits: int, payloads: Tensor, target: Tensor, width: int) -> None:
+        """See reference.waterfill_decode_pieces."""
+
+    def waterfill_decode_reduce(self, bits: int, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
+        """See reference.waterfill_decode_reduce."""
+
+    def waterfill_reduce_encode(
+        self,
+        bits: int,
+        payloads: Tensor,
+        residual: Tensor | None,
+        new_residual: Tensor | None,
+        reduced: Tensor,
+        numel: int,
+    ) -> None:
+        """See reference.waterfill_reduce_encode."""
+
     def chunk_topk_encode(
         self,
         rule: ChunkRule,

@@ -20,6 +20,7 @@ from gradwire.compressors.kernels.reference import (
     chunk_topk_nbytes,
     onebit_nbytes,
     quantize_nbytes,
+    waterfill_nbytes,
 )
 from gradwire.compressors.kernels.reference.dgc import step_each, sum_each
 from gradwire.compressors.kernels.reference.powersgd import (
@@ -273,6 +274,87 @@ def quantize_reduce_encode(
         numel,
         key is not None,
         key or 0,
+    )
+
+
+def waterfill_encode(
+    bits: int, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
+) -> None:
+    """See reference.waterfill_encode."""
+    _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, new_residual=new_residual)
+    _check(waterfill_nbytes(gradient.numel(), bits), torch.uint8, payload=payload)
+    _native.waterfill_encode(
+        bits,
+        gradient.data_ptr(),
+        _address(residual),
+        _address(new_residual),
+        payload.data_ptr(),
+        gradient.numel(),
+    )
+
+
+def waterfill_encode_pieces(
+    bits: int, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
+) -> None:
+    """See reference.waterfill_encode_pieces."""
+    _encode_each(
+        partial(waterfill_encode, bits),
+        partial(waterfill_nbytes, bits=bits),
+        gradient,
+        residual,
+        new_residual,
+        payloads,
+        width,
+    )
+
+
+def waterfill_decode_reduce(bits: int, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
+    """See reference.waterfill_decode_reduce."""
+    _check(target.numel(), torch.float32, addend=addend, target=target)
+    _check_rows("payloads", payloads, waterfill_nbytes(target.numel(), bits))
+    _native.waterfill_decode_reduce(
+        bits,
+        payloads.data_ptr(),
+        payloads.stride(0),
+        len(payloads),
+        _address(addend),
+        target.data_ptr(),
+        target.numel(),
+    )
+
+
+def waterfill_decode_pieces(bits: int, payloads: Tensor, target: Tensor, width: int) -> None:
+    """See reference.waterfill_decode_pieces."""
+    _decode_each(
+        lambda row, piece: waterfill_decode_reduce(bits, row[None], None, piece),
+        partial(waterfill_nbytes, bits=bits),
+        payloads,
+        target,
+        width,
+    )
+
+
+def waterfill_reduce_encode(
+    bits: int,
+    payloads: Tensor,
+    residual: Tensor | None,
+    new_residual: Tensor | None,
+    reduced: Tensor,
+    numel: int,
+) -> None:
+    """See reference.waterfill_reduce_encode."""
+    _check(numel, torch.float32, residual=residual, new_residual=new_residual)
+    _check(waterfill_nbytes(numel, bits), torch.uint8, reduced=reduced)
+    _check_rows("payloads", payloads, waterfill_nbytes(numel, bits))
+    _native.waterfill_reduce_encode(
+        bits,
+        payloads.data_ptr(),
+        payloads.stride(0),
+        len(payloads),
+        _address(residual),
+        _address(new_residual),
+        reduced.data_ptr(),
+        numel,
     )
 
 

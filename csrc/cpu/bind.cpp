@@ -12,6 +12,7 @@ void bind_onebit(nb::module_& m);
 void bind_pack(nb::module_& m);
 void bind_powersgd(nb::module_& m);
 void bind_quantize(nb::module_& m);
+void bind_waterfill(nb::module_& m);
 
 NB_MODULE(_native, m) {
   // Groups may outlive the interpreter, because lanes are daemon threads; the operating system frees what they hold.
@@ -26,4 +27,5 @@ NB_MODULE(_native, m) {
   bind_pack(m);
   bind_powersgd(m);
   bind_quantize(m);
+  bind_waterfill(m);
 }

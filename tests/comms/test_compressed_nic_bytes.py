@@ -18,6 +18,8 @@ SHARES = {
     "bf16": 0.53,
     "int8": 0.27,
     "int4": 0.14,
+    "waterfill5": 0.167,
+    "waterfill4": 0.135,
     "onebit": 0.035,
     "dgc": 0.01,
     "powersgd": 0.01,
@@ -41,6 +43,7 @@ def test_the_busiest_nic_sends_the_compressors_share() -> None:
     payload_alone = {
         "fp16": 0.5,
         "int4": 1 / 8,
+        "waterfill5": 5 / 32,
         "onebit": 1 / 32,
         "dgc": 0.002,
         "powersgd": 4 * 2 / 2048,

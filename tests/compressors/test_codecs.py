@@ -10,12 +10,15 @@ from gradwire.compressors.chunk_topk import ChunkTopkCodec
 from gradwire.compressors.kernels.reference import ChunkRule
 from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.quantize import QuantizeCodec
+from gradwire.compressors.waterfill import WaterfillCodec
 
 CODECS: dict[str, Codec] = {
     "onebit": OneBitCodec(),
     "int8": QuantizeCodec(8),
     "int4": QuantizeCodec(4),
     "int4-random": QuantizeCodec(4, 9),
+    "waterfill5": WaterfillCodec(5),
+    "waterfill2": WaterfillCodec(2),
     "chunk_topk": ChunkTopkCodec(ChunkRule()),
     "float16": CastCodec("float16"),
     "bfloat16": CastCodec("bfloat16"),
@@ -42,11 +45,11 @@ def test_zero_stays_zero(codec: Codec, numel: int) -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_a_bad_number_is_seen_on_the_other_side(codec: Codec, value: float) -> None:
-    flat = torch.randn(9000, generator=torch.Generator().manual_seed(0))
-    flat[5000] = value
+    flat = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
+    flat[18_000] = value
     decoded = through(codec, flat)
     assert not decoded.isfinite().all()
-    assert decoded[:4096].isfinite().all()  # a block of another part of the gradient is not touched
+    assert decoded[:16384].isfinite().all()  # a block of another part of the gradient is not touched
 
 
 def test_encode_does_not_change_its_input(codec: Codec) -> None:
@@ -77,6 +80,32 @@ def test_the_error_is_at_most_half_a_step(bits: int) -> None:
     flat = torch.randn(512, generator=torch.Generator().manual_seed(2))
     step = float(flat.max() - flat.min()) / (2**bits - 1)
     assert float((flat - through(QuantizeCodec(bits), flat)).abs().max()) <= 0.5001 * step
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+def test_larger_blocks_get_more_bits(bits: int) -> None:
+    """One more for twice the magnitude: so every element's error is at most a cell of the smallest block with bits."""
+    sizes = 2.0 ** torch.randint(-3, 4, (512,), generator=torch.Generator().manual_seed(6))
+    signs = torch.randint(0, 2, (512, 32), generator=torch.Generator().manual_seed(7)).float() * 2 - 1
+    noise = 0.25 + 0.75 * torch.rand(512, 32, generator=torch.Generator().manual_seed(8))
+    noise[:, 0] = 1.0
+    flat = (sizes[:, None] * signs * noise).view(-1)
+    error = (flat - through(WaterfillCodec(bits), flat)).view(512, 32).abs()
+    kept = [error[sizes == size].amax() for size in set(sizes.tolist()) if error[sizes == size].amax() < size / 2]
+    assert len(kept) >= 2
+    assert max(kept) <= 4 * min(kept)  # one bit is a factor of two, and blocks of one size may differ by one
+    even = QuantizeCodec(4)
+    if bits == 4:
+        assert float(error.square().sum()) < 0.2 * float((flat - through(even, flat)).square().sum())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+def test_a_group_is_its_bits_to_the_byte(bits: int) -> None:
+    codec = WaterfillCodec(bits)
+    assert codec.wire_nbytes(1 << 20) == bits << 17
+    nbytes = [codec.wire_nbytes(numel) for numel in range(0, 40_000, 7)]
+    assert nbytes == sorted(nbytes)
+    assert all(each <= bits * -(-numel // 32) * 4 + 8 for numel, each in zip(range(0, 40_000, 7), nbytes, strict=True))
 
 
 def test_of_each_chunk_the_largest_are_sent_and_all_else_is_held_back() -> None:
@@ -132,3 +161,5 @@ def test_overflow_becomes_inf_and_stays() -> None:
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="`dtype` is 'float8'"):
         CastCodec("float8")
+    with pytest.raises(ValueError, match="`bits` is 6"):
+        WaterfillCodec(6)

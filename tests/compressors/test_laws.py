@@ -24,6 +24,8 @@ CASES: dict[str, tuple[str, dict[str, Option]]] = {
     "int8": ("int8", {"warmup_steps": 1}),
     "int8-random": ("int8", {"stochastic": True}),
     "int4": ("int4", {}),
+    "waterfill5": ("waterfill5", {}),
+    "waterfill4": ("waterfill4", {"warmup_steps": 1}),
     "onebit": ("onebit", {"momentum": 0.0, "warmup_steps": 2}),
     "onebit-long-start": ("onebit", {"momentum": 0.0, "warmup_steps": 4}),
     "onebit-return8": ("onebit", {"momentum": 0.0, "warmup_steps": 0, "return_bits": 8}),
@@ -34,7 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Option]]] = {
     "powersgd": ("powersgd", {"rank": 2, "warmup_steps": 1}),
     "powersgd-cast": ("powersgd", {"rank": 3, "warmup_steps": 0, "factor_dtype": "bfloat16"}),
     "powersgd+int8": ("powersgd+int8", {"rank": 2, "warmup_steps": 1, "stochastic": True}),
-    "powersgd+int4": ("powersgd+int4", {"rank": 3, "warmup_steps": 0}),
+    "powersgd+waterfill5": ("powersgd+waterfill5", {"rank": 3, "warmup_steps": 0}),
     "dgc+int4": ("dgc+int4", {"momentum": 0.0, "density": 0.02, "warmup_steps": 0}),
     "dgc+onebit": ("dgc+onebit", {"momentum": 0.0, "density": 0.05, "warmup_steps": 0}),
 }

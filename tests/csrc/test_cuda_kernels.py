@@ -98,6 +98,28 @@ def test_chunk_topk_is_the_reference(
     each_numel(check)
 
 
+def test_waterfill_is_the_reference(device: torch.device, make_input: Maker, each_numel: EachNumel) -> None:
+    def check(numel: int) -> None:
+        bits = 2 + numel % 4
+        x, sizes = make_input(numel), torch.exp2(torch.arange(numel) // 32 % 37 - 30.0)
+        residual = other(numel) * sizes if numel % 2 else None
+        nbytes = reference.waterfill_nbytes(numel, bits)
+        ours, new_residual = torch.empty(nbytes, dtype=torch.uint8, device=device), torch.empty(numel, device=device)
+        wanted, wanted_residual = torch.empty(nbytes, dtype=torch.uint8), torch.empty(numel)
+        cuda.waterfill_encode(bits, given(device, x), to(device, residual), new_residual, ours)
+        reference.waterfill_encode(bits, x, residual, wanted_residual, wanted)
+        assert torch.equal(ours.cpu(), wanted)
+        assert_same(new_residual, wanted_residual)
+        table = torch.stack([wanted, wanted, wanted])
+        reference.waterfill_encode(bits, other(numel) * sizes, None, None, table[1])
+        target, wanted_target = torch.empty(numel, device=device), torch.empty(numel)
+        cuda.waterfill_decode_reduce(bits, table.to(device), to(device, residual), target)
+        reference.waterfill_decode_reduce(bits, table, residual, wanted_target)
+        assert_same(target, wanted_target)
+
+    each_numel(check)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("key", [None, 0xFFFFFFFF])
 def test_quantize_is_the_reference(
@@ -178,6 +200,8 @@ def test_a_wrong_tensor_is_refused(device: torch.device) -> None:
         cuda.onebit_decode_reduce(torch.empty(2, 3, dtype=torch.uint8, device=device), None, x)
     with pytest.raises(ValueError, match="`bits`"):
         cuda.quantize_encode(3, x, None, None, payload, None)
+    with pytest.raises(ValueError, match="`bits`"):
+        cuda.waterfill_encode(8, x, None, None, payload)
     with pytest.raises(ValueError, match="`target`"):
         cuda.cast_encode(x, 1.0, None, None, x.double())
 

@@ -17,6 +17,7 @@ from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.quantize import QuantizeCodec
 from gradwire.compressors.two_stage import PieceCodec, Residuals, two_stage
+from gradwire.compressors.waterfill import WaterfillCodec
 
 CUTS = ((2500, 640), (2048, 1024), (100, 64), (10, 64), (9001, 1408), (5000, 1000))
 TOPK = ChunkRule(1024, 40, 0.5)
@@ -26,6 +27,7 @@ CODECS: dict[str, PieceCodec] = {
     "int8": QuantizeCodec(8, 5),
     "int4": QuantizeCodec(4),
     "onebit": OneBitCodec(),
+    "waterfill4": WaterfillCodec(4),
     "chunk_topk": ChunkTopkCodec(TOPK),
 }
 
@@ -44,6 +46,11 @@ def test_onebit_pieces_are_the_references(device: torch.device, numel: int, widt
 @pytest.mark.parametrize(("numel", "width"), CUTS)
 def test_chunk_topk_pieces_are_the_references(device: torch.device, numel: int, width: int) -> None:
     check_pieces("chunk_topk", (TOPK,), (), device, numel, width, reference.chunk_topk_nbytes(width, TOPK), 1)
+
+
+@pytest.mark.parametrize(("numel", "width"), [*CUTS[:4], (40_000, 17_024)])
+def test_waterfill_pieces_are_the_references(device: torch.device, numel: int, width: int) -> None:
+    check_pieces("waterfill", (5,), (), device, numel, width, reference.waterfill_nbytes(width, 5), numel % 3)
 
 
 @pytest.mark.parametrize(("numel", "width"), CUTS)

@@ -37,6 +37,13 @@ from gradwire.compressors.kernels.cuda.quantize import (
     quantize_encode_pieces,
     quantize_reduce_encode,
 )
+from gradwire.compressors.kernels.cuda.waterfill import (
+    waterfill_decode_pieces,
+    waterfill_decode_reduce,
+    waterfill_encode,
+    waterfill_encode_pieces,
+    waterfill_reduce_encode,
+)
 
 __all__ = [
     "cast_decode_reduce",
@@ -68,4 +75,9 @@ __all__ = [
     "quantize_encode_pieces",
     "quantize_reduce_encode",
     "scatter_add",
+    "waterfill_decode_pieces",
+    "waterfill_decode_reduce",
+    "waterfill_encode",
+    "waterfill_encode_pieces",
+    "waterfill_reduce_encode",
 ]

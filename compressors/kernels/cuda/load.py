@@ -40,6 +40,12 @@ ENTRY_POINTS: dict[str, tuple[str, ...]] = {
         for stage in ("encode", "decode_pieces", "decode_reduce", "reduce_encode")
         for bits in (8, 4)
     ),
+    "waterfill": (
+        "waterfill_encode",
+        "waterfill_decode_pieces",
+        "waterfill_decode_reduce",
+        "waterfill_reduce_encode",
+    ),
     "dgc_step": ("dgc_sample", "dgc_advance"),
     "dgc_select": ("dgc_radix", "dgc_count", "dgc_write", "dgc_sum", "dgc_scatter_add"),
     "powersgd": ("powersgd_orthogonalize", "powersgd_restore"),

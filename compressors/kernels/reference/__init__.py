@@ -64,10 +64,22 @@ from gradwire.compressors.kernels.reference.quantize import (
     quantize_nbytes,
     quantize_reduce_encode,
 )
+from gradwire.compressors.kernels.reference.waterfill import (
+    WATERFILL_BITS,
+    WATERFILL_GROUP,
+    waterfill_decode_pieces,
+    waterfill_decode_reduce,
+    waterfill_encode,
+    waterfill_encode_pieces,
+    waterfill_nbytes,
+    waterfill_reduce_encode,
+)
 
 __all__ = [
     "ONEBIT_BLOCK",
     "QUANTIZE_BLOCK",
+    "WATERFILL_BITS",
+    "WATERFILL_GROUP",
     "ChunkRule",
     "DgcRule",
     "DgcRun",
@@ -107,4 +119,10 @@ __all__ = [
     "quantize_nbytes",
     "quantize_reduce_encode",
     "scatter_add",
+    "waterfill_decode_pieces",
+    "waterfill_decode_reduce",
+    "waterfill_encode",
+    "waterfill_encode_pieces",
+    "waterfill_nbytes",
+    "waterfill_reduce_encode",
 ]

@@ -93,6 +93,53 @@ def test_a_damaged_place_stays_inside() -> None:
         assert not target.any()
 
 
+def test_waterfill_is_the_reference(native_kernels: ModuleType, make_input: Maker, each_numel: EachNumel) -> None:
+    def check(numel: int) -> None:
+        bits = 2 + numel % 4
+        x, residual = make_input(numel), other(numel) * uneven(numel) if numel % 2 else None
+        payloads = [payload_of(reference.waterfill_nbytes(numel, bits)) for _ in range(2)]
+        new_residuals, targets = [torch.empty(numel + 1)[1:], torch.empty(numel)], torch.empty(2, numel)
+        for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
+            kernels.waterfill_encode(bits, x, residual, new_residual, payload)
+        assert torch.equal(payloads[0], payloads[1])
+        assert_same(new_residuals[0], new_residuals[1])
+        second = payload_of(len(payloads[1]))
+        reference.waterfill_encode(bits, other(numel) * uneven(numel), None, None, second)
+        table = torch.stack([payloads[1], second, payloads[1]])
+        for kernels, target in zip((native_kernels, reference), targets, strict=True):
+            kernels.waterfill_decode_reduce(bits, table, residual, target)
+        assert_same(targets[0], targets[1])
+        for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
+            kernels.waterfill_reduce_encode(bits, table, residual, new_residual, payload, numel)
+        assert torch.equal(payloads[0], payloads[1])
+        assert_same(new_residuals[0], new_residuals[1])
+
+    each_numel(check)
+    check(40_001)  # whole groups, and a short one
+
+
+def uneven(numel: int) -> Tensor:
+    """Sizes that differ from block to block, some of them by more than a byte of scale says."""
+    exponents = torch.randint(-20, 4, (-(-numel // 32),), generator=torch.Generator().manual_seed(numel)).float()
+    exponents[::7] = -60
+    return torch.exp2(exponents).repeat_interleave(32)[:numel]
+
+
+def test_a_damaged_payload_takes_no_more_words_than_there_are(native_kernels: ModuleType) -> None:
+    """Whatever the scales say, widths are shared out of the payload's own words; any first word decodes alike."""
+    for seed in range(20):
+        numel = (100, 16384, 17_000)[seed % 3]
+        payload = torch.randint(
+            0, 256, (1, reference.waterfill_nbytes(numel, 4)), generator=torch.Generator().manual_seed(seed)
+        ).to(torch.uint8)
+        if seed % 2:
+            payload[0, :4] = torch.tensor([0xE0, 3, 0, 0], dtype=torch.uint8)
+        targets = torch.empty(2, numel)
+        for kernels, target in zip((native_kernels, reference), targets, strict=True):
+            kernels.waterfill_decode_reduce(4, payload, None, target)
+        assert_same(targets[0], targets[1])
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("key", [None, 0xFFFFFFFF])
 def test_quantize_is_the_reference(

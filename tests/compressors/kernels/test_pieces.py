@@ -15,6 +15,7 @@ from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.quantize import QuantizeCodec
 from gradwire.compressors.two_stage import Parts, PieceCodec, Residuals, decode_pieces, encode_pieces, two_stage
+from gradwire.compressors.waterfill import WaterfillCodec
 from support.threads import ThreadGroup, run_ranks
 
 TOPK = ChunkRule(512, 16)
@@ -25,6 +26,7 @@ CODECS: dict[str, PieceCodec] = {
     "int4": QuantizeCodec(4),
     "int4-random": QuantizeCodec(4, 7),
     "onebit": OneBitCodec(),
+    "waterfill4": WaterfillCodec(4),
     "chunk_topk": ChunkTopkCodec(TOPK),
 }
 CUTS = ((2500, 640), (2048, 1024), (100, 64), (10, 64), (4097, 1408))
@@ -67,6 +69,7 @@ def test_the_pieces_are_the_references(native_kernels: ModuleType, numel: int, w
     for stage, first, last, nbytes in (
         ("onebit", (), (), reference.onebit_nbytes(width)),
         ("chunk_topk", (TOPK,), (), reference.chunk_topk_nbytes(width, TOPK)),
+        ("waterfill", (5,), (), reference.waterfill_nbytes(width, 5)),
         ("quantize", (4,), (9,), reference.quantize_nbytes(width, 4)),
         ("quantize", (8,), (None,), reference.quantize_nbytes(width, 8)),
     ):

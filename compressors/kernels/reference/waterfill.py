@@ -1,0 +1,272 @@
+"""A few bits an element, shared out between blocks of 32: more to those whose elements are large."""
+
+from collections.abc import Iterator
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.kernels.reference.pieces import decode_each, encode_each
+
+WATERFILL_GROUP = 16384
+"""Elements among which the bits are shared out. A quarter of them leaves twice the error (docs/reference/codecs.md)."""
+WATERFILL_BLOCK = 32
+"""Elements that share a scale and a width: a bit of each makes a word. Of 16, 32 and 64 the best in codecs.md."""
+WATERFILL_BITS = (2, 3, 4, 5)
+"""Bits an element that kernels exist for."""
+MOST_WIDTH = 8
+"""Of a code, in bits."""
+_BLOCKS = WATERFILL_GROUP // WATERFILL_BLOCK
+_STEPS = 8
+"""Scales in an octave: a scale is the upper 12 bits of a float32, of which 3 are mantissa."""
+_LEAST_SCALE, _LARGEST_SCALE = 72, 0x7F7
+"""2^-118, so that the step of the widest code is a normal number still, and the largest finite one."""
+_NAN_SCALE = 0x7FC
+"""Of a group with inf or NaN: the upper bits of NaN."""
+_EMPTY = 255
+"""How far a block's scale lies below the group's, where it lies further or the block is zero: it gets no bits."""
+
+
+def waterfill_words(blocks: int, bits: int) -> int:
+    """Returns how many words of 32 bits a group of so many blocks shares out: what its scales leave of `bits` each."""
+    return bits * blocks - (_BLOCKS // 4 + 1) * blocks // _BLOCKS
+
+
+@lru_cache(maxsize=1024)
+def waterfill_nbytes(numel: int, bits: int) -> int:
+    """Returns the bytes of a payload of `numel` elements: exactly `bits` each in whole groups, scales included."""
+    full, rest = divmod(numel, WATERFILL_GROUP)
+    return full * _record_nbytes(WATERFILL_GROUP, bits) + (_record_nbytes(rest, bits) if rest else 0)
+
+
+def _record_nbytes(numel: int, bits: int) -> int:
+    blocks = -(-numel // WATERFILL_BLOCK)
+    return 4 + -(-blocks // 4) * 4 + 4 * waterfill_words(blocks, bits)
+
+
+def _runs(numel: int, bits: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yields (first element, groups, elements of each, first byte): the full groups, then the short one."""
+    full, rest = divmod(numel, WATERFILL_GROUP)
+    if full:
+        yield 0, full, WATERFILL_GROUP, 0
+    if rest:
+        yield full * WATERFILL_GROUP, 1, rest, full * _record_nbytes(WATERFILL_GROUP, bits)
+
+
+def _widths_at(below: Tensor, level: Tensor) -> Tensor:
+    """Bits of each block where the water stands at `level`: another one for each octave above the block's own scale."""
+    depth = torch.where(below == _EMPTY, -1, level - below)
+    return ((depth >> 3) + 1).clamp(0, MOST_WIDTH)
+
+
+def waterfill_widths(below: Tensor, words: int) -> Tensor:
+    """Shares out words between the blocks of each group.
+
+    A bit more quarters a block's squared error, so that the next always goes to the block with the largest error left:
+    one of twice the scale has one bit more. Of blocks with the same error the first get theirs. Sender and receiver do
+    this alike, in whole numbers.
+
+    Args:
+        below: (groups, blocks) int64: how many eighths of an octave each block's scale lies below its group's largest,
+            0 to 254; 255 for none at all.
+        words: To share out.
+
+    Returns:
+        (groups, blocks) int64, 0 to 8; a row's sum is `words`, or less where all blocks that are not empty have 8.
+
+    Source: reverse water-filling: Cover and Thomas, Elements of Information Theory, section 10.3.3.
+    """
+    level = torch.full((len(below), 1), -1, dtype=torch.int64, device=below.device)
+    for step in (256, 128, 64, 32, 16, 8, 4, 2, 1):  # the highest that takes fewer words than there are
+        taken = _widths_at(below, level + step).sum(1, keepdim=True)
+        level = torch.where((taken < words) & (level + step < _EMPTY + 8 * (MOST_WIDTH - 1)), level + step, level)
+    widths = _widths_at(below, level)
+    next_ones = _widths_at(below, level + 1) - widths
+    left = words - widths.sum(1, keepdim=True)
+    return widths + torch.where(next_ones.cumsum(1) <= left, next_ones, 0)
+
+
+def _steps(scale: Tensor, widths: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns unit and low of each block: code c stands for low + c * unit; both are 0 without bits."""
+    step = ((scale << 20) - (widths << 23)).to(torch.int32).view(torch.float32)  # half a unit: scale / 2^width
+    step = torch.where(widths > 0, step, 0.0)
+    return 2.0 * step, (1 - (1 << widths)).float() * step
+
+
+def _encode_groups(p: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Encodes groups of one length.
+
+    Args:
+        p: (groups, elements) float32.
+        bits: Of an element.
+
+    Returns:
+        The records (groups, bytes) uint8, and what they decode to, as p.
+    """
+    (groups, numel), blocks = p.shape, -(-p.shape[1] // WATERFILL_BLOCK)
+    rows = torch.cat([p, p.new_zeros(groups, blocks * WATERFILL_BLOCK - numel)], 1).view(groups, blocks, -1)
+    peaks = (rows.view(torch.int32) & 0x7FFFFFFF).amax(2).long()
+    special = (peaks >= 0x7F800000).any(1, keepdim=True)
+    scale = ((peaks + 0xFFFFF) >> 20).clamp(max=_LARGEST_SCALE)
+    scale = torch.where((scale < _LEAST_SCALE) | special, 0, scale)
+    base = scale.amax(1, keepdim=True)
+    below = torch.where(scale == 0, _EMPTY, (base - scale).clamp(max=_EMPTY))
+    words = waterfill_words(blocks, bits)
+    widths = waterfill_widths(below, words)
+    unit, low = (each.unsqueeze(2) for each in _steps(scale, widths))
+    cells = (1 << widths).float().unsqueeze(2)
+    t = rows * torch.where(unit > 0, 1.0 / unit, 0.0) + 0.5 * cells
+    codes = torch.minimum(t.clamp(min=0.0), cells - 1.0).trunc()
+    decoded = (low + codes * unit).view(groups, -1)[:, :numel]
+    codes = torch.where(special.unsqueeze(2), 0.0, codes).long()
+    places = torch.arange(WATERFILL_BLOCK, device=p.device)
+    planes = torch.stack([((codes >> bit & 1) << places).sum(2) for bit in range(MOST_WIDTH)], 2)
+    stream = torch.zeros(groups, words + MOST_WIDTH, dtype=torch.int64, device=p.device)
+    at = (widths.cumsum(1) - widths).unsqueeze(2) + torch.arange(MOST_WIDTH, device=p.device)
+    for bit in range(MOST_WIDTH):  # later blocks overwrite what is above an earlier one's width
+        stream.scatter_add_(1, at[:, :, bit], torch.where(widths > bit, planes[:, :, bit], 0))
+    head = torch.where(special, _NAN_SCALE, base).to(torch.int32)
+    scales = torch.zeros(groups, -(-blocks // 4) * 4, dtype=torch.uint8, device=p.device)
+    scales[:, :blocks] = torch.where(special, 0, below).to(torch.uint8)
+    words_out = stream[:, :words].to(torch.int32).contiguous().view(torch.uint8).view(groups, -1)
+    records = torch.cat([head.contiguous().view(torch.uint8).view(groups, -1), scales, words_out], 1)
+    return records, torch.where(special, torch.nan, decoded)
+
+
+def _decode_groups(records: Tensor, bits: int, numel: int) -> Tensor:
+    """Returns the elements (groups, numel) float32 of the records of groups with `numel` elements."""
+    groups, blocks = len(records), -(-numel // WATERFILL_BLOCK)
+    head = 4 + -(-blocks // 4) * 4
+    base = records[:, :4].reshape(-1).clone().view(torch.int32).view(-1, 1).long()
+    below = records[:, 4 : 4 + blocks].long()
+    stream = records[:, head:].reshape(-1).clone().view(torch.int32).view(groups, -1).long()
+    stream = torch.cat([stream, stream.new_zeros(groups, MOST_WIDTH)], 1)
+    widths = waterfill_widths(below, waterfill_words(blocks, bits))
+    unit, low = (each.unsqueeze(2) for each in _steps(base - below, widths))
+    first = widths.cumsum(1) - widths
+    places = torch.arange(WATERFILL_BLOCK, device=records.device)
+    codes = torch.zeros(groups, blocks, WATERFILL_BLOCK, dtype=torch.int64, device=records.device)
+    for bit in range(MOST_WIDTH):
+        word = torch.where(widths > bit, stream.gather(1, first + bit), 0)
+        codes |= (word.unsqueeze(2) >> places & 1) << bit
+    decoded = (low + codes.float() * unit).view(groups, -1)[:, :numel]
+    return torch.where((base < 0) | (base > _LARGEST_SCALE), torch.nan, decoded)
+
+
+def waterfill_encode(
+    bits: int, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
+) -> None:
+    """Rounds p = gradient + residual to `bits` bits an element on average, scales included.
+
+    Of each group of 16,384 elements, blocks of 32 get codes of 0 to 8 bits; see waterfill_widths. A block's scale is
+    its largest magnitude, rounded up to one of eight steps in an octave; a code of w bits says in which of 2^w even
+    cells from -scale to scale an element lies, and decodes to that cell's middle; a block without bits decodes to
+    zeros.
+
+    Args:
+        bits: One of WATERFILL_BITS.
+        gradient: What to send.
+        residual: What earlier payloads left out, or None.
+        new_residual: Receives p - decode(payload); or None.
+        payload: (waterfill_nbytes(numel, bits)) uint8, overwritten. A group's record, little-endian: the upper 12 bits
+            of its largest scale, as a float32, in a word of 32 bits, or those of NaN where it has an inf or a NaN; for
+            each block a byte, how many eighths of an octave its scale lies below that, 255 for a block without bits,
+            zeros up to whole words; the codes of one block after the other, a word for each bit, the lowest first,
+            which has the first element's bit lowest; zeros up to waterfill_words.
+
+    Source: bits as in reverse water-filling (Cover and Thomas, Elements of Information Theory, section 10.3.3); scales
+    of blocks of 32 in 8 bits as in the OCP Microscaling Formats (MX) Specification 1.0.
+    """
+    p = gradient if residual is None else gradient + residual
+    decoded = torch.empty_like(p)
+    for start, groups, numel, at in _runs(p.numel(), bits):
+        run = slice(start, start + groups * numel)
+        records, values = _encode_groups(p[run].view(groups, numel), bits)
+        payload[at : at + records.numel()] = records.view(-1)
+        decoded[run] = values.reshape(-1)
+    if new_residual is not None:
+        torch.sub(p, decoded, out=new_residual)
+
+
+def waterfill_encode_pieces(
+    bits: int, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
+) -> None:
+    """Encodes each run of `width` elements into its row of `payloads`, as waterfill_encode does.
+
+    Args:
+        bits: One of WATERFILL_BITS.
+        gradient: What to send.
+        residual: What earlier payloads left out, or None.
+        new_residual: Receives what the payloads leave out; or None.
+        payloads: (pieces, at least waterfill_nbytes(width, bits)) uint8; each row is overwritten up to its payload's
+            own size.
+        width: Elements of a piece, at least 1; the last piece may be shorter.
+    """
+    encode_each(
+        partial(waterfill_encode, bits),
+        partial(waterfill_nbytes, bits=bits),
+        gradient,
+        residual,
+        new_residual,
+        payloads,
+        width,
+    )
+
+
+def waterfill_decode_reduce(bits: int, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
+    """Writes addend + decode(payloads[0]) + decode(payloads[1]) + ..., in this order, into `target`.
+
+    Args:
+        bits: One of WATERFILL_BITS.
+        payloads: (workers, at least waterfill_nbytes(numel, bits)) uint8.
+        addend: What the sum starts from, or None.
+        target: Overwritten with the sum.
+    """
+    total = torch.zeros_like(target) if addend is None else addend.clone()
+    for payload in payloads:
+        for start, groups, numel, at in _runs(target.numel(), bits):
+            nbytes = _record_nbytes(numel, bits)
+            records = payload[at : at + groups * nbytes].view(groups, nbytes)
+            total[start : start + groups * numel] += _decode_groups(records, bits, numel).reshape(-1)
+    target.copy_(total)
+
+
+def waterfill_decode_pieces(bits: int, payloads: Tensor, target: Tensor, width: int) -> None:
+    """Decodes each row of `payloads` into its run of `width` elements: the inverse of waterfill_encode_pieces.
+
+    Args:
+        bits: One of WATERFILL_BITS.
+        payloads: (pieces, at least waterfill_nbytes(width, bits)) uint8.
+        target: Overwritten.
+        width: Elements of a piece, at least 1.
+    """
+    decode_each(
+        lambda row, piece: waterfill_decode_reduce(bits, row[None], None, piece),
+        partial(waterfill_nbytes, bits=bits),
+        payloads,
+        target,
+        width,
+    )
+
+
+def waterfill_reduce_encode(
+    bits: int,
+    payloads: Tensor,
+    residual: Tensor | None,
+    new_residual: Tensor | None,
+    reduced: Tensor,
+    numel: int,
+) -> None:
+    """The owner's stage of the two-stage exchange: decodes and sums all payloads, and encodes the sum again.
+
+    Args:
+        bits: One of WATERFILL_BITS.
+        payloads: (workers, at least waterfill_nbytes(numel, bits)) uint8: what the workers sent.
+        residual: (numel) float32, what the owner's reduced payloads left out so far; or None.
+        new_residual: (numel) float32, receives what `reduced` leaves out; or None.
+        reduced: (waterfill_nbytes(numel, bits)) uint8, overwritten with the payload of the sum plus the residual.
+        numel: Elements of the owner's part.
+    """
+    total = torch.empty(numel, device=payloads.device)
+    waterfill_decode_reduce(bits, payloads, None, total)
+    waterfill_encode(bits, total, residual, new_residual, reduced)
