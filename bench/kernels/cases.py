@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.chunk_topk import ChunkTopkCodec
-from gradwire.compressors.kernels import native
+from gradwire.compressors.kernels import native, reference
 from gradwire.compressors.kernels.cuda.pack import PackTable
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.kernels.reference import ChunkRule, DgcRule, DgcState
 from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.quantize import QuantizeCodec
+from gradwire.compressors.waterfill import WaterfillCodec
 
 SETS = 3
 """Sets of buffers: with 25 MiB in each tensor, more than any cache holds."""
@@ -191,6 +192,42 @@ def quantize_decode_case(bits: int, numel: int, device: torch.device) -> KernelC
     )
 
 
+def waterfill_blocks(numel: int, device: torch.device) -> Tensor:
+    """What a gradient of `waterfill_case` is multiplied with: blocks of 32 whose sizes differ, as in real gradients."""
+    exponents = torch.randn(-(-numel // 32), device=device)
+    return torch.exp2(exponents).repeat_interleave(32)[:numel]
+
+
+def waterfill_case(bits: int, numel: int, device: torch.device) -> KernelCase:
+    """Codes of a gradient, of as many bits as each block of 32 gets."""
+    x, codec = [each * waterfill_blocks(numel, device) for each in _randn(numel, device)], WaterfillCodec(bits)
+    payloads = [torch.empty(codec.wire_nbytes(numel), dtype=torch.uint8, device=device) for _ in range(2)]
+    kernels = KERNELS_ON[device.type]
+    return KernelCase(
+        f"waterfill{bits}_encode",
+        (4 + bits / 8) * numel,
+        lambda i: kernels.waterfill_encode(bits, x[i], None, None, payloads[0]),
+        lambda i: reference.waterfill_encode(bits, x[i], None, None, payloads[1]),
+        payloads,
+    )
+
+
+def waterfill_decode_case(bits: int, numel: int, device: torch.device) -> KernelCase:
+    """The sum of four workers' codes."""
+    codec, target = WaterfillCodec(bits), _randn(numel, device)
+    payloads = torch.empty(WORKERS, codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
+    for payload in payloads:
+        codec.encode(torch.randn(numel, device=device) * waterfill_blocks(numel, device), payload)
+    kernels = KERNELS_ON[device.type]
+    return KernelCase(
+        f"waterfill{bits}_decode_reduce",
+        (4 + WORKERS * bits / 8) * numel,
+        lambda i: kernels.waterfill_decode_reduce(bits, payloads, None, target[i]),
+        lambda i: reference.waterfill_decode_reduce(bits, payloads, None, target[i]),
+        target,
+    )
+
+
 def chunk_topk_encode_case(numel: int, device: torch.device) -> KernelCase:
     """The largest 64 of each 4,096 of gradient + 0.95 residual, and the new residual in place of the old."""
     g, e, p = (_randn(numel, device) for _ in range(3))
@@ -352,6 +389,8 @@ def all_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Kernel
         "int4_encode": lambda: quantize_case(4, numel, device),
         "int8_decode_reduce": lambda: quantize_decode_case(8, numel, device),
         "int4_decode_reduce": lambda: quantize_decode_case(4, numel, device),
+        "waterfill5_encode": lambda: waterfill_case(5, numel, device),
+        "waterfill5_decode_reduce": lambda: waterfill_decode_case(5, numel, device),
         "chunk_topk_encode": lambda: chunk_topk_encode_case(numel, device),
         "chunk_topk_decode_reduce": lambda: chunk_topk_decode_case(numel, device),
         "dgc_step": lambda: dgc_case(numel, device),

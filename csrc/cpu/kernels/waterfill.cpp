@@ -43,6 +43,19 @@ size_t record_nbytes(size_t count, int bits) {
   return static_cast<size_t>(fill_record_nbytes(static_cast<int>(count), bits));
 }
 
+constexpr uint8_t kNoOctaves = 128;  // further than any level
+
+// A byte that keeps a code's own bits, eight times over, by the code's width.
+constexpr uint64_t kMasks[kFillMostWidth + 1] = {0,
+                                                 0x0101010101010101u,
+                                                 0x0303030303030303u,
+                                                 0x0707070707070707u,
+                                                 0x0f0f0f0f0f0f0f0fu,
+                                                 0x1f1f1f1f1f1f1f1fu,
+                                                 0x3f3f3f3f3f3f3f3fu,
+                                                 0x7f7f7f7f7f7f7f7fu,
+                                                 0xffffffffffffffffu};
+
 // The payloads of several workers for the same elements.
 struct Payloads {
   const uint8_t* first;
@@ -51,8 +64,9 @@ struct Payloads {
 
 // A group as a payload holds it: how its blocks are decoded.
 struct Shares {
-  alignas(64) int16_t below[kBlocks];  // kNoScale without bits
-  alignas(64) int16_t widths[kBlocks];
+  alignas(64) uint8_t octaves[kBlocks];  // how far a block's scale lies below the group's; kNoOctaves without bits
+  alignas(64) uint8_t eighths[kBlocks];  // the rest of it
+  alignas(64) uint8_t widths[kBlocks];
   alignas(64) float unit[kBlocks], low[kBlocks];  // code c stands for low + c * unit
   uint32_t base;
 };

@@ -2,39 +2,78 @@
 
 #include "codes.h"
 
-// A bit of each of 32 codes, a word a bit; and back. What words above a code's width hold is not looked at.
-#if GRADWIRE_ISA != 0
+// 64 codes of two blocks to words, a bit of each of a block's codes in a word; and back to numbers. A block's eight words
+// are written and read, of which the first `width` are its own: the second block's overwrite the others.
+//
+// 64 bits are eight rows of eight: turned, the bytes of eight codes are their first bits, their second bits, ... Then the
+// byte of each eight of a block's codes that holds the same bit goes into the same word. Source: Warren, Hacker's Delight,
+// section 7-3.
+#if GRADWIRE_ISA == 512
 
-inline void planes32(const uint8_t* codes, uint32_t* words) {
-  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
-  words[7] = static_cast<uint32_t>(_mm256_movemask_epi8(bytes));
-  words[6] = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_slli_epi16(bytes, 1)));
-  words[5] = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_slli_epi16(bytes, 2)));
-  words[4] = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_slli_epi16(bytes, 3)));
-  words[3] = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_slli_epi16(bytes, 4)));
-  words[2] = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_slli_epi16(bytes, 5)));
-  words[1] = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_slli_epi16(bytes, 6)));
-  words[0] = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_slli_epi16(bytes, 7)));
+template <int kShift>
+inline __m512i swap_bits(__m512i x, int64_t mask) {
+  const __m512i m = _mm512_set1_epi64(mask);
+  const __m512i t = _mm512_ternarylogic_epi64(x, _mm512_srli_epi64(x, kShift), m, 0x28);  // (x ^ shifted) & m
+  return _mm512_ternarylogic_epi64(x, t, _mm512_slli_epi64(t, kShift), 0x96);             // x ^ t ^ shifted
+}
+inline __m512i turned(__m512i x) {
+  x = swap_bits<7>(x, 0x00aa00aa00aa00aa);
+  x = swap_bits<14>(x, 0x0000cccc0000cccc);
+  return swap_bits<28>(x, 0x00000000f0f0f0f0);
+}
+inline __m512i fours() {  // within each 16 bytes, four rows of four turn into columns
+  return _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+}
+inline void planes64(const uint8_t* codes, uint32_t* first, uint32_t* second) {
+  const __m512i order = _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+  const __m512i x = _mm512_permutexvar_epi32(order, turned(_mm512_loadu_si512(codes)));
+  const __m512i words = _mm512_shuffle_epi8(x, fours());
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(first), _mm512_castsi512_si256(words));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(second), _mm512_extracti64x4_epi64(words, 1));
+}
+inline void codes64_of(const uint8_t* first, int width, const uint8_t* second, int second_width, Vec* values) {
+  const __m512i order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+  __m512i x = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(first)));
+  x = _mm512_inserti64x4(x, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(second)), 1);
+  x = turned(_mm512_permutexvar_epi32(order, _mm512_shuffle_epi8(x, fours())));
+  __m512i mask = _mm512_castsi256_si512(_mm256_set1_epi64x(static_cast<int64_t>(kMasks[width])));
+  mask = _mm512_inserti64x4(mask, _mm256_set1_epi64x(static_cast<int64_t>(kMasks[second_width])), 1);
+  x = _mm512_and_si512(x, mask);
+  values[0] = value16(_mm512_castsi512_si128(x)), values[1] = value16(_mm512_extracti32x4_epi32(x, 1));
+  values[2] = value16(_mm512_extracti32x4_epi32(x, 2)), values[3] = value16(_mm512_extracti32x4_epi32(x, 3));
 }
 
-// Exchanges bits that are `kShift` apart: those of `mask`, and those above them.
+#elif GRADWIRE_ISA == 2
+
 template <int kShift>
 inline __m256i swap_bits(__m256i x, int64_t mask) {
   const __m256i t = _mm256_and_si256(_mm256_xor_si256(x, _mm256_srli_epi64(x, kShift)), _mm256_set1_epi64x(mask));
   return _mm256_xor_si256(x, _mm256_xor_si256(t, _mm256_slli_epi64(t, kShift)));
 }
-
-inline void codes32(const uint8_t* words, int width, uint8_t* codes) {
-  // Byte g of each word in a row, so that 64 bits are eight rows of eight bits; then those turn into columns.
-  const __m256i order = _mm256_broadcastsi128_si256(
-      _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-  __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
-  x = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(x, order), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+inline __m256i turned(__m256i x) {
   x = swap_bits<7>(x, 0x00aa00aa00aa00aa);
   x = swap_bits<14>(x, 0x0000cccc0000cccc);
-  x = swap_bits<28>(x, 0x00000000f0f0f0f0);
-  const __m256i mask = _mm256_set1_epi8(static_cast<char>((1 << width) - 1));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm256_and_si256(x, mask));
+  return swap_bits<28>(x, 0x00000000f0f0f0f0);
+}
+inline __m256i fours() {
+  return _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+}
+inline void planes32(const uint8_t* codes, uint32_t* words) {
+  const __m256i x = turned(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
+  const __m256i y = _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(words), _mm256_shuffle_epi8(y, fours()));
+}
+inline void planes64(const uint8_t* codes, uint32_t* first, uint32_t* second) {
+  planes32(codes, first), planes32(codes + kBlock, second);
+}
+inline void codes32_of(const uint8_t* words, int width, Vec* values) {
+  const __m256i x = _mm256_shuffle_epi8(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)), fours());
+  const __m256i y = turned(_mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+  const __m256i codes = _mm256_and_si256(y, _mm256_set1_epi64x(static_cast<int64_t>(kMasks[width])));
+  values[0] = value16(_mm256_castsi256_si128(codes)), values[1] = value16(_mm256_extracti128_si256(codes, 1));
+}
+inline void codes64_of(const uint8_t* first, int width, const uint8_t* second, int second_width, Vec* values) {
+  codes32_of(first, width, values), codes32_of(second, second_width, values + 2);
 }
 
 #else
@@ -44,14 +83,11 @@ inline uint64_t swap_bits(uint64_t x, uint64_t mask) {
   const uint64_t t = (x ^ x >> kShift) & mask;
   return x ^ t ^ t << kShift;
 }
-
-// Eight rows of eight bits turn into columns. Source: Warren, Hacker's Delight, section 7-3.
 inline uint64_t turned(uint64_t x) {
   x = swap_bits<7>(x, 0x00aa00aa00aa00aau);
   x = swap_bits<14>(x, 0x0000cccc0000ccccu);
   return swap_bits<28>(x, 0x00000000f0f0f0f0u);
 }
-
 inline void planes32(const uint8_t* codes, uint32_t* words) {
   uint32_t out[8] = {};
   for (int g = 0; g < 4; ++g) {
@@ -62,66 +98,166 @@ inline void planes32(const uint8_t* codes, uint32_t* words) {
   }
   std::memcpy(words, out, sizeof out);
 }
-
-inline void codes32(const uint8_t* words, int width, uint8_t* codes) {
-  const uint64_t mask = 0x0101010101010101u * static_cast<uint64_t>((1 << width) - 1);
+inline void planes64(const uint8_t* codes, uint32_t* first, uint32_t* second) {
+  planes32(codes, first), planes32(codes + kBlock, second);
+}
+inline void codes32_of(const uint8_t* words, int width, Vec* values) {
   for (int g = 0; g < 4; ++g) {
     uint64_t x = 0;
     for (int j = 0; j < 8; ++j) x |= static_cast<uint64_t>(words[4 * j + g]) << 8 * j;
-    x = turned(x) & mask;
-    std::memcpy(codes + 8 * g, &x, sizeof x);
+    x = turned(x) & kMasks[width];
+    for (int i = 0; i < 8; ++i) values[g / 2].lane[g % 2 * 8 + i] = static_cast<float>(x >> 8 * i & 0xff);
   }
+}
+inline void codes64_of(const uint8_t* first, int width, const uint8_t* second, int second_width, Vec* values) {
+  codes32_of(first, width, values), codes32_of(second, second_width, values + 2);
 }
 
 #endif
 
-inline int words_at(const int16_t* below, int level) {
-  int16_t words = 0;  // at most 512 times 8
-  for (size_t b = 0; b < kBlocks; ++b) words = static_cast<int16_t>(words + fill_width(level, below[b]));
-  return words;
+// Bits of as many blocks as a register has bytes, at a level: fill_width of common/waterfill_formula.h; and their sum.
+#if GRADWIRE_ISA == 512
+
+using Bytes = __m512i;
+inline Bytes load_bytes(const uint8_t* at) { return _mm512_loadu_si512(at); }
+inline void store_bytes(uint8_t* at, Bytes x) { _mm512_storeu_si512(at, x); }
+inline Bytes subtract(Bytes x, Bytes y) { return _mm512_sub_epi8(x, y); }
+inline Bytes widths_at(int level, Bytes octaves, Bytes eighths) {
+  const Bytes one = _mm512_set1_epi8(1), most = _mm512_set1_epi8(static_cast<char>((level >> 3) + 1));
+  const __mmask64 past = _mm512_cmpgt_epi8_mask(eighths, _mm512_set1_epi8(static_cast<char>(level & 7)));
+  const Bytes missing = _mm512_mask_add_epi8(octaves, past, octaves, one);
+  return _mm512_min_epu8(_mm512_subs_epu8(most, missing), _mm512_set1_epi8(kFillMostWidth));
+}
+inline int sum_bytes(Bytes x) {
+  alignas(64) uint64_t eight[8];  // _mm512_reduce_add_epi64 makes GCC 12 warn of itself
+  _mm512_store_si512(eight, _mm512_sad_epu8(x, _mm512_setzero_si512()));
+  return static_cast<int>((eight[0] + eight[1]) + (eight[2] + eight[3]) + ((eight[4] + eight[5]) + (eight[6] + eight[7])));
+}
+inline Bytes add_bytes(Bytes x, Bytes y) { return _mm512_add_epi8(x, y); }
+
+#elif GRADWIRE_ISA == 2
+
+using Bytes = __m256i;
+inline Bytes load_bytes(const uint8_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
+inline void store_bytes(uint8_t* at, Bytes x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), x); }
+inline Bytes subtract(Bytes x, Bytes y) { return _mm256_sub_epi8(x, y); }
+inline Bytes widths_at(int level, Bytes octaves, Bytes eighths) {
+  const Bytes most = _mm256_set1_epi8(static_cast<char>((level >> 3) + 1));
+  const Bytes past = _mm256_cmpgt_epi8(eighths, _mm256_set1_epi8(static_cast<char>(level & 7)));
+  const Bytes missing = _mm256_sub_epi8(octaves, past);
+  return _mm256_min_epu8(_mm256_subs_epu8(most, missing), _mm256_set1_epi8(kFillMostWidth));
+}
+inline int sum_bytes(Bytes x) {
+  const __m256i four = _mm256_sad_epu8(x, _mm256_setzero_si256());
+  const __m128i two = _mm_add_epi64(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
+  return static_cast<int>(_mm_cvtsi128_si64(two) + _mm_extract_epi64(two, 1));
+}
+inline Bytes add_bytes(Bytes x, Bytes y) { return _mm256_add_epi8(x, y); }
+
+#else
+
+struct Bytes {
+  uint8_t at[32];
+};
+inline Bytes load_bytes(const uint8_t* at) {
+  Bytes x;
+  std::memcpy(x.at, at, sizeof x.at);
+  return x;
+}
+inline void store_bytes(uint8_t* at, const Bytes& x) { std::memcpy(at, x.at, sizeof x.at); }
+inline Bytes subtract(Bytes x, const Bytes& y) {
+  for (int i = 0; i < 32; ++i) x.at[i] = static_cast<uint8_t>(x.at[i] - y.at[i]);
+  return x;
+}
+inline Bytes widths_at(int level, const Bytes& octaves, const Bytes& eighths) {
+  Bytes x;
+  for (int i = 0; i < 32; ++i) {
+    const int width = (level >> 3) + 1 - octaves.at[i] - (eighths.at[i] > (level & 7) ? 1 : 0);
+    x.at[i] = static_cast<uint8_t>(width < 0 ? 0 : width > kFillMostWidth ? kFillMostWidth : width);
+  }
+  return x;
+}
+inline int sum_bytes(const Bytes& x) {
+  int sum = 0;
+  for (int i = 0; i < 32; ++i) sum += x.at[i];
+  return sum;
+}
+inline Bytes add_bytes(Bytes x, const Bytes& y) {
+  for (int i = 0; i < 32; ++i) x.at[i] = static_cast<uint8_t>(x.at[i] + y.at[i]);
+  return x;
 }
 
-// Fills in the widths, and from them units and lows; see common/waterfill_formula.h.
-inline void share_out(int words, Shares& shares) {
+#endif
+
+inline int words_at(int level, const Shares& shares) {
+  static_assert(kBlocks / sizeof(Bytes) * kFillMostWidth < 256, "sums fit a byte");
+  Bytes sums = widths_at(level, load_bytes(shares.octaves), load_bytes(shares.eighths));
+  for (size_t b = sizeof(Bytes); b < kBlocks; b += sizeof(Bytes))
+    sums = add_bytes(sums, widths_at(level, load_bytes(shares.octaves + b), load_bytes(shares.eighths + b)));
+  return sum_bytes(sums);
+}
+
+// Works out widths, and from them units and lows, from the record's bytes; see common/waterfill_formula.h.
+inline void share_out(const uint8_t* below, int words, Shares& shares) {
+  for (size_t b = 0; b < kBlocks; ++b) {
+    const uint8_t octaves = below[b] >> 3;
+    shares.octaves[b] = below[b] == kFillEmpty ? kNoOctaves : octaves;
+    shares.eighths[b] = below[b] & 7;
+  }
   int level = -1;
   for (int step = 256; step > 0; step /= 2)
-    if (level + step < kFillLevels && words_at(shares.below, level + step) < words) level += step;
-  int left = words;
-  alignas(64) int16_t more[kBlocks];
-  for (size_t b = 0; b < kBlocks; ++b) {
-    shares.widths[b] = static_cast<int16_t>(fill_width(level, shares.below[b]));
-    more[b] = static_cast<int16_t>(fill_width(level + 1, shares.below[b]) - shares.widths[b]);
+    if (level + step < kFillLevels && words_at(level + step, shares) < words) level += step;
+  int left = words - words_at(level, shares);
+  alignas(64) uint8_t more[kBlocks];
+  for (size_t b = 0; b < kBlocks; b += sizeof(Bytes)) {
+    const Bytes octaves = load_bytes(shares.octaves + b), eighths = load_bytes(shares.eighths + b);
+    const Bytes widths = widths_at(level, octaves, eighths);
+    store_bytes(shares.widths + b, widths);
+    store_bytes(more + b, subtract(widths_at(level + 1, octaves, eighths), widths));
   }
-  for (size_t b = 0; b < kBlocks; ++b) left -= shares.widths[b];
-  constexpr size_t kSome = 32;  // blocks that all get one more where so much is left
-  for (size_t first = 0; first < kBlocks && left > 0; first += kSome) {
-    int wanted = 0;
-    for (size_t b = first; b < first + kSome; ++b) wanted += more[b];
+  for (size_t first = 0; first < kBlocks && left > 0; first += sizeof(Bytes)) {
+    const Bytes some = load_bytes(more + first);
+    const int wanted = sum_bytes(some);
     if (wanted <= left) {
-      for (size_t b = first; b < first + kSome; ++b) shares.widths[b] = static_cast<int16_t>(shares.widths[b] + more[b]);
+      store_bytes(shares.widths + first, add_bytes(load_bytes(shares.widths + first), some));
       left -= wanted;
       continue;
     }
-    for (size_t b = first; b < first + kSome && left > 0; ++b)
+    for (size_t b = first; left > 0; ++b)
       if (more[b]) ++shares.widths[b], --left;
   }
   for (size_t b = 0; b < kBlocks; ++b) {
-    const float step = fill_step(shares.base, shares.below[b], shares.widths[b]);
+    const float step = fill_step(shares.base, below[b], shares.widths[b]);
     shares.unit[b] = 2.0f * step;
     shares.low[b] = static_cast<float>(1 - (1 << shares.widths[b])) * step;
   }
 }
 
-// The largest magnitude's bits of each of `blocks` blocks; returns that of all.
-inline uint32_t find_peaks(const float* p, size_t blocks, uint32_t* peaks) {
-  uint32_t all = 0;
-  for (size_t b = 0; b < blocks; ++b) {
-    uint32_t peak = 0;
-    for (size_t i = 0; i < kBlock; ++i) peak = std::max(peak, bits_of_float(p[b * kBlock + i]) & 0x7fffffffu);
-    peaks[b] = peak;
-    all = std::max(all, peak);
+// p = gradient + residual (which may lie in the same place), zeros up to a multiple of 64; the largest magnitude's bits
+// of each of `blocks` blocks. Returns the largest of all, or that of NaN where there is one. Without a residual and a
+// place for p, the gradient has whole blocks and is only looked at.
+inline uint32_t gather(const float* gradient, const float* residual, size_t count, float* p, uint32_t* peaks) {
+  uint32_t all = 0, nan = 0;
+  size_t i = 0;
+  for (; i + kBlock <= count; i += kBlock) {
+    Vec x = load(gradient + i), y = load(gradient + i + 16);
+    if (residual) x = add(x, load(residual + i)), y = add(y, load(residual + i + 16));
+    if (p) store(p + i, x), store(p + i + 16, y);
+    nan |= unordered(x, y);
+    peaks[i / kBlock] = bits_of_float(greatest(maximum(absolute(x), absolute(y))));
   }
-  return all;
+  if (i < count) {
+    uint32_t peak = 0;
+    for (; i < count; ++i) {
+      p[i] = residual ? gradient[i] + residual[i] : gradient[i];
+      peak = std::max(peak, bits_of_float(p[i]) & 0x7fffffffu);
+    }
+    peaks[(count - 1) / kBlock] = peak;
+  }
+  if (p)
+    for (; i % 64 != 0; ++i) p[i] = 0.0f;
+  for (size_t b = 0; b < (count + kBlock - 1) / kBlock; ++b) all = std::max(all, peaks[b]);
+  return nan ? 0x7fc00000u : all;
 }
 
 // A group with inf or NaN: NaN for the scale and for the new residual.
@@ -131,26 +267,22 @@ inline void encode_special(float* new_residual, uint8_t* record, size_t count, i
   for (size_t i = 0; new_residual && i < count; ++i) new_residual[i] = float_of_bits(0x7fc00000u);
 }
 
-// Encodes the group p, of which `count` elements exist and zeros follow up to a multiple of 64. What `later` points to
-// is prefetched meanwhile.
-inline void encode_group(int bits, const float* p, const float* later, float* new_residual, bool past_cache,
-                         uint8_t* record, size_t count) {
+// Encodes a group whose largest magnitudes are known: p, of which `count` elements exist and zeros follow up to a
+// multiple of 64. What the two later pointers point to is prefetched meanwhile.
+inline void encode_group(int bits, const float* p, const uint32_t* peaks, uint32_t peak, const float* later,
+                         const float* later_residual, float* new_residual, bool past_cache, uint8_t* record,
+                         size_t count) {
   const int blocks = fill_blocks(static_cast<int>(count)), words = fill_words(blocks, bits);
   Shares shares;
-  uint32_t scales[kBlocks];
-  const uint32_t peak = find_peaks(p, static_cast<size_t>(blocks), scales);
-  if (peak >= 0x7f800000u) return encode_special(new_residual, record, count, bits);
   shares.base = fill_scale(peak);
+  alignas(64) uint8_t below[kBlocks];
+  for (size_t b = 0; b < kBlocks; ++b)
+    below[b] = static_cast<uint8_t>(
+        fill_below(shares.base, b < static_cast<size_t>(blocks) ? fill_scale(peaks[b]) : 0));
+  std::memset(record, 0, static_cast<size_t>(fill_head_nbytes(blocks)));
   std::memcpy(record, &shares.base, sizeof shares.base);
-  for (int b = blocks; b < static_cast<int>(kBlocks); ++b) scales[b] = 0;
-  uint8_t below[kBlocks];
-  for (size_t b = 0; b < kBlocks; ++b) {
-    below[b] = static_cast<uint8_t>(fill_below(shares.base, fill_scale(scales[b])));
-    shares.below[b] = static_cast<int16_t>(below[b] == kFillEmpty ? kNoScale : below[b]);
-  }
-  std::memset(record + 4, 0, static_cast<size_t>(fill_head_nbytes(blocks)) - 4);
   std::memcpy(record + 4, below, static_cast<size_t>(blocks));
-  share_out(words, shares);
+  share_out(below, words, shares);
   alignas(64) float inverse[kBlocks], half[kBlocks];
   for (size_t b = 0; b < kBlocks; ++b) {
     inverse[b] = shares.unit[b] > 0.0f ? 1.0f / shares.unit[b] : 0.0f;
@@ -165,6 +297,7 @@ inline void encode_group(int bits, const float* p, const float* later, float* ne
     for (size_t j = 0; j < 4; ++j) {
       const size_t at = b * kBlock + 16 * j;
       __builtin_prefetch(later + at);
+      if (later_residual) __builtin_prefetch(later_residual + at);
       const Vec x = load(p + at), middle = fill(half[b + j / 2]);
       t[j] = maximum(minimum(add(mul(x, fill(inverse[b + j / 2])), middle), sub(add(middle, middle), one)), zero);
       if (new_residual) {
@@ -173,45 +306,40 @@ inline void encode_group(int bits, const float* p, const float* later, float* ne
       }
     }
     codes64<8>(t, codes);
-    planes32(codes, cursor);
-    cursor += shares.widths[b];
-    planes32(codes + kBlock, cursor);
-    cursor += shares.widths[b + 1];
+    uint32_t* second = cursor + shares.widths[b];
+    planes64(codes, cursor, second);
+    cursor = second + shares.widths[b + 1];
   }
   std::memset(cursor, 0, static_cast<size_t>(stream + words - cursor) * sizeof(uint32_t));
   std::memcpy(record + fill_head_nbytes(blocks), stream, static_cast<size_t>(words) * sizeof(uint32_t));
 }
 
-// p = gradient + residual, and zeros up to a multiple of 64.
-inline void gather(const float* gradient, const float* residual, size_t count, float* p) {
-  size_t i = 0;
-  for (; i + 16 <= count; i += 16)
-    store(p + i, residual ? add(load(gradient + i), load(residual + i)) : load(gradient + i));
-  for (; i < count; ++i) p[i] = residual ? gradient[i] + residual[i] : gradient[i];
-  for (; i % 64 != 0; ++i) p[i] = 0.0f;
-}
-
-// Encodes gradient + residual of one group; every pointer but the record's is to its first element.
-inline void encode_some(int bits, const float* gradient, const float* residual, const float* later, float* new_residual,
-                        bool past_cache, uint8_t* record, size_t count) {
-  alignas(64) float p[kGroup];
-  if (count == kGroup && !residual)
-    return encode_group(bits, gradient, later, new_residual, past_cache, record, count);
-  gather(gradient, residual, count, p);
+// Encodes gradient + residual of one group; every pointer but the record's is to its first element, and `room` to that
+// of a group's worth of floats, which may be the gradient itself.
+inline void encode_some(int bits, const float* gradient, const float* residual, float* new_residual, bool past_cache,
+                        uint8_t* record, size_t count, float* room) {
+  uint32_t peaks[kBlocks];
+  const bool direct = count == kGroup && !residual;
+  const uint32_t peak = gather(gradient, residual, count, direct ? nullptr : room, peaks);
+  if (peak >= 0x7f800000u) return encode_special(new_residual, record, count, bits);
+  const float *p = direct ? gradient : room, *later = gradient + kGroup;
+  const float* later_residual = residual ? residual + kGroup : nullptr;
   if (count % 64 == 0 || !new_residual)
-    return encode_group(bits, p, later, new_residual, past_cache, record, count);
+    return encode_group(bits, p, peaks, peak, later, later_residual, new_residual, past_cache, record, count);
   alignas(64) float rest[kGroup];
-  encode_group(bits, p, later, rest, false, record, count);
+  encode_group(bits, p, peaks, peak, later, later_residual, rest, false, record, count);
   std::memcpy(new_residual, rest, count * sizeof(float));
 }
 
 inline void encode(int bits, const float* gradient, const float* residual, float* new_residual, uint8_t* payload,
                    size_t numel) {
+  alignas(64) float room[kGroup];
   const bool past_cache = streams(new_residual, gradient, residual, numel);
   const size_t nbytes = record_nbytes(kGroup, bits);
   for (size_t start = 0; start < numel; start += kGroup, payload += nbytes)
-    encode_some(bits, gradient + start, residual ? residual + start : nullptr, gradient + start + kGroup,
-                new_residual ? new_residual + start : nullptr, past_cache, payload, std::min(kGroup, numel - start));
+    encode_some(bits, gradient + start, residual ? residual + start : nullptr,
+                new_residual ? new_residual + start : nullptr, past_cache, payload, std::min(kGroup, numel - start),
+                room);
   if (past_cache) fence();
 }
 
@@ -224,11 +352,10 @@ inline void read_record(int bits, const uint8_t* record, size_t count, bool last
   const int blocks = fill_blocks(static_cast<int>(count));
   Shares& shares = decoding.shares;
   std::memcpy(&shares.base, record, sizeof shares.base);
-  for (int b = 0; b < static_cast<int>(kBlocks); ++b) {
-    const int below = b < blocks ? record[4 + b] : static_cast<int>(kFillEmpty);
-    shares.below[b] = static_cast<int16_t>(below == static_cast<int>(kFillEmpty) ? kNoScale : below);
-  }
-  share_out(fill_words(blocks, bits), shares);
+  alignas(64) uint8_t below[kBlocks];
+  std::memset(below, kFillEmpty, sizeof below);
+  std::memcpy(below, record + 4, static_cast<size_t>(blocks));
+  share_out(below, fill_words(blocks, bits), shares);
   if (shares.base > kFillLargestScale)
     for (size_t b = 0; b < kBlocks; ++b) shares.unit[b] = shares.low[b] = float_of_bits(0x7fc00000u);
   decoding.words = record + fill_head_nbytes(blocks);
@@ -239,15 +366,13 @@ inline void reduce64(std::vector<Decoding>& decodings, size_t b, const float* ad
   Vec sum[4];
   for (int j = 0; j < 4; ++j) sum[j] = addend ? load(addend + 16 * j) : fill(0.0f);
   for (Decoding& from : decodings) {
-    uint8_t codes[64];
-    codes32(from.words, from.shares.widths[b], codes);
-    from.words += 4 * from.shares.widths[b];
-    codes32(from.words, from.shares.widths[b + 1], codes + kBlock);
-    from.words += 4 * from.shares.widths[b + 1];
+    const Shares& shares = from.shares;
+    const uint8_t* second = from.words + 4 * shares.widths[b];
     Vec x[4];
-    values64<8>(codes, x);
+    codes64_of(from.words, shares.widths[b], second, shares.widths[b + 1], x);
+    from.words = second + 4 * shares.widths[b + 1];
     for (size_t j = 0; j < 4; ++j)
-      sum[j] = add(sum[j], add(fill(from.shares.low[b + j / 2]), mul(x[j], fill(from.shares.unit[b + j / 2]))));
+      sum[j] = add(sum[j], add(fill(shares.low[b + j / 2]), mul(x[j], fill(shares.unit[b + j / 2]))));
   }
   for (int j = 0; j < 4; ++j) put(target + 16 * j, sum[j], past_cache);
 }
@@ -287,8 +412,8 @@ inline void reduce_encode(int bits, const Payloads& payloads, const float* resid
   for (size_t start = 0; start < payloads.numel; start += kGroup, reduced += nbytes) {
     const size_t count = std::min(kGroup, payloads.numel - start);
     reduce_group(bits, payloads, start, nullptr, sum, count, false, decodings);
-    encode_some(bits, sum, residual ? residual + start : nullptr, sum, new_residual ? new_residual + start : nullptr,
-                past_cache, reduced, count);
+    encode_some(bits, sum, residual ? residual + start : nullptr, new_residual ? new_residual + start : nullptr,
+                past_cache, reduced, count, sum);
   }
   if (past_cache) fence();
 }

@@ -28,6 +28,8 @@ NAMES = {
     "int4_encode",
     "int8_decode_reduce",
     "int4_decode_reduce",
+    "waterfill5_encode",
+    "waterfill5_decode_reduce",
     "chunk_topk_encode",
     "chunk_topk_decode_reduce",
     "dgc_step",
