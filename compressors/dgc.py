@@ -33,6 +33,8 @@ WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
 """Source: Lin et al., ICLR 2018, section 3.3: four epochs of rising sparsity before the final one."""
 INDEX_NBYTES = 4
 """Of an int32."""
+WINDOW = 1 << 16
+"""Elements of a shard whose places differ in two bytes alone."""
 SAMPLED_NUMEL = 1 << 16
 """Elements that a threshold is estimated from: 1 % of them are 655, which puts it within 4 % of that share."""
 
@@ -100,7 +102,7 @@ class DGC(Stateful):
             return round(2 * (group_size - 1) / group_size * 4 * layout.numel)
         count = sum(self._count(item) for item in layout.slices)
         if self.inner is not None:
-            return (group_size - 1) * (count * INDEX_NBYTES + self.inner.codec.wire_nbytes(count))
+            return (group_size - 1) * (places_nbytes(count, layout.numel) + self.inner.codec.wire_nbytes(count))
         return (group_size - 1) * count * (INDEX_NBYTES + self.value_dtype.itemsize)
 
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Collective]:
@@ -140,14 +142,15 @@ class DGC(Stateful):
         rest = torch.empty_like(values)
         encode(codec, values, None, rest, encoded)
         self.fields["total"].stage(layout, values.device)[indices.long()] = rest
-        places = indices.view(torch.uint8)
+        places = pack_places(indices, shard.numel())
         payload = torch.cat([places, encoded])
         payloads = torch.empty(group.size, payload.numel(), dtype=torch.uint8, device=shard.device)
         yield Collective(ALL_GATHER, (payloads, payload))
         shard.zero_()
         for row in payloads:
             codec.decode(row[places.numel() :].clone(), rest)
-            KERNELS_ON[shard.device.type].scatter_add(row[: places.numel()].clone().view(torch.int32), rest, shard)
+            theirs = unpack_places(row[: places.numel()], indices.numel(), shard.numel())
+            KERNELS_ON[shard.device.type].scatter_add(theirs, rest, shard)
 
     def left_out(self, flat: Tensor, item: Slice) -> Tensor:
         """See `Measurable.left_out` (adaptive.py); the threshold is taken from a sample, as large as a cache.
@@ -247,6 +250,53 @@ class DGC(Stateful):
             state.velocity_out[run] = new
             shard[run] = state.total[run] + new + (g if self.nesterov else 0.0)
         state.total_out.zero_()
+
+
+def places_nbytes(count: int, numel: int) -> int:
+    """Returns the bytes that the places of `count` of `numel` elements take in a stack such as "dgc+int4".
+
+    Two for each, and four for each window of 65,536 elements but the first; or four for each where that is less.
+    """
+    return min(4 * count, 2 * count + 4 * ((numel - 1) // WINDOW))
+
+
+def pack_places(indices: Tensor, numel: int) -> Tensor:
+    """Returns places in ascending order as they travel; the host waits for nothing.
+
+    Args:
+        indices: (k) int32, ascending, k >= 1, each below `numel`.
+        numel: Elements of the shard.
+
+    Returns:
+        (places_nbytes(k, numel)) uint8: for each window of 65,536 elements but the first, how many places lie before
+        it (int32), then the lower 16 bits of each place; or the places themselves.
+    """
+    count = indices.numel()
+    if places_nbytes(count, numel) == 4 * count:
+        return indices.view(torch.uint8)
+    windows = torch.arange(1, 1 + (numel - 1) // WINDOW, dtype=torch.int32, device=indices.device)
+    before = torch.searchsorted(indices, windows * WINDOW, out_int32=True)
+    low = indices.to(torch.int16)  # keeps the lower half
+    return torch.cat([before.view(torch.uint8), low.view(torch.uint8)])
+
+
+def unpack_places(packed: Tensor, count: int, numel: int) -> Tensor:
+    """The inverse of `pack_places`.
+
+    Args:
+        packed: 1-D uint8, which may start at any byte.
+        count: Places.
+        numel: Elements of the shard.
+
+    Returns:
+        (count) int32.
+    """
+    if places_nbytes(count, numel) == 4 * count:
+        return packed.clone().view(torch.int32)
+    split = 4 * ((numel - 1) // WINDOW)
+    before, low = packed[:split].clone().view(torch.int32), packed[split:].clone().view(torch.int16).int() & 0xFFFF
+    order = torch.arange(count, dtype=torch.int32, device=packed.device)
+    return low + torch.searchsorted(before, order, right=True, out_int32=True) * WINDOW
 
 
 def _check_options(density: float, momentum: float, clip_norm: float, warmup_steps: int, value_dtype: str) -> None:

@@ -29,6 +29,8 @@ _factories: dict[str, Factory] = {
     "int4": partial(Quantize, "int4"),
     "waterfill5": partial(Waterfill, "waterfill5"),
     "waterfill4": partial(Waterfill, "waterfill4"),
+    "waterfill3": partial(Waterfill, "waterfill3"),
+    "waterfill2": partial(Waterfill, "waterfill2"),
     "onebit": OneBit,
     "dgc": DGC,
     "chunk_topk": ChunkTopk,

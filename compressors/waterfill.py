@@ -1,4 +1,4 @@
-"""waterfill5 and waterfill4: 5 or 4 bits an element, more where elements are large and fewer where they are small."""
+"""waterfill5 to waterfill2: a few bits an element, more where elements are large and fewer where they are small."""
 
 from dataclasses import dataclass
 
@@ -66,10 +66,10 @@ class WaterfillCodec(PieceCodec):
 
 
 class Waterfill(TwoStage):
-    """The compressors "waterfill5" and "waterfill4".
+    """The compressors "waterfill5", "waterfill4", "waterfill3" and "waterfill2".
 
     Args:
-        name: "waterfill5" or "waterfill4".
+        name: "waterfill5" for 5 bits an element, and so on.
         residual: Feed the rounding error back.
         warmup_steps: Steps at the start whose gradients are sent dense.
 
@@ -78,7 +78,7 @@ class Waterfill(TwoStage):
     """
 
     def __init__(self, name: str, *, residual: bool = True, warmup_steps: int = 0) -> None:
-        codec = WaterfillCodec({"waterfill5": 5, "waterfill4": 4}[name])
+        codec = WaterfillCodec(int(name.removeprefix("waterfill")))
         super().__init__(name, codec, residual=residual, warmup_steps=warmup_steps)
 
     def prepare(self, device: torch.device) -> None:

@@ -18,11 +18,12 @@ from gradwire.compressors.chunk_topk import ChunkTopkCodec
 from gradwire.compressors.kernels.reference import ChunkRule
 from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.quantize import QuantizeCodec
+from gradwire.compressors.waterfill import WaterfillCodec
 
 MX_BLOCK = 32
 """Elements that share a scale of 8 bits. Source: OCP Microscaling Formats (MX) Specification 1.0, section 5."""
-SUPERBLOCK = 4096
-"""Elements among which `filled` shares out its bits."""
+FILLED = ((32, 4096), (16, 16384), (64, 16384), (32, 65536))
+"""(elements of a block, elements among which `filled` shares out its bits) beside `waterfill`'s 32 and 16,384."""
 MOST_BITS = 8
 """Of an element in `filled`."""
 
@@ -173,11 +174,11 @@ def fill(scales: Tensor, increments: int) -> Tensor:
     Sender and receiver do this alike, from scales that both have; of equals the first block is first.
 
     Args:
-        scales: (superblocks, blocks) float32, a power of 2^(1/8) each, or 0.
-        increments: Bits a value to share out between the blocks of a superblock.
+        scales: (groups, blocks) float32, a power of 2^(1/8) each, or 0.
+        increments: Bits a value to share out between the blocks of a group.
 
     Returns:
-        (superblocks, blocks) int64: each block's bits a value, 0 to `MOST_BITS`; each row's sum is `increments`.
+        (groups, blocks) int64: each block's bits a value, 0 to `MOST_BITS`; each row's sum is `increments`.
 
     Source: reverse water-filling: Cover and Thomas, Elements of Information Theory, section 10.3.3.
     """
@@ -189,18 +190,18 @@ def fill(scales: Tensor, increments: int) -> Tensor:
     return chosen.view(len(scales), MOST_BITS, -1).sum(1)
 
 
-def filled(bits: int, block: int, x: Tensor) -> Tensor:
+def filled(bits: int, block: int, group: int, x: Tensor) -> Tensor:
     """Even levels up to each block's largest magnitude, as many as `fill` gives it; `bits` a value on average.
 
-    A block's scale is its largest magnitude, rounded up to a power of 2^(1/8), in 8 bits; a superblock of 4,096 has one
-    float32. Scales that are more than 2^31 apart would not fit and count as zero.
+    A block's scale is its largest magnitude, rounded up to a power of 2^(1/8), in 8 bits; a group has one float32.
+    Scales that are more than 2^31 apart would not fit and count as zero.
     """
-    numel, rows = x.numel(), _blocks(x, SUPERBLOCK)
+    numel, rows = x.numel(), _blocks(x, group)
     blocks = rows.view(len(rows), -1, block)
     most = blocks.abs().amax(2)
     scale = torch.where(most > 0, torch.exp2(torch.ceil(torch.log2(most) * 8) / 8), 0.0)
     scale = torch.where(scale * 2.0**31 >= scale.amax(1, keepdim=True), scale, 0.0)
-    width = fill(scale, (bits * SUPERBLOCK - 8 * blocks.shape[1] - 32) // block).unsqueeze(2)
+    width = fill(scale, (bits * group - 8 * blocks.shape[1] - 32) // block).unsqueeze(2)
     cells = torch.ldexp(torch.ones_like(scale).unsqueeze(2), width)
     wide = torch.where(scale > 0, scale, 1.0).unsqueeze(2)
     code = ((blocks / wide + 1) / 2 * cells).floor().clamp(min=torch.zeros(()), max=cells - 1)
@@ -230,6 +231,10 @@ def all_formats() -> list[Format]:
         _codec("fp16", CastCodec("float16")),
         _codec("int8", QuantizeCodec(8)),
         _codec("int4", QuantizeCodec(4)),
+        _codec("waterfill5", WaterfillCodec(5)),
+        _codec("waterfill4", WaterfillCodec(4)),
+        _codec("waterfill3", WaterfillCodec(3)),
+        _codec("waterfill2", WaterfillCodec(2)),
         _codec("onebit", OneBitCodec()),
         _codec("chunk_topk", ChunkTopkCodec(ChunkRule())),
         _fixed("MXINT8", 8 + 8 / MX_BLOCK, mxint8),
@@ -251,8 +256,9 @@ def all_formats() -> list[Format]:
             found.append(_fixed(name, bits + 16 / block, partial(uniform, bits, block)))
         found.append(_fixed(f"normal levels, {bits} bits, blocks of 64", bits + 16 / 64, partial(gaussian, bits, 64)))
         found.append(_fixed(f"rotated, {bits} bits, blocks of 1024", bits + 16 / 1024, partial(rotated, bits, 1024)))
-        for block in (16, 32, 64):
-            found.append(_fixed(f"bits shared out, {bits}, blocks of {block}", bits, partial(filled, bits, block)))
+        for block, group in FILLED:
+            name = f"bits shared out, {bits}, blocks of {block} in {group:,}"
+            found.append(_fixed(name, bits, partial(filled, bits, block, group)))
     return sorted(found, key=lambda each: -each.bits(1 << 20))
 
 

@@ -49,10 +49,13 @@ GRADWIRE_ANYWHERE inline uint32_t fill_below(uint32_t base, uint32_t scale) {
   return scale == 0 || base - scale >= kFillEmpty ? kFillEmpty : base - scale;
 }
 
-// Bits of a block at a level.
-GRADWIRE_ANYWHERE inline int fill_width(int level, int below) {
+// The fewest bits of a block that is not empty.
+GRADWIRE_ANYWHERE constexpr int fill_least(int bits) { return bits > 2 ? bits - 2 : 0; }
+
+// Bits of a block at a level, `least` being 0 for an empty one.
+GRADWIRE_ANYWHERE inline int fill_width(int level, int below, int least) {
   const int width = ((level - below) >> 3) + 1;
-  return width < 0 ? 0 : width < kFillMostWidth ? width : kFillMostWidth;
+  return width < least ? least : width < kFillMostWidth ? width : kFillMostWidth;
 }
 
 // Half the distance between the values of neighbouring codes: scale / 2^width; 0 without bits.

@@ -59,7 +59,7 @@ __device__ inline uint64_t sum_all(uint64_t x, uint64_t* slots) {
 }
 
 // The highest level that takes fewer words than there are; `below` is of this thread's block.
-__device__ inline int level_of(int below, int words, Shared& shared) {
+__device__ inline int level_of(int below, int least, int words, Shared& shared) {
   int low = -1, turn = 0;
   for (int high = kFillLevels; high - low > 1; turn ^= 1) {  // the other slots may still be read
     const int gap = (high - low + kTried) / (kTried + 1);
@@ -67,7 +67,7 @@ __device__ inline int level_of(int below, int words, Shared& shared) {
 #pragma unroll
     for (int i = 0; i < kTried; ++i) {
       const int level = low + (i + 1) * gap < high ? low + (i + 1) * gap : high - 1;
-      tried |= static_cast<uint64_t>(fill_width(level, below)) << 16 * i;
+      tried |= static_cast<uint64_t>(fill_width(level, below, least)) << 16 * i;
     }
     const uint64_t taken = sum_all(tried, shared.counts[turn]);
     int next_low = low;
@@ -84,11 +84,11 @@ __device__ inline int level_of(int below, int words, Shared& shared) {
 }
 
 // Works out from the scales how each block is coded; every thread of the CTA calls it, for its own block.
-__device__ inline void share_out(uint32_t base, uint32_t byte, int words, Shared& shared) {
+__device__ inline void share_out(int bits, uint32_t base, uint32_t byte, int words, Shared& shared) {
   const int block = static_cast<int>(threadIdx.x), below = byte == kFillEmpty ? kNoScale : static_cast<int>(byte);
-  const int level = level_of(below, words, shared);
-  const uint32_t width = static_cast<uint32_t>(fill_width(level, below));
-  const uint32_t more = static_cast<uint32_t>(fill_width(level + 1, below)) - width;
+  const int least = byte == kFillEmpty ? 0 : fill_least(bits), level = level_of(below, least, words, shared);
+  const uint32_t width = static_cast<uint32_t>(fill_width(level, below, least));
+  const uint32_t more = static_cast<uint32_t>(fill_width(level + 1, below, least)) - width;
   const uint32_t own = width | more << 16, before = exclusive_sum(own, shared.sums);
   if (block == kThreads - 1) shared.all = (before + own) & 0xffff;
   __syncthreads();
@@ -160,7 +160,7 @@ __device__ inline void encode_group(int bits, const float (&p)[kEach], int count
   const uint32_t below = special ? 0 : fill_below(base, shared.scales[thread]);
   if (thread == 0) store_word_within(record, base, 4);
   if (thread < head - 4) record[4 + thread] = static_cast<uint8_t>(thread < blocks ? below : 0);
-  share_out(base, special || thread >= blocks ? kFillEmpty : below, words, shared);
+  share_out(bits, base, special || thread >= blocks ? kFillEmpty : below, words, shared);
   const int taken = shared.first[kThreads - 1] + shared.widths[kThreads - 1];
   for (int word = taken + thread; word < words; word += kThreads) store_word_within(record + head + 4 * word, 0u, 4);
 #pragma unroll
@@ -185,7 +185,7 @@ __device__ inline void encode_group(int bits, const float (&p)[kEach], int count
 __device__ inline void add_record(int bits, const uint8_t* record, int count, float (&sums)[kEach], Shared& shared) {
   const int thread = static_cast<int>(threadIdx.x), lane = static_cast<int>(lane_index()), warp = thread / 32;
   const int blocks = fill_blocks(count), head = fill_head_nbytes(blocks);
-  share_out(load_word<uint32_t>(record), thread < blocks ? record[4 + thread] : kFillEmpty, fill_words(blocks, bits),
+  share_out(bits, load_word<uint32_t>(record), thread < blocks ? record[4 + thread] : kFillEmpty, fill_words(blocks, bits),
             shared);
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {

@@ -20,6 +20,8 @@ SHARES = {
     "int4": 0.14,
     "waterfill5": 0.167,
     "waterfill4": 0.135,
+    "waterfill3": 0.104,
+    "waterfill2": 0.073,
     "onebit": 0.035,
     "dgc": 0.01,
     "powersgd": 0.01,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Layout, Slice
-from gradwire.compressors.dgc import DGC
+from gradwire.compressors.dgc import DGC, pack_places, places_nbytes, unpack_places
 from gradwire.compressors.optim.peers import carry_out
 from support.threads import ThreadGroup, run_ranks
 
@@ -41,6 +41,23 @@ def model(steps: int, momentum: float, nesterov: bool, clip: float, density: flo
                 v[rank, run] *= ~mask
         outputs.append(total)
     return outputs
+
+
+@pytest.mark.parametrize("numel", [1, 100, 65_536, 65_537, 131_072, 1_000_003])
+def test_places_of_a_stack_take_two_bytes_and_come_back(numel: int) -> None:
+    """Windows without a place, places at both ends of one, and so few that whole places are shorter."""
+    generator = torch.Generator().manual_seed(numel)
+    some = torch.randperm(numel, generator=generator)[: max(1, numel // 50)]
+    edges = torch.tensor([0, numel - 1, 65_535, 65_536, 131_071, 131_072])
+    for chosen in (some, edges[edges < numel], some[(some < 40_000) | (some > 900_000)], some[:1]):
+        places = chosen.unique().int()  # type: ignore[no-untyped-call]
+        if not places.numel():
+            continue
+        packed = pack_places(places, numel)
+        assert packed.numel() == places_nbytes(places.numel(), numel)
+        apart = torch.cat([torch.zeros(1, dtype=torch.uint8), packed])[1:]
+        assert torch.equal(unpack_places(apart, places.numel(), numel), places)
+    assert places_nbytes(1000, 1 << 20) == 2060
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Option]]] = {
     "powersgd+int8": ("powersgd+int8", {"rank": 2, "warmup_steps": 1, "stochastic": True}),
     "powersgd+waterfill5": ("powersgd+waterfill5", {"rank": 3, "warmup_steps": 0}),
     "dgc+int4": ("dgc+int4", {"momentum": 0.0, "density": 0.02, "warmup_steps": 0}),
+    "dgc+waterfill2": ("dgc+waterfill2", {"momentum": 0.0, "density": 0.05, "warmup_steps": 0}),
     "dgc+onebit": ("dgc+onebit", {"momentum": 0.0, "density": 0.05, "warmup_steps": 0}),
 }
 """Without momentum and with residuals: then outputs and residuals account for every gradient."""

@@ -53,13 +53,18 @@ def _runs(numel: int, bits: int) -> Iterator[tuple[int, int, int, int]]:
         yield full * WATERFILL_GROUP, 1, rest, full * _record_nbytes(WATERFILL_GROUP, bits)
 
 
-def _widths_at(below: Tensor, level: Tensor) -> Tensor:
+def waterfill_least(bits: int) -> int:
+    """Returns the fewest bits of a block that is not empty."""
+    return max(0, bits - 2)
+
+
+def _widths_at(below: Tensor, level: Tensor, least: int) -> Tensor:
     """Bits of each block where the water stands at `level`: another one for each octave above the block's own scale."""
-    depth = torch.where(below == _EMPTY, -1, level - below)
-    return ((depth >> 3) + 1).clamp(0, MOST_WIDTH)
+    widths = (((level - below) >> 3) + 1).clamp(least, MOST_WIDTH)
+    return torch.where(below == _EMPTY, 0, widths)
 
 
-def waterfill_widths(below: Tensor, words: int) -> Tensor:
+def waterfill_widths(below: Tensor, words: int, least: int) -> Tensor:
     """Shares out words between the blocks of each group.
 
     A bit more quarters a block's squared error, so that the next always goes to the block with the largest error left:
@@ -70,6 +75,7 @@ def waterfill_widths(below: Tensor, words: int) -> Tensor:
         below: (groups, blocks) int64: how many eighths of an octave each block's scale lies below its group's largest,
             0 to 254; 255 for none at all.
         words: To share out.
+        least: Bits that every block has that is not empty.
 
     Returns:
         (groups, blocks) int64, 0 to 8; a row's sum is `words`, or less where all blocks that are not empty have 8.
@@ -78,10 +84,10 @@ def waterfill_widths(below: Tensor, words: int) -> Tensor:
     """
     level = torch.full((len(below), 1), -1, dtype=torch.int64, device=below.device)
     for step in (256, 128, 64, 32, 16, 8, 4, 2, 1):  # the highest that takes fewer words than there are
-        taken = _widths_at(below, level + step).sum(1, keepdim=True)
+        taken = _widths_at(below, level + step, least).sum(1, keepdim=True)
         level = torch.where((taken < words) & (level + step < _EMPTY + 8 * (MOST_WIDTH - 1)), level + step, level)
-    widths = _widths_at(below, level)
-    next_ones = _widths_at(below, level + 1) - widths
+    widths = _widths_at(below, level, least)
+    next_ones = _widths_at(below, level + 1, least) - widths
     left = words - widths.sum(1, keepdim=True)
     return widths + torch.where(next_ones.cumsum(1) <= left, next_ones, 0)
 
@@ -112,7 +118,7 @@ def _encode_groups(p: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     base = scale.amax(1, keepdim=True)
     below = torch.where(scale == 0, _EMPTY, (base - scale).clamp(max=_EMPTY))
     words = waterfill_words(blocks, bits)
-    widths = waterfill_widths(below, words)
+    widths = waterfill_widths(below, words, waterfill_least(bits))
     unit, low = (each.unsqueeze(2) for each in _steps(scale, widths))
     cells = (1 << widths).float().unsqueeze(2)
     t = rows * torch.where(unit > 0, 1.0 / unit, 0.0) + 0.5 * cells
@@ -141,7 +147,7 @@ def _decode_groups(records: Tensor, bits: int, numel: int) -> Tensor:
     below = records[:, 4 : 4 + blocks].long()
     stream = records[:, head:].reshape(-1).clone().view(torch.int32).view(groups, -1).long()
     stream = torch.cat([stream, stream.new_zeros(groups, MOST_WIDTH)], 1)
-    widths = waterfill_widths(below, waterfill_words(blocks, bits))
+    widths = waterfill_widths(below, waterfill_words(blocks, bits), waterfill_least(bits))
     unit, low = (each.unsqueeze(2) for each in _steps(base - below, widths))
     first = widths.cumsum(1) - widths
     places = torch.arange(WATERFILL_BLOCK, device=records.device)

@@ -66,6 +66,7 @@ struct Payloads {
 struct Shares {
   alignas(64) uint8_t octaves[kBlocks];  // how far a block's scale lies below the group's; kNoOctaves without bits
   alignas(64) uint8_t eighths[kBlocks];  // the rest of it
+  alignas(64) uint8_t least[kBlocks];  // bits that it has at any level
   alignas(64) uint8_t widths[kBlocks];
   alignas(64) float unit[kBlocks], low[kBlocks];  // code c stands for low + c * unit
   uint32_t base;

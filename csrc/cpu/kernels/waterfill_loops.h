@@ -122,11 +122,11 @@ using Bytes = __m512i;
 inline Bytes load_bytes(const uint8_t* at) { return _mm512_loadu_si512(at); }
 inline void store_bytes(uint8_t* at, Bytes x) { _mm512_storeu_si512(at, x); }
 inline Bytes subtract(Bytes x, Bytes y) { return _mm512_sub_epi8(x, y); }
-inline Bytes widths_at(int level, Bytes octaves, Bytes eighths) {
+inline Bytes widths_at(int level, Bytes octaves, Bytes eighths, Bytes least) {
   const Bytes one = _mm512_set1_epi8(1), most = _mm512_set1_epi8(static_cast<char>((level >> 3) + 1));
   const __mmask64 past = _mm512_cmpgt_epi8_mask(eighths, _mm512_set1_epi8(static_cast<char>(level & 7)));
   const Bytes missing = _mm512_mask_add_epi8(octaves, past, octaves, one);
-  return _mm512_min_epu8(_mm512_subs_epu8(most, missing), _mm512_set1_epi8(kFillMostWidth));
+  return _mm512_max_epu8(_mm512_min_epu8(_mm512_subs_epu8(most, missing), _mm512_set1_epi8(kFillMostWidth)), least);
 }
 inline int sum_bytes(Bytes x) {
   alignas(64) uint64_t eight[8];  // _mm512_reduce_add_epi64 makes GCC 12 warn of itself
@@ -141,11 +141,11 @@ using Bytes = __m256i;
 inline Bytes load_bytes(const uint8_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
 inline void store_bytes(uint8_t* at, Bytes x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), x); }
 inline Bytes subtract(Bytes x, Bytes y) { return _mm256_sub_epi8(x, y); }
-inline Bytes widths_at(int level, Bytes octaves, Bytes eighths) {
+inline Bytes widths_at(int level, Bytes octaves, Bytes eighths, Bytes least) {
   const Bytes most = _mm256_set1_epi8(static_cast<char>((level >> 3) + 1));
   const Bytes past = _mm256_cmpgt_epi8(eighths, _mm256_set1_epi8(static_cast<char>(level & 7)));
   const Bytes missing = _mm256_sub_epi8(octaves, past);
-  return _mm256_min_epu8(_mm256_subs_epu8(most, missing), _mm256_set1_epi8(kFillMostWidth));
+  return _mm256_max_epu8(_mm256_min_epu8(_mm256_subs_epu8(most, missing), _mm256_set1_epi8(kFillMostWidth)), least);
 }
 inline int sum_bytes(Bytes x) {
   const __m256i four = _mm256_sad_epu8(x, _mm256_setzero_si256());
@@ -169,11 +169,11 @@ inline Bytes subtract(Bytes x, const Bytes& y) {
   for (int i = 0; i < 32; ++i) x.at[i] = static_cast<uint8_t>(x.at[i] - y.at[i]);
   return x;
 }
-inline Bytes widths_at(int level, const Bytes& octaves, const Bytes& eighths) {
+inline Bytes widths_at(int level, const Bytes& octaves, const Bytes& eighths, const Bytes& least) {
   Bytes x;
   for (int i = 0; i < 32; ++i) {
     const int width = (level >> 3) + 1 - octaves.at[i] - (eighths.at[i] > (level & 7) ? 1 : 0);
-    x.at[i] = static_cast<uint8_t>(width < 0 ? 0 : width > kFillMostWidth ? kFillMostWidth : width);
+    x.at[i] = static_cast<uint8_t>(width < least.at[i] ? least.at[i] : width > kFillMostWidth ? kFillMostWidth : width);
   }
   return x;
 }
@@ -191,16 +191,18 @@ inline Bytes add_bytes(Bytes x, const Bytes& y) {
 
 inline int words_at(int level, const Shares& shares) {
   static_assert(kBlocks / sizeof(Bytes) * kFillMostWidth < 256, "sums fit a byte");
-  Bytes sums = widths_at(level, load_bytes(shares.octaves), load_bytes(shares.eighths));
+  Bytes sums = widths_at(level, load_bytes(shares.octaves), load_bytes(shares.eighths), load_bytes(shares.least));
   for (size_t b = sizeof(Bytes); b < kBlocks; b += sizeof(Bytes))
-    sums = add_bytes(sums, widths_at(level, load_bytes(shares.octaves + b), load_bytes(shares.eighths + b)));
+    sums = add_bytes(sums, widths_at(level, load_bytes(shares.octaves + b), load_bytes(shares.eighths + b), load_bytes(shares.least + b)));
   return sum_bytes(sums);
 }
 
 // Works out widths, and from them units and lows, from the record's bytes; see common/waterfill_formula.h.
-inline void share_out(const uint8_t* below, int words, Shares& shares) {
+inline void share_out(int bits, const uint8_t* below, int words, Shares& shares) {
+  const uint8_t some = static_cast<uint8_t>(fill_least(bits));
   for (size_t b = 0; b < kBlocks; ++b) {
     const uint8_t octaves = below[b] >> 3;
+    shares.least[b] = below[b] == kFillEmpty ? 0 : some;
     shares.octaves[b] = below[b] == kFillEmpty ? kNoOctaves : octaves;
     shares.eighths[b] = below[b] & 7;
   }
@@ -211,9 +213,10 @@ inline void share_out(const uint8_t* below, int words, Shares& shares) {
   alignas(64) uint8_t more[kBlocks];
   for (size_t b = 0; b < kBlocks; b += sizeof(Bytes)) {
     const Bytes octaves = load_bytes(shares.octaves + b), eighths = load_bytes(shares.eighths + b);
-    const Bytes widths = widths_at(level, octaves, eighths);
+    const Bytes least = load_bytes(shares.least + b);
+    const Bytes widths = widths_at(level, octaves, eighths, least);
     store_bytes(shares.widths + b, widths);
-    store_bytes(more + b, subtract(widths_at(level + 1, octaves, eighths), widths));
+    store_bytes(more + b, subtract(widths_at(level + 1, octaves, eighths, least), widths));
   }
   for (size_t first = 0; first < kBlocks && left > 0; first += sizeof(Bytes)) {
     const Bytes some = load_bytes(more + first);
@@ -282,7 +285,7 @@ inline void encode_group(int bits, const float* p, const uint32_t* peaks, uint32
   std::memset(record, 0, static_cast<size_t>(fill_head_nbytes(blocks)));
   std::memcpy(record, &shares.base, sizeof shares.base);
   std::memcpy(record + 4, below, static_cast<size_t>(blocks));
-  share_out(below, words, shares);
+  share_out(bits, below, words, shares);
   alignas(64) float inverse[kBlocks], half[kBlocks];
   for (size_t b = 0; b < kBlocks; ++b) {
     inverse[b] = shares.unit[b] > 0.0f ? 1.0f / shares.unit[b] : 0.0f;
@@ -355,7 +358,7 @@ inline void read_record(int bits, const uint8_t* record, size_t count, bool last
   alignas(64) uint8_t below[kBlocks];
   std::memset(below, kFillEmpty, sizeof below);
   std::memcpy(below, record + 4, static_cast<size_t>(blocks));
-  share_out(below, fill_words(blocks, bits), shares);
+  share_out(bits, below, fill_words(blocks, bits), shares);
   if (shares.base > kFillLargestScale)
     for (size_t b = 0; b < kBlocks; ++b) shares.unit[b] = shares.low[b] = float_of_bits(0x7fc00000u);
   decoding.words = record + fill_head_nbytes(blocks);

@@ -11,7 +11,6 @@ from gradwire.bench.kernels.codecs import main, vnmse
 from gradwire.bench.kernels.formats import (
     E4M3,
     E5M2,
-    SUPERBLOCK,
     Minifloat,
     all_formats,
     exponent_entropy,
@@ -21,6 +20,7 @@ from gradwire.bench.kernels.formats import (
     hadamard,
     packing,
 )
+from gradwire.compressors.kernels.reference.waterfill import waterfill_widths
 
 
 def uneven(numel: int) -> torch.Tensor:
@@ -66,11 +66,25 @@ def test_bits_are_shared_out_to_the_last_and_louder_blocks_have_more() -> None:
         assert float(left[free].max() - left[free].min()) <= 1.0
 
 
+@pytest.mark.parametrize("words", [1, 64, 200, 511, 512, 600])
+def test_waterfill_shares_out_as_well_as_sorting_every_bit_by_what_it_gains(words: int) -> None:
+    """Of what gains as much either may come first, so the sums of the gains are compared."""
+    below = torch.randint(0, 70, (5, 64), generator=torch.Generator().manual_seed(words))
+    below[:, ::9] = 255
+    scales = torch.where(below == 255, 0.0, torch.exp2(-below / 8))
+    gained = []
+    for widths in (fill(scales, min(words, 8 * 56)), waterfill_widths(below, words, 0)):
+        rank = torch.arange(8)
+        gains = torch.where(rank < widths.unsqueeze(2), below.unsqueeze(2) + 8 * rank, 0)
+        gained.append((widths.sum(1), gains.sum((1, 2))))
+    assert all(torch.equal(one, another) for one, another in zip(*gained, strict=True))
+
+
 def test_shared_out_bits_lessen_the_error_of_uneven_gradients() -> None:
-    x = uneven(3 * SUPERBLOCK + 77)
+    x = uneven(3 * 4096 + 77)
     even = next(each for each in all_formats() if each.name == "even levels, 5 bits, blocks of 32")
-    assert vnmse(x, filled(5, 32, x)) < vnmse(x, even.approximate(x)) / 2
-    assert not filled(5, 32, torch.zeros(100)).any()
+    assert vnmse(x, filled(5, 32, 4096, x)) < vnmse(x, even.approximate(x)) / 2
+    assert not filled(5, 32, 4096, torch.zeros(100)).any()
 
 
 def test_packing_counts_every_escape() -> None:
