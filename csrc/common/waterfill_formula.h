@@ -14,7 +14,6 @@ namespace gradwire {
 constexpr int kFillGroup = 16384;
 constexpr int kFillBlock = 32;
 constexpr int kFillBlocks = kFillGroup / kFillBlock;
-constexpr int kFillLeastBits = 2, kFillMostBits = 5;
 constexpr int kFillMostWidth = 8;
 constexpr int kFillLevels = 255 + 8 * (kFillMostWidth - 1);  // from this one on all blocks have all bits
 constexpr uint32_t kFillEmpty = 255;          // the byte of a block without bits
@@ -50,7 +49,7 @@ GRADWIRE_ANYWHERE inline uint32_t fill_below(uint32_t base, uint32_t scale) {
 }
 
 // The fewest bits of a block that is not empty.
-GRADWIRE_ANYWHERE constexpr int fill_least(int bits) { return bits > 2 ? bits - 2 : 0; }
+GRADWIRE_ANYWHERE constexpr int fill_least(int bits) { return bits - 1; }
 
 // Bits of a block at a level, `least` being 0 for an empty one.
 GRADWIRE_ANYWHERE inline int fill_width(int level, int below, int least) {

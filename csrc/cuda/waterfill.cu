@@ -17,6 +17,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kEach = kFillGroup / kThreads;  // elements of a thread
 constexpr int kSome = 8;                      // of them, whose blocks' largest magnitudes are found together
 constexpr int kTried = 4;                     // levels in a round
+constexpr int kResident = 1;                  // CTAs that a multiprocessor keeps at least: up to 128 registers a thread
 static_assert(kFillBlock == 32 && kWarps <= kMostWarps, "a block is a warp's, and each thread has one");
 static_assert(kThreads * kFillMostWidth < 1 << 16, "sums of widths take 16 bits");
 
@@ -228,7 +229,7 @@ __device__ inline void add_residual(float (&p)[kEach], const float* residual, in
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     waterfill_encode(int32_t bits, const float* gradient, const float* residual, float* new_residual, uint8_t* payloads,
                      int64_t stride, int64_t numel, int64_t width, int64_t groups) {
   __shared__ Shared shared;
@@ -247,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     waterfill_decode_pieces(int32_t bits, const uint8_t* payloads, int64_t stride, float* target, int64_t numel,
                             int64_t width, int64_t groups) {
   __shared__ Shared shared;
@@ -259,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     waterfill_decode_reduce(int32_t bits, const uint8_t* rows, int64_t stride, int64_t workers, const float* addend,
                             float* target, int64_t numel, int64_t groups) {
   __shared__ Shared shared;
@@ -271,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     waterfill_reduce_encode(int32_t bits, const uint8_t* rows, int64_t stride, int64_t workers, const float* residual,
                             float* new_residual, uint8_t* reduced, int64_t numel, int64_t groups) {
   __shared__ Shared shared;

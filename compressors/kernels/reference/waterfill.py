@@ -55,7 +55,7 @@ def _runs(numel: int, bits: int) -> Iterator[tuple[int, int, int, int]]:
 
 def waterfill_least(bits: int) -> int:
     """Returns the fewest bits of a block that is not empty."""
-    return max(0, bits - 2)
+    return bits - 1
 
 
 def _widths_at(below: Tensor, level: Tensor, least: int) -> Tensor:

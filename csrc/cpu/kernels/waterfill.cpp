@@ -36,7 +36,8 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "records are read as li
 constexpr size_t kGroup = kFillGroup;
 constexpr size_t kBlock = kFillBlock;
 constexpr size_t kBlocks = kFillBlocks;
-constexpr size_t kMostRecord = static_cast<size_t>(fill_record_nbytes(kFillGroup, kFillMostBits));
+constexpr int kLeastBits = 2, kMostBits = 5;
+constexpr size_t kMostRecord = static_cast<size_t>(fill_record_nbytes(kFillGroup, kMostBits));
 constexpr size_t kSlack = 4 * kFillMostWidth;  // bytes behind a block's last word that are read and written with it
 
 size_t record_nbytes(size_t count, int bits) {
@@ -86,7 +87,7 @@ float* floats(uintptr_t at) { return reinterpret_cast<float*>(at); }
 uint8_t* bytes(uintptr_t at) { return reinterpret_cast<uint8_t*>(at); }
 
 void check_bits(int bits) {
-  if (bits < kFillLeastBits || bits > kFillMostBits) throw std::invalid_argument("`bits` must be 2 to 5");
+  if (bits < kLeastBits || bits > kMostBits) throw std::invalid_argument("`bits` must be 2 to 5");
 }
 
 void waterfill_encode(int bits, uintptr_t gradient, uintptr_t residual, uintptr_t new_residual, uintptr_t payload,

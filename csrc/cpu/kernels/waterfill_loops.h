@@ -291,7 +291,7 @@ inline void encode_group(int bits, const float* p, const uint32_t* peaks, uint32
     inverse[b] = shares.unit[b] > 0.0f ? 1.0f / shares.unit[b] : 0.0f;
     half[b] = 0.5f * static_cast<float>(1 << shares.widths[b]);
   }
-  uint32_t stream[kBlocks * static_cast<size_t>(kFillMostBits) + kFillMostWidth];
+  uint32_t stream[kBlocks * static_cast<size_t>(kMostBits) + kFillMostWidth];
   uint32_t* cursor = stream;
   const Vec zero = fill(0.0f), one = fill(1.0f);
   for (size_t b = 0; b < static_cast<size_t>(blocks); b += 2) {
