@@ -3,8 +3,9 @@
 //
 // A scale is the upper 12 bits of a float32, rounded up: eight in an octave. A bit more quarters a block's squared
 // error, so a block of twice the scale has one bit more: at level l a block whose scale lies d eighths of an octave
-// below the largest has floor((l - d) / 8) + 1 bits, 0 to 8. The level is the highest that takes fewer words of 32 bits
-// than there are; what is left goes to the first of the blocks that would have one more at the next level.
+// below the largest has floor((l - d) / 8) + 1 bits, `fill_least` to 8, and an empty one none. The level is the highest
+// that takes fewer words of 32 bits than there are; what is left goes to the first of the blocks that would have one
+// more at the next level.
 // Source: reverse water-filling: Cover and Thomas, Elements of Information Theory, section 10.3.3.
 #pragma once
 #include "common/cast_formula.h"

@@ -54,7 +54,7 @@ def _runs(numel: int, bits: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def waterfill_least(bits: int) -> int:
-    """Returns the fewest bits of a block that is not empty."""
+    """Returns the fewest bits of a block that is not empty: without, the smallest would wait for many steps."""
     return bits - 1
 
 
@@ -164,10 +164,9 @@ def waterfill_encode(
 ) -> None:
     """Rounds p = gradient + residual to `bits` bits an element on average, scales included.
 
-    Of each group of 16,384 elements, blocks of 32 get codes of 0 to 8 bits; see waterfill_widths. A block's scale is
-    its largest magnitude, rounded up to one of eight steps in an octave; a code of w bits says in which of 2^w even
-    cells from -scale to scale an element lies, and decodes to that cell's middle; a block without bits decodes to
-    zeros.
+    Of each group of 16,384 elements, blocks of 32 get codes of bits - 1 to 8 bits; see waterfill_widths. A block's
+    scale is its largest magnitude, rounded up to one of eight steps in an octave; a code of w bits says in which of 2^w
+    even cells from -scale to scale an element lies, and decodes to that cell's middle; a block of zeros has no bits.
 
     Args:
         bits: One of WATERFILL_BITS.
