@@ -38,7 +38,7 @@ class OuterSettings:
 
     every: int = 30
     fragments: int = 4
-    delay: int = 5
+    delay: int = 1
     lr: float = 1.0
     momentum: float = 0.0
     nesterov: bool = True

@@ -148,7 +148,8 @@ class Outer:
         every: Steps of the optimizer between two exchanges of the same parameter.
         fragments: Pieces of the model that take turns, `every / fragments` steps apart, so that the link is never full.
         delay: Steps after which a result is taken up, while the exchange is under way; at most `every // fragments`.
-            What the unit learns meanwhile is kept whole. 0 waits for the result.
+            What the unit learns meanwhile is kept whole. 0 waits for the result. More costs quality: raise `fragments`
+            first where an exchange takes longer than a step.
         lr: Of the outer SGD. `lr=1, momentum=0` makes an exchange an average of parameters (local SGD).
         momentum: Of the outer SGD; DiLoCo's settings are `lr=0.7, momentum=0.9`.
         nesterov: Whether the outer SGD looks ahead, where it has momentum.
@@ -184,7 +185,7 @@ class Outer:
         *,
         every: int = 30,
         fragments: int = 4,
-        delay: int = 5,
+        delay: int = 1,
         lr: float = 1.0,
         momentum: float = 0.0,
         nesterov: bool = True,
