@@ -175,7 +175,7 @@ class Outer:
         RuntimeError: torch.distributed is not initialised, or a rank did not join.
 
     Source: Douillard et al., DiLoCo, arXiv 2311.08105; Streaming DiLoCo, arXiv 2501.18512. The warm-up: Lin et al.,
-    Don't use large mini-batches, use local SGD, arXiv 1808.07217, section 5 (post-local SGD).
+    Don't use large mini-batches, use local SGD, arXiv 1808.07217 (post-local SGD).
     """
 
     def __init__(
