@@ -72,6 +72,9 @@ class Member:
     """Number of ranks."""
     shares: tuple[int, ...] = ()
     """How much of what they exchange each rank owns, where their links differ, in any measure; empty: equal parts."""
+    break_even: float = 0.0
+    """Share of a payload's bytes that more work on the same values must save, to take less time on these links than
+    it costs the processor; 0 where nothing is known of them, above 1 where it never pays. The same on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)

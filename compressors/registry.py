@@ -6,7 +6,7 @@ from functools import partial
 from typing import cast
 
 from gradwire.compressors.base import Codec, Compressor
-from gradwire.compressors.cast import Cast
+from gradwire.compressors.cast import Cast, PackedCast
 from gradwire.compressors.chunk_topk import ChunkTopk
 from gradwire.compressors.dense import Dense
 from gradwire.compressors.dgc import DGC
@@ -24,6 +24,7 @@ _factories: dict[str, Factory] = {
     "none": Dense,
     "fp16": partial(Cast, "fp16"),
     "bf16": partial(Cast, "bf16"),
+    "bf16_packed": PackedCast,
     "int8": partial(Quantize, "int8"),
     "int4": partial(Quantize, "int4"),
     "onebit": OneBit,

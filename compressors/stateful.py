@@ -56,6 +56,16 @@ class Stateful:
         """See `Compressor.retract_step`."""
         self.step -= 1
 
+    def note(self) -> str:
+        """A line for reports about what this compressor has done so far; empty for nothing."""
+        return ""
+
+    def replanned(self) -> None:
+        """Is called where ranks may exchange in other groups from now on, on all of them at the same point.
+
+        What the ranks of a group have found out together in earlier steps does not hold any more.
+        """
+
     def rescale(self, factor: float | Tensor) -> None:
         """See `Compressor.rescale`."""
         check_factor(factor)
@@ -126,6 +136,7 @@ class Stateful:
         for field, store in self.fields.items():
             store.replace(pieces[field])
         self.step = int(state["step"])
+        self.replanned()
 
     def _check_state(self, state: Mapping[str, StateValue]) -> dict[str, list[Piece]]:
         """Returns the pieces of each field, or refuses the whole state."""

@@ -28,7 +28,7 @@ REFERENCES = (TREE, NVLS_TREE, HALVING_DOUBLING)
 """What other libraries run; priced for comparison. `tree` and, where an NVSwitch sums, `nvls_tree` are what NCCL may
 choose for the flat plan."""
 
-HARMLESS_FIRST = ("none", "bf16", "fp16", "int8", "int4", "powersgd", "onebit", "dgc", "chunk_topk")
+HARMLESS_FIRST = ("none", "bf16", "bf16_packed", "fp16", "int8", "int4", "powersgd", "onebit", "dgc", "chunk_topk")
 """Compressors in the order of what they do to a gradient; an unknown one comes last."""
 
 SGD_ONLY = {

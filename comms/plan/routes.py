@@ -10,14 +10,16 @@ import torch
 
 from gradwire.comms.config import Config
 from gradwire.comms.plan.codec_price import (
+    CPU_BYTES_PER_SECOND,
     ELEMENT_NBYTES,
     GPU_BYTES_PER_SECOND,
+    ROUNDS,
     codec_price,
     codec_seconds,
     gpu_bytes_per_second,
     wire_ratio,
 )
-from gradwire.comms.plan.cost import EXACT, CodecPrice, sent_nbytes
+from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, sent_nbytes
 from gradwire.comms.plan.plan import ALL_GATHER, Phase, Plan, Transfer
 from gradwire.comms.plan.planner import candidates, plan_all_reduce, presumed, with_reason
 from gradwire.comms.plan.schedule import (
@@ -31,7 +33,10 @@ from gradwire.comms.plan.schedule import (
 )
 from gradwire.compressors.adasum import Adasum
 from gradwire.compressors.base import Compressor, Layout
+from gradwire.compressors.cast import PACKED_SHARE, PackedCast
 from gradwire.compressors.dense import WideSum
+from gradwire.compressors.routed import Routed
+from gradwire.compressors.stateful import Stateful
 from gradwire.topology.cluster import Cluster, Level
 
 log = logging.getLogger("gradwire")
@@ -59,6 +64,7 @@ class PhasePart:
         logical_numel: Elements of those.
         sent_numel: Elements that this rank sends; of a compressed phase unknown beforehand, and 0.
         owners: Of a compressed phase, all ranks that have a shard in it, ascending; else empty.
+        break_even: Of a compressed phase, see `Member.break_even`.
     """
 
     phase: Phase
@@ -70,6 +76,7 @@ class PhasePart:
     logical_numel: int
     sent_numel: float
     owners: tuple[int, ...] = ()
+    break_even: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +164,11 @@ class Routes(dict[RouteKey, Route]):
         self._measured = False
         self._learned: Cluster | None = None
         self._compressor = compressor
+        self._packs = isinstance(compressor, PackedCast) or (
+            isinstance(compressor, Routed) and any(isinstance(each, PackedCast) for each in compressor.routes)
+        )
         self._unlisted: dict[tuple[int, torch.dtype], Route] = {}
+        self._tell()
 
     def __missing__(self, key: RouteKey) -> Route:
         numel, dtype, layout = key
@@ -176,6 +187,12 @@ class Routes(dict[RouteKey, Route]):
         """Forgets all routes."""
         super().clear()
         self._unlisted.clear()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Has the compressor forget what ranks know of each other that may exchange with others from now on."""
+        if isinstance(self._compressor, Stateful | Routed):
+            self._compressor.replanned()
 
     def along(self, numel: int, plan: Plan, layout: Layout | None = None) -> Route:
         """The route of a bucket along any plan, whatever the planner thinks of it.
@@ -198,12 +215,13 @@ class Routes(dict[RouteKey, Route]):
         plan = executable(plan, self.cluster, self._device_type, fixed_order=self._fixed_order)
         partition = self._partition(plan, layout)
         schedule = Schedule(self.cluster, plan)
+        break_even = packing_break_even(self.cluster, plan) if named and self._packs else 0.0
         chunks = tuple(
             Chunk(
                 start,
                 stop,
                 tuple(
-                    self._part(phase, steps, (start, stop), layout)
+                    self._part(phase, steps, (start, stop), layout, break_even)
                     for phase, steps in zip(
                         plan.phases, schedule.transfers(stop - start, partition, start), strict=True
                     )
@@ -352,12 +370,15 @@ class Routes(dict[RouteKey, Route]):
         nodes, size, name = len(self.cluster.nodes), self.cluster.size, compressor.name
 
         def priced(plan_name: str, group_size: int, why: str) -> Plan:
-            price = CodecPrice(name, _wire_ratio(compressor, nbytes, layout, group_size))
+            ratio = _wire_ratio(compressor, nbytes, layout, group_size)
+            price = CodecPrice(name, ratio, rounds=ROUNDS.get(name, EXCHANGE_ROUNDS))
             if self.library == "nccl":
                 price = replace(price, seconds_per_byte=codec_seconds(name, self.gpu_memory()))
             plan = plan_all_reduce(
                 self.cluster, nbytes, name=plan_name, chunks=self.chunks, price=price, library=self.library
             )
+            if name == PackedCast.name:
+                why += self._why_packed(plan)
             return with_reason(plan, f"{name} was asked for, {why}")
 
         if self._asked_for == "flat" and size > 1:
@@ -382,13 +403,27 @@ class Routes(dict[RouteKey, Route]):
             "flat", size, f"and is predicted to be {gain:.2f}x faster inside this node, whose links are slow."
         )
 
+    def _why_packed(self, plan: Plan) -> str:
+        """Whether exponents are packed in a plan, in words."""
+        if self.library == "nccl":
+            return " Exponents are not packed: on CUDA the host would have to wait for the length of every payload."
+        least = packing_break_even(self.cluster, plan)
+        if least >= 1 - PACKED_SHARE:
+            return " Exponents are not packed: these links are too fast for the time that packing takes."
+        return f" Exponents are packed where that saves more than {least:.1%} of bf16's bytes."
+
     def gpu_memory(self) -> float:
         """Bytes per second that codecs move on the slowest GPU; of the slowest known where it is not known."""
         fabric = self.cluster.fabric
         return min(GPU_BYTES_PER_SECOND.values()) if fabric is None else gpu_bytes_per_second(fabric.compute_capability)
 
     def _part(
-        self, phase: Phase, steps: list[list[Transfer]], run: tuple[int, int], layout: Layout | None
+        self,
+        phase: Phase,
+        steps: list[list[Transfer]],
+        run: tuple[int, int],
+        layout: Layout | None,
+        break_even: float,
     ) -> PhasePart:
         own = [tuple(transfer for transfer in step if self._rank in transfer.members) for step in steps]
         while len(own) > 1 and not own[-1]:
@@ -402,7 +437,8 @@ class Routes(dict[RouteKey, Route]):
         whole = len(first) == 1 and (first[0].start, first[0].stop) == run
         shares = tuple(member_shares(phase, transfer) for transfer in first) if layouts else ()
         owners = sorted({rank for transfer in steps[0] for rank in transfer.members}) if layouts else ()
-        return PhasePart(phase, tuple(own), layouts, shares, whole, len(first), logical, sent, tuple(owners))
+        even = break_even if layouts else 0.0
+        return PhasePart(phase, tuple(own), layouts, shares, whole, len(first), logical, sent, tuple(owners), even)
 
     def _sent_numel(self, transfer: Transfer) -> float:
         place = transfer.members.index(self._rank)
@@ -420,6 +456,40 @@ class Routes(dict[RouteKey, Route]):
             return tuple(start + offset for offset in compressor.partition(layout.cut(start, stop), parts))
 
         return partition
+
+
+NEVER = 2.0
+"""`Member.break_even` where no saving is enough."""
+
+
+def packing_break_even(cluster: Cluster, plan: Plan) -> float:
+    """The share of bf16's bytes that packing must save, to take less time in a plan than it costs a CPU.
+
+    Args:
+        cluster: Where the ranks are and what the links give; the same on all ranks.
+        plan: With a compressed phase.
+
+    Returns:
+        `NEVER` where none is enough.
+    """
+
+    def seconds(name: str, share: float) -> float:
+        ratio = 2 / ELEMENT_NBYTES * share
+        price = CodecPrice(name, ratio, codec_seconds(name, CPU_BYTES_PER_SECOND), rounds=ROUNDS.get(name, 2))
+        (priced,) = candidates(cluster, plan.nbytes, plan.name, plan.chunks, price)
+        return priced.seconds
+
+    plain, low, high = seconds("bf16", 1.0), 0.0, 1.0
+    if seconds(PackedCast.name, 1 - high) >= plain:
+        return NEVER
+    for _ in range(BREAK_EVEN_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if seconds(PackedCast.name, 1 - middle) < plain else (middle, high)
+    return high
+
+
+BREAK_EVEN_HALVINGS = 10
+"""To a thousandth."""
 
 
 def _wire_ratio(compressor: Compressor, nbytes: int, layout: Layout, group_size: int) -> float:
