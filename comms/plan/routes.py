@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, pairwise
 from math import prod
 
@@ -215,7 +216,7 @@ class Routes(dict[RouteKey, Route]):
         plan = executable(plan, self.cluster, self._device_type, fixed_order=self._fixed_order)
         partition = self._partition(plan, layout)
         schedule = Schedule(self.cluster, plan)
-        break_even = packing_break_even(self.cluster, plan) if named and self._packs else 0.0
+        break_even = self._break_even(plan) if named and self._packs else 0.0
         chunks = tuple(
             Chunk(
                 start,
@@ -285,10 +286,14 @@ class Routes(dict[RouteKey, Route]):
         self.clear()
 
     def learned(self, levels: Sequence[Level]) -> None:
-        """Predicts with these links from now on, and does what it did before: a clock's word must change no bit."""
+        """Predicts with these links from now on, and does what it did before: a clock's word must change no bit.
+
+        Whether exponents are packed goes by them, because that changes none.
+        """
         self._learned = replace(self.cluster, levels=tuple(levels))
         for key, route in self.items():
-            self[key] = replace(route, plan=self._repriced(route.plan, key[2]))
+            plan = self._repriced(route.plan, key[2])
+            self[key] = replace(route, plan=plan, chunks=self._evened(route.chunks, plan))
         log.info("%s", self.describe_links())
 
     @property
@@ -347,7 +352,8 @@ class Routes(dict[RouteKey, Route]):
         if compressed is not None:
             assert self._compressor is not None and layout is not None
             ranks = self.cluster.size if compressed.whole else len(self.cluster.nodes)
-            price = CodecPrice(self._compressor.name, _wire_ratio(self._compressor, plan.nbytes, layout, ranks))
+            ratio = _wire_ratio(self._compressor, plan.nbytes, layout, ranks)
+            price = CodecPrice(self._compressor.name, ratio * self._unpacked(plan))
         (priced,) = candidates(self._learned, plan.nbytes, plan.name, plan.chunks, price)
         return replace(
             plan,
@@ -355,6 +361,7 @@ class Routes(dict[RouteKey, Route]):
             limit=priced.limit,
             busy_seconds=priced.busy_seconds,
             assumed=presumed(self._learned),
+            why=plan.why.partition(PACKING)[0] + self._why_packed(plan),
         )
 
     def compressed_name(self) -> str | None:
@@ -374,12 +381,13 @@ class Routes(dict[RouteKey, Route]):
             price = CodecPrice(name, ratio, rounds=ROUNDS.get(name, EXCHANGE_ROUNDS))
             if self.library == "nccl":
                 price = replace(price, seconds_per_byte=codec_seconds(name, self.gpu_memory()))
-            plan = plan_all_reduce(
-                self.cluster, nbytes, name=plan_name, chunks=self.chunks, price=price, library=self.library
+            asked = partial(
+                plan_all_reduce, self.cluster, nbytes, name=plan_name, chunks=self.chunks, library=self.library
             )
-            if name == PackedCast.name:
-                why += self._why_packed(plan)
-            return with_reason(plan, f"{name} was asked for, {why}")
+            plan = asked(price=price)
+            if (more := self._unpacked(plan)) != 1.0:
+                plan = asked(price=replace(price, ratio=ratio * more, rounds=EXCHANGE_ROUNDS))
+            return with_reason(plan, f"{name} was asked for, {why}{self._why_packed(plan)}")
 
         if self._asked_for == "flat" and size > 1:
             return priced("flat", size, "and the flat plan by name: it works between all ranks.")
@@ -403,14 +411,42 @@ class Routes(dict[RouteKey, Route]):
             "flat", size, f"and is predicted to be {gain:.2f}x faster inside this node, whose links are slow."
         )
 
-    def _why_packed(self, plan: Plan) -> str:
-        """Whether exponents are packed in a plan, in words."""
+    def _break_even(self, plan: Plan) -> float:
+        """See `Member.break_even`, of the compressed phase of a plan; the same on all ranks."""
         if self.library == "nccl":
-            return " Exponents are not packed: on CUDA the host would have to wait for the length of every payload."
-        least = packing_break_even(self.cluster, plan)
-        if least >= 1 - PACKED_SHARE:
-            return " Exponents are not packed: these links are too fast for the time that packing takes."
-        return f" Exponents are packed where that saves more than {least:.1%} of bf16's bytes."
+            return NEVER
+        levels = {phase.level for phase in plan.phases if phase.compressor}
+        if not levels or any(self.priced.levels[level].link.presumed for level in levels):
+            return 0.0
+        return packing_break_even(self.priced, plan)
+
+    def _evened(self, chunks: tuple[Chunk, ...], plan: Plan) -> tuple[Chunk, ...]:
+        """The same chunks with the links as they are known now."""
+        if not self._packs or not any(phase.compressor for phase in plan.phases):
+            return chunks
+        even = self._break_even(plan)
+        return tuple(
+            replace(
+                chunk, parts=tuple(replace(part, break_even=even) if part.layouts else part for part in chunk.parts)
+            )
+            for chunk in chunks
+        )
+
+    def _unpacked(self, plan: Plan) -> float:
+        """How many times more bytes than it says the compressor will send, because it does not pack."""
+        asked = self._compressor is not None and self._compressor.name == PackedCast.name
+        return 1 / PACKED_SHARE if asked and self._break_even(plan) >= 1 - PACKED_SHARE else 1.0
+
+    def _why_packed(self, plan: Plan) -> str:
+        """Whether exponents are packed in a plan, as a sentence; empty where nobody has asked for it."""
+        if not self._packs or not any(phase.compressor for phase in plan.phases):
+            return ""
+        if self.library == "nccl":
+            return f"{PACKING} are not packed: on CUDA the host would have to wait for the length of every payload."
+        even = self._break_even(plan)
+        if even >= 1 - PACKED_SHARE:
+            return f"{PACKING} are not packed: these links are too fast for the time that it takes."
+        return f"{PACKING} are packed" + (f" where that saves more than {even:.1%} of bf16's bytes." if even else ".")
 
     def gpu_memory(self) -> float:
         """Bytes per second that codecs move on the slowest GPU; of the slowest known where it is not known."""
@@ -457,6 +493,9 @@ class Routes(dict[RouteKey, Route]):
 
         return partition
 
+
+PACKING = " Exponents"
+"""Begins the sentence of a plan's reason that says whether they are packed."""
 
 NEVER = 2.0
 """`Member.break_even` where no saving is enough."""

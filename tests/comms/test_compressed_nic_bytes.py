@@ -16,6 +16,7 @@ SHARES = {
     "none": 1.05,
     "fp16": 0.53,
     "bf16": 0.53,
+    "bf16_packed": 0.38,
     "int8": 0.27,
     "int4": 0.14,
     "onebit": 0.035,
@@ -40,6 +41,7 @@ def test_the_busiest_nic_sends_the_compressors_share() -> None:
     assert not over, (over, busiest)
     payload_alone = {
         "fp16": 0.5,
+        "bf16_packed": 0.3,
         "int4": 1 / 8,
         "onebit": 1 / 32,
         "dgc": 0.002,

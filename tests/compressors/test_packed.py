@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.base import Layout, Member, Slice
 from gradwire.compressors.cast import PackedCast
 from gradwire.compressors.kernels import reference
 from gradwire.compressors.optim.peers import carry_out
@@ -142,3 +142,14 @@ def test_a_damaged_payload_is_refused_or_decoded_but_never_read_beyond(native_ke
             except ValueError:
                 refused += 1
     assert refused > 60
+
+
+def test_fast_links_get_plain_bf16_and_the_report_says_why() -> None:
+    layout, shard = Layout((Slice("w", (6400,), 0, 0, 6400),)), normal(6400)
+    fast = PackedCast()
+    requests = list(fast.all_reduce(shard.clone(), layout, Member(0, 2, break_even=0.5)))
+    assert len(requests) == 2
+    assert "would have to save 50%" in fast.note()
+    slow = PackedCast()
+    first = next(slow.all_reduce(shard, layout, Member(0, 2, break_even=0.1)))
+    assert first.tensors[0].dtype == torch.int64  # type: ignore[union-attr]
