@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -288,6 +289,7 @@ class PackedCast(TwoStage):
     forgotten when a state is loaded, and when the ranks exchange otherwise than before (`replanned`).
 
     Args:
+        always: Pack on a CPU whatever the links and whatever it has saved, where cores are to spare.
         residual: Feed the rounding error back.
         warmup_steps: Steps at the start whose gradients are sent dense.
 
@@ -297,8 +299,9 @@ class PackedCast(TwoStage):
 
     name = "bf16_packed"
 
-    def __init__(self, *, residual: bool = False, warmup_steps: int = 0) -> None:
+    def __init__(self, *, always: bool = False, residual: bool = False, warmup_steps: int = 0) -> None:
         super().__init__(self.name, CastCodec("bfloat16"), residual=residual, warmup_steps=warmup_steps)
+        self.always = always
         self.totals = PackingTotals()
         self._trials: dict[tuple[Layout, Member], _Trial] = {}
         self._counting = threading.Lock()
@@ -337,26 +340,27 @@ class PackedCast(TwoStage):
         reason = ""
         if source.device.type == "cuda":
             reason = "on CUDA the host would have to wait for the length of every payload"
-        elif not isinstance(kernels, ExponentKernels):
+        elif not hasattr(kernels, "exponents_pack"):
             reason = f"the kernels registered for {source.device.type} cannot pack exponents"
-        elif group.break_even >= 1 - PACKED_SHARE:
+        elif not self.always and group.break_even >= 1 - PACKED_SHARE:
             reason = (
                 f"on these links packing would have to save {min(group.break_even, 1.0):.0%} of the bytes to take no "
                 f"longer than it costs, and is expected to save {1 - PACKED_SHARE:.0%}"
             )
         elif self.step < trial.rest_until:
             reason = "packing saved too little of them before; it is tried again after a while"
-        if reason or not isinstance(kernels, ExponentKernels):
+        if reason:
             self._count_plain(reason)
             yield from two_stage(source, target, group, codec, return_codec, residuals)
             return
-        longest, plain = yield from _packed_two_stage(source, target, group, codec, residuals, kernels)
+        packing = cast(ExponentKernels, kernels)  # isinstance asks `typing`, which takes longer than a small shard
+        longest, plain = yield from _packed_two_stage(source, target, group, codec, residuals, packing)
         with self._counting:
             self.totals.packed += 1
             self.totals.nbytes += longest
             self.totals.plain_nbytes += plain
         saved = 1 - longest / plain
-        if saved > group.break_even:
+        if saved > group.break_even or self.always:
             trial.rest_steps = REST_STEPS
             return
         trial.rest_until = self.step + trial.rest_steps

@@ -415,6 +415,8 @@ class Routes(dict[RouteKey, Route]):
         """See `Member.break_even`, of the compressed phase of a plan; the same on all ranks."""
         if self.library == "nccl":
             return NEVER
+        if isinstance(main := getattr(self._compressor, "main", self._compressor), PackedCast) and main.always:
+            return 0.0
         levels = {phase.level for phase in plan.phases if phase.compressor}
         if not levels or any(self.priced.levels[level].link.presumed for level in levels):
             return 0.0
@@ -501,8 +503,16 @@ NEVER = 2.0
 """`Member.break_even` where no saving is enough."""
 
 
+BUSY_PACKING_SECONDS = 14e-9
+"""What packing takes for an element of a shard where the processor is busy: 4 ranks on the 2 cores of an EPYC VM, with
+the messages about lengths (`bench/studies/hook_speed.py`, 16 MB, 1 Gbit/s, 2026-11-22). With a core for each rank it is
+2 ns; but a plan must not count on idle cores beside a backward pass."""
+
+
 def packing_break_even(cluster: Cluster, plan: Plan) -> float:
-    """The share of bf16's bytes that packing must save, to take less time in a plan than it costs a CPU.
+    """The share of bf16's bytes that packing must save, to take no more time in a plan than it costs a busy CPU.
+
+    As if nothing overlapped: what packs one chunk while another is on the wire has no core of its own.
 
     Args:
         cluster: Where the ranks are and what the links give; the same on all ranks.
@@ -512,18 +522,19 @@ def packing_break_even(cluster: Cluster, plan: Plan) -> float:
         `NEVER` where none is enough.
     """
 
-    def seconds(name: str, share: float) -> float:
-        ratio = 2 / ELEMENT_NBYTES * share
-        price = CodecPrice(name, ratio, codec_seconds(name, CPU_BYTES_PER_SECOND), rounds=ROUNDS.get(name, 2))
-        (priced,) = candidates(cluster, plan.nbytes, plan.name, plan.chunks, price)
+    def seconds(name: str, share: float, extra: float) -> float:
+        codec = codec_seconds("bf16", CPU_BYTES_PER_SECOND) + extra / ELEMENT_NBYTES
+        price = CodecPrice(name, 2 / ELEMENT_NBYTES * share, codec, rounds=ROUNDS.get(name, EXCHANGE_ROUNDS))
+        (priced,) = candidates(cluster, plan.nbytes, plan.name, 1, price)
         return priced.seconds
 
-    plain, low, high = seconds("bf16", 1.0), 0.0, 1.0
-    if seconds(PackedCast.name, 1 - high) >= plain:
+    plain, packed = seconds("bf16", 1.0, 0.0), partial(seconds, PackedCast.name, extra=BUSY_PACKING_SECONDS)
+    low, high = 0.0, 1.0
+    if packed(0.0) >= plain:
         return NEVER
     for _ in range(BREAK_EVEN_HALVINGS):
         middle = (low + high) / 2
-        low, high = (low, middle) if seconds(PackedCast.name, 1 - middle) < plain else (middle, high)
+        low, high = (low, middle) if packed(1 - middle) < plain else (middle, high)
     return high
 
 

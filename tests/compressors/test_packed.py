@@ -150,6 +150,6 @@ def test_fast_links_get_plain_bf16_and_the_report_says_why() -> None:
     requests = list(fast.all_reduce(shard.clone(), layout, Member(0, 2, break_even=0.5)))
     assert len(requests) == 2
     assert "would have to save 50%" in fast.note()
-    slow = PackedCast()
-    first = next(slow.all_reduce(shard, layout, Member(0, 2, break_even=0.1)))
-    assert first.tensors[0].dtype == torch.int64  # type: ignore[union-attr]
+    for packs, even in ((PackedCast(), 0.1), (PackedCast(always=True), 0.5)):
+        first = next(packs.all_reduce(shard, layout, Member(0, 2, break_even=even)))
+        assert first.tensors[0].dtype == torch.int64  # type: ignore[union-attr]

@@ -86,10 +86,11 @@ def break_even(gbit: float, nbytes: int = 25 << 20) -> float:
 
 
 def test_the_faster_the_links_the_more_packing_must_save() -> None:
-    found = [break_even(gbit) for gbit in (0.05, 0.2, 1, 2.5, 25, 100)]
+    found = [break_even(gbit) for gbit in (0.05, 0.2, 0.5, 2.5, 100)]
     assert found == sorted(found)
-    assert found[1] < 0.05
-    assert found[-2:] == [NEVER, NEVER]
+    assert found[1] < 0.1
+    assert found[2] < 0.31 < found[3]
+    assert found[-1] == NEVER
     assert break_even(0.2, 1 << 14) > 0.31  # the messages about lengths take longer than the bytes
 
 
