@@ -262,8 +262,9 @@ class Compressor(Protocol):
         """Replaces `shard` by an approximation of its sum over the group; the same bits on all ranks.
 
         A generator: it yields the collectives that it needs and is resumed when they are done, so that several shards
-        overlap. The number, kinds and sizes of the collectives depend on the layout, the step and the configuration
-        only, never on values: otherwise the ranks would disagree about what comes next.
+        overlap. The number, kinds and sizes of the collectives depend on the layout, the step and the configuration,
+        and on what earlier ones have given all ranks of the group alike, never on one rank's values: otherwise the
+        ranks would disagree about what comes next.
 
         Args:
             shard: 1-D contiguous float32, changed in place.

@@ -86,6 +86,11 @@ def test_compressed_training_converges_as_plain_training_does(results: Results, 
     assert 0 < results[0]["compressed"]["apart"][name] < apart, results[0]["compressed"]  # type: ignore[index]
 
 
+def test_packed_exponents_train_to_the_bits_of_bf16(results: Results) -> None:
+    apart = results[0]["compressed"]["apart"]
+    assert apart["bf16_packed"] == apart["bf16"]  # type: ignore[index]
+
+
 def test_an_overflow_skips_one_step_and_leaves_no_trace(results: Results) -> None:
     found = [result["overflow_under_a_grad_scaler"] for result in results]
     assert all(each["finite"] and each["scale"] == 512.0 for each in found), found

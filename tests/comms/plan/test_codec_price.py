@@ -119,5 +119,9 @@ def test_packing_follows_what_is_known_of_the_links() -> None:
         two_level_cluster([0, 0, 1, 1], Link(20e-6, 5e9), Link(100e-6, 12.5e9)), 0, "cpu", Config(), compressor
     )
     assert fast[key].plan.bytes_by_level["inter_node"] == pytest.approx(nbytes / 0.69, rel=0.01)
+    packed = compressor.main  # type: ignore[attr-defined]
+    packed._trials["shard"] = "rests"
+    routes.clear()
+    assert not packed._trials  # other ranks may have another history
     gpus = Routes(cluster, 0, "cuda", Config(), compressor)
     assert "on CUDA the host would have to wait" in gpus[key].plan.why
