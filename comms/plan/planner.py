@@ -37,8 +37,11 @@ UNKNOWN_RATE_TOLERANCE = 0.12
 """The same where a rate is assumed: a slow link loses more by few chunks than a fast one by many. The plans for 10
 Gbit/s, which are assumed, had 2 to 4 chunks; over 200 Mbit they took 1058 ms at 4x2 and 1121 at 4x4, with 16 chunks
 1037 and 1066 (16 MB, `bench/studies/hook_speed.py`, 2-core EPYC VM, 2026-11-22); fp16 at 2x2 took 399 ms with 4 chunks
-and 372 with 8. Not with a compressor of more rounds than an exchange, a low rank: each piece of a matrix has factors of
-its own."""
+and 372 with 8."""
+
+LEAST_CUT_RATIO = 0.1
+"""Not with a compressor that leaves less of a shard than that: headers and rests of blocks of every piece would count.
+Nor with one of more rounds than an exchange, a low rank: each piece of a matrix has factors of its own."""
 
 OWNERS_CHUNK_COUNTS = (*CHUNK_COUNTS, 32)
 OWNERS_CHUNK_SECONDS, OWNERS_CHUNK_NBYTES = 0.02, 128 * 1024
@@ -100,7 +103,7 @@ def plan_all_reduce(
         plans = [plan for plan in plans if plan.name not in FLAT_ALGORITHMS or plan.chunks == 1]
     best = min(plans, key=lambda plan: plan.seconds) if library == "nccl" else _most_chunks(plans, CHUNK_TOLERANCE)
     taken = best
-    if assumed and library != "nccl" and price.rounds <= EXCHANGE_ROUNDS and best.name not in FLAT_ALGORITHMS:
+    if assumed and library != "nccl" and _may_be_cut(price) and best.name not in FLAT_ALGORITHMS:
         taken = _most_chunks([plan for plan in plans if plan.name == best.name], UNKNOWN_RATE_TOLERANCE)
     if name != "auto":
         return with_reason(taken, "Asked for by name.")
@@ -126,6 +129,11 @@ def plan_all_reduce(
     if assumed:
         return with_reason(taken, f"Predicted to be faster than {than} over the links as they are assumed.")
     return with_reason(best, f"Predicted {rival.seconds / best.seconds:.2f}x faster than {than}.")
+
+
+def _may_be_cut(price: CodecPrice) -> bool:
+    """Whether more chunks cost a compressor next to nothing."""
+    return price.ratio >= LEAST_CUT_RATIO and price.rounds <= EXCHANGE_ROUNDS
 
 
 def _against_nccl(flat: Plan, hierarchies: list[Plan]) -> Plan:
