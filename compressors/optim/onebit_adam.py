@@ -28,6 +28,8 @@ class OneBitAdam(OneBitOptimizer):
     Source: Tang et al., 1-bit Adam, ICML 2021, algorithm 1.
     """
 
+    bias_corrected = True
+
     def __init__(
         self,
         parameters: Iterable[Tensor],
@@ -48,7 +50,9 @@ class OneBitAdam(OneBitOptimizer):
 
     def apply(self, entry: dict[str, Any], flat: FlatGroup, last_momentum: Tensor, frozen: bool) -> None:
         """See `OneBitOptimizer.apply`."""
-        update = flat.momentum / (flat.variance.sqrt() + entry["eps"])
+        beta1, beta2 = entry["betas"]
+        variance = flat.variance if frozen else flat.variance / (1.0 - beta2 ** (self.steps + 1))
+        update = flat.momentum / (1.0 - beta1 ** (self.steps + 1)) / (variance.sqrt() + entry["eps"])
         at = 0
         for parameter in entry["params"]:
             part = update[at : at + parameter.numel()].view_as(parameter)
