@@ -25,13 +25,20 @@ from gradwire.comms.autotune.probe import line_up
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.execute import Bucket
-from gradwire.comms.plan.choice import LayerCosts, choose, finish, total_error
-from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_seconds, measured_price, square_layout, wire_ratio
+from gradwire.comms.plan.choice import LayerCosts, choose_robustly, finish, total_error, uniform_choices
+from gradwire.comms.plan.codec_price import (
+    ELEMENT_NBYTES,
+    alone,
+    codec_seconds,
+    measured_price,
+    square_layout,
+    wire_ratio,
+)
 from gradwire.comms.plan.cost import EXACT, CodecPrice
 from gradwire.comms.plan.planner import ByteCosts, byte_costs
 from gradwire.comms.report import Choices, LayerChoice
 from gradwire.comms.streams import Mark
-from gradwire.compressors.adaptive import Adaptive, LayerNumbers, outstanding_share
+from gradwire.compressors.adaptive import Adaptive, LayerNumbers, outstanding_share, takes_whole
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.two_stage import TwoStage
 
@@ -54,8 +61,12 @@ MOST_OUTSTANDING = 1.0
 from gradients of steps long ago. Source: Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, theorem II, whose
 slow-down grows with that."""
 
+EARLIER, SOONEST = 8, 10
+"""The second choice comes after an eighth of the steps between two, but not before so many; then they double. What low
+ranks and sparse values hold back is known when they are in use: noise that they never send adds up for some steps."""
+
 MOST_CORRECTION = 100.0
-"""By which a prediction is corrected at most, up or down: a layer in its first steps is not believed more."""
+"""By which a prediction is corrected downwards at most: a layer in its first steps is not believed more."""
 
 
 @dataclass(slots=True)
@@ -94,6 +105,12 @@ class LayerChooser:
         adaptive.measuring = adaptive.step + 1 >= adaptive.next_plan and not self._compression.flushing
         if adaptive.measuring:
             adaptive.measuring_seconds = 0.0
+            self._recut()
+
+    def _recut(self) -> None:
+        """Has shards be cut anew from the next launch on, as a step that measures wants them whole, or no more."""
+        if self._adaptive.measures_matrices:
+            self._communicator.state_loaded()
 
     def step_ended(self, buckets: Sequence[Bucket], transfers: Sequence[Layout]) -> None:
         """Takes in a step; where it has measured, chooses anew. Nothing is in flight on a CPU.
@@ -106,6 +123,7 @@ class LayerChooser:
         if not self._adaptive.measuring:
             return
         self._adaptive.measuring = False
+        self._recut()
         with self._communicator.alone():
             self._compression.settle()
             numbers = self._adaptive.collect()
@@ -132,21 +150,37 @@ class LayerChooser:
         usual = [statistics.median(times) for times in zip(*alike, strict=True)]
         return {item.name: at for layout, at in zip(layouts, usual, strict=True) for item in layout.slices}
 
-    def _prices(self) -> list[list[float]]:
-        """Seconds per byte, seconds per call and rounds of each candidate, and whether payloads are exchanged."""
+    def _prices(self) -> tuple[list[list[float]], float]:
+        """Seconds per byte, seconds per call and rounds of each candidate, and whether payloads are exchanged.
+
+        And the share of a core that this rank had while all of them computed.
+        """
         communicator, specs = self._communicator, self._adaptive.specs
         nodes = self._group_size()
         layout = square_layout(PRICED_NBYTES, side=256)
-        found = []
+        shares: list[float] = []
+
+        def noted(processor_seconds: float, share: float) -> float:
+            shares.append(share)
+            return processor_seconds
+
+        prices = []
         for spec in specs:
             price = EXACT
             if spec.name != EXACT.name and communicator.device.type == "cpu":
-                price = measured_price(spec.name, layout, nodes, together=lambda: line_up(communicator), make=spec.make)
+                price = measured_price(
+                    spec.name, layout, nodes, together=lambda: line_up(communicator), agree=noted, make=spec.make
+                )
             elif spec.name != EXACT.name:
                 memory = communicator.routes.gpu_memory()
                 price = CodecPrice(spec.name, 1.0, codec_seconds(spec.name.partition("+")[0], memory))
-            found.append([price.seconds_per_byte, price.call_seconds, float(price.rounds), float(price.exchanged)])
-        return found
+            prices.append(price)
+        # One share of a core for all of them: what one codec is worth beside another is not a matter of its neighbours.
+        share = statistics.median(shares) if shares else 1.0
+        return [
+            [alone(each.seconds_per_byte, share), alone(each.call_seconds, share), float(each.rounds), each.exchanged]
+            for each in prices
+        ], share
 
     def _group_size(self) -> int:
         cluster = self._communicator.cluster
@@ -155,22 +189,25 @@ class LayerChooser:
     def _plan(self, numbers: Mapping[str, LayerNumbers], transfers: Sequence[Layout]) -> None:
         adaptive, device = self._adaptive, self._communicator.device
         first = "arrivals" not in adaptive.notes
+        prices, core = self._prices() if first else (None, 1.0)
         gaps = [after - before for before, after in zip(self._ended, self._ended[1:], strict=False)]
         own = {
             "numbers": {name: list(astuple(each)) for name, each in numbers.items()},
             "arrivals": self._arrivals() if first else None,
-            "prices": self._prices() if first else None,
+            "prices": prices,
+            "core": core,
             "measuring": adaptive.measuring_seconds,
             "step": statistics.median(gaps) if gaps else 0.0,
         }
         verdict = cast(dict[str, Any], self._consensus.decide(own, lambda ranks: self._decide(ranks, transfers)))
-        adaptive.notes = verdict["notes"]
-        adaptive.next_plan = adaptive.step + int(verdict["notes"]["wait"])
+        notes = adaptive.notes = dict(verdict["notes"])
+        wait = int(notes["wait"])
+        notes["soon"] = soon = min(wait, 2 * int(notes["soon"]) if "soon" in notes else max(SOONEST, wait // EARLIER))
+        adaptive.next_plan = adaptive.step + soon
         with self._communicator.alone():
             changed = adaptive.choose(verdict["choice"], device)
         self._communicator.rejoin()
         if changed:
-            self._communicator.routes.clear()
             self._communicator.state_loaded()
         shown = verdict["shown"]
         self.choices = Choices(
@@ -200,6 +237,7 @@ class LayerChooser:
             notes["arrivals"] = arrivals
             prices = zip(*(each["prices"] for each in every), strict=True)
             notes["prices"] = [[max(column) for column in zip(*rows, strict=True)] for rows in prices]
+            notes["core"] = max(each["core"] for each in every)
             notes["costs"] = [asdict(costs) for costs in self._byte_costs(notes["prices"])]
             notes["corrections"] = {}
         began = time.perf_counter()
@@ -207,8 +245,8 @@ class LayerChooser:
         corrections = _corrected(notes["corrections"], merged, adaptive, self._group_size())
         notes["corrections"] = corrections
         layers, items = self._layers(transfers, notes, merged)
-        budget, gradient = self._budget(items, layers, merged)
-        choice = choose(layers, budget)
+        budget, gradient = self._budget(layers, merged)
+        choice = choose_robustly(layers, budget, max(each["message_seconds"] for each in notes["costs"]))
         chosen = {
             item.name: number for item, number in zip(items, choice, strict=True) if number and item.name in merged
         }
@@ -244,7 +282,7 @@ class LayerChooser:
         layers: list[LayerCosts] = []
         items: dict[str, Slice] = {}
         latest = 0.0
-        for layout in transfers:
+        for transfer, layout in enumerate(transfers):
             arrivals = [notes["arrivals"].get(item.name, latest) for item in layout.slices]
             latest = max([latest, *arrivals])
             for item in layout.slices:
@@ -253,17 +291,21 @@ class LayerChooser:
                 found = merged.get(item.name) if adaptive.is_planned(item) else None
                 numel = math.prod(item.shape)
                 whole = items[item.name] = Slice(item.name, item.shape, 0, 0, numel)
-                alone = Layout((whole,))
+                lone, part = Layout((whole,)), numel / max(numel, layout.numel)
                 seconds, errors = [], []
                 for number, (candidate, price, cost) in enumerate(zip(adaptive.candidates, prices, costs, strict=True)):
-                    ratio = wire_ratio(candidate, alone, size) if number else 1.0
-                    seconds.append(cost.seconds(ELEMENT_NBYTES * numel, ratio, price))
+                    ratio = wire_ratio(candidate, lone, size) if number else 1.0
+                    matrix = takes_whole(candidate, whole)
+                    nbytes = ELEMENT_NBYTES * numel
+                    seconds.append(cost.seconds(nbytes, ratio, price, part=part, whole=matrix, core=notes["core"]))
                     error = 0.0 if not number else math.inf
-                    if number and found is not None:
+                    # of a matrix that travels in several transfers no part is one
+                    if number and found is not None and (item.numel == numel or not matrix):
                         error = self._error(item.name, number, found, notes["corrections"])
-                        error = error if error <= MOST_OUTSTANDING * found.gradient else math.inf
+                        own = adaptive.specs[number].text == adaptive.budget
+                        error = error if own or error <= MOST_OUTSTANDING * found.gradient else math.inf
                     errors.append(error)
-                layers.append(LayerCosts(latest, tuple(seconds), tuple(errors)))
+                layers.append(LayerCosts(latest, tuple(seconds), tuple(errors), transfer))
         return layers, list(items.values())
 
     def _error(self, name: str, number: int, found: _Merged, corrections: Mapping[str, Any]) -> float:
@@ -274,22 +316,19 @@ class LayerChooser:
             corrections.get(name, {}).get(text, 1.0)
         )
 
-    def _budget(
-        self, items: Sequence[Slice], layers: Sequence[LayerCosts], merged: Mapping[str, _Merged]
-    ) -> tuple[float, float]:
+    def _budget(self, layers: Sequence[LayerCosts], merged: Mapping[str, _Merged]) -> tuple[float, float]:
         """What the squared errors may add up to, and the squared norm of the gradients that are planned."""
         adaptive = self._adaptive
         gradient = sum(each.gradient for each in merged.values())
         if not isinstance(adaptive.budget, str):
             return PLANNED_SHARE * adaptive.budget * gradient, gradient
-        number = next(n for n, spec in enumerate(adaptive.specs) if spec.text == str(adaptive.budget).strip())
-        return sum(layer.errors[number] for layer in layers if layer.errors[number] < math.inf), gradient
+        number = next(n for n, spec in enumerate(adaptive.specs) if spec.text == adaptive.budget)
+        return total_error(layers, uniform_choices(layers)[number]), gradient
 
     def _uniform(self, layers: Sequence[LayerCosts], gradient: float) -> list[tuple[str, float, float]]:
         """Each candidate everywhere where one may be chosen: (name, seconds, squared error over the gradient's)."""
         found = []
-        for number, spec in enumerate(self._adaptive.specs):
-            choice = [number if layer.errors[number] < math.inf else 0 for layer in layers]
+        for spec, choice in zip(self._adaptive.specs, uniform_choices(layers), strict=True):
             error = total_error(layers, choice)
             found.append((spec.text, finish(layers, choice), error / gradient if gradient else 0.0))
         return found
@@ -405,7 +444,7 @@ def _corrected(
         number = adaptive.candidate_of(name)
         predicted = predicted_error(adaptive, number, numbers, group_size) if number else 0.0
         if 0.0 < predicted < math.inf and numbers.outstanding > 0.0:
-            ratio = min(max(numbers.outstanding / predicted, 1 / MOST_CORRECTION), MOST_CORRECTION)
+            ratio = max(numbers.outstanding / predicted, 1 / MOST_CORRECTION)
             found.setdefault(name, {})[adaptive.specs[number].text] = ratio
     return found
 
@@ -417,6 +456,6 @@ def _as_prices(rows: Sequence[Sequence[float]], adaptive: Adaptive) -> list[Code
     ]
 
 
-def _byte_costs_of(plain: Mapping[str, Any]) -> ByteCosts:
+def _byte_costs_of(plain: dict[str, Any]) -> ByteCosts:
     others = tuple((int(resource), float(seconds)) for resource, seconds in plain["others"])
-    return ByteCosts(int(plain["resource"]), float(plain["across"]), others, float(plain["encoded"]))
+    return ByteCosts(**(plain | {"others": others}))
