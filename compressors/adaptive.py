@@ -11,13 +11,14 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from gradwire.compressors.base import (
+    Collective,
     Compressor,
     HeldRun,
     Layout,
@@ -27,8 +28,11 @@ from gradwire.compressors.base import (
     StateDict,
     StateValue,
     check_factor,
+    check_gradient,
     equal_bounds,
 )
+from gradwire.compressors.cast import CAST_DTYPES, CastCodec
+from gradwire.compressors.dense import Dense
 from gradwire.compressors.matrices import cut_between
 from gradwire.compressors.powersgd import PowerSGD
 from gradwire.compressors.registry import Option, make, options_of
@@ -36,7 +40,7 @@ from gradwire.compressors.residual import ElementStore, Piece
 from gradwire.compressors.routed import Routed
 from gradwire.compressors.rules import DEFAULT_RULES, Rule
 from gradwire.compressors.stateful import Stateful
-from gradwire.compressors.two_stage import SHARD_ALIGN
+from gradwire.compressors.two_stage import SHARD_ALIGN, Residuals, two_stage
 
 AUTO = "auto"
 EXACT = "none"
@@ -55,6 +59,28 @@ SETTLED: Mapping[str, Option] = {"warmup_steps": 0, "momentum": 0.0}
 the optimizer, whichever compressor a layer has."""
 
 _SPEC = re.compile(r"\s*([A-Za-z0-9_+.-]+)\s*(?:\((.*)\))?\s*")
+
+
+NARROW: Mapping[torch.dtype, str] = {dtype: name for name, dtype in CAST_DTYPES.items()}
+"""What exact layers travel in where it is the dtype of their gradients, by torch's name."""
+
+
+class Exact(Dense):
+    """An exact sum: gradients of 16 bits travel in 16 bits, and are summed in float32 and rounded once.
+
+    With float32 on the wire the same would come out, in twice the bytes: contributions have 16 bits, and so has the
+    bucket that the sum is written to.
+    """
+
+    def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Collective]:
+        """See `Compressor.all_reduce`."""
+        narrow = NARROW.get(group.dtype)
+        if narrow is None or group.size == 1 or not shard.numel():
+            yield from super().all_reduce(shard, layout, group)
+            return
+        check_gradient(shard)
+        codec = CastCodec(narrow)
+        yield from two_stage(shard, shard, group, codec, codec, Residuals())
 
 
 @runtime_checkable
@@ -241,7 +267,7 @@ class Adaptive(Routed):
         self.plan_every = cast(int, options.get("plan_every", 100))
         self.first_plan = cast(int, options.get("first_plan", 6))
         self.specs = candidates_of(options, budget)
-        self.candidates = tuple(spec.make() for spec in self.specs)
+        self.candidates = (Exact(), *(spec.make() for spec in self.specs[1:]))
         self.name = AUTO
         self.main = self.candidates[0]
         self.rules = tuple(rules)
@@ -260,6 +286,8 @@ class Adaptive(Routed):
         """What the choice goes by besides the gradients, of plain values: part of the state."""
         self._choice: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._wide_until = -1
+        """The last step that sends exact layers in float32: what was held back of them needs its bits."""
         self._leftover = ElementStore()
         """What the compressors that parameters had before have held back."""
         self._moving: set[str] = set()
@@ -310,6 +338,8 @@ class Adaptive(Routed):
         if measuring:
             self._measure(shard, layout)
         self._add_leftover(shard, layout)
+        if self.step <= self._wide_until:
+            group = replace(group, dtype=torch.float32)
         yield from super().all_reduce(shard, layout, group)
         if measuring:
             for item in layout.slices:
@@ -335,6 +365,8 @@ class Adaptive(Routed):
             leaving = {name for name in changed if self.candidate_of(name) == number}
             if leaving:
                 self._take_back(compressor, leaving, device)
+        if changed:  # and the step after the next, which a device that dropped that one has it added in
+            self._wide_until = self.step + 1
         self._choice = {name: number for name, number in choice.items() if number}
         self._known.clear()
         return sorted(changed)
@@ -432,6 +464,7 @@ class Adaptive(Routed):
         chosen = {name: self.specs[number].text for name, number in sorted(self._choice.items())}
         state[PREFIX + "step"] = self.step
         state[PREFIX + "next_plan"] = self.next_plan
+        state[PREFIX + "wide_until"] = self._wide_until
         state[PREFIX + "candidates"] = json.dumps([spec.text for spec in self.specs])
         state[PREFIX + "choice"] = json.dumps(chosen)
         state[PREFIX + "notes"] = json.dumps(self.notes, sort_keys=True)
@@ -447,7 +480,7 @@ class Adaptive(Routed):
         """
         own = {key[len(PREFIX) :]: value for key, value in state.items() if key.startswith(PREFIX)}
         texts = [spec.text for spec in self.specs]
-        missing = {"step", "next_plan", "candidates", "choice", "notes"} - own.keys()
+        missing = {"step", "next_plan", "wide_until", "candidates", "choice", "notes"} - own.keys()
         if missing:
             raise ValueError(f"`state` lacks {', '.join(sorted(missing))} of compressor 'auto': it is another's")
         if (saved := json.loads(str(own["candidates"]))) != texts:
@@ -466,7 +499,7 @@ class Adaptive(Routed):
         super().load_state_dict({key: value for key, value in state.items() if not key.startswith(PREFIX)})
         self._choice = {name: texts.index(text) for name, text in chosen.items()}
         self._known.clear()
-        self.step, self.next_plan = int(own["step"]), int(own["next_plan"])
+        self.step, self.next_plan, self._wide_until = (int(own[key]) for key in ("step", "next_plan", "wide_until"))
         self.notes = json.loads(str(own["notes"]))
         self._leftover.replace(pieces)
         self._moving = {piece.name for piece in pieces}

@@ -75,6 +75,8 @@ class Member:
     break_even: float = 0.0
     """Share of a payload's bytes that more work on the same values must save, to take less time on these links than
     it costs the processor; 0 where nothing is known of them, above 1 where it never pays. The same on all ranks."""
+    dtype: torch.dtype = torch.float32
+    """Of the bucket that the shard is of, whatever it was widened to: the result is rounded to it in the end."""
 
 
 @dataclass(frozen=True, slots=True)

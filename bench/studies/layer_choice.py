@@ -7,16 +7,16 @@ classifier has nine times the gradients of the rest, as 782 MB beside ResNet-50'
 `gradwire emulate --nodes 2 --ranks-per-node 2 --nic 200mbit --`:
 
     python -m gradwire.bench.studies.layer_choice speed > speed.jsonl
-    torchrun --nproc-per-node 4 -m gradwire.bench.studies.layer_choice quality --steps 300 --speed speed.jsonl > q.jsonl
+    python -m gradwire.bench.studies.layer_choice quality --steps 300 --speed speed.jsonl > q.jsonl
     python -m gradwire.bench.studies.layer_choice time --speed speed.jsonl --quality q.jsonl
     python -m gradwire.bench.studies.layer_choice model
 
 `speed` replays real gradients, recorded after some training, with waits in place of the computation: the backward
 pass of ResNet-50 as `gradwire compare --replay` has it, on 10 Gbit/s (`--stands-for`), both smaller and slower. All
-take turns. `quality` trains with each, on two logical nodes, and evaluates on text that was held out every so often;
-"auto" chooses by the arrivals, prices and links that `speed` has found, and by the gradients of its own training.
-`time` puts both together: steps until a loss is reached, times the seconds of a step. `model` is no measurement: what
-the cost model says at full size. Rank 0 prints JSON lines.
+take turns. `quality` trains with each, two nodes in one process, and evaluates on text that was held out every so
+often; "auto" chooses by the arrivals, prices and links that `speed` has found, and by the gradients of its own
+training. `time` puts both together: steps until a loss is reached, times the seconds of a step. `model` is no
+measurement: what the cost model says at full size. Rank 0 prints JSON lines.
 """
 
 import argparse
@@ -28,7 +28,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,14 +41,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.bench.compare.replay import FORWARD_SHARE, load_case
+from gradwire.bench.studies.convergence.alone import reduce_together
 from gradwire.bench.train.text import library_text, split_text
-from gradwire.comms.autotune.choose import MOST_OUTSTANDING, predicted_error
+from gradwire.comms.autotune.choose import MOST_OUTSTANDING, LayerChooser, predicted_error
+from gradwire.comms.autotune.consensus import Consensus
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.compression import Compression
 from gradwire.comms.plan.choice import LayerCosts, choose_robustly, finish, total_error
-from gradwire.comms.plan.codec_price import codec_seconds, wire_ratio
+from gradwire.comms.plan.codec_price import codec_seconds, layout_of, wire_ratio
 from gradwire.comms.plan.cost import EXACT, CodecPrice
 from gradwire.comms.plan.planner import byte_costs
 from gradwire.compressors.adaptive import CANDIDATES, Adaptive, CandidateSpec, Measurable, takes_whole
-from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.base import Compressor, Layout, Slice
+from gradwire.compressors.registry import Option
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 
 WORDS, WIDTH, LAYERS, CONTEXT, SAMPLES = 24_000, 192, 4, 64, 64
@@ -81,6 +87,10 @@ def auto(budget: str | float, sparse: bool = False) -> Setting:
     if sparse:
         options["candidates"] = (*CANDIDATES, *SPARSE)
     return {"compressor": "auto", "error_budget": budget, "compressor_options": options}
+
+
+Node = tuple[Compressor, LayerChooser | None]
+"""A node's compressor, and its part in the choice."""
 
 
 class Reader(nn.Module):
@@ -384,6 +394,73 @@ def _compared(
         }
 
 
+class Here:
+    """Two nodes in this process, as far as `LayerChooser` asks for them."""
+
+    def __init__(self) -> None:
+        link = Link(1e-3, 25e6)
+        self.cluster = uniform_cluster((2, 2), (Level(LEVEL_NAMES[0], link), Level(LEVEL_NAMES[1], link)))
+        self.device = torch.device("cpu")
+        self.routes = self
+
+    def compressed_name(self) -> str:
+        """As `Routes.compressed_name`."""
+        return "hierarchical"
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """As `Communicator.alone`."""
+        yield
+
+    def rejoin(self) -> None:
+        """Nothing is elsewhere."""
+
+    def state_loaded(self) -> None:
+        """Nothing is planned."""
+
+
+def nodes_of(setting: Setting, numels: Mapping[str, int], notes: Mapping[str, object] | None) -> list[Node]:
+    """The two nodes' compressors, and their parts in the choice."""
+    name, options = (
+        str(setting.get("compressor", "none")),
+        cast(dict[str, Option], setting.get("compressor_options", {})),
+    )
+    found = []
+    for rank in range(2 if name != "none" else 0):
+        compression = Compression(name, options, (), rank, 2, cast(str | float | None, setting.get("error_budget")))
+        compression.compressor.bind_model(numels)
+        chooser = None
+        if isinstance(compression.compressor, Adaptive):
+            compression.compressor.notes = dict(notes or {})
+            chooser = LayerChooser(cast(Communicator, Here()), compression, cast(Consensus, None))
+        found.append((compression.compressor, chooser))
+    return found
+
+
+def average(nodes: Sequence[Node], flats: Sequence[Tensor], layout: Layout, transfers: Sequence[Layout]) -> Tensor:
+    """What the nodes' compressors make of the mean of their gradients; chooses anew where it is time."""
+    for flat in flats:
+        flat.mul_(1 / len(flats))
+    if not nodes:
+        return flats[0] + flats[1]
+    for _, chooser in nodes:
+        if chooser is not None:
+            chooser.step_begins()
+    reduce_together([compressor for compressor, _ in nodes], flats, layout)
+    choosers = [chooser for _, chooser in nodes if chooser is not None]
+    auto = [compressor for compressor, _ in nodes if isinstance(compressor, Adaptive) and compressor.measuring]
+    if auto:
+        owns = []
+        for each in auto:
+            each.measuring = False
+            numbers = {name: list(astuple(found)) for name, found in each.collect().items()}
+            owns.append({"numbers": numbers, "measuring": 0.0, "step": 0.0})
+        decided = choosers[0].decide(owns, transfers)
+        for chooser in choosers:
+            chooser.follow(decided)
+    return flats[0]
+
+
 def quality(
     settings: dict[str, Setting], steps: int, seeds: int, every: int, notes: Mapping[str, Mapping[str, object]]
 ) -> Iterator[dict[str, object]]:
@@ -398,35 +475,35 @@ def quality(
     """
     torch.set_num_threads(1)
     training, held_out = read_texts()
-    world = dist.get_world_size()
     for seed in range(seeds):
         for name, setting in settings.items():
-            place = {"hostname": f"node{dist.get_rank() * 2 // world}"}
-            model, state = wrapped(fresh(), setting | place, 25e6)
-            if (adaptive := adaptive_of(state)) is not None:
-                adaptive.notes = dict(notes[name])
-            generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+            model = fresh()
+            parameters = dict(reversed(list(model.named_parameters())))
+            layout = layout_of([(each, tuple(parameter.shape)) for each, parameter in parameters.items()])
+            nodes = nodes_of(setting, {each: p.numel() for each, p in parameters.items()}, notes.get(name))
+            generators = [torch.Generator().manual_seed(1000 * seed + node) for node in range(2)]
             optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (steps / 20)))
-            curve, chosen = [], []
+            curve: list[tuple[int, float]] = []
+            chosen: list[dict[str, float]] = []
             for step in range(1, steps + 1):
-                context, words = training.batch(generator)
-                optimizer.zero_grad()
-                functional.cross_entropy(model(context), words).backward()  # type: ignore[no-untyped-call]  # torch's
+                flats = []
+                for generator in generators:
+                    context, words = training.batch(generator)
+                    optimizer.zero_grad()
+                    functional.cross_entropy(model(context), words).backward()  # type: ignore[no-untyped-call]  # torch's
+                    flats.append(torch.cat([cast(Tensor, each.grad).reshape(-1) for each in parameters.values()]))
+                total = average(nodes, flats, layout, buckets_of(layout))
+                for item, parameter in zip(layout.slices, parameters.values(), strict=True):
+                    parameter.grad = total[item.start : item.stop].view_as(parameter)
                 optimizer.step()
                 schedule.step()
+                choices = nodes[0][1].choices if nodes and nodes[0][1] is not None else None
+                if choices is not None and (not chosen or chosen[-1]["step"] != choices.step):
+                    kinds = dict(Counter(each.compressor for each in choices.layers))
+                    chosen.append({"step": choices.step, "seconds": choices.seconds, "error": choices.error} | kinds)
                 if step % every == 0:
                     curve.append((step, evaluated(model, held_out)))
-                    choices = state.report().choices
-                    if choices is not None:
-                        chosen.append(
-                            (
-                                choices.step,
-                                round(choices.seconds, 4),
-                                dict(Counter(each.compressor for each in choices.layers)),
-                            )
-                        )
-            choices = state.report().choices
             yield {
                 "name": name,
                 "seed": seed,
@@ -434,19 +511,27 @@ def quality(
                 "chosen": chosen,
                 "choices": None if choices is None else str(choices),
             }
-            state.close()
+
+
+def buckets_of(layout: Layout) -> list[Layout]:
+    """Whole parameters, in the buckets that `wrapped` has DDP make."""
+    found, start = [], 0
+    limit = 25 / 872 * layout.numel
+    for item in layout.slices:
+        if item.stop - start >= limit:
+            found.append(layout.cut(start, item.stop))
+            start = item.stop
+    return [*found, layout.cut(start, layout.numel)] if start < layout.numel else found
 
 
 def evaluated(model: nn.Module, held_out: Texts) -> float:
-    """The mean loss of all ranks' batches, the same ones each time."""
-    losses, chooser = [], torch.Generator().manual_seed(5 + dist.get_rank())
+    """The mean loss of some batches, the same ones each time."""
+    losses, chooser = [], torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for _ in range(5):
+        for _ in range(12):
             context, words = held_out.batch(chooser)
             losses.append(functional.cross_entropy(model(context), words))
-    loss = torch.stack(losses).mean()
-    dist.all_reduce(loss)
-    return loss.item() / dist.get_world_size()
+    return torch.stack(losses).mean().item()
 
 
 def notes_of(notes: Mapping[str, Any]) -> dict[str, object]:
@@ -506,7 +591,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--every", type=int, default=10, help="steps between two evaluations")
     parser.add_argument("--nic-bits", type=float, default=200e6)
     parser.add_argument("--stands-for", type=float, default=10e9, help="bits per second, of the emulated card")
-    parser.add_argument("--sparse", action="store_true", help="candidates of auto for SGD, too")
     parser.add_argument("--speed", help="what `speed` has printed")
     parser.add_argument("--quality", nargs="*", default=(), help="what `quality` has printed")
     options = parser.parse_args(argv)
@@ -519,20 +603,21 @@ def main(argv: list[str]) -> int:
     settings = dict(UNIFORM)
     words = options.budgets.split(",") if options.budgets else []
     budgets = [float(word) if word[0].isdigit() else word for word in words]
-    settings |= {f"auto {budget}": auto(budget, options.sparse) for budget in budgets}
+    settings |= {f"auto {budget}": auto(budget) for budget in budgets}
+    settings |= {f"auto {budget} sparse": auto(budget, sparse=True) for budget in budgets}
     if options.part == "model":
         for row in model([float(each) for each in options.gbits.split(",")], options.nodes, budgets):
             print(json.dumps(row), flush=True)
         return 0
     if options.only:
         settings = {name: settings[name] for name in options.only.split(",")}
-    dist.init_process_group("gloo")
-    if options.part == "speed":
-        rows = speed(settings, options.turns, options.steps, options.nic_bits, options.stands_for)
-    else:
+    if options.part == "quality":
         notes = {row["name"]: notes_of(row["notes"]) for row in rows_of(options.speed) if row.get("notes")}
-        rows = quality(settings, options.steps, options.seeds, options.every, notes)
-    for row in rows:
+        for row in quality(settings, options.steps, options.seeds, options.every, notes):
+            print(json.dumps(row), flush=True)
+        return 0
+    dist.init_process_group("gloo")
+    for row in speed(settings, options.turns, options.steps, options.nic_bits, options.stands_for):
         if dist.get_rank() == 0:
             print(json.dumps(row), flush=True)
     dist.destroy_process_group()

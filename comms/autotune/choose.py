@@ -17,7 +17,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, Protocol, cast
 
 from gradwire.comms.autotune.consensus import Consensus
@@ -38,7 +38,7 @@ from gradwire.comms.plan.cost import EXACT, CodecPrice
 from gradwire.comms.plan.planner import ByteCosts, byte_costs
 from gradwire.comms.report import Choices, LayerChoice
 from gradwire.comms.streams import Mark
-from gradwire.compressors.adaptive import Adaptive, LayerNumbers, outstanding_share, takes_whole
+from gradwire.compressors.adaptive import NARROW, Adaptive, LayerNumbers, outstanding_share, takes_whole
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.two_stage import TwoStage
 
@@ -96,7 +96,7 @@ class LayerChooser:
         self._consensus = consensus
         self._steps: list[tuple[tuple[Layout, ...], tuple[Mark, ...]]] = []
         self._ended: list[float] = []
-        self._numbered: dict[str, int] = {}
+        self._narrow: set[str] = set()
         self.choices: Choices | None = None
 
     def step_begins(self) -> None:
@@ -120,6 +120,12 @@ class LayerChooser:
             transfers: Which parameters travelled together, in the order of the launches.
         """
         self._note(buckets)
+        self._narrow = {
+            item.name
+            for bucket in buckets
+            if bucket.flat.dtype in NARROW and bucket.layout is not None
+            for item in bucket.layout.slices
+        }
         if not self._adaptive.measuring:
             return
         self._adaptive.measuring = False
@@ -187,7 +193,7 @@ class LayerChooser:
         return cluster.size if self._communicator.routes.compressed_name() == "flat" else len(cluster.nodes)
 
     def _plan(self, numbers: Mapping[str, LayerNumbers], transfers: Sequence[Layout]) -> None:
-        adaptive, device = self._adaptive, self._communicator.device
+        adaptive = self._adaptive
         first = "arrivals" not in adaptive.notes
         prices, core = self._prices() if first else (None, 1.0)
         gaps = [after - before for before, after in zip(self._ended, self._ended[1:], strict=False)]
@@ -199,7 +205,16 @@ class LayerChooser:
             "measuring": adaptive.measuring_seconds,
             "step": statistics.median(gaps) if gaps else 0.0,
         }
-        verdict = cast(dict[str, Any], self._consensus.decide(own, lambda ranks: self._decide(ranks, transfers)))
+        self.follow(self._consensus.decide(own, lambda ranks: self.decide(ranks, transfers)))
+
+    def follow(self, decided: object) -> None:
+        """Takes over what rank 0 has chosen, from the next step on; all ranks alike.
+
+        Args:
+            decided: What `decide` has returned.
+        """
+        adaptive, device = self._adaptive, self._communicator.device
+        verdict = cast(dict[str, Any], decided)
         notes = adaptive.notes = dict(verdict["notes"])
         wait = int(notes["wait"])
         notes["soon"] = soon = min(wait, 2 * int(notes["soon"]) if "soon" in notes else max(SOONEST, wait // EARLIER))
@@ -224,8 +239,16 @@ class LayerChooser:
 
     # On rank 0.
 
-    def _decide(self, ranks: list[object], transfers: Sequence[Layout]) -> object:
-        """The choice, from what all ranks have measured."""
+    def decide(self, ranks: Sequence[object], transfers: Sequence[Layout]) -> object:
+        """The choice, from what all ranks have measured.
+
+        Args:
+            ranks: What each has to say.
+            transfers: Which parameters travel together, in the order of the launches.
+
+        Returns:
+            For `follow`, of plain values.
+        """
         adaptive = self._adaptive
         every = [cast(dict[str, Any], each) for each in ranks]
         notes: dict[str, Any] = dict(adaptive.notes)
@@ -289,14 +312,15 @@ class LayerChooser:
                 if item.name in items:  # a further part of one that was cut: its first part stands for all of it
                     continue
                 found = merged.get(item.name) if adaptive.is_planned(item) else None
-                numel = math.prod(item.shape)
+                numel, wider = math.prod(item.shape), 2.0 if item.name in self._narrow else 1.0
                 whole = items[item.name] = Slice(item.name, item.shape, 0, 0, numel)
                 lone, part = Layout((whole,)), numel / max(numel, layout.numel)
                 seconds, errors = [], []
                 for number, (candidate, price, cost) in enumerate(zip(adaptive.candidates, prices, costs, strict=True)):
-                    ratio = wire_ratio(candidate, lone, size) if number else 1.0
+                    ratio = wider * wire_ratio(candidate, lone, size) if number else 1.0
                     matrix = takes_whole(candidate, whole)
-                    nbytes = ELEMENT_NBYTES * numel
+                    nbytes = ELEMENT_NBYTES / wider * numel
+                    price = replace(price, seconds_per_byte=wider * price.seconds_per_byte)
                     seconds.append(cost.seconds(nbytes, ratio, price, part=part, whole=matrix, core=notes["core"]))
                     error = 0.0 if not number else math.inf
                     # of a matrix that travels in several transfers no part is one
@@ -345,8 +369,9 @@ class LayerChooser:
         ends, slack = finish(layers, choice), budget - total_error(layers, choice)
         found = []
         for place, (item, layer, number) in enumerate(zip(items, layers, choice, strict=True)):
-            exact = 2 * (nodes - 1) / nodes * ELEMENT_NBYTES * item.numel
-            ratio = wire_ratio(adaptive.candidates[number], Layout((item,)), size) if number else 1.0
+            wider = 2.0 if item.name in self._narrow else 1.0
+            exact = 2 * (nodes - 1) / nodes * ELEMENT_NBYTES / wider * item.numel
+            ratio = wider * wire_ratio(adaptive.candidates[number], Layout((item,)), size) if number else 1.0
             norm = merged[item.name].gradient if item.name in merged else 0.0
             error = layer.errors[number] / norm if norm else 0.0
             why = _why(adaptive, item, layers, choice, place, ends, slack)

@@ -259,7 +259,7 @@ class ByteCosts:
         encoded: Part of the bucket that one rank encodes.
         single: How many times as long the compressed phase takes where one rank of each node stands for all of a
             bucket: 1 where they share a card.
-        message_seconds: Of one more exchange of payloads beside others, however small.
+        message_seconds: Of the compressed phase's messages, however small they are.
     """
 
     resource: int
@@ -285,7 +285,7 @@ class ByteCosts:
             nbytes: Of gradient.
             ratio: Bytes on the wire over those of an exact all-reduce.
             price: Of the compressor; its own ratio does not count.
-            part: Of its bucket: so much of the bucket's calls it pays for.
+            part: Of its bucket: so much of the bucket's calls and messages it pays for.
             whole: Whether all of it must lie with one rank of each node.
             core: Share of a core that a rank has where all of them compute, as `price` counts: the more of them idle,
                 the more has the one that does not.
@@ -295,11 +295,11 @@ class ByteCosts:
         across = self.across * ratio * (self.single if lone else 1.0)
         codec = price.seconds_per_byte * encoded
         _, busy = busiest_resource([*self.others, (self.resource, across), (PROCESSOR, codec)])
-        return nbytes * busy + part * price.call_seconds
+        return nbytes * busy + part * (price.call_seconds + self.message_seconds)
 
 
 def byte_costs(cluster: Cluster, name: str, price: CodecPrice) -> ByteCosts:
-    """What each byte of a bucket occupies in a plan, latencies left out.
+    """What each byte of a bucket occupies in a plan, and how long the compressed phase's messages take.
 
     Args:
         cluster: Where the ranks are and what the links give.
