@@ -77,6 +77,7 @@ UNIFORM: dict[str, Setting] = {
     "onebit": {"compressor": "onebit", "compressor_options": {"momentum": 0.0, "warmup_steps": 1}},
     "powersgd": {"compressor": "powersgd", "compressor_options": {"warmup_steps": 1}},
     "powersgd+int8": {"compressor": "powersgd+int8", "compressor_options": {"warmup_steps": 1}},
+    "powersgd+int8 16": {"compressor": "powersgd+int8", "compressor_options": {"warmup_steps": 1, "rank": 16}},
     "dgc": {"compressor": "dgc", "compressor_options": {"momentum": 0.0, "warmup_steps": 0, "density": 0.02}},
 }
 
@@ -313,6 +314,8 @@ def model(gbits: Sequence[float], nodes: int, budgets: Sequence[str | float]) ->
             cluster = uniform_cluster((8, nodes), (Level(LEVEL_NAMES[0], inside), Level(LEVEL_NAMES[1], link)))
             layers, norms = _layers(shapes, case.step_seconds * (1 - FORWARD_SHARE), cluster, specs, shares)
             yield from _compared(name, gbit, case.step_seconds * FORWARD_SHARE, layers, norms, specs, budgets)
+    long = [layer for _ in range(-(-500 // len(layers))) for layer in layers][:500]
+    yield from _compared("500 layers", gbit, 0.0, long, float(len(long)), specs, budgets)
 
 
 def _layers(
@@ -464,7 +467,7 @@ def average(nodes: Sequence[Node], flats: Sequence[Tensor], layout: Layout, tran
 def quality(
     settings: dict[str, Setting], steps: int, seeds: int, every: int, notes: Mapping[str, Mapping[str, object]]
 ) -> Iterator[dict[str, object]]:
-    """Trains with each; the loss on held-out files, every so many steps.
+    """Trains with each; the losses on held-out files so far, every so many steps.
 
     Args:
         settings: By name.
@@ -504,13 +507,8 @@ def quality(
                     chosen.append({"step": choices.step, "seconds": choices.seconds, "error": choices.error} | kinds)
                 if step % every == 0:
                     curve.append((step, evaluated(model, held_out)))
-            yield {
-                "name": name,
-                "seed": seed,
-                "curve": curve,
-                "chosen": chosen,
-                "choices": None if choices is None else str(choices),
-            }
+                    last = None if choices is None else str(choices)
+                    yield {"name": name, "seed": seed, "curve": curve, "chosen": chosen, "choices": last}
 
 
 def buckets_of(layout: Layout) -> list[Layout]:
