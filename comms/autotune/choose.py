@@ -65,6 +65,11 @@ EARLIER, SOONEST = 8, 10
 """The second choice comes after an eighth of the steps between two, but not before so many; then they double. What low
 ranks and sparse values hold back is known when they are in use: noise that they never send adds up for some steps."""
 
+FORGOTTEN = {True: 0.5, False: 0.9}
+"""Power that a correction upwards is taken to at each measurement while its compressor is not in use. A quantizer holds
+back no more than the bound in the long run: it looked worse beside a gradient that had become small, or with what the
+compressor before it had left. Low ranks and sparse values are tried again rarely."""
+
 MOST_CORRECTION = 100.0
 """By which a prediction is corrected downwards at most: a layer in its first steps is not believed more."""
 
@@ -269,7 +274,8 @@ class LayerChooser:
         notes["corrections"] = corrections
         layers, items = self._layers(transfers, notes, merged)
         budget, gradient = self._budget(layers, merged)
-        choice = choose_robustly(layers, budget, max(each["message_seconds"] for each in notes["costs"]))
+        message = max(each["message_seconds"] for each in notes["costs"])
+        choice = choose_robustly(layers, budget, message, self._named)
         chosen = {
             item.name: number for item, number in zip(items, choice, strict=True) if number and item.name in merged
         }
@@ -346,8 +352,14 @@ class LayerChooser:
         gradient = sum(each.gradient for each in merged.values())
         if not isinstance(adaptive.budget, str):
             return PLANNED_SHARE * adaptive.budget * gradient, gradient
-        number = next(n for n, spec in enumerate(adaptive.specs) if spec.text == adaptive.budget)
-        return total_error(layers, uniform_choices(layers)[number]), gradient
+        assert self._named is not None
+        return total_error(layers, uniform_choices(layers)[self._named]), gradient
+
+    @property
+    def _named(self) -> int | None:
+        """The number of the candidate that the budget names; None where the budget is a number."""
+        texts = [spec.text for spec in self._adaptive.specs]
+        return texts.index(self._adaptive.budget) if isinstance(self._adaptive.budget, str) else None
 
     def _uniform(self, layers: Sequence[LayerCosts], gradient: float) -> list[tuple[str, float, float]]:
         """Each candidate everywhere where one may be chosen: (name, seconds, squared error over the gradient's)."""
@@ -464,7 +476,13 @@ def _corrected(
     corrections: Mapping[str, Mapping[str, float]], merged: Mapping[str, _Merged], adaptive: Adaptive, group_size: int
 ) -> dict[str, dict[str, float]]:
     """What is really outstanding over what was predicted, for each layer and the candidates that it has had."""
-    found = {name: dict(each) for name, each in corrections.items()}
+    sound = {
+        spec.text: isinstance(each, TwoStage) for spec, each in zip(adaptive.specs, adaptive.candidates, strict=True)
+    }
+    found = {
+        name: {text: ratio ** FORGOTTEN[sound[text]] if ratio > 1.0 else ratio for text, ratio in each.items()}
+        for name, each in corrections.items()
+    }
     for name, numbers in merged.items():
         number = adaptive.candidate_of(name)
         predicted = predicted_error(adaptive, number, numbers, group_size) if number else 0.0

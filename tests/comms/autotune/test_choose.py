@@ -101,6 +101,10 @@ def test_a_second_compressor_in_a_transfer_is_worth_its_messages() -> None:
     second = replace(first, transfer=0)
     assert choose_robustly([first, second], 3.0) in ([1, 2], [2, 1])
     assert choose_robustly([first, second], 3.0, 0.2) == [1, 1]
+    assert choose_robustly([first, second], 4.0) == [2, 2]
+    near = replace(first, seconds=(1.0, 0.21, 0.20), errors=(0.0, 1.0, 0.5))
+    assert choose_robustly([near, near], 2.0) == [2, 2]
+    assert choose_robustly([near, near], 2.0, named=1) == [1, 1]  # faster by less than the model knows
     hidden, last = replace(first, seconds=(0.8, 0.1, 0.1)), replace(first, arrival=2.0, transfer=1)
     assert choose_robustly([hidden, replace(hidden, seconds=(0.4, 0.1, 0.1)), last], 3.0) == [0, 0, 1]
     assert choose_robustly([replace(hidden, seconds=(1.9, 0.1, 0.1)), last], 3.0)[0] != 0  # by less than the margin
