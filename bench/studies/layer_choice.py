@@ -376,7 +376,8 @@ def _compared(
     for budget in budgets:
         allowed = uniform[budget][1] if isinstance(budget, str) else budget * norms
         began = time.process_time()
-        choice = choose_robustly(layers, allowed, MESSAGE_SECONDS)
+        named = [spec.text for spec in specs].index(budget) if isinstance(budget, str) else None
+        choice = choose_robustly(layers, allowed, MESSAGE_SECONDS, named)
         took = time.process_time() - began
         step = finish(layers, choice) + forward_seconds
         best = min((seconds, text) for text, (seconds, error) in uniform.items() if error <= allowed)
