@@ -36,6 +36,7 @@ from gradwire.comms.transport.nccl import NcclGroups
 from gradwire.comms.transport.torch_group import Waiting
 from gradwire.compressors.base import Compressor, Layout, Work
 from gradwire.compressors.dense import WideSum
+from gradwire.compressors.routed import Routed
 from gradwire.topology.cluster import Cluster
 
 SPARSE_PHASE = 20
@@ -358,6 +359,8 @@ class Communicator:
     def report(self, steps: int = 0) -> Report:
         """What has travelled so far, and by which plans."""
         plans = dict.fromkeys(plan.describe(self.cluster.level_names) for plan in self.routes.plans())
+        if isinstance(self.compressor, Routed):
+            plans.update(dict.fromkeys(self.compressor.report_lines()))
         links = (self.routes.describe_links(), *self._nics)
         totals = self.executor.totals()
         return Report(self.cluster.describe(), tuple(plans), totals, self._all_reduces, steps, links, rank=self.rank)

@@ -61,7 +61,7 @@ from gradwire.compressors.adaptive import AUTO
 from gradwire.compressors.adasum import Adasum
 from gradwire.compressors.base import Compressor, Layout, StateDict
 from gradwire.compressors.dense import WideSum
-from gradwire.compressors.optim.first_step import Check, check_at_first_step, withdraw
+from gradwire.compressors.optim.first_step import Check, HasParameters, check_at_first_step, withdraw
 from gradwire.compressors.routed import Routed
 from gradwire.compressors.rules import warn_of_idle
 
@@ -343,9 +343,7 @@ class HookState:
             )
         self.names.bind(model)
         if self.config.compressor is not None:
-            self._check = check_at_first_step(
-                model, self.config.compressor, self.config.compressor_options, self.config.rules
-            )
+            self._check = self._checked_later(model)
             warn_of_idle(self.config.rules, self.names.numels(), "Patterns are shell-style, of the whole name.")
         self._announces_last = isinstance(model, DistributedDataParallel) and not model.static_graph
         self._group = getattr(model, "process_group", None) or self._group
@@ -769,14 +767,18 @@ class HookState:
         self._connection = made
         return made.communicator
 
+    def _checked_later(self, model: HasParameters) -> Check:
+        config = self.config
+        assert config.compressor is not None
+        options, rules = config.compressor_options, config.rules
+        return check_at_first_step(model, config.compressor, options, rules, config.error_budget)
+
     def _begin_step(self, connection: _Connection) -> None:
         self._in_step = True
         self._last_bucket_came = False
         self._in_backward = queue_end_of_backward(self._backward_ended)
         if self.steps == 0 and not self.names.bound and self.config.compressor is not None:
-            self._check = check_at_first_step(
-                self.names, self.config.compressor, self.config.compressor_options, self.config.rules
-            )
+            self._check = self._checked_later(self.names)
         communicator = connection.communicator
         if communicator.device.type == "cuda":
             communicator.executor.timing = is_timed(self.steps) or connection.observer.wants_times

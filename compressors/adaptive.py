@@ -11,13 +11,14 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from gradwire.compressors.base import (
+    Collective,
     Compressor,
     HeldRun,
     Layout,
@@ -27,35 +28,59 @@ from gradwire.compressors.base import (
     StateDict,
     StateValue,
     check_factor,
+    check_gradient,
     equal_bounds,
 )
+from gradwire.compressors.cast import CAST_DTYPES, CastCodec
+from gradwire.compressors.dense import Dense
 from gradwire.compressors.matrices import cut_between
 from gradwire.compressors.powersgd import PowerSGD
 from gradwire.compressors.registry import Option, make, options_of
 from gradwire.compressors.residual import ElementStore, Piece
 from gradwire.compressors.routed import Routed
 from gradwire.compressors.rules import DEFAULT_RULES, Rule
-from gradwire.compressors.stateful import HELD_BACK, Stateful
-from gradwire.compressors.two_stage import SHARD_ALIGN
+from gradwire.compressors.stateful import Stateful
+from gradwire.compressors.two_stage import SHARD_ALIGN, Residuals, two_stage
 
 AUTO = "auto"
 EXACT = "none"
 PREFIX = "auto/"
 """Of the entries of a state dict that are not a candidate's."""
 
-CANDIDATES = ("bf16", "int8", "int4", "powersgd(rank=4)")
-"""What layers may get besides `none`. "dgc" is not among them: momentum or Adam behind a thousandth of the gradient
-costs accuracy that a squared error does not show."""
+CANDIDATES = ("bf16", "int8", "int4", "powersgd(rank=4)", "powersgd+int8(rank=4)", "powersgd+int8(rank=16)")
+"""What layers may get besides `none`. The only place where they are listed: another codec becomes a candidate here.
+
+Not among them: "dgc", as momentum or Adam behind a thousandth of the gradient costs accuracy that a squared error does
+not show; "onebit", which wants a momentum of its own, and holds back more than a gradient; and "fp16", whose range a
+gradient may leave between two measurements, where "bf16" takes as many bytes."""
 
 SETTLED: Mapping[str, Option] = {"warmup_steps": 0, "momentum": 0.0}
 """Options of every candidate that has them: the dense start is over when something is chosen, and momentum stays with
 the optimizer, whichever compressor a layer has."""
 
-PARTICULAR = ("onebit", "dgc", "chunk_topk")
-"""Compressors that do not fit every optimizer: as a budget, they are to be among the candidates, which are checked."""
-"""Names of the stores that hold what is outstanding."""
-
 _SPEC = re.compile(r"\s*([A-Za-z0-9_+.-]+)\s*(?:\((.*)\))?\s*")
+
+
+NARROW: Mapping[torch.dtype, str] = {dtype: name for name, dtype in CAST_DTYPES.items()}
+"""What exact layers travel in where it is the dtype of their gradients, by torch's name."""
+
+
+class Exact(Dense):
+    """An exact sum: gradients of 16 bits travel in 16 bits, and are summed in float32 and rounded once.
+
+    With float32 on the wire the same would come out, in twice the bytes: contributions have 16 bits, and so has the
+    bucket that the sum is written to.
+    """
+
+    def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Collective]:
+        """See `Compressor.all_reduce`."""
+        narrow = NARROW.get(group.dtype)
+        if narrow is None or group.size == 1 or not shard.numel():
+            yield from super().all_reduce(shard, layout, group)
+            return
+        check_gradient(shard)
+        codec = CastCodec(narrow)
+        yield from two_stage(shard, shard, group, codec, codec, Residuals())
 
 
 @runtime_checkable
@@ -156,13 +181,6 @@ def check_auto(options: Mapping[str, object], budget: str | float | None) -> Non
         raise ValueError(f"`error_budget` is {budget}; wanted a compressor's name, or a number between 0 and 1")
     if isinstance(budget, str) and parse_candidate(budget).name == EXACT:
         raise ValueError('`error_budget` is "none"; that is compressor="none"')
-    if isinstance(budget, str) and parse_candidate(budget).name.partition("+")[0] in PARTICULAR:
-        given = options.get("candidates", CANDIDATES)
-        if not isinstance(given, Sequence) or budget.strip() not in given:
-            raise ValueError(
-                f"`error_budget` is {budget!r}, which does not fit every optimizer and is none of `candidates`; wanted "
-                "it among them, too, or another budget"
-            )
     known = ("candidates", "plan_every", "first_plan")
     for key in options:
         if key not in known:
@@ -179,6 +197,11 @@ def check_auto(options: Mapping[str, object], budget: str | float | None) -> Non
                 f"`candidates` has {spec.text!r}, which cannot say what it leaves out of a gradient; wanted a codec "
                 "(register_codec), or a compressor with `left_out`"
             )
+
+
+def takes_whole(compressor: Compressor, item: Slice) -> bool:
+    """Whether a compressor takes a slice as a matrix, which must then lie in one shard."""
+    return isinstance(compressor, PowerSGD) and compressor.matrix(item) is not None
 
 
 def outstanding_share(left_out: float, norm: float) -> float:
@@ -240,11 +263,11 @@ class Adaptive(Routed):
         options = options or {}
         check_auto(options, budget)
         assert budget is not None
-        self.budget = budget
+        self.budget = budget.strip() if isinstance(budget, str) else budget
         self.plan_every = cast(int, options.get("plan_every", 100))
         self.first_plan = cast(int, options.get("first_plan", 6))
         self.specs = candidates_of(options, budget)
-        self.candidates = tuple(spec.make() for spec in self.specs)
+        self.candidates = (Exact(), *(spec.make() for spec in self.specs[1:]))
         self.name = AUTO
         self.main = self.candidates[0]
         self.rules = tuple(rules)
@@ -263,6 +286,8 @@ class Adaptive(Routed):
         """What the choice goes by besides the gradients, of plain values: part of the state."""
         self._choice: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._wide_until = -1
+        """The last step that sends exact layers in float32: what was held back of them needs its bits."""
         self._leftover = ElementStore()
         """What the compressors that parameters had before have held back."""
         self._moving: set[str] = set()
@@ -288,18 +313,24 @@ class Adaptive(Routed):
         found = self.candidate_of(item.name) if number is None else len(self.candidates) + number
         return next(first for first, other in enumerate(self.routes) if other is self.routes[found])
 
+    @property
+    def measures_matrices(self) -> bool:
+        """Whether shards are cut otherwise in a step that measures: matrices that may get a low rank lie in one."""
+        return any(isinstance(each, PowerSGD) for each in self.candidates)
+
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
-        """See `Compressor.partition`: as a low-rank compressor wants it where one is in use, else equal parts."""
+        """See `Compressor.partition`: as a low-rank compressor wants it where one is in use or measured, else equal."""
         low_rank = [item for item in layout.slices if self._keeps_whole(item)]
         if low_rank:
             return cut_between(layout, parts, low_rank.__contains__)
         return equal_bounds(layout.numel, parts, SHARD_ALIGN)
 
     def _keeps_whole(self, item: Slice) -> bool:
-        """Whether the parameter's compressor takes it as a matrix, which must lie in one shard."""
+        """Whether the parameter's compressor takes it as a matrix, or one does that is measured now."""
         number = next((number for number, rule in enumerate(self.rules) if rule.matches(item)), None)
-        compressor = self.routes[self.candidate_of(item.name) if number is None else len(self.candidates) + number]
-        return isinstance(compressor, PowerSGD) and compressor.matrix(item) is not None
+        used = self.routes[self.candidate_of(item.name) if number is None else len(self.candidates) + number]
+        others = self.candidates if self.measuring and number is None else ()
+        return any(takes_whole(each, item) for each in (used, *others))
 
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Request]:
         """See `Compressor.all_reduce`."""
@@ -307,6 +338,8 @@ class Adaptive(Routed):
         if measuring:
             self._measure(shard, layout)
         self._add_leftover(shard, layout)
+        if self.step <= self._wide_until:
+            group = replace(group, dtype=torch.float32)
         yield from super().all_reduce(shard, layout, group)
         if measuring:
             for item in layout.slices:
@@ -332,6 +365,8 @@ class Adaptive(Routed):
             leaving = {name for name in changed if self.candidate_of(name) == number}
             if leaving:
                 self._take_back(compressor, leaving, device)
+        if changed:  # and the step after the next, which a device that dropped that one has it added in
+            self._wide_until = self.step + 1
         self._choice = {name: number for name, number in choice.items() if number}
         self._known.clear()
         return sorted(changed)
@@ -364,11 +399,9 @@ class Adaptive(Routed):
     def _outstanding(self, names: Mapping[str, object]) -> dict[str, float]:
         sums: dict[str, Tensor] = {}
         for number, compressor in enumerate(self.candidates):
-            for stored, store in compressor.fields.items() if isinstance(compressor, Stateful) else ():
-                for piece in store.pieces() if stored in HELD_BACK else ():
-                    if piece.name in names and self.candidate_of(piece.name) == number:
-                        norm = _squared_norm(piece.value)
-                        sums[piece.name] = sums[piece.name] + norm if piece.name in sums else norm
+            own = {name for name in names if self.candidate_of(name) == number}
+            if own and isinstance(compressor, Stateful):
+                sums.update(compressor.held_squares(own))
         return {name: float(value) for name, value in sums.items()}
 
     def end_step(self, finite: bool | Tensor) -> None:
@@ -431,6 +464,7 @@ class Adaptive(Routed):
         chosen = {name: self.specs[number].text for name, number in sorted(self._choice.items())}
         state[PREFIX + "step"] = self.step
         state[PREFIX + "next_plan"] = self.next_plan
+        state[PREFIX + "wide_until"] = self._wide_until
         state[PREFIX + "candidates"] = json.dumps([spec.text for spec in self.specs])
         state[PREFIX + "choice"] = json.dumps(chosen)
         state[PREFIX + "notes"] = json.dumps(self.notes, sort_keys=True)
@@ -446,7 +480,7 @@ class Adaptive(Routed):
         """
         own = {key[len(PREFIX) :]: value for key, value in state.items() if key.startswith(PREFIX)}
         texts = [spec.text for spec in self.specs]
-        missing = {"step", "next_plan", "candidates", "choice", "notes"} - own.keys()
+        missing = {"step", "next_plan", "wide_until", "candidates", "choice", "notes"} - own.keys()
         if missing:
             raise ValueError(f"`state` lacks {', '.join(sorted(missing))} of compressor 'auto': it is another's")
         if (saved := json.loads(str(own["candidates"]))) != texts:
@@ -465,7 +499,7 @@ class Adaptive(Routed):
         super().load_state_dict({key: value for key, value in state.items() if not key.startswith(PREFIX)})
         self._choice = {name: texts.index(text) for name, text in chosen.items()}
         self._known.clear()
-        self.step, self.next_plan = int(own["step"]), int(own["next_plan"])
+        self.step, self.next_plan, self._wide_until = (int(own[key]) for key in ("step", "next_plan", "wide_until"))
         self.notes = json.loads(str(own["notes"]))
         self._leftover.replace(pieces)
         self._moving = {piece.name for piece in pieces}
@@ -478,7 +512,7 @@ class Adaptive(Routed):
             if self.is_planned(item):
                 flat = shard[item.start : item.stop]
                 numbers = [_squared_norm(flat)]
-                numbers += [cast(Measurable, each).left_out(flat, item) for each in self.candidates[1:]]
+                numbers += _left_out(self.candidates[1:], flat, item)
                 with self._measured_lock:
                     self._measured[item.name, item.parameter_start] = numbers
         with self._measured_lock:
@@ -522,6 +556,21 @@ class Adaptive(Routed):
                 compressor.export(layout, device)
                 self._leftover.adopt(layout, flat)
                 self._moving.add(name)
+
+
+def _left_out(candidates: Sequence[Compressor], flat: Tensor, item: Slice) -> list[Tensor]:
+    """What one payload of each would leave out; low ranks of one size are found once."""
+    factors: dict[tuple[int, int], Tensor] = {}
+    found = []
+    for each in candidates:
+        if isinstance(each, PowerSGD):
+            key = each.rank, each.random_seed
+            if key not in factors:
+                factors[key] = each.measured_factor(flat, item)
+            found.append(each.left_out_beside(factors[key], flat, item))
+        else:
+            found.append(cast(Measurable, each).left_out(flat, item))
+    return found
 
 
 def _union(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:

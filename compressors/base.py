@@ -72,6 +72,11 @@ class Member:
     """Number of ranks."""
     shares: tuple[int, ...] = ()
     """How much of what they exchange each rank owns, where their links differ, in any measure; empty: equal parts."""
+    break_even: float = 0.0
+    """Share of a payload's bytes that more work on the same values must save, to take less time on these links than
+    it costs the processor; 0 where nothing is known of them, above 1 where it never pays. The same on all ranks."""
+    dtype: torch.dtype = torch.float32
+    """Of the bucket that the shard is of, whatever it was widened to: the result is rounded to it in the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +264,9 @@ class Compressor(Protocol):
         """Replaces `shard` by an approximation of its sum over the group; the same bits on all ranks.
 
         A generator: it yields the collectives that it needs and is resumed when they are done, so that several shards
-        overlap. The number, kinds and sizes of the collectives depend on the layout, the step and the configuration
-        only, never on values: otherwise the ranks would disagree about what comes next.
+        overlap. The number, kinds and sizes of the collectives depend on the layout, the step and the configuration,
+        and on what earlier ones have given all ranks of the group alike, never on one rank's values: otherwise the
+        ranks would disagree about what comes next.
 
         Args:
             shard: 1-D contiguous float32, changed in place.

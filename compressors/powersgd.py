@@ -161,23 +161,48 @@ class PowerSGD(Stateful):
 
         A part of a matrix gets its share of the rank: the parts' errors then add up to no less than the whole's.
         """
-        norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64).square()
+        return self.left_out_beside(self.measured_factor(flat, item), flat, item)
+
+    def measured_factor(self, flat: Tensor, item: Slice) -> Tensor:
+        """Returns the factor that a slice would be sent as: (rank, columns), of unencoded elements, and no state.
+
+        No rows where the slice is no matrix, or so small a part of one that no rank is left for it. Compressors of one
+        rank and seed find the same.
+
+        Args:
+            flat: As for `left_out`.
+            item: Which.
+        """
         numel = math.prod(item.shape)
         whole = self.matrix(replace(item, parameter_start=0, numel=numel))
         if whole is None:
-            return torch.zeros_like(norm)
-        rank = whole.rank * item.numel // numel
+            return flat.new_empty(0, 1)
         skipped = -item.parameter_start % whole.columns
         rows = (item.numel - skipped) // whole.columns
-        rank = min(rank, rows)
+        rank = min(whole.rank * item.numel // numel, rows)
         if rank < 1:
-            return norm
+            return flat.new_empty(0, whole.columns)
         matrix = flat[skipped : skipped + rows * whole.columns].view(rows, whole.columns)
         transposed = hash_uniforms(mix_key(self.random_seed, 0, name_key(item.name)), rank * whole.columns, flat.device)
         factor = transposed.view(rank, whole.columns) - 0.5
         for _ in range(MEASURED_ROUNDS):
             basis, _upper = torch.linalg.qr((factor @ matrix.t()).t())
             factor = basis.t().contiguous() @ matrix
+        return factor
+
+    def left_out_beside(self, factor: Tensor, flat: Tensor, item: Slice) -> Tensor:
+        """Returns what `left_out` does.
+
+        Args:
+            factor: What `measured_factor` has found, of this compressor or of one of the same rank and seed.
+            flat: As for `left_out`.
+            item: Which.
+        """
+        norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64).square()
+        if self.matrix(replace(item, parameter_start=0, numel=math.prod(item.shape))) is None:
+            return torch.zeros_like(norm)
+        if not factor.numel():
+            return norm
         captured = torch.linalg.vector_norm(factor, dtype=torch.float64).square()
         rest = (norm - captured).clamp_(min=0.0)
         if self.codec is not None:

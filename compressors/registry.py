@@ -6,7 +6,7 @@ from functools import partial
 from typing import cast
 
 from gradwire.compressors.base import Codec, Compressor
-from gradwire.compressors.cast import Cast
+from gradwire.compressors.cast import Cast, PackedCast
 from gradwire.compressors.chunk_topk import ChunkTopk
 from gradwire.compressors.dense import Dense
 from gradwire.compressors.dgc import DGC
@@ -25,6 +25,7 @@ _factories: dict[str, Factory] = {
     "none": Dense,
     "fp16": partial(Cast, "fp16"),
     "bf16": partial(Cast, "bf16"),
+    "bf16_packed": PackedCast,
     "int8": partial(Quantize, "int8"),
     "int4": partial(Quantize, "int4"),
     "waterfill5": partial(Waterfill, "waterfill5"),
@@ -40,6 +41,8 @@ _factories: dict[str, Factory] = {
 _outer: dict[str, type[PowerSGD] | type[DGC]] = {"powersgd": PowerSGD, "dgc": DGC}
 """Compressors whose payload of floats can go through a codec, by the name before the `+`, with the option that does
 something of the kind by itself."""
+_alone = (*_outer, "none", PackedCast.name)
+"""What does not go behind the `+`: these have an exchange of their own, or nothing to encode."""
 _own_narrowing = {"powersgd": "factor_dtype", "dgc": "value_dtype"}
 _inner_options = ("stochastic", "seed")
 """Options of the second part: the rest belongs to its own residual and its own start, which a stack does not have."""
@@ -139,8 +142,8 @@ def _parts_of(name: str) -> tuple[str, str]:
         ValueError: The first part does not send floats that a codec could encode, or the second is no codec.
     """
     first, _, second = name.partition("+")
-    if first not in _outer or second not in _factories or second in (*_outer, "none"):
-        codecs = ", ".join(each for each in _factories if each not in (*_outer, "none"))
+    if first not in _outer or second not in _factories or second in _alone:
+        codecs = ", ".join(each for each in _factories if each not in _alone)
         raise ValueError(
             f"`compressor` is {name!r}; wanted {' or '.join(_outer)} before the `+`, and behind it a codec for what "
             f"they send: one of {codecs}"

@@ -159,6 +159,16 @@ class Routed:
         """See `Stateful.held_square`."""
         return sum(each.held_square() for each in self._compressors() if isinstance(each, Stateful))
 
+    def report_lines(self) -> list[str]:
+        """What the compressors say of themselves in reports, a line each."""
+        return [note for each in self._compressors() if isinstance(each, Stateful) and (note := each.note())]
+
+    def replanned(self) -> None:
+        """See `Stateful.replanned`."""
+        for each in self._compressors():
+            if isinstance(each, Stateful):
+                each.replanned()
+
     def retract_step(self) -> None:
         """See `Compressor.retract_step`."""
         for compressor in self._compressors():

@@ -1,6 +1,6 @@
 """What every compressor with state shares: staging and commit, saving, loading, migration, rescaling."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -56,6 +56,16 @@ class Stateful:
         """See `Compressor.retract_step`."""
         self.step -= 1
 
+    def note(self) -> str:
+        """A line for reports about what this compressor has done so far; empty for nothing."""
+        return ""
+
+    def replanned(self) -> None:
+        """Is called where ranks may exchange in other groups from now on, on all of them at the same point.
+
+        What the ranks of a group have found out together in earlier steps does not hold any more.
+        """
+
     def rescale(self, factor: float | Tensor) -> None:
         """See `Compressor.rescale`."""
         check_factor(factor)
@@ -84,6 +94,25 @@ class Stateful:
                 flat[unit.start : unit.stop] *= unit.value[: max(0, flat.numel() - unit.start)]
             square += float(torch.linalg.vector_norm(flat)) ** 2
         return square
+
+    def held_squares(self, names: Collection[str]) -> dict[str, Tensor]:
+        """The squared norms of what this rank holds back of some parameters; nothing is changed, nobody waits.
+
+        Args:
+            names: Of the parameters.
+
+        Returns:
+            0-dim float64 by parameter, in units of gradients, on the device, the stores' added up; none for one of
+            which nothing is held.
+        """
+        units = [unit for unit in self.element_units() if unit.name in names]
+        found: dict[str, Tensor] = {}
+        for field in sorted(HELD_BACK & self.fields.keys()):
+            for piece in self.fields[field].pieces():
+                if piece.name in names:
+                    square = torch.linalg.vector_norm(_in_units(piece, units), dtype=torch.float64).square()
+                    found[piece.name] = found[piece.name] + square if piece.name in found else square
+        return found
 
     def held(self) -> Iterator[HeldRun]:
         """See `Compressor.held`."""
@@ -126,6 +155,7 @@ class Stateful:
         for field, store in self.fields.items():
             store.replace(pieces[field])
         self.step = int(state["step"])
+        self.replanned()
 
     def _check_state(self, state: Mapping[str, StateValue]) -> dict[str, list[Piece]]:
         """Returns the pieces of each field, or refuses the whole state."""
@@ -180,3 +210,14 @@ class Stateful:
                 f"`state[{key!r}]`: parameter {name!r} has {self._numels[name]} elements, the state "
                 f"reaches to {stop}; the state is another model's"
             )
+
+
+def _in_units(piece: Piece, units: Iterable[Piece]) -> Tensor:
+    """Returns the elements of a piece times their units, where there are any; the piece itself stays as it is."""
+    value = piece.value
+    for unit in units:
+        first, last = max(piece.start, unit.start), min(piece.stop, unit.stop)
+        if unit.name == piece.name and first < last:
+            value = value.clone() if value is piece.value else value
+            value[first - piece.start : last - piece.start] *= unit.value[first - unit.start : last - unit.start]
+    return value

@@ -387,7 +387,8 @@ class TwoStage(Stateful):
         units = self.units_of(layout, shard.device)
         if units is not None:
             source = torch.div(source, units, out=shard)
-        yield from two_stage(source, shard, group, codec, return_codec, self._residuals(layout, group, shard.device))
+        residuals = self._residuals(layout, group, shard.device)
+        yield from self.exchange(source, shard, layout, group, codec, return_codec, residuals)
         if units is not None:
             shard.mul_(units)
 
@@ -397,6 +398,29 @@ class TwoStage(Stateful):
         Raises:
             CudaKernelsError: The kernels cannot be used on this device; nothing was changed.
         """
+
+    def exchange(
+        self,
+        source: Tensor,
+        target: Tensor,
+        layout: Layout,
+        group: Member,
+        codec: Codec,
+        return_codec: Codec,
+        residuals: Residuals,
+    ) -> Iterator[Request]:
+        """The exchange of payloads: `two_stage`, where no compressor has another with the same result.
+
+        Args:
+            source: As for `two_stage`.
+            target: As for `two_stage`.
+            layout: Of both.
+            group: As for `two_stage`.
+            codec: As for `two_stage`.
+            return_codec: As for `two_stage`.
+            residuals: As for `two_stage`.
+        """
+        yield from two_stage(source, target, group, codec, return_codec, residuals)
 
     def codec_for(self, layout: Layout, rank: int) -> Codec:
         """Returns the codec for this step's payload of this shard: codecs with random numbers override this."""

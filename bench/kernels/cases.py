@@ -15,8 +15,14 @@ from torch import Tensor
 from gradwire.compressors.chunk_topk import ChunkTopkCodec
 from gradwire.compressors.kernels import native, reference
 from gradwire.compressors.kernels.cuda.pack import PackTable
-from gradwire.compressors.kernels.dispatch import KERNELS_ON
-from gradwire.compressors.kernels.reference import ChunkRule, DgcRule, DgcState
+from gradwire.compressors.kernels.dispatch import KERNELS_ON, ExponentKernels
+from gradwire.compressors.kernels.reference import (
+    EXPONENTS_BLOCK,
+    ChunkRule,
+    DgcRule,
+    DgcState,
+    exponents_most_nbytes,
+)
 from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.quantize import QuantizeCodec
 from gradwire.compressors.waterfill import WaterfillCodec
@@ -286,6 +292,34 @@ def chunk_topk_decode_case(numel: int, device: torch.device) -> KernelCase:
     )
 
 
+def exponents_case(back: bool, numel: int, device: torch.device) -> KernelCase:
+    """Packed exponents of normally distributed bfloat16 values, or the values again; the composition is in torch.
+
+    On CUDA the composition takes both places: there are no kernels for it.
+    """
+    ours = KERNELS_ON[device.type]
+    kernels = ours if isinstance(ours, ExponentKernels) else reference
+    blocks = [each.bfloat16().view(-1, EXPONENTS_BLOCK) for each in _randn(numel, device)]
+    payloads = [torch.zeros(exponents_most_nbytes(numel), dtype=torch.uint8, device=device) for _ in range(SETS)]
+    length = sum(kernels.exponents_pack(each, row) for each, row in zip(blocks, payloads, strict=True)) / SETS
+    values = [torch.empty_like(each) for each in blocks]
+    if back:
+        return KernelCase(
+            "exponents_unpack",
+            2 * numel + length,
+            lambda i: kernels.exponents_unpack(payloads[i], values[i]),
+            lambda i: reference.exponents_unpack(payloads[i], values[i]),
+            values,
+        )
+    return KernelCase(
+        "exponents_pack",
+        2 * numel + length,
+        lambda i: kernels.exponents_pack(blocks[i], payloads[i]),
+        lambda i: reference.exponents_pack(blocks[i], payloads[i]),
+        payloads,
+    )
+
+
 def dgc_case(numel: int, device: torch.device) -> KernelCase:
     """Momentum correction, selection of a thousandth, and masking; the state in place."""
     g, u, v = (_randn(numel, device) for _ in range(3))
@@ -393,6 +427,8 @@ def all_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Kernel
         "waterfill5_decode_reduce": lambda: waterfill_decode_case(5, numel, device),
         "chunk_topk_encode": lambda: chunk_topk_encode_case(numel, device),
         "chunk_topk_decode_reduce": lambda: chunk_topk_decode_case(numel, device),
+        "exponents_pack": lambda: exponents_case(False, numel, device),
+        "exponents_unpack": lambda: exponents_case(True, numel, device),
         "dgc_step": lambda: dgc_case(numel, device),
         "powersgd_step": lambda: powersgd_case(numel, device),
         "pack": lambda: pack_case(False, numel, device),

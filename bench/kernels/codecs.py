@@ -2,7 +2,8 @@
 
 The error is vNMSE: the squared norm of the difference over that of the gradient. The second table is what packing the
 exponents of bfloat16 values would take, without any loss: how many exponents lie too far below the largest of their
-block, on average and in the piece that has most, for which a payload of fixed size must have room.
+block, on average and in the piece that has most, for which a payload of fixed size must have room. The third is what
+`bf16_packed` sends of each gradient.
 
 FILE is what `numpy.savez(FILE, name=gradient, ...)` writes: flat float32 gradients by name, of any model. Those of one
 task, such as `text/20` and `text/600`, share a column by what stands before the slash.
@@ -20,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from gradwire.bench.arguments import CommandParser, check_output
-from gradwire.bench.kernels.formats import Format, all_formats, exponent_entropy, packing
+from gradwire.bench.kernels.formats import Format, all_formats, exponent_entropy, packed_bits, packing
 from gradwire.bench.terminal import STDOUT, CleanConsole, StatusLine, add_json_option, complain, write_json
 
 PACKINGS = ((32, 3, False), (128, 3, False), (32, 3, True), (64, 3, True), (128, 3, True), (64, 4, False))
@@ -123,6 +124,15 @@ def _packing_table(rows: list[dict[str, object]]) -> Table:
     return table
 
 
+def _sent_table(bits: Mapping[str, float]) -> Table:
+    table = Table(title="bf16_packed", title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("gradient", "bits", "of 16"):
+        table.add_column(heading, justify="left" if heading == "gradient" else "right")
+    for name, each in bits.items():
+        table.add_row(name, f"{each:.2f}", f"{16 / each:.2f}x")
+    return table
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="gradwire bench codecs", description=__doc__)
     parser.add_argument("--gradients", type=Path, required=True, metavar="FILE", help="an .npz of flat gradients")
@@ -149,10 +159,12 @@ def main(argv: list[str]) -> int:
         rows.append(errors_of(each, gradients))
     status.clear()
     packed = _packing_rows(gradients)
+    sent = {name: packed_bits(gradient) for name, gradient in gradients.items()}
     if options.json != STDOUT:
         console = CleanConsole(highlight=False)
         console.print(_format_table(rows))
         console.print(_packing_table(packed))
+        console.print(_sent_table(sent))
         console.print(
             "bits: of an element, scales included; of 16: how many times fewer bytes than bfloat16;\n"
             "escapes: values whose exponent does not fit its code; worst: in the piece of 16,384 that has most"
@@ -165,6 +177,7 @@ def main(argv: list[str]) -> int:
                     {"format": row.name, "bits": row.bits, "vnmse": row.errors, "worst": row.worst} for row in rows
                 ],
                 "lossless": packed,
+                "bf16_packed": sent,
             },
         )
     except RuntimeError as error:

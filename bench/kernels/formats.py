@@ -15,7 +15,13 @@ from torch import Tensor
 from gradwire.compressors.base import Codec
 from gradwire.compressors.cast import CastCodec
 from gradwire.compressors.chunk_topk import ChunkTopkCodec
-from gradwire.compressors.kernels.reference import ChunkRule
+from gradwire.compressors.kernels.dispatch import KERNELS_ON, ExponentKernels
+from gradwire.compressors.kernels.reference import (
+    EXPONENTS_BLOCK,
+    ChunkRule,
+    exponents_most_nbytes,
+    exponents_pack,
+)
 from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.quantize import QuantizeCodec
 from gradwire.compressors.waterfill import WaterfillCodec
@@ -298,6 +304,15 @@ def packing(x: Tensor, block: int, code_bits: int, zero_code: bool) -> ExponentP
     share = float((escaped & real).sum()) / x.numel()
     bits = 8 + code_bits + 8 / block + 8 * share
     return ExponentPacking(block, code_bits, zero_code, bits, share, float(shares.max()))
+
+
+def packed_bits(x: Tensor) -> float:
+    """Returns the bits of a value of x in a payload of `bf16_packed`, header included."""
+    blocks = _blocks(x, EXPONENTS_BLOCK).to(torch.bfloat16)
+    payload = torch.empty(exponents_most_nbytes(blocks.numel()), dtype=torch.uint8)
+    kernels = KERNELS_ON["cpu"]
+    pack = kernels.exponents_pack if isinstance(kernels, ExponentKernels) else exponents_pack
+    return 8 * pack(blocks, payload) / x.numel()
 
 
 def exponent_entropy(x: Tensor) -> float:

@@ -6,14 +6,17 @@ The model reads bytes of Python's own standard library through convolutions and 
 classifier has nine times the gradients of the rest, as 782 MB beside ResNet-50's 90 MB. Parts, `speed` under
 `gradwire emulate --nodes 2 --ranks-per-node 2 --nic 200mbit --`:
 
-    python -m gradwire.bench.studies.layer_choice speed
-    torchrun --nproc-per-node 4 -m gradwire.bench.studies.layer_choice quality --steps 200
+    python -m gradwire.bench.studies.layer_choice speed > speed.jsonl
+    python -m gradwire.bench.studies.layer_choice quality --steps 300 --speed speed.jsonl > q.jsonl
+    python -m gradwire.bench.studies.layer_choice time --speed speed.jsonl --quality q.jsonl
     python -m gradwire.bench.studies.layer_choice model
 
 `speed` replays real gradients, recorded after some training, with waits in place of the computation: the backward
-pass of ResNet-50 as `gradwire compare --replay` has it, on 10 Gbit/s, both smaller and slower. All take turns.
-`quality` trains with each, on two logical nodes, and evaluates on text that was held out.
-`model` is no measurement: what the cost model says at full size. Rank 0 prints JSON lines.
+pass of ResNet-50 as `gradwire compare --replay` has it, on 10 Gbit/s (`--stands-for`), both smaller and slower. All
+take turns. `quality` trains with each, two nodes in one process, and evaluates on text that was held out every so
+often; "auto" chooses by the arrivals, prices and links that `speed` has found, and by the gradients of its own
+training. `time` puts both together: steps until a loss is reached, times the seconds of a step. `model` is no
+measurement: what the cost model says at full size. Rank 0 prints JSON lines.
 """
 
 import argparse
@@ -25,8 +28,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,21 +41,30 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.bench.compare.replay import FORWARD_SHARE, load_case
+from gradwire.bench.studies.convergence.alone import reduce_together
 from gradwire.bench.train.text import library_text, split_text
-from gradwire.comms.autotune.choose import MOST_OUTSTANDING, predicted_error
-from gradwire.comms.plan.choice import LayerCosts, choose, finish, total_error
-from gradwire.comms.plan.codec_price import codec_seconds, wire_ratio
+from gradwire.comms.autotune.choose import MOST_OUTSTANDING, LayerChooser, predicted_error
+from gradwire.comms.autotune.consensus import Consensus
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.compression import Compression
+from gradwire.comms.plan.choice import LayerCosts, choose_robustly, finish, total_error
+from gradwire.comms.plan.codec_price import codec_seconds, layout_of, wire_ratio
 from gradwire.comms.plan.cost import EXACT, CodecPrice
 from gradwire.comms.plan.planner import byte_costs
-from gradwire.compressors.adaptive import Adaptive, CandidateSpec, Measurable
-from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.adaptive import CANDIDATES, Adaptive, CandidateSpec, Measurable, takes_whole
+from gradwire.compressors.base import Compressor, Layout, Slice
+from gradwire.compressors.registry import Option
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, Level, Link, uniform_cluster
 
 WORDS, WIDTH, LAYERS, CONTEXT, SAMPLES = 24_000, 192, 4, 64, 64
 RATE, MOMENTUM = 0.2, 0.9
 SPARSE = ("dgc(density=0.04)", "dgc(density=0.02)", "dgc(density=0.01)")
-LINK_BITS_PER_SECOND = 10e9
-"""What the emulated link stands for."""
+SMOOTHED = 3
+"""Evaluations whose median counts as the quality at a step: one alone is lucky now and then."""
+
+BUCKET_NBYTES = 25e6
+MESSAGE_SECONDS = 120e-6
+"""Of one exchange more, of 30 us a message, in `model`."""
 
 Setting = dict[str, object]
 
@@ -63,18 +77,21 @@ UNIFORM: dict[str, Setting] = {
     "onebit": {"compressor": "onebit", "compressor_options": {"momentum": 0.0, "warmup_steps": 1}},
     "powersgd": {"compressor": "powersgd", "compressor_options": {"warmup_steps": 1}},
     "powersgd+int8": {"compressor": "powersgd+int8", "compressor_options": {"warmup_steps": 1}},
+    "powersgd+int8 16": {"compressor": "powersgd+int8", "compressor_options": {"warmup_steps": 1, "rank": 16}},
     "dgc": {"compressor": "dgc", "compressor_options": {"momentum": 0.0, "warmup_steps": 0, "density": 0.02}},
 }
 
 
-def auto(budget: str | float) -> Setting:
-    """With sparse candidates, for SGD."""
-    candidates = ("bf16", "int8", "int4", "powersgd(rank=4)", *SPARSE)
-    return {
-        "compressor": "auto",
-        "error_budget": budget,
-        "compressor_options": {"candidates": candidates, "plan_every": 20, "first_plan": 5},
-    }
+def auto(budget: str | float, sparse: bool = False) -> Setting:
+    """With the candidates by default; with sparse ones for SGD besides."""
+    options: dict[str, object] = {"plan_every": 20, "first_plan": 5}
+    if sparse:
+        options["candidates"] = (*CANDIDATES, *SPARSE)
+    return {"compressor": "auto", "error_budget": budget, "compressor_options": options}
+
+
+Node = tuple[Compressor, LayerChooser | None]
+"""A node's compressor, and its part in the choice."""
 
 
 class Reader(nn.Module):
@@ -194,12 +211,21 @@ def wrapped(model: nn.Module, setting: Setting, rate: float | None = None) -> tu
     return ddp, state
 
 
-def speed(settings: dict[str, Setting], turns: int, steps: int, bits_per_second: float) -> Iterator[dict[str, object]]:
+def adaptive_of(state: gradwire.HookState) -> Adaptive | None:
+    """The compressor of a state, where it is "auto"."""
+    compression = state._connected("the study").compression
+    found = None if compression is None else compression.compressor
+    return found if isinstance(found, Adaptive) else None
+
+
+def speed(
+    settings: dict[str, Setting], turns: int, steps: int, bits_per_second: float, stands_for: float
+) -> Iterator[dict[str, object]]:
     """The median step of each, in turns."""
     torch.set_num_threads(1)
     nbytes = sum(4 * parameter.numel() for parameter in fresh().parameters())
     smaller = 872e6 / nbytes
-    slower = LINK_BITS_PER_SECOND / bits_per_second / smaller
+    slower = stands_for / bits_per_second / smaller
     case = load_case("resnet50")
     gradients = recorded(read_texts()[0], dist.get_rank())
     entrants = {}
@@ -226,19 +252,20 @@ def speed(settings: dict[str, Setting], turns: int, steps: int, bits_per_second:
         for name, (model, _) in entrants.items():
             seen[name] += turn(model, steps)[1:]
     for name, (_, state) in entrants.items():
-        report = state.report()
+        report, adaptive = state.report(), adaptive_of(state)
         yield {
             "name": name,
             "step_seconds": statistics.median(seen[name]),
             "fastest": min(seen[name]),
             "choices": None if report.choices is None else str(report.choices),
+            "notes": None if adaptive is None else adaptive.notes,
         }
         state.close()
 
 
 def error_shares(gradients: Sequence[Mapping[str, Tensor]]) -> dict[str, list[float]]:
     """Squared error over the gradient's, by kind of layer and candidate, from two nodes' gradients of one step."""
-    adaptive = Adaptive(0.5, cast(dict[str, object], auto(0.5)["compressor_options"]))
+    adaptive = Adaptive(0.5, cast(dict[str, object], auto(0.5, sparse=True)["compressor_options"]))
     found = {}
     for kind, name in (("wide", "classifier.weight"), ("other", "convolutions.2.weight")):
         flats = [each[name].flatten() for each in gradients]
@@ -272,7 +299,7 @@ def model(gbits: Sequence[float], nodes: int, budgets: Sequence[str | float]) ->
     """
     texts = read_texts()[0]
     shares = error_shares([recorded(texts, rank, count=1)[0] for rank in range(2)])
-    specs = Adaptive(0.5, cast(dict[str, object], auto(0.5)["compressor_options"])).specs
+    specs = Adaptive(0.5, cast(dict[str, object], auto(0.5, sparse=True)["compressor_options"])).specs
     yield {"errors": {kind: dict(zip([s.text for s in specs], row, strict=True)) for kind, row in shares.items()}}
     wide = [("classifier.weight", (100_000, 2048))]
     for name in ("resnet50+100k", "resnet50", "vgg16", "bert_base", "swin_t"):
@@ -287,6 +314,8 @@ def model(gbits: Sequence[float], nodes: int, budgets: Sequence[str | float]) ->
             cluster = uniform_cluster((8, nodes), (Level(LEVEL_NAMES[0], inside), Level(LEVEL_NAMES[1], link)))
             layers, norms = _layers(shapes, case.step_seconds * (1 - FORWARD_SHARE), cluster, specs, shares)
             yield from _compared(name, gbit, case.step_seconds * FORWARD_SHARE, layers, norms, specs, budgets)
+    long = [layer for _ in range(-(-500 // len(layers))) for layer in layers][:500]
+    yield from _compared("500 layers", gbit, 0.0, long, float(len(long)), specs, budgets)
 
 
 def _layers(
@@ -302,25 +331,32 @@ def _layers(
     prices = [CodecPrice(each.text, 1.0, codec_seconds(each.name, 0.42e12)) for each in specs]
     costs = [byte_costs(cluster, "hierarchical", EXACT if not n else price) for n, price in enumerate(prices)]
     made = [spec.make() for spec in specs]
-    bucket, waiting = 0.0, 0
+    bucket, waiting, transfer = 0.0, 0, 0
     for shape in matrices:
         numel = math.prod(shape)
         bucket += 4 * numel
         done += backward_seconds / len(matrices)
         layout = Layout((Slice("layer", shape, 0, 0, numel),))
+        part = min(1.0, 4 * numel / BUCKET_NBYTES)
         seconds = tuple(
-            cost.seconds(4 * numel, wire_ratio(candidate, layout, nodes) if number else 1.0, price)
+            cost.seconds(
+                4 * numel,
+                wire_ratio(candidate, layout, nodes) if number else 1.0,
+                price,
+                part=part,
+                whole=takes_whole(candidate, layout.slices[0]),
+            )
             for number, (cost, candidate, price) in enumerate(zip(costs, made, prices, strict=True))
         )
         kind = "wide" if max(shape[:2]) >= 8192 else "other"
         errors = [share if share <= MOST_OUTSTANDING else math.inf for share in shares[kind]]
         norm = 1.0  # of each layer alike, as layers that learn at one pace have
-        layers.append(LayerCosts(done, seconds, tuple(norm * error for error in errors)))
+        layers.append(LayerCosts(done, seconds, tuple(norm * error for error in errors), transfer))
         norms += norm
         waiting += 1
-        if bucket >= 25e6:  # the bucket leaves with its last gradient
+        if bucket >= BUCKET_NBYTES:  # the bucket leaves with its last gradient
             layers[-waiting:] = [replace(each, arrival=done) for each in layers[-waiting:]]
-            bucket, waiting = 0.0, 0
+            bucket, waiting, transfer = 0.0, 0, transfer + 1
     return layers, norms
 
 
@@ -339,7 +375,10 @@ def _compared(
         uniform[spec.text] = finish(layers, choice) + forward_seconds, total_error(layers, choice)
     for budget in budgets:
         allowed = uniform[budget][1] if isinstance(budget, str) else budget * norms
-        choice = choose(layers, allowed)
+        began = time.process_time()
+        named = [spec.text for spec in specs].index(budget) if isinstance(budget, str) else None
+        choice = choose_robustly(layers, allowed, MESSAGE_SECONDS, named)
+        took = time.process_time() - began
         step = finish(layers, choice) + forward_seconds
         best = min((seconds, text) for text, (seconds, error) in uniform.items() if error <= allowed)
         yield {
@@ -352,43 +391,185 @@ def _compared(
             "best_uniform_ms": best[0] * 1e3,
             "exact_ms": uniform["none"][0] * 1e3,
             "gain": best[0] / step,
+            "layers": len(layers),
+            "choice_ms": took * 1e3,
             "chosen": dict(Counter(specs[number].text for number in choice)),
             "wide": specs[choice[0]].text,
         }
 
 
-def quality(settings: dict[str, Setting], steps: int, seeds: int) -> Iterator[dict[str, object]]:
-    """Trains with each; the loss on held-out files."""
+class Here:
+    """Two nodes in this process, as far as `LayerChooser` asks for them."""
+
+    def __init__(self) -> None:
+        link = Link(1e-3, 25e6)
+        self.cluster = uniform_cluster((2, 2), (Level(LEVEL_NAMES[0], link), Level(LEVEL_NAMES[1], link)))
+        self.device = torch.device("cpu")
+        self.routes = self
+
+    def compressed_name(self) -> str:
+        """As `Routes.compressed_name`."""
+        return "hierarchical"
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """As `Communicator.alone`."""
+        yield
+
+    def rejoin(self) -> None:
+        """Nothing is elsewhere."""
+
+    def state_loaded(self) -> None:
+        """Nothing is planned."""
+
+
+def nodes_of(setting: Setting, numels: Mapping[str, int], notes: Mapping[str, object] | None) -> list[Node]:
+    """The two nodes' compressors, and their parts in the choice."""
+    name, options = (
+        str(setting.get("compressor", "none")),
+        cast(dict[str, Option], setting.get("compressor_options", {})),
+    )
+    found = []
+    for rank in range(2 if name != "none" else 0):
+        compression = Compression(name, options, (), rank, 2, cast(str | float | None, setting.get("error_budget")))
+        compression.compressor.bind_model(numels)
+        chooser = None
+        if isinstance(compression.compressor, Adaptive):
+            compression.compressor.notes = dict(notes or {})
+            chooser = LayerChooser(cast(Communicator, Here()), compression, cast(Consensus, None))
+        found.append((compression.compressor, chooser))
+    return found
+
+
+def average(nodes: Sequence[Node], flats: Sequence[Tensor], layout: Layout, transfers: Sequence[Layout]) -> Tensor:
+    """What the nodes' compressors make of the mean of their gradients; chooses anew where it is time."""
+    for flat in flats:
+        flat.mul_(1 / len(flats))
+    if not nodes:
+        return flats[0] + flats[1]
+    for _, chooser in nodes:
+        if chooser is not None:
+            chooser.step_begins()
+    reduce_together([compressor for compressor, _ in nodes], flats, layout)
+    choosers = [chooser for _, chooser in nodes if chooser is not None]
+    auto = [compressor for compressor, _ in nodes if isinstance(compressor, Adaptive) and compressor.measuring]
+    if auto:
+        owns = []
+        for each in auto:
+            each.measuring = False
+            numbers = {name: list(astuple(found)) for name, found in each.collect().items()}
+            owns.append({"numbers": numbers, "measuring": 0.0, "step": 0.0})
+        decided = choosers[0].decide(owns, transfers)
+        for chooser in choosers:
+            chooser.follow(decided)
+    return flats[0]
+
+
+def quality(
+    settings: dict[str, Setting], steps: int, seeds: int, every: int, notes: Mapping[str, Mapping[str, object]]
+) -> Iterator[dict[str, object]]:
+    """Trains with each; the losses on held-out files so far, every so many steps.
+
+    Args:
+        settings: By name.
+        steps: Of each training.
+        seeds: How many.
+        every: Steps between two evaluations.
+        notes: What `speed` has found, by the name of the setting: what "auto" chooses by besides the gradients.
+    """
     torch.set_num_threads(1)
     training, held_out = read_texts()
     for seed in range(seeds):
         for name, setting in settings.items():
-            place = {"hostname": f"node{dist.get_rank() // 2}"}
-            model, state = wrapped(fresh(), setting | place, 25e6)
-            generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+            model = fresh()
+            parameters = dict(reversed(list(model.named_parameters())))
+            layout = layout_of([(each, tuple(parameter.shape)) for each, parameter in parameters.items()])
+            nodes = nodes_of(setting, {each: p.numel() for each, p in parameters.items()}, notes.get(name))
+            generators = [torch.Generator().manual_seed(1000 * seed + node) for node in range(2)]
             optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
-            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
-            for _ in range(steps):
-                context, words = training.batch(generator)
-                optimizer.zero_grad()
-                functional.cross_entropy(model(context), words).backward()  # type: ignore[no-untyped-call]  # torch's
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (steps / 20)))
+            curve: list[tuple[int, float]] = []
+            chosen: list[dict[str, float]] = []
+            for step in range(1, steps + 1):
+                flats = []
+                for generator in generators:
+                    context, words = training.batch(generator)
+                    optimizer.zero_grad()
+                    functional.cross_entropy(model(context), words).backward()  # type: ignore[no-untyped-call]  # torch's
+                    flats.append(torch.cat([cast(Tensor, each.grad).reshape(-1) for each in parameters.values()]))
+                total = average(nodes, flats, layout, buckets_of(layout))
+                for item, parameter in zip(layout.slices, parameters.values(), strict=True):
+                    parameter.grad = total[item.start : item.stop].view_as(parameter)
                 optimizer.step()
                 schedule.step()
-            losses, chooser = [], torch.Generator().manual_seed(5 + dist.get_rank())
-            with torch.no_grad():
-                for _ in range(10):
-                    context, words = held_out.batch(chooser)
-                    losses.append(functional.cross_entropy(model(context), words))
-            loss = torch.stack(losses).mean()
-            dist.all_reduce(loss)
-            choices = state.report().choices
-            yield {
-                "name": name,
-                "seed": seed,
-                "loss": loss.item() / dist.get_world_size(),
-                "choices": None if choices is None else str(choices),
-            }
-            state.close()
+                choices = nodes[0][1].choices if nodes and nodes[0][1] is not None else None
+                if choices is not None and (not chosen or chosen[-1]["step"] != choices.step):
+                    kinds = dict(Counter(each.compressor for each in choices.layers))
+                    chosen.append({"step": choices.step, "seconds": choices.seconds, "error": choices.error} | kinds)
+                if step % every == 0:
+                    curve.append((step, evaluated(model, held_out)))
+                    last = None if choices is None else str(choices)
+                    yield {"name": name, "seed": seed, "curve": curve, "chosen": chosen, "choices": last}
+
+
+def buckets_of(layout: Layout) -> list[Layout]:
+    """Whole parameters, in the buckets that `wrapped` has DDP make."""
+    found, start = [], 0
+    limit = 25 / 872 * layout.numel
+    for item in layout.slices:
+        if item.stop - start >= limit:
+            found.append(layout.cut(start, item.stop))
+            start = item.stop
+    return [*found, layout.cut(start, layout.numel)] if start < layout.numel else found
+
+
+def evaluated(model: nn.Module, held_out: Texts) -> float:
+    """The mean loss of some batches, the same ones each time."""
+    losses, chooser = [], torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for _ in range(12):
+            context, words = held_out.batch(chooser)
+            losses.append(functional.cross_entropy(model(context), words))
+    return torch.stack(losses).mean().item()
+
+
+def notes_of(notes: Mapping[str, Any]) -> dict[str, object]:
+    """What "auto" noted in a replay, for the training: a parameter's name has no "model." there."""
+    arrivals = {name.removeprefix("model."): at for name, at in notes["arrivals"].items()}
+    return dict(notes) | {"arrivals": arrivals, "corrections": {}, "wait": 20}
+
+
+def steps_until(curve: Sequence[tuple[int, float]], loss: float) -> int | None:
+    """The first step from which on the median of some evaluations is no worse; None where there is none."""
+    for place in range(len(curve) - SMOOTHED + 1):
+        if statistics.median(value for _, value in curve[place : place + SMOOTHED]) <= loss:
+            return curve[place + SMOOTHED // 2][0]
+    return None
+
+
+def time_to_quality(
+    step_seconds: Mapping[str, float], curves: Mapping[str, Sequence[tuple[int, float]]]
+) -> Iterator[dict[str, object]]:
+    """Steps until the loss at which exact training is after four fifths of its steps, and the seconds they take."""
+    exact = curves["none"]
+    target = statistics.median(loss for _, loss in exact[int(0.8 * len(exact)) - 1 :][:SMOOTHED])
+    for name, curve in curves.items():
+        needed = steps_until(curve, target)
+        yield {
+            "name": name,
+            "target": target,
+            "final": statistics.median(loss for _, loss in curve[-SMOOTHED:]),
+            "steps": needed,
+            "step_seconds": step_seconds.get(name),
+            "seconds": None if needed is None or name not in step_seconds else needed * step_seconds[name],
+        }
+
+
+def rows_of(file: str | None) -> list[dict[str, Any]]:
+    """The JSON lines of a file, without what is none."""
+    if file is None:
+        return []
+    return [json.loads(line) for line in Path(file).read_text().splitlines() if line.startswith("{")]
 
 
 def main(argv: list[str]) -> int:
@@ -398,32 +579,44 @@ def main(argv: list[str]) -> int:
         argv: Words after the module's name.
     """
     parser = argparse.ArgumentParser(prog="gradwire.bench.studies.layer_choice", description=__doc__)
-    parser.add_argument("part", choices=("speed", "quality", "model"))
-    parser.add_argument("--gbits", default="10,25", help="of the modelled cards")
+    parser.add_argument("part", choices=("speed", "quality", "time", "model"))
+    parser.add_argument("--gbits", default="1,2.5,10,25", help="of the modelled cards")
     parser.add_argument("--nodes", type=int, default=2, help="modelled")
     parser.add_argument("--only", help="names with commas between them")
     parser.add_argument("--budgets", default="int8,int4,0.1", help="of auto, with commas between them")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="of a turn, the first does not count; or of a training")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--every", type=int, default=10, help="steps between two evaluations")
     parser.add_argument("--nic-bits", type=float, default=200e6)
+    parser.add_argument("--stands-for", type=float, default=10e9, help="bits per second, of the emulated card")
+    parser.add_argument("--speed", help="what `speed` has printed")
+    parser.add_argument("--quality", nargs="*", default=(), help="what `quality` has printed")
     options = parser.parse_args(argv)
+    if options.part == "time":
+        timed = {row["name"]: row["step_seconds"] for row in rows_of(options.speed) if "name" in row}
+        curves = {row["name"]: row["curve"] for file in options.quality for row in rows_of(file)}
+        for row in time_to_quality(timed, curves):
+            print(json.dumps(row))
+        return 0
     settings = dict(UNIFORM)
     words = options.budgets.split(",") if options.budgets else []
     budgets = [float(word) if word[0].isdigit() else word for word in words]
     settings |= {f"auto {budget}": auto(budget) for budget in budgets}
+    settings |= {f"auto {budget} sparse": auto(budget, sparse=True) for budget in budgets}
     if options.part == "model":
         for row in model([float(each) for each in options.gbits.split(",")], options.nodes, budgets):
             print(json.dumps(row), flush=True)
         return 0
     if options.only:
         settings = {name: settings[name] for name in options.only.split(",")}
+    if options.part == "quality":
+        notes = {row["name"]: notes_of(row["notes"]) for row in rows_of(options.speed) if row.get("notes")}
+        for row in quality(settings, options.steps, options.seeds, options.every, notes):
+            print(json.dumps(row), flush=True)
+        return 0
     dist.init_process_group("gloo")
-    if options.part == "speed":
-        rows = speed(settings, options.turns, options.steps, options.nic_bits)
-    else:
-        rows = quality(settings, options.steps, options.seeds)
-    for row in rows:
+    for row in speed(settings, options.turns, options.steps, options.nic_bits, options.stands_for):
         if dist.get_rank() == 0:
             print(json.dumps(row), flush=True)
     dist.destroy_process_group()

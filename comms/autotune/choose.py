@@ -17,7 +17,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, Protocol, cast
 
 from gradwire.comms.autotune.consensus import Consensus
@@ -25,13 +25,20 @@ from gradwire.comms.autotune.probe import line_up
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression
 from gradwire.comms.execute import Bucket
-from gradwire.comms.plan.choice import LayerCosts, choose, finish, total_error
-from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_seconds, measured_price, square_layout, wire_ratio
+from gradwire.comms.plan.choice import LayerCosts, choose_robustly, finish, total_error, uniform_choices
+from gradwire.comms.plan.codec_price import (
+    ELEMENT_NBYTES,
+    alone,
+    codec_seconds,
+    measured_price,
+    square_layout,
+    wire_ratio,
+)
 from gradwire.comms.plan.cost import EXACT, CodecPrice
 from gradwire.comms.plan.planner import ByteCosts, byte_costs
 from gradwire.comms.report import Choices, LayerChoice
 from gradwire.comms.streams import Mark
-from gradwire.compressors.adaptive import Adaptive, LayerNumbers, outstanding_share
+from gradwire.compressors.adaptive import NARROW, Adaptive, LayerNumbers, outstanding_share, takes_whole
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.two_stage import TwoStage
 
@@ -54,8 +61,17 @@ MOST_OUTSTANDING = 1.0
 from gradients of steps long ago. Source: Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, theorem II, whose
 slow-down grows with that."""
 
+EARLIER, SOONEST = 8, 10
+"""The second choice comes after an eighth of the steps between two, but not before so many; then they double. What low
+ranks and sparse values hold back is known when they are in use: noise that they never send adds up for some steps."""
+
+FORGOTTEN = {True: 0.5, False: 0.9}
+"""Power that a correction upwards is taken to at each measurement while its compressor is not in use. A quantizer holds
+back no more than the bound in the long run: it looked worse beside a gradient that had become small, or with what the
+compressor before it had left. Low ranks and sparse values are tried again rarely."""
+
 MOST_CORRECTION = 100.0
-"""By which a prediction is corrected at most, up or down: a layer in its first steps is not believed more."""
+"""By which a prediction is corrected downwards at most: a layer in its first steps is not believed more."""
 
 
 @dataclass(slots=True)
@@ -85,7 +101,7 @@ class LayerChooser:
         self._consensus = consensus
         self._steps: list[tuple[tuple[Layout, ...], tuple[Mark, ...]]] = []
         self._ended: list[float] = []
-        self._numbered: dict[str, int] = {}
+        self._narrow: set[str] = set()
         self.choices: Choices | None = None
 
     def step_begins(self) -> None:
@@ -94,6 +110,12 @@ class LayerChooser:
         adaptive.measuring = adaptive.step + 1 >= adaptive.next_plan and not self._compression.flushing
         if adaptive.measuring:
             adaptive.measuring_seconds = 0.0
+            self._recut()
+
+    def _recut(self) -> None:
+        """Has shards be cut anew from the next launch on, as a step that measures wants them whole, or no more."""
+        if self._adaptive.measures_matrices:
+            self._communicator.state_loaded()
 
     def step_ended(self, buckets: Sequence[Bucket], transfers: Sequence[Layout]) -> None:
         """Takes in a step; where it has measured, chooses anew. Nothing is in flight on a CPU.
@@ -103,9 +125,16 @@ class LayerChooser:
             transfers: Which parameters travelled together, in the order of the launches.
         """
         self._note(buckets)
+        self._narrow = {
+            item.name
+            for bucket in buckets
+            if bucket.flat.dtype in NARROW and bucket.layout is not None
+            for item in bucket.layout.slices
+        }
         if not self._adaptive.measuring:
             return
         self._adaptive.measuring = False
+        self._recut()
         with self._communicator.alone():
             self._compression.settle()
             numbers = self._adaptive.collect()
@@ -132,45 +161,73 @@ class LayerChooser:
         usual = [statistics.median(times) for times in zip(*alike, strict=True)]
         return {item.name: at for layout, at in zip(layouts, usual, strict=True) for item in layout.slices}
 
-    def _prices(self) -> list[list[float]]:
-        """Seconds per byte, seconds per call and rounds of each candidate, and whether payloads are exchanged."""
+    def _prices(self) -> tuple[list[list[float]], float]:
+        """Seconds per byte, seconds per call and rounds of each candidate, and whether payloads are exchanged.
+
+        And the share of a core that this rank had while all of them computed.
+        """
         communicator, specs = self._communicator, self._adaptive.specs
         nodes = self._group_size()
         layout = square_layout(PRICED_NBYTES, side=256)
-        found = []
+        shares: list[float] = []
+
+        def noted(processor_seconds: float, share: float) -> float:
+            shares.append(share)
+            return processor_seconds
+
+        prices = []
         for spec in specs:
             price = EXACT
             if spec.name != EXACT.name and communicator.device.type == "cpu":
-                price = measured_price(spec.name, layout, nodes, together=lambda: line_up(communicator), make=spec.make)
+                price = measured_price(
+                    spec.name, layout, nodes, together=lambda: line_up(communicator), agree=noted, make=spec.make
+                )
             elif spec.name != EXACT.name:
                 memory = communicator.routes.gpu_memory()
                 price = CodecPrice(spec.name, 1.0, codec_seconds(spec.name.partition("+")[0], memory))
-            found.append([price.seconds_per_byte, price.call_seconds, float(price.rounds), float(price.exchanged)])
-        return found
+            prices.append(price)
+        # One share of a core for all of them: what one codec is worth beside another is not a matter of its neighbours.
+        share = statistics.median(shares) if shares else 1.0
+        return [
+            [alone(each.seconds_per_byte, share), alone(each.call_seconds, share), float(each.rounds), each.exchanged]
+            for each in prices
+        ], share
 
     def _group_size(self) -> int:
         cluster = self._communicator.cluster
         return cluster.size if self._communicator.routes.compressed_name() == "flat" else len(cluster.nodes)
 
     def _plan(self, numbers: Mapping[str, LayerNumbers], transfers: Sequence[Layout]) -> None:
-        adaptive, device = self._adaptive, self._communicator.device
+        adaptive = self._adaptive
         first = "arrivals" not in adaptive.notes
+        prices, core = self._prices() if first else (None, 1.0)
         gaps = [after - before for before, after in zip(self._ended, self._ended[1:], strict=False)]
         own = {
             "numbers": {name: list(astuple(each)) for name, each in numbers.items()},
             "arrivals": self._arrivals() if first else None,
-            "prices": self._prices() if first else None,
+            "prices": prices,
+            "core": core,
             "measuring": adaptive.measuring_seconds,
             "step": statistics.median(gaps) if gaps else 0.0,
         }
-        verdict = cast(dict[str, Any], self._consensus.decide(own, lambda ranks: self._decide(ranks, transfers)))
-        adaptive.notes = verdict["notes"]
-        adaptive.next_plan = adaptive.step + int(verdict["notes"]["wait"])
+        self.follow(self._consensus.decide(own, lambda ranks: self.decide(ranks, transfers)))
+
+    def follow(self, decided: object) -> None:
+        """Takes over what rank 0 has chosen, from the next step on; all ranks alike.
+
+        Args:
+            decided: What `decide` has returned.
+        """
+        adaptive, device = self._adaptive, self._communicator.device
+        verdict = cast(dict[str, Any], decided)
+        notes = adaptive.notes = dict(verdict["notes"])
+        wait = int(notes["wait"])
+        notes["soon"] = soon = min(wait, 2 * int(notes["soon"]) if "soon" in notes else max(SOONEST, wait // EARLIER))
+        adaptive.next_plan = adaptive.step + soon
         with self._communicator.alone():
             changed = adaptive.choose(verdict["choice"], device)
         self._communicator.rejoin()
         if changed:
-            self._communicator.routes.clear()
             self._communicator.state_loaded()
         shown = verdict["shown"]
         self.choices = Choices(
@@ -187,8 +244,16 @@ class LayerChooser:
 
     # On rank 0.
 
-    def _decide(self, ranks: list[object], transfers: Sequence[Layout]) -> object:
-        """The choice, from what all ranks have measured."""
+    def decide(self, ranks: Sequence[object], transfers: Sequence[Layout]) -> object:
+        """The choice, from what all ranks have measured.
+
+        Args:
+            ranks: What each has to say.
+            transfers: Which parameters travel together, in the order of the launches.
+
+        Returns:
+            For `follow`, of plain values.
+        """
         adaptive = self._adaptive
         every = [cast(dict[str, Any], each) for each in ranks]
         notes: dict[str, Any] = dict(adaptive.notes)
@@ -200,6 +265,7 @@ class LayerChooser:
             notes["arrivals"] = arrivals
             prices = zip(*(each["prices"] for each in every), strict=True)
             notes["prices"] = [[max(column) for column in zip(*rows, strict=True)] for rows in prices]
+            notes["core"] = max(each["core"] for each in every)
             notes["costs"] = [asdict(costs) for costs in self._byte_costs(notes["prices"])]
             notes["corrections"] = {}
         began = time.perf_counter()
@@ -207,8 +273,9 @@ class LayerChooser:
         corrections = _corrected(notes["corrections"], merged, adaptive, self._group_size())
         notes["corrections"] = corrections
         layers, items = self._layers(transfers, notes, merged)
-        budget, gradient = self._budget(items, layers, merged)
-        choice = choose(layers, budget)
+        budget, gradient = self._budget(layers, merged)
+        message = max(each["message_seconds"] for each in notes["costs"])
+        choice = choose_robustly(layers, budget, message, self._named)
         chosen = {
             item.name: number for item, number in zip(items, choice, strict=True) if number and item.name in merged
         }
@@ -244,26 +311,31 @@ class LayerChooser:
         layers: list[LayerCosts] = []
         items: dict[str, Slice] = {}
         latest = 0.0
-        for layout in transfers:
+        for transfer, layout in enumerate(transfers):
             arrivals = [notes["arrivals"].get(item.name, latest) for item in layout.slices]
             latest = max([latest, *arrivals])
             for item in layout.slices:
                 if item.name in items:  # a further part of one that was cut: its first part stands for all of it
                     continue
                 found = merged.get(item.name) if adaptive.is_planned(item) else None
-                numel = math.prod(item.shape)
+                numel, wider = math.prod(item.shape), 2.0 if item.name in self._narrow else 1.0
                 whole = items[item.name] = Slice(item.name, item.shape, 0, 0, numel)
-                alone = Layout((whole,))
+                lone, part = Layout((whole,)), numel / max(numel, layout.numel)
                 seconds, errors = [], []
                 for number, (candidate, price, cost) in enumerate(zip(adaptive.candidates, prices, costs, strict=True)):
-                    ratio = wire_ratio(candidate, alone, size) if number else 1.0
-                    seconds.append(cost.seconds(ELEMENT_NBYTES * numel, ratio, price))
+                    ratio = wider * wire_ratio(candidate, lone, size) if number else 1.0
+                    matrix = takes_whole(candidate, whole)
+                    nbytes = ELEMENT_NBYTES / wider * numel
+                    price = replace(price, seconds_per_byte=wider * price.seconds_per_byte)
+                    seconds.append(cost.seconds(nbytes, ratio, price, part=part, whole=matrix, core=notes["core"]))
                     error = 0.0 if not number else math.inf
-                    if number and found is not None:
+                    # of a matrix that travels in several transfers no part is one
+                    if number and found is not None and (item.numel == numel or not matrix):
                         error = self._error(item.name, number, found, notes["corrections"])
-                        error = error if error <= MOST_OUTSTANDING * found.gradient else math.inf
+                        own = adaptive.specs[number].text == adaptive.budget
+                        error = error if own or error <= MOST_OUTSTANDING * found.gradient else math.inf
                     errors.append(error)
-                layers.append(LayerCosts(latest, tuple(seconds), tuple(errors)))
+                layers.append(LayerCosts(latest, tuple(seconds), tuple(errors), transfer))
         return layers, list(items.values())
 
     def _error(self, name: str, number: int, found: _Merged, corrections: Mapping[str, Any]) -> float:
@@ -274,22 +346,25 @@ class LayerChooser:
             corrections.get(name, {}).get(text, 1.0)
         )
 
-    def _budget(
-        self, items: Sequence[Slice], layers: Sequence[LayerCosts], merged: Mapping[str, _Merged]
-    ) -> tuple[float, float]:
+    def _budget(self, layers: Sequence[LayerCosts], merged: Mapping[str, _Merged]) -> tuple[float, float]:
         """What the squared errors may add up to, and the squared norm of the gradients that are planned."""
         adaptive = self._adaptive
         gradient = sum(each.gradient for each in merged.values())
         if not isinstance(adaptive.budget, str):
             return PLANNED_SHARE * adaptive.budget * gradient, gradient
-        number = next(n for n, spec in enumerate(adaptive.specs) if spec.text == str(adaptive.budget).strip())
-        return sum(layer.errors[number] for layer in layers if layer.errors[number] < math.inf), gradient
+        assert self._named is not None
+        return total_error(layers, uniform_choices(layers)[self._named]), gradient
+
+    @property
+    def _named(self) -> int | None:
+        """The number of the candidate that the budget names; None where the budget is a number."""
+        texts = [spec.text for spec in self._adaptive.specs]
+        return texts.index(self._adaptive.budget) if isinstance(self._adaptive.budget, str) else None
 
     def _uniform(self, layers: Sequence[LayerCosts], gradient: float) -> list[tuple[str, float, float]]:
         """Each candidate everywhere where one may be chosen: (name, seconds, squared error over the gradient's)."""
         found = []
-        for number, spec in enumerate(self._adaptive.specs):
-            choice = [number if layer.errors[number] < math.inf else 0 for layer in layers]
+        for spec, choice in zip(self._adaptive.specs, uniform_choices(layers), strict=True):
             error = total_error(layers, choice)
             found.append((spec.text, finish(layers, choice), error / gradient if gradient else 0.0))
         return found
@@ -306,8 +381,9 @@ class LayerChooser:
         ends, slack = finish(layers, choice), budget - total_error(layers, choice)
         found = []
         for place, (item, layer, number) in enumerate(zip(items, layers, choice, strict=True)):
-            exact = 2 * (nodes - 1) / nodes * ELEMENT_NBYTES * item.numel
-            ratio = wire_ratio(adaptive.candidates[number], Layout((item,)), size) if number else 1.0
+            wider = 2.0 if item.name in self._narrow else 1.0
+            exact = 2 * (nodes - 1) / nodes * ELEMENT_NBYTES / wider * item.numel
+            ratio = wider * wire_ratio(adaptive.candidates[number], Layout((item,)), size) if number else 1.0
             norm = merged[item.name].gradient if item.name in merged else 0.0
             error = layer.errors[number] / norm if norm else 0.0
             why = _why(adaptive, item, layers, choice, place, ends, slack)
@@ -400,12 +476,18 @@ def _corrected(
     corrections: Mapping[str, Mapping[str, float]], merged: Mapping[str, _Merged], adaptive: Adaptive, group_size: int
 ) -> dict[str, dict[str, float]]:
     """What is really outstanding over what was predicted, for each layer and the candidates that it has had."""
-    found = {name: dict(each) for name, each in corrections.items()}
+    sound = {
+        spec.text: isinstance(each, TwoStage) for spec, each in zip(adaptive.specs, adaptive.candidates, strict=True)
+    }
+    found = {
+        name: {text: ratio ** FORGOTTEN[sound[text]] if ratio > 1.0 else ratio for text, ratio in each.items()}
+        for name, each in corrections.items()
+    }
     for name, numbers in merged.items():
         number = adaptive.candidate_of(name)
         predicted = predicted_error(adaptive, number, numbers, group_size) if number else 0.0
         if 0.0 < predicted < math.inf and numbers.outstanding > 0.0:
-            ratio = min(max(numbers.outstanding / predicted, 1 / MOST_CORRECTION), MOST_CORRECTION)
+            ratio = max(numbers.outstanding / predicted, 1 / MOST_CORRECTION)
             found.setdefault(name, {})[adaptive.specs[number].text] = ratio
     return found
 
@@ -417,6 +499,6 @@ def _as_prices(rows: Sequence[Sequence[float]], adaptive: Adaptive) -> list[Code
     ]
 
 
-def _byte_costs_of(plain: Mapping[str, Any]) -> ByteCosts:
+def _byte_costs_of(plain: dict[str, Any]) -> ByteCosts:
     others = tuple((int(resource), float(seconds)) for resource, seconds in plain["others"])
-    return ByteCosts(int(plain["resource"]), float(plain["across"]), others, float(plain["encoded"]))
+    return ByteCosts(**(plain | {"others": others}))

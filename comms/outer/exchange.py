@@ -184,11 +184,12 @@ class OuterExchange:
         pending = self._pending
         if pending is not None and pending.due <= self.steps:
             self._take_up()
-        if self.settings.is_turn(self.steps):
+        delay = self.settings.delay_of(self.steps)
+        for _ in range(self.settings.turns(self.steps)):
             if self._pending is not None:  # loaded from a state that was saved with a longer delay
                 self._take_up()
-            self._begin(self.settings.delay)
-            if self.settings.delay == 0:
+            self._begin(delay)
+            if delay == 0:
                 self._take_up()
 
     @torch.no_grad()
@@ -223,7 +224,7 @@ class OuterExchange:
                 "each keeps its own: load the last checkpoint on all ranks"
             )
         for fragment, average in zip(self.fragments, averages, strict=True):
-            fragment.anchor.sub_(average)
+            fragment.update(average, None)
             fragment.scatter(fragment.anchor)
         self.done += len(self.fragments)
         for buffer in [] if self.alone else buffers:
@@ -498,7 +499,7 @@ class OuterExchange:
         if not pending.finite:
             self.skipped += 1
             return
-        fragment.update(pending.flat, self.settings)
+        fragment.update(pending.flat, None if self.settings.warms_up(self.begun) else self.settings)
         fragment.take_up(pending.sent, pending.flat)
         self.done += 1
 

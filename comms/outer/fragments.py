@@ -28,6 +28,8 @@ class OuterSettings:
         lr: Of the outer SGD. With `momentum` 0, 1 makes every exchange an average of parameters.
         momentum: Of the outer SGD.
         nesterov: Whether the outer SGD looks ahead, as torch.optim.SGD does.
+        warmup_steps: Steps at the start in which exchanges come every `warmup_every` steps instead, as averages.
+        warmup_every: In the warm-up, steps between two exchanges of the same parameter.
 
     Raises:
         TypeError: A value is of another type.
@@ -36,13 +38,15 @@ class OuterSettings:
 
     every: int = 30
     fragments: int = 4
-    delay: int = 5
+    delay: int = 1
     lr: float = 1.0
     momentum: float = 0.0
     nesterov: bool = True
+    warmup_steps: int = 0
+    warmup_every: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("every", "fragments", "delay"):
+        for name in ("every", "fragments", "delay", "warmup_steps", "warmup_every"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"`{name}` is {value!r} ({type(value).__name__}); wanted int")
@@ -65,15 +69,38 @@ class OuterSettings:
                 f"`delay` is {self.delay}, and with `every` {self.every} and `fragments` {self.fragments} the next "
                 f"fragment's turn comes after {turn} steps; wanted 0 to {turn}: one exchange is under way at a time"
             )
+        if self.warmup_steps < 0:
+            raise ValueError(f"`warmup_steps` is {self.warmup_steps}; wanted a number of steps >= 0")
+        if not 1 <= self.warmup_every <= self.every:
+            raise ValueError(
+                f"`warmup_every` is {self.warmup_every}; wanted 1 to {self.every} steps, as `every` is {self.every}"
+            )
         if not 0 < self.lr < math.inf:
             raise ValueError(f"`lr` is {self.lr}; wanted a positive number")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"`momentum` is {self.momentum}; wanted a number from 0 up to, but not, 1")
 
-    def is_turn(self, step: int) -> bool:
-        """Whether a fragment's exchange begins after a step, counted from 1: turns are spread evenly over `every`."""
-        place = (step - 1) % self.every + 1
-        return any((number + 1) * self.every // self.fragments == place for number in range(self.fragments))
+    def turns(self, step: int) -> int:
+        """How many fragments' exchanges begin after a step, counted from 1: they are spread evenly over `every` steps.
+
+        More than one only in a warm-up that has fewer steps for them.
+        """
+        warm = step <= self.warmup_steps
+        every, place = (self.warmup_every, step) if warm else (self.every, step - self.warmup_steps)
+        return self._turns_within((place - 1) % every + 1, every) - self._turns_within((place - 1) % every, every)
+
+    def delay_of(self, step: int) -> int:
+        """The delay of an exchange that begins after a step: in the warm-up, no longer than to the next turn."""
+        return self.delay if step > self.warmup_steps else min(self.delay, self.warmup_every // self.fragments)
+
+    def warms_up(self, exchange: int) -> bool:
+        """Whether an exchange, counted from 1, is of the warm-up. It goes by exchanges: ranks may differ in steps."""
+        rounds, left = divmod(self.warmup_steps, self.warmup_every)
+        return exchange <= rounds * self.fragments + self._turns_within(left, self.warmup_every)
+
+    def _turns_within(self, steps: int, every: int) -> int:
+        """How many turns the first steps of a round of `every` steps have."""
+        return steps * self.fragments // every
 
 
 class Fragment:
@@ -162,11 +189,16 @@ class Fragment:
         torch._foreach_sub_(parameters, self.views(sent))
         torch._foreach_add_(parameters, self.views(self.anchor))
 
-    def update(self, mean: Tensor, settings: OuterSettings) -> None:
+    def update(self, mean: Tensor, settings: OuterSettings | None) -> None:
         """One step of the outer SGD on `anchor`, in place; `mean` (numel) is the averaged pseudo-gradient.
+
+        Without settings the anchor becomes the average of the units' parameters, and the momentum stays as it is.
 
         Source: torch.optim.SGD with dampening 0, which is arXiv 2501.18512's OuterOpt.
         """
+        if settings is None:
+            self.anchor.sub_(mean)
+            return
         step = mean
         if self.momentum is not None:
             self.momentum.mul_(settings.momentum).add_(mean)

@@ -148,10 +148,15 @@ class Outer:
         every: Steps of the optimizer between two exchanges of the same parameter.
         fragments: Pieces of the model that take turns, `every / fragments` steps apart, so that the link is never full.
         delay: Steps after which a result is taken up, while the exchange is under way; at most `every // fragments`.
-            What the unit learns meanwhile is kept whole. 0 waits for the result.
+            What the unit learns meanwhile is kept whole. 0 waits for the result. More costs quality: raise `fragments`
+            first where an exchange takes longer than a step.
         lr: Of the outer SGD. `lr=1, momentum=0` makes an exchange an average of parameters (local SGD).
         momentum: Of the outer SGD; DiLoCo's settings are `lr=0.7, momentum=0.9`.
         nesterov: Whether the outer SGD looks ahead, where it has momentum.
+        warmup_steps: Steps at the start in which exchanges come every `warmup_every` steps instead, without outer
+            momentum: what units learn apart costs most while the learning rate is high.
+        warmup_every: Steps between two exchanges of the same parameter there. With fewer than `fragments` several
+            follow each other after a step, and it waits for all of them.
         inside: What a unit is: "exact" the ranks of a node, "none" every rank by itself, or the level at which
             gradients are averaged at every step: "intra_node", "inter_node" (the nodes of a rack), "inter_rack".
         config: The configuration; by default what the environment gives.
@@ -169,7 +174,8 @@ class Outer:
             something else; or the model averages over all ranks already.
         RuntimeError: torch.distributed is not initialised, or a rank did not join.
 
-    Source: Douillard et al., DiLoCo, arXiv 2311.08105; Streaming DiLoCo, arXiv 2501.18512.
+    Source: Douillard et al., DiLoCo, arXiv 2311.08105; Streaming DiLoCo, arXiv 2501.18512. The warm-up: Lin et al.,
+    Don't use large mini-batches, use local SGD, arXiv 1808.07217 (post-local SGD).
     """
 
     def __init__(
@@ -179,16 +185,25 @@ class Outer:
         *,
         every: int = 30,
         fragments: int = 4,
-        delay: int = 5,
+        delay: int = 1,
         lr: float = 1.0,
         momentum: float = 0.0,
         nesterov: bool = True,
+        warmup_steps: int = 0,
+        warmup_every: int = 1,
         inside: str = EXACT,
         config: Config | None = None,
         **options: object,
     ) -> None:
         self.settings = OuterSettings(
-            every=every, fragments=fragments, delay=delay, lr=lr, momentum=momentum, nesterov=nesterov
+            every=every,
+            fragments=fragments,
+            delay=delay,
+            lr=lr,
+            momentum=momentum,
+            nesterov=nesterov,
+            warmup_steps=warmup_steps,
+            warmup_every=warmup_every,
         )
         if inside not in INSIDE:
             raise ValueError(f"`inside` is {inside!r}; wanted one of {', '.join(INSIDE)}")

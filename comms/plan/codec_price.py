@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gradwire.comms.plan.cost import EXACT, CodecPrice
+from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice
 from gradwire.comms.transport.echo import EchoGroup
 from gradwire.compressors import registry
 from gradwire.compressors.base import Compressor, Layout, Slice
@@ -41,6 +41,7 @@ TOUCHED_NBYTES = {
     "none": 0.0,
     "fp16": 14.0,
     "bf16": 14.0,
+    "bf16_packed": 54.0,
     "int8": 19.0,
     "int4": 18.0,
     "waterfill5": 18.5,
@@ -54,7 +55,10 @@ TOUCHED_NBYTES = {
 }
 """Bytes that encoding and decoding read and write for each element of a shard, residual and momentum included: encode
 (gradient in, residual in and out, payload out), decode and sum a slice, decode the result. One pass each; onebit has
-two more, for its units."""
+two more, for its units. bf16_packed's loops compute: it has what 2 ns an element beyond bf16's come to."""
+
+ROUNDS = {"bf16_packed": 3}
+"""Times that every member hears from every other, where that is not twice: lengths go before the payloads."""
 
 EDGE = 0.25
 """Part of a measurement at its beginning and at its end in which not all ranks may be computing yet, or still."""
@@ -66,6 +70,7 @@ KEPT_NBYTES = {
     "none": (0.0, 0.0),
     "fp16": (0.0, 0.0),
     "bf16": (0.0, 0.0),
+    "bf16_packed": (0.0, 0.0),
     "int8": (8.0, 8.0),
     "int4": (8.0, 8.0),
     "waterfill5": (8.0, 8.0),
@@ -99,7 +104,12 @@ def codec_price(name: str, layout: Layout, group_size: int, memory_bytes_per_sec
     """
     if name == EXACT.name:
         return EXACT
-    return CodecPrice(name, wire_ratio(final(name), layout, group_size), codec_seconds(name, memory_bytes_per_second))
+    return CodecPrice(
+        name,
+        wire_ratio(final(name), layout, group_size),
+        codec_seconds(name, memory_bytes_per_second),
+        rounds=ROUNDS.get(name, EXCHANGE_ROUNDS),
+    )
 
 
 def codec_seconds(name: str, memory_bytes_per_second: float) -> float:

@@ -37,8 +37,11 @@ UNKNOWN_RATE_TOLERANCE = 0.12
 """The same where a rate is assumed: a slow link loses more by few chunks than a fast one by many. The plans for 10
 Gbit/s, which are assumed, had 2 to 4 chunks; over 200 Mbit they took 1058 ms at 4x2 and 1121 at 4x4, with 16 chunks
 1037 and 1066 (16 MB, `bench/studies/hook_speed.py`, 2-core EPYC VM, 2026-11-22); fp16 at 2x2 took 399 ms with 4 chunks
-and 372 with 8. Not with a compressor of more rounds than an exchange, a low rank: each piece of a matrix has factors of
-its own."""
+and 372 with 8."""
+
+LEAST_CUT_RATIO = 0.1
+"""Not with a compressor that leaves less of a shard than that: headers and rests of blocks of every piece would count.
+Nor with one of more rounds than an exchange, a low rank: each piece of a matrix has factors of its own."""
 
 OWNERS_CHUNK_COUNTS = (*CHUNK_COUNTS, 32)
 OWNERS_CHUNK_SECONDS, OWNERS_CHUNK_NBYTES = 0.02, 128 * 1024
@@ -100,7 +103,7 @@ def plan_all_reduce(
         plans = [plan for plan in plans if plan.name not in FLAT_ALGORITHMS or plan.chunks == 1]
     best = min(plans, key=lambda plan: plan.seconds) if library == "nccl" else _most_chunks(plans, CHUNK_TOLERANCE)
     taken = best
-    if assumed and library != "nccl" and price.rounds <= EXCHANGE_ROUNDS and best.name not in FLAT_ALGORITHMS:
+    if assumed and library != "nccl" and _may_be_cut(price) and best.name not in FLAT_ALGORITHMS:
         taken = _most_chunks([plan for plan in plans if plan.name == best.name], UNKNOWN_RATE_TOLERANCE)
     if name != "auto":
         return with_reason(taken, "Asked for by name.")
@@ -126,6 +129,11 @@ def plan_all_reduce(
     if assumed:
         return with_reason(taken, f"Predicted to be faster than {than} over the links as they are assumed.")
     return with_reason(best, f"Predicted {rival.seconds / best.seconds:.2f}x faster than {than}.")
+
+
+def _may_be_cut(price: CodecPrice) -> bool:
+    """Whether more chunks cost a compressor next to nothing."""
+    return price.ratio >= LEAST_CUT_RATIO and price.rounds <= EXCHANGE_ROUNDS
 
 
 def _against_nccl(flat: Plan, hierarchies: list[Plan]) -> Plan:
@@ -249,28 +257,49 @@ class ByteCosts:
         across: Seconds of that for each byte of bucket, uncompressed.
         others: Seconds for each byte that the other phases occupy each resource.
         encoded: Part of the bucket that one rank encodes.
+        single: How many times as long the compressed phase takes where one rank of each node stands for all of a
+            bucket: 1 where they share a card.
+        message_seconds: Of the compressed phase's messages, however small they are.
     """
 
     resource: int
     across: float
     others: tuple[tuple[int, float], ...]
     encoded: float
+    single: float = 1.0
+    message_seconds: float = 0.0
 
-    def seconds(self, nbytes: float, ratio: float, price: CodecPrice) -> float:
+    def seconds(
+        self,
+        nbytes: float,
+        ratio: float,
+        price: CodecPrice,
+        *,
+        part: float = 1.0,
+        whole: bool = False,
+        core: float = 1.0,
+    ) -> float:
         """How long what limits `nbytes` of a bucket is occupied.
 
         Args:
             nbytes: Of gradient.
             ratio: Bytes on the wire over those of an exact all-reduce.
             price: Of the compressor; its own ratio does not count.
+            part: Of its bucket: so much of the bucket's calls and messages it pays for.
+            whole: Whether all of it must lie with one rank of each node.
+            core: Share of a core that a rank has where all of them compute, as `price` counts: the more of them idle,
+                the more has the one that does not.
         """
-        codec = price.seconds_per_byte * self.encoded
-        _, busy = busiest_resource([*self.others, (self.resource, self.across * ratio), (PROCESSOR, codec)])
-        return nbytes * busy + price.call_seconds
+        lone = whole and part > self.encoded
+        encoded = max(self.encoded, min(1.0, core)) if lone else self.encoded
+        across = self.across * ratio * (self.single if lone else 1.0)
+        codec = price.seconds_per_byte * encoded
+        _, busy = busiest_resource([*self.others, (self.resource, across), (PROCESSOR, codec)])
+        return nbytes * busy + part * (price.call_seconds + self.message_seconds)
 
 
 def byte_costs(cluster: Cluster, name: str, price: CodecPrice) -> ByteCosts:
-    """What each byte of a bucket occupies in a plan, latencies left out.
+    """What each byte of a bucket occupies in a plan, and how long the compressed phase's messages take.
 
     Args:
         cluster: Where the ranks are and what the links give.
@@ -280,7 +309,7 @@ def byte_costs(cluster: Cluster, name: str, price: CodecPrice) -> ByteCosts:
     phases = make_phases(cluster, name, price.name)
     costs, shares = _costs(cluster, name)
     others: list[tuple[int, float]] = []
-    resource, across, encoded = PROCESSOR, 0.0, 0.0
+    resource, across, encoded, single, message = PROCESSOR, 0.0, 0.0, 1.0, 0.0
     for phase, plain, share in zip(phases, costs, shares, strict=True):
         cost = plain
         if phase.compressor is not None and price.name != EXACT.name:
@@ -288,9 +317,12 @@ def byte_costs(cluster: Cluster, name: str, price: CodecPrice) -> ByteCosts:
         seconds = cost.byte_seconds(1.0) * cost.byte_share
         if phase.compressor is not None:
             resource, across, encoded = _taken(cluster, phase), seconds, share
+            message = cost.alpha_seconds
+            link = cluster.levels[phase.level].link
+            single = 1.0 if phase.whole else link.rate(max(1, round(1 / share))) / link.rate(1)
         else:
             others.append((_taken(cluster, phase), seconds))
-    return ByteCosts(resource, across, tuple(others), encoded)
+    return ByteCosts(resource, across, tuple(others), encoded, single, message)
 
 
 def _taken(cluster: Cluster, phase: Phase) -> int:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, pairwise
 from math import prod
 
@@ -10,14 +11,16 @@ import torch
 
 from gradwire.comms.config import Config
 from gradwire.comms.plan.codec_price import (
+    CPU_BYTES_PER_SECOND,
     ELEMENT_NBYTES,
     GPU_BYTES_PER_SECOND,
+    ROUNDS,
     codec_price,
     codec_seconds,
     gpu_bytes_per_second,
     wire_ratio,
 )
-from gradwire.comms.plan.cost import EXACT, CodecPrice, sent_nbytes
+from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, sent_nbytes
 from gradwire.comms.plan.plan import ALL_GATHER, Phase, Plan, Transfer
 from gradwire.comms.plan.planner import candidates, plan_all_reduce, presumed, with_reason
 from gradwire.comms.plan.schedule import (
@@ -31,7 +34,10 @@ from gradwire.comms.plan.schedule import (
 )
 from gradwire.compressors.adasum import Adasum
 from gradwire.compressors.base import Compressor, Layout
+from gradwire.compressors.cast import PACKED_SHARE, PackedCast
 from gradwire.compressors.dense import WideSum
+from gradwire.compressors.routed import Routed
+from gradwire.compressors.stateful import Stateful
 from gradwire.topology.cluster import Cluster, Level
 
 log = logging.getLogger("gradwire")
@@ -59,6 +65,7 @@ class PhasePart:
         logical_numel: Elements of those.
         sent_numel: Elements that this rank sends; of a compressed phase unknown beforehand, and 0.
         owners: Of a compressed phase, all ranks that have a shard in it, ascending; else empty.
+        break_even: Of a compressed phase, see `Member.break_even`.
     """
 
     phase: Phase
@@ -70,6 +77,7 @@ class PhasePart:
     logical_numel: int
     sent_numel: float
     owners: tuple[int, ...] = ()
+    break_even: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +165,11 @@ class Routes(dict[RouteKey, Route]):
         self._measured = False
         self._learned: Cluster | None = None
         self._compressor = compressor
+        self._packs = isinstance(compressor, PackedCast) or (
+            isinstance(compressor, Routed) and any(isinstance(each, PackedCast) for each in compressor.routes)
+        )
         self._unlisted: dict[tuple[int, torch.dtype], Route] = {}
+        self._tell()
 
     def __missing__(self, key: RouteKey) -> Route:
         numel, dtype, layout = key
@@ -176,6 +188,12 @@ class Routes(dict[RouteKey, Route]):
         """Forgets all routes."""
         super().clear()
         self._unlisted.clear()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Has the compressor forget what ranks know of each other that may exchange with others from now on."""
+        if isinstance(self._compressor, Stateful | Routed):
+            self._compressor.replanned()
 
     def along(self, numel: int, plan: Plan, layout: Layout | None = None) -> Route:
         """The route of a bucket along any plan, whatever the planner thinks of it.
@@ -198,12 +216,13 @@ class Routes(dict[RouteKey, Route]):
         plan = executable(plan, self.cluster, self._device_type, fixed_order=self._fixed_order)
         partition = self._partition(plan, layout)
         schedule = Schedule(self.cluster, plan)
+        break_even = self._break_even(plan) if named and self._packs else 0.0
         chunks = tuple(
             Chunk(
                 start,
                 stop,
                 tuple(
-                    self._part(phase, steps, (start, stop), layout)
+                    self._part(phase, steps, (start, stop), layout, break_even)
                     for phase, steps in zip(
                         plan.phases, schedule.transfers(stop - start, partition, start), strict=True
                     )
@@ -267,10 +286,14 @@ class Routes(dict[RouteKey, Route]):
         self.clear()
 
     def learned(self, levels: Sequence[Level]) -> None:
-        """Predicts with these links from now on, and does what it did before: a clock's word must change no bit."""
+        """Predicts with these links from now on, and does what it did before: a clock's word must change no bit.
+
+        Whether exponents are packed goes by them, because that changes none.
+        """
         self._learned = replace(self.cluster, levels=tuple(levels))
         for key, route in self.items():
-            self[key] = replace(route, plan=self._repriced(route.plan, key[2]))
+            plan = self._repriced(route.plan, key[2])
+            self[key] = replace(route, plan=plan, chunks=self._evened(route.chunks, plan))
         log.info("%s", self.describe_links())
 
     @property
@@ -329,7 +352,8 @@ class Routes(dict[RouteKey, Route]):
         if compressed is not None:
             assert self._compressor is not None and layout is not None
             ranks = self.cluster.size if compressed.whole else len(self.cluster.nodes)
-            price = CodecPrice(self._compressor.name, _wire_ratio(self._compressor, plan.nbytes, layout, ranks))
+            ratio = _wire_ratio(self._compressor, plan.nbytes, layout, ranks)
+            price = CodecPrice(self._compressor.name, ratio * self._unpacked(plan))
         (priced,) = candidates(self._learned, plan.nbytes, plan.name, plan.chunks, price)
         return replace(
             plan,
@@ -337,6 +361,7 @@ class Routes(dict[RouteKey, Route]):
             limit=priced.limit,
             busy_seconds=priced.busy_seconds,
             assumed=presumed(self._learned),
+            why=plan.why.partition(PACKING)[0] + self._why_packed(plan),
         )
 
     def compressed_name(self) -> str | None:
@@ -352,13 +377,17 @@ class Routes(dict[RouteKey, Route]):
         nodes, size, name = len(self.cluster.nodes), self.cluster.size, compressor.name
 
         def priced(plan_name: str, group_size: int, why: str) -> Plan:
-            price = CodecPrice(name, _wire_ratio(compressor, nbytes, layout, group_size))
+            ratio = _wire_ratio(compressor, nbytes, layout, group_size)
+            price = CodecPrice(name, ratio, rounds=ROUNDS.get(name, EXCHANGE_ROUNDS))
             if self.library == "nccl":
                 price = replace(price, seconds_per_byte=codec_seconds(name, self.gpu_memory()))
-            plan = plan_all_reduce(
-                self.cluster, nbytes, name=plan_name, chunks=self.chunks, price=price, library=self.library
+            asked = partial(
+                plan_all_reduce, self.cluster, nbytes, name=plan_name, chunks=self.chunks, library=self.library
             )
-            return with_reason(plan, f"{name} was asked for, {why}")
+            plan = asked(price=price)
+            if (more := self._unpacked(plan)) != 1.0:
+                plan = asked(price=replace(price, ratio=ratio * more, rounds=EXCHANGE_ROUNDS))
+            return with_reason(plan, f"{name} was asked for, {why}{self._why_packed(plan)}")
 
         if self._asked_for == "flat" and size > 1:
             return priced("flat", size, "and the flat plan by name: it works between all ranks.")
@@ -382,13 +411,57 @@ class Routes(dict[RouteKey, Route]):
             "flat", size, f"and is predicted to be {gain:.2f}x faster inside this node, whose links are slow."
         )
 
+    def _break_even(self, plan: Plan) -> float:
+        """See `Member.break_even`, of the compressed phase of a plan; the same on all ranks."""
+        if self.library == "nccl":
+            return NEVER
+        if isinstance(main := getattr(self._compressor, "main", self._compressor), PackedCast) and main.always:
+            return 0.0
+        levels = {phase.level for phase in plan.phases if phase.compressor}
+        if not levels or any(self.priced.levels[level].link.presumed for level in levels):
+            return 0.0
+        return packing_break_even(self.priced, plan)
+
+    def _evened(self, chunks: tuple[Chunk, ...], plan: Plan) -> tuple[Chunk, ...]:
+        """The same chunks with the links as they are known now."""
+        if not self._packs or not any(phase.compressor for phase in plan.phases):
+            return chunks
+        even = self._break_even(plan)
+        return tuple(
+            replace(
+                chunk, parts=tuple(replace(part, break_even=even) if part.layouts else part for part in chunk.parts)
+            )
+            for chunk in chunks
+        )
+
+    def _unpacked(self, plan: Plan) -> float:
+        """How many times more bytes than it says the compressor will send, because it does not pack."""
+        asked = self._compressor is not None and self._compressor.name == PackedCast.name
+        return 1 / PACKED_SHARE if asked and self._break_even(plan) >= 1 - PACKED_SHARE else 1.0
+
+    def _why_packed(self, plan: Plan) -> str:
+        """Whether exponents are packed in a plan, as a sentence; empty where nobody has asked for it."""
+        if not self._packs or not any(phase.compressor for phase in plan.phases):
+            return ""
+        if self.library == "nccl":
+            return f"{PACKING} are not packed: on CUDA the host would have to wait for the length of every payload."
+        even = self._break_even(plan)
+        if even >= 1 - PACKED_SHARE:
+            return f"{PACKING} are not packed: these links are too fast for the time that it takes."
+        return f"{PACKING} are packed" + (f" where that saves more than {even:.1%} of bf16's bytes." if even else ".")
+
     def gpu_memory(self) -> float:
         """Bytes per second that codecs move on the slowest GPU; of the slowest known where it is not known."""
         fabric = self.cluster.fabric
         return min(GPU_BYTES_PER_SECOND.values()) if fabric is None else gpu_bytes_per_second(fabric.compute_capability)
 
     def _part(
-        self, phase: Phase, steps: list[list[Transfer]], run: tuple[int, int], layout: Layout | None
+        self,
+        phase: Phase,
+        steps: list[list[Transfer]],
+        run: tuple[int, int],
+        layout: Layout | None,
+        break_even: float,
     ) -> PhasePart:
         own = [tuple(transfer for transfer in step if self._rank in transfer.members) for step in steps]
         while len(own) > 1 and not own[-1]:
@@ -402,7 +475,8 @@ class Routes(dict[RouteKey, Route]):
         whole = len(first) == 1 and (first[0].start, first[0].stop) == run
         shares = tuple(member_shares(phase, transfer) for transfer in first) if layouts else ()
         owners = sorted({rank for transfer in steps[0] for rank in transfer.members}) if layouts else ()
-        return PhasePart(phase, tuple(own), layouts, shares, whole, len(first), logical, sent, tuple(owners))
+        even = break_even if layouts else 0.0
+        return PhasePart(phase, tuple(own), layouts, shares, whole, len(first), logical, sent, tuple(owners), even)
 
     def _sent_numel(self, transfer: Transfer) -> float:
         place = transfer.members.index(self._rank)
@@ -420,6 +494,52 @@ class Routes(dict[RouteKey, Route]):
             return tuple(start + offset for offset in compressor.partition(layout.cut(start, stop), parts))
 
         return partition
+
+
+PACKING = " Exponents"
+"""Begins the sentence of a plan's reason that says whether they are packed."""
+
+NEVER = 2.0
+"""`Member.break_even` where no saving is enough."""
+
+
+BUSY_PACKING_SECONDS = 14e-9
+"""What packing takes for an element of a shard where the processor is busy: 4 ranks on the 2 cores of an EPYC VM, with
+the messages about lengths (`bench/studies/hook_speed.py`, 16 MB, 1 Gbit/s, 2026-11-22). With a core for each rank it is
+2 ns; but a plan must not count on idle cores beside a backward pass."""
+
+
+def packing_break_even(cluster: Cluster, plan: Plan) -> float:
+    """The share of bf16's bytes that packing must save, to take no more time in a plan than it costs a busy CPU.
+
+    As if nothing overlapped: what packs one chunk while another is on the wire has no core of its own.
+
+    Args:
+        cluster: Where the ranks are and what the links give; the same on all ranks.
+        plan: With a compressed phase.
+
+    Returns:
+        `NEVER` where none is enough.
+    """
+
+    def seconds(name: str, share: float, extra: float) -> float:
+        codec = codec_seconds("bf16", CPU_BYTES_PER_SECOND) + extra / ELEMENT_NBYTES
+        price = CodecPrice(name, 2 / ELEMENT_NBYTES * share, codec, rounds=ROUNDS.get(name, EXCHANGE_ROUNDS))
+        (priced,) = candidates(cluster, plan.nbytes, plan.name, 1, price)
+        return priced.seconds
+
+    plain, packed = seconds("bf16", 1.0, 0.0), partial(seconds, PackedCast.name, extra=BUSY_PACKING_SECONDS)
+    low, high = 0.0, 1.0
+    if packed(0.0) >= plain:
+        return NEVER
+    for _ in range(BREAK_EVEN_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if packed(1 - middle) < plain else (middle, high)
+    return high
+
+
+BREAK_EVEN_HALVINGS = 10
+"""To a thousandth."""
 
 
 def _wire_ratio(compressor: Compressor, nbytes: int, layout: Layout, group_size: int) -> float:

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from gradwire import _native
 from gradwire.compressors.kernels.reference import (
+    EXPONENTS_BLOCK,
     ChunkRule,
     DgcRule,
     DgcRun,
     DgcState,
     chunk_topk_nbytes,
+    exponents_most_nbytes,
     onebit_nbytes,
     quantize_nbytes,
     waterfill_nbytes,
@@ -133,6 +135,34 @@ def cast_reduce_encode(sources: Tensor, residual: Tensor | None, new_residual: T
     total = torch.empty(reduced.numel())
     cast_decode_reduce(sources, None, total)
     cast_encode(total, 1.0, residual, new_residual, reduced)
+
+
+def exponents_pack(blocks: Tensor, payload: Tensor) -> int:
+    """See reference.exponents_pack."""
+    _check_blocks(blocks)
+    _check_rows("payload", payload.unsqueeze(0), exponents_most_nbytes(blocks.numel()))
+    return _native.exponents_pack(blocks.data_ptr(), blocks.stride(0), len(blocks), payload.data_ptr())
+
+
+def exponents_unpack(payload: Tensor, blocks: Tensor) -> None:
+    """See reference.exponents_unpack."""
+    _check_blocks(blocks)
+    _check_rows("payload", payload.unsqueeze(0), 0)
+    _native.exponents_unpack(payload.data_ptr(), payload.numel(), blocks.data_ptr(), blocks.stride(0), len(blocks))
+
+
+def _check_blocks(blocks: Tensor) -> None:
+    """Refuses what is not blocks of 64 bfloat16.
+
+    Raises:
+        ValueError: `blocks` is of another shape or dtype, or not on the CPU.
+    """
+    shaped = blocks.dim() == 2 and blocks.shape[1] == EXPONENTS_BLOCK and blocks.stride(1) == 1
+    if not shaped or blocks.dtype != torch.bfloat16 or not blocks.is_cpu:
+        raise ValueError(
+            f"`blocks` is {tuple(blocks.shape)} {blocks.dtype} on {blocks.device}; "
+            f"wanted rows of {EXPONENTS_BLOCK} contiguous bfloat16 on the CPU"
+        )
 
 
 def onebit_encode(gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor) -> None:

@@ -33,6 +33,7 @@ def check_at_first_step(
     compressor_name: str,
     options: Mapping[str, Option],
     rules: Sequence[Rule | Mapping[str, object]] = (),
+    budget: str | float | None = None,
 ) -> Check:
     """Runs `check_optimizer` before the first step that an optimizer takes on the model's parameters.
 
@@ -45,11 +46,12 @@ def check_at_first_step(
         compressor_name: As in `compressor=`.
         options: The compressor's options.
         rules: As in `rules=`.
+        budget: As in `error_budget=`.
 
     Returns:
         What `withdraw` takes back.
     """
-    check = _unchecked[model] = CompressorUse(compressor_name, options), rules_from(rules)
+    check = _unchecked[model] = CompressorUse(compressor_name, options, budget=budget), rules_from(rules)
     _register()
     return check
 

@@ -38,6 +38,8 @@ class CompressorUse:
     """Those that the user gave."""
     pattern: str | None = None
     """Of the rule that named it; None for the main compressor."""
+    budget: str | float | None = None
+    """`error_budget`, of "auto": the compressor that it names is a candidate, too."""
 
     def __str__(self) -> str:
         rule = "" if self.pattern is None else f" of the rule with pattern {self.pattern!r}"
@@ -76,7 +78,7 @@ def check_groups(use: CompressorUse, optimizer: Optimizer, groups: Sequence[Mapp
         ValueError: The pair is known to fail; the message says what to use instead, and names the rule.
     """
     if use.name == AUTO:
-        for spec in candidates_of(use.options, EXACT):
+        for spec in candidates_of(use.options, EXACT if use.budget is None else use.budget):
             check_groups(CompressorUse(spec.name, spec.options, use.pattern), optimizer, groups)
         return
     chosen = {**options_of(use.name), **use.options}

@@ -8,16 +8,16 @@ Source: Tang et al., 1-bit Adam, ICML 2021, algorithm 1. Ours are the memory of 
 the units that the momentum is measured in while it is sent (`FlatGroup.units`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwire.compressors.base import Member
+from gradwire.compressors.base import ALL_REDUCE, Collective, Member, Request
 from gradwire.compressors.element_scale import power_of_two_
 from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.optim.peers import Peers, carry_out, peers_of
@@ -71,6 +71,9 @@ class OneBitOptimizer(Optimizer):
         freeze_step: Steps of the first stage; 15 to 20 percent of all steps is usual.
     """
 
+    bias_corrected: ClassVar[bool] = False
+    """Whether moments are divided by what a mean that begins at zero lacks, as Adam's are."""
+
     def __init__(
         self,
         parameters: Iterable[Tensor],
@@ -104,17 +107,27 @@ class OneBitOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            moved = [self._move(entry, flat) for entry, flat in zip(self.param_groups, self.flats, strict=True)]
-            if all(bool(momentum.isfinite().all()) for momentum, _ in moved):
-                frozen = self.frozen
-                for entry, flat, (momentum, after) in zip(self.param_groups, self.flats, moved, strict=True):
-                    last, flat.momentum = flat.momentum, momentum
-                    flat.variance, flat.slow, flat.worker, flat.server = after
-                    self.apply(entry, flat, last, frozen)
-                self.steps += 1
-                if self.steps == self.freeze_step:
-                    self._freeze()
+            carry_out(self.exchange(), self.group)
         return loss
+
+    def exchange(self) -> Iterator[Request]:
+        """Does what `step` does, and yields its collectives instead of carrying them out: for who moves them otherwise.
+
+        Yields:
+            Collectives in the order in which every rank issues them; the step is over when there are no more.
+        """
+        moved = []
+        for entry, flat in zip(self.param_groups, self.flats, strict=True):
+            moved.append((yield from self._move(entry, flat)))
+        if all(bool(momentum.isfinite().all()) for momentum, _ in moved):
+            frozen = self.frozen
+            for entry, flat, (momentum, after) in zip(self.param_groups, self.flats, moved, strict=True):
+                last, flat.momentum = flat.momentum, momentum
+                flat.variance, flat.slow, flat.worker, flat.server = after
+                self.apply(entry, flat, last, frozen)
+            self.steps += 1
+            if self.steps == self.freeze_step:
+                self._freeze()
 
     @property
     def frozen(self) -> bool:
@@ -137,15 +150,17 @@ class OneBitOptimizer(Optimizer):
         memory = min(MEMORY_SHARE * self.freeze_step, LONGEST_MEMORY)
         return max(beta2, 1.0 - 1.0 / max(memory, 1.0))
 
-    def _move(self, entry: dict[str, Any], flat: FlatGroup) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Returns the new momentum, and (variance, slow, worker, server) to store if all of it is finite."""
+    def _move(
+        self, entry: dict[str, Any], flat: FlatGroup
+    ) -> Generator[Request, None, tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]]:
+        """Yields collectives; returns the new momentum, and (variance, slow, worker, server) to store if finite."""
         beta1, beta2 = entry["betas"]
         gradient = torch.cat(
             [torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in entry["params"]]
         )
         if not self.frozen:
             if self.group.size > 1:
-                self.group.all_reduce(gradient).wait()
+                yield Collective(ALL_REDUCE, (gradient,))
                 gradient /= self.group.size
             variance = torch.addcmul(flat.variance * beta2, gradient, gradient, value=1.0 - beta2)
             slow, decay = flat.slow, self._slow_decay(beta2)
@@ -159,9 +174,7 @@ class OneBitOptimizer(Optimizer):
             Residuals(flat.worker, torch.empty_like(flat.worker), flat.server, torch.empty_like(flat.server)),
         )
         codec = OneBitCodec()
-        carry_out(
-            two_stage(local, total, Member(self.group.rank, self.group.size), codec, codec, residuals), self.group
-        )
+        yield from two_stage(local, total, Member(self.group.rank, self.group.size), codec, codec, residuals)
         momentum = torch.zeros_like(flat.momentum)
         momentum[flat.live] = total.mul_(flat.units).div_(self.group.size)
         assert residuals.new_worker is not None
@@ -169,7 +182,11 @@ class OneBitOptimizer(Optimizer):
         return momentum, (flat.variance, flat.slow, residuals.new_worker, residuals.new_server)
 
     def _freeze(self) -> None:
-        for flat in self.flats:
+        for entry, flat in zip(self.param_groups, self.flats, strict=True):
+            beta2 = entry["betas"][1]
+            if self.bias_corrected:
+                flat.variance = flat.variance / (1.0 - beta2**self.steps)
+                flat.slow = flat.slow / (1.0 - self._slow_decay(beta2) ** self.steps)
             if flat.slow.numel():  # never a longer step than Adam's own at this moment
                 flat.variance, flat.slow = torch.maximum(flat.variance, flat.slow), flat.slow.new_empty(0)
             flat.live = flat.variance.nonzero().view(-1)

@@ -7,6 +7,7 @@ void bind_shm(nb::module_& m);
 void bind_cast(nb::module_& m);
 void bind_chunk_topk(nb::module_& m);
 void bind_dgc(nb::module_& m);
+void bind_exponents(nb::module_& m);
 void bind_isa(nb::module_& m);
 void bind_onebit(nb::module_& m);
 void bind_pack(nb::module_& m);
@@ -22,6 +23,7 @@ NB_MODULE(_native, m) {
   bind_cast(m);
   bind_chunk_topk(m);
   bind_dgc(m);
+  bind_exponents(m);
   bind_isa(m);
   bind_onebit(m);
   bind_pack(m);

@@ -16,10 +16,11 @@ constexpr const char* kNames[] = {"plain", "avx2", "avx512"};
 Isa detect() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
+  if (!__builtin_cpu_supports("bmi2") || !__builtin_cpu_supports("f16c")) return Isa::plain;
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
     return Isa::avx512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return Isa::avx2;
+  if (__builtin_cpu_supports("avx2")) return Isa::avx2;
 #endif
   return Isa::plain;
 }

@@ -71,10 +71,24 @@ def test_compressed_training_is_equal_on_all_ranks(results: Results, scenario: s
 
 @pytest.mark.parametrize(
     ("name", "apart"),
-    [("fp16", 1e-3), ("bf16", 1e-2), ("int8", 0.02), ("int4", 0.2), ("powersgd", 0.8), ("onebit", 1.0), ("dgc", 1.0)],
+    [
+        ("fp16", 1e-3),
+        ("bf16", 1e-2),
+        ("bf16_packed", 1e-2),
+        ("int8", 0.02),
+        ("int4", 0.2),
+        ("powersgd", 0.8),
+        ("onebit", 1.0),
+        ("dgc", 1.0),
+    ],
 )
 def test_compressed_training_converges_as_plain_training_does(results: Results, name: str, apart: float) -> None:
     assert 0 < results[0]["compressed"]["apart"][name] < apart, results[0]["compressed"]  # type: ignore[index]
+
+
+def test_packed_exponents_train_to_the_bits_of_bf16(results: Results) -> None:
+    apart = results[0]["compressed"]["apart"]
+    assert apart["bf16_packed"] == apart["bf16"]  # type: ignore[index]
 
 
 def test_an_overflow_skips_one_step_and_leaves_no_trace(results: Results) -> None:

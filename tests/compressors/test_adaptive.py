@@ -1,13 +1,14 @@
 """Laws of the compressor "auto": nothing is lost where a layer changes, all ranks agree, resume is no interruption."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from gradwire.compressors.adaptive import Adaptive, Measurable, check_auto, outstanding_share, parse_candidate
-from gradwire.compressors.base import Layout
+from gradwire.compressors.base import Collective, Layout, Request
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.rules import Rule
 from support.layouts import layout_of_whole
@@ -114,6 +115,48 @@ def test_what_is_left_out_is_what_encoding_leaves_out() -> None:
         predicted, outstanding = (sum(column) for column in zip(*found, strict=True))
         # the owners' part comes on top; a cold start of one round leaves out more than the measured two
         assert 0.3 * outstanding < predicted < 1.3 * outstanding, (text, predicted, outstanding)
+
+
+def test_exact_layers_of_16_bits_travel_in_16_bits_and_are_rounded_once() -> None:
+    """But for the steps after a change, which carry what was held back."""
+    layout, size = layout_of(("embedding", "first")), 3
+    groups, wire = ThreadGroup.create(size), [0, 0, 0]
+
+    def gradient_of(rank: int, step: int) -> Tensor:
+        return gradient(rank, step, layout.numel).bfloat16().float()
+
+    def body(rank: int) -> list[Tensor]:
+        ours, member, found = make(), replace(groups[rank].member, dtype=torch.bfloat16), []
+        for step in range(5):
+            if step == 1:
+                ours.choose({"embedding": 2}, CPU)
+            if step == 2:
+                ours.choose({}, CPU)
+            shard = gradient_of(rank, step)
+            requests = ours.all_reduce(shard, layout, member)
+            if step in (0, 2, 4):
+                requests = counted(requests, step)
+            carry_out(requests, groups[rank])
+            ours.end_step(True)
+            found.append(shard.bfloat16())
+        return found
+
+    def counted(requests: Iterator[Request], step: int) -> Iterator[Request]:
+        for request in requests:
+            for each in (request,) if isinstance(request, Collective) else request:
+                wire[step // 2] += each.tensors[-1].nbytes
+            yield request
+
+    outputs = run_ranks(size, body)
+    for step in (0, 4):
+        wanted = torch.stack([gradient_of(rank, step) for rank in range(size)]).sum(0).bfloat16()
+        assert all(torch.equal(found[step], wanted) for found in outputs)
+    sent = sum(gradient_of(rank, step).double() for rank in range(size) for step in (1, 2))
+    arrived = outputs[0][1].double() + outputs[0][2].double()
+    torch.testing.assert_close(arrived, sent, rtol=0.01, atol=0.05)  # two roundings to bfloat16, and nothing else
+    part = 3072  # of each owner, aligned: all_to_all of all parts, all_gather of one
+    assert wire[0] == wire[2] == size * 2 * (layout.numel + part)
+    assert wire[1] == size * 4 * layout.numel
 
 
 def test_rules_keep_their_parameters() -> None:

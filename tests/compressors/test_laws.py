@@ -21,6 +21,7 @@ CASES: dict[str, tuple[str, dict[str, Option]]] = {
     "none": ("none", {}),
     "fp16": ("fp16", {"residual": True}),
     "bf16": ("bf16", {"residual": True}),
+    "bf16-packed": ("bf16_packed", {"residual": True, "warmup_steps": 1}),
     "int8": ("int8", {"warmup_steps": 1}),
     "int8-random": ("int8", {"stochastic": True}),
     "int4": ("int4", {}),
@@ -118,6 +119,9 @@ def test_the_wire_is_as_long_as_promised(maker: Maker, layout: Layout, size: int
     for ours in run(maker, layout, size, 5):
         warmup = getattr(ours.compressor, "warmup_steps", 0) if ours.compressor.name != "dgc" else 0
         for sent, expected in list(zip(ours.sent_nbytes, ours.expected_nbytes, strict=True))[warmup:]:
+            if ours.compressor.name == "bf16_packed":  # an expectation: what is sent depends on the values
+                assert 0.9 * expected < sent < 1.2 * expected
+                continue
             assert abs(sent - expected) <= 2  # an uneven ring's share is rounded
 
 

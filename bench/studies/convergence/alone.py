@@ -12,13 +12,17 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from gradwire.bench.studies.convergence.tasks import RANKS, TASKS, Task, share_of_peak
+from gradwire.bench.studies.convergence.training import FREEZE_SHARE, ONEBIT_ADAM
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, Collective, Compressor, Layout, Member, Request, Slice
 from gradwire.compressors.optim.fit import take_momentum
+from gradwire.compressors.optim.onebit_adam import OneBitAdam
+from gradwire.compressors.optim.peers import Peers
 from gradwire.compressors.registry import Option, options_of
 from gradwire.compressors.routed import make_routed
 
@@ -64,16 +68,32 @@ def meet(requests: Sequence[Request]) -> None:
 
 def reduce_together(compressors: Sequence[Compressor], flats: Sequence[Tensor], layout: Layout) -> None:
     """Replaces each node's gradient by what the compressors make of their sum, and ends the step."""
-    running: list[Iterator[Request]] = [
-        compressor.all_reduce(flat, layout, Member(node, len(flats)))
-        for node, (compressor, flat) in enumerate(zip(compressors, flats, strict=True))
-    ]
-    while (first := next(running[0], None)) is not None:
-        meet([first, *(next(each) for each in running[1:])])
-    for each in running[1:]:
-        next(each, None)
+    run_together(
+        [
+            compressor.all_reduce(flat, layout, Member(node, len(flats)))
+            for node, (compressor, flat) in enumerate(zip(compressors, flats, strict=True))
+        ]
+    )
     for compressor in compressors:
         compressor.end_step(True)
+
+
+def run_together(running: Sequence[Iterator[Request]]) -> float:
+    """Runs the members' generators to their ends, each as far as its next collective in turn.
+
+    Returns:
+        The bytes that one member sends in the collectives' bandwidth-optimal algorithms, in units of an all-reduce's:
+        4 n for one of n float32.
+    """
+    sent = 0.0
+    while (first := next(running[0], None)) is not None:
+        meet([first, *(next(each) for each in running[1:])])
+        for one in (first,) if isinstance(first, Collective) else first:
+            # Half of what an all-reduce does, which is a reduce-scatter and an all-gather.
+            sent += one.tensors[0].nbytes / (1 if one.op == ALL_REDUCE else 2)
+    for each in running[1:]:
+        next(each, None)
+    return sent
 
 
 def train_alone(
@@ -127,6 +147,43 @@ def train_alone(
     return LoneRun(float(total[0] / total[1]), 4 * numel * steps / sent)
 
 
+def train_onebit_adam(task: Task, options: Mapping[str, Option], seed: int, steps: int | None = None) -> LoneRun:
+    """Trains once with `OneBitAdam` on all ranks, which takes the place of optimizer and hook.
+
+    Args:
+        task: Loaded; its optimizer is of the Adam family, and its hyper-parameters are taken.
+        options: Of `OneBitAdam`, other than those; `freeze_step` is a fifth of the run by default.
+        seed: Of weights and batches.
+        steps: Of the run; the task's own by default.
+
+    Raises:
+        RuntimeError: The ranks ended with different weights.
+    """
+    steps = steps or task.facts.steps
+    models = [task.model(seed) for _ in range(RANKS)]
+    settings = task.optimizer(models[0].parameters()).defaults
+    given: dict[str, Any] = {key: settings[key] for key in ("lr", "betas", "eps", "weight_decay")}
+    given |= {"freeze_step": round(FREEZE_SHARE * steps)} | dict(options)
+    # `exchange` leaves its collectives to `run_together`, so that of the group no more than rank and size is needed.
+    optimizers = [
+        OneBitAdam(model.parameters(), cast(Peers, Member(rank, RANKS)), **given) for rank, model in enumerate(models)
+    ]
+    sent = 0.0
+    for step in range(steps):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.param_groups[0]["lr"] = given["lr"] * share_of_peak(step, steps)
+            optimizer.zero_grad()
+            task.loss(model, step, rank, seed).backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            sent += run_together([optimizer.exchange() for optimizer in optimizers])
+    first, *others = [torch.cat([each.detach().view(-1) for each in model.parameters()]) for model in models]
+    if not all(torch.equal(first, other) for other in others):
+        raise RuntimeError("the ranks ended with different weights")
+    with torch.no_grad():
+        total = torch.stack([task.score(model, rank) for rank, model in enumerate(models)]).sum(0)
+    return LoneRun(float(total[0] / total[1]), 4 * first.numel() * steps / sent)
+
+
 def _gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter).view(-1) if parameter.grad is None else parameter.grad.reshape(-1)
 
@@ -135,7 +192,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--task", choices=TASKS, required=True)
-    parser.add_argument("--compressor", help="default: an exact sum")
+    parser.add_argument("--compressor", help=f"or {ONEBIT_ADAM} (default: an exact sum)")
     parser.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="of the compressor")
     parser.add_argument("--seed", action="append", type=int, help="repeatable (default: 0)")
     return parser
@@ -148,7 +205,10 @@ def main(argv: list[str]) -> int:
     task = TASKS[asked.task]()
     task.load()
     for seed in asked.seed or [0]:
-        ending = train_alone(task, asked.compressor, asked.options, seed)
+        if asked.compressor == ONEBIT_ADAM:
+            ending = train_onebit_adam(task, asked.options, seed)
+        else:
+            ending = train_alone(task, asked.compressor, asked.options, seed)
         print(
             f"{asked.task}, {asked.compressor or 'exact'} {asked.options or ''} seed {seed}: {task.facts.quality} "
             f"{ending.quality:.4f}, {ending.ratio:.1f} times fewer bytes between the nodes",

@@ -45,8 +45,7 @@ from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import LAZY, ForkedRank, fork_ranks, run_forked
 from gradwire.bench.emulation.launch import free_port
 from gradwire.bench.machine import machine_line
-from gradwire.bench.studies.convergence.tasks import TASKS, Task, TaskFacts, TextTask, share_of_peak
-from gradwire.bench.train.model import loss_in_nats
+from gradwire.bench.studies.convergence.tasks import RANKS, TASKS, BatchedTask, Task, TaskFacts, share_of_peak
 
 PLAIN, ALONE, INT4, POWERSGD, POST_LOCAL = (
     "plain DDP",
@@ -101,6 +100,8 @@ METHODS = {
         _outer("int4, H 2", compressor="int4", every=2, fragments=2, delay=1),
         _outer("int4, H 5, delay 4", compressor="int4", every=5, fragments=1, delay=4),
         _outer("int4, H 5", compressor="int4", every=5, fragments=5, delay=1),
+        _outer("int4, H 30, warm-up 400 H 2", compressor="int4", fragments=2, warmup_steps=400, warmup_every=2),
+        _outer("int4, H 30, warm-up 400 H 5", compressor="int4", fragments=5, warmup_steps=400, warmup_every=5),
         _outer("int4, H 120", compressor="int4", every=120),
         _outer("chunk_topk, H 1, no delay", compressor="chunk_topk", every=1, fragments=1, delay=0),
         _outer("chunk_topk, H 5, no delay", compressor="chunk_topk", every=5, fragments=1, delay=0),
@@ -124,13 +125,13 @@ class JoinedTask:
     """A task whose rank stands for all ranks of a node, which average gradients at every step.
 
     Attributes:
-        task: Its text task.
+        task: What is trained.
         ranks: Of a node.
         lr: Factor of the inner learning rate.
         facts: See `Task`.
     """
 
-    task: TextTask
+    task: BatchedTask
     ranks: int
     lr: float = 1.0
     facts: TaskFacts = field(init=False)
@@ -155,8 +156,16 @@ class JoinedTask:
 
     def loss(self, model: nn.Module, step: int, rank: int, seed: int) -> Tensor:
         """See `Task.loss`: the mean over the node's batches, in one pass."""
-        batches = [self.task.batch_of(step, each, seed) for each in self._ranks(rank)]
-        return loss_in_nats(model, *(torch.cat(parts) for parts in zip(*batches, strict=True)))
+        return self.loss_of(model, *self.batch_of(step, rank, seed))
+
+    def batch_of(self, step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
+        """See `BatchedTask.batch_of`: those of the node's ranks, one after the other."""
+        inputs, targets = zip(*(self.task.batch_of(step, each, seed) for each in self._ranks(rank)), strict=True)
+        return torch.cat(inputs), torch.cat(targets)
+
+    def loss_of(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """See `BatchedTask.loss_of`."""
+        return self.task.loss_of(model, inputs, targets)
 
     def score(self, model: nn.Module, rank: int) -> Tensor:
         """See `Task.score`."""
@@ -289,6 +298,8 @@ def _curve(task: Task, method: SlowLinkMethod, seed: int, place: ForkedRank, ste
     training.close()
     return {
         "what": "quality",
+        "task": task.facts.name,
+        "steps": steps,
         "method": method.name,
         "nodes": list(place.nodes),
         "seed": seed,
@@ -344,6 +355,7 @@ def measure_speed(
     line = next(line for line in outcome.output[0].splitlines() if line.startswith("["))
     return {
         "what": "speed",
+        "task": task_name,
         "nodes": list(nodes),
         "nic": nic,
         "machine": machine_line(),
@@ -401,23 +413,31 @@ def _timed(task: Task, place: ForkedRank, methods: Sequence[SlowLinkMethod], rou
     return found
 
 
-def show(file: Path, tolerance: float) -> str:
-    """Tables of all that a file holds: quality, and the time to plain DDP's."""
+def show(file: Path) -> str:
+    """Tables of all that a file holds: quality, and the time to plain DDP's; rows with as many steps are compared."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     text = []
-    shapes = sorted({tuple(row["nodes"]) for row in rows})
-    for nodes in shapes:
+    kinds = dict.fromkeys((row["task"], row["steps"], tuple(row["nodes"])) for row in rows if row["what"] == "quality")
+    for kind in kinds:
+        task, steps, nodes = kind
+        facts = TASKS[task]().facts
         runs: dict[str, list[dict[str, list[tuple[int, float]]]]] = {}
         for row in rows:
-            if row["what"] == "quality" and tuple(row["nodes"]) == nodes:
+            if row["what"] == "quality" and (row["task"], row["steps"], tuple(row["nodes"])) == kind:
                 runs.setdefault(row["method"], []).append(row)
-        speeds = [row for row in rows if row["what"] == "speed" and tuple(row["nodes"]) == nodes]
-        text.append(f"{'x'.join(map(str, (len(nodes), nodes[0])))}")
-        target = statistics.mean(run["curve"][-1][1] for run in runs[PLAIN]) + tolerance if PLAIN in runs else None
+        speeds = [row for row in rows if row["what"] == "speed" and row["task"] == task]
+        text.append(f"{facts.title}: {facts.quality}; {len(nodes)} nodes of {nodes[0]} ranks, {steps} steps")
+        sign = -1 if facts.higher_is_better else 1
+        target = None
+        if PLAIN in runs:
+            target = statistics.mean(run["curve"][-1][1] for run in runs[PLAIN]) + sign * facts.tolerance
         reached: dict[str, float] = {}
         for name, found in runs.items():
             finals = [run["curve"][-1][1] for run in found]
-            hits = [next((step for step, value in run["curve"] if target and value <= target), None) for run in found]
+            hits = [
+                next((step for step, value in run["curve"] if target and sign * value <= sign * target), None)
+                for run in found
+            ]
             known = [hit for hit in hits if hit is not None]
             if len(known) == len(hits):
                 reached[name] = statistics.mean(known)
@@ -450,6 +470,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m gradwire.bench.studies.convergence.outer", description=__doc__)
     parser.add_argument("what", choices=("quality", "speed", "cost", "show"))
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="a line for each result; added to")
+    parser.add_argument("--task", choices=TASKS, default="text")
     parser.add_argument("--method", action="append", choices=METHODS, help="repeatable (default: all)")
     parser.add_argument("--outer", action="append", default=[], metavar="NAME=JSON", help="options of gradwire.Outer")
     parser.add_argument("--joined", action="store_true", help="one rank stands for a node")
@@ -459,18 +480,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--nic", help="of the emulated links (default: no limit)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, help="default: those of the task")
     options = parser.parse_args(argv)
-    nodes, task = [options.ranks_per_node] * options.nodes, TextTask()
+    nodes, task = [options.ranks_per_node] * options.nodes, TASKS[options.task]()
+    steps = options.steps or task.facts.steps
+    if options.task == "fashion" and sum(nodes) != RANKS:
+        parser.error(f"--task fashion is dealt out to {RANKS} ranks; --nodes and --ranks-per-node make {sum(nodes)}")
     methods = [METHODS[name] for name in options.method or ([] if options.outer else METHODS)]
     for word in options.outer:
         name, _, values = word.partition("=")
         methods.append(_outer(name, **json.loads(values)))
     if options.what == "show":
-        print(show(options.json, task.facts.tolerance))
+        print(show(options.json))
         return 0
     if options.what == "speed":
-        _add(options.json, measure_speed("text", nodes, options.nic, methods, options.rounds))
+        _add(options.json, measure_speed(options.task, nodes, options.nic, methods, options.rounds))
         return 0
     if options.what == "cost":
         for method in methods:
@@ -483,8 +507,8 @@ def main(argv: list[str]) -> int:
         trained, nodes = JoinedTask(task, options.ranks_per_node, options.inner_lr), [1] * options.nodes
     for seed in options.seed or [0]:
         for method in methods:
-            found = train(trained, method, seed, nodes, options.steps)
-            found["steps"], found["inner_lr"] = options.steps, options.inner_lr
+            found = train(trained, method, seed, nodes, steps)
+            found["inner_lr"] = options.inner_lr
             _add(options.json, found)
             print(method.name, seed, found["curve"][-1], found["bits"], flush=True)  # type: ignore[index]
     return 0

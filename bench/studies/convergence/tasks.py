@@ -139,6 +139,16 @@ class Task(Protocol):
         """(sum, count) over this rank's share of the held-out data, float64; the ranks' sums make the quality."""
 
 
+class BatchedTask(Task, Protocol):
+    """A task whose batches can be put together, so that one rank stands for several."""
+
+    def batch_of(self, step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
+        """This rank's batch of a step: (inputs, targets), one row a sample."""
+
+    def loss_of(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of a batch: a scalar."""
+
+
 def share_of_peak(step: int, steps: int) -> float:
     """The learning rate's share of its peak: a linear rise over a twentieth of the steps, then half a cosine."""
     rise = max(1, steps // 20)
@@ -198,11 +208,19 @@ class FashionTask:
 
     def loss(self, model: nn.Module, step: int, rank: int, seed: int) -> Tensor:
         """See `Task.loss`."""
+        return self.loss_of(model, *self.batch_of(step, rank, seed))
+
+    def batch_of(self, step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
+        """See `BatchedTask.batch_of`: images and labels."""
         epoch, number = divmod(step, self._steps_of_epoch)
         first = (number * RANKS + rank) * self.batch
         chosen = _shuffled(seed, epoch)[first : first + self.batch]
         images, labels = self._train
-        return functional.cross_entropy(model(images[chosen]), labels[chosen])
+        return images[chosen], labels[chosen]
+
+    def loss_of(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """See `BatchedTask.loss_of`."""
+        return functional.cross_entropy(model(inputs), targets)
 
     def score(self, model: nn.Module, rank: int) -> Tensor:
         """See `Task.score`: percent right."""
@@ -261,11 +279,15 @@ class TextTask:
 
     def loss(self, model: nn.Module, step: int, rank: int, seed: int) -> Tensor:
         """See `Task.loss`."""
-        return loss_in_nats(model, *self.batch_of(step, rank, seed))
+        return self.loss_of(model, *self.batch_of(step, rank, seed))
 
     def batch_of(self, step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
-        """What `loss` takes: (inputs, targets), see `batch_at`."""
+        """See `BatchedTask.batch_of`: bytes and those that follow, see `batch_at`."""
         return batch_at(self._text[0], step + SEED_STRIDE * seed, rank, batch=self.batch, context=self.context)
+
+    def loss_of(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """See `BatchedTask.loss_of`."""
+        return loss_in_nats(model, inputs, targets)
 
     def score(self, model: nn.Module, rank: int) -> Tensor:
         """See `Task.score`: bits."""
@@ -280,4 +302,4 @@ class TextTask:
         return split_text(library_text())
 
 
-TASKS: dict[str, Callable[[], Task]] = {"fashion": FashionTask, "text": TextTask}
+TASKS: dict[str, Callable[[], BatchedTask]] = {"fashion": FashionTask, "text": TextTask}

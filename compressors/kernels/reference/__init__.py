@@ -34,6 +34,13 @@ from gradwire.compressors.kernels.reference.dgc import (
     dgc_sum,
     scatter_add,
 )
+from gradwire.compressors.kernels.reference.exponents import (
+    EXPONENTS_BLOCK,
+    exponents_most_nbytes,
+    exponents_nbytes,
+    exponents_pack,
+    exponents_unpack,
+)
 from gradwire.compressors.kernels.reference.onebit import (
     ONEBIT_BLOCK,
     onebit_decode_pieces,
@@ -76,6 +83,7 @@ from gradwire.compressors.kernels.reference.waterfill import (
 )
 
 __all__ = [
+    "EXPONENTS_BLOCK",
     "ONEBIT_BLOCK",
     "QUANTIZE_BLOCK",
     "WATERFILL_BITS",
@@ -98,6 +106,10 @@ __all__ = [
     "dgc_step",
     "dgc_step_many",
     "dgc_sum",
+    "exponents_most_nbytes",
+    "exponents_nbytes",
+    "exponents_pack",
+    "exponents_unpack",
     "onebit_decode_pieces",
     "onebit_decode_reduce",
     "onebit_encode",

@@ -18,6 +18,7 @@ from gradwire.bench.kernels.formats import (
     filled,
     gaussian_levels,
     hadamard,
+    packed_bits,
     packing,
 )
 from gradwire.compressors.kernels.reference.waterfill import waterfill_widths
@@ -97,6 +98,8 @@ def test_packing_counts_every_escape() -> None:
     x[64:128:2] = 0.0
     assert packing(x, 64, 3, False).escapes == pytest.approx(68 / x.numel())
     assert packing(x, 64, 3, True).escapes == pytest.approx(40 / x.numel())  # a code less for the others
+    assert packed_bits(torch.zeros(6400)) < 0.2
+    assert 10.5 < packed_bits(torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))) < 11
     assert exponent_entropy(torch.ones(10)) == 0.0
     assert exponent_entropy(torch.tensor([1.0, 2.0, 4.0, 8.0])) == 2.0
 

@@ -32,6 +32,8 @@ NAMES = {
     "waterfill5_decode_reduce",
     "chunk_topk_encode",
     "chunk_topk_decode_reduce",
+    "exponents_pack",
+    "exponents_unpack",
     "dgc_step",
     "pack",
     "powersgd_step",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gradwire.bench.studies.convergence import __main__ as convergence
 from gradwire.bench.studies.convergence import tasks
-from gradwire.bench.studies.convergence.alone import train_alone
+from gradwire.bench.studies.convergence.alone import train_alone, train_onebit_adam
 from gradwire.bench.studies.convergence.record import DENSE, Record, Speed, Timed, seconds_to, steps_to, target
 from gradwire.bench.studies.convergence.show import (
     SHARDED_BEGIN,
@@ -76,6 +76,9 @@ def test_the_optimizer_that_communicates_by_itself_takes_part(runs: dict[str, di
     curve = run["curve"]
     assert run["dense_steps"] == 4  # a fifth of twenty
     assert curve[-1][1] < curve[0][1]  # type: ignore[index]
+    ending = train_onebit_adam(runpy.run_path(str(JOB))["Line"]("adamw"), {}, seed=1)
+    assert ending.quality == pytest.approx(curve[-1][1], rel=1e-3)  # type: ignore[index]
+    assert 1.0 < ending.ratio < 20 / 4
 
 
 def a_run(method: str, seed: int, *qualities: float, dense_steps: int = 0) -> TrainingRun:

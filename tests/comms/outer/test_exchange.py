@@ -98,20 +98,25 @@ def simulate(ranks: int, steps: int, settings: OuterSettings) -> list[list[Tenso
     groups = [[int(name.split(".")[1]) for name in fragment.names] for fragment in with_parts]
     anchors = [each.clone() for each in now[0]]
     momenta = [torch.zeros_like(each) for each in anchors]
-    pending: list[tuple[int, int, Tensor, list[Tensor]]] = []
+    pending: list[tuple[int, int, Tensor, list[Tensor], bool]] = []
     turn = 0
     for step in range(1, steps + 1):
         for rank, model in enumerate(models):
             move(model, rank, step)
-        if settings.is_turn(step):
+        warm = step <= settings.warmup_steps
+        for _ in range(settings.turns(step)):
             for at in groups[turn % len(groups)]:
                 mean = torch.stack([anchors[at] - own[at] for own in now]).mean(0)
-                pending.append((step + settings.delay, at, mean, [own[at].clone() for own in now]))
+                due = step + settings.delay_of(step)
+                pending.append((due, at, mean, [own[at].clone() for own in now], warm))
             turn += 1
-        for due, at, mean, sent in [each for each in pending if each[0] == step]:
-            momenta[at] = settings.momentum * momenta[at] + mean
-            direction = mean + settings.momentum * momenta[at] if settings.nesterov else momenta[at]
-            anchors[at] = anchors[at] - settings.lr * direction
+        for due, at, mean, sent, warmed in [each for each in pending if each[0] == step]:
+            if warmed:
+                anchors[at] = anchors[at] - mean
+            else:
+                momenta[at] = settings.momentum * momenta[at] + mean
+                direction = mean + settings.momentum * momenta[at] if settings.nesterov else momenta[at]
+                anchors[at] = anchors[at] - settings.lr * direction
             for own, before in zip(now, sent, strict=True):
                 own[at].copy_(anchors[at] + (own[at] - before))
             assert due == step
@@ -125,6 +130,8 @@ RULES = {
     "two fragments in turn": replace(AVERAGE, every=4, fragments=2),
     "taken up later": replace(AVERAGE, every=4, delay=3),
     "outer momentum": replace(AVERAGE, lr=0.5, momentum=0.5),
+    "warm-up": OuterSettings(every=4, fragments=2, delay=2, lr=0.5, momentum=0.5, warmup_steps=3),
+    "warm-up by turns": replace(AVERAGE, every=6, fragments=2, delay=2, momentum=0.5, warmup_steps=5, warmup_every=2),
     "outer Nesterov, fragments, later": OuterSettings(every=6, fragments=3, delay=2, lr=0.5, momentum=0.5),
 }
 
@@ -141,7 +148,7 @@ def test_exchanges_are_the_simulation_to_the_bit(nodes: str) -> None:
             for step in range(1, 14):
                 move(model, communicator.rank, step)
                 exchange.step_ended()
-            assert exchange.begun == sum(rule.is_turn(step) for step in range(1, 14))
+            assert exchange.begun == sum(rule.turns(step) for step in range(1, 14))
             found.append([each.detach().double() for each in model.all])
         return found
 
@@ -155,7 +162,11 @@ def test_exchanges_are_the_simulation_to_the_bit(nodes: str) -> None:
 def test_every_fragment_has_one_turn_in_every_so_many_steps() -> None:
     for every, fragments in ((1, 1), (4, 4), (30, 4), (7, 3), (50, 1)):
         settings = OuterSettings(every=every, fragments=fragments, delay=0)
-        turns = [step for step in range(1, 10 * every + 1) if settings.is_turn(step)]
+        turns = [step for step in range(1, 10 * every + 1) if settings.turns(step)]
+        warm = replace(settings, warmup_steps=3)
+        assert [warm.turns(step) for step in (1, 3)] == [fragments, fragments]
+        assert turns == [step for step in range(1, 10 * every + 1) if warm.turns(step + 3)]
+        assert [warm.warms_up(number) for number in (3 * fragments, 3 * fragments + 1)] == [True, False]
         assert len(turns) == 10 * fragments
         gaps = {later - earlier for earlier, later in pairwise(turns)}
         assert max(gaps) - min(gaps) <= 1
@@ -234,7 +245,7 @@ def test_one_unit_trains_as_without() -> None:
 @pytest.mark.parametrize("compressor", ["chunk_topk", "onebit"])
 def test_resume_in_the_middle_of_a_delay_is_bit_for_bit(compressor: str) -> None:
     """With what is held back, and with a result that is under way. Anchors have the same bits on all ranks."""
-    settings = OuterSettings(every=4, fragments=2, delay=2, lr=0.7, momentum=0.9)
+    settings = OuterSettings(every=4, fragments=2, delay=2, lr=0.7, momentum=0.9, warmup_steps=1)
     saved: dict[int, tuple[Any, Any]] = {}
 
     def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> tuple[Tensor, Tensor]:
@@ -407,6 +418,8 @@ def test_narrow_parameters_keep_a_wide_anchor() -> None:
         (ValueError, "`every` is 0", {"every": 0}),
         (ValueError, "`fragments` is 31", {"fragments": 31}),
         (ValueError, "`delay` is 8.*wanted 0 to 7", {"delay": 8}),
+        (ValueError, "`warmup_steps` is -1", {"warmup_steps": -1}),
+        (ValueError, "`warmup_every` is 31; wanted 1 to 30", {"warmup_every": 31}),
         (ValueError, "`lr` is 0", {"lr": 0.0}),
         (ValueError, "`momentum` is 1", {"momentum": 1.0}),
         (TypeError, "`every` is 2.0", {"every": 2.0}),

@@ -1,7 +1,9 @@
 """Prices come from the compressors themselves, not from a table beside them."""
 
 import pytest
+import torch
 
+from gradwire.comms.config import Config
 from gradwire.comms.plan.codec_price import (
     alone,
     codec_price,
@@ -11,7 +13,12 @@ from gradwire.comms.plan.codec_price import (
     square_layout,
     wire_ratio,
 )
+from gradwire.comms.plan.cost import CodecPrice
+from gradwire.comms.plan.planner import plan_all_reduce
+from gradwire.comms.plan.routes import NEVER, Routes, packing_break_even
 from gradwire.compressors import registry
+from gradwire.compressors.routed import make_routed
+from gradwire.topology.cluster import Level, Link, two_level_cluster
 
 LAYOUT = square_layout(4 << 20, side=256)
 
@@ -70,3 +77,51 @@ def test_what_the_ranks_agree_on_counts() -> None:
 
 def test_half_of_a_core_takes_twice_as_long() -> None:
     assert alone(0.2, 0.5) == 2 * alone(0.2, 1.0)
+
+
+def break_even(gbit: float, nbytes: int = 25 << 20) -> float:
+    cluster = two_level_cluster([0, 0, 1, 1], Link(20e-6, 5e9), Link(100e-6, gbit * 1e9 / 8))
+    price = CodecPrice("bf16_packed", 0.345, rounds=3)
+    return packing_break_even(cluster, plan_all_reduce(cluster, nbytes, name="hierarchical", price=price))
+
+
+def test_the_faster_the_links_the_more_packing_must_save() -> None:
+    found = [break_even(gbit) for gbit in (0.05, 0.2, 0.5, 2.5, 100)]
+    assert found == sorted(found)
+    assert found[1] < 0.1
+    assert found[2] < 0.31 < found[3]
+    assert found[-1] == NEVER
+    assert break_even(0.2, 1 << 14) > 0.31  # the messages about lengths take longer than the bytes
+
+
+def test_packing_follows_what_is_known_of_the_links() -> None:
+    """Asked for and nothing known: packed. What the first steps show decides from then on, with the prediction."""
+    presumed = Link(100e-6, 1.25e9, presumed=True)
+    cluster = two_level_cluster([0, 0, 1, 1], Link(20e-6, 5e9), presumed)
+    compressor = make_routed("bf16_packed")
+    routes = Routes(cluster, 0, "cpu", Config(compressor="bf16_packed"), compressor)
+    key = (LAYOUT.numel, torch.float32, LAYOUT)
+
+    def state() -> tuple[set[float], float]:
+        route = routes[key]
+        evens = {part.break_even for chunk in route.chunks for part in chunk.parts if part.layouts}
+        return evens, route.plan.bytes_by_level["inter_node"]
+
+    evens, nbytes = state()
+    assert evens == {0.0}
+    for gbit, why in ((100.0, "too fast"), (0.2, "where that saves more than")):
+        routes.learned([cluster.levels[0], Level("inter_node", Link(100e-6, gbit * 1e9 / 8))])
+        evens, _ = state()
+        assert (evens == {NEVER}) == (gbit == 100.0)
+        assert why in routes[key].plan.why
+        assert routes[key].plan.why.count("Exponents") == 1
+    fast = Routes(
+        two_level_cluster([0, 0, 1, 1], Link(20e-6, 5e9), Link(100e-6, 12.5e9)), 0, "cpu", Config(), compressor
+    )
+    assert fast[key].plan.bytes_by_level["inter_node"] == pytest.approx(nbytes / 0.69, rel=0.01)
+    packed = compressor.main  # type: ignore[attr-defined]
+    packed._trials["shard"] = "rests"
+    routes.clear()
+    assert not packed._trials  # other ranks may have another history
+    gpus = Routes(cluster, 0, "cuda", Config(), compressor)
+    assert "on CUDA the host would have to wait" in gpus[key].plan.why
