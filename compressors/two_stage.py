@@ -8,6 +8,7 @@ Source: Tang et al., 1-bit Adam, ICML 2021, section 4.
 """
 
 import functools
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +50,7 @@ processor's cache."""
 class FusedCodec(Codec, Protocol):
     """A codec that also handles the residual, and the sum of several payloads, without an extra pass over memory.
 
-    A class that names it as its base has `encode` and `decode` by it.
+    A class that names it as its base has `encode` and `decode` by it, and must have the others.
     """
 
     def encode(self, flat: Tensor, payload: Tensor) -> None:
@@ -60,6 +61,7 @@ class FusedCodec(Codec, Protocol):
         """See `Codec.decode`."""
         self.decode_reduce(payload.unsqueeze(0), None, flat)
 
+    @abstractmethod
     def encode_residual(
         self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
     ) -> None:
@@ -72,6 +74,7 @@ class FusedCodec(Codec, Protocol):
             payload: (wire_nbytes(n)) uint8, overwritten.
         """
 
+    @abstractmethod
     def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
         """Writes addend + decode(payloads[0]) + decode(payloads[1]) + ..., in this order, into `flat`.
 
@@ -86,6 +89,7 @@ class FusedCodec(Codec, Protocol):
 class PieceCodec(FusedCodec, Protocol):
     """A codec that does each stage of the exchange in one call: one launch on CUDA, however many owners there are."""
 
+    @abstractmethod
     def encode_pieces(
         self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
     ) -> None:
@@ -100,6 +104,7 @@ class PieceCodec(FusedCodec, Protocol):
             width: Elements of a piece; the last piece may be shorter.
         """
 
+    @abstractmethod
     def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
         """Decodes each row of `payloads` into its run of `width` elements of `flat`.
 
@@ -109,6 +114,7 @@ class PieceCodec(FusedCodec, Protocol):
             width: Elements of a piece; the last piece may be shorter.
         """
 
+    @abstractmethod
     def reduce_encode(
         self, payloads: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor, numel: int
     ) -> None:

@@ -77,7 +77,7 @@ struct Shares {
 struct Decoding {
   Shares shares;
   const uint8_t* words;
-  uint8_t record[kMostRecord + kSlack];  // a copy of the last one: nothing is read past the end of a payload
+  uint8_t record[kMostRecord + kSlack];  // a copy of one near the end of a payload: nothing is read past it
 };
 
 #define GRADWIRE_LOOPS "cpu/kernels/waterfill_loops.h"

@@ -346,9 +346,10 @@ inline void encode(int bits, const float* gradient, const float* residual, float
   if (past_cache) fence();
 }
 
-// Reads the scales of a worker's record of `count` elements, which is the last of its payload or not.
-inline void read_record(int bits, const uint8_t* record, size_t count, bool last, Decoding& decoding) {
-  if (last) {
+// Reads the scales of a worker's record of `count` elements. Blocks are read 32 bytes at a time, more than the record of
+// a short last group has: what no full record follows is `near_the_end`, and copied to where there is room behind it.
+inline void read_record(int bits, const uint8_t* record, size_t count, bool near_the_end, Decoding& decoding) {
+  if (near_the_end) {
     std::memcpy(decoding.record, record, record_nbytes(count, bits));
     record = decoding.record;
   }
@@ -385,7 +386,7 @@ inline void reduce_group(int bits, const Payloads& payloads, size_t start, const
                          size_t count, bool past_cache, std::vector<Decoding>& decodings) {
   const uint8_t* record = payloads.first + start / kGroup * record_nbytes(kGroup, bits);
   for (size_t w = 0; w < payloads.workers; ++w)
-    read_record(bits, record + w * payloads.stride, count, start + count == payloads.numel, decodings[w]);
+    read_record(bits, record + w * payloads.stride, count, start + 2 * kGroup > payloads.numel, decodings[w]);
   size_t at = 0;
   for (; at + 64 <= count; at += 64)
     reduce64(decodings, at / kBlock, addend ? addend + at : nullptr, target + at, past_cache);
