@@ -33,6 +33,7 @@ from gradwire.comms.observe.observer import Observer
 from gradwire.comms.outer.agree import Council
 from gradwire.comms.outer.fragments import Fragment, OuterSettings
 from gradwire.compressors.base import Layout, StateDict, StateValue
+from gradwire.compressors.residual import keep_until_read
 
 log = logging.getLogger("gradwire")
 
@@ -149,6 +150,8 @@ class OuterExchange:
         if self.compression is not None:
             self.compression.renumber(communicator.rank, communicator.size)
             communicator.state_loaded()
+            if self.alone:  # what an attempt has staged that was given up; among others the next attempt drops it
+                self._decide(False, self.fragments)
 
     @property
     def numel(self) -> int:
@@ -453,7 +456,10 @@ class OuterExchange:
         """Sends a pseudo-gradient on its way; the host goes on."""
         pending.future, pending.communicator = None, self.communicator
         fragment, flat = self.fragments[pending.number], pending.flat
-        if self.alone or not fragment.numel:
+        if not fragment.numel:
+            return
+        if self.alone:
+            self._take_back(fragment, flat)
             return
         bucket = Bucket.of(flat, fragment.layout, index=pending.number)
         flush = self.compression is not None and self.compression.flushing
@@ -461,6 +467,24 @@ class OuterExchange:
         self.communicator.start(launch, scale=1.0 / self.communicator.size, flush=flush)
         pending.future = bucket.result()
         self.card_nbytes += self._leaving_nbytes(flat, None if flush else launch.layout)
+
+    def _take_back(self, fragment: Fragment, flat: Tensor) -> None:
+        """Adds to a pseudo-gradient what the compressor has held back of it: with nobody else left it travels no more.
+
+        Zero from the next decision on that commits it; where there was one unit from the start, nothing is held.
+
+        Args:
+            fragment: Of the model.
+            flat: (numel) its pseudo-gradient, changed in place.
+        """
+        if self.compression is None:
+            return
+        with self.communicator.alone():
+            held = torch.zeros_like(flat, dtype=torch.float32)
+            self.compression.compressor.flush(held, fragment.layout)
+        self.communicator.rejoin()
+        keep_until_read(held)
+        flat.add_(held)
 
     def _memory_of(self, number: int) -> tuple[Tensor, Tensor]:
         """Memory for the exchange of a fragment, twice its size: one is under way at a time, so they share it."""
@@ -600,7 +624,7 @@ class OuterExchange:
 
     def _decide(self, finite: bool, fragments: Sequence[Fragment]) -> None:
         layouts = [fragment.layout for fragment in fragments if fragment.numel]
-        if self.compression is not None and not self.alone and layouts:
+        if self.compression is not None and layouts:
             with self.communicator.alone():
                 self.compression.decide(finite, layouts)
 

@@ -68,7 +68,11 @@ def on_ranks(
         common: dict[str, Any] = {"timeout": timedelta(seconds=20), "plan": "hierarchical", **options}
         config = Config(hostname=nodes[rank], compressor=compressor, **common)
         number, own = next((at, each) for at, each in enumerate(groups or [range(len(nodes))]) if rank in each)
-        compression = None if compressor is None else Compression(compressor, {}, (), own.index(rank), len(own))
+        compression = (
+            None
+            if compressor is None
+            else Compression(compressor, config.compressor_options, (), own.index(rank), len(own))
+        )
         used = compression.compressor if compression else None
         name = f"outer{number}"
         communicator = Communicator(store, own.index(rank), len(own), CPU, config, name=name, compressor=used)
@@ -514,6 +518,55 @@ def test_ranks_of_different_steps_resume_bit_for_bit(compressor: str | None) -> 
     for (one, anchor), (other, other_anchor) in zip(through, resumed, strict=True):
         assert torch.equal(one, other)
         assert torch.equal(anchor, other_anchor)
+
+
+def test_the_last_unit_keeps_what_its_compressor_held_back() -> None:
+    """All that it has learned is in its parameters in the end, but for what the lost unit had held back of it.
+
+    Rank 0 alone learns; what it sends while there are two counts half. An exchange is given up when rank 1 is lost.
+    """
+    store = HashStore()
+
+    def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> tuple[Tensor, Tensor]:
+        model, twin = Model(scale=40), Model(scale=40)
+        exchange = make(model)
+        assert exchange.compression is not None
+        compressor, fragments = exchange.compression.compressor, exchange.fragments
+        learned = cut_into_fragments(list(twin.named_parameters()), exchange.settings)
+
+        def flat(parts: Sequence[Any]) -> Tensor:
+            return torch.cat([each.gather() for each in parts]).double()
+
+        def train(steps: range) -> None:
+            for step in steps:
+                for each in (model, twin):
+                    if communicator.rank == 0:
+                        move(each, 0, step)
+                exchange.step_ended()
+
+        train(range(1, 8))
+        held = [torch.zeros(each.numel) for each in fragments]
+        for each, back in zip(fragments, held, strict=True):
+            compressor.flush(back, each.layout)  # staged, and given up
+        if communicator.rank == 1:
+            return flat(fragments), torch.cat(held).double()
+        assert float(torch.cat(held).norm()) > 0
+        unsent = flat(fragments) - torch.cat([each.anchor for each in fragments])
+        sent = flat(learned) - flat(cut_into_fragments(list(Model(scale=40).named_parameters()), AVERAGE)) - unsent
+        alone = Communicator(store, 0, 1, CPU, communicator.config, name="alone", compressor=compressor)
+        try:
+            exchange.reconnect(alone, Council(store, 0, 1, timedelta(seconds=20)))
+            train(range(8, 13))
+            exchange.synchronize()
+        finally:
+            alone.close()
+        assert exchange.compression.held_norm() == 0
+        return flat(fragments), flat(learned) - sent / 2
+
+    settings = OuterSettings(every=2, fragments=1, delay=1)
+    options: dict[str, Any] = {"compressor": "chunk_topk", "compressor_options": {"decay": 1.0}}
+    (found, wanted), (_, lost) = on_ranks("ab", body, settings, **options)
+    torch.testing.assert_close(found, wanted + lost, rtol=0, atol=1e-3)
 
 
 def test_a_failed_exchange_stays_failed() -> None:
