@@ -168,6 +168,7 @@ class Survivor:
         position: Operations that have come to an end here.
         communicator: Of the present epoch.
         repeated: Operations that were begun again.
+        has_begun: Whether this rank has sent a part of an operation for which it calls `complete` later.
         by_itself: Whether the last operation was carried out here, and not by ranks that were ahead. Then all ranks of
             the present epoch have carried it out in this epoch, or none has.
         changes: The last ones, oldest first.
@@ -187,6 +188,7 @@ class Survivor:
         self.position = 0
         self._joins = joins
         self.repeated = 0
+        self.has_begun: Callable[[], bool] = lambda: False
         self.by_itself = True
         self.changes: deque[Change] = deque(maxlen=KEPT_CHANGES)
         self._rebuild = rebuild
@@ -321,7 +323,7 @@ class Survivor:
 
     def close(self) -> None:
         """Leaves the others: in order between two operations, else they go on without this rank."""
-        self.membership.close(orderly=self._started == self.position)
+        self.membership.close(orderly=self._started == self.position and not self.has_begun())
         self.communicator.close()
 
     def _interrupt(self, reason: str) -> None:

@@ -301,9 +301,9 @@ class Outer:
             group=group,
             oversight=self._first,
         )
-        weakref.finalize(self, self._communicator.close)
+        self._ends: list[weakref.finalize[..., object]] = [weakref.finalize(self, self._communicator.close)]
         self._observer = Observer(self._communicator, config, group)
-        weakref.finalize(self, self._observer.close)
+        self._ends.append(weakref.finalize(self, self._observer.close))
 
     def _survive(self, first: Oversight, council: Council) -> None:
         """Has this rank's exchanges go on where others are lost."""
@@ -338,10 +338,12 @@ class Outer:
             compressor=self._compression.compressor if self._compression else None,
             oversight=oversight,
         )
-        weakref.finalize(self, communicator.close)
+        self._ends[0].detach()  # of a communicator that is closed; it would be kept
+        self._ends[0] = weakref.finalize(self, communicator.close)
         before, self._observer = self._observer, Observer(communicator, self._config)
-        weakref.finalize(self, self._observer.close)
         self._observer.follow(before)
+        self._ends[1].detach()
+        self._ends[1] = weakref.finalize(self, self._observer.close)
         self.exchange.be_watched(self._observer)
         self.exchange.reconnect(communicator, self._council(communicator, oversight))
         self._units = _units(communicator.cluster, NONE)
