@@ -44,6 +44,10 @@ TELL_SECONDS = 0.2
 """That a rank waits for a result before it says so, to ranks that may have taken fewer steps: the store is on the link
 that is waited for."""
 
+FIXED = ("fragments", "warmup_steps", "warmup_every")
+"""Settings that a state keeps: they tell which fragment an exchange is of, and whether it is of the warm-up. The others
+may change from one run to the next."""
+
 SEPARATOR = "|"
 """Between the parts of a key in a state; parameter names are attribute paths and cannot hold it."""
 
@@ -117,6 +121,7 @@ class OuterExchange:
         self._pending: Pending | None = None
         self._memory: list[tuple[Tensor, Tensor]] = []
         self._meetings = self._loads = 0
+        self._halfway = False
         self._met: Communicator | None = None
         self.council = council or Council(
             communicator.plain_store, communicator.rank, communicator.size, communicator.config.timeout
@@ -135,6 +140,7 @@ class OuterExchange:
     def survive(self, survivor: Survivor) -> None:
         """Goes on from here where ranks are lost: what was under way then is begun again among those that are left."""
         self._survivor = survivor
+        survivor.has_begun = lambda: self._pending is not None and self._pending.finite is None
 
     def reconnect(self, communicator: Communicator, council: Council) -> None:
         """Goes on among other ranks.
@@ -183,6 +189,7 @@ class OuterExchange:
         Raises:
             RuntimeError: An exchange failed: parameters, anchors and what is held back are as they were before it.
         """
+        self._refuse_halfway()
         self.steps += 1
         pending = self._pending
         if pending is not None and pending.due <= self.steps:
@@ -208,6 +215,9 @@ class OuterExchange:
         Raises:
             RuntimeError: A rank did not come within the time-out; or, on all ranks alike, a parameter is not finite.
         """
+        self._refuse_halfway()
+        for fragment in self.fragments:
+            fragment.check()
         if self._pending is not None:
             self._take_up()
         if not self.alone:
@@ -239,6 +249,7 @@ class OuterExchange:
         Waits for that result; it is taken up when it would have been. What the compressor held before that exchange is
         there, too: where others had not begun it yet when they saved, it is made again.
         """
+        self._refuse_halfway()
         pending, before, held = self._pending, {}, {}
         if pending is not None:
             self._settle(pending, saving=True)
@@ -246,7 +257,8 @@ class OuterExchange:
         if self.compression is not None:
             held = self.compression.state_dict()
             self.communicator.rejoin()
-        state: StateDict = {"steps": self.steps, "begun": self.begun, "fragments": len(self.fragments)}
+        state: StateDict = {"steps": self.steps, "begun": self.begun}
+        state |= {name: getattr(self.settings, name) for name in FIXED}
         for fragment in self.fragments:
             for kind, flat in (("anchor", fragment.anchor), ("momentum", fragment.momentum)):
                 if flat is not None:
@@ -290,6 +302,7 @@ class OuterExchange:
             raise
         steps, begun = counts
         again = self._agree_on(steps, begun, pending)
+        self._halfway = True
         if again and pending is not None:
             held, pending.finite = held_before(state), None
         if self.compression is not None:
@@ -307,6 +320,14 @@ class OuterExchange:
         if again and pending is not None and pending.sent is not None:
             self.fragments[pending.number].progress(pending.sent, pending.flat)
             self._launch(pending)
+        self._halfway = False
+
+    def _refuse_halfway(self) -> None:
+        if self._halfway:
+            raise RuntimeError(
+                "load_state_dict() has failed after the ranks had agreed, so that this rank has a part of the state: "
+                "load it again on all ranks"
+            )
 
     def _agree_on(self, steps: int, begun: int, pending: Pending | None) -> bool:
         """Returns if all ranks can load their states, and can go on from the same exchange.
@@ -347,18 +368,21 @@ class OuterExchange:
         Raises:
             ValueError: The state is of another model or other settings, or is damaged.
         """
-        loaded = [
-            tuple(self._loaded(fragment, kind, state) for kind in ("anchor", "momentum")) for fragment in self.fragments
-        ]
-        steps, begun, fragments = (state.get(key) for key in ("steps", "begun", "fragments"))
+        steps, begun = (state.get(key) for key in ("steps", "begun"))
         if not (isinstance(steps, int) and isinstance(begun, int)):
             raise ValueError(  # noqa: TRY004  # the state is damaged, whatever it holds there
                 "`state` lacks the counts of gradwire's Outer: wanted what Outer.state_dict() returned"
             )
-        if fragments != len(self.fragments):
-            raise ValueError(
-                f"`fragments` is {len(self.fragments)}, and `state` was saved with {fragments}; wanted the same number"
-            )
+        for name in FIXED:
+            own, saved = getattr(self.settings, name), state.get(name, "none")
+            if own != saved:
+                raise ValueError(
+                    f"`{name}` is {own}, and `state` was saved with {saved}; wanted the same: make Outer with "
+                    f"`{name}={saved}`, or train on from the model without the state"
+                )
+        loaded = [
+            tuple(self._loaded(fragment, kind, state) for kind in ("anchor", "momentum")) for fragment in self.fragments
+        ]
         pending = self._loaded_pending(state)
         held = {
             key.removeprefix(f"compression{SEPARATOR}"): value
@@ -370,7 +394,27 @@ class OuterExchange:
                 f"`compressor` is {self.communicator.config.compressor!r}, and `state` was saved "
                 f"{'with' if held else 'without'} one; wanted the compressor that saved it"
             )
+        self._try_on([held] if pending is None else [held, held_before(state)])
         return (steps, begun), loaded, pending, held
+
+    def _try_on(self, states: Sequence[StateDict]) -> None:
+        """Has the compressor say whether it can load each of some states; then it is as it was.
+
+        Raises:
+            ValueError: It cannot load one.
+        """
+        if self.compression is None:
+            return
+        with self.communicator.alone():
+            present = self.compression.state_dict()
+            try:
+                for each in states:
+                    self.compression.load_state_dict(each)
+            except TypeError as error:
+                raise ValueError(f"`state` is damaged in what the compressor saved: {error}") from error
+            finally:
+                self.compression.load_state_dict(present)
+        self.communicator.rejoin()
 
     def _begin(self, delay: int) -> None:
         pending = self._prepared(self.begun % len(self.fragments), delay)
@@ -517,9 +561,10 @@ class OuterExchange:
         """
         pending = self._pending
         assert pending is not None
+        fragment = self.fragments[pending.number]
+        fragment.check()
         self._settle(pending)
         self._pending = None
-        fragment = self.fragments[pending.number]
         if not pending.finite:
             self.skipped += 1
             return
@@ -714,6 +759,8 @@ class OuterExchange:
         if (
             not isinstance(number, int)
             or not isinstance(due, int)
+            or finite not in (0, 1)
+            or not isinstance(state.get("pending|new"), str)
             or not 0 <= number < len(self.fragments)
             or not isinstance(flat, Tensor)
             or not isinstance(sent, Tensor)

@@ -16,6 +16,9 @@ from gradwire.compressors.base import Compressor, Layout, Slice
 UNEVEN = 1.02
 """Of the mean: so large a fragment may become for the sake of having the small parameters together."""
 
+_Form = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
+"""Of a tensor: dtype, shape, and its dimensions, those of size 1 left out, from the largest stride to the smallest."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterSettings:
@@ -122,7 +125,8 @@ class Fragment:
         self.names = tuple(name for name, _ in parameters)
         self._parameters = [parameter for _, parameter in parameters]
         self._plain = not any(isinstance(parameter, DTensor) for parameter in self._parameters)
-        self._found: tuple[list[tuple[int, tuple[int, ...]]], list[Tensor]] = ([], [])
+        self._found: tuple[list[tuple[int, torch.dtype, tuple[int, ...]]], list[Tensor]] = ([], [])
+        self._forms = [_form_of(local_of(parameter)) for parameter in self._parameters]
         slices, start = [], 0
         for name, view in zip(self.names, self._locals(), strict=True):
             if view.numel():
@@ -146,6 +150,14 @@ class Fragment:
     def empty(self) -> Tensor:
         """A new (numel) tensor in the dtype and on the device of `anchor`, not filled."""
         return torch.empty(self.numel, dtype=self._dtype, device=local_of(self._parameters[0]).device)
+
+    def check(self) -> None:
+        """Sees whether the parameters are what they were.
+
+        Raises:
+            RuntimeError: One has another dtype, shape or order in memory.
+        """
+        self._locals()
 
     def gather(self, flat: Tensor | None = None) -> Tensor:
         """The parameters as they are now: (numel) in the dtype of `anchor`, in `flat` where it is given."""
@@ -231,17 +243,33 @@ class Fragment:
         A parameter's memory changes where its `data` is set; FSDP2 may replace a shard's at every step.
         """
         if not self._plain:
-            return [_in_memory_order(local_of(parameter)) for parameter in self._parameters]
-        places = [(parameter.data_ptr(), parameter.stride()) for parameter in self._parameters]
+            return self._locals_now()
+        places = [(parameter.data_ptr(), parameter.dtype, parameter.stride()) for parameter in self._parameters]
         if places != self._found[0]:
-            self._found = (places, [_in_memory_order(local_of(parameter)) for parameter in self._parameters])
+            self._found = (places, self._locals_now())
         return self._found[1]
+
+    def _locals_now(self) -> list[Tensor]:
+        views = [local_of(parameter) for parameter in self._parameters]
+        for name, view, before in zip(self.names, views, self._forms, strict=True):
+            if (now := _form_of(view)) != before:
+                raise RuntimeError(
+                    f"`{name}` is {now[0]} of shape {now[1]} now, its dimensions in memory in the order {now[2]}, "
+                    f"and was {before[0]}, {before[1]}, {before[2]} when Outer was made; wanted it as it was: convert "
+                    "the model (dtype, memory_format) before you make Outer"
+                )
+        return [_in_memory_order(view) for view in views]
 
 
 def local_of(parameter: Tensor) -> Tensor:
     """This rank's shard of a sharded parameter, else the parameter; without autograd, sharing its memory."""
     with torch.no_grad():
         return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def _form_of(tensor: Tensor) -> _Form:
+    dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.dtype, tuple(tensor.shape), tuple(dim for dim in dims if tensor.shape[dim] != 1)
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:

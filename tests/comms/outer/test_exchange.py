@@ -407,7 +407,16 @@ def test_narrow_parameters_keep_a_wide_anchor() -> None:
         for step in range(1, 6):
             move(model, communicator.rank, step)
             exchange.step_ended()
-        return model.flat(), exchange.fragments[0].anchor
+        before, anchor = model.flat(), exchange.fragments[0].anchor
+        for change in (torch.float32, torch.bfloat16):  # and back
+            model.to(change)
+            if change == torch.float32:
+                with pytest.raises(RuntimeError, match=r"`all\.0` is torch.float32 .*was torch.bfloat16"):
+                    exchange.step_ended()
+        model.all[4].data = model.all[4].data.t().contiguous().t()
+        with pytest.raises(RuntimeError, match=r"`all\.4` .*order \(1, 0\)"):
+            exchange.synchronize()
+        return before, anchor
 
     (one, anchor), (other, same) = on_ranks("ab", body)
     assert torch.equal(one, other)
@@ -486,6 +495,49 @@ def test_states_that_do_not_fit_each_other_are_refused_on_all_ranks() -> None:
 
     one, other = on_ranks("ab", body)
     assert one == other == 7
+
+
+def test_a_state_that_does_not_fit_changes_nothing_on_any_rank() -> None:
+    """Damaged on one rank, in what only the compressor can judge, or of other settings; then the right one loads."""
+
+    def body(communicator: Communicator, make: Callable[..., OuterExchange]) -> None:
+        model, rank = Model(scale=40), communicator.rank
+        exchange = make(model, every=2, fragments=2, delay=1, warmup_steps=2, warmup_every=2)
+        for step in range(1, 6):
+            move(model, rank, step)
+            exchange.step_ended()
+        state = exchange.state_dict()
+        residual = next(key for key in state if key.startswith("before|") and "residual/" in key)
+        other = f"compression|{residual.removeprefix('before|')}"
+        assert other in state
+        short = torch.zeros(1, dtype=torch.int64)
+        damages: list[tuple[dict[str, Any], str]] = [
+            ({residual: short}, "rank 1"),
+            ({other: short}, "rank 1"),
+            ({"pending|new": 1}, "damaged"),
+            ({"warmup_steps": 0}, "`warmup_steps` is 2, and `state` was saved with 0"),
+            ({"warmup_every": 1}, "`warmup_every` is 2, and `state` was saved with 1"),
+            ({"fragments": 3}, "`fragments` is 2, and `state` was saved with 3"),
+        ]
+        for change, match in damages:
+            with pytest.raises(ValueError, match=match if rank == 0 else None):
+                exchange.load_state_dict(state | change if rank == 1 else state)
+        found = exchange.state_dict()
+        assert found.keys() == state.keys()
+        for key, value in state.items():
+            same = torch.equal(value, torch.as_tensor(found[key])) if isinstance(value, Tensor) else found[key] == value
+            assert same, key
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(communicator, "state_loaded", lambda: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                exchange.load_state_dict(state)
+        for use in (exchange.step_ended, exchange.synchronize, exchange.state_dict):
+            with pytest.raises(RuntimeError, match="load it again on all ranks"):
+                use()
+        exchange.load_state_dict(state)
+        exchange.synchronize()
+
+    on_ranks("ab", body, compressor="chunk_topk")
 
 
 @pytest.mark.parametrize("compressor", [None, "int8", "chunk_topk"])
