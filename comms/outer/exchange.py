@@ -230,6 +230,8 @@ class OuterExchange:
             self._decide(finite, self.fragments)
             if self.compression is not None:
                 self.compression.flushing = False
+        if self._survivor is not None and not self.alone:  # when it ends, all have the averages, and nobody keeps them
+            self._mean_of(self.fragments[0].anchor.new_zeros(1))
         if not finite:
             self.skipped += len(self.fragments)
             raise RuntimeError(
@@ -355,8 +357,9 @@ class OuterExchange:
             raise ValueError(
                 f"`state` was saved after {behind['begun']} exchanges and {behind['steps']} steps on rank {one}, and "
                 f"after {ahead['begun']} and {found[other]['steps']} on rank {other}, which has taken up the last one; "
-                "wanted as many exchanges on all ranks, or one more that is still under way: where ranks take such "
-                "different numbers of steps (a GradScaler skips some), call synchronize() before state_dict()"
+                "wanted as many exchanges on all ranks, or one more that is still under way, as each is for `delay` "
+                f"steps ({self.settings.delay_of(behind['steps'] + 1)} there): where ranks take such different numbers "
+                "of steps (a GradScaler skips some), call synchronize() before state_dict()"
             )
         return begun == int(ahead["begun"])
 
@@ -448,7 +451,7 @@ class OuterExchange:
             mark = averages[0].new_tensor([names.index(unfinished)], dtype=wide)
             return torch.cat([mark, *(average.to(wide) for average in averages)])
 
-        like = torch.empty(1 + sum(sizes), dtype=wide, device=self.communicator.device)
+        like = torch.empty(1, dtype=wide, device=self.communicator.device).expand(1 + sum(sizes))
         found = survivor.complete(attempt, like)
         assert found is not None
         parts = found[1:].split_with_sizes(sizes)

@@ -149,14 +149,16 @@ class Outer:
         fragments: Pieces of the model that take turns, `every / fragments` steps apart, so that the link is never full.
         delay: Steps after which a result is taken up, while the exchange is under way; at most `every // fragments`.
             What the unit learns meanwhile is kept whole. 0 waits for the result. More costs quality: raise `fragments`
-            first where an exchange takes longer than a step.
+            first where an exchange takes longer than a step. It is also how many steps a rank may have skipped before a
+            state is saved without `synchronize()`; see `load_state_dict`.
         lr: Of the outer SGD. `lr=1, momentum=0` makes an exchange an average of parameters (local SGD).
         momentum: Of the outer SGD; DiLoCo's settings are `lr=0.7, momentum=0.9`.
         nesterov: Whether the outer SGD looks ahead, where it has momentum.
         warmup_steps: Steps at the start in which exchanges come every `warmup_every` steps instead, without outer
             momentum: what units learn apart costs most while the learning rate is high.
         warmup_every: Steps between two exchanges of the same parameter there. With fewer than `fragments` several
-            follow each other after a step, and it waits for all of them.
+            follow each other after a step, and it waits for all of them: there is no `delay` then, so that ranks of
+            different numbers of steps cannot resume (see `load_state_dict`).
         inside: What a unit is: "exact" the ranks of a node, "none" every rank by itself, or the level at which
             gradients are averaged at every step: "intra_node", "inter_node" (the nodes of a rack), "inter_rack".
         config: The configuration; by default what the environment gives.
@@ -421,7 +423,9 @@ class Outer:
         """This rank's part of the exchanges, for resuming bit for bit; every rank saves its own, beside its model.
 
         Parameters at the last exchange, outer momentum, what is held back, and the result of an exchange that is under
-        way, which it waits for. Plain tuples of CPU tensors, numbers and strings: safe with
+        way, which it waits for. A rank that has taken fewer steps than another may begin that exchange only in steps
+        after its own save: where ranks may differ, call `synchronize()` before, or have no barrier between the save and
+        the next step, which would last until the time-out. Plain tuples of CPU tensors, numbers and strings: safe with
         `torch.load(weights_only=True)`. Units hold different parameters between exchanges, so every unit has to save
         its own model and optimizer too.
         """
@@ -432,13 +436,16 @@ class Outer:
         """Restores what `state_dict` returned on this rank; model and optimizer are the caller's to restore.
 
         All ranks call it. Ranks that took different numbers of steps may have begun different numbers of exchanges
-        when they saved. An exchange that was still under way on those ahead is made again with the others; where it was
-        taken up already, states fit each other only if `synchronize()` was called before they were saved.
+        when they saved. An exchange that was still under way on those ahead is made again with the others, so `delay`
+        skipped steps are made up for (in a warm-up with `warmup_every < fragments` none); where it was taken up
+        already, states fit each other only if `synchronize()` was called before they were saved. `fragments`,
+        `warmup_steps` and `warmup_every` must be those of the run that saved; the other settings may be others.
 
         Raises:
             ValueError: The state of this rank or of another one is of another model, other settings, another rank or
                 number of ranks, or is damaged, or the ranks' states do not fit each other; nothing was changed.
-            RuntimeError: A rank has not come within the time-out; or the exchange that is under way has failed.
+            RuntimeError: A rank has not come within the time-out; or the exchange that is under way has failed. Where
+                it fails after the ranks have agreed, steps and saves are refused until a state has been loaded.
         """
         prefix = PREFIX + "outer/"
         found: StateDict | ValueError
