@@ -243,7 +243,8 @@ def test_one_unit_trains_as_without() -> None:
     plain = Model()
     for step in range(8):
         move(plain, 0, step)
-    assert torch.equal(on_ranks("a", body)[0], plain.flat())
+    for compressor in (None, "chunk_topk", "powersgd", "onebit"):  # with which nothing is held back
+        assert torch.equal(on_ranks("a", body, compressor=compressor)[0], plain.flat())
 
 
 DELAYED = OuterSettings(every=4, fragments=2, delay=2, lr=0.7, momentum=0.9, warmup_steps=1)
@@ -541,7 +542,11 @@ def test_a_state_that_does_not_fit_changes_nothing_on_any_rank() -> None:
         for use in (exchange.step_ended, exchange.synchronize, exchange.state_dict):
             with pytest.raises(RuntimeError, match="load it again on all ranks"):
                 use()
+        exchange.settings = replace(exchange.settings, every=6, lr=0.5, delay=0)  # which may be others
         exchange.load_state_dict(state)
+        for step in range(6, 10):
+            move(model, rank, step)
+            exchange.step_ended()
         exchange.synchronize()
 
     on_ranks("ab", body, compressor="chunk_topk")
