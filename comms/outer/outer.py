@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from gradwire.comms.attach import attach, look_inside
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, PrefixStore, Store, store_of
-from gradwire.comms.checkpoint import PREFIX, Checkpoint, normalize, pack, unpack
+from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, normalize, pack, unpack
 from gradwire.comms.communicator import Communicator, Oversight
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import ENVIRONMENT_PREFIX, Config
@@ -450,7 +450,13 @@ class Outer:
         prefix = PREFIX + "outer/"
         found: StateDict | ValueError
         try:
-            own = unpack(normalize(state), self._communicator.rank, self._communicator.size)
+            saved, size = normalize(state), self._communicator.size
+            if (before := dict(saved[JOB])["size"]) != size:
+                raise ValueError(
+                    f"`state` is of {before} ranks, there are {size}; wanted as many: call synchronize() before you "
+                    "save, load the model alone, and make Outer of that"
+                )
+            own = unpack(saved, self._communicator.rank, size)
             if not own or not all(key.startswith(prefix) for key in own):
                 raise ValueError("`state` has no entries of gradwire's Outer: wanted what Outer.state_dict() returned")
             found = {key.removeprefix(prefix): value for key, value in own.items()}

@@ -1,5 +1,6 @@
 """`gradwire.Outer` as users call it, ranks as processes: two nodes of two ranks, DDP or FSDP2 inside."""
 
+import gc
 import hashlib
 import io
 import os
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.outer.outer import idle_in, shard_groups
 from support.processes import Processes
@@ -107,6 +109,8 @@ def replicated(rank: int) -> None:
     assert torch.equal(flat(model), after)
     with pytest.raises(ValueError, match="wanted what Outer"):
         outer.load_state_dict({"gradwire/job": (("size", 4), ("dirty", 0)), f"gradwire/rank{rank}": (("a", 1),)})
+    with pytest.raises(ValueError, match="`state` is of 3 ranks, there are 4"):
+        outer.load_state_dict({"gradwire/job": (("size", 3), ("dirty", 1)), f"gradwire/rank{rank}": (("a", 1),)})
     outer.close()
 
 
@@ -229,6 +233,9 @@ def lose(rank: int) -> dict[str, Any]:
         units.append(len(outer.report().units))
     outer.synchronize()
     report = outer.report()
+    gc.collect()
+    epochs = [each for each in gc.get_objects() if isinstance(each, Communicator)]
+    assert len(epochs) == 1, epochs  # those that are over are let go of
     result = {"flat": flat(model), "mean": model[1].running_mean, "units": units, "exchanges": report.exchanges}  # type: ignore[index]
     outer.close()
     return result
