@@ -815,7 +815,7 @@ class Executor:
             products = compressor.products(bucket, len(transfers[0].members), run.flat.device)
         for transfer, layout, shares, shard in zip(transfers, part.layouts, part.shares, wide, strict=True):
             place = transfer.members.index(self._rank)
-            member = Member(place, len(transfer.members), shares, part.break_even, run.flat.dtype)
+            member = Member(place, len(transfer.members), shares, part.break_even, run.flat.dtype, scale)
             if isinstance(compressor, Adasum) and bucket is not None and products is not None:
                 running.append((transfer.members, compressor.combine(shard, layout, member, bucket, products)))
                 continue

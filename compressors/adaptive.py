@@ -33,6 +33,7 @@ from gradwire.compressors.base import (
 )
 from gradwire.compressors.cast import CAST_DTYPES, CastCodec
 from gradwire.compressors.dense import Dense
+from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.matrices import cut_between
 from gradwire.compressors.powersgd import PowerSGD
 from gradwire.compressors.registry import Option, make, options_of
@@ -65,11 +66,35 @@ NARROW: Mapping[torch.dtype, str] = {dtype: name for name, dtype in CAST_DTYPES.
 """What exact layers travel in where it is the dtype of their gradients, by torch's name."""
 
 
+class _Scaling(CastCodec):
+    """A cast of what is multiplied with a factor in float32 first.
+
+    Args:
+        dtype: "float16" or "bfloat16".
+        factor: By which what is encoded is multiplied; not what is decoded.
+    """
+
+    def __init__(self, dtype: str, factor: float) -> None:
+        super().__init__(dtype)
+        self.factor = factor
+
+    def encode_residual(
+        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
+    ) -> None:
+        """See `FusedCodec.encode_residual`; of p = factor * flat + residual."""
+        if flat.numel():
+            narrow = payload.view(self.dtype)
+            KERNELS_ON[flat.device.type].cast_encode(flat, self.factor, residual, new_residual, narrow)
+
+
 class Exact(Dense):
     """An exact sum: gradients of 16 bits travel in 16 bits, and are summed in float32 and rounded once.
 
-    With float32 on the wire the same would come out, in twice the bytes: contributions have 16 bits, and so has the
-    bucket that the sum is written to.
+    What the ranks contribute has been multiplied with 1 / ranks, say, and has more than 16 bits then, or falls below
+    what float16 can hold. So the factor is taken off before the cast, which gives the very bits of the gradient: the
+    two roundings to float32 are thousands of times finer than the grid of 16 bits. The owners apply it to the sum, in
+    float32 and before the cast back, so that a mean that fits stays finite. With float32 on the wire the same comes
+    out but for the order of float32 roundings, in twice the bytes: the bucket that the sum is written to has 16 bits.
     """
 
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Collective]:
@@ -79,8 +104,10 @@ class Exact(Dense):
             yield from super().all_reduce(shard, layout, group)
             return
         check_gradient(shard)
-        codec = CastCodec(narrow)
-        yield from two_stage(shard, shard, group, codec, codec, Residuals())
+        codec = back = CastCodec(narrow)
+        if group.scale != 1.0:
+            codec, back = _Scaling(narrow, 1.0 / group.scale), _Scaling(narrow, group.scale)
+        yield from two_stage(shard, shard, group, codec, back, Residuals())
 
 
 @runtime_checkable

@@ -77,6 +77,8 @@ class Member:
     it costs the processor; 0 where nothing is known of them, above 1 where it never pays. The same on all ranks."""
     dtype: torch.dtype = torch.float32
     """Of the bucket that the shard is of, whatever it was widened to: the result is rounded to it in the end."""
+    scale: float = 1.0
+    """What every rank's values of `dtype` were multiplied with in float32, to give the shard; > 0, alike on all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,6 +159,24 @@ def test_exact_layers_of_16_bits_travel_in_16_bits_and_are_rounded_once() -> Non
     assert wire[1] == size * 4 * layout.numel
 
 
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.bfloat16, 1.0), (torch.float16, 1e-6), (torch.float16, 1e4)], ids=str
+)
+def test_an_average_of_16_bits_is_rounded_once_for_any_number_of_ranks(dtype: torch.dtype, size: float) -> None:
+    """Also of values near the least that float16 holds, and where the sum is beyond the largest."""
+    layout, groups = layout_of(("first",)), ThreadGroup.create(3)
+    sent = [(gradient(0, rank, layout.numel) * size + 2 * size).to(dtype).float() for rank in range(3)]
+
+    def body(rank: int) -> Tensor:
+        shard = sent[rank] * (1 / 3)
+        member = replace(groups[rank].member, dtype=dtype, scale=1 / 3)
+        carry_out(make().all_reduce(shard, layout, member), groups[rank])
+        return shard
+
+    wanted = ((sent[0] + sent[1] + sent[2]) * (1 / 3)).to(dtype)
+    assert wanted.isfinite().all() and all(torch.equal(found, wanted.float()) for found in run_ranks(3, body))
+
+
 def test_rules_keep_their_parameters() -> None:
     ours = Adaptive("int8", {}, (Rule(pattern="first", compressor="int4"), Rule(max_dim=1)))
     ours.choose({name: 1 for name in SHAPES}, CPU)
