@@ -149,7 +149,7 @@ class Compression:
             transfers: As for `end_step`.
         """
         self._last_transfers = list(transfers)
-        self.compressor.end_step(finite)
+        self._end_step(finite, transfers)
         if finite:
             self._dirty = not self.flushing
             self.flushing = False
@@ -172,10 +172,15 @@ class Compression:
             finite = torch.stack(list(extremes)).isfinite().all()
         else:
             finite = torch.stack([each.isfinite() for each in extremes]).all()
-        self.compressor.end_step(finite)
+        self._end_step(finite, transfers)
         self._undecided = (LateFlag(finite), self.flushing)
         self._dirty = not self.flushing
         self.flushing = False
+
+    def _end_step(self, finite: bool | Tensor, transfers: Sequence[Layout]) -> None:
+        if isinstance(self.compressor, Adaptive):
+            self.compressor.travelled({item.name for layout in transfers for item in layout.slices}, finite)
+        self.compressor.end_step(finite)
 
     def settle(self) -> None:
         """Takes back what the host has counted for a step that the device has dropped."""

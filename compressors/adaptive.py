@@ -313,8 +313,10 @@ class Adaptive(Routed):
         """What the choice goes by besides the gradients, of plain values: part of the state."""
         self._choice: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._wide_until = -1
-        """The last step that sends exact layers in float32: what was held back of them needs its bits."""
+        self._wide: set[str] = set()
+        """Parameters that have not travelled since another compressor held back of them, on all ranks alike: shards
+        that one is in send exact layers in float32, as what was held back needs its bits."""
+        self._wide_undecided: set[str] = set()
         self._leftover = ElementStore()
         """What the compressors that parameters had before have held back."""
         self._moving: set[str] = set()
@@ -365,7 +367,7 @@ class Adaptive(Routed):
         if measuring:
             self._measure(shard, layout)
         self._add_leftover(shard, layout)
-        if self.step <= self._wide_until:
+        if not self._wide.isdisjoint(item.name for item in layout.slices):
             group = replace(group, dtype=torch.float32)
         yield from super().all_reduce(shard, layout, group)
         if measuring:
@@ -392,8 +394,7 @@ class Adaptive(Routed):
             leaving = {name for name in changed if self.candidate_of(name) == number}
             if leaving:
                 self._take_back(compressor, leaving, device)
-        if changed:  # and the step after the next, which a device that dropped that one has it added in
-            self._wide_until = self.step + 1
+        self._wide |= {name for name in changed if self.candidate_of(name)}
         self._choice = {name: number for name, number in choice.items() if number}
         self._known.clear()
         return sorted(changed)
@@ -431,6 +432,19 @@ class Adaptive(Routed):
                 sums.update(compressor.held_squares(own))
         return {name: float(value) for name, value in sums.items()}
 
+    def travelled(self, names: set[str], finite: bool | Tensor) -> None:
+        """Takes in which parameters have travelled in a step; before `end_step`, on all ranks alike.
+
+        Args:
+            names: Of all ranks' shards, not of this one's alone.
+            finite: As for `end_step`. Where the device says it, it counts from the end of the next step on, for those
+                that have then not been taken back.
+        """
+        self._wide -= self._wide_undecided
+        self._wide_undecided = self._wide & names if isinstance(finite, Tensor) else set()
+        if not isinstance(finite, Tensor) and finite:
+            self._wide -= names
+
     def end_step(self, finite: bool | Tensor) -> None:
         """See `Compressor.end_step`."""
         super().end_step(finite)
@@ -449,7 +463,7 @@ class Adaptive(Routed):
     def retract_step(self) -> None:
         """See `Compressor.retract_step`."""
         super().retract_step()
-        self._undecided = set()
+        self._undecided, self._wide_undecided = set(), set()
         self.step -= 1
 
     def rescale(self, factor: float | Tensor) -> None:
@@ -491,7 +505,7 @@ class Adaptive(Routed):
         chosen = {name: self.specs[number].text for name, number in sorted(self._choice.items())}
         state[PREFIX + "step"] = self.step
         state[PREFIX + "next_plan"] = self.next_plan
-        state[PREFIX + "wide_until"] = self._wide_until
+        state[PREFIX + "wide"] = json.dumps([sorted(self._wide), sorted(self._wide_undecided)])
         state[PREFIX + "candidates"] = json.dumps([spec.text for spec in self.specs])
         state[PREFIX + "choice"] = json.dumps(chosen)
         state[PREFIX + "notes"] = json.dumps(self.notes, sort_keys=True)
@@ -507,7 +521,7 @@ class Adaptive(Routed):
         """
         own = {key[len(PREFIX) :]: value for key, value in state.items() if key.startswith(PREFIX)}
         texts = [spec.text for spec in self.specs]
-        missing = {"step", "next_plan", "wide_until", "candidates", "choice", "notes"} - own.keys()
+        missing = {"step", "next_plan", "wide", "candidates", "choice", "notes"} - own.keys()
         if missing:
             raise ValueError(f"`state` lacks {', '.join(sorted(missing))} of compressor 'auto': it is another's")
         if (saved := json.loads(str(own["candidates"]))) != texts:
@@ -526,7 +540,8 @@ class Adaptive(Routed):
         super().load_state_dict({key: value for key, value in state.items() if not key.startswith(PREFIX)})
         self._choice = {name: texts.index(text) for name, text in chosen.items()}
         self._known.clear()
-        self.step, self.next_plan, self._wide_until = (int(own[key]) for key in ("step", "next_plan", "wide_until"))
+        self.step, self.next_plan = int(own["step"]), int(own["next_plan"])
+        self._wide, self._wide_undecided = (set(names) for names in json.loads(str(own["wide"])))
         self.notes = json.loads(str(own["notes"]))
         self._leftover.replace(pieces)
         self._moving = {piece.name for piece in pieces}

@@ -118,7 +118,7 @@ def test_what_is_left_out_is_what_encoding_leaves_out() -> None:
 
 
 def test_exact_layers_of_16_bits_travel_in_16_bits_and_are_rounded_once() -> None:
-    """But for the steps after a change, which carry what was held back."""
+    """But for the step after a change, which carries what was held back."""
     layout, size = layout_of(("embedding", "first")), 3
     groups, wire = ThreadGroup.create(size), [0, 0, 0]
 
@@ -137,6 +137,7 @@ def test_exact_layers_of_16_bits_travel_in_16_bits_and_are_rounded_once() -> Non
             if step in (0, 2, 4):
                 requests = counted(requests, step)
             carry_out(requests, groups[rank])
+            ours.travelled({"embedding", "first"}, True)
             ours.end_step(True)
             found.append(shard.bfloat16())
         return found
@@ -157,6 +158,47 @@ def test_exact_layers_of_16_bits_travel_in_16_bits_and_are_rounded_once() -> Non
     part = 3072  # of each owner, aligned: all_to_all of all parts, all_gather of one
     assert wire[0] == wire[2] == size * 2 * (layout.numel + part)
     assert wire[1] == size * 4 * layout.numel
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_was_held_back_of_a_layer_that_comes_late_loses_no_bits_on_the_way(late: bool) -> None:
+    """Its first step after the change is wide, whenever it is; on a device, the one in which that is known as well."""
+    first, second, groups = layout_of(("first",)), layout_of(("second",)), ThreadGroup.create(2)
+
+    def body(rank: int) -> tuple[Tensor, list[int]]:
+        ours, member, arrived, wire = make(), replace(groups[rank].member, dtype=torch.bfloat16), torch.zeros(()), []
+        for step in range(7):
+            if step < 2:
+                ours.choose({"first": 2, "second": 2} if step == 0 else {}, CPU)
+            layouts = [first] if 1 <= step < 4 else [second] if step > 4 else [first, second]
+            for layout in layouts:
+                shard = (
+                    gradient(rank, step, layout.numel).bfloat16().float() if step == 0 else torch.zeros(layout.numel)
+                )
+                requests = list_of(ours.all_reduce(shard, layout, member), wire if layout is second else [])
+                carry_out(requests, groups[rank])
+                arrived = arrived + shard.double() if layout is second else arrived
+            good = torch.tensor(True) if late else True
+            ours.travelled({item.name for layout in layouts for item in layout.slices}, good)
+            ours.end_step(good)
+            if step == 2:
+                state = ours.state_dict()
+                ours = make()
+                ours.load_state_dict(state)
+        return arrived, wire
+
+    def list_of(requests: Iterator[Request], wire: list[int]) -> Iterator[Request]:
+        for number, request in enumerate(requests):
+            assert isinstance(request, tuple)
+            wire += [number * 10 + each.tensors[-1].element_size() for each in request]
+            yield request
+
+    (arrived, wire), (other, _) = run_ranks(2, body)
+    sent = sum(gradient(rank, 0, second.numel).bfloat16().double() for rank in range(2))
+    assert torch.equal(arrived, other)
+    torch.testing.assert_close(arrived, sent, rtol=0.0, atol=2e-6)
+    narrow, wide = [1, 11], [4]  # two stages of bytes, or one sum of float32
+    assert wire == [*narrow, *wide, *(wide if late else narrow), *narrow]
 
 
 @pytest.mark.parametrize(
