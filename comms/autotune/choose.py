@@ -73,9 +73,12 @@ compressor before it had left. Low ranks and sparse values are tried again rarel
 MOST_CORRECTION = 100.0
 """By which a prediction is corrected downwards at most: a layer in its first steps is not believed more."""
 
+WORST_CORRECTION = 1e6
+"""By which one is corrected upwards at most: no budget has room for more, and it is forgotten within some choices."""
+
 
 @dataclass(slots=True)
-class _Merged:
+class Numbers:
     """The numbers of one layer, of all ranks together."""
 
     gradient: float = 0.0
@@ -270,7 +273,7 @@ class LayerChooser:
             notes["corrections"] = {}
         began = time.perf_counter()
         merged = _merge([each["numbers"] for each in every], len(adaptive.specs))
-        corrections = _corrected(notes["corrections"], merged, adaptive, self._group_size())
+        corrections = corrected(notes["corrections"], merged, adaptive, self._group_size())
         notes["corrections"] = corrections
         layers, items = self._layers(transfers, notes, merged)
         budget, gradient = self._budget(layers, merged)
@@ -302,7 +305,7 @@ class LayerChooser:
         return [byte_costs(cluster, name, price) for price in _as_prices(prices, self._adaptive)]
 
     def _layers(
-        self, transfers: Sequence[Layout], notes: Mapping[str, Any], merged: Mapping[str, _Merged]
+        self, transfers: Sequence[Layout], notes: Mapping[str, Any], merged: Mapping[str, Numbers]
     ) -> tuple[list[LayerCosts], list[Slice]]:
         """What each layer would cost with each candidate, in the order in which they travel."""
         adaptive, size = self._adaptive, self._group_size()
@@ -338,7 +341,7 @@ class LayerChooser:
                 layers.append(LayerCosts(latest, tuple(seconds), tuple(errors), transfer))
         return layers, list(items.values())
 
-    def _error(self, name: str, number: int, found: _Merged, corrections: Mapping[str, Any]) -> float:
+    def _error(self, name: str, number: int, found: Numbers, corrections: Mapping[str, Any]) -> float:
         text = self._adaptive.specs[number].text
         if found.gradient <= 0.0:  # it took no part in the step that measured: nothing is known of it
             return math.inf
@@ -346,7 +349,7 @@ class LayerChooser:
             corrections.get(name, {}).get(text, 1.0)
         )
 
-    def _budget(self, layers: Sequence[LayerCosts], merged: Mapping[str, _Merged]) -> tuple[float, float]:
+    def _budget(self, layers: Sequence[LayerCosts], merged: Mapping[str, Numbers]) -> tuple[float, float]:
         """What the squared errors may add up to, and the squared norm of the gradients that are planned."""
         adaptive = self._adaptive
         gradient = sum(each.gradient for each in merged.values())
@@ -374,7 +377,7 @@ class LayerChooser:
         items: Sequence[Slice],
         layers: Sequence[LayerCosts],
         choice: Sequence[int],
-        merged: Mapping[str, _Merged],
+        merged: Mapping[str, Numbers],
         budget: float,
     ) -> list[LayerChoice]:
         adaptive, size, nodes = self._adaptive, self._group_size(), len(self._communicator.cluster.nodes)
@@ -460,11 +463,11 @@ def predicted_error(adaptive: Adaptive, number: int, found: SquaredNorms, group_
     return share * encoded
 
 
-def _merge(ranks: Sequence[Mapping[str, Sequence[Any]]], candidates: int) -> dict[str, _Merged]:
-    merged: dict[str, _Merged] = {}
+def _merge(ranks: Sequence[Mapping[str, Sequence[Any]]], candidates: int) -> dict[str, Numbers]:
+    merged: dict[str, Numbers] = {}
     for numbers in ranks:
         for name, (gradient, total, left_out, outstanding) in numbers.items():
-            each = merged.setdefault(name, _Merged(left_out=[0.0] * candidates))
+            each = merged.setdefault(name, Numbers(left_out=[0.0] * candidates))
             each.gradient += gradient
             each.total += total
             each.outstanding += outstanding
@@ -472,8 +475,8 @@ def _merge(ranks: Sequence[Mapping[str, Sequence[Any]]], candidates: int) -> dic
     return merged
 
 
-def _corrected(
-    corrections: Mapping[str, Mapping[str, float]], merged: Mapping[str, _Merged], adaptive: Adaptive, group_size: int
+def corrected(
+    corrections: Mapping[str, Mapping[str, float]], merged: Mapping[str, Numbers], adaptive: Adaptive, group_size: int
 ) -> dict[str, dict[str, float]]:
     """What is really outstanding over what was predicted, for each layer and the candidates that it has had."""
     sound = {
@@ -486,8 +489,9 @@ def _corrected(
     for name, numbers in merged.items():
         number = adaptive.candidate_of(name)
         predicted = predicted_error(adaptive, number, numbers, group_size) if number else 0.0
-        if 0.0 < predicted < math.inf and numbers.outstanding > 0.0:
-            ratio = max(numbers.outstanding / predicted, 1 / MOST_CORRECTION)
+        ratio = numbers.outstanding / predicted if predicted > 0.0 else 0.0
+        if 0.0 < ratio < math.inf:  # else, as where a residual has overflowed, it says nothing of the compressor
+            ratio = min(max(ratio, 1 / MOST_CORRECTION), WORST_CORRECTION)
             found.setdefault(name, {})[adaptive.specs[number].text] = ratio
     return found
 
