@@ -48,7 +48,16 @@ EXACT = "none"
 PREFIX = "auto/"
 """Of the entries of a state dict that are not a candidate's."""
 
-CANDIDATES = ("bf16", "int8", "int4", "powersgd(rank=4)", "powersgd+int8(rank=4)", "powersgd+int8(rank=16)")
+CANDIDATES = (
+    "bf16",
+    "int8",
+    "waterfill5",
+    "waterfill4",
+    "int4",
+    "powersgd(rank=4)",
+    "powersgd+int8(rank=4)",
+    "powersgd+int8(rank=16)",
+)
 """What layers may get besides `none`. The only place where they are listed: another codec becomes a candidate here.
 
 Not among them: "dgc", as momentum or Adam behind a thousandth of the gradient costs accuracy that a squared error does

@@ -14,7 +14,15 @@ from gradwire.compressors.rules import Rule
 from support.layouts import layout_of_whole
 from support.threads import ThreadGroup, run_ranks
 
-CANDIDATES = ("bf16(residual=True)", "int8", "int4", "powersgd(rank=2)", "dgc(density=0.05)", "powersgd+int8(rank=2)")
+CANDIDATES = (
+    "bf16(residual=True)",
+    "int8",
+    "int4",
+    "powersgd(rank=2)",
+    "dgc(density=0.05)",
+    "powersgd+int8(rank=2)",
+    "waterfill4",
+)
 SHAPES = {"embedding": (64, 96), "first": (40, 64), "bias": (40,), "second": (48, 64)}
 STEPS = 9
 CHOICES = {2: {"embedding": 4, "first": 5}, 4: {"embedding": 3, "first": 2, "second": 6}, 6: {"second": 1}}
@@ -166,7 +174,8 @@ def test_what_was_held_back_of_a_layer_that_comes_late_loses_no_bits_on_the_way(
     first, second, groups = layout_of(("first",)), layout_of(("second",)), ThreadGroup.create(2)
 
     def body(rank: int) -> tuple[Tensor, list[int]]:
-        ours, member, arrived, wire = make(), replace(groups[rank].member, dtype=torch.bfloat16), torch.zeros(()), []
+        ours, member, arrived = make(), replace(groups[rank].member, dtype=torch.bfloat16), torch.zeros(())
+        wire: list[int] = []
         for step in range(7):
             if step < 2:
                 ours.choose({"first": 2, "second": 2} if step == 0 else {}, CPU)

@@ -296,7 +296,8 @@ def test_a_compressor_whose_residual_overflowed_once_is_tried_again() -> None:
     adaptive = Adaptive(BUDGET, {"candidates": CANDIDATES})
     texts = [spec.text for spec in adaptive.specs]
     for text in ("int8", "powersgd(rank=2)"):
-        number, corrections = texts.index(text), {}
+        number = texts.index(text)
+        corrections: dict[str, dict[str, float]] = {}
         adaptive.choose({"wide": number}, CPU)
         for outstanding in (float("inf"), float("nan"), 1e300):
             numbers = Numbers(1.0, 1.0, [0.0, *[1e-4] * len(CANDIDATES)], outstanding)
