@@ -72,9 +72,10 @@ class Member:
     """Number of ranks."""
     shares: tuple[int, ...] = ()
     """How much of what they exchange each rank owns, where their links differ, in any measure; empty: equal parts."""
-    break_even: float = 0.0
+    break_even: float = field(default=0.0, compare=False)
     """Share of a payload's bytes that more work on the same values must save, to take less time on these links than
-    it costs the processor; 0 where nothing is known of them, above 1 where it never pays. The same on all ranks."""
+    it costs the processor; 0 where nothing is known of them, above 1 where it never pays. The same on all ranks, and no
+    part of the identity: it changes when links become known, and what is kept for a member stays."""
     dtype: torch.dtype = torch.float32
     """Of the bucket that the shard is of, whatever it was widened to: the result is rounded to it in the end."""
     scale: float = 1.0

@@ -23,6 +23,7 @@ from gradwire.compressors.base import (
 )
 from gradwire.compressors.kernels.dispatch import KERNELS_ON, ExponentKernels
 from gradwire.compressors.kernels.reference import EXPONENTS_BLOCK, exponents_most_nbytes, exponents_nbytes
+from gradwire.compressors.kernels.reference.exponents import HEADER_NBYTES as EXPONENTS_HEADER_NBYTES
 from gradwire.compressors.two_stage import Parts, PieceCodec, Residuals, TwoStage, two_stage
 
 logger = logging.getLogger("gradwire")
@@ -147,8 +148,10 @@ MOST_REST_STEPS = 4096
 class _Trial:
     """What packing a shard has given so far; the same on all ranks of its group."""
 
+    saved: float | None = None
+    """Share of bf16's bytes that packing saved the last time; None before the first."""
     rest_until: int = 0
-    """The step from which on it is packed (again)."""
+    """The step from which on it is packed (again), whatever is expected of it."""
     rest_steps: int = REST_STEPS
     """How long it rests next time."""
 
@@ -218,7 +221,7 @@ def _packed_two_stage(
     longest = torch.empty(group.size, dtype=torch.int64)
     yield Collective(ALL_GATHER, (longest, torch.tensor([max(lengths)])))
 
-    nbytes = int(longest.max())
+    nbytes = _checked(int(longest.max()), most, width)
     payloads = _cut(packed, lengths, 0, nbytes)
     own = parts.owned[group.rank + 1] - parts.owned[group.rank] if group.shares else 1
     received = torch.empty(group.size * own, nbytes, dtype=torch.uint8)
@@ -247,7 +250,7 @@ def _packed_two_stage(
     gathered = torch.empty(pieces, room, dtype=torch.uint8)
     yield Collective(ALL_GATHER, (gathered, _cut(reduced, lengths, 0, room)), parts.owned)
 
-    needed = max(exponents_nbytes(row, width) for row in gathered)
+    needed = _checked(max(exponents_nbytes(row, width) for row in gathered), most, width)
     if needed > room:
         rest = torch.empty(pieces, needed - room, dtype=torch.uint8)
         yield Collective(ALL_GATHER, (rest, _cut(reduced, lengths, room, needed)), parts.owned)
@@ -256,6 +259,20 @@ def _packed_two_stage(
         kernels.exponents_unpack(row, piece)
     codec.decode(words[:numel].view(torch.uint8), target)
     return nbytes + max(needed, room), 4 * width
+
+
+def _checked(nbytes: int, most: int, numel: int) -> int:
+    """Returns how long payloads are said to be, before memory is taken for them: all ranks have been told the same.
+
+    Raises:
+        ValueError: No payload of so many values is that long.
+    """
+    if not EXPONENTS_HEADER_NBYTES <= nbytes <= most:
+        raise ValueError(
+            f"`payload` says that it has {nbytes} bytes; wanted {EXPONENTS_HEADER_NBYTES} to {most}, as {numel} values "
+            "take: it is damaged"
+        )
+    return nbytes
 
 
 def _cut(rows: Tensor, lengths: Sequence[int], start: int, stop: int) -> Tensor:
@@ -275,13 +292,15 @@ class PackedCast(TwoStage):
     ranks in turn, so that no rank gets all the zeros and all payloads are about as long. With a residual they are runs,
     because owners keep residuals of runs.
 
-    A shard goes as plain bf16 where its group's links are too fast for the time of packing to pay
-    (`Member.break_even`), on CUDA, where the host would have to wait for every length, and for a while after packing
-    has saved less than `break_even`: of that all ranks decide alike, by the same lengths. Nothing of it is state: it is
-    forgotten when a state is loaded, and when the ranks exchange otherwise than before (`replanned`).
+    A shard goes as plain bf16 where packing is expected to save less than its group's links make of it
+    (`Member.break_even`), on CUDA, where the host would have to wait for every length, and while the first steps are
+    watched. What is expected is what packing the shard saved the last time; before that, `PACKED_SHARE`. Now and then
+    it is tried against the expectation. Of all that all ranks decide alike, by the same lengths and steps. Nothing of
+    it is state: it is forgotten when a state is loaded, and when the ranks exchange otherwise (`replanned`).
 
     Args:
-        always: Pack on a CPU whatever the links and whatever it has saved, where cores are to spare.
+        always: Pack on a CPU whatever the links and whatever it has saved, where cores are to spare; but not while the
+            first steps are watched.
         residual: Feed the rounding error back.
         warmup_steps: Steps at the start whose gradients are sent dense.
 
@@ -294,6 +313,8 @@ class PackedCast(TwoStage):
     def __init__(self, *, always: bool = False, residual: bool = False, warmup_steps: int = 0) -> None:
         super().__init__(self.name, CastCodec("bfloat16"), residual=residual, warmup_steps=warmup_steps)
         self.always = always
+        self.watched = False
+        """Whether the transfers under way show what the links give: packing would count as time of the link."""
         self.totals = PackingTotals()
         self._trials: dict[tuple[Layout, Member], _Trial] = {}
         self._counting = threading.Lock()
@@ -305,6 +326,22 @@ class PackedCast(TwoStage):
     def wire_nbytes(self, layout: Layout, group_size: int) -> int:
         """See `Compressor.wire_nbytes`: what plans expect; what is sent depends on the values."""
         return round(PACKED_SHARE * super().wire_nbytes(layout, group_size))
+
+    def expects_to_pack(self, break_even: float, device_type: str) -> bool:
+        """Whether a shard is packed of whose values nothing is known yet.
+
+        Args:
+            break_even: See `Member.break_even`.
+            device_type: `cpu` or `cuda`.
+        """
+        pays = self.always or 1 - PACKED_SHARE > break_even
+        return pays and device_type == "cpu" and not self.watched
+
+    def expected_nbytes(self, layout: Layout, group_size: int, break_even: float, device_type: str) -> int:
+        """What `wire_nbytes` is where it is known whether a shard is packed; arguments as there and above."""
+        if self.expects_to_pack(break_even, device_type):
+            return self.wire_nbytes(layout, group_size)
+        return super().wire_nbytes(layout, group_size)
 
     def note(self) -> str:
         """See `Stateful.note`."""
@@ -334,13 +371,10 @@ class PackedCast(TwoStage):
             reason = "on CUDA the host would have to wait for the length of every payload"
         elif not hasattr(kernels, "exponents_pack"):
             reason = f"the kernels registered for {source.device.type} cannot pack exponents"
-        elif not self.always and group.break_even >= 1 - PACKED_SHARE:
-            reason = (
-                f"on these links packing would have to save {min(group.break_even, 1.0):.0%} of the bytes to take no "
-                f"longer than it costs, and is expected to save {1 - PACKED_SHARE:.0%}"
-            )
-        elif self.step < trial.rest_until:
-            reason = "packing saved too little of them before; it is tried again after a while"
+        elif self.watched:
+            reason = "the first steps show what the links give, and nothing else"
+        elif not self.always:
+            reason = self._rests(trial, group.break_even)
         if reason:
             self._count_plain(reason)
             yield from two_stage(source, target, group, codec, return_codec, residuals)
@@ -351,7 +385,7 @@ class PackedCast(TwoStage):
             self.totals.packed += 1
             self.totals.nbytes += longest
             self.totals.plain_nbytes += plain
-        saved = 1 - longest / plain
+        trial.saved = saved = 1 - longest / plain
         if saved > group.break_even or self.always:
             trial.rest_steps = REST_STEPS
             return
@@ -364,6 +398,23 @@ class PackedCast(TwoStage):
             100 * group.break_even,
             trial.rest_until,
         )
+
+    def _rests(self, trial: _Trial, break_even: float) -> str:
+        """Why a shard is not packed in this step; empty where it is."""
+        expected = 1 - PACKED_SHARE if trial.saved is None else trial.saved
+        if expected > break_even:
+            return ""
+        if not trial.rest_until:
+            trial.rest_steps = MOST_REST_STEPS if trial.saved is None else trial.rest_steps
+            trial.rest_until = self.step + trial.rest_steps
+        if break_even < 1 and self.step >= trial.rest_until:
+            return ""
+        if trial.saved is None:
+            return (
+                f"on these links packing would have to save {min(break_even, 1.0):.0%} of the bytes to take no longer "
+                f"than it costs, and is expected to save {expected:.0%}"
+            )
+        return "packing saved too little of them before; it is tried again after a while"
 
     def _count_plain(self, reason: str) -> None:
         with self._counting:

@@ -121,6 +121,10 @@ class Routed:
             compressor.wire_nbytes(selection.layout, group_size) for compressor, selection in self._split(layout)
         )
 
+    def parts(self, layout: Layout) -> list[tuple[Compressor, Layout]]:
+        """Returns the compressors of a shard, and which of its parameters each gets, moved together."""
+        return [(compressor, selection.layout) for compressor, selection in self._split(layout)]
+
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Request]:
         """See `Compressor.all_reduce`: the collectives of all compressors are under way together."""
         if layout not in self._known:

@@ -37,6 +37,8 @@ class FirstSteps:
     """Watches the first steps of a job whose links are unknown, and then prices its plans by what they have reached.
 
     Every rank makes one and calls it at the same points. Only on CPUs, and not where the number of ranks may change.
+    Until it is over no exponents are packed: how much shorter that makes payloads is not known beforehand, and the time
+    of packing would count as the link's.
 
     Args:
         communicator: Whose transfers are watched.
@@ -55,6 +57,8 @@ class FirstSteps:
             or not cluster.levels[self._outermost].link.presumed
         )
         """Whether there is nothing left to watch."""
+        if not self.is_over:
+            communicator.routes.watch(True)
 
     def step_began(self, steps: int) -> None:
         """Every rank, at the beginning of each step, with nothing in flight.
@@ -72,6 +76,7 @@ class FirstSteps:
             self.is_over = True
             self._conclude()
             executor.ended = None
+            self._communicator.routes.watch(False)
 
     def _conclude(self) -> None:
         communicator, cluster = self._communicator, self._communicator.cluster

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gradwire.comms.plan.cost import EXACT, CodecPrice
+from gradwire.comms.plan.packing import price_as_sent
 from gradwire.comms.plan.plan import HALVING_DOUBLING, NVLS_TREE, TREE, Plan
 from gradwire.comms.plan.planner import (
     HIERARCHY_HOST_SECONDS,
@@ -56,7 +57,7 @@ RARE = {"chunk_topk": "it is made for what is exchanged after many local steps"}
 """Compressors that are not recommended for the gradient of each step, and why."""
 
 ON_CPUS = {"bf16_packed": "on CUDA its exponents are not packed, and it is bf16"}
-"""Compressors that do nothing of their own on GPUs, and why."""
+"""Compressors that do nothing of their own on GPUs, and why: there they are not offered."""
 
 WORTHWHILE = 0.05
 """Compression is recommended where it shortens the step by more than this share; the harmless wins within it."""
@@ -158,9 +159,12 @@ def advise(cluster: Cluster, workload: Workload, prices: Sequence[CodecPrice], *
         prices: Of the compressors to consider; `none` is always considered.
         library: Who runs a flat plan: `nccl` takes the faster of ring and tree, `gloo` a ring.
     """
-    considered = (EXACT, *(price for price in prices if price.name != EXACT.name))
+    considered = (
+        EXACT,
+        *(price for price in prices if price.name != EXACT.name and not (price.name in ON_CPUS and library == "nccl")),
+    )
     offers = [
-        _offer(cluster, workload, name, price, library)
+        _offer(cluster, workload, name, price, considered, library)
         for name in (*PLANS, *REFERENCES)
         for price in considered
         if name in PLANS or price.name in ("none", "fp16", "bf16")
@@ -193,9 +197,12 @@ def buckets_of(workload: Workload) -> list[int]:
     return [workload.bucket_nbytes] * full + ([rest] if rest else [])
 
 
-def _offer(cluster: Cluster, workload: Workload, name: str, price: CodecPrice, library: str) -> Offer:
+def _offer(
+    cluster: Cluster, workload: Workload, name: str, price: CodecPrice, prices: Sequence[CodecPrice], library: str
+) -> Offer:
     def cheapest(nbytes: int) -> Plan:
-        return min(_priced(cluster, nbytes, name, price, library), key=lambda plan: plan.seconds)
+        sent = price_as_sent(cluster, nbytes, name, price, prices, library)
+        return min(_priced(cluster, nbytes, name, sent, library), key=lambda plan: plan.seconds)
 
     sizes = buckets_of(workload)
     by_size = {nbytes: cheapest(nbytes) for nbytes in set(sizes)}

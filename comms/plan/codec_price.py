@@ -15,6 +15,10 @@ from gradwire.comms.transport.echo import EchoGroup
 from gradwire.compressors import registry
 from gradwire.compressors.base import Compressor, Layout, Slice
 from gradwire.compressors.optim.peers import carry_out
+from gradwire.compressors.routed import Routed
+
+SentNbytes = Callable[[Compressor, Layout, int], int]
+"""What `Compressor.wire_nbytes` is, where it depends on more than the compressor knows."""
 
 ELEMENT_NBYTES = 4
 """Gradients are float32 when they are encoded."""
@@ -137,16 +141,22 @@ def settling(name: str) -> Compressor:
     return registry.make(name, short_start(name))
 
 
-def wire_ratio(compressor: Compressor, layout: Layout, group_size: int) -> float:
+def wire_ratio(compressor: Compressor, layout: Layout, group_size: int, sent: SentNbytes | None = None) -> float:
     """Bytes that a rank sends over those of a ring all-reduce of the same elements in float32; 1 where none travel.
 
     Args:
         compressor: Whose payloads.
         layout: Which parameter lies where in the shard.
         group_size: Ranks that the shard is summed over.
+        sent: What a single compressor sends, of the parameters that it gets; `Compressor.wire_nbytes` by default.
     """
     exact = 2 * (group_size - 1) / group_size * ELEMENT_NBYTES * layout.numel
-    return compressor.wire_nbytes(layout, group_size) / exact if exact else 1.0
+    if not exact:
+        return 1.0
+    if sent is None:
+        return compressor.wire_nbytes(layout, group_size) / exact
+    parts = compressor.parts(layout) if isinstance(compressor, Routed) else [(compressor, layout)]
+    return sum(sent(each, part, group_size) for each, part in parts) / exact
 
 
 def alone(processor_seconds: float, share: float) -> float:

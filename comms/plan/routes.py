@@ -11,7 +11,6 @@ import torch
 
 from gradwire.comms.config import Config
 from gradwire.comms.plan.codec_price import (
-    CPU_BYTES_PER_SECOND,
     ELEMENT_NBYTES,
     GPU_BYTES_PER_SECOND,
     ROUNDS,
@@ -21,6 +20,7 @@ from gradwire.comms.plan.codec_price import (
     wire_ratio,
 )
 from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, sent_nbytes
+from gradwire.comms.plan.packing import packing_break_even, price_as_sent
 from gradwire.comms.plan.plan import ALL_GATHER, Phase, Plan, Transfer
 from gradwire.comms.plan.planner import candidates, plan_all_reduce, presumed, with_reason
 from gradwire.comms.plan.schedule import (
@@ -34,7 +34,7 @@ from gradwire.comms.plan.schedule import (
 )
 from gradwire.compressors.adasum import Adasum
 from gradwire.compressors.base import Compressor, Layout
-from gradwire.compressors.cast import PACKED_SHARE, PackedCast
+from gradwire.compressors.cast import PackedCast
 from gradwire.compressors.dense import WideSum
 from gradwire.compressors.routed import Routed
 from gradwire.compressors.stateful import Stateful
@@ -165,15 +165,15 @@ class Routes(dict[RouteKey, Route]):
         self._measured = False
         self._learned: Cluster | None = None
         self._compressor = compressor
-        self._packs = isinstance(compressor, PackedCast) or (
-            isinstance(compressor, Routed) and any(isinstance(each, PackedCast) for each in compressor.routes)
-        )
+        every = compressor.routes if isinstance(compressor, Routed) else (compressor,)
+        self._packers = [each for each in every if isinstance(each, PackedCast)]
         self._unlisted: dict[tuple[int, torch.dtype], Route] = {}
         self._tell()
 
     def __missing__(self, key: RouteKey) -> Route:
         numel, dtype, layout = key
-        plan = self._repriced(self._plan(numel * dtype.itemsize, layout), layout)
+        plan = self._plan(numel * dtype.itemsize, layout)
+        plan = plan if self._learned is None else self._repriced(plan, layout)
         self[key] = route = self.along(numel, plan, layout)
         log.info("%d elements of %s: %s", numel, dtype, route.plan.describe(self.cluster.level_names))
         return route
@@ -216,7 +216,7 @@ class Routes(dict[RouteKey, Route]):
         plan = executable(plan, self.cluster, self._device_type, fixed_order=self._fixed_order)
         partition = self._partition(plan, layout)
         schedule = Schedule(self.cluster, plan)
-        break_even = self._break_even(plan) if named and self._packs else 0.0
+        break_even = self._break_even(plan) if named else 0.0
         chunks = tuple(
             Chunk(
                 start,
@@ -291,10 +291,20 @@ class Routes(dict[RouteKey, Route]):
         Whether exponents are packed goes by them, because that changes none.
         """
         self._learned = replace(self.cluster, levels=tuple(levels))
+        self._reprice()
+        log.info("%s", self.describe_links())
+
+    def watch(self, on: bool) -> None:
+        """Begins or ends to pack nothing, so that transfers show what the links give; with nothing in flight."""
+        for each in self._packers:
+            each.watched = on
+        if self._packers:
+            self._reprice()
+
+    def _reprice(self) -> None:
         for key, route in self.items():
             plan = self._repriced(route.plan, key[2])
             self[key] = replace(route, plan=plan, chunks=self._evened(route.chunks, plan))
-        log.info("%s", self.describe_links())
 
     @property
     def priced(self) -> Cluster:
@@ -344,25 +354,54 @@ class Routes(dict[RouteKey, Route]):
         return plan
 
     def _repriced(self, plan: Plan, layout: Layout | None) -> Plan:
-        """The same plan with the seconds that it takes over the links as learned."""
-        if self._learned is None or not plan.phases:
+        """The same plan with what it sends, as exponents are packed now, and how long that takes over the links."""
+        compressed = next((phase for phase in plan.phases if phase.compressor), None)
+        packs = compressed is not None and bool(self._packers)
+        if not plan.phases or (self._learned is None and not packs):
             return plan
         price = EXACT
-        compressed = next((phase for phase in plan.phases if phase.compressor), None)
         if compressed is not None:
-            assert self._compressor is not None and layout is not None
+            assert layout is not None
             ranks = self.cluster.size if compressed.whole else len(self.cluster.nodes)
-            ratio = _wire_ratio(self._compressor, plan.nbytes, layout, ranks)
-            price = CodecPrice(self._compressor.name, ratio * self._unpacked(plan))
-        (priced,) = candidates(self._learned, plan.nbytes, plan.name, plan.chunks, price)
+            price = self._price(plan.nbytes, layout, ranks, plan)
+        (priced,) = candidates(self.priced, plan.nbytes, plan.name, plan.chunks, price)
         return replace(
             plan,
             seconds=priced.seconds,
             limit=priced.limit,
             busy_seconds=priced.busy_seconds,
-            assumed=presumed(self._learned),
+            bytes_by_level=priced.bytes_by_level if packs else plan.bytes_by_level,
+            assumed=presumed(self.priced),
             why=plan.why.partition(PACKING)[0] + self._why_packed(plan),
         )
+
+    def _price(self, nbytes: int, layout: Layout, group_size: int, plan: Plan | None = None) -> CodecPrice:
+        """What the compressor does to a bucket.
+
+        Args:
+            nbytes: Of the bucket; payloads of 16-bit gradients are as large as of 32-bit ones.
+            layout: Of the bucket.
+            group_size: Ranks that exchange each shard.
+            plan: Decides whether exponents are packed; without one they are.
+        """
+        compressor, packers = self._compressor, self._packers
+        assert compressor is not None
+        even = 0.0 if plan is None or not packers else self._break_even(plan)
+
+        def sent(each: Compressor, part: Layout, size: int) -> int:
+            if isinstance(each, PackedCast) and plan is not None:
+                return each.expected_nbytes(part, size, even, self._device_type)
+            return each.wire_nbytes(part, size)
+
+        ratio = wire_ratio(compressor, layout, group_size, sent if packers else None)
+        ratio = ratio * ELEMENT_NBYTES * layout.numel / nbytes if nbytes else ratio
+        packing = bool(packers) and (plan is None or self._any_packs(even))
+        name = PackedCast.name if packing else "bf16" if compressor.name == PackedCast.name else compressor.name
+        codec = codec_seconds(name, self.gpu_memory()) if self.library == "nccl" else 0.0
+        return CodecPrice(compressor.name, ratio, codec, rounds=ROUNDS.get(name, EXCHANGE_ROUNDS))
+
+    def _any_packs(self, break_even: float) -> bool:
+        return any(each.expects_to_pack(break_even, self._device_type) for each in self._packers)
 
     def compressed_name(self) -> str | None:
         """The plan that a compressor's buckets take, if it finds anything to do."""
@@ -377,16 +416,13 @@ class Routes(dict[RouteKey, Route]):
         nodes, size, name = len(self.cluster.nodes), self.cluster.size, compressor.name
 
         def priced(plan_name: str, group_size: int, why: str) -> Plan:
-            ratio = _wire_ratio(compressor, nbytes, layout, group_size)
-            price = CodecPrice(name, ratio, rounds=ROUNDS.get(name, EXCHANGE_ROUNDS))
-            if self.library == "nccl":
-                price = replace(price, seconds_per_byte=codec_seconds(name, self.gpu_memory()))
+            price = self._price(nbytes, layout, group_size)
             asked = partial(
                 plan_all_reduce, self.cluster, nbytes, name=plan_name, chunks=self.chunks, library=self.library
             )
             plan = asked(price=price)
-            if (more := self._unpacked(plan)) != 1.0:
-                plan = asked(price=replace(price, ratio=ratio * more, rounds=EXCHANGE_ROUNDS))
+            if (known := self._price(nbytes, layout, group_size, plan)) != price:
+                plan = asked(price=known)
             return with_reason(plan, f"{name} was asked for, {why}{self._why_packed(plan)}")
 
         if self._asked_for == "flat" and size > 1:
@@ -399,7 +435,8 @@ class Routes(dict[RouteKey, Route]):
         if self._asked_for != "auto" or self.library != "nccl" or size == 1 or self.cluster.levels[0].link.presumed:
             return None
         # One node of GPUs: inside it, compression pays where the links are slow (PCIe), and costs where they are fast.
-        price = codec_price(name, layout, size, self.gpu_memory())
+        price, plain = (codec_price(each, layout, size, self.gpu_memory()) for each in (name, "bf16"))
+        price = price_as_sent(self.cluster, nbytes, "flat", price, (plain,), self.library)
         exact = plan_all_reduce(self.cluster, nbytes, chunks=self.chunks, library=self.library)
         compressed = plan_all_reduce(
             self.cluster, nbytes, name="flat", chunks=self.chunks, price=price, library=self.library
@@ -413,18 +450,11 @@ class Routes(dict[RouteKey, Route]):
 
     def _break_even(self, plan: Plan) -> float:
         """See `Member.break_even`, of the compressed phase of a plan; the same on all ranks."""
-        if self.library == "nccl":
-            return NEVER
-        if isinstance(main := getattr(self._compressor, "main", self._compressor), PackedCast) and main.always:
-            return 0.0
-        levels = {phase.level for phase in plan.phases if phase.compressor}
-        if not levels or any(self.priced.levels[level].link.presumed for level in levels):
-            return 0.0
-        return packing_break_even(self.priced, plan)
+        return packing_break_even(self.priced, plan, self.library) if self._packers else 0.0
 
     def _evened(self, chunks: tuple[Chunk, ...], plan: Plan) -> tuple[Chunk, ...]:
         """The same chunks with the links as they are known now."""
-        if not self._packs or not any(phase.compressor for phase in plan.phases):
+        if not self._packers or not any(phase.compressor for phase in plan.phases):
             return chunks
         even = self._break_even(plan)
         return tuple(
@@ -434,21 +464,22 @@ class Routes(dict[RouteKey, Route]):
             for chunk in chunks
         )
 
-    def _unpacked(self, plan: Plan) -> float:
-        """How many times more bytes than it says the compressor will send, because it does not pack."""
-        asked = self._compressor is not None and self._compressor.name == PackedCast.name
-        return 1 / PACKED_SHARE if asked and self._break_even(plan) >= 1 - PACKED_SHARE else 1.0
-
     def _why_packed(self, plan: Plan) -> str:
         """Whether exponents are packed in a plan, as a sentence; empty where nobody has asked for it."""
-        if not self._packs or not any(phase.compressor for phase in plan.phases):
+        if not self._packers or not any(phase.compressor for phase in plan.phases):
             return ""
         if self.library == "nccl":
             return f"{PACKING} are not packed: on CUDA the host would have to wait for the length of every payload."
+        if any(each.watched for each in self._packers):
+            return f"{PACKING} are not packed yet: the first steps show what the links give."
         even = self._break_even(plan)
-        if even >= 1 - PACKED_SHARE:
+        if not self._any_packs(even):
             return f"{PACKING} are not packed: these links are too fast for the time that it takes."
-        return f"{PACKING} are packed" + (f" where that saves more than {even:.1%} of bf16's bytes." if even else ".")
+        return f"{PACKING} are packed" + (
+            f" where that saves more than {even:.1%} of bf16's bytes."
+            if even and not all(each.always for each in self._packers)
+            else "."
+        )
 
     def gpu_memory(self) -> float:
         """Bytes per second that codecs move on the slowest GPU; of the slowest known where it is not known."""
@@ -498,51 +529,3 @@ class Routes(dict[RouteKey, Route]):
 
 PACKING = " Exponents"
 """Begins the sentence of a plan's reason that says whether they are packed."""
-
-NEVER = 2.0
-"""`Member.break_even` where no saving is enough."""
-
-
-BUSY_PACKING_SECONDS = 14e-9
-"""What packing takes for an element of a shard where the processor is busy: 4 ranks on the 2 cores of an EPYC VM, with
-the messages about lengths (`bench/studies/hook_speed.py`, 16 MB, 1 Gbit/s, 2026-11-22). With a core for each rank it is
-2 ns; but a plan must not count on idle cores beside a backward pass."""
-
-
-def packing_break_even(cluster: Cluster, plan: Plan) -> float:
-    """The share of bf16's bytes that packing must save, to take no more time in a plan than it costs a busy CPU.
-
-    As if nothing overlapped: what packs one chunk while another is on the wire has no core of its own.
-
-    Args:
-        cluster: Where the ranks are and what the links give; the same on all ranks.
-        plan: With a compressed phase.
-
-    Returns:
-        `NEVER` where none is enough.
-    """
-
-    def seconds(name: str, share: float, extra: float) -> float:
-        codec = codec_seconds("bf16", CPU_BYTES_PER_SECOND) + extra / ELEMENT_NBYTES
-        price = CodecPrice(name, 2 / ELEMENT_NBYTES * share, codec, rounds=ROUNDS.get(name, EXCHANGE_ROUNDS))
-        (priced,) = candidates(cluster, plan.nbytes, plan.name, 1, price)
-        return priced.seconds
-
-    plain, packed = seconds("bf16", 1.0, 0.0), partial(seconds, PackedCast.name, extra=BUSY_PACKING_SECONDS)
-    low, high = 0.0, 1.0
-    if packed(0.0) >= plain:
-        return NEVER
-    for _ in range(BREAK_EVEN_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if packed(1 - middle) < plain else (middle, high)
-    return high
-
-
-BREAK_EVEN_HALVINGS = 10
-"""To a thousandth."""
-
-
-def _wire_ratio(compressor: Compressor, nbytes: int, layout: Layout, group_size: int) -> float:
-    """What `wire_ratio` is, of the bucket's own bytes: payloads of 16-bit gradients are as large as of 32-bit ones."""
-    ratio = wire_ratio(compressor, layout, group_size)
-    return ratio * ELEMENT_NBYTES * layout.numel / nbytes if nbytes else ratio

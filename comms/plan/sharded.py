@@ -36,6 +36,7 @@ from gradwire.comms.plan.advise import HARMLESS_FIRST, HIDDEN, MOST_OF_IT, WORTH
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, KEPT_NBYTES, UNKNOWN_KEPT_NBYTES
 from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, CostModel, PhaseCost, busiest
 from gradwire.comms.plan.nccl_model import nccl_model
+from gradwire.comms.plan.packing import price_as_sent
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Phase
 from gradwire.comms.plan.planner import HIERARCHY_HOST_SECONDS, MINIMUM_GAIN, NCCL_MINIMUM_GAIN, compressed_cost
 from gradwire.comms.plan.traffic import Floats, shape_of
@@ -269,6 +270,11 @@ class ShardedCosts:
         if missing:
             raise ValueError(f"`prices` has none for {', '.join(missing)}; wanted one for each of {SHARDS[1:]}")
         self.numel = workload.numel / workload.units
+        if len(cluster.nodes) > 1:
+            nbytes, given = max(1, round(ELEMENT_NBYTES * self.numel)), tuple(self.prices.values())
+            self.prices |= {
+                price.name: price_as_sent(cluster, nbytes, HIERARCHICAL, price, given, library) for price in given
+            }
         self._rate = memory_bytes_per_second
         self._nodes = cluster.nodes
         self._smallest = min(map(len, self._nodes))

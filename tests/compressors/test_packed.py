@@ -1,16 +1,19 @@
 """bf16 with packed exponents: the same bits as bf16, whatever the values, and lengths that all ranks agree on."""
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import Tensor
 
+from gradwire.comms.transport.echo import EchoGroup
 from gradwire.compressors.base import Layout, Member, Slice
-from gradwire.compressors.cast import PackedCast
+from gradwire.compressors.cast import MOST_REST_STEPS, PackedCast
 from gradwire.compressors.kernels import reference
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.registry import Option, make
+from support.guarded import guarded
 from support.threads import ThreadGroup, run_ranks
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -142,6 +145,76 @@ def test_a_damaged_payload_is_refused_or_decoded_but_never_read_beyond(native_ke
             except ValueError:
                 refused += 1
     assert refused > 60
+
+
+def test_nothing_beyond_a_payload_is_read_whatever_its_header_says(native_kernels: object) -> None:
+    """Payloads end where the process would die; headers are random, and as good as right but for one number."""
+    pack, unpack = native_kernels.exponents_pack, native_kernels.exponents_unpack  # type: ignore[attr-defined]
+    for count in (1, 2, 3, 15, 17, 63, 65):
+        blocks = (normal(64 * count) ** 9).bfloat16().view(-1, 64)
+        room = torch.zeros(reference.exponents_most_nbytes(64 * count), dtype=torch.uint8)
+        length = pack(blocks, room)
+        with guarded(length) as payload:
+            payload.copy_(room[:length])
+            back = torch.empty_like(blocks)
+            unpack(payload, back)
+            assert torch.equal(bits_of(back), bits_of(blocks))
+            for trial in range(40):
+                payload.copy_(room[:length])
+                number = trial % 8
+                high = (1 << 31) if trial % 3 == 0 else 64 * count + 2
+                word = torch.randint(0, high, (1,), generator=GENERATOR, dtype=torch.int32)
+                payload[4 * number : 4 * number + 4] = word.view(torch.uint8)
+                if trial % 5 == 0:
+                    payload[:32] = torch.randint(0, 256, (32,), generator=GENERATOR, dtype=torch.uint8)
+                with suppress(ValueError):
+                    unpack(payload, back)
+            with pytest.raises(ValueError, match="damaged"):
+                unpack(payload[: length - 1], back)
+
+
+@pytest.mark.parametrize("stage", ["lengths", "sums"])
+def test_a_length_that_no_payload_has_is_refused_before_memory_is_taken(stage: str) -> None:
+    """Both ranks see it in what all have received alike, before the next collective."""
+    layout, shard = Layout((Slice("w", (6400,), 0, 0, 6400),)), normal(6400)
+    steps = PackedCast().all_reduce(shard, layout, Member(0, 2))
+    request = next(steps)
+    received, own = request.tensors  # type: ignore[union-attr]
+    received.copy_(own.repeat(2))
+    if stage == "lengths":
+        received[1] = 1 << 50
+    else:
+        received, own = next(steps).tensors  # type: ignore[union-attr]
+        received.copy_(own)
+        received, own = next(steps).tensors  # type: ignore[union-attr]
+        received[0], received[1] = own, 0xFE
+    with pytest.raises(ValueError, match="damaged"):
+        next(steps)
+
+
+def packs(compressor: PackedCast, shard: Tensor, even: float) -> bool:
+    """Has a shard exchanged, with a rank that sends the same, and says whether it was packed."""
+    before, group = compressor.totals.packed, EchoGroup(2)
+    layout = Layout((Slice("w", (shard.numel(),), 0, 0, shard.numel()),))
+    carry_out(compressor.all_reduce(shard.clone(), layout, Member(0, 2, break_even=even)), group)
+    compressor.end_step(True)
+    return compressor.totals.packed > before
+
+
+def test_what_packing_has_saved_counts_and_not_what_was_expected() -> None:
+    """Zeros are packed to a 64th: refused on expectation, tried after a while, packed from then on."""
+    ours, zeros = PackedCast(), torch.zeros(6400)
+    assert not packs(ours, zeros, 0.5)
+    ours.step = MOST_REST_STEPS - 1
+    assert not packs(ours, zeros, 0.5)
+    assert packs(ours, zeros, 0.5)
+    assert packs(ours, zeros, 0.9) and packs(ours, zeros, 0.01)  # the links are seen otherwise: what is known stays
+    assert len(ours._trials) == 1
+    assert not packs(ours, zeros, 2.0)
+    worse = PackedCast()
+    assert packs(worse, normal(6400), 0.2)
+    assert not packs(worse, normal(6400), 0.4)  # it has saved less than that
+    assert packs(worse, normal(6400), 0.2)
 
 
 def test_fast_links_get_plain_bf16_and_the_report_says_why() -> None:
