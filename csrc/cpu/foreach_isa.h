@@ -21,10 +21,10 @@ namespace plain {
 #if defined(__x86_64__)
 #define GRADWIRE_ISA 2
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,bmi2,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,bmi2,f16c")
+#pragma GCC target("avx2,f16c")
 #endif
 namespace avx2 {
 #include "vec.h"
@@ -39,10 +39,10 @@ namespace avx2 {
 
 #define GRADWIRE_ISA 512
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,bmi2,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,bmi2,f16c,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,f16c,prefer-vector-width=512")
 #endif
 namespace avx512 {
 #include "vec.h"

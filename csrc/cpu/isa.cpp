@@ -16,13 +16,22 @@ constexpr const char* kNames[] = {"plain", "avx2", "avx512"};
 Isa detect() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("bmi2") || !__builtin_cpu_supports("f16c")) return Isa::plain;
+  if (!__builtin_cpu_supports("f16c")) return Isa::plain;
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl"))
     return Isa::avx512;
   if (__builtin_cpu_supports("avx2")) return Isa::avx2;
 #endif
   return Isa::plain;
+}
+
+bool detect_fast_bit_moves() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("bmi2") && !__builtin_cpu_is("amdfam15h") && !__builtin_cpu_is("amdfam17h");
+#else
+  return false;
+#endif
 }
 
 std::atomic<Isa>& current() {
@@ -43,6 +52,11 @@ void limit_isa(const std::string& name) {
 }  // namespace
 
 Isa active_isa() { return current().load(std::memory_order_relaxed); }
+
+bool fast_bit_moves() {
+  static const bool found = detect_fast_bit_moves();
+  return found && active_isa() != Isa::plain;
+}
 
 }  // namespace gradwire
 

@@ -8,6 +8,11 @@ enum class Isa : int { plain = 0, avx2 = 1, avx512 = 2 };
 
 Isa active_isa();
 
+// Whether pext and pdep (BMI2) are there and take a few cycles. AMD's families 15h and 17h (Excavator, Zen, Zen 2) have
+// them in microcode: hundreds of cycles. False where the instruction set is limited to plain.
+// Source: A. Fog, Instruction tables, 2022, "AMD Zen 2" and "AMD Zen 3".
+bool fast_bit_moves();
+
 }  // namespace gradwire
 
 // Calls `name` of the namespace that belongs to the active instruction set (see foreach_isa.h).

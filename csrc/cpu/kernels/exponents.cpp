@@ -48,6 +48,33 @@ inline uint64_t bits_from(const uint8_t* stream, size_t start) {
   return get64(at) >> shift | static_cast<uint64_t>(at[8]) << 1 << (63 - shift);
 }
 
+// The bits of x at the places that are set in mask, moved together at the low end; and back. In assembler, because the
+// loops around them are not compiled for BMI2: processors with AVX2 may lack it, or have it in microcode.
+template <bool fast>
+inline uint64_t extract(uint64_t x, uint64_t mask) {
+  uint64_t result = 0;
+#if defined(__x86_64__)
+  if constexpr (fast) {
+    __asm__("pextq %2, %1, %0" : "=r"(result) : "r"(x), "r"(mask));
+    return result;
+  }
+#endif
+  for (unsigned at = 0; mask; mask &= mask - 1, ++at) result |= (x >> __builtin_ctzll(mask) & 1) << at;
+  return result;
+}
+template <bool fast>
+inline uint64_t deposit(uint64_t x, uint64_t mask) {
+  uint64_t result = 0;
+#if defined(__x86_64__)
+  if constexpr (fast) {
+    __asm__("pdepq %2, %1, %0" : "=r"(result) : "r"(x), "r"(mask));
+    return result;
+  }
+#endif
+  for (; mask; mask &= mask - 1, x >>= 1) result |= (x & 1) << __builtin_ctzll(mask);
+  return result;
+}
+
 // Appends to a stream of bits, a word at a time.
 struct BitWriter {
   uint8_t* at;

@@ -1,22 +1,5 @@
 // The loops of exponents.cpp for one instruction set; included by foreach_isa.h, no include guard.
 
-// The bits of x at the places that are set in mask, moved together at the low end; and back.
-#if GRADWIRE_ISA != 0
-inline uint64_t extract(uint64_t x, uint64_t mask) { return _pext_u64(x, mask); }
-inline uint64_t deposit(uint64_t x, uint64_t mask) { return _pdep_u64(x, mask); }
-#else
-inline uint64_t extract(uint64_t x, uint64_t mask) {
-  uint64_t result = 0;
-  for (unsigned at = 0; mask; mask &= mask - 1, ++at) result |= (x >> __builtin_ctzll(mask) & 1) << at;
-  return result;
-}
-inline uint64_t deposit(uint64_t x, uint64_t mask) {
-  uint64_t result = 0;
-  for (; mask; mask &= mask - 1, x >>= 1) result |= (x & 1) << __builtin_ctzll(mask);
-  return result;
-}
-#endif
-
 // 64 bytes, and masks with a bit for each.
 #if GRADWIRE_ISA == 512
 
@@ -203,7 +186,8 @@ inline void joined(const Bytes& exponents, const Bytes& rest, uint16_t* words) {
 #endif
 
 // The bytes of a payload, or 0 where the values themselves are no longer.
-inline size_t pack(const uint16_t* words, size_t stride, size_t blocks, uint8_t* payload) {
+template <bool fast>
+inline size_t pack_with(const uint16_t* words, size_t stride, size_t blocks, uint8_t* payload) {
   const size_t most = most_nbytes(blocks);
   const size_t room = 8 * blocks + 8;  // of a plane, and what its last word may write behind it
   const std::unique_ptr<uint8_t[]> scratch(new uint8_t[(kPlanes - 1) * room]);
@@ -234,7 +218,7 @@ inline size_t pack(const uint16_t* words, size_t stride, size_t blocks, uint8_t*
     put64(out + 64, low), put64(out + 72, at_least[1]);
     out += kBlockBytes;
     for (size_t plane = 1; plane < kPlanes && at_least[plane]; ++plane)
-      planes[plane].put(extract(at_least[plane + 1], at_least[plane]),
+      planes[plane].put(extract<fast>(at_least[plane + 1], at_least[plane]),
                         static_cast<unsigned>(__builtin_popcountll(at_least[plane])));
     uint64_t far = equal(symbols, fill8(kEscape));
     if (far) {
@@ -263,7 +247,8 @@ inline size_t pack(const uint16_t* words, size_t stride, size_t blocks, uint8_t*
 }
 
 // Whether the payload, whose parts have been checked to be inside it, does not contradict itself.
-inline bool unpack(const Parts& from, size_t blocks, uint16_t* words, size_t stride) {
+template <bool fast>
+inline bool unpack_with(const Parts& from, size_t blocks, uint16_t* words, size_t stride) {
   const uint8_t* fixed = from.fixed;
   const uint8_t* escape = from.escapes;
   size_t at[kPlanes] = {}, kept = 0;
@@ -281,7 +266,7 @@ inline bool unpack(const Parts& from, size_t blocks, uint16_t* words, size_t str
       const size_t start = at[plane];
       at[plane] += static_cast<size_t>(__builtin_popcountll(at_least[plane]));
       if (at[plane] > from.bits[plane]) return false;
-      at_least[plane + 1] = deposit(bits_from(from.planes[plane], start), at_least[plane]);
+      at_least[plane + 1] = deposit<fast>(bits_from(from.planes[plane], start), at_least[plane]);
     }
     const uint64_t* u = at_least;
     const uint64_t first = (u[1] & ~u[2]) | (u[3] & ~u[4]) | (u[5] & ~u[6]) | u[7], second = (u[2] & ~u[4]) | u[6];
@@ -304,4 +289,13 @@ inline bool unpack(const Parts& from, size_t blocks, uint16_t* words, size_t str
   for (size_t plane = 1; plane < kPlanes; ++plane)
     if (at[plane] != from.bits[plane]) return false;
   return kept == from.kept && escape == from.end;
+}
+
+inline size_t pack(const uint16_t* words, size_t stride, size_t blocks, uint8_t* payload) {
+  return fast_bit_moves() ? pack_with<true>(words, stride, blocks, payload)
+                          : pack_with<false>(words, stride, blocks, payload);
+}
+inline bool unpack(const Parts& from, size_t blocks, uint16_t* words, size_t stride) {
+  return fast_bit_moves() ? unpack_with<true>(from, blocks, words, stride)
+                          : unpack_with<false>(from, blocks, words, stride);
 }
