@@ -6,8 +6,10 @@
 Feeds docs/reference/codecs.md. Bits of an exponent: its entropy alone; given the largest exponent of its block of 64,
 which takes 8/64 of a bit itself; and, where the file has the gradient of the step before too, given the exponent that
 the same value had there, which a code with memory could know on both sides. No code of single values that knows nothing
-else is shorter. Then how many times fewer bytes than bf16 the payloads of a number of owners are: in a fixed size with
-room for the worst run of values, and all as long as the longest one, with blocks dealt out in turn.
+else is shorter. `sent` is what bf16_packed takes beyond 8 bits for the sign and mantissa of each value whose block is
+not all zero; the other blocks' values have none, so that `sent` may be compared with the entropies. Then how many
+times fewer bytes than bf16 the payloads of a number of owners are: in a fixed size with room for the worst run of
+values, and all as long as the longest one, with blocks dealt out in turn.
 """
 
 import argparse
@@ -46,6 +48,13 @@ def largest_of_blocks(exponents: Tensor) -> Tensor:
     return largest.repeat_interleave(EXPONENTS_BLOCK)[: exponents.numel()]
 
 
+def share_of_kept(x: Tensor) -> float:
+    """Values whose signs and mantissas are sent, over all: of blocks that are not all +0 as bfloat16."""
+    padded = torch.nn.functional.pad(x, (0, -x.numel() % EXPONENTS_BLOCK)).to(torch.bfloat16)
+    kept = padded.view(torch.int16).view(-1, EXPONENTS_BLOCK).any(1)
+    return float(kept.sum()) * EXPONENTS_BLOCK / x.numel()
+
+
 def longest_bits(x: Tensor, owners: int, *, dealt: bool) -> float:
     """Bits of a value of x in the longest payload of `owners`, whose blocks are runs or dealt out in turn."""
     whole = torch.nn.functional.pad(x, (0, -x.numel() % (owners * EXPONENTS_BLOCK)))
@@ -74,7 +83,7 @@ def main() -> None:
             f"{exponent_entropy(x):.2f}",
             f"{given_block:.2f}",
             "" if given_last is None else f"{given_last:.2f}",
-            f"{packed_bits(x) - 8:.2f}",
+            f"{packed_bits(x) - 8 * share_of_kept(x):.2f}",
             *(f"{16 / longest_bits(x, owners, dealt=dealt):.2f}x" for owners in OWNERS for dealt in (False, True)),
         )
     CleanConsole(highlight=False, width=160).print(table)

@@ -36,7 +36,7 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
 def measured(name: str) -> dict[str, object]:
     model = nn.parallel.DistributedDataParallel(nn.Linear(2048, 2048), gradient_as_bucket_view=True)
     warm = {"warmup_steps": 0} if "warmup_steps" in options_of(name) else {}
-    state = gradwire.HookState(model, compressor=name, compressor_options=warm)
+    state = gradwire.HookState(model, compressor=name, compressor_options=warm, nic_bytes_per_second=25e6)
     model.register_comm_hook(state, gradwire.comm_hook)
     step(model)
     step(model)  # DDP has rebuilt its buckets, all groups are connected
