@@ -11,6 +11,7 @@ from gradwire import _native
 from gradwire.compressors.kernels import native, reference
 from gradwire.compressors.kernels.reference import ChunkRule, DgcRule, DgcState
 from gradwire.compressors.kernels.reference import pack as reference_pack
+from support.guarded import guarded
 
 Maker = Callable[[int], Tensor]
 EachNumel = Callable[[Callable[[int], None]], None]
@@ -126,17 +127,18 @@ def uneven(numel: int) -> Tensor:
 
 
 def test_a_damaged_payload_takes_no_more_words_than_there_are(native_kernels: ModuleType) -> None:
-    """Whatever the scales say, widths are shared out of the payload's own words; any first word decodes alike."""
-    for seed in range(20):
-        numel = (100, 16384, 17_000)[seed % 3]
-        payload = torch.randint(
-            0, 256, (1, reference.waterfill_nbytes(numel, 4)), generator=torch.Generator().manual_seed(seed)
-        ).to(torch.uint8)
+    """Whatever the scales say, widths are shared out of the payload's own words, and nothing is read behind them."""
+    for seed in range(24):
+        numel, bits = (100, 16_384, 16_385, 16_416, 17_000, 32_769)[seed % 6], 2 + seed // 6
+        nbytes = reference.waterfill_nbytes(numel, bits)
+        random = torch.randint(0, 256, (1, nbytes), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
         if seed % 2:
-            payload[0, :4] = torch.tensor([0xE0, 3, 0, 0], dtype=torch.uint8)
+            random[0, :4] = torch.tensor([0xE0, 3, 0, 0], dtype=torch.uint8)
         targets = torch.empty(2, numel)
-        for kernels, target in zip((native_kernels, reference), targets, strict=True):
-            kernels.waterfill_decode_reduce(4, payload, None, target)
+        with guarded(nbytes) as payload:
+            payload.copy_(random[0])
+            native_kernels.waterfill_decode_reduce(bits, payload[None], None, targets[0])
+        reference.waterfill_decode_reduce(bits, random, None, targets[1])
         assert_same(targets[0], targets[1])
 
 
