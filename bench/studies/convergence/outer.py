@@ -100,6 +100,8 @@ METHODS = {
         _outer("int4, H 2", compressor="int4", every=2, fragments=2, delay=1),
         _outer("int4, H 5, delay 4", compressor="int4", every=5, fragments=1, delay=4),
         _outer("int4, H 5", compressor="int4", every=5, fragments=5, delay=1),
+        _outer("waterfill2, H 2", compressor="waterfill2", every=2, fragments=2, delay=1),
+        _outer("waterfill2, H 5", compressor="waterfill2", every=5, fragments=5, delay=1),
         _outer("int4, H 30, warm-up 400 H 2", compressor="int4", fragments=2, warmup_steps=400, warmup_every=2),
         _outer("int4, H 30, warm-up 400 H 5", compressor="int4", fragments=5, warmup_steps=400, warmup_every=5),
         _outer("int4, H 120", compressor="int4", every=120),
