@@ -53,6 +53,7 @@ CANDIDATES = (
     "int8",
     "waterfill5",
     "waterfill4",
+    "waterfill3",
     "int4",
     "powersgd(rank=4)",
     "powersgd+int8(rank=4)",
