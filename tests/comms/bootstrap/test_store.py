@@ -43,7 +43,7 @@ def test_every_question_ends_where_the_link_is_cut_and_is_answered_when_it_is_ba
         assert not store.is_answering and store.silent_seconds >= 0.2
         store.give_up_if_silent(timedelta(seconds=60))
         with pytest.raises(StoreUnreachableError, match=r"no answer to `\w+ .*within"):
-            store.below("b").give_up_if_silent(timedelta(seconds=0.2))  # at once: it has been silent for so long
+            store.below("b").give_up_if_silent(timedelta(seconds=0.1))  # at once: it has been silent for so long
         other = store.below("b").within(timedelta(seconds=0.1))
         with pytest.raises(StoreUnreachableError):
             other.check(["c"])
