@@ -56,8 +56,8 @@ SGD_ONLY = {
 RARE = {"chunk_topk": "it is made for what is exchanged after many local steps"}
 """Compressors that are not recommended for the gradient of each step, and why."""
 
-ON_CPUS = {"bf16_packed": "on CUDA its exponents are not packed, and it is bf16"}
-"""Compressors that do nothing of their own on GPUs, and why: there they are not offered."""
+ON_CPUS = ("bf16_packed",)
+"""Compressors that are not offered on GPUs: there exponents are not packed, and this one is bf16."""
 
 WORTHWHILE = 0.05
 """Compression is recommended where it shortens the step by more than this share; the harmless wins within it."""
@@ -222,7 +222,7 @@ def _offer(
         exposed,
         _is_hidden(exposed, workload, by_size[sizes[-1]] if sizes else whole),
         _limit(whole, cluster),
-        caution_of(price.name, workload.optimizer, library),
+        caution_of(price.name, workload.optimizer),
         name in PLANS if price.name == "none" else name == "hierarchical",
     )
 
@@ -251,16 +251,13 @@ def _limit(plan: Plan, cluster: Cluster) -> str:
     return names.get(plan.limit, f"{plan.limit} links")
 
 
-def caution_of(compressor: str, optimizer: str, library: str = "gloo") -> str:
+def caution_of(compressor: str, optimizer: str) -> str:
     """Returns why a compressor is not to be recommended for the gradients of every step; empty where it may be.
 
     Args:
         compressor: As in `compressor=`.
         optimizer: `sgd`, `adam`, ...
-        library: `nccl` on GPUs.
     """
-    if compressor in ON_CPUS and library == "nccl":
-        return ON_CPUS[compressor]
     if compressor in RARE:
         return f"{compressor} is untested on the gradient of every step: {RARE[compressor]}"
     if compressor in SGD_ONLY and optimizer.lower() != "sgd":
