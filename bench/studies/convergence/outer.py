@@ -63,7 +63,7 @@ EVALUATED = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Shares of the run after which the quality is measured."""
 
 VECTORS_TOO = ({"max_dim": 1, "compressor": "int8"},)
-"""Biases and norms in 8 bits: of this small model they would be half of all bytes beside chunk_topk."""
+"""Biases and norms in 8 bits: of this small model dense they would be more than half of all bytes beside chunk_topk."""
 
 
 @dataclass(frozen=True, slots=True)
