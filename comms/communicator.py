@@ -199,7 +199,7 @@ class Communicator:
             RuntimeError: A rank did not join within the time-out, or this torch has no NCCL.
         """
         if self.device.type == "cuda":
-            self._groups.connect(self.routes.groups(nbytes))
+            self._groups.connect(self.routes.groups(nbytes), self.routes.return_groups())
         self._connected = True
 
     def all_reduce(

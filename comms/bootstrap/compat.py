@@ -57,6 +57,9 @@ class TorchGroup(Protocol):
     ) -> BackendWork:
         """Exchanges slices of flat tensors."""
 
+    def alltoall(self, outputs: list[Tensor], sources: list[Tensor], options: object, /) -> BackendWork:
+        """Sends the r-th source to rank r, and takes what it sends into the r-th output; gloo has no such call."""
+
     def shutdown(self) -> None:
         """Waits for what is under way, and ends connections and threads."""
 

@@ -17,12 +17,14 @@ from gradwire.comms.plan.codec_price import (
     codec_price,
     codec_seconds,
     gpu_bytes_per_second,
+    has_owners,
+    owned_share,
     wire_ratio,
 )
 from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, sent_nbytes
 from gradwire.comms.plan.packing import packing_break_even, price_as_sent
 from gradwire.comms.plan.plan import ALL_GATHER, Phase, Plan, Transfer
-from gradwire.comms.plan.planner import candidates, plan_all_reduce, presumed, with_reason
+from gradwire.comms.plan.planner import candidates, make_phases, plan_all_reduce, presumed, with_reason
 from gradwire.comms.plan.schedule import (
     ALIGN_NUMEL,
     Partition,
@@ -258,6 +260,25 @@ class Routes(dict[RouteKey, Route]):
             found.update((node, None) for node in self.cluster.nodes if len(node) > 1)
         return tuple(found)
 
+    def return_groups(self) -> tuple[tuple[int, ...], ...]:
+        """On CUDA, the sets of ranks of `groups` between which owners of unequal parts send back what they have summed.
+
+        They do so through communicators of their own: see `RETURN_LANE` in transport/groups.py.
+        """
+        name, compressor = self.compressed_name(), self._compressor
+        if self._device_type != "cuda" or name is None or compressor is None:
+            return ()
+        every = compressor.routes if isinstance(compressor, Routed) else (compressor,)
+        phases = make_phases(self.cluster, name, compressor.name, owned=any(map(has_owners, every)))
+        found: dict[tuple[int, ...], None] = {}
+        numel = ALIGN_NUMEL * prod(self.cluster.widest(level) for level in range(self.cluster.depth))
+        plan = Plan(name, phases, 1, numel, 0.0, {}, "")
+        for phase, (transfers,) in zip(
+            phases, Schedule(self.cluster, plan).transfers(numel, equal_partition), strict=True
+        ):
+            found.update((each.members, None) for each in transfers if member_shares(phase, each))
+        return tuple(found)
+
     def choose(self, plan: str, chunks: int, why: str) -> None:
         """Takes one plan for every size from the next bucket on.
 
@@ -398,7 +419,8 @@ class Routes(dict[RouteKey, Route]):
         packing = bool(packers) and (plan is None or self._any_packs(even))
         name = PackedCast.name if packing else "bf16" if compressor.name == PackedCast.name else compressor.name
         codec = codec_seconds(name, self.gpu_memory()) if self.library == "nccl" else 0.0
-        return CodecPrice(compressor.name, ratio, codec, rounds=ROUNDS.get(name, EXCHANGE_ROUNDS))
+        owned = owned_share(compressor, layout, group_size)
+        return CodecPrice(compressor.name, ratio, codec, rounds=ROUNDS.get(name, EXCHANGE_ROUNDS), owned=owned)
 
     def _any_packs(self, break_even: float) -> bool:
         return any(each.expects_to_pack(break_even, self._device_type) for each in self._packers)
