@@ -52,7 +52,7 @@ LEAST_CUT_RATIO = 0.1
 """Not with a compressor that leaves less of a shard than that: headers and rests of blocks of every piece would count.
 Nor with one of more rounds than an exchange, a low rank: each piece of a matrix has factors of its own."""
 
-OWNERS_CHUNK_COUNTS = (*CHUNK_COUNTS, 32)
+OWNERS_CHUNK_COUNTS = (*CHUNK_COUNTS, 32, 48, 64)
 OWNERS_CHUNK_SECONDS, OWNERS_CHUNK_NBYTES = 0.02, 128 * 1024
 """Owners of unequal parts work in two stages, each of which keeps the slowest link busy in one direction: all but the
 first and the last chunk of both overlap. So chunks may be smaller: what passes the slowest link in so many seconds, and
