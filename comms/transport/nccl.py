@@ -105,6 +105,9 @@ class NcclTransport:
         self._group = group
         self._owned = owned
         self._group_calls = group_calls
+        # Torch's works hold their outputs, so those of the last collective live until the next one is issued, or the
+        # group is closed: at most one collective's tensors. Only these works tell, without a wait of the host, whether
+        # the GPU is through (`is_done`), and a later look that let go of them would race the thread that issues.
         self._last: Sequence[BackendWork] = ()
         self._reason: str | None = None
         self._aborting: threading.Thread | None = None
