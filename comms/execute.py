@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import BackendWork
-from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
+from gradwire.comms.bootstrap.failure import Board, CollectiveError
 from gradwire.comms.bootstrap.liveness import Deadline
 from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
 from gradwire.comms.migration import migrate
@@ -409,7 +409,7 @@ class Executor:
         rank: int,
         cluster: Cluster,
         compressor: Compressor | None,
-        board: FailureBoard,
+        board: Board,
         streams: SideStreams | None = None,
         clock: Clock | None = None,
         deadline: Deadline | None = None,
