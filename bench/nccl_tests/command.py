@@ -232,8 +232,8 @@ class Bench:
             self._status.clear()
             count = self._options.check
             print(
-                f"gradwire bench: warning: `-c` {count}: a check took {seconds * 1e3:.3g} ms, and so those of this row, "
-                f"out of place and in place, take {2 * count * seconds / 60:.3g} min; a smaller `-c` ends sooner",
+                f"gradwire bench: warning: `-c` {count}: a check took {seconds * 1e3:.3g} ms, and so those of this "
+                f"row, out of place and in place, take {2 * count * seconds / 60:.3g} min; a smaller `-c` ends sooner",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,4 +1,4 @@
-"""Makes the names "gradwire" and `mpi://` known to torch.distributed; imports little: `import torch` runs it at its end."""
+"""Makes the names "gradwire" and `mpi://` known to torch.distributed; it runs at the end of `import torch`."""
 
 import logging
 from collections.abc import Iterator
