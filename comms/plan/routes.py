@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
 from math import prod
+from typing import cast
 
 import torch
 
@@ -35,8 +36,7 @@ from gradwire.comms.plan.schedule import (
     member_shares,
 )
 from gradwire.compressors.adasum import Adasum
-from gradwire.compressors.base import Compressor, Layout
-from gradwire.compressors.cast import PackedCast
+from gradwire.compressors.base import Compressor, Layout, Packer
 from gradwire.compressors.dense import WideSum
 from gradwire.compressors.routed import Routed
 from gradwire.compressors.stateful import Stateful
@@ -168,7 +168,7 @@ class Routes(dict[RouteKey, Route]):
         self._learned: Cluster | None = None
         self._compressor = compressor
         every = compressor.routes if isinstance(compressor, Routed) else (compressor,)
-        self._packers = [each for each in every if isinstance(each, PackedCast)]
+        self._packers = [cast(Packer, each) for each in every if isinstance(each, Packer)]
         self._unlisted: dict[tuple[int, torch.dtype], Route] = {}
         self._tell()
 
@@ -410,14 +410,15 @@ class Routes(dict[RouteKey, Route]):
         even = 0.0 if plan is None or not packers else self._break_even(plan)
 
         def sent(each: Compressor, part: Layout, size: int) -> int:
-            if isinstance(each, PackedCast) and plan is not None:
+            if isinstance(each, Packer) and plan is not None:
                 return each.expected_nbytes(part, size, even, self._device_type)
             return each.wire_nbytes(part, size)
 
         ratio = wire_ratio(compressor, layout, group_size, sent if packers else None)
         ratio = ratio * ELEMENT_NBYTES * layout.numel / nbytes if nbytes else ratio
         packing = bool(packers) and (plan is None or self._any_packs(even))
-        name = PackedCast.name if packing else "bf16" if compressor.name == PackedCast.name else compressor.name
+        plain = {each.name: each.plain_name for each in packers}
+        name = packers[0].name if packing else plain.get(compressor.name, compressor.name)
         codec = codec_seconds(name, self.gpu_memory()) if self.library == "nccl" else 0.0
         owned = owned_share(compressor, layout, group_size)
         return CodecPrice(compressor.name, ratio, codec, rounds=ROUNDS.get(name, EXCHANGE_ROUNDS), owned=owned)
