@@ -35,7 +35,7 @@ from gradwire.comms.streams import STREAMS, Clock, HostClock, Mark, SideStreams
 from gradwire.comms.transport.exchange import all_to_all_of, exchange
 from gradwire.comms.transport.groups import RETURN_LANE, Groups, Transport
 from gradwire.comms.transport.nccl import NcclTransport
-from gradwire.comms.transport.torch_group import Works
+from gradwire.comms.transport.torch_group import TorchTransport, Works
 from gradwire.compressors.adasum import PRODUCTS, Adasum
 from gradwire.compressors.base import (
     Collective,
@@ -1095,7 +1095,9 @@ class Executor:
 
 
 def issue_together(transport: Transport, collectives: Sequence[Collective]) -> Work:
-    """Issues collectives that may be under way together: on NCCL as one group call, else one after the other.
+    """Issues collectives that may be under way together, one after the other where the transport knows no better way.
+
+    NCCL has group calls; of two ranks on gloo small ones travel in one message.
 
     Args:
         transport: Of all of them.
@@ -1106,6 +1108,10 @@ def issue_together(transport: Transport, collectives: Sequence[Collective]) -> W
     """
     if isinstance(transport, NcclTransport):
         return transport.issue_together(collectives)
+    if len(collectives) > 1 and isinstance(transport, TorchTransport):
+        together = transport.issue_together(collectives)
+        if together is not None:
+            return together
     works = [_issue_one(transport, each) for each in collectives]
     return works[0] if len(works) == 1 else Works(works)
 

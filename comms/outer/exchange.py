@@ -495,9 +495,9 @@ class OuterExchange:
         """
         fragment = self.fragments[number]
         flat, sent = (fragment.empty(), fragment.empty()) if own else self._memory_of(number)
-        now = fragment.gather(sent if delay else flat)
-        fragment.progress(now, flat)
-        return Pending(number, self.steps + delay, flat, now if delay else None, None)
+        kept = sent if delay else None
+        fragment.set_out(flat, kept)
+        return Pending(number, self.steps + delay, flat, kept, None)
 
     def _launch(self, pending: Pending) -> None:
         """Sends a pseudo-gradient on its way; the host goes on."""
@@ -571,8 +571,7 @@ class OuterExchange:
         if not pending.finite:
             self.skipped += 1
             return
-        fragment.update(pending.flat, None if self.settings.warms_up(self.begun) else self.settings)
-        fragment.take_up(pending.sent, pending.flat)
+        fragment.arrive(pending.flat, pending.sent, None if self.settings.warms_up(self.begun) else self.settings)
         self.done += 1
 
     def _settle(self, pending: Pending, *, saving: bool = False) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from gradwire._native import outer_set_out, outer_take_up
 from gradwire.compressors.base import Compressor, Layout, Slice
 
 UNEVEN = 1.02
@@ -126,6 +127,7 @@ class Fragment:
         self._parameters = [parameter for _, parameter in parameters]
         self._plain = not any(isinstance(parameter, DTensor) for parameter in self._parameters)
         self._found: tuple[list[tuple[int, torch.dtype, tuple[int, ...]]], list[Tensor]] = ([], [])
+        self._found_runs: list[tuple[int, int]] = []
         self._forms = [_form_of(local_of(parameter)) for parameter in self._parameters]
         slices, start = [], 0
         for name, view in zip(self.names, self._locals(), strict=True):
@@ -183,6 +185,33 @@ class Fragment:
         ]
         torch._foreach_copy_(self.views(rounded), sources)
         return torch.sub(rounded, now, out=flat)
+
+    def set_out(self, flat: Tensor, sent: Tensor | None) -> None:
+        """Writes the pseudo-gradient as of now to `flat` (numel), and the parameters to `sent` (numel), if given."""
+        runs = self._runs() if sent is not None else None
+        if sent is None or runs is None:
+            self.progress(self.gather(flat if sent is None else sent), flat)
+        else:
+            outer_set_out(runs, self.anchor.data_ptr(), sent.data_ptr(), flat.data_ptr())
+
+    def arrive(self, mean: Tensor, sent: Tensor | None, settings: OuterSettings | None) -> None:
+        """What `update` and then `take_up` do, the same bits; `mean` is overwritten."""
+        averages = settings is None or (settings.lr == 1.0 and self.momentum is None)
+        runs = self._runs() if averages and sent is not None else None
+        if sent is None or runs is None:
+            self.update(mean, settings)
+            self.take_up(sent, mean)
+        else:
+            outer_take_up(runs, mean.data_ptr(), sent.data_ptr(), self.anchor.data_ptr())
+
+    def _runs(self) -> list[tuple[int, int]] | None:
+        """Address and elements of each parameter; None where they are not all float32, in memory of a CPU's."""
+        views = self._locals()
+        if self._rounds or not self.anchor.is_cpu or self._dtype != torch.float32:
+            return None
+        if views is not self._found[1] or not self._found_runs:
+            self._found_runs = [(view.data_ptr(), view.numel()) for view in views if view.is_contiguous()]
+        return self._found_runs if len(self._found_runs) == len(views) else None
 
     def take_up(self, sent: Tensor | None, work: Tensor) -> None:
         """Has the parameters become the anchor plus the progress that was made since they were `sent`.
@@ -246,7 +275,7 @@ class Fragment:
             return self._locals_now()
         places = [(parameter.data_ptr(), parameter.dtype, parameter.stride()) for parameter in self._parameters]
         if places != self._found[0]:
-            self._found = (places, self._locals_now())
+            self._found, self._found_runs = (places, self._locals_now()), []
         return self._found[1]
 
     def _locals_now(self) -> list[Tensor]:

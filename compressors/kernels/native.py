@@ -67,6 +67,20 @@ def _check_rows(name: str, rows: Tensor, nbytes: int) -> None:
         )
 
 
+def _check_pieces(payloads: Tensor, nbytes: int, width: int, numel: int) -> None:
+    """Refuses payloads that have fewer rows than there are pieces, or shorter ones than a kernel reads or writes.
+
+    Raises:
+        ValueError: See above and `_check_rows`; or `width` is no number of elements.
+    """
+    _check_rows("payloads", payloads, nbytes)
+    if width < 1 or len(payloads) * width < numel or payloads.dtype != torch.uint8:
+        raise ValueError(
+            f"`payloads` has {len(payloads)} rows of {payloads.dtype} for {numel} elements in pieces of {width}; "
+            "wanted a row of uint8 for each piece"
+        )
+
+
 def _encode_each(
     encode: Callable[[Tensor, Tensor | None, Tensor | None, Tensor], None],
     wire_nbytes: Callable[[int], int],
@@ -327,14 +341,18 @@ def waterfill_encode_pieces(
     bits: int, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
 ) -> None:
     """See reference.waterfill_encode_pieces."""
-    _encode_each(
-        partial(waterfill_encode, bits),
-        partial(waterfill_nbytes, bits=bits),
-        gradient,
-        residual,
-        new_residual,
-        payloads,
+    numel = gradient.numel()
+    _check(numel, torch.float32, gradient=gradient, residual=residual, new_residual=new_residual)
+    _check_pieces(payloads, waterfill_nbytes(min(width, numel), bits), width, numel)
+    _native.waterfill_encode_pieces(
+        bits,
+        gradient.data_ptr(),
+        _address(residual),
+        _address(new_residual),
+        payloads.data_ptr(),
+        payloads.stride(0),
         width,
+        numel,
     )
 
 
@@ -355,13 +373,10 @@ def waterfill_decode_reduce(bits: int, payloads: Tensor, addend: Tensor | None, 
 
 def waterfill_decode_pieces(bits: int, payloads: Tensor, target: Tensor, width: int) -> None:
     """See reference.waterfill_decode_pieces."""
-    _decode_each(
-        lambda row, piece: waterfill_decode_reduce(bits, row[None], None, piece),
-        partial(waterfill_nbytes, bits=bits),
-        payloads,
-        target,
-        width,
-    )
+    numel = target.numel()
+    _check(numel, torch.float32, target=target)
+    _check_pieces(payloads, waterfill_nbytes(min(width, numel), bits), width, numel)
+    _native.waterfill_decode_pieces(bits, payloads.data_ptr(), payloads.stride(0), target.data_ptr(), width, numel)
 
 
 def waterfill_reduce_encode(

@@ -10,6 +10,7 @@ void bind_dgc(nb::module_& m);
 void bind_exponents(nb::module_& m);
 void bind_isa(nb::module_& m);
 void bind_onebit(nb::module_& m);
+void bind_outer(nb::module_& m);
 void bind_pack(nb::module_& m);
 void bind_powersgd(nb::module_& m);
 void bind_quantize(nb::module_& m);
@@ -26,6 +27,7 @@ NB_MODULE(_native, m) {
   bind_exponents(m);
   bind_isa(m);
   bind_onebit(m);
+  bind_outer(m);
   bind_pack(m);
   bind_powersgd(m);
   bind_quantize(m);

@@ -343,9 +343,11 @@ def _cost(task: Task, method: SlowLinkMethod, place: ForkedRank, steps: int) -> 
 
 
 def measure_speed(
-    task_name: str, nodes: Sequence[int], nic: str | None, methods: Sequence[SlowLinkMethod], rounds: int
+    task_name: str, nodes: Sequence[int], nic: str | None, methods: Sequence[SlowLinkMethod], rounds: int, batches: int
 ) -> object:
     """Times all methods in turns on an emulated cluster; returns what the record keeps.
+
+    With several batches a rank takes those of as many ranks at a step: it computes longer, and sends as much.
 
     Raises:
         RuntimeError: This machine cannot emulate a cluster, or a rank failed.
@@ -354,7 +356,7 @@ def measure_speed(
         outcome = run_forked(
             cluster,
             "gradwire.bench.studies.convergence.outer",
-            [task_name, str(rounds), *(json.dumps(asdict(method)) for method in methods)],
+            [task_name, str(rounds), str(batches), *(json.dumps(asdict(method)) for method in methods)],
             nodes=nodes,
             timeout_seconds=560,
         )
@@ -365,6 +367,7 @@ def measure_speed(
         "task": task_name,
         "nodes": list(nodes),
         "nic": nic,
+        "batches": batches,
         "machine": machine_line(),
         "load": os.getloadavg()[0],
         "steps": json.loads(line),
@@ -375,9 +378,11 @@ def rank_main(place: ForkedRank, arguments: list[str]) -> int:
     """One rank's part of the timing; rank 0 prints the figures as one line of JSON."""
     torch.set_num_threads(1)
     place.connect()
-    name, rounds, *words = arguments
+    name, rounds, batches, *words = arguments
     methods = [SlowLinkMethod(**json.loads(word)) for word in words]
-    found = _timed(_task_of(name, place.world_size), place, methods, int(rounds))
+    shared = _task_of(name, place.world_size * int(batches))
+    task: Task = shared if batches == "1" else JoinedTask(shared, int(batches))
+    found = _timed(task, place, methods, int(rounds))
     if place.rank == 0:
         print(json.dumps(found), flush=True)
     place.leave()
@@ -488,6 +493,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--nic", help="of the emulated links (default: no limit)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=1, help="of speed: of how many ranks one takes those")
     parser.add_argument("--steps", type=int, help="default: those of the task")
     options = parser.parse_args(argv)
     nodes = [options.ranks_per_node] * options.nodes
@@ -501,7 +507,7 @@ def main(argv: list[str]) -> int:
         print(show(options.json))
         return 0
     if options.what == "speed":
-        _add(options.json, measure_speed(options.task, nodes, options.nic, methods, options.rounds))
+        _add(options.json, measure_speed(options.task, nodes, options.nic, methods, options.rounds, options.batches))
         return 0
     if options.what == "cost":
         for method in methods:

@@ -96,11 +96,28 @@ void waterfill_encode(int bits, uintptr_t gradient, uintptr_t residual, uintptr_
   GRADWIRE_DISPATCH(encode, bits, floats(gradient), floats(residual), floats(new_residual), bytes(payload), numel);
 }
 
+// The pieces of a shard, of `width` elements each but for the last, one payload in each row.
+void waterfill_encode_pieces(int bits, uintptr_t gradient, uintptr_t residual, uintptr_t new_residual,
+                             uintptr_t payloads, size_t stride, size_t width, size_t numel) {
+  for (size_t start = 0; start < numel; start += width, payloads += stride) {
+    const size_t nbytes = start * sizeof(float);
+    waterfill_encode(bits, gradient + nbytes, residual ? residual + nbytes : 0, new_residual ? new_residual + nbytes : 0,
+                     payloads, std::min(width, numel - start));
+  }
+}
+
 void waterfill_decode_reduce(int bits, uintptr_t payloads, size_t stride, size_t workers, uintptr_t addend,
                              uintptr_t target, size_t numel) {
   check_bits(bits);
   const Payloads all{bytes(payloads), stride, workers, numel};
   GRADWIRE_DISPATCH(decode_reduce, bits, all, floats(addend), floats(target));
+}
+
+void waterfill_decode_pieces(int bits, uintptr_t payloads, size_t stride, uintptr_t target, size_t width,
+                             size_t numel) {
+  for (size_t start = 0; start < numel; start += width, payloads += stride)
+    waterfill_decode_reduce(bits, payloads, stride, 1, 0, target + start * sizeof(float),
+                            std::min(width, numel - start));
 }
 
 void waterfill_reduce_encode(int bits, uintptr_t payloads, size_t stride, size_t workers, uintptr_t residual,
@@ -115,6 +132,8 @@ void waterfill_reduce_encode(int bits, uintptr_t payloads, size_t stride, size_t
 void bind_waterfill(nanobind::module_& m) {
   const nanobind::call_guard<nanobind::gil_scoped_release> unlocked;
   m.def("waterfill_encode", &waterfill_encode, unlocked);
+  m.def("waterfill_encode_pieces", &waterfill_encode_pieces, unlocked);
+  m.def("waterfill_decode_pieces", &waterfill_decode_pieces, unlocked);
   m.def("waterfill_decode_reduce", &waterfill_decode_reduce, unlocked);
   m.def("waterfill_reduce_encode", &waterfill_reduce_encode, unlocked);
 }

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.compression import Compression
+from gradwire.comms.compression import Compression, is_finite
 from gradwire.comms.config import Config
 from gradwire.comms.outer.agree import Council
 from gradwire.comms.outer.exchange import OuterExchange
@@ -692,3 +692,45 @@ def test_shards_are_synchronized_all_or_none() -> None:
         assert torch.equal(exchange.fragments[0].anchor, exchange.fragments[0].gather())
 
     on_ranks("aabb", body, compressor="int8", groups=[[0, 2], [1, 3]])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("lr", [1.0, 0.7])
+def test_one_pass_gives_the_bits_of_its_operators(lr: float, transposed: bool) -> None:
+    settings = OuterSettings(every=1, fragments=1, delay=1, lr=lr)
+
+    def exchanged(in_one: bool) -> list[Tensor]:
+        draw = torch.Generator().manual_seed(1)
+        tensors = [torch.randn(shape, generator=draw) for shape in ((33, 7), (1,), (130,))]
+        parameters = [nn.Parameter(each.mT if transposed and each.dim() > 1 else each) for each in tensors]
+        (fragment,) = cut_into_fragments([(str(i), each) for i, each in enumerate(parameters)], settings)
+        flat, sent = fragment.empty(), fragment.empty()
+        for parameter in (*parameters, *parameters):  # twice: after one that is not all there, before one that is
+            parameter.data.add_(torch.randn(parameter.shape, generator=draw))
+            if in_one:
+                fragment.set_out(flat, sent)
+            else:
+                fragment.progress(fragment.gather(sent), flat)
+            begun = flat.clone()
+            parameter.data.mul_(1.1)
+            flat.mul_(0.3)
+            if in_one:
+                fragment.arrive(flat, sent, settings)
+            else:
+                fragment.update(flat, settings)
+                fragment.take_up(sent, flat)
+        return [begun, sent, fragment.anchor, *(each.detach() for each in parameters)]
+
+    assert all(one.equal(other) for one, other in zip(exchanged(True), exchanged(False), strict=True))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_element_that_is_not_finite_is_found_anywhere(value: float, dtype: torch.dtype) -> None:
+    flat = torch.full((9000,), torch.finfo(dtype).max, dtype=dtype)
+    assert is_finite(flat)
+    for place in (0, 3, 4095, 4096, 8999):
+        flat[place] = value
+        assert not is_finite(flat)
+        assert is_finite(flat[place + 1 :])
+        flat[place] = -0.0

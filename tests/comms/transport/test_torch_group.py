@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, TorchGroup, make_gloo
+from gradwire.comms.execute import issue_together
 from gradwire.comms.transport import torch_group
 from gradwire.comms.transport.torch_group import LARGE_NBYTES, GlooTransport, connect_gloo
+from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective
 from support.nccl import NoAllocation
 from support.threads import run_ranks
 
@@ -66,6 +68,34 @@ def test_all_gather_gives_everybody_everything(size: int, numel: int) -> None:
 
     expected = torch.stack([contribution(rank, numel) for rank in range(size)])
     assert all(isinstance(output, Tensor) and output.equal(expected) for output, _ in on_transports(size, body))
+
+
+@pytest.mark.parametrize(("size", "numel", "fits"), [(2, 0, True), (2, SMALL, True), (2, LARGE, False), (3, 9, False)])
+def test_small_collectives_of_two_ranks_travel_together_and_give_what_each_gives_alone(
+    size: int, numel: int, fits: bool
+) -> None:
+    def asked(rank: int) -> list[Collective]:
+        payload = contribution(rank, size * numel).to(torch.int8).view(size, numel)
+        own = contribution(rank, SMALL).double()
+        return [
+            Collective(ALL_TO_ALL, (torch.empty_like(payload), payload)),
+            Collective(ALL_REDUCE, (contribution(rank, SMALL - 1),)),
+            Collective(ALL_GATHER, (own.new_empty(size * SMALL), own)),
+        ]
+
+    def body(transport: GlooTransport) -> bool:
+        alone, together = asked(transport.rank), asked(transport.rank)
+        for each in alone:
+            issue_together(transport, [each]).wait()
+        work = transport.issue_together(together)
+        if work is None:
+            return False
+        work.wait()
+        assert all(one.tensors[0].equal(other.tensors[0]) for one, other in zip(alone, together, strict=True))
+        assert alone[1].tensors[0].equal(contribution(0, SMALL - 1) + contribution(1, SMALL - 1))
+        return True
+
+    assert [went for went, _ in on_transports(size, body)] == [fits] * size
 
 
 @pytest.mark.parametrize("sizes", [(SMALL, SMALL), (LARGE, 0), (LARGE + 1, SMALL, 0), (0, SMALL, LARGE, LARGE)])
