@@ -32,6 +32,7 @@ from gradwire.comms.execute import Bucket, FutureTensor, Launch
 from gradwire.comms.observe.observer import Observer
 from gradwire.comms.outer.agree import Council
 from gradwire.comms.outer.fragments import Fragment, OuterSettings
+from gradwire.comms.plan.plan import Plan
 from gradwire.compressors.base import Layout, StateDict, StateValue
 from gradwire.compressors.residual import keep_until_read
 
@@ -120,6 +121,7 @@ class OuterExchange:
         self.waited_seconds = self.card_nbytes = 0.0
         self._pending: Pending | None = None
         self._memory: list[tuple[Tensor, Tensor]] = []
+        self._leaving: dict[Layout | None, tuple[Plan, float]] = {}
         self._meetings = self._loads = 0
         self._halfway = False
         self._met: Communicator | None = None
@@ -553,8 +555,12 @@ class OuterExchange:
             plan = routes.unlisted(flat.numel(), flat.dtype).plan
         else:
             plan = routes[flat.numel(), flat.dtype, layout].plan
-        names = routes.cluster.level_names
-        return plan.bytes_by_level.get(names[1 if len(names) > 1 and len(routes.cluster.nodes) > 1 else 0], 0.0)
+        known = self._leaving.get(layout)
+        if known is None or known[0] is not plan:
+            names = routes.cluster.level_names
+            level = names[1 if len(names) > 1 and len(routes.cluster.nodes) > 1 else 0]
+            known = self._leaving[layout] = plan, plan.bytes_by_level.get(level, 0.0)
+        return known[1]
 
     def _take_up(self) -> None:
         """Waits for the exchange that is under way, and has it take effect; where it is not finite, none at all.
