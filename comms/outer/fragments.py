@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from gradwire._native import outer_set_out, outer_take_up
@@ -203,6 +204,7 @@ class Fragment:
             self.take_up(sent, mean)
         else:
             outer_take_up(runs, mean.data_ptr(), sent.data_ptr(), self.anchor.data_ptr())
+            increment_version(self._locals())  # a backward pass through what they were is refused, as after operators
 
     def _runs(self) -> list[tuple[int, int]] | None:
         """Address and elements of each parameter; None where they are not all float32, in memory of a CPU's."""

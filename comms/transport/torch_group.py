@@ -508,7 +508,9 @@ class _Together:
             if each.op == ALL_REDUCE:
                 torch.add(*((arrived, own) if rank else (own, arrived)), out=output)
             else:
-                torch.cat((arrived, own) if rank else (own, arrived), out=output)
+                first, second = output.chunk(2) if output.numel() else (output, output)
+                (second if rank else first).copy_(own)  # which may lie there already
+                (first if rank else second).copy_(arrived)
 
 
 class SlicesToSum:

@@ -714,11 +714,14 @@ def test_one_pass_gives_the_bits_of_its_operators(lr: float, transposed: bool) -
             begun = flat.clone()
             parameter.data.mul_(1.1)
             flat.mul_(0.3)
+            through = parameters[0].square().sum()
             if in_one:
                 fragment.arrive(flat, sent, settings)
             else:
                 fragment.update(flat, settings)
                 fragment.take_up(sent, flat)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                through.backward()  # type: ignore[no-untyped-call]
         return [begun, sent, fragment.anchor, *(each.detach() for each in parameters)]
 
     assert all(one.equal(other) for one, other in zip(exchanged(True), exchanged(False), strict=True))
