@@ -6,6 +6,7 @@ needed: most of the suite's folders do without it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -17,6 +18,11 @@ from support.forked import ForkServer, fork_server
 
 if TYPE_CHECKING:
     import torch
+
+
+os.environ.setdefault("GRADWIRE_PROBE", "0")
+"""For the suite's time: hundreds of states are made for nodes of one machine, and a look at their links before each
+takes 0.1 to 0.4 s. Tests of that look say `probe=None`, or make the Config themselves."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -57,6 +57,12 @@ class TorchGroup(Protocol):
     ) -> BackendWork:
         """Exchanges slices of flat tensors."""
 
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> BackendWork:
+        """Sends one tensor to one rank."""
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> BackendWork:
+        """Receives one tensor from one rank, in place."""
+
     def shutdown(self) -> None:
         """Waits for what is under way, and ends connections and threads."""
 
