@@ -133,6 +133,7 @@ class _Meeting:
         if place < self.rails:
             rail = communicator.transport((0, 0), tuple(node[place] for node in self._nodes))
             assert isinstance(rail, GlooTransport)
+            rail.connect_both_ways()  # also where this node pauses at first
             self._rail = rail
 
     def meet(self, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int, float, float]]:

@@ -57,12 +57,6 @@ class TorchGroup(Protocol):
     ) -> BackendWork:
         """Exchanges slices of flat tensors."""
 
-    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> BackendWork:
-        """Sends one tensor to one rank."""
-
-    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> BackendWork:
-        """Receives one tensor from one rank, in place."""
-
     def shutdown(self) -> None:
         """Waits for what is under way, and ends connections and threads."""
 
@@ -77,6 +71,16 @@ class TorchGroup(Protocol):
 
     def _end_coalescing(self) -> BackendWork | None:
         """Ends the group call and launches it; the work of all of it. None where it is empty."""
+
+
+class PairwiseGroup(TorchGroup, Protocol):
+    """A group whose ranks can send to each other one by one: gloo."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> BackendWork:
+        """Sends one tensor to one rank."""
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> BackendWork:
+        """Receives one tensor from one rank, in place."""
 
 
 def store_of(group: dist.ProcessGroup) -> Store:

@@ -20,6 +20,7 @@ from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from gradwire.comms.bootstrap.compat import (
     ALL_TO_ALL_SINGLE,
     AllgatherOptions,
     BackendWork,
+    PairwiseGroup,
     PrefixStore,
     Store,
     TorchGroup,
@@ -271,18 +273,20 @@ class GlooTransport(TorchTransport):
     def swap(self, other: int, received: Tensor, sent: Tensor) -> Work:
         """Exchanges a tensor with one other rank, and no word with the rest, at full duplex: for measurements.
 
+        All ranks have called `connect_both_ways` before.
+
         Args:
             other: Index of the other rank, which calls it too.
             received: Takes what the other one has sent; as large as that.
             sent: What is sent.
         """
-        upwards, downwards = self._group, self._second()
+        upwards, downwards = (cast(PairwiseGroup, group) for group in (self._group, self.connect_both_ways()))
         sending, receiving = (upwards, downwards) if other > self.rank else (downwards, upwards)
         coming = receiving.recv([received], other, 0)
         return Works([self._pending(sending.send([sent], other, 0)), self._pending(coming)])
 
-    def _second(self) -> TorchGroup:
-        """The group of what goes to lower ranks."""
+    def connect_both_ways(self) -> TorchGroup:
+        """Connects the group of what goes to lower ranks, where no large exchange has done so; every rank calls it."""
         if self._downwards is None:
             self._downwards = self._connected("downwards")
         return self._downwards
@@ -314,7 +318,7 @@ class GlooTransport(TorchTransport):
         down_source_splits: list[int],
     ) -> Work:
         """Sends to higher ranks, and receives from lower ones, through the first group; the rest through the second."""
-        downwards = self._second()
+        downwards = self.connect_both_ways()
         up = getattr(self._group, ALL_TO_ALL_SINGLE)(
             lower_out, higher_in, up_output_splits, up_source_splits, dist.AllToAllOptions()
         )

@@ -138,10 +138,12 @@ def test_its_bytes_follow_the_links(
     store, names = HashStore(), sorted(set(nodes))
     rails = min(nodes.count(name) for name in names)
     asked: list[tuple[int, int]] = []
+    real = module.swaps
 
     def timed(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> list[float]:
         assert rails * (saved_nbytes + 1) > DRAIN_NBYTES
         asked.append((rail.rank, rails * nbytes))
+        assert len(real(rail, other, min(nbytes, 1 << 12), 1 << 12)) == SWAPS + 1
         seconds = rails * nbytes / min(rates[rail.rank], rates[other])
         return [*[seconds * (1 + 0.2 * swap) for swap in range(SWAPS)], 1e-3]
 
@@ -174,9 +176,12 @@ def test_its_bytes_follow_the_links(
 
 def test_nothing_is_measured_where_links_are_known_or_none_are_between_nodes() -> None:
     store = HashStore()
-    for number, (nodes, options) in enumerate(
-        [("aa", {}), ("ab", {"nic_bytes_per_second": 1e9}), ("ab", {"location": ("rack",)})]
-    ):
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("aa", {}),
+        ("ab", {"nic_bytes_per_second": 1e9}),
+        ("ab", {"location": ("rack",)}),
+    ]
+    for number, (nodes, options) in enumerate(cases):
 
         def run(
             rank: int, number: int = number, nodes: str = nodes, options: dict[str, Any] = options

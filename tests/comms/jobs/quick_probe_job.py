@@ -13,14 +13,14 @@ from gradwire.bench.emulation.fork import ForkedRank
 def trained(probe: bool | None) -> tuple[str, str]:
     """What is known of links and plans after two steps, and the digest of the weights."""
     torch.manual_seed(1)
-    model = DistributedDataParallel(torch.nn.Linear(1 << 10, 1 << 8))
+    model = DistributedDataParallel(torch.nn.Linear(1 << 8, 1 << 8))
     state = gradwire.HookState(model, probe=probe)
     model.register_comm_hook(state, gradwire.comm_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         optimizer.zero_grad()
-        model(torch.randn(8, 1 << 10, generator=generator)).square().mean().backward()
+        model(torch.randn(8, 1 << 8, generator=generator)).square().mean().backward()
         optimizer.step()
     digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).hexdigest()
     text = str(state.report())
