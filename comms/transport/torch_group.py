@@ -283,7 +283,8 @@ class GlooTransport(TorchTransport):
         upwards, downwards = (cast(PairwiseGroup, group) for group in (self._group, self.connect_both_ways()))
         sending, receiving = (upwards, downwards) if other > self.rank else (downwards, upwards)
         coming = receiving.recv([received], other, 0)
-        return Works([self._pending(sending.send([sent], other, 0)), self._pending(coming)])
+        # Without an alarm: where a wait for a single message times out, gloo gives up the connection.
+        return Works([Waiting(sending.send([sent], other, 0), None), Waiting(coming, None)])
 
     def connect_both_ways(self) -> TorchGroup:
         """Connects the group of what goes to lower ranks, where no large exchange has done so; every rank calls it."""
