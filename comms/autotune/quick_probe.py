@@ -117,20 +117,19 @@ class _Meeting:
     """Swaps between nodes.
 
     Args:
-        communicator: Whose ranks meet; those of the smallest node all take part, and as many of each other.
+        communicator: Whose ranks meet, the first of each node: of two ranks that share a link one may send while the
+            other still waits, and both would seem to have it alone.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._nodes = communicator.cluster.nodes
-        self.rails = min(map(len, self._nodes))
-        """Ranks of each node that take part."""
         self._own = communicator.cluster.node_rank(communicator.rank)
         place = self._nodes[self._own].index(communicator.rank)
         self._rail: GlooTransport | None = None
         line_up(communicator)
-        if place < self.rails:
-            rail = communicator.transport((0, 0), tuple(node[place] for node in self._nodes))
+        if place == 0:
+            rail = communicator.transport((0, 0), tuple(node[0] for node in self._nodes))
             assert isinstance(rail, GlooTransport)
             rail.connect_both_ways()  # also where this node pauses at first
             self._rail = rail
@@ -140,7 +139,7 @@ class _Meeting:
 
         Args:
             pairs: Of nodes; each node in one at most.
-            nbytes: From each node to its partner, over all its ranks.
+            nbytes: From each node to its partner.
 
         Returns:
             Of each pair (one, other, seconds, seconds of a swap of one element), by its slowest rank; alike on all.
@@ -150,7 +149,7 @@ class _Meeting:
         line_up(communicator)
         table = torch.zeros(communicator.size, 2)
         if own is not None and self._rail is not None:
-            seen = swaps(self._rail, own[own[0] == self._own], nbytes // self.rails, DRAIN_NBYTES // self.rails)
+            seen = swaps(self._rail, own[own[0] == self._own], nbytes, DRAIN_NBYTES)
             table[communicator.rank] = torch.tensor(seen)
         table = _told(communicator, table)
         found = []

@@ -326,7 +326,13 @@ class Routes(dict[RouteKey, Route]):
         """
         self._learned = replace(self.cluster, levels=tuple(levels))
         if at_start:
-            self._owners = self._learned if any(level.unit_rates for level in levels) else None
+            # A latency that was seen while the processors were busy would make chunks too few: it prices plans alone.
+            assumed = [
+                replace(level, link=replace(level.link, alpha_seconds=before.link.alpha_seconds))
+                for level, before in zip(levels, self.cluster.levels, strict=True)
+            ]
+            uneven = any(level.unit_rates for level in levels)
+            self._owners = replace(self.cluster, levels=tuple(assumed)) if uneven else None
             self._measured_at_start = True
             self.clear()
         else:

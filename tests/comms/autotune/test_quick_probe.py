@@ -135,15 +135,14 @@ def test_its_bytes_follow_the_links(
     nodes: str, rates: list[float], seen: list[float], nbytes: int, meetings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, names = HashStore(), sorted(set(nodes))
-    rails = min(nodes.count(name) for name in names)
     asked: list[tuple[int, int]] = []
     real = module.swaps
 
     def timed(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tuple[float, float]:
-        assert rails * (saved_nbytes + 1) > DRAIN_NBYTES
-        asked.append((rail.rank, rails * nbytes))
+        assert saved_nbytes == DRAIN_NBYTES
+        asked.append((rail.rank, nbytes))
         assert len(real(rail, other, min(nbytes, 1 << 12), 1 << 12)) == 2
-        seconds = rails * nbytes / min(rates[rail.rank], rates[other])
+        seconds = nbytes / min(rates[rail.rank], rates[other])
         return seconds, 1e-3
 
     monkeypatch.setattr(module, "swaps", timed)
@@ -168,9 +167,9 @@ def test_its_bytes_follow_the_links(
     pauses = len(names) % 2
     for own in range(len(names)):
         sent = [sent for node, sent in asked if node == own]
-        assert rails * (1 + meetings - 2 * pauses) <= len(sent) <= rails * (1 + meetings)
-    assert len(asked) == rails * (1 + meetings) * (len(names) - pauses)
-    assert {sent for _, sent in asked} == {each // rails * rails for each in (TRIAL_NBYTES, nbytes)}
+        assert 1 + meetings - 2 * pauses <= len(sent) <= 1 + meetings
+    assert len(asked) == (1 + meetings) * (len(names) - pauses)
+    assert {sent for _, sent in asked} == {TRIAL_NBYTES, nbytes}
 
 
 def test_nothing_is_measured_where_links_are_known_or_none_are_between_nodes() -> None:
