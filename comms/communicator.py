@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import BackendWork, PrefixStore, Store, nccl_backend_of
 from gradwire.comms.bootstrap.door import Directory, Door, addresses_of_this_host
-from gradwire.comms.bootstrap.failure import FailureBoard
+from gradwire.comms.bootstrap.failure import Board, FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
 from gradwire.comms.bootstrap.nics import describe_nics, interface_of
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
@@ -53,7 +53,7 @@ class Oversight:
         presences: What the ranks have said about themselves when they came; None where they have not met yet.
     """
 
-    board: FailureBoard
+    board: Board
     polling: Callable[[Store], PollingStore]
     presences: Presences | None = None
 
@@ -96,7 +96,7 @@ class Communicator:
         compressor: Compressor | None = None,
         group: dist.ProcessGroup | None = None,
         global_ranks: Sequence[int] | None = None,
-        board: FailureBoard | None = None,
+        board: Board | None = None,
         oversight: Oversight | None = None,
     ) -> None:
         if device.type == "cuda" and device.index is None:
@@ -199,7 +199,7 @@ class Communicator:
             RuntimeError: A rank did not join within the time-out, or this torch has no NCCL.
         """
         if self.device.type == "cuda":
-            self._groups.connect(self.routes.groups(nbytes))
+            self._groups.connect(self.routes.groups(nbytes), self.routes.return_groups())
         self._connected = True
 
     def all_reduce(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gradwire.compressors.registry import Option
     from gradwire.compressors.rules import Rule
+
+log = logging.getLogger("gradwire")
 
 PLANS = ("auto", "flat", "hierarchical", "leader")
 FUSIONS = ("fixed", "auto", "delayed")
@@ -233,13 +236,16 @@ class Config:
     def from_env(cls, **options: object) -> "Config":
         """The configuration that `options` and the environment give; an option wins over its variable.
 
+        So does `compressor=None`: exact, whatever GRADWIRE_COMPRESSOR says, and that is logged.
+
         Every field has a variable: `GRADWIRE_<NAME>`, and `GRADWIRE_TIMEOUT_SECONDS` for `timeout`.
         Switches are `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`; `location` is `region/rack`;
         `compressor_options` is a JSON object and `rules` a JSON list of objects.
 
         Raises:
             TypeError: An option has an unknown name.
-            ValueError: A value does not fit; the message names the option or the variable.
+            ValueError: A value does not fit; the message names the option or the variable. Or there are
+                `compressor_options` and no compressor.
         """
         known = {known_field.name for known_field in dataclasses.fields(cls)}
         for name in options:
@@ -254,6 +260,13 @@ class Config:
                 except ValueError as error:
                     raise ValueError(f"`{ENVIRONMENT_PREFIX}{name}` is {text!r}; wanted {error}") from None
         given = values | options
+        if given.get("compressor") is None and options.get("compressor_options"):
+            raise ValueError(
+                f"`compressor_options` is {options['compressor_options']!r}, and no compressor is given; wanted "
+                "`compressor`, or GRADWIRE_COMPRESSOR, too: name the one whose options these are"
+            )
+        if "compressor" in options and options["compressor"] is None and values.get("compressor") is not None:
+            log.info("compressor=None: exact; GRADWIRE_COMPRESSOR=%s does not count here", values["compressor"])
         if given.get("compressor") != "auto" and "error_budget" not in options:
             given.pop("error_budget", None)  # is of GRADWIRE_COMPRESSOR or GRADWIRE_HOOK, which do not count here
         return cls(**given)  # type: ignore[arg-type]  # checked by name above, by value in __post_init__

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import BackendWork
-from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
+from gradwire.comms.bootstrap.failure import Board, CollectiveError
 from gradwire.comms.bootstrap.liveness import Deadline
 from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
 from gradwire.comms.migration import migrate
@@ -33,7 +33,7 @@ from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exc
 from gradwire.comms.plan.routes import Chunk, PhasePart, Route
 from gradwire.comms.streams import STREAMS, Clock, HostClock, Mark, SideStreams
 from gradwire.comms.transport.exchange import all_to_all_of, exchange
-from gradwire.comms.transport.groups import Groups, Transport
+from gradwire.comms.transport.groups import RETURN_LANE, Groups, Transport
 from gradwire.comms.transport.nccl import NcclTransport
 from gradwire.comms.transport.torch_group import GlooTransport, Works
 from gradwire.compressors.adasum import PRODUCTS, Adasum
@@ -409,7 +409,7 @@ class Executor:
         rank: int,
         cluster: Cluster,
         compressor: Compressor | None,
-        board: FailureBoard,
+        board: Board,
         streams: SideStreams | None = None,
         clock: Clock | None = None,
         deadline: Deadline | None = None,
@@ -809,6 +809,7 @@ class Executor:
         shards = [run.flat[transfer.start : transfer.stop] for transfer in transfers]
         wide = [_contribution(shard, scale) for shard in shards]
         running: list[tuple[tuple[int, ...], Iterator[Request]]] = []
+        by_links: set[tuple[int, ...]] = set()
         bucket = run.launch.layout
         products: Tensor | None = None
         if isinstance(compressor, Adasum) and bucket is not None and transfers:
@@ -820,8 +821,11 @@ class Executor:
                 running.append((transfer.members, compressor.combine(shard, layout, member, bucket, products)))
                 continue
             steps = _flushed(compressor, shard, layout) if run.flush else compressor.all_reduce(shard, layout, member)
-            as_ring = part.phase.in_ring_order
-            running.append((transfer.members, _by_owners(steps, shares, as_ring) if shares else steps))
+            if shares and self._streams is not None:  # sums are NCCL's own, in equal parts: docs/explanation/cuda.md
+                by_links.add(transfer.members)
+            elif shares:
+                steps = _by_owners(steps, shares, part.phase.in_ring_order)
+            running.append((transfer.members, steps))
         sent_nbytes, rounds = 0.0, 0
         while True:
             works: list[Work] = []
@@ -838,7 +842,8 @@ class Executor:
                     summed = True
                     continue
                 collectives = (request,) if isinstance(request, Collective) else request
-                works.append(issue_together(self._groups[lane, members], collectives))
+                issued_in = RETURN_LANE if rounds and members in by_links else lane
+                works.append(issue_together(self._groups[issued_in, members], collectives))
                 sent_nbytes += sum(_sent_nbytes(each, len(members), members.index(self._rank)) for each in collectives)
             if summed and products is not None:  # all shards of this rank have added theirs
                 owners = len(part.owners)

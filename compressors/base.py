@@ -238,6 +238,37 @@ class Codec(Protocol):
 
 
 @runtime_checkable
+class Packer(Protocol):
+    """A compressor that packs what another one sends into fewer bytes, where the links make up for the time of it.
+
+    Plans ask it whether it expects to pack, and price it as the other one where it does not.
+    """
+
+    name: str
+    """As `Compressor.name`."""
+
+    plain_name: str
+    """Of the other one: what is not packed takes its bytes and its time."""
+
+    always: bool
+    """Pack whatever the links."""
+
+    watched: bool
+    """Whether the transfers under way show what the links give, and nothing is packed."""
+
+    def expects_to_pack(self, break_even: float, device_type: str) -> bool:
+        """Whether a shard is packed of whose values nothing is known yet.
+
+        Args:
+            break_even: See `Member.break_even`.
+            device_type: `cpu` or `cuda`.
+        """
+
+    def expected_nbytes(self, layout: Layout, group_size: int, break_even: float, device_type: str) -> int:
+        """What `Compressor.wire_nbytes` is where it is known whether a shard is packed."""
+
+
+@runtime_checkable
 class Compressor(Protocol):
     """An approximate all-reduce over one group, with the state (residuals, momenta, factors) that it needs.
 

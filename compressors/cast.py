@@ -309,6 +309,7 @@ class PackedCast(TwoStage):
     """
 
     name = "bf16_packed"
+    plain_name = "bf16"
 
     def __init__(self, *, always: bool = False, residual: bool = False, warmup_steps: int = 0) -> None:
         super().__init__(self.name, CastCodec("bfloat16"), residual=residual, warmup_steps=warmup_steps)

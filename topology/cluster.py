@@ -149,11 +149,14 @@ class Cluster:
         levels: Innermost first; one more than the length of a location.
         fabric: Of GPUs on two levels whose links are known but not measured: collectives are then priced as NCCL prices
             its own. None: by the links alone.
+        equal_sums: Whether exact sums have owners of equal parts however the units' links differ, as NCCL's have: then
+            compressors' payloads alone go to owners by their links.
     """
 
     locations: tuple[tuple[int, ...], ...]
     levels: tuple[Level, ...]
     fabric: GpuFabric | None = None
+    equal_sums: bool = False
 
     def __post_init__(self) -> None:
         if not self.locations:

@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
         prog="gradwire doctor",
         description="Looks for what slows a job down, and says what it costs and what to type. Start it as you start "
         "your script, on all nodes; it takes about a minute and changes nothing.",
-        epilog="exit status: 0 nothing found, 1 something found, 2 bad use. After --run all is the script's.",
+        epilog="exit status: 0 nothing found, 1 something found, 2 bad use; a script that fails under --run: its own.",
     )
     options.add_argument(
         "--gradient-mb", type=float, metavar="MB", help="size of all gradients, in 10^6 bytes (default: 100)"
@@ -66,7 +66,8 @@ def parser() -> argparse.ArgumentParser:
         "--run",
         nargs=argparse.REMAINDER,
         metavar="SCRIPT",
-        help="run your script for a few steps and measure its gradients and step time; at most a minute more",
+        help="run your script for a few steps and measure its gradients and step time; at most a minute more; "
+        "everything after --run is the script's",
     )
     return options
 
@@ -78,7 +79,8 @@ def main(argv: list[str]) -> int:
         argv: Words after `doctor`.
 
     Returns:
-        0 where nothing was found, 1 where something was, 2 for bad use; on the other ranks 0 or 2.
+        0 where nothing was found, 1 where something was, 2 for bad use; on the other ranks 0 or 2. The status of the
+        script of `--run` where that failed.
     """
     variables = launcher_variables()
     try:
@@ -163,7 +165,7 @@ def _is_file(name: str) -> bool:
 
 def _report(facts: JobFacts, options: argparse.Namespace, took_seconds: float) -> int:
     found: list[Diagnosis] = diagnose(facts)
-    status = FINDINGS if found else NOTHING
+    status = facts.script_status or (FINDINGS if found else NOTHING)
     if options.json != STDOUT:
         console = CleanConsole(highlight=False, emoji=False, width=fitting_width(PIPE_WIDTH))
         print_report(facts, found, console, took_seconds)

@@ -104,13 +104,15 @@ def _with_script(facts: JobFacts, wanted: Wanted, runs: Sequence[ScriptRun]) -> 
     """With the user's own figures: those of the command line, then those of their script, then the usual ones."""
     nbytes = max((run.gradient_nbytes for run in runs), default=0)
     steps = [run.step_seconds for run in runs if run.step_seconds is not None]
-    errors = tuple(f"`--run`: {run.error}" for run in runs[:1] if run.error)
+    failed = [run for run in runs if run.status]
+    errors = tuple(f"`--run`: {run.error}" for run in failed[:1] or runs[:1] if run.error)
     return replace(
         facts,
         gradient_nbytes=wanted.gradient_nbytes or nbytes or DEFAULT_GRADIENT_NBYTES,
         step_seconds=wanted.step_seconds if wanted.step_seconds is not None else max(steps, default=None),
         link_bytes_per_second=wanted.link_bytes_per_second,
         notes=(*facts.notes, *errors),
+        script_status=failed[0].status if failed else 0,
     )
 
 

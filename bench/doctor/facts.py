@@ -200,6 +200,8 @@ class JobFacts:
     """That did not come."""
     notes: tuple[str, ...] = ()
     """What could not be looked at, and why."""
+    script_status: int = 0
+    """The first status other than 0 with which the user's script ended by itself on a rank, as a shell says it."""
 
     @property
     def nodes(self) -> list[list[RankFacts]]:

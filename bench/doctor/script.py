@@ -36,6 +36,8 @@ class ScriptRun:
     step_seconds: float | None = None
     """From one optimizer step to the next, the usual one; None where fewer than two were made."""
     error: str | None = None
+    status: int = 0
+    """With which the script ended by itself, 128 + N for signal N; 0 where it was ended after its steps or its time."""
 
 
 def run_script(words: Sequence[str], variables: Mapping[str, str] | None) -> ScriptRun:
@@ -78,17 +80,20 @@ def judge(record: Path, status: int, late: bool, said: list[str]) -> ScriptRun:
     moments = [float(row[1]) for row in rows][WARM_UP_STEPS if len(rows) > WARM_UP_STEPS + 1 else 0 :]
     steps = [after - before for before, after in itertools.pairwise(moments)]
     error = None
+    last = said[-1] if said else "it printed nothing"
     if not steps:
-        last = said[-1] if said else "it printed nothing"
         error = (
             f"the script made fewer than two optimizer steps within {LIMIT_SECONDS:g} s; it said last: {last}"
             if late
             else f"the script ended with status {status} after {len(rows)} optimizer steps; it said last: {last}"
         )
+    elif status and not late:
+        error = f"the script failed with status {status} after {len(rows)} optimizer steps; it said last: {last}"
     return ScriptRun(
         gradient_nbytes=max((int(row[0]) for row in rows), default=0),
         step_seconds=median(steps) if steps else None,
         error=error,
+        status=0 if late else status if status >= 0 else 128 - status,
     )
 
 

@@ -181,7 +181,7 @@ class Bench:
         self._say(output.devices(world, self._device_name()))
         self._say(output.facts(facts))
         self._say(output.header(options, compact=self._compact))
-        table = RowRunner(backend, self._collective, options, self._device, world.control, check)
+        table = RowRunner(backend, self._collective, options, self._device, world.control, check, self._many_checks)
         rows: list[TableRow] = []
         count = len(runnable) * len(self._sizes)
         self._status.show(f"{spec.backend} {self._collective.title}: row 1 of {count}")
@@ -225,6 +225,18 @@ class Bench:
         if self._world.size == 1 and self._world.rank == 0:
             print(f"gradwire bench: warning: {ONE_RANK}", file=sys.stderr, flush=True)
             self._say(["# warning: one rank, busbw is 0 by definition"])
+
+    def _many_checks(self, seconds: float) -> None:
+        """Nothing bounds -c, as in nccl-tests; but whoever waits knows what for."""
+        if self._world.rank == 0:
+            self._status.clear()
+            count = self._options.check
+            print(
+                f"gradwire bench: warning: `-c` {count}: a check took {seconds * 1e3:.3g} ms, and so those of this "
+                f"row, out of place and in place, take {2 * count * seconds / 60:.3g} min; a smaller `-c` ends sooner",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _say(self, lines: list[str]) -> None:
         if self._world.rank == 0 and not self._options.json:

@@ -17,6 +17,11 @@ from gradwire.bench.nccl_tests.checks import Buffers, Case, ResultCheck
 from gradwire.bench.nccl_tests.collectives import CollectiveSpec, Counts
 from gradwire.bench.nccl_tests.ranks import gather
 
+CHECK_TIMED = 1
+"""The second check says how long one takes; the first also takes memory."""
+LONG_CHECKS_SECONDS = 30.0
+"""Whoever waits longer for the checks of -c in a row's column hears for how long."""
+
 
 @dataclass(frozen=True, slots=True)
 class IterationTimes:
@@ -226,6 +231,8 @@ class RowRunner:
         device: Of the tensors.
         control: Group of all ranks for barriers and figures.
         check: Judges the results.
+        many_checks: Called once with the seconds that one check took, where those of -c will take the row's column
+            longer than `LONG_CHECKS_SECONDS`.
     """
 
     def __init__(
@@ -236,6 +243,7 @@ class RowRunner:
         device: torch.device,
         control: dist.ProcessGroup,
         check: ResultCheck,
+        many_checks: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self._backend = backend
         self._collective = collective
@@ -243,6 +251,7 @@ class RowRunner:
         self._device = device
         self._control = control
         self._check = check
+        self._many_checks: Callable[[float], None] | None = many_checks
         self._ranks = dist.get_world_size(control)
         self._timer = Timer(options, device, control)
 
@@ -275,10 +284,15 @@ class RowRunner:
         )
 
     def _wrong(self, case: Case, counts: Counts, in_place: bool) -> int:
-        own = sum(
-            self._check.wrong(self._backend, self._collective, case, counts, in_place, 2 * seed + in_place)
-            for seed in range(self._options.check)
-        )
+        own = 0
+        for seed in range(self._options.check):
+            began = time.perf_counter()
+            own += self._check.wrong(self._backend, self._collective, case, counts, in_place, 2 * seed + in_place)
+            took = time.perf_counter() - began
+            left = self._options.check - 1 - seed
+            if seed == CHECK_TIMED and self._many_checks is not None and took * left > LONG_CHECKS_SECONDS:
+                self._many_checks(took)
+                self._many_checks = None
         total = torch.tensor([own])
         dist.all_reduce(total, group=self._control)
         return int(total.item())

@@ -108,8 +108,8 @@ class JobAdvice:
     def __str__(self) -> str:
         seen, verdict = self.observed, self.advice.recommend
         step = (
-            f"a step takes {seen.step_seconds * 1e3:.3g} ms, {seen.exposed_seconds * 1e3:.3g} ms of it waiting for "
-            f"communication; without any it would take {self.headroom_seconds * 1e3:.3g} ms\n"
+            f"a whole step takes {seen.step_seconds * 1e3:.3g} ms, {seen.exposed_seconds * 1e3:.3g} ms of it waiting "
+            f"for communication; without any it would take {self.headroom_seconds * 1e3:.3g} ms\n"
         )
         if self.assumed:
             return (

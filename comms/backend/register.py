@@ -1,19 +1,26 @@
-"""Makes the name "gradwire" known to torch.distributed; imports little, as it runs at the end of `import torch`."""
+"""Makes the names "gradwire" and `mpi://` known to torch.distributed; it runs at the end of `import torch`."""
 
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from gradwire.comms.bootstrap.requirement import require_torch
 from gradwire.comms.config import automatic_hook_wanted
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
     from gradwire.comms.backend.process_group import GradwireGroup
     from gradwire.comms.bootstrap.compat import GroupOptions
 
 NAME = "gradwire"
+SCHEME = "mpi"
+
+log = logging.getLogger("gradwire")
 
 
 def register() -> None:
-    """Registers the backend once, and GRADWIRE_HOOK's hook where that is set.
+    """Registers the backend and the rendezvous `mpi://` once, and GRADWIRE_HOOK's hook where that is set.
 
     Does nothing where torch was built without torch.distributed.
 
@@ -24,10 +31,27 @@ def register() -> None:
 
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        _register_rendezvous()
     if dist.is_available() and automatic_hook_wanted():
         from gradwire.comms.automatic import install
 
         install()
+
+
+def _register_rendezvous() -> None:
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
+    try:
+        register_rendezvous_handler(SCHEME, _meet_by_mpi)  # type: ignore[no-untyped-call]  # torch has no types there
+    except RuntimeError as error:  # another package's, which is there first: `import torch` must not fail for it
+        log.info("`%s://` stays as it is: %s", SCHEME, error)
+
+
+def _meet_by_mpi(url: str, **options: Any) -> "Iterator[tuple[TCPStore, int, int]]":
+    # Not in register(): mpi4py is loaded where somebody asks for it.
+    from gradwire.comms.bootstrap.mpi_launch import rendezvous
+
+    return rendezvous(url, **options)
 
 
 def _create(options: "GroupOptions", backend_options: object = None) -> "GradwireGroup":

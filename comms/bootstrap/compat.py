@@ -57,6 +57,9 @@ class TorchGroup(Protocol):
     ) -> BackendWork:
         """Exchanges slices of flat tensors."""
 
+    def alltoall(self, outputs: list[Tensor], sources: list[Tensor], options: object, /) -> BackendWork:
+        """Sends the r-th source to rank r, and takes what it sends into the r-th output; gloo has no such call."""
+
     def shutdown(self) -> None:
         """Waits for what is under way, and ends connections and threads."""
 
@@ -89,16 +92,24 @@ def store_of(group: dist.ProcessGroup) -> Store:
     return store
 
 
-def make_gloo(store: Store, rank: int, size: int, timeout: timedelta, interface: str | None = None) -> TorchGroup:
+def make_gloo(
+    store: Store, rank: int, size: int, timeout: timedelta, interface: str | None = None, threads: int | None = None
+) -> TorchGroup:
     """A gloo group of its own, outside torch's registry: only its members take part in making it.
 
-    Without an interface it honours GLOO_SOCKET_IFNAME, as torch does.
+    Without an interface it honours GLOO_SOCKET_IFNAME, as torch does. Each of `threads` has one collective under way;
+    by default there are two for each interface.
     """
-    if interface is None:
+    if interface is None and threads is None:
         return cast(TorchGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's annotations leave it out
     options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+    if interface is None:  # a group of one rank has the devices that torch chooses, and connects nothing
+        options._devices = dist.ProcessGroupGloo(HashStore(), 0, 1, timeout).options._devices  # type: ignore[attr-defined]
+    else:
+        options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+    if threads is not None:
+        options._threads = threads
     return cast(TorchGroup, dist.ProcessGroupGloo(store, rank, size, options))
 
 

@@ -7,6 +7,7 @@ it saw, waits a moment for the others to do the same, and names those that said 
 import json
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from datetime import timedelta
@@ -49,7 +50,39 @@ class CollectiveError(RuntimeError):
         self.missing = missing
 
 
-class FailureBoard:
+class Board(ABC):
+    """Where a rank that gives up tells the others, and hears of them.
+
+    Args:
+        rank: This rank, as the board numbers it.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    @abstractmethod
+    def alarm(self) -> str | None:
+        """Why another rank has given up; None while none has."""
+
+    @abstractmethod
+    def warn(self, reason: str) -> None:
+        """Raises the alarm, and waits for nobody: the other ranks give up with this reason."""
+
+    @abstractmethod
+    def diagnose(
+        self,
+        error: BaseException,
+        lane: Lane,
+        phase: str,
+        members: Sequence[int],
+        *,
+        launches: int = 0,
+        waiting: bool = True,
+    ) -> CollectiveError:
+        """Tells the others of a failure, and says what happened; the arguments are those of `FailureBoard.diagnose`."""
+
+
+class FailureBoard(Board):
     """Where the survivors of one group leave their word, or those of several groups that wait for each other.
 
     Args:
@@ -68,8 +101,8 @@ class FailureBoard:
         everybody: Callable[[], Iterable[int]] | None = None,
         directory: Directory | None = None,
     ) -> None:
+        super().__init__(rank)
         polling = store if isinstance(store, PollingStore) else PollingStore(store, STORE_PATIENCE, ranks=size)
-        self.rank = rank
         self._store = polling.within(STORE_PATIENCE)
         self._asked_for_alarms = polling.within(ALARM_PATIENCE)
         self._size = size

@@ -5,8 +5,9 @@
     import gradwire
     gradwire.init_mpi_process_group("gloo")       # or backend="gradwire"
 
-Importing this module also registers the rendezvous `mpi://` with torch:
+or, by the rendezvous `mpi://`, which is registered as the backend "gradwire" is:
 
+    import gradwire
     torch.distributed.init_process_group("gradwire", init_method="mpi://")
 """
 
@@ -18,7 +19,6 @@ from types import ModuleType
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.rendezvous import register_rendezvous_handler
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
@@ -131,12 +131,19 @@ def _free_port() -> int:
         return port
 
 
-def _rendezvous(
+def rendezvous(
     url: str, timeout: timedelta = DEFAULT_TIMEOUT, **options: object
 ) -> "Iterator[tuple[TCPStore, int, int]]":
+    """What torch's rendezvous `mpi://` is answered with: the store, this rank, and the number of ranks.
+
+    Args:
+        url: `mpi://`.
+        timeout: For all ranks to arrive, and of the store.
+        **options: Of torch's other rendezvous.
+
+    Raises:
+        RuntimeError: mpi4py is not installed; or the ranks are asked for a second time.
+    """
     place = find_place()
     yield open_store(place, timeout), place.rank, place.world_size
     raise RuntimeError("`mpi://` meets once: MPI's ranks cannot be started again one by one")
-
-
-register_rendezvous_handler("mpi", _rendezvous)  # type: ignore[no-untyped-call]  # torch has no types there

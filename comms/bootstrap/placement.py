@@ -101,6 +101,7 @@ def cluster_of(presences: Sequence[Presence], config: Config) -> Cluster:
         return with_node_rates(cluster, _node_rates(presences, cluster))
     fabric = _common([presence.hardware.fabric for presence in presences])
     cluster = _with_links(locations, *_of_gpus(presences, cluster, fabric, config))
+    cluster = replace(with_node_rates(cluster, _node_rates(presences, cluster)), equal_sums=True)
     presumed = [level.name for number, level in enumerate(cluster.levels)
                 if level.link.presumed and cluster.widest(number) > 1]  # fmt: skip
     return replace(cluster, fabric=None if presumed or cluster.depth != 2 else fabric)
@@ -129,11 +130,20 @@ def with_node_rates(cluster: Cluster, rates: Sequence[float]) -> Cluster:
 
 
 def _node_rates(presences: Sequence[Presence], cluster: Cluster) -> list[float]:
-    """What each node sends, as given, else as its topology says; empty where neither is known of all ranks."""
+    """What each node sends, as given, else as its topology says; empty where neither is known of all ranks.
+
+    Of GPUs the cards that a node's ranks drive count, where they are known of all nodes.
+    """
     given = [presence.nic_bytes_per_second for presence in presences]
     rates = given if None not in given else [presence.hardware.inter_node for presence in presences]
     known = [rate for rate in rates if rate is not None]
-    return [min(known[rank] for rank in node) for node in cluster.nodes] if len(known) == len(rates) else []
+    if len(known) < len(rates):
+        return []
+    shares = [1.0] * len(cluster.nodes)
+    if None in given and presences[0].device == "cuda":
+        cards = [_cards(presences, node) for node in cluster.nodes]
+        shares = shares if any(count is None for count, _ in cards) else [share for _, share in cards]
+    return [share * min(known[rank] for rank in node) for node, share in zip(cluster.nodes, shares, strict=True)]
 
 
 def _with_links(locations: Sequence[tuple[int, ...]], intra: Link, inter: Link) -> Cluster:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
+from gradwire.comms.bootstrap.failure import Board, CollectiveError
 from gradwire.comms.communicator import Communicator, Oversight
 from gradwire.comms.elastic.joining import Newcomer, Requests, presences
 from gradwire.comms.elastic.membership import (
@@ -98,7 +98,7 @@ class _Stopwatch:
         self._last = now
 
 
-class EpochBoard(FailureBoard):
+class EpochBoard(Board):
     """Where a failure of one epoch's communicator is told: the membership finds out who is left.
 
     Args:
@@ -107,7 +107,7 @@ class EpochBoard(FailureBoard):
     """
 
     def __init__(self, epoch: int, rank: int) -> None:
-        self.rank = rank
+        super().__init__(rank)
         self._epoch = epoch
         self.membership: Membership | None = None
 

@@ -15,7 +15,9 @@ from gradwire.comms.transport.echo import EchoGroup
 from gradwire.compressors import registry
 from gradwire.compressors.base import Compressor, Layout, Slice
 from gradwire.compressors.optim.peers import carry_out
+from gradwire.compressors.powersgd import PowerSGD
 from gradwire.compressors.routed import Routed
+from gradwire.compressors.two_stage import TwoStage
 
 SentNbytes = Callable[[Compressor, Layout, int], int]
 """What `Compressor.wire_nbytes` is, where it depends on more than the compressor knows."""
@@ -113,6 +115,7 @@ def codec_price(name: str, layout: Layout, group_size: int, memory_bytes_per_sec
         wire_ratio(final(name), layout, group_size),
         codec_seconds(name, memory_bytes_per_second),
         rounds=ROUNDS.get(name, EXCHANGE_ROUNDS),
+        owned=owned_share(final(name), layout, group_size),
     )
 
 
@@ -157,6 +160,27 @@ def wire_ratio(compressor: Compressor, layout: Layout, group_size: int, sent: Se
         return compressor.wire_nbytes(layout, group_size) / exact
     parts = compressor.parts(layout) if isinstance(compressor, Routed) else [(compressor, layout)]
     return sum(sent(each, part, group_size) for each, part in parts) / exact
+
+
+def owned_share(compressor: Compressor, layout: Layout, group_size: int) -> float:
+    """Part of the bytes that a compressor sends as payloads to owners of parts, who send their sum to all.
+
+    Not so what it has summed exactly (biases, by the default rules; PowerSGD's factors), and what everybody gathers.
+
+    Args:
+        compressor: Whose payloads.
+        layout: Which parameter lies where in the shard.
+        group_size: Ranks that the shard is summed over.
+    """
+    parts = compressor.parts(layout) if isinstance(compressor, Routed) else [(compressor, layout)]
+    sent = [(each, each.wire_nbytes(part, group_size)) for each, part in parts]
+    owned = sum(nbytes for each, nbytes in sent if has_owners(each))
+    return owned / total if (total := sum(nbytes for _, nbytes in sent)) else 0.0
+
+
+def has_owners(compressor: Compressor) -> bool:
+    """Whether a compressor's payloads go to owners of parts (two_stage.py)."""
+    return isinstance(compressor, TwoStage) or (isinstance(compressor, PowerSGD) and compressor.codec is not None)
 
 
 def alone(processor_seconds: float, share: float) -> float:
@@ -206,6 +230,7 @@ def measured_price(
         max(part - per_element * first.numel, 0.0),
         hops,
         group.exchanged,
+        owned_share(final(name) if make is None else make(), layout, group_size),
     )
 
 

@@ -16,7 +16,7 @@ Thakur, Rabenseifner and Gropp, "Optimization of collective communication operat
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from types import MappingProxyType
@@ -45,6 +45,8 @@ class CodecPrice:
         rounds: Times that every member hears from every other: 2 for an all_to_all and an all_gather, and for a ring's
             all_reduce.
         exchanged: Whether payloads go from every rank to every rank, and not around a ring.
+        owned: Part of the bytes that goes to owners as payloads, and comes back from them: where exact sums have equal
+            parts (`Cluster.equal_sums`), what is left of 1 has them too.
     """
 
     name: str
@@ -53,6 +55,7 @@ class CodecPrice:
     call_seconds: float = 0.0
     rounds: int = EXCHANGE_ROUNDS
     exchanged: bool = True
+    owned: float = 1.0
 
     def seconds(self, nbytes: float) -> float:
         """Encoding and decoding of one shard of `nbytes`."""
@@ -86,6 +89,23 @@ class PhaseCost:
     def byte_seconds(self, nbytes: float) -> float:
         """That without the latency."""
         return nbytes * self.seconds_per_byte
+
+
+def mixed_cost(one: PhaseCost, other: PhaseCost, part: float) -> PhaseCost:
+    """The cost of a phase of which a part of the bytes travels one way, and the others another way.
+
+    Args:
+        one: That of the part.
+        other: That of the others; of the same messages.
+        part: 0 to 1.
+    """
+    nbytes = tuple(
+        part * own + (1 - part) * rest for own, rest in zip(one.egress.nbytes, other.egress.nbytes, strict=True)
+    )
+    per_byte = part * one.seconds_per_byte + (1 - part) * other.seconds_per_byte
+    busy = part * one.seconds_per_byte * one.byte_share + (1 - part) * other.seconds_per_byte * other.byte_share
+    egress = replace(one.egress, nbytes=nbytes)
+    return replace(one, seconds_per_byte=per_byte, egress=egress, byte_share=busy / per_byte if per_byte else 1.0)
 
 
 class CostModel:

@@ -54,7 +54,7 @@ def cluster_of_machines(
         ),
     )
     fabric = fabric_of(machine, network=None if nic_bits_per_second is None else "tcp")
-    return replace(uniform_cluster((count, nodes), levels), fabric=fabric)
+    return replace(uniform_cluster((count, nodes), levels), fabric=fabric, equal_sums=fabric is not None)
 
 
 def codec_bytes_per_second(machine: Machine) -> float:

@@ -4,7 +4,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, CostModel, PhaseCost, busiest, busiest_resource
+from gradwire.comms.plan.cost import (
+    EXACT,
+    EXCHANGE_ROUNDS,
+    CodecPrice,
+    CostModel,
+    PhaseCost,
+    busiest,
+    busiest_resource,
+    mixed_cost,
+)
 from gradwire.comms.plan.nccl_model import NcclModel, nccl_model
 from gradwire.comms.plan.owners import part_shares, rank_shares
 from gradwire.comms.plan.plan import (
@@ -43,7 +52,7 @@ LEAST_CUT_RATIO = 0.1
 """Not with a compressor that leaves less of a shard than that: headers and rests of blocks of every piece would count.
 Nor with one of more rounds than an exchange, a low rank: each piece of a matrix has factors of its own."""
 
-OWNERS_CHUNK_COUNTS = (*CHUNK_COUNTS, 32)
+OWNERS_CHUNK_COUNTS = (*CHUNK_COUNTS, 32, 48, 64)
 OWNERS_CHUNK_SECONDS, OWNERS_CHUNK_NBYTES = 0.02, 128 * 1024
 """Owners of unequal parts work in two stages, each of which keeps the slowest link busy in one direction: all but the
 first and the last chunk of both overlap. So chunks may be smaller: what passes the slowest link in so many seconds, and
@@ -65,6 +74,9 @@ FLAT_ALGORITHMS = {"flat": RING, TREE: TREE, NVLS_TREE: NVLS_TREE, HALVING_DOUBL
 """Plans of one collective over all ranks, and the algorithm that each is priced as."""
 
 PLAN_NAMES = (*FLAT_ALGORITHMS, "hierarchical", "leader")
+
+COMPRESSED = "compressed"
+"""In place of a compressor's name, where any has the same phases."""
 
 PROCESSOR = -1
 """What encoding and decoding occupy, and phases through shared memory, in place of a level's link."""
@@ -187,7 +199,7 @@ def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price:
         ValueError: There is no plan of that name, or not on this cluster.
     """
     exact = price.name == EXACT.name
-    phases = make_phases(cluster, name, None if exact else price.name)
+    phases = make_phases(cluster, name, None if exact else price.name, owned=price.owned > 0)
     model = nccl_model(cluster) if cluster.fabric is not None and name != HALVING_DOUBLING else None
     if name == NVLS_TREE and exact and phases and (model is None or NVLS_TREE not in model.flat(nbytes)):
         raise ValueError("`name` is nvls_tree, but no NVSwitch of several nodes sums here; wanted another algorithm")
@@ -195,7 +207,7 @@ def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price:
     if model is not None and name == "flat" and exact and phases:
         algorithm, _ = model.best_flat(nbytes / (chunks or 1))
         phases = tuple(replace(phase, algorithm=algorithm) for phase in phases)
-    costs, shares = _costs(cluster, name, algorithm)
+    costs, shares = _costs(cluster, name, algorithm, 0.0 if exact else price.owned)
     costs = tuple(
         compressed_cost(cluster, phase, cost, price) if phase.compressor else cost
         for phase, cost in zip(phases, costs, strict=True)
@@ -306,8 +318,8 @@ def byte_costs(cluster: Cluster, name: str, price: CodecPrice) -> ByteCosts:
         name: Of the plan: `flat`, `hierarchical` or `leader`.
         price: Of the compressor of the phase over the slowest level.
     """
-    phases = make_phases(cluster, name, price.name)
-    costs, shares = _costs(cluster, name)
+    phases = make_phases(cluster, name, price.name, owned=price.owned > 0)
+    costs, shares = _costs(cluster, name, owned=0.0 if price.name == EXACT.name else price.owned)
     others: list[tuple[int, float]] = []
     resource, across, encoded, single, message = PROCESSOR, 0.0, 0.0, 1.0, 0.0
     for phase, plain, share in zip(phases, costs, shares, strict=True):
@@ -352,8 +364,14 @@ def _nccl_seconds(
     return model.exchange(members, crossing, wire, sent * price.ratio, price.rounds)
 
 
-def make_phases(cluster: Cluster, name: str, compressor: str | None = None) -> tuple[Phase, ...]:
+def make_phases(cluster: Cluster, name: str, compressor: str | None = None, *, owned: bool = True) -> tuple[Phase, ...]:
     """The phases of a plan, levels without siblings left out.
+
+    Args:
+        cluster: Where the ranks are and what the links give.
+        name: Of the plan.
+        compressor: Of the phase over the slowest level; None is exact.
+        owned: Whether any of the compressor's bytes go to owners: see `CodecPrice.owned`.
 
     Raises:
         ValueError: `name` is unknown.
@@ -364,13 +382,13 @@ def make_phases(cluster: Cluster, name: str, compressor: str | None = None) -> t
     if not levels:
         return ()
     *inner, top = levels
-    shares = rank_shares(cluster, top)
+    shares = rank_shares(cluster, top) if not cluster.equal_sums or (compressor is not None and owned) else ()
     if name in FLAT_ALGORITHMS or (len(levels) == 1 and not shares):
         return (
             Phase(ALL_REDUCE, levels[-1], whole=True, compressor=compressor, algorithm=FLAT_ALGORITHMS.get(name, RING)),
         )
     parts = {level: cluster.widest(level) if name == "hierarchical" else 1 for level in inner}
-    sizes = {level: part_shares(cluster, level, parts[level]) for level in inner}
+    sizes = {level: () if cluster.equal_sums else part_shares(cluster, level, parts[level]) for level in inner}
     down = [Phase(REDUCE_SCATTER, level, parts[level], shares=sizes[level]) for level in inner]
     up = [Phase(ALL_GATHER, level, parts[level], shares=sizes[level]) for level in reversed(inner)]
     return (*down, Phase(ALL_REDUCE, top, compressor=compressor, shares=shares), *up)
@@ -387,17 +405,29 @@ def compressed_cost(cluster: Cluster, phase: Phase, cost: PhaseCost, price: Code
     if link.exchange_alpha_seconds is not None and not phase.whole:
         alpha = price.rounds * (cluster.widest(phase.level) - 1) * link.exchange_alpha_seconds
     return replace(
-        cost, alpha_seconds=alpha, seconds_per_byte=per_byte / link.exchange_share, byte_share=link.exchange_gap_share
+        cost,
+        alpha_seconds=alpha,
+        seconds_per_byte=per_byte / link.exchange_share,
+        byte_share=cost.byte_share * link.exchange_gap_share,
     )
 
 
 @lru_cache(maxsize=128)
-def _costs(cluster: Cluster, name: str, algorithm: str = RING) -> tuple[tuple[PhaseCost, ...], tuple[float, ...]]:
+def _costs(
+    cluster: Cluster, name: str, algorithm: str = RING, owned: float = 0.0
+) -> tuple[tuple[PhaseCost, ...], tuple[float, ...]]:
     """The cost of each phase of a plan, and the largest share of the bucket that one rank stands for in it.
 
-    `algorithm` takes the place of the ring in the flat plan.
+    Args:
+        cluster: Where the ranks are and what the links give.
+        name: Of the plan.
+        algorithm: Takes the place of the ring in the flat plan.
+        owned: As in `CodecPrice`; 0 without a compressor.
     """
-    phases = make_phases(cluster, name)
+    if 0 < owned < 1 and cluster.equal_sums:
+        (those, largest), (others, _) = (_costs(cluster, name, algorithm, each) for each in (1.0, 0.0))
+        return tuple(mixed_cost(one, other, owned) for one, other in zip(those, others, strict=True)), largest
+    phases = make_phases(cluster, name, COMPRESSED if owned else None)
     if name == "flat":
         phases = tuple(replace(phase, algorithm=algorithm) for phase in phases)
     model = CostModel.of(cluster, phases)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
 from math import prod
+from typing import cast
 
 import torch
 
@@ -17,12 +18,14 @@ from gradwire.comms.plan.codec_price import (
     codec_price,
     codec_seconds,
     gpu_bytes_per_second,
+    has_owners,
+    owned_share,
     wire_ratio,
 )
 from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, sent_nbytes
 from gradwire.comms.plan.packing import packing_break_even, price_as_sent
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, Phase, Plan, Transfer
-from gradwire.comms.plan.planner import candidates, plan_all_reduce, presumed, with_reason
+from gradwire.comms.plan.planner import candidates, make_phases, plan_all_reduce, presumed, with_reason
 from gradwire.comms.plan.schedule import (
     ALIGN_NUMEL,
     Partition,
@@ -33,7 +36,7 @@ from gradwire.comms.plan.schedule import (
     member_shares,
 )
 from gradwire.compressors.adasum import Adasum
-from gradwire.compressors.base import Compressor, Layout
+from gradwire.compressors.base import Compressor, Layout, Packer
 from gradwire.compressors.cast import Cast, PackedCast
 from gradwire.compressors.dense import Dense, WideSum
 from gradwire.compressors.routed import Routed
@@ -172,7 +175,7 @@ class Routes(dict[RouteKey, Route]):
         self._measured_at_start = self._refined = False
         self._compressor = compressor
         every = compressor.routes if isinstance(compressor, Routed) else (compressor,)
-        self._packers = [each for each in every if isinstance(each, PackedCast)]
+        self._packers = [cast(Packer, each) for each in every if isinstance(each, Packer)]
         self._unlisted: dict[tuple[int, torch.dtype], Route] = {}
         self._tell()
 
@@ -285,6 +288,25 @@ class Routes(dict[RouteKey, Route]):
                 found.update((transfer.members, None) for transfer in chain.from_iterable(steps))
         if name in ("hierarchical", "leader"):  # a compressor's state moves inside the node
             found.update((node, None) for node in self.cluster.nodes if len(node) > 1)
+        return tuple(found)
+
+    def return_groups(self) -> tuple[tuple[int, ...], ...]:
+        """On CUDA, the sets of ranks of `groups` between which owners of unequal parts send back what they have summed.
+
+        They do so through communicators of their own: see `RETURN_LANE` in transport/groups.py.
+        """
+        name, compressor = self.compressed_name(), self._compressor
+        if self._device_type != "cuda" or name is None or compressor is None:
+            return ()
+        every = compressor.routes if isinstance(compressor, Routed) else (compressor,)
+        phases = make_phases(self.cluster, name, compressor.name, owned=any(map(has_owners, every)))
+        found: dict[tuple[int, ...], None] = {}
+        numel = ALIGN_NUMEL * prod(self.cluster.widest(level) for level in range(self.cluster.depth))
+        plan = Plan(name, phases, 1, numel, 0.0, {}, "")
+        for phase, (transfers,) in zip(
+            phases, Schedule(self.cluster, plan).transfers(numel, equal_partition), strict=True
+        ):
+            found.update((each.members, None) for each in transfers if member_shares(phase, each))
         return tuple(found)
 
     def choose(self, plan: str, chunks: int, why: str) -> None:
@@ -470,16 +492,18 @@ class Routes(dict[RouteKey, Route]):
         even = 0.0 if plan is None or not packers else self._break_even(plan)
 
         def sent(each: Compressor, part: Layout, size: int) -> int:
-            if isinstance(each, PackedCast) and plan is not None:
+            if isinstance(each, Packer) and plan is not None:
                 return each.expected_nbytes(part, size, even, self._device_type)
             return each.wire_nbytes(part, size)
 
         ratio = wire_ratio(compressor, layout, group_size, sent if packers else None)
         ratio = ratio * ELEMENT_NBYTES * layout.numel / nbytes if nbytes else ratio
         packing = bool(packers) and (plan is None or self._any_packs(even))
-        name = PackedCast.name if packing else "bf16" if compressor.name == PackedCast.name else compressor.name
+        plain = {each.name: each.plain_name for each in packers}
+        name = packers[0].name if packing else plain.get(compressor.name, compressor.name)
         codec = codec_seconds(name, self.gpu_memory()) if self.library == "nccl" else 0.0
-        return CodecPrice(compressor.name, ratio, codec, rounds=ROUNDS.get(name, EXCHANGE_ROUNDS))
+        owned = owned_share(compressor, layout, group_size)
+        return CodecPrice(compressor.name, ratio, codec, rounds=ROUNDS.get(name, EXCHANGE_ROUNDS), owned=owned)
 
     def _any_packs(self, break_even: float) -> bool:
         return any(each.expects_to_pack(break_even, self._device_type) for each in self._packers)

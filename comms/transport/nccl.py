@@ -105,6 +105,9 @@ class NcclTransport:
         self._group = group
         self._owned = owned
         self._group_calls = group_calls
+        # Torch's works hold their outputs, so those of the last collective live until the next one is issued, or the
+        # group is closed: at most one collective's tensors. Only these works tell, without a wait of the host, whether
+        # the GPU is through (`is_done`), and a later look that let go of them would race the thread that issues.
         self._last: Sequence[BackendWork] = ()
         self._reason: str | None = None
         self._aborting: threading.Thread | None = None
@@ -196,7 +199,9 @@ class NcclTransport:
                 case str(op), (tensor,) if op == ALL_REDUCE:
                     calls.append(self._all_reduce(tensor, 1.0))
                 case str(op), (output, source) if op == ALL_TO_ALL:
-                    calls.append(self._all_to_all(output, source))
+                    calls.append(self._all_to_all(output, source, each.bounds))
+                case str(op), (output, source) if op == ALL_GATHER and each.bounds:
+                    calls.append(self._all_gather_unequal(output, source, each.bounds))
                 case str(op), (output, source) if op == ALL_GATHER:
                     calls.append(self._all_gather(output, source))
                 case _:
@@ -306,9 +311,29 @@ class NcclTransport:
         target, own = _flat(output), _flat(source)
         return lambda: getattr(self._group, ALL_GATHER_SINGLE)(target, own, AllgatherOptions())
 
-    def _all_to_all(self, output: Tensor, source: Tensor) -> Call:
+    def _all_gather_unequal(self, output: Tensor, source: Tensor, bounds: Sequence[int]) -> Call:
+        """Sends this rank's rows to every rank, straight from where they are: sends and receives, a rank may have none.
+
+        As broadcasts in a ring every node but one would pass on what each of the others has: 2 S with both stages.
+        """
+        own, width = _flat(source), (2 if output.is_complex() else 1) * output.shape[1:].numel()
+        runs = [_flat(output[start:stop]) for start, stop in pairwise(bounds)]
+        if own.numel() != width * (bounds[self.rank + 1] - bounds[self.rank]):
+            raise ValueError(
+                f"`source` has {own.numel()} elements, but `bounds` gives rank {self.rank} "
+                f"{bounds[self.rank + 1] - bounds[self.rank]} rows of {width}"
+            )
+        return lambda: self._group.alltoall(runs, [own] * self.size, dist.AllToAllOptions())
+
+    def _all_to_all(self, output: Tensor, source: Tensor, bounds: Sequence[int] = ()) -> Call:
         target, own = _flat(output), _flat(source)
-        return lambda: getattr(self._group, ALL_TO_ALL_SINGLE)(target, own, [], [], dist.AllToAllOptions())
+        received: list[int] = []
+        sent: list[int] = []
+        if bounds:
+            width = (2 if source.is_complex() else 1) * source.shape[1:].numel()
+            sent = [width * (stop - start) for start, stop in pairwise(bounds)]
+            received = [sent[self.rank]] * self.size
+        return lambda: getattr(self._group, ALL_TO_ALL_SINGLE)(target, own, received, sent, dist.AllToAllOptions())
 
     def _issue(self, calls: Sequence[Call]) -> Work:
         """Issues collectives, several as one group call where the group makes them."""

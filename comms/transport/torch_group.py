@@ -342,7 +342,13 @@ class GlooTransport(TorchTransport):
 
 
 def connect_gloo(
-    store: Store, rank: int, size: int, timeout: timedelta, alarm: Alarm | None = None, interface: str | None = None
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    alarm: Alarm | None = None,
+    interface: str | None = None,
+    threads: int | None = None,
 ) -> GlooTransport:
     """Connects `size` ranks over TCP; returns when all of them have joined.
 
@@ -356,13 +362,15 @@ def connect_gloo(
         timeout: For the connection and for every collective.
         alarm: See `TorchTransport`.
         interface: Name of a network interface of this host, `eth0`.
+        threads: Collectives that may be under way at a time; None leaves it to torch, which has two.
 
     Raises:
         RuntimeError: A rank did not join.
     """
 
     def connected(name: str) -> TorchGroup:
-        return _within(timeout, alarm, lambda: make_gloo(PrefixStore(name, store), rank, size, timeout, interface))
+        own = PrefixStore(name, store)
+        return _within(timeout, alarm, lambda: make_gloo(own, rank, size, timeout, interface, threads))
 
     return GlooTransport(connected, rank, size, alarm)
 

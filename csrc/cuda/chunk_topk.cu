@@ -1,13 +1,14 @@
-// The largest few of each chunk at two bits each, and their places in the chunk: 64 of 4096 are 0.227 bits an element.
+// The largest few of each chunk at two bits each, and their places in the chunk: 64 of 4096 are 0.164 bits an element.
 //
-// A chunk is a CTA's work; its record is as in csrc/cpu/kernels/chunk_topk.cpp. Thread t holds the elements 256 j + t,
+// A chunk is a CTA's work; its record is in common/chunk_topk_formula.h. Thread t holds the elements 256 j + t,
 // so that loads are 128 bytes in a row and a ballot is a word of the chunk's marks in the order of their places. The
 // k-th largest magnitude is found by halving the interval of its bits; most chunks need half of the 31 rounds, because
 // any threshold that exactly k reach will do. Bytes an element, read + written, at 64 of 4096:
-//   encode         4 + 0.03 (8 + 4 + 0.03 with residual)
-//   decode_reduce  0.03 W + 4
-//   reduce_encode  0.03 W + 8 + 0.03
+//   encode         4 + 0.02 (8 + 4 + 0.02 with residual)
+//   decode_reduce  0.02 W + 4
+//   reduce_encode  0.02 W + 8 + 0.02
 // Source: Sarfi et al., SparseLoCo, arXiv 2508.15706; the levels are one step of Lloyd's algorithm from the mean.
+#include "common/chunk_topk_formula.h"
 #include "radix.cuh"
 
 namespace gradwire {
@@ -27,13 +28,7 @@ struct Rule {
   int32_t chunk, keep;
   float decay;
 
-  __device__ int place_bits() const { return __ffs(chunk) - 1; }
-  __device__ int kept(int count) const { return (keep * count + chunk - 1) / chunk; }
-  __device__ int places_nbytes(int kept) const { return (place_bits() * kept + 7) / 8; }
-  __device__ int record_nbytes(int count) const {
-    const int k = kept(count);
-    return 4 + places_nbytes(k) + (2 * k + 7) / 8;
-  }
+  __device__ ChunkRecord record_of(int count) const { return chunk_record(chunk, keep, count); }
 };
 
 // What the threads of a CTA share while they encode a chunk.
@@ -41,7 +36,7 @@ struct Shared {
   uint32_t counts[2][kWarps];
   uint32_t greater[kWords], equal[kWords], before[kWords], sums[kMostWarps];
   uint32_t all;  // marks in all words, the equal ones in the upper half
-  uint32_t places[kMostKeep];
+  uint32_t places[kMostKeep], vector[kWords];  // a vector is never longer than a bitmap of the chunk
   float values[kMostKeep];
   float mean, levels[2];
 };
@@ -51,15 +46,18 @@ struct ChunkPlace {
   int64_t piece, start;  // whose payload; the chunk's first element in the tensor
   int64_t record;        // where its record begins in the payload
   int count;             // its elements
+  ChunkRecord layout;    // of its record
 };
 
-__device__ inline ChunkPlace chunk_of(const Rule& rule, const Pieces& pieces, int64_t index) {
+// `full` is the layout of a full chunk's record: working one out takes as long as some ten elements of a thread.
+__device__ inline ChunkPlace chunk_of(const Rule& rule, const ChunkRecord& full, const Pieces& pieces, int64_t index) {
   const uint32_t chunks = static_cast<uint32_t>((pieces.width + rule.chunk - 1) / rule.chunk);
   const uint32_t at = static_cast<uint32_t>(index), piece = at / chunks, chunk = at - piece * chunks;
   const int64_t first = piece * pieces.width, offset = static_cast<int64_t>(chunk) * rule.chunk;
   const int64_t numel = least(pieces.width, pieces.numel - first);
-  return {piece, first + offset, static_cast<int64_t>(chunk) * rule.record_nbytes(rule.chunk),
-          static_cast<int>(least(rule.chunk, numel - offset))};
+  const int count = static_cast<int>(least(rule.chunk, numel - offset));
+  return {piece, first + offset, static_cast<int64_t>(chunk) * full.nbytes(), count,
+          count == rule.chunk ? full : rule.record_of(count)};
 }
 
 // Kernels.
@@ -142,29 +140,32 @@ __device__ inline float value_of(uint32_t code, float small, float large) {
 __device__ inline float rounded(float level) { return float_from_bfloat(bfloat_from_float(level)); }
 
 // The record, a byte a thread.
-__device__ inline void write_record(const Rule& rule, int k, const Shared& shared, uint8_t* record) {
-  const int bits = rule.place_bits(), places_nbytes = rule.places_nbytes(k), nbytes = 4 + places_nbytes + (2 * k + 7) / 8;
-  for (int at = threadIdx.x; at < nbytes; at += kThreads) {
+__device__ inline void write_record(const ChunkRecord& layout, const Shared& shared, uint8_t* record) {
+  const int bits = layout.entry_bits(), vector = 4 + layout.entries_nbytes;
+  for (int at = threadIdx.x; at < layout.nbytes(); at += kThreads) {
     uint32_t byte = 0;
     if (at < 4) {
       byte = bfloat_from_float(shared.levels[at / 2]) >> at % 2 * 8;
-    } else if (at < 4 + places_nbytes) {  // a place has 8 bits or more: a byte holds parts of two at most
-      const int first = 8 * (at - 4), place = first / bits, offset = first - place * bits;
-      byte = shared.places[place] >> offset;
-      if (bits - offset < 8 && place + 1 < k) byte |= shared.places[place + 1] << (bits - offset);
+    } else if (at < vector) {
+      int i = 8 * (at - 4) / bits;
+      for (int shift = i * bits - 8 * (at - 4); shift < 8 && i < layout.kept; shift += bits, ++i) {
+        const uint32_t entry = chunk_entry(layout.low_bits, shared.places[i], static_cast<uint32_t>(i),
+                                           code_of(shared.values[i], shared));
+        byte |= shift < 0 ? entry >> -shift : entry << shift;
+      }
     } else {
-      const int first = 4 * (at - 4 - places_nbytes);
-      for (int i = 0; i < 4 && first + i < k; ++i) byte |= code_of(shared.values[first + i], shared) << 2 * i;
+      byte = shared.vector[(at - vector) / 4] >> (at - vector) % 4 * 8;
     }
     record[at] = static_cast<uint8_t>(byte);
   }
 }
 
 // p[j] is element 256 j + thread of the chunk; elements past the end are zero.
-__device__ inline void encode_chunk(const Rule& rule, const float (&p)[kEach], int count, float* new_residual,
+__device__ inline void encode_chunk(const ChunkRecord& layout, const float (&p)[kEach], int count, float* new_residual,
                                     uint8_t* record, Shared& shared) {
   const int thread = static_cast<int>(threadIdx.x), lane = static_cast<int>(lane_index()), warp = thread / 32;
-  const int k = rule.kept(count);
+  const int k = layout.kept;
+  if (thread < kWords) shared.vector[thread] = 0;
   const uint32_t cut = cut_of(p, static_cast<uint32_t>(k), shared), lower = (1u << lane) - 1u;
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
@@ -191,7 +192,9 @@ __device__ inline void encode_chunk(const Rule& rule, const float (&p)[kEach], i
     const uint32_t level = (first >> 16) + static_cast<uint32_t>(__popc(equal & lower));
     if ((greater >> lane & 1) || ((equal >> lane & 1) && level < equals)) {
       const uint32_t slot = above + (level < equals ? level : equals);
-      shared.places[slot] = static_cast<uint32_t>(kThreads * j + thread);
+      const uint32_t place = static_cast<uint32_t>(kThreads * j + thread), bit = chunk_bit(layout.low_bits, place, slot);
+      atomicOr(&shared.vector[bit / 32], 1u << bit % 32);
+      shared.places[slot] = place;
       shared.values[slot] = p[j];
       kept |= 1u << j;
     }
@@ -199,7 +202,7 @@ __device__ inline void encode_chunk(const Rule& rule, const float (&p)[kEach], i
   __syncthreads();
   if (warp == 0) find_levels(k, shared);
   __syncthreads();
-  write_record(rule, k, shared, record);
+  write_record(layout, shared, record);
   if (!new_residual) return;
   const float small = rounded(shared.levels[0]), large = rounded(shared.levels[1]);
 #pragma unroll
@@ -216,8 +219,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                       int64_t chunks) {
   __shared__ Shared shared;
   const Rule rule = {chunk, keep, decay};
+  const ChunkRecord full = rule.record_of(chunk);
   for (int64_t index = blockIdx.x; index < chunks; index += gridDim.x) {
-    const ChunkPlace at = chunk_of(rule, {numel, width}, index);
+    const ChunkPlace at = chunk_of(rule, full, {numel, width}, index);
     const float *g = gradient + at.start, *e = residual ? residual + at.start : nullptr;
     float p[kEach];
 #pragma unroll
@@ -226,36 +230,51 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       p[j] = i < at.count ? g[i] : 0.0f;
       if (e && i < at.count) p[j] = p[j] + decay * e[i];
     }
-    encode_chunk(rule, p, at.count, new_residual ? new_residual + at.start : nullptr,
+    encode_chunk(at.layout, p, at.count, new_residual ? new_residual + at.start : nullptr,
                  payloads + at.piece * stride + at.record, shared);
     __syncthreads();
   }
 }
 
-// sums = addend + worker 0 + worker 1 + ... over one chunk. A place outside a short one harms nothing.
-__device__ inline void reduce_chunk(const Rule& rule, const uint8_t* records, int64_t stride, int64_t workers,
-                                    const float* addend, int count, float* sums) {
-  const int k = rule.kept(count), bits = rule.place_bits(), places_nbytes = rule.places_nbytes(k);
+// sums = addend + worker 0 + worker 1 + ... over one chunk. A place outside a short one harms nothing. A warp takes the
+// vector's words w, w + 8, ..., a lane a bit; where a damaged vector has fewer ones than are kept, the other entries are
+// nowhere, and ones behind the last entry say nothing.
+__device__ inline void reduce_chunk(const Rule& rule, const ChunkRecord& layout, const uint8_t* records, int64_t stride,
+                                    int64_t workers, const float* addend, int count, float* sums) {
+  const int bits = layout.entry_bits(), words = (layout.vector_nbytes + 3) / 4;
+  const int lane = static_cast<int>(lane_index()), warp = static_cast<int>(threadIdx.x) / 32;
   for (int i = threadIdx.x; i < rule.chunk; i += kThreads) sums[i] = addend && i < count ? addend[i] : 0.0f;
   __syncthreads();
   for (int64_t w = 0; w < workers; ++w) {
-    const uint8_t *record = records + w * stride, *places = record + 4, *codes = places + places_nbytes;
+    const uint8_t *record = records + w * stride, *entries = record + 4, *vector = entries + layout.entries_nbytes;
     const float small = float_from_bfloat(load_word<uint16_t>(record));
     const float large = float_from_bfloat(load_word<uint16_t>(record + 2));
-    for (int i = threadIdx.x; i < k; i += kThreads) {
-      const int first = i * bits / 8;  // 8 to 12 bits from an offset of at most 7: three bytes at most
-      const uint32_t word = load_word_within<uint32_t>(places + first, least(3, places_nbytes - first));
-      sums[word >> i * bits % 8 & static_cast<uint32_t>(rule.chunk - 1)] +=
-          value_of(codes[i / 4] >> 2 * (i % 4), small, large);
+    uint32_t before = 0;  // ones in the words before `at`
+    for (int at = warp, counted = 0; at < words; counted = at, at += kWarps) {
+      uint32_t ones = 0;
+      if (lane < at - counted)
+        ones = static_cast<uint32_t>(__popc(load_word_within<uint32_t>(
+            vector + 4 * (counted + lane), layout.vector_nbytes - 4 * (counted + lane))));
+#pragma unroll
+      for (int width = 16; width > 0; width /= 2) ones += __shfl_xor_sync(kAllLanes, ones, width);
+      before += ones;
+      const uint32_t word = load_word_within<uint32_t>(vector + 4 * at, layout.vector_nbytes - 4 * at);
+      const uint32_t i = before + static_cast<uint32_t>(__popc(word & ((1u << lane) - 1u)));
+      if ((word >> lane & 1) && i < static_cast<uint32_t>(layout.kept)) {
+        const int first = static_cast<int>(i) * bits / 8;  // 2 to 14 bits from an offset of at most 7: three bytes
+        const uint32_t entry =
+            load_word_within<uint32_t>(entries + first, least(3, layout.entries_nbytes - first)) >> i * bits % 8;
+        sums[chunk_place(layout.low_bits, rule.chunk, 32u * at + lane, i, entry)] += value_of(entry, small, large);
+      }
     }
     __syncthreads();
   }
 }
 
-__device__ inline void decode_chunk(const Rule& rule, const uint8_t* records, int64_t stride, int64_t workers,
-                                    const float* addend, float* target, int count, float* sums) {
-  reduce_chunk(rule, records, stride, workers, addend, count, sums);
-  for (int i = threadIdx.x; i < count; i += kThreads) target[i] = sums[i];
+__device__ inline void decode_chunk(const Rule& rule, const ChunkPlace& at, const uint8_t* records, int64_t stride,
+                                    int64_t workers, const float* addend, float* target, float* sums) {
+  reduce_chunk(rule, at.layout, records, stride, workers, addend, at.count, sums);
+  for (int i = threadIdx.x; i < at.count; i += kThreads) target[i] = sums[i];
   __syncthreads();
 }
 
@@ -264,9 +283,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                              int64_t numel, int64_t width, int64_t chunks) {
   __shared__ float sums[kMostChunk];
   const Rule rule = {chunk, keep, 0.0f};
+  const ChunkRecord full = rule.record_of(chunk);
   for (int64_t index = blockIdx.x; index < chunks; index += gridDim.x) {
-    const ChunkPlace at = chunk_of(rule, {numel, width}, index);
-    decode_chunk(rule, payloads + at.piece * stride + at.record, 0, 1, nullptr, target + at.start, at.count, sums);
+    const ChunkPlace at = chunk_of(rule, full, {numel, width}, index);
+    decode_chunk(rule, at, payloads + at.piece * stride + at.record, 0, 1, nullptr, target + at.start, sums);
   }
 }
 
@@ -275,10 +295,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                              const float* addend, float* target, int64_t numel, int64_t chunks) {
   __shared__ float sums[kMostChunk];
   const Rule rule = {chunk, keep, 0.0f};
+  const ChunkRecord full = rule.record_of(chunk);
   for (int64_t index = blockIdx.x; index < chunks; index += gridDim.x) {
-    const ChunkPlace at = chunk_of(rule, {numel, numel}, index);
-    decode_chunk(rule, rows + at.record, stride, workers, addend ? addend + at.start : nullptr, target + at.start,
-                 at.count, sums);
+    const ChunkPlace at = chunk_of(rule, full, {numel, numel}, index);
+    decode_chunk(rule, at, rows + at.record, stride, workers, addend ? addend + at.start : nullptr, target + at.start,
+                 sums);
   }
 }
 
@@ -289,9 +310,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __shared__ Shared shared;
   __shared__ float sums[kMostChunk];
   const Rule rule = {chunk, keep, decay};
+  const ChunkRecord full = rule.record_of(chunk);
   for (int64_t index = blockIdx.x; index < chunks; index += gridDim.x) {
-    const ChunkPlace at = chunk_of(rule, {numel, numel}, index);
-    reduce_chunk(rule, rows + at.record, stride, workers, nullptr, at.count, sums);
+    const ChunkPlace at = chunk_of(rule, full, {numel, numel}, index);
+    reduce_chunk(rule, at.layout, rows + at.record, stride, workers, nullptr, at.count, sums);
     if (residual) {
       for (int i = static_cast<int>(threadIdx.x); i < at.count; i += kThreads)
         sums[i] = sums[i] + decay * residual[at.start + i];
@@ -302,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       const int i = kThreads * j + static_cast<int>(threadIdx.x);
       p[j] = i < at.count ? sums[i] : 0.0f;
     }
-    encode_chunk(rule, p, at.count, new_residual ? new_residual + at.start : nullptr, reduced + at.record, shared);
+    encode_chunk(at.layout, p, at.count, new_residual ? new_residual + at.start : nullptr, reduced + at.record, shared);
     __syncthreads();
   }
 }

@@ -172,3 +172,23 @@ def test_what_is_own_to_a_rank_is_not_compared() -> None:
 def test_a_value_of_another_type_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(TypeError, match=rf"`{name}` is .*wanted"):
         Config(**{name: value})  # type: ignore[arg-type]
+
+
+def test_options_of_no_compressor_are_refused_unless_the_environment_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRADWIRE_COMPRESSOR", raising=False)
+    for without in ({}, {"compressor": None}):
+        with pytest.raises(ValueError, match=r"`compressor_options` is \{'rank': 2\}, and no compressor is given; "):
+            Config.from_env(compressor_options={"rank": 2}, **without)
+    assert Config.from_env(compressor_options={}).compressor is None
+    monkeypatch.setenv("GRADWIRE_COMPRESSOR", "powersgd")
+    assert Config.from_env(compressor_options={"rank": 2}).compressor == "powersgd"
+
+
+def test_a_compressor_of_none_wins_over_the_environment_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("GRADWIRE_COMPRESSOR", "int8")
+    with caplog.at_level("INFO", logger="gradwire"):
+        assert Config.from_env().compressor == "int8" and not caplog.text
+        assert Config.from_env(compressor=None).compressor is None
+    assert "compressor=None: exact; GRADWIRE_COMPRESSOR=int8 does not count here" in caplog.text

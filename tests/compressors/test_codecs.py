@@ -138,8 +138,8 @@ def test_of_equal_magnitudes_the_first_are_sent() -> None:
     assert not decoded[64:].any()
 
 
-def test_64_of_4096_are_under_a_quarter_of_a_bit() -> None:
-    assert 8 * ChunkTopkCodec(ChunkRule()).wire_nbytes(1 << 20) / (1 << 20) == 0.2265625
+def test_64_of_4096_are_under_a_sixth_of_a_bit() -> None:
+    assert 8 * ChunkTopkCodec(ChunkRule()).wire_nbytes(1 << 20) / (1 << 20) == 0.1640625
 
 
 def test_random_rounding_is_unbiased_and_repeatable() -> None:

@@ -1,6 +1,7 @@
 """The CUDA kernels on what this machine has: their own source on the CPU, or a GPU."""
 
 import ctypes
+import fcntl
 import functools
 import os
 import shutil
@@ -30,13 +31,17 @@ class Emulator:
     """Compiled kernels whose threads are fibers; see cuda_on_cpu.h."""
 
     def __init__(self, folder: Path) -> None:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            libraries = pool.map(functools.partial(self._build, folder), ENTRY_POINTS)
+        """Compiles what is not in the folder yet: the workers of one run share it, and one of them compiles."""
+        with Path(folder, "lock").open("w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            libraries = list(pool.map(functools.partial(self._build, folder), ENTRY_POINTS))
         self._libraries = dict(zip(ENTRY_POINTS, libraries, strict=True))
 
     @staticmethod
     def _build(folder: Path, name: str) -> ctypes.CDLL:
-        source, library = folder / f"{name}.cpp", folder / f"{name}.so"
+        source, library, unfinished = (folder / f"{name}.{ending}" for ending in ("cpp", "so", "so.part"))
+        if library.exists():
+            return ctypes.CDLL(str(library))
         launchers = "\n".join(f"EMULATE({kernel})" for kernel in ENTRY_POINTS[name])
         source.write_text(f'#include "cuda_on_cpu.h"\n{kernel_source(name)}\n{launchers}\n')
         subprocess.run(
@@ -54,10 +59,11 @@ class Emulator:
                 f"-I{FOLDER}",
                 str(source),
                 "-o",
-                str(library),
+                str(unfinished),
             ],
             check=True,
         )
+        unfinished.rename(library)
         return ctypes.CDLL(str(library))
 
     def launch(
@@ -83,7 +89,11 @@ class Emulator:
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     if shutil.which("g++") is None:
         pytest.skip("no g++: the kernels cannot be run on the CPU")
-    return Emulator(tmp_path_factory.mktemp("emulator"))
+    # Beside the folders of all of pytest-xdist's workers; without workers this run's own.
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "emulator"
+    shared.mkdir(exist_ok=True)
+    return Emulator(shared)
 
 
 @pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])

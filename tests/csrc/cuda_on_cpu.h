@@ -195,6 +195,7 @@ inline unsigned __ballot_sync(unsigned, bool flag) {
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline unsigned atomicAdd(unsigned* at, unsigned x) { return std::exchange(*at, *at + x); }
+inline unsigned atomicOr(unsigned* at, unsigned x) { return std::exchange(*at, *at | x); }
 inline unsigned atomicCAS(unsigned* at, unsigned assumed, unsigned x) {
   const unsigned seen = *at;
   if (seen == assumed) *at = x;

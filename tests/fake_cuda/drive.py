@@ -305,6 +305,7 @@ def train(
     quiet: bool = False,
     gradients: Callable[[int, int], Mapping[str, Tensor]] | None = None,
     shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+    rates: Sequence[float] = (),
     **options: Any,
 ) -> Body:
     """The body of a training: one step for each entry of `buckets`.
@@ -317,12 +318,14 @@ def train(
         quiet: No host wait during a backward pass.
         gradients: A rank's gradients of a step; by default `gradient`.
         shapes: Of the parameters.
+        rates: `nic_bytes_per_second` of each rank; of none by default.
         **options: Fields of `Config`.
     """
 
     def body(rank: int, device: torch.device, group: FakeProcessGroup) -> Any:
         model = Model(group, device, shapes)
-        job = Job(make_state(group, model, nodes[rank], **options), model, device, rank, quiet)
+        rate = {"nic_bytes_per_second": rates[rank]} if rates else {}
+        job = Job(make_state(group, model, nodes[rank], **rate, **options), model, device, rank, quiet)
         try:
             for step, names in enumerate(buckets):
                 before(job, step)

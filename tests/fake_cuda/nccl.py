@@ -134,6 +134,8 @@ class Exchange:
         """Rank threads that have not ended."""
         self.waiting = 0
         self.failure: OrderError | None = None
+        self.sent: dict[tuple[int, int], int] = {}
+        """Bytes that one rank has sent to another in exchanges of parts, all of them together."""
         self.coalescing = threading.local()
 
     def clique(self, key: str, size: int) -> Clique:
@@ -542,6 +544,19 @@ class FakeNccl:
 
     all_to_all_single = alltoall_base
 
+    def alltoall(self, outputs: Any, sources: Any, options: Any = None) -> Any:
+        taken, given = ([each.numel() for each in tensors] for tensors in (outputs, sources))
+        _fits(len(taken) == len(given) == self._size, "alltoall", outputs[0], sources[0])
+
+        def apply(rank: int, everybody: list[list[Tensor]]) -> None:
+            for target, each in zip(outputs, everybody, strict=True):
+                view_of(target).copy_(each[rank].view_as(target))
+
+        signature = ("unequal parts", outputs[0].dtype)
+        call = _Call("alltoall", signature, list(sources), list(outputs), apply, (taken, given))
+        call.all_splits = {}  # type: ignore[attr-defined]
+        return self._issue(call, options)
+
     def barrier(self, options: Any = None) -> "FakeWork":
         clique, stream = self._connect(machine().here.device)
         exchange().meet(clique, self._rank, ("barrier",), [], [])
@@ -625,6 +640,10 @@ class FakeNccl:
                         exchange().fail(error)
                         raise error
                 call.all_splits.update(splits)
+                own, width = clique.devices[self._rank], call.inputs[0].element_size()
+                for other, numel in enumerate(splits[self._rank][1]):
+                    pair = own, clique.devices[other]
+                    exchange().sent[pair] = exchange().sent.get(pair, 0) + numel * width
             call.apply(self._rank, [slot.inputs[rank][place] for rank in range(self._size)])
         if not asynchronous:
             return None

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from fake_cuda.drive import FIRST, OPTIONS, REBUILT, Job, gradient, make_state, on_cpu, on_cuda, train
 from fake_cuda.machine import Machine
+from gradwire.comms.plan.owners import owner_shares
+from gradwire.compressors.routed import Routed, make_routed
+from gradwire.compressors.two_stage import TwoStage
 
 OTHERS = (("three_bias", "three_weight"), ("norm", "two_bias", "two_weight", "one_bias", "one_weight"))
 """Buckets cut elsewhere than `REBUILT`: parameters move to other shards."""
@@ -82,6 +85,37 @@ def test_a_plan_over_all_ranks(compressor: str) -> None:
 @pytest.mark.parametrize("compressor", ["onebit", "dgc"])
 def test_uneven_nodes(compressor: str) -> None:
     compared(compressor, (REBUILT,) * 3, nodes="aaab", whole=True)  # of three ranks the order matters otherwise
+
+
+@pytest.mark.parametrize("compressor", ["bf16", "int8", "onebit", "powersgd"])
+def test_owners_by_their_links(compressor: str) -> None:
+    """A node sends (1 + (N - 2) f) of a payload, f being its share; what is summed exactly has equal parts."""
+    shapes, steps = {"weight": (128, 512)}, ((("weight",),),) * 3
+    settings: dict[str, Any] = {"plan": "hierarchical", "chunks": 1, "compressor": compressor}
+    settings["compressor_options"] = options = OPTIONS[compressor]
+    main = make_routed(compressor, options)
+    assert isinstance(main, Routed)
+    payload = 64 * main.main.codec.wire_nbytes(1024) if isinstance(main.main, TwoStage) else 0
+    compressed = len(steps) - int(options.get("warmup_steps", 0))
+    found: list[Tensor] = []
+    for rates in ((4e9, 1e9, 4e9, 4e9), (4e9, 2e9, 3e9, 1e9)):
+        body = train("abcd", steps, shapes=shapes, rates=rates, **settings)
+        results, running = on_cuda(4, body)
+        found += [torch.cat([step[0] for step in run]) for run in results]
+        sent = running.exchange.sent  # type: ignore[attr-defined]
+        left = [sum(nbytes for (one, other), nbytes in sent.items() if rank == one != other) for rank in range(4)]
+        out, back = (
+            {each["communicator"] for each in running.schedule()[0] if each["op"] == op}
+            for op in ("all_to_all", "alltoall")
+        )
+        assert out.isdisjoint(back) and len(out) == len(back) == bool(payload)  # so that two chunks' stages overlap
+        assert left == [compressed * payload * (64 + 2 * share) // 64 for share in owner_shares(rates)]
+    assert all(torch.equal(each, found[0]) for each in found)
+    on_a_cpu = torch.cat([step[0] for step in on_cpu(4, body)[3]])
+    if compressor in APPROXIMATE:
+        torch.testing.assert_close(found[0], on_a_cpu, rtol=1e-4, atol=1e-5)
+    else:
+        assert torch.equal(found[0], on_a_cpu)
 
 
 @pytest.mark.parametrize("compressor", FAMILIES)

@@ -69,7 +69,9 @@ def test_values_of_every_collective() -> None:
         group.alltoall_base(exchanged, own(rank).float(), [], [], dist.AllToAllOptions()).wait()
         uneven = torch.empty(3 * (rank + 1), device="cuda")
         group.alltoall_base(uneven, own(rank).float(), [rank + 1] * 3, [1, 2, 3], dist.AllToAllOptions()).wait()
-        return [each.cpu().float() for each in (*outputs, gathered, scattered, exchanged, uneven)]
+        rows = [torch.empty(3 * (other != 1), device="cuda") for other in range(3)]  # rank 1 has nothing to send
+        group.alltoall(rows, [own(rank).float()[: rows[rank].numel()]] * 3, dist.AllToAllOptions()).wait()
+        return [each.cpu().float() for each in (*outputs, gathered, scattered, exchanged, uneven, torch.cat(rows))]
 
     results, _ = ranks(body)
     for rank, found in enumerate(results):
@@ -83,6 +85,7 @@ def test_values_of_every_collective() -> None:
             total()[2 * rank : 2 * rank + 2],
             torch.cat([each[2 * rank : 2 * rank + 2] for each in expected()]),
             torch.cat([each[[0, 1, 3][rank] :][: rank + 1] for each in expected()]),
+            torch.cat([each[:3] for each in expected()[::2]]),
         ]
         for have, want in zip(found, wanted, strict=True):
             torch.testing.assert_close(have, want.float())

@@ -114,11 +114,14 @@ class FakeNccl:
         input_split_sizes: list[int],
         opts: Any,
     ) -> FakeWork:
-        assert output_split_sizes == input_split_sizes == [], "unequal parts are a send and a receive each"
+        assert output_split_sizes == input_split_sizes == [], "unequal parts: fake_cuda has them"
         assert output.numel() == input.numel()
         assert input.numel() % self._world.size == 0
         assert _span(output)[1] <= _span(input)[0] or _span(input)[1] <= _span(output)[0], "never in place"
         return self._add("all_to_all", None, [output, input], None)
+
+    def alltoall(self, outputs: list[Tensor], sources: list[Tensor], opts: Any) -> FakeWork:
+        raise AssertionError("unequal parts: fake_cuda has them")
 
     reduce_scatter_single = _reduce_scatter_base
     all_gather_single = _allgather_base

@@ -176,14 +176,15 @@ class SmallCnn(nn.Sequential):
 
 @dataclass
 class FashionTask:
-    """Test accuracy of the CNN under SGD with momentum 0.9; 32 images a rank and step."""
+    """Test accuracy of the CNN under SGD with momentum 0.9; 32 images a rank and step, dealt out to `ranks` ranks."""
 
     epochs: int = 4
     batch: int = 32
+    ranks: int = RANKS
     facts: TaskFacts = field(init=False)
 
     def __post_init__(self) -> None:
-        self._steps_of_epoch = 60_000 // (self.batch * RANKS)
+        self._steps_of_epoch = 60_000 // (self.batch * self.ranks)
         self.facts = TaskFacts(
             name="fashion",
             title="CNN of 106 k parameters on Fashion-MNIST, SGD with momentum 0.9",
@@ -213,7 +214,7 @@ class FashionTask:
     def batch_of(self, step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
         """See `BatchedTask.batch_of`: images and labels."""
         epoch, number = divmod(step, self._steps_of_epoch)
-        first = (number * RANKS + rank) * self.batch
+        first = (number * self.ranks + rank) * self.batch
         chosen = _shuffled(seed, epoch)[first : first + self.batch]
         images, labels = self._train
         return images[chosen], labels[chosen]
@@ -224,7 +225,7 @@ class FashionTask:
 
     def score(self, model: nn.Module, rank: int) -> Tensor:
         """See `Task.score`: percent right."""
-        images, labels = (part[rank::RANKS] for part in self._test)
+        images, labels = (part[rank :: self.ranks] for part in self._test)
         right = 0
         for first in range(0, len(labels), EVALUATION_BATCH):
             some = slice(first, first + EVALUATION_BATCH)

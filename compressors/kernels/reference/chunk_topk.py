@@ -26,19 +26,39 @@ class ChunkRule:
     decay: float = 0.95
     """Factor of the residual before it is added to the gradient, 0 to 1."""
 
-    @property
-    def place_bits(self) -> int:
-        """Bits of a place in a chunk."""
-        return self.chunk.bit_length() - 1
-
     def kept(self, numel: int) -> int:
         """How many are sent of a chunk that has `numel` elements: the same share, rounded up."""
         return -(-self.keep * numel // self.chunk)
 
     def record_nbytes(self, numel: int) -> int:
-        """Bytes of a chunk that has `numel` elements: its two levels, then places, then codes."""
-        kept = self.kept(numel)
-        return 4 + -(-self.place_bits * kept // 8) + -(-2 * kept // 8)
+        """Bytes of a chunk that has `numel` elements."""
+        return _layout(self, numel).nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The record of a chunk: two levels, an entry for each place, then the vector of the places' high parts."""
+
+    kept: int
+    low_bits: int
+    """Of a place that are in its entry."""
+    entries_nbytes: int
+    vector_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return 4 + self.entries_nbytes + self.vector_nbytes
+
+
+@lru_cache(maxsize=1024)
+def _layout(rule: ChunkRule, numel: int) -> _Layout:
+    """Returns the smallest record of `numel` elements; of two that are alike the one with more low bits."""
+    kept = rule.kept(numel)
+    layouts = [
+        _Layout(kept, low, -(-(2 + low) * kept // 8), -(-(kept + (numel - kept >> low)) // 8))
+        for low in range(rule.chunk.bit_length())
+    ]
+    return min(reversed(layouts), key=lambda layout: layout.nbytes)
 
 
 @lru_cache(maxsize=1024)
@@ -70,19 +90,45 @@ def _sum(x: Tensor) -> Tensor:
     return sums
 
 
-def _pack(values: Tensor, bits: int) -> Tensor:
-    """Returns each row's values as `bits` bits each, the lowest first, in whole bytes (uint8)."""
-    stream = (values.unsqueeze(2) >> torch.arange(bits, device=values.device) & 1).view(len(values), -1)
-    padded = torch.zeros(len(values), -(-stream.shape[1] // 8) * 8, dtype=torch.int64, device=values.device)
-    padded[:, : stream.shape[1]] = stream
-    weights = 2 ** torch.arange(8, device=values.device)
-    return (padded.view(len(values), -1, 8) * weights).sum(2).to(torch.uint8)
+def _bytes(bits: Tensor) -> Tensor:
+    """Returns each row of bits in whole bytes (uint8), the lowest first."""
+    padded = torch.zeros(len(bits), -(-bits.shape[1] // 8) * 8, dtype=torch.int64, device=bits.device)
+    padded[:, : bits.shape[1]] = bits
+    return (padded.view(len(bits), -1, 8) << torch.arange(8, device=bits.device)).sum(2).to(torch.uint8)
 
 
-def _unpack(stream: Tensor, bits: int, count: int) -> Tensor:
-    flat = (stream.unsqueeze(2) >> torch.arange(8, device=stream.device) & 1).view(len(stream), -1)
-    weights = 2 ** torch.arange(bits, device=stream.device)
-    return (flat[:, : count * bits].view(len(stream), count, bits) * weights).sum(2)
+def _bits(stream: Tensor) -> Tensor:
+    return (stream.unsqueeze(2) >> torch.arange(8, device=stream.device) & 1).view(len(stream), -1).long()
+
+
+def _pack(places: Tensor, codes: Tensor, layout: _Layout) -> Tensor:
+    """Returns (chunks, bytes) uint8: the entries, then the vector, of places in ascending order and their codes.
+
+    Source: Elias, Efficient storage and retrieval by content and address of static files, JACM 21(2), 1974; Fano, On
+        the number of bits required to implement an associative memory, MIT Project MAC memo 61, 1971; of place i - i,
+        which never falls, because no place is there twice: without low bits the vector is a bitmap of the chunk.
+    """
+    order = torch.arange(layout.kept, device=places.device)
+    gaps = places - order
+    entries = codes + ((gaps & (1 << layout.low_bits) - 1) << 2)
+    stream = entries.unsqueeze(2) >> torch.arange(2 + layout.low_bits, device=places.device) & 1
+    vector = torch.zeros(len(places), 8 * layout.vector_nbytes, dtype=torch.int64, device=places.device)
+    vector.scatter_(1, (gaps >> layout.low_bits) + order, 1)
+    return torch.cat([_bytes(stream.view(len(places), -1)), _bytes(vector)], dim=1)
+
+
+def _unpack(stream: Tensor, rule: ChunkRule, layout: _Layout) -> tuple[Tensor, Tensor]:
+    """Returns places and codes (chunks, kept) of what _pack wrote.
+
+    Whatever the bytes hold, a place is one of the full chunk's, or `rule.chunk` where the vector has too few ones.
+    """
+    order, bits = torch.arange(layout.kept, device=stream.device), 2 + layout.low_bits
+    entries = _bits(stream[:, : layout.entries_nbytes])[:, : layout.kept * bits].view(len(stream), -1, bits)
+    entries = (entries << torch.arange(bits, device=stream.device)).sum(2)
+    ones = _bits(stream[:, layout.entries_nbytes :]).cumsum(1)
+    at = torch.searchsorted(ones, (order + 1).expand(len(stream), -1).contiguous())
+    places = (at - order << layout.low_bits) + (entries >> 2) + order & rule.chunk - 1
+    return torch.where(at < ones.shape[1], places, rule.chunk), entries & 3
 
 
 def _encode_chunks(p: Tensor, rule: ChunkRule) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,7 +142,8 @@ def _encode_chunks(p: Tensor, rule: ChunkRule) -> tuple[Tensor, Tensor, Tensor]:
         The records (chunks, bytes) uint8, the places (chunks, kept) int64, and the values (chunks, kept) float32 that
         they decode to.
     """
-    kept = rule.kept(p.shape[1])
+    layout = _layout(rule, p.shape[1])
+    kept = layout.kept
     keys = (p.contiguous().view(torch.int32) & 0x7FFFFFFF).clamp(max=_NAN_KEY)
     places = torch.argsort(keys, dim=1, descending=True, stable=True)[:, :kept].sort(1).values
     chosen = p.gather(1, places)
@@ -111,8 +158,7 @@ def _encode_chunks(p: Tensor, rule: ChunkRule) -> tuple[Tensor, Tensor, Tensor]:
     records = torch.cat(
         [
             bits.contiguous().view(torch.uint8),
-            _pack(places, rule.place_bits),
-            _pack(large.long() + 2 * negative.long(), 2),
+            _pack(places, large.long() + 2 * negative.long(), layout),
         ],
         dim=1,
     )
@@ -125,11 +171,9 @@ def _values(bits: Tensor, large: Tensor, negative: Tensor) -> Tensor:
 
 
 def _decode_chunks(records: Tensor, rule: ChunkRule, numel: int) -> tuple[Tensor, Tensor]:
-    """Returns places (chunks, kept) int64 and values (chunks, kept) of records of chunks with `numel` elements."""
-    kept, split = rule.kept(numel), 4 + -(-rule.place_bits * rule.kept(numel) // 8)
+    """Returns places (chunks, kept) int64, as _unpack's, and values of records of chunks with `numel` elements."""
     bits = records[:, :4].reshape(-1).clone().view(torch.int16).view(-1, 2)
-    places = _unpack(records[:, 4:split], rule.place_bits, kept)
-    codes = _unpack(records[:, split:], 2, kept)
+    places, codes = _unpack(records[:, 4:], rule, _layout(rule, numel))
     return places, _values(bits, (codes & 1).bool(), (codes & 2).bool())
 
 
@@ -148,8 +192,9 @@ def chunk_topk_encode(
         residual: What earlier payloads left out, or None.
         new_residual: Receives p - decode(payload); or None.
         payload: (chunk_topk_nbytes(numel, rule)) uint8, overwritten. A chunk's record: the levels (bfloat16: the
-            smaller, the larger), the places in ascending order, `place_bits` each, and for each place two bits: whether
-            it has the larger level, and whether it is negative. Both streams start at a byte, the lowest bit first.
+            smaller, the larger), then for each place in ascending order an entry of two bits (whether it has the larger
+            level, whether it is negative) and the low bits of place i - i, then a bit vector: one i stands at its high
+            part + i. Entries and vector start at a byte, the lowest bit first; as many low bits as make them smallest.
 
     Source: Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, arXiv 2508.15706 (chunks of 4096,
         64 kept, 2 bits, decay 0.95); the two levels are one step of Lloyd's algorithm (IEEE Trans. Inf. Theory 28(2),
@@ -213,7 +258,7 @@ def chunk_topk_decode_reduce(rule: ChunkRule, payloads: Tensor, addend: Tensor |
             records = payload[at : at + chunks * nbytes].view(chunks, nbytes)
             places, values = _decode_chunks(records, rule, numel)
             run = total[start : start + chunks * numel].view(chunks, numel)
-            sums = torch.zeros(chunks, rule.chunk, device=target.device)  # room for places outside a short chunk
+            sums = torch.zeros(chunks, rule.chunk + 1, device=target.device)  # room for places outside the chunk
             sums[:, :numel] = run
             run.copy_(sums.scatter_add_(1, places, values)[:, :numel])
     target.copy_(total)

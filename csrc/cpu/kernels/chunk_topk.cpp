@@ -1,13 +1,11 @@
-// The largest few of each chunk at two bits each, and their places in the chunk: 64 of 4096 are 0.227 bits an element.
+// The largest few of each chunk at two bits each, and their places in the chunk: 64 of 4096 are 0.164 bits an element.
 //
-// A chunk's record: two bfloat16 levels (the smaller, the larger), the places in ascending order (12 bits each in a
-// chunk of 4096), then two bits for each: whether it has the larger level, and whether it is negative. Both streams
-// start at a byte, the lowest bit first. The last chunk may be shorter; it keeps the same share, rounded up.
+// A chunk's record is in common/chunk_topk_formula.h. The last chunk may be shorter; it keeps the same share, rounded up.
 // The selection is exact: the k largest magnitudes, the lower place first among equals, inf and NaN before any number.
 // Bytes an element, read + written, at 64 of 4096:
-//   encode         4 + 0.03 (8 + 4 + 0.03 with residual)
-//   decode_reduce  0.03 W + 4
-//   reduce_encode  0.03 W + 8 + 0.03
+//   encode         4 + 0.02 (8 + 4 + 0.02 with residual)
+//   decode_reduce  0.02 W + 4
+//   reduce_encode  0.02 W + 8 + 0.02
 // Source: Sarfi et al., SparseLoCo, arXiv 2508.15706; the levels are one step of Lloyd's algorithm from the mean.
 #include <nanobind/nanobind.h>
 
@@ -22,13 +20,14 @@
 #endif
 
 #include "common/cast_formula.h"
+#include "common/chunk_topk_formula.h"
 #include "cpu/isa.h"
 #include "cpu/stream.h"
 
 namespace {
 
 using namespace gradwire;
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "places and levels are read as little-endian words");
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "entries, ones and levels are read as little-endian words");
 
 constexpr size_t kMostChunk = 4096;
 constexpr size_t kMostKeep = 512;
@@ -39,12 +38,8 @@ struct Rule {
   size_t chunk, keep;
   float decay;
 
-  unsigned place_bits() const { return static_cast<unsigned>(__builtin_ctzll(chunk)); }
-  size_t kept(size_t count) const { return (keep * count + chunk - 1) / chunk; }
-  size_t places_nbytes(size_t kept) const { return (place_bits() * kept + 7) / 8; }
-  size_t record_nbytes(size_t count) const {
-    const size_t k = kept(count);
-    return 4 + places_nbytes(k) + (2 * k + 7) / 8;
+  ChunkRecord record_of(size_t count) const {
+    return chunk_record(static_cast<int>(chunk), static_cast<int>(keep), static_cast<int>(count));
   }
 };
 

@@ -12,6 +12,7 @@ struct Work {
   uint16_t candidate_places[kMostChunk];
   alignas(64) float values[kMostKeep + 32];  // the kept ones, zeros behind them
   uint16_t places[kMostKeep];
+  uint64_t vector[kMostChunk / 64];
 };
 
 inline size_t count_at_least(const float* x, size_t padded, uint32_t key) {
@@ -132,22 +133,27 @@ inline float mean_of(const float* values, size_t k) {
   return sum_lanes(add(low, high)) / static_cast<float>(k);
 }
 
-// `bits` bits of each value, the lowest first; whole bytes.
-template <class T>
-inline void pack_bits(const T* values, size_t count, unsigned bits, uint8_t* out) {
+// The kept ones' entries, then the vector of their places' high parts.
+inline void pack_places(const ChunkRecord& layout, const uint8_t* codes, Work& work, uint8_t* out) {
+  uint8_t* vector = out + layout.entries_nbytes;
+  const unsigned bits = static_cast<unsigned>(layout.entry_bits());
+  std::memset(work.vector, 0, (static_cast<size_t>(layout.vector_nbytes) + 7) / 8 * 8);
   uint64_t word = 0;
   unsigned filled = 0;
-  for (size_t i = 0; i < count; ++i) {
-    word |= static_cast<uint64_t>(values[i]) << filled;
+  for (uint32_t i = 0; i < static_cast<uint32_t>(layout.kept); ++i) {
+    const uint32_t place = work.places[i], bit = chunk_bit(layout.low_bits, place, i);
+    work.vector[bit / 64] |= uint64_t{1} << bit % 64;
+    word |= uint64_t{chunk_entry(layout.low_bits, place, i, codes[i])} << filled;
     for (filled += bits; filled >= 32; filled -= 32, word >>= 32, out += 4) std::memcpy(out, &word, 4);
   }
   std::memcpy(out, &word, (filled + 7) / 8);
+  std::memcpy(vector, work.vector, static_cast<size_t>(layout.vector_nbytes));
 }
 
 // Encodes one chunk; every pointer but the payload's is to its first element.
-inline void encode_chunk(const Rule& rule, const float* gradient, const float* residual, float* new_residual,
-                         bool past_cache, uint8_t* record, size_t count, Work& work) {
-  const size_t k = rule.kept(count);
+inline void encode_chunk(const Rule& rule, const ChunkRecord& layout, const float* gradient, const float* residual,
+                         float* new_residual, bool past_cache, uint8_t* record, size_t count, Work& work) {
+  const size_t k = static_cast<size_t>(layout.kept);
   gather(gradient, residual, rule.decay, count, work);
   select(count, k, work);
   const float mean = mean_of(work.values, k);
@@ -161,8 +167,7 @@ inline void encode_chunk(const Rule& rule, const float* gradient, const float* r
   uint8_t codes[kMostKeep];
   for (size_t i = 0; i < k; ++i)
     codes[i] = static_cast<uint8_t>((std::fabs(work.values[i]) >= mean) | (work.values[i] < 0.0f) << 1);
-  pack_bits(work.places, k, rule.place_bits(), record + 4);
-  pack_bits(codes, k, 2, record + 4 + rule.places_nbytes(k));
+  pack_places(layout, codes, work, record + 4);
   if (!new_residual) return;
   const float decoded[2] = {float_from_bfloat(stored[0]), float_from_bfloat(stored[1])};
   for (size_t i = 0; i < k; ++i) {
@@ -178,48 +183,72 @@ inline void encode(const Rule& rule, const float* gradient, const float* residua
                    uint8_t* payload, size_t numel) {
   Work work;
   const bool past_cache = streams(new_residual, gradient, residual, numel);
-  const size_t nbytes = rule.record_nbytes(rule.chunk);
-  for (size_t start = 0; start < numel; start += rule.chunk, payload += nbytes)
-    encode_chunk(rule, gradient + start, residual ? residual + start : nullptr,
-                 new_residual ? new_residual + start : nullptr, past_cache, payload,
-                 std::min(rule.chunk, numel - start), work);
+  const ChunkRecord full = rule.record_of(rule.chunk);
+  for (size_t start = 0; start < numel; start += rule.chunk, payload += full.nbytes()) {
+    const size_t count = std::min(rule.chunk, numel - start);
+    encode_chunk(rule, count == rule.chunk ? full : rule.record_of(count), gradient + start,
+                 residual ? residual + start : nullptr, new_residual ? new_residual + start : nullptr, past_cache,
+                 payload, count, work);
+  }
   if (past_cache) fence();
 }
 
+// Adds a record's values at their places. Where a damaged vector has fewer ones than are kept, the other entries are
+// nowhere; ones behind the last entry say nothing. Eight zero bytes follow the vector.
+template <int kLowBits>
+inline void add_places(const ChunkRecord& layout, int chunk, const uint8_t* entries, const float* levels, float* sums) {
+  const uint8_t* vector = entries + layout.entries_nbytes;
+  const uint32_t kept = static_cast<uint32_t>(layout.kept);
+  uint32_t i = 0;
+  for (uint32_t at = 0; at < static_cast<uint32_t>(layout.vector_nbytes); at += 8) {
+    uint64_t ones;
+    std::memcpy(&ones, vector + at, sizeof ones);
+    for (; ones && i < kept; ones &= ones - 1, ++i) {
+      uint32_t entry;
+      std::memcpy(&entry, entries + i * (2 + kLowBits) / 8, sizeof entry);
+      entry >>= i * (2 + kLowBits) % 8;
+      const uint32_t bit = 8 * at + static_cast<uint32_t>(__builtin_ctzll(ones));
+      sums[chunk_place(kLowBits, chunk, bit, i, entry)] += levels[entry & 3];
+    }
+  }
+}
+
+using AddPlaces = void (*)(const ChunkRecord&, int, const uint8_t*, const float*, float*);
+constexpr AddPlaces kAddPlaces[] = {add_places<0>, add_places<1>, add_places<2>,  add_places<3>,  add_places<4>,
+                                    add_places<5>, add_places<6>, add_places<7>,  add_places<8>,  add_places<9>,
+                                    add_places<10>, add_places<11>, add_places<12>};
+static_assert(sizeof kAddPlaces / sizeof kAddPlaces[0] == 1 + 12 && kMostChunk == 1 << 12, "by low bits");
+
 // Adds one worker's record to `sums`, which has room for a full chunk: a place outside a short one harms nothing.
-inline void add_record(const Rule& rule, const uint8_t* from, size_t k, float* sums) {
-  uint8_t record[4 + kMostKeep * 12 / 8 + kMostKeep / 4 + 8];
-  const size_t places_nbytes = rule.places_nbytes(k);
-  std::memcpy(record, from, 4 + places_nbytes + (2 * k + 7) / 8);
+inline void add_record(const Rule& rule, const ChunkRecord& layout, const uint8_t* from, float* sums) {
+  uint8_t record[4 + kMostKeep / 4 + kMostChunk / 8 + 8];  // no more than with a bitmap of the chunk
+  const size_t nbytes = static_cast<size_t>(layout.nbytes());
+  std::memcpy(record, from, nbytes);
+  std::memset(record + nbytes, 0, 8);
   uint16_t stored[2];
   std::memcpy(stored, record, sizeof stored);
   const float small = float_from_bfloat(stored[0]), large = float_from_bfloat(stored[1]);
   const float levels[4] = {small, large, -small, -large};
-  const unsigned bits = rule.place_bits();
-  const uint8_t *places = record + 4, *codes = places + places_nbytes;
-  for (size_t i = 0, at = 0; i < k; ++i, at += bits) {
-    uint32_t word;
-    std::memcpy(&word, places + at / 8, sizeof word);
-    sums[word >> at % 8 & (rule.chunk - 1)] += levels[codes[i / 4] >> 2 * (i % 4) & 3];
-  }
+  kAddPlaces[layout.low_bits](layout, static_cast<int>(rule.chunk), record + 4, levels, sums);
 }
 
-// sums = addend + worker 0 + worker 1 + ... over the chunk at `start`, of which `count` elements exist.
-inline void reduce_chunk(const Rule& rule, const Payloads& payloads, size_t start, const float* addend, size_t count,
-                         float* sums) {
+// sums = addend + worker 0 + worker 1 + ... over `count` elements, whose records begin at `records`.
+inline void reduce_chunk(const Rule& rule, const ChunkRecord& layout, const Payloads& payloads, const uint8_t* records,
+                         const float* addend, size_t count, float* sums) {
   if (addend) std::memcpy(sums, addend, count * sizeof(float));
   else std::memset(sums, 0, count * sizeof(float));
-  const size_t k = rule.kept(count);
-  const uint8_t* record = payloads.first + start / rule.chunk * rule.record_nbytes(rule.chunk);
-  for (size_t w = 0; w < payloads.workers; ++w) add_record(rule, record + w * payloads.stride, k, sums);
+  for (size_t w = 0; w < payloads.workers; ++w) add_record(rule, layout, records + w * payloads.stride, sums);
 }
 
 inline void decode_reduce(const Rule& rule, const Payloads& payloads, const float* addend, float* target) {
   alignas(64) float sums[kMostChunk];
   const bool past_cache = streams(target, addend, nullptr, payloads.numel);
-  for (size_t start = 0; start < payloads.numel; start += rule.chunk) {
+  const ChunkRecord full = rule.record_of(rule.chunk);
+  const uint8_t* records = payloads.first;
+  for (size_t start = 0; start < payloads.numel; start += rule.chunk, records += full.nbytes()) {
     const size_t count = std::min(rule.chunk, payloads.numel - start);
-    reduce_chunk(rule, payloads, start, addend ? addend + start : nullptr, count, sums);
+    reduce_chunk(rule, count == rule.chunk ? full : rule.record_of(count), payloads, records,
+                 addend ? addend + start : nullptr, count, sums);
     if (count % 16 != 0) std::memcpy(target + start, sums, count * sizeof(float));
     else
       for (size_t at = 0; at < count; at += 16) put(target + start + at, load(sums + at), past_cache);
@@ -233,12 +262,15 @@ inline void reduce_encode(const Rule& rule, const Payloads& payloads, const floa
   Work work;
   alignas(64) float sums[kMostChunk];
   const bool past_cache = streams(new_residual, residual, nullptr, payloads.numel);
-  const size_t nbytes = rule.record_nbytes(rule.chunk);
-  for (size_t start = 0; start < payloads.numel; start += rule.chunk, reduced += nbytes) {
+  const ChunkRecord full = rule.record_of(rule.chunk);
+  const uint8_t* records = payloads.first;
+  for (size_t start = 0; start < payloads.numel; start += rule.chunk, records += full.nbytes()) {
     const size_t count = std::min(rule.chunk, payloads.numel - start);
-    reduce_chunk(rule, payloads, start, nullptr, count, sums);
-    encode_chunk(rule, sums, residual ? residual + start : nullptr, new_residual ? new_residual + start : nullptr,
-                 past_cache, reduced, count, work);
+    const ChunkRecord layout = count == rule.chunk ? full : rule.record_of(count);
+    reduce_chunk(rule, layout, payloads, records, nullptr, count, sums);
+    encode_chunk(rule, layout, sums, residual ? residual + start : nullptr,
+                 new_residual ? new_residual + start : nullptr, past_cache, reduced + (records - payloads.first), count,
+                 work);
   }
   if (past_cache) fence();
 }

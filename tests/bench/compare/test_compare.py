@@ -38,7 +38,7 @@ def test_every_plan_and_compressor_takes_part() -> None:
         "gradwire powersgd",
         "gradwire int8",
     } <= set(names)
-    assert [one.name for one in select(contender_specs(False), "hier,fp16 hook")] == [
+    assert [one.name for one in select(contender_specs(False), "hier,fp16 hook,hier")] == [
         PLAIN,
         "torch fp16 hook",
         "gradwire hierarchical",

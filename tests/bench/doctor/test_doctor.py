@@ -13,6 +13,7 @@ from rich.console import Console
 
 import gradwire
 from gradwire.bench.doctor import command, control, local, network, script, show
+from gradwire.bench.doctor import examine as examine_module
 from gradwire.bench.doctor.checks import diagnose, words
 from gradwire.bench.doctor.facts import JobFacts, NetworkInterface, RankFacts, from_record, to_record
 from gradwire.bench.doctor.picture import svg
@@ -184,6 +185,26 @@ def test_a_script_that_makes_no_steps_says_what_it_said(tmp_path: Path) -> None:
     run = script.judge(tmp_path / "none", 1, False, ["Traceback", "KeyError: 'data'"])
     assert run.step_seconds is None and "KeyError: 'data'" in str(run.error) and "status 1" in str(run.error)
     assert "within" in str(script.judge(tmp_path / "none", -9, True, []).error)
+
+
+def test_the_status_of_a_script_that_fails_is_the_doctors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, steps = tmp_path / "train.py", tmp_path / "steps"
+    train.touch()
+    steps.write_text("".join(f"8 {step}.0\n" for step in range(9)))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    crashed = script.judge(steps, -11, False, [])
+    assert crashed.status == 139 and crashed.step_seconds == 1.0 and "failed with status -11" in str(crashed.error)
+    for status, late in ((0, False), (-9, True)):  # all is well; it was ended when its time was up
+        run = script.judge(steps, status, late, [])
+        assert run.status == 0 and run.error is None
+    run = script.judge(tmp_path / "none", 3, False, ["KeyError"])
+    monkeypatch.setattr(examine_module, "run_script", lambda words, variables: run)
+    assert command.main(["--run", str(train)]) == 3
+    said = "the script ended with status 3 after 0 optimizer steps; it said last: KeyError"
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_alone_it_looks_at_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

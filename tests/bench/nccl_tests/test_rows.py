@@ -2,11 +2,15 @@
 
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from gradwire.bench.nccl_tests import rows
+from gradwire.bench.nccl_tests.checks import cases
+from gradwire.bench.nccl_tests.collectives import COLLECTIVES, Counts
 from gradwire.bench.nccl_tests.options import parse
 from gradwire.bench.nccl_tests.rows import IterationTimes, Timer
 from gradwire.comms.bootstrap.compat import HashStore
@@ -70,3 +74,36 @@ def test_percentiles_are_by_nearest_rank() -> None:
     assert times.mean == 50.5
     assert times.deviation == pytest.approx(28.866, abs=1e-3)
     assert times.variation == pytest.approx(57.16, abs=0.01)
+
+
+class SlowCheck:
+    """Takes half a second of a clock of its own for each check, and finds nothing wrong."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def wrong(self, *case: object) -> int:
+        self.seconds += 0.5
+        return 0
+
+
+@pytest.mark.parametrize(("checks", "told"), [(1, []), (60, []), (100, [0.5])])
+def test_who_asks_for_many_checks_hears_once_how_long_one_takes(
+    control: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, checks: int, told: list[float]
+) -> None:
+    check, heard = SlowCheck(), list[float]()
+    monkeypatch.setattr(rows, "time", SimpleNamespace(perf_counter=lambda: check.seconds))
+    options = parse(["all_reduce", "-c", str(checks)])
+    runner = rows.RowRunner(
+        None,  # type: ignore[arg-type]  # nothing is issued
+        COLLECTIVES["all_reduce"],
+        options,
+        torch.device("cpu"),
+        control,
+        check,
+        heard.append,
+    )
+    case = cases(COLLECTIVES["all_reduce"], options, 1)[0]
+    for in_place in (False, True):
+        assert runner._wrong(case, Counts(1, 1, 1), in_place) == 0
+    assert heard == told and check.seconds == checks  # each of them was made, out of place and in place

@@ -202,6 +202,23 @@ def write_idx(file: Path, shape: tuple[int, ...], values: bytes) -> None:
     file.write_bytes(gzip.compress(header + values))
 
 
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_ranks_share_an_epoch_and_the_held_out_images_out(ranks: int) -> None:
+    task, numbers = FashionTask(ranks=ranks), torch.arange(60_000)
+    vars(task)["_train"] = vars(task)["_test"] = numbers, numbers
+    steps = task.facts.steps // task.epochs
+    batches = [task.batch_of(step, rank, 1)[0] for step in range(steps, 2 * steps) for rank in range(ranks)]
+    seen = torch.cat(batches).tolist()
+    assert 60_000 - len(seen) < 32 * ranks
+    assert len(set(seen)) == len(seen)
+
+    def always_three(images: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(torch.full_like(images, 3))
+
+    scores = [task.score(always_three, rank) for rank in range(ranks)]  # type: ignore[arg-type]
+    assert torch.stack(scores).sum(0).tolist() == [100.0, 60_000.0]
+
+
 def test_images_are_read_as_they_were_written(tmp_path: Path) -> None:
     write_idx(tmp_path / "train-images-idx3-ubyte.gz", (2, 28, 28), bytes(range(256)) * 6 + bytes(32))
     write_idx(tmp_path / "train-labels-idx1-ubyte.gz", (2,), bytes([7, 9]))

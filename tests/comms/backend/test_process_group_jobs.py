@@ -275,15 +275,19 @@ def test_a_killed_rank_is_named_by_the_survivors(processes: Processes, nodes: li
             assert re.search(r"rank ([0-2], )*3 of 4 is missing", text), text
 
 
-KNOWN = "import torch.distributed as dist; print(dist.is_backend_available('gradwire'))"
+KNOWN = """
+import sys, torch.distributed as dist
+from torch.distributed.rendezvous import _rendezvous_handlers as known
+print(dist.is_backend_available('gradwire') and 'mpi' in known and 'mpi4py' not in sys.modules)
+"""
 
 
 @pytest.mark.parametrize(
     ("code", "autoload"),
     [
-        (f"import torch; {KNOWN}; import gradwire; {KNOWN}", "1"),  # torch alone, and then both
-        (f"import gradwire; import torch; {KNOWN}", "1"),
-        (f"import torch; import gradwire; {KNOWN}", "0"),
+        (f"import torch\n{KNOWN}\nimport gradwire\n{KNOWN}", "1"),  # torch alone, and then both
+        (f"import gradwire, torch\n{KNOWN}", "1"),
+        (f"import torch, gradwire\n{KNOWN}", "0"),
     ],
 )
 def test_the_name_is_known_whoever_is_imported_first(code: str, autoload: str) -> None:

@@ -1,6 +1,7 @@
 """Laws of unequal shares: none are done sooner, every link carries what its unit owns, no bit depends on them."""
 
 import random
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
@@ -12,20 +13,22 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
-from gradwire.comms.plan.cost import CostModel
+from gradwire.comms.plan.cost import CodecPrice, CostModel
 from gradwire.comms.plan.owners import UNITS_PER_MEMBER, owner_shares
 from gradwire.comms.plan.plan import ALL_REDUCE
 from gradwire.comms.plan.planner import (
     MINIMUM_CHUNK_NBYTES,
     OWNERS_CHUNK_NBYTES,
     OWNERS_CHUNK_SECONDS,
+    byte_costs,
+    candidates,
     plan_all_reduce,
 )
 from gradwire.comms.plan.schedule import executable
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.registry import names
 from gradwire.compressors.routed import make_routed
-from gradwire.topology.cluster import Cluster, Link, two_level_cluster
+from gradwire.topology.cluster import Cluster, Level, Link, two_level_cluster
 from support.simulate import Wires, simulate
 from support.threads import run_ranks
 
@@ -89,6 +92,41 @@ def test_the_cost_model_books_the_bytes_that_the_simulator_counts(rates: list[fl
     booked = CostModel.of(cluster, plan.phases).phase(between).egress.nbytes[1]
     for node, share in enumerate(booked):
         assert wires.egress[1, (node,)] == pytest.approx(share * 4 * numel, rel=0.01)
+
+
+def test_where_sums_have_equal_parts_payloads_alone_go_by_the_links() -> None:
+    """As with NCCL: exact phases are planned and priced as where every link is the slowest one."""
+    rates, nbytes = [FAST, FAST, FAST, SLOW], 16 << 20
+    for ranks, places in ((1, None), (2, None), (2, [(0, 0), (0, 1), (1, 0), (1, 1)])):
+        cluster, slowest = (nodes_of(each, ranks) for each in (rates, [SLOW] * 4))
+        if places is not None:
+            racks = Cluster(
+                tuple(places), tuple(Level(name, link) for name, link in zip("abc", (INSIDE, CARD, CARD), strict=True))
+            )
+            cluster, slowest = with_node_rates(racks, rates), with_node_rates(racks, [SLOW] * 4)
+        cluster = replace(cluster, equal_sums=True)
+        for library in ("gloo", "nccl"):
+            plan, equal = (plan_all_reduce(each, nbytes, library=library) for each in (cluster, slowest))
+            assert not any(phase.shares for phase in plan.phases)
+            if places is None and library == "gloo":  # NCCL's tree may have the slow node at its end
+                assert replace(plan, why="") == replace(equal, why="")
+        by_owners, half, gathered = (
+            next(candidates(cluster, nbytes, "hierarchical", 16, CodecPrice("x", 0.25, owned=owned)))
+            for owned in (1.0, 0.5, 0.0)
+        )
+        price = CodecPrice("x", 0.25)
+        everything = next(candidates(replace(cluster, equal_sums=False), nbytes, "hierarchical", 16, price))
+        nothing = next(candidates(slowest, nbytes, "hierarchical", 16, price))
+        shared = [phase.shares for phase in by_owners.phases]
+        assert shared == [phase.shares if phase.compressor else () for phase in everything.phases]
+        if places is None:
+            assert any(shared) and by_owners.seconds == everything.seconds
+            assert by_owners.seconds < half.seconds < gathered.seconds
+            assert gathered.seconds == pytest.approx(nothing.seconds)
+            assert gathered.bytes_by_level == pytest.approx(nothing.bytes_by_level)
+        assert not any(phase.shares for phase in gathered.phases)
+        costs = [byte_costs(cluster, "hierarchical", CodecPrice("x", owned=owned)).across for owned in (1.0, 0.0)]
+        assert costs[0] <= costs[1] and (places is not None or costs[0] < costs[1])
 
 
 def run_with(rates: list[float], ranks: int, compressor: str | None, steps: int) -> list[list[Tensor]]:

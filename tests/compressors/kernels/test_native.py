@@ -1,5 +1,6 @@
 """Law: every compiled kernel equals its torch twin, on any input, any length, any instruction set."""
 
+import math
 from collections.abc import Callable
 from types import ModuleType
 
@@ -85,13 +86,69 @@ def test_chunk_topk_is_the_reference(
     each_numel(check)
 
 
-def test_a_damaged_place_stays_inside() -> None:
-    """A short chunk's payload of ones has places behind its end: nothing outside the target is written."""
-    rule, target = ChunkRule(), torch.zeros(200)
-    payload = torch.full((1, reference.chunk_topk_nbytes(100, rule)), 0xFF, dtype=torch.uint8)
-    for kernels in (native, reference):
-        kernels.chunk_topk_decode_reduce(rule, payload, None, target[50:150])
-        assert not target.any()
+def test_chunk_topk_places_take_little_more_than_there_are_choices() -> None:
+    """Law: where half are kept or fewer, log2 of the combinations and 0.6 bits a place; never more than a bitmap.
+
+    Rounding to whole bytes comes on top, twice.
+    """
+    for chunk in (256, 4096):
+        for keep in range(1, min(chunk, 512) + 1, 3):
+            rule = ChunkRule(chunk, keep)
+            for numel in {chunk, chunk // 3, 1 + keep % chunk}:
+                kept = rule.kept(numel)
+                bits = 8 * (rule.record_nbytes(numel) - 4) - 2 * kept - 14
+                assert bits <= numel, (rule, numel)
+                if 2 * kept <= numel:
+                    assert bits <= math.log2(math.comb(numel, kept)) + 0.6 * kept + 1, (rule, numel)
+
+
+RULES = [ChunkRule(c, k) for c in (256, 512, 4096) for k in (1, 2, 37, 63, 64, 255, 256, 511, 512) if k <= c]
+
+
+def test_chunk_topk_sends_the_largest_at_every_setting(native_kernels: ModuleType) -> None:
+    """Law: what a payload decodes to and the new residual are all of p, and the largest of each chunk were sent.
+
+    Also where they stand in a row at the beginning or at the end. Nothing is read behind the payload.
+    """
+    for seed, rule in enumerate(RULES):
+        numel = 2 * rule.chunk + 1 + 97 * seed % rule.chunk
+        sizes = (numel - torch.arange(numel)) ** (seed % 3)
+        x = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * sizes
+        x = x.flip(0) if seed % 2 else x
+        new_residual, decoded = torch.empty(numel), torch.empty(numel)
+        with guarded(reference.chunk_topk_nbytes(numel, rule)) as payload:
+            native_kernels.chunk_topk_encode(rule, x, None, new_residual, payload)
+            native_kernels.chunk_topk_decode_reduce(rule, payload[None], None, decoded)
+            wanted = torch.empty_like(payload)
+            reference.chunk_topk_encode(rule, x, None, None, wanted)
+            assert torch.equal(payload, wanted), rule
+        assert_same(x - decoded, new_residual)
+        for chunk, sent in zip(torch.split(x.abs(), rule.chunk), torch.split(decoded, rule.chunk), strict=True):
+            kept = rule.kept(chunk.numel())
+            assert sent.count_nonzero() == kept, rule
+            assert torch.equal(sent.nonzero().view(-1), chunk.topk(kept).indices.sort().values), rule
+
+
+def test_damaged_places_stay_inside(native_kernels: ModuleType) -> None:
+    """Nothing outside payloads and target is touched, and all read the same: too few ones, too many, any places.
+
+    The levels are numbers whose sums are exact, because a damaged record may name a place twice.
+    """
+    for seed, rule in enumerate(RULES):
+        for numel in (rule.chunk, rule.chunk // 3):
+            noise = torch.randint(256, (3, rule.record_nbytes(numel)), generator=torch.Generator().manual_seed(seed))
+            noise[1], noise[2] = 0xFF, 0
+            noise[:, :4] = torch.tensor([0x80, 0x3F, 0x00, 0x40])  # 1 and 2 as bfloat16
+            target, wanted = torch.full((numel + 200,), 7.0), torch.empty(numel)
+            with guarded(noise.numel()) as payload:
+                payload.copy_(noise.view(-1))
+                rows = payload.view(noise.shape)
+                native_kernels.chunk_topk_decode_reduce(rule, rows, None, target[100:-100])
+                reference.chunk_topk_decode_reduce(rule, rows, None, wanted)
+                del rows
+            assert torch.equal(target[100:-100], wanted), (rule, numel)
+            assert (target[:100] == 7).all()
+            assert (target[-100:] == 7).all()
 
 
 def test_waterfill_is_the_reference(native_kernels: ModuleType, make_input: Maker, each_numel: EachNumel) -> None:
