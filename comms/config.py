@@ -80,8 +80,12 @@ class Config:
     """Whether sparse gradients (`nn.Embedding(sparse=True)`) travel between nodes as dense tensors; `auto` where that
     takes fewer bytes."""
 
-    probe: bool = False
-    """Measures latency and bandwidth of every level before the first step (about five seconds on 200 Mbit/s)."""
+    probe: bool | None = None
+    """True measures latency and bandwidth of every level before the first step (two to five seconds on 200 Mbit/s), and
+    plans go by it: their last bits may then differ from run to run. None takes a quick look (well under a second) at
+    links between nodes of CPUs that nobody knows, which prices plans and gives nodes their shares, and changes no bit;
+    not with `elastic`. False sends nothing to measure. `tune`, `fusion="auto"` and `compressor="auto"` measure in any
+    case."""
 
     tune: bool = False
     """Measures for some steps which cuts, plan and number of chunks are fastest, and keeps those; see
@@ -140,7 +144,6 @@ class Config:
             ("trace_steps", int),
             ("nvtx", bool),
             ("timeout", timedelta),
-            ("probe", bool),
             ("tune", bool),
             ("elastic", bool),
             ("average", bool),
@@ -149,6 +152,8 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 raise TypeError(f"`{name}` is {value!r} ({type(value).__name__}); wanted {kind.__name__}")
+        if self.probe is not None and not isinstance(self.probe, bool):
+            raise TypeError(f"`probe` is {self.probe!r} ({type(self.probe).__name__}); wanted True, False or None")
         if self.compressor == "auto":
             _check_auto(self.compressor_options, self.error_budget)
         elif self.compressor is not None:
@@ -470,6 +475,13 @@ def _auto_or_switch(text: str) -> bool | str:
     return "auto" if text.lower() == "auto" else _switch(text)
 
 
+def _none_or_switch(text: str) -> bool | None:
+    try:
+        return None if text.lower() == "auto" else _switch(text)
+    except ValueError as error:
+        raise ValueError(f"{error}; or auto") from None
+
+
 def _units(text: str) -> tuple[str, ...]:
     return tuple(text.split("/")) if text else ()
 
@@ -519,7 +531,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], object]]] = {
     "SUM_DTYPE": ("sum_dtype", str),
     "REDUCTION": ("reduction", str),
     "SPARSE_AS_DENSE": ("sparse_as_dense", _auto_or_switch),
-    "PROBE": ("probe", _switch),
+    "PROBE": ("probe", _none_or_switch),
     "TUNE": ("tune", _switch),
     "TUNE_PROFILE": ("tune_profile", str),
     "ELASTIC": ("elastic", _switch),

@@ -35,7 +35,7 @@ from gradwire.comms.streams import STREAMS, Clock, HostClock, Mark, SideStreams
 from gradwire.comms.transport.exchange import all_to_all_of, exchange
 from gradwire.comms.transport.groups import RETURN_LANE, Groups, Transport
 from gradwire.comms.transport.nccl import NcclTransport
-from gradwire.comms.transport.torch_group import TorchTransport, Works
+from gradwire.comms.transport.torch_group import GlooTransport, TorchTransport, Works
 from gradwire.compressors.adasum import PRODUCTS, Adasum
 from gradwire.compressors.base import (
     Collective,
@@ -797,7 +797,7 @@ class Executor:
                 lane, scale = (index, number), 1.0
                 yield Hop(lane, works)
                 works.clear()
-            works = [self._issue(flat, transfer, lane, scale) for transfer in step]
+            works = [self._issue(flat, transfer, lane, scale, part.rings) for transfer in step]
         return _Ended(works)
 
     def _compressed(
@@ -823,7 +823,9 @@ class Executor:
             steps = _flushed(compressor, shard, layout) if run.flush else compressor.all_reduce(shard, layout, member)
             if shares and self._streams is not None:  # sums are NCCL's own, in equal parts: docs/explanation/cuda.md
                 by_links.add(transfer.members)
-            running.append((transfer.members, _by_owners(steps, shares) if shares and self._streams is None else steps))
+            elif shares:
+                steps = _by_owners(steps, shares, part.phase.in_ring_order)
+            running.append((transfer.members, steps))
         sent_nbytes, rounds = 0.0, 0
         while True:
             works: list[Work] = []
@@ -857,13 +859,17 @@ class Executor:
                 shard.copy_(result)
         return _Ended([], sent_nbytes)
 
-    def _issue(self, flat: Tensor, transfer: Transfer, lane: Lane, scale: float) -> Work:
+    def _issue(
+        self, flat: Tensor, transfer: Transfer, lane: Lane, scale: float, rings: Sequence[tuple[int, int]] = ()
+    ) -> Work:
         if self.recorder is not None and self._streams is not None:
             with self.recorder.host_range(f"{transfer.op} among {len(transfer.members)} ranks"):
-                return self._issued_work(flat, transfer, lane, scale)
-        return self._issued_work(flat, transfer, lane, scale)
+                return self._issued_work(flat, transfer, lane, scale, rings)
+        return self._issued_work(flat, transfer, lane, scale, rings)
 
-    def _issued_work(self, flat: Tensor, transfer: Transfer, lane: Lane, scale: float) -> Work:
+    def _issued_work(
+        self, flat: Tensor, transfer: Transfer, lane: Lane, scale: float, rings: Sequence[tuple[int, int]]
+    ) -> Work:
         group = self._groups[lane, transfer.members]
         if isinstance(transfer, Exchange):
             return exchange(group, flat, transfer, self._rank)
@@ -872,6 +878,9 @@ class Executor:
             return group.all_gather_slices(view, transfer.bounds)
         if transfer.op == ALL_REDUCE:
             return group.all_reduce(view, scale)
+        if rings:
+            shifted = tuple((start - transfer.start, stop - transfer.start) for start, stop in rings)
+            return cast(GlooTransport, group).reduce_scatter(view, transfer.bounds, scale, shifted)
         return group.reduce_scatter(view, transfer.bounds, scale)
 
     def _migrate(
@@ -1120,6 +1129,9 @@ def _issue_one(transport: Transport, collective: Collective) -> Work:
     issue = getattr(transport, collective.op)
     if not collective.bounds:
         return cast(Work, issue(*collective.tensors))
+    if collective.as_ring and collective.op == REDUCE_SCATTER:
+        (flat,) = collective.tensors
+        return cast(GlooTransport, transport).reduce_scatter(flat, collective.bounds, rings=((0, flat.numel()),))
     if collective.op in (REDUCE_SCATTER, ALL_GATHER_SLICES):
         return cast(Work, issue(*collective.tensors, collective.bounds))
     output, source = collective.tensors
@@ -1132,7 +1144,7 @@ def _issue_one(transport: Transport, collective: Collective) -> Work:
     return all_to_all_of(transport, output.view(-1), source.view(-1), splits)
 
 
-def _by_owners(steps: Iterator[Request], shares: Sequence[int]) -> Iterator[Request]:
+def _by_owners(steps: Iterator[Request], shares: Sequence[int], as_ring: bool) -> Iterator[Request]:
     """A compressor's collectives, with every all_reduce as a reduce_scatter to unequal owners and an all_gather."""
     for request in steps:
         collectives = (request,) if isinstance(request, Collective) else request
@@ -1143,7 +1155,7 @@ def _by_owners(steps: Iterator[Request], shares: Sequence[int]) -> Iterator[Requ
         others = [each for each in collectives if each.op != ALL_REDUCE]
         for op in (REDUCE_SCATTER, ALL_GATHER_SLICES):
             flats = [each.tensors[0].view(-1) for each in sums]
-            halves = [Collective(op, (flat,), weighted_bounds(flat.numel(), shares)) for flat in flats]
+            halves = [Collective(op, (flat,), weighted_bounds(flat.numel(), shares), as_ring) for flat in flats]
             yield (*halves, *others)
             others = []
 

@@ -26,6 +26,7 @@ from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.autotune.first_steps import FirstSteps
 from gradwire.comms.autotune.probe import probe
 from gradwire.comms.autotune.profile import fingerprint
+from gradwire.comms.autotune.quick_probe import quick_probe
 from gradwire.comms.autotune.stepwatch import JobAdvice, StepWatch, advise_job
 from gradwire.comms.autotune.tune import Tuning
 from gradwire.comms.autotune.unit_rates import REMEASURE_STEPS, measure_units
@@ -200,6 +201,8 @@ class _Connection:
             self.units = self._consensus(store, f"units/{name}", config.timeout)
             measure_units(self.communicator, self.units)
         elif not config.elastic:
+            if config.probe is None:
+                quick_probe(self.communicator)
             self.first_steps = FirstSteps(
                 self.communicator, self._consensus(store, f"first_steps/{name}", config.timeout)
             )

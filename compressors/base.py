@@ -56,6 +56,9 @@ class Collective:
     """Where the ranks' parts are unequal: rank r's rows (along dim 0) of what all ranks have together are
     `bounds[r]:bounds[r + 1]`. `all_to_all`: of `source`; `output` (size times the rows of this rank's part) receives
     this rank's part from every rank, in rank order. `all_gather`: of `output`; `source` is this rank's part."""
+    as_ring: bool = False
+    """Of an all_reduce that its caller takes apart, for parts that are unequal: whether its sums are to have the bits
+    that the transport's own all_reduce gives."""
 
 
 Request = Collective | tuple[Collective, ...]

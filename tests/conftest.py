@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     import torch
 
 
+os.environ.setdefault("GRADWIRE_PROBE", "0")
+"""For the suite's time: hundreds of states are made for nodes of one machine, and a look at their links before each
+takes 0.1 to 0.4 s. Tests of that look say `probe=None`, or make the Config themselves."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require", action="append", default=[], metavar="MARK", help="fail instead of skipping: netns, wheel"

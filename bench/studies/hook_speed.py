@@ -12,7 +12,7 @@ group, with a step that averages nothing: what passes over memory cost where all
 limit is 2(N-1)/N * S / B for N nodes, S bytes and B bytes per second: every node must let (N-1)/N of the sum in and as
 much out, twice (reduce-scatter, all-gather). Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for
 clusters of workstations (JPDC 2009), section 3, with a node in place of a process. Where the links differ it is that of
-comms/plan/owners.py, and gradwire runs with equal shares too.
+comms/plan/owners.py, and gradwire runs with equal shares too, and without being told a rate.
 
 That limit counts gradients alone. A link carries frames: of the 1514 bytes of each (MTU 1500) TCP leaves 1448 for data,
 so no exchange over it reaches more than 0.956 of the limit. The share of the link counts frames, and leaves out the
@@ -176,9 +176,10 @@ def contenders(
         shape, rates = matrix_shape(numel), (bytes_per_second, None)
         return always + [_compressed(name, shape, place.rank, rate) for name in compressors for rate in rates]
     if slowest < max(node_rates):
-        equal = _ddp((numel,))
+        equal, default = _ddp((numel,)), _ddp((numel,))
         _hook(equal, slowest)
-        return [*always, _step(equal, own, mean, EQUAL_SHARES)]
+        _hook(default, None)
+        return [*always, _step(equal, own, mean, EQUAL_SHARES), _step(default, own, mean, RATE_UNKNOWN)]
     rate_unknown, flat = _ddp((numel,)), own.clone()
     _hook(rate_unknown, None)
     return [*always, Contender(RING, lambda _: _all_reduce(flat)), _step(rate_unknown, own, mean, RATE_UNKNOWN)]

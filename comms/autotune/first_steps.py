@@ -1,8 +1,9 @@
 """What the links give, seen from the first steps' own transfers: nothing is sent for it, and nothing else is done.
 
-Where nobody has said or measured the links' rates, plans are made for assumed ones. Their predictions are worth nothing
-until training itself has shown what a link carries. Rates from here on price plans and advice; they choose nothing,
-because a plan that a clock has chosen would give other last bits in every run.
+Where nobody has said or measured the links' rates, plans are made for assumed ones. Their predictions are worth little
+(what `quick_probe` has seen at the start) or nothing until training itself has shown what a link carries. Rates from
+here on price plans and advice; they choose nothing, because a plan that a clock has chosen would give other last bits
+in every run.
 """
 
 from collections.abc import Iterable
@@ -11,7 +12,8 @@ from dataclasses import replace
 from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.plan.cost import CostModel
-from gradwire.comms.plan.plan import ALL_GATHER
+from gradwire.comms.plan.plan import ALL_GATHER, Plan
+from gradwire.topology.cluster import Cluster
 
 FIRST_WATCHED, STEPS_WATCHED = 1, 3
 """Not the first step: connections are made in it, and DDP has other buckets. One of three may be disturbed."""
@@ -33,8 +35,19 @@ def busy_seconds(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
+def _link_seconds(cluster: Cluster, level: int, plan: Plan) -> float:
+    """How long the slowest link of a level is busy with a plan, at the units' rates."""
+    model = CostModel.of(cluster, plan.phases)
+    costs = [model.phase(phase) for phase in plan.phases if phase.level == level]
+    most = sum(float(cost.egress.nbytes[level].max()) for cost in costs)
+    busy = sum(cost.seconds_per_byte * cost.byte_share for cost in costs)
+    return plan.bytes_by_level[cluster.levels[level].name] * busy / most
+
+
 class FirstSteps:
     """Watches the first steps of a job whose links are unknown, and then prices its plans by what they have reached.
+
+    Where nodes' links were seen to differ at the start, their rates keep their proportions.
 
     Every rank makes one and calls it at the same points. Only on CPUs, and not where the number of ranks may change.
     Until it is over no exponents are packed: how much shorter that makes payloads is not known beforehand, and the time
@@ -93,9 +106,15 @@ class FirstSteps:
 
         seconds = self._consensus.decide(own, fastest)
         assert isinstance(seconds, list)
-        levels = list(cluster.levels)
-        link = replace(levels[self._outermost].link, bytes_per_second=sent / seconds[0], presumed=False)
-        levels[self._outermost] = replace(levels[self._outermost], link=link)
+        priced = communicator.routes.priced
+        levels = list(priced.levels)
+        outer = levels[self._outermost]
+        if outer.unit_rates:
+            slower = seconds[0] / sum(_link_seconds(priced, self._outermost, each.plan) for each in ended)
+            levels[self._outermost] = outer.with_rates([rate / slower for rate in outer.unit_rates])
+        else:
+            link = replace(outer.link, bytes_per_second=sent / seconds[0], presumed=False)
+            levels[self._outermost] = replace(outer, link=link)
         inside = levels[0].link
         plan = ended[0].plan
         gathers = [phase for phase in plan.phases if phase.op == ALL_GATHER and phase.level == 0]

@@ -76,6 +76,16 @@ class TorchGroup(Protocol):
         """Ends the group call and launches it; the work of all of it. None where it is empty."""
 
 
+class PairwiseGroup(TorchGroup, Protocol):
+    """A group whose ranks can send to each other one by one: gloo."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> BackendWork:
+        """Sends one tensor to one rank."""
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> BackendWork:
+        """Receives one tensor from one rank, in place."""
+
+
 def store_of(group: dist.ProcessGroup) -> Store:
     """The store that a process group was made with."""
     _, store = distributed_c10d._world.pg_map[group]

@@ -43,6 +43,9 @@ class Phase:
     shares: tuple[int, ...] = ()
     """Where the links of the units differ: what each rank would own of a bucket that its group shares out, in any
     measure; the members of a transfer own in proportion. Empty: equal parts."""
+    in_ring_order: bool = False
+    """With shares: whether every element is summed in the order in which gloo's ring sums it with equal shares, so that
+    no bit depends on the shares; else in rank order, wherever it lies."""
 
     def describe(self, level_names: tuple[str, ...]) -> str:
         """The phase in a few words.
@@ -50,7 +53,8 @@ class Phase:
         Args:
             level_names: Names of the cluster's levels, innermost first.
         """
-        how = [self.compressor or "", "asynchronous" * self.asynchronous, "sums in rank order" * self.in_rank_order,
+        order = "sums in the order of a ring" if self.in_ring_order else "sums in rank order"
+        how = [self.compressor or "", "asynchronous" * self.asynchronous, order * self.in_rank_order,
                "owners by their links" * bool(self.shares)]  # fmt: skip
         details = ", ".join(filter(None, how))
         return f"{self._name()} {self.place(level_names)}" + (f" ({details})" if details else "")

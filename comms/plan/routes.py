@@ -24,7 +24,7 @@ from gradwire.comms.plan.codec_price import (
 )
 from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, sent_nbytes
 from gradwire.comms.plan.packing import packing_break_even, price_as_sent
-from gradwire.comms.plan.plan import ALL_GATHER, Phase, Plan, Transfer
+from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, Phase, Plan, Transfer
 from gradwire.comms.plan.planner import candidates, make_phases, plan_all_reduce, presumed, with_reason
 from gradwire.comms.plan.schedule import (
     ALIGN_NUMEL,
@@ -37,7 +37,8 @@ from gradwire.comms.plan.schedule import (
 )
 from gradwire.compressors.adasum import Adasum
 from gradwire.compressors.base import Compressor, Layout, Packer
-from gradwire.compressors.dense import WideSum
+from gradwire.compressors.cast import Cast, PackedCast
+from gradwire.compressors.dense import Dense, WideSum
 from gradwire.compressors.routed import Routed
 from gradwire.compressors.stateful import Stateful
 from gradwire.topology.cluster import Cluster, Level
@@ -68,6 +69,8 @@ class PhasePart:
         sent_numel: Elements that this rank sends; of a compressed phase unknown beforehand, and 0.
         owners: Of a compressed phase, all ranks that have a shard in it, ascending; else empty.
         break_even: Of a compressed phase, see `Member.break_even`.
+        rings: Of an exact all_reduce whose sums are made in the order of rings: the runs of elements, one beside the
+            other, that one ring each would sum.
     """
 
     phase: Phase
@@ -80,6 +83,7 @@ class PhasePart:
     sent_numel: float
     owners: tuple[int, ...] = ()
     break_even: float = 0.0
+    rings: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +170,9 @@ class Routes(dict[RouteKey, Route]):
         self._why = ""
         self._measured = False
         self._learned: Cluster | None = None
+        self._owners: Cluster | None = None
+        """With the rates that owners' shares go by, where they change no bit; nothing else goes by these."""
+        self._measured_at_start = self._refined = False
         self._compressor = compressor
         every = compressor.routes if isinstance(compressor, Routed) else (compressor,)
         self._packers = [cast(Packer, each) for each in every if isinstance(each, Packer)]
@@ -174,9 +181,10 @@ class Routes(dict[RouteKey, Route]):
 
     def __missing__(self, key: RouteKey) -> Route:
         numel, dtype, layout = key
-        plan = self._plan(numel * dtype.itemsize, layout)
+        base = self._plan(numel * dtype.itemsize, layout)
+        plan = self._with_owners(base, layout) or base
         plan = plan if self._learned is None else self._repriced(plan, layout)
-        self[key] = route = self.along(numel, plan, layout)
+        self[key] = route = self.along(numel, plan, layout, base)
         log.info("%d elements of %s: %s", numel, dtype, route.plan.describe(self.cluster.level_names))
         return route
 
@@ -197,8 +205,14 @@ class Routes(dict[RouteKey, Route]):
         if isinstance(self._compressor, Stateful | Routed):
             self._compressor.replanned()
 
-    def along(self, numel: int, plan: Plan, layout: Layout | None = None) -> Route:
+    def along(self, numel: int, plan: Plan, layout: Layout | None = None, base: Plan | None = None) -> Route:
         """The route of a bucket along any plan, whatever the planner thinks of it.
+
+        Args:
+            numel: Elements of the bucket.
+            plan: The plan.
+            layout: Which parameter lies where, if it may be compressed.
+            base: The plan with equal shares whose bits a plan in the order of rings is to give.
 
         Raises:
             ValueError: The plan compresses a phase, and there is no compressor or no layout to do so with; or the
@@ -219,12 +233,13 @@ class Routes(dict[RouteKey, Route]):
         partition = self._partition(plan, layout)
         schedule = Schedule(self.cluster, plan)
         break_even = self._break_even(plan) if named else 0.0
+        rings = self._rings(numel, base, layout) if base and not named and _in_ring_order(plan) else []
         chunks = tuple(
             Chunk(
                 start,
                 stop,
                 tuple(
-                    self._part(phase, steps, (start, stop), layout, break_even)
+                    self._part(phase, steps, (start, stop), layout, break_even, rings)
                     for phase, steps in zip(
                         plan.phases, schedule.transfers(stop - start, partition, start), strict=True
                     )
@@ -236,6 +251,21 @@ class Routes(dict[RouteKey, Route]):
         turn = max((number for number, phase in enumerate(plan.phases, 1) if phase.op != ALL_GATHER), default=0)
         direct = len(chunks) == len(plan.phases) == 1 and plan.phases[0].whole and not plan.phases[0].compressor
         return Route(plan, chunks, ((0, 0), *hops), turn, direct)
+
+    def _rings(self, numel: int, base: Plan, layout: Layout | None) -> list[tuple[int, int]]:
+        """The runs of a bucket that a plan with equal shares has one ring each sum, ascending."""
+        plan = executable(base, self.cluster, self._device_type, fixed_order=self._fixed_order)
+        partition, schedule = self._partition(plan, layout), Schedule(self.cluster, plan)
+        return sorted(
+            {
+                (transfer.start, transfer.stop)
+                for start, stop in pairwise(partition(0, numel, plan.chunks))
+                for transfer in chain.from_iterable(
+                    chain.from_iterable(schedule.transfers(stop - start, partition, start))
+                )
+                if transfer.op == ALL_REDUCE
+            }
+        )
 
     def groups(self, nbytes: int) -> tuple[tuple[int, ...], ...]:
         """Every set of ranks that the plans in use join for buckets of `nbytes`, dense, compressed or migrated.
@@ -303,15 +333,32 @@ class Routes(dict[RouteKey, Route]):
     def measured(self, levels: Sequence[Level]) -> None:
         """Plans with these links from now on, and with nothing else: what NCCL says of its own gives way to them."""
         self.cluster = replace(self.cluster, levels=tuple(levels), fabric=None)
-        self._measured, self._learned = True, None
+        self._measured, self._learned, self._owners = True, None, None
         self.clear()
 
-    def learned(self, levels: Sequence[Level]) -> None:
-        """Predicts with these links from now on, and does what it did before: a clock's word must change no bit.
+    def learned(self, levels: Sequence[Level], *, at_start: bool = False) -> None:
+        """Predicts with these links from now on, and gives the bits that it gave before: a clock must change none.
 
         Whether exponents are packed goes by them, because that changes none.
+
+        Args:
+            levels: With the links as they were seen.
+            at_start: Nothing has travelled yet. Where units' rates differ they own by them from now on what they
+                exchange, in plans whose bits do not depend on it.
         """
         self._learned = replace(self.cluster, levels=tuple(levels))
+        if at_start:
+            # A latency that was seen while the processors were busy would make chunks too few: it prices plans alone.
+            assumed = [
+                replace(level, link=replace(level.link, alpha_seconds=before.link.alpha_seconds))
+                for level, before in zip(levels, self.cluster.levels, strict=True)
+            ]
+            uneven = any(level.unit_rates for level in levels)
+            self._owners = replace(self.cluster, levels=tuple(assumed)) if uneven else None
+            self._measured_at_start = True
+            self.clear()
+        else:
+            self._refined = True
         self._reprice()
         log.info("%s", self.describe_links())
 
@@ -347,6 +394,9 @@ class Routes(dict[RouteKey, Route]):
         origin = "as given (`probe=True` measures them)"
         if self._measured:
             origin = "as measured"
+        elif self._measured_at_start:
+            afterwards = ", and by the first steps' own transfers afterwards" * self._refined
+            origin = f"as measured at the start{afterwards} (`probe=True` measures more, and plans by it)"
         elif self._learned is not None:
             origin = "as the first steps' own transfers reached them (`probe=True` measures them, and plans by them)"
         elif self.cluster.fabric is not None:
@@ -374,6 +424,37 @@ class Routes(dict[RouteKey, Route]):
             )
         return plan
 
+    def _with_owners(self, plan: Plan, layout: Layout | None) -> Plan | None:
+        """The same plan with owners by the links' rates; None where they are alike, or where bits would depend on it.
+
+        Exact sums are made in the order in which the plan makes them without; so how many chunks there are is free.
+        What is rounded element by element may be cut anywhere, too; other codecs would see other blocks, and what a
+        second stage leaves out would lie with other ranks in every start.
+        """
+        compressed = any(phase.compressor for phase in plan.phases)
+        if self._owners is None or not plan.phases or (compressed and not _is_by_element(self._compressor)):
+            return None
+        if plan.name == "flat" and (self._asked_for == "flat" or not self.cluster.all_apart(range(self.cluster.size))):
+            return None
+        price = EXACT
+        if compressed:
+            assert layout is not None
+            price = self._price(plan.nbytes, layout, len(self.cluster.nodes), plan)
+        name, chunks = "leader" if plan.name == "leader" else "hierarchical", plan.chunks if compressed else self.chunks
+        made = plan_all_reduce(self._owners, plan.nbytes, name=name, chunks=chunks, price=price, library=self.library)
+        if not any(phase.shares for phase in made.phases if phase.op == ALL_REDUCE):
+            return None
+        in_ring_order = compressed or not self._fixed_order
+        phases = tuple(replace(phase, in_ring_order=in_ring_order and phase.op == ALL_REDUCE) for phase in made.phases)
+        first, mark, rest = plan.why.partition(PACKING)
+        return replace(made, phases=phases, why=f"{first}{OWNED}{mark}{rest}")
+
+    def _priced_for(self, plan: Plan) -> Cluster:
+        """The cluster that a plan is priced for: where owners are equal, all links are as fast as the slowest."""
+        if any(phase.shares for phase in plan.phases):
+            return self.priced
+        return replace(self.priced, levels=tuple(replace(level, unit_rates=()) for level in self.priced.levels))
+
     def _repriced(self, plan: Plan, layout: Layout | None) -> Plan:
         """The same plan with what it sends, as exponents are packed now, and how long that takes over the links."""
         compressed = next((phase for phase in plan.phases if phase.compressor), None)
@@ -385,14 +466,15 @@ class Routes(dict[RouteKey, Route]):
             assert layout is not None
             ranks = self.cluster.size if compressed.whole else len(self.cluster.nodes)
             price = self._price(plan.nbytes, layout, ranks, plan)
-        (priced,) = candidates(self.priced, plan.nbytes, plan.name, plan.chunks, price)
+        cluster = self._priced_for(plan)
+        (priced,) = candidates(cluster, plan.nbytes, plan.name, plan.chunks, price)
         return replace(
             plan,
             seconds=priced.seconds,
             limit=priced.limit,
             busy_seconds=priced.busy_seconds,
             bytes_by_level=priced.bytes_by_level if packs else plan.bytes_by_level,
-            assumed=presumed(self.priced),
+            assumed=presumed(cluster),
             why=plan.why.partition(PACKING)[0] + self._why_packed(plan),
         )
 
@@ -473,7 +555,7 @@ class Routes(dict[RouteKey, Route]):
 
     def _break_even(self, plan: Plan) -> float:
         """See `Member.break_even`, of the compressed phase of a plan; the same on all ranks."""
-        return packing_break_even(self.priced, plan, self.library) if self._packers else 0.0
+        return packing_break_even(self._priced_for(plan), plan, self.library) if self._packers else 0.0
 
     def _evened(self, chunks: tuple[Chunk, ...], plan: Plan) -> tuple[Chunk, ...]:
         """The same chunks with the links as they are known now."""
@@ -516,6 +598,7 @@ class Routes(dict[RouteKey, Route]):
         run: tuple[int, int],
         layout: Layout | None,
         break_even: float,
+        rings: Sequence[tuple[int, int]] = (),
     ) -> PhasePart:
         own = [tuple(transfer for transfer in step if self._rank in transfer.members) for step in steps]
         while len(own) > 1 and not own[-1]:
@@ -530,7 +613,10 @@ class Routes(dict[RouteKey, Route]):
         shares = tuple(member_shares(phase, transfer) for transfer in first) if layouts else ()
         owners = sorted({rank for transfer in steps[0] for rank in transfer.members}) if layouts else ()
         even = break_even if layouts else 0.0
-        return PhasePart(phase, tuple(own), layouts, shares, whole, len(first), logical, sent, tuple(owners), even)
+        within = tuple(ring for ring in rings if ring[0] < run[1] and run[0] < ring[1]) if phase.in_ring_order else ()
+        return PhasePart(
+            phase, tuple(own), layouts, shares, whole, len(first), logical, sent, tuple(owners), even, within
+        )
 
     def _sent_numel(self, transfer: Transfer) -> float:
         place = transfer.members.index(self._rank)
@@ -552,3 +638,19 @@ class Routes(dict[RouteKey, Route]):
 
 PACKING = " Exponents"
 """Begins the sentence of a plan's reason that says whether they are packed."""
+
+OWNED = " Owners by the links' rates as measured at the start, which changes no bit."
+"""Ends the reason of a plan whose shares a quick probe has given."""
+
+
+def _in_ring_order(plan: Plan) -> bool:
+    return any(phase.in_ring_order for phase in plan.phases)
+
+
+def _is_by_element(compressor: Compressor | None) -> bool:
+    """Whether the result for an element depends on nothing but what the ranks have of it, and nothing is kept of it."""
+    if isinstance(compressor, Routed):
+        return all(map(_is_by_element, compressor.routes))
+    if isinstance(compressor, Cast | PackedCast):
+        return not compressor.residual
+    return type(compressor) is Dense

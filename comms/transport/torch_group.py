@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from gradwire.comms.bootstrap.compat import (
     ALL_TO_ALL_SINGLE,
     AllgatherOptions,
     BackendWork,
+    PairwiseGroup,
     PrefixStore,
     Store,
     TorchGroup,
@@ -47,6 +50,50 @@ SLICE = timedelta(seconds=1)
 LARGE_NBYTES = 256 << 10
 """Messages from here on go through two groups. At 200 Mbit/s two groups were ahead at 128 KiB between two nodes and
 behind between four, where the second collective costs more; at 512 KiB they were ahead between both."""
+
+RING_SEGMENT_NBYTES = 1 << 20
+"""The most that gloo's ring sends at a time. Source: gloo, gloo/allreduce.h, kMaxSegmentSize."""
+
+Rings = tuple[tuple[int, int], ...]
+"""Runs of elements (start, stop), each of which one all_reduce of gloo would sum."""
+
+
+def ring_numel(numel: int, element_nbytes: int, size: int) -> int:
+    """Elements of each rank's part in gloo's all_reduce: what is beyond `size` of them is in none, the last is shorter.
+
+    Source: gloo, gloo/allreduce.cc, `ring`: segments of at most a mebibyte, as many for each rank, at least two.
+    """
+    nbytes = numel * element_nbytes
+    most = max(1, RING_SEGMENT_NBYTES // element_nbytes) * element_nbytes
+    segments = -(-max(-(-nbytes // most), 2 * size) // size)  # for each rank
+    return segments * -(-nbytes // (segments * size * element_nbytes))
+
+
+@lru_cache(maxsize=4096)
+def ring_runs(rings: Rings, start: int, stop: int, size: int, element_nbytes: int) -> tuple[tuple[int, int], ...]:
+    """Who is last in the sum of each element from `start` to `stop`, where gloo's ring sums.
+
+    In the ring a part's sum begins at the rank before its owner, and goes down the ranks until it is there.
+
+    Args:
+        rings: What one all_reduce each would sum; ascending, and all of `start` to `stop` is in them.
+        start: First element.
+        stop: One past the last.
+        size: Ranks.
+        element_nbytes: Of one element.
+
+    Returns:
+        (elements, rank) of each run: what rank - 1, rank - 2, ... and at last rank itself contribute is added in this
+        order.
+    """
+    found = []
+    for low, high in rings:
+        part = ring_numel(high - low, element_nbytes, size)
+        for rank in range(size):
+            first, last = (min(max(low + place * part, start), high, stop) for place in (rank, rank + 1))
+            if first < last:
+                found.append((last - first, rank))
+    return tuple(found)
 
 
 TOGETHER_NBYTES = 64 << 10
@@ -86,11 +133,18 @@ class TorchTransport:
         issue = getattr(self._group, ALL_GATHER_SINGLE)
         return self._pending(issue(output.view(-1), source.view(-1), AllgatherOptions()))
 
-    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0) -> Work:
+    def reduce_scatter(self, tensor: Tensor, bounds: Sequence[int], scale: float = 1.0, rings: Rings = ()) -> Work:
         """See `Transport.reduce_scatter`. Every rank sends each slice to its owner, which sums in rank order.
 
         One message for each peer and (size - 1)/size of the tensor sent: the lower bound. Gloo's own reduce_scatter
         needs equal slices and measured slower.
+
+        Args:
+            tensor: As for `Transport.reduce_scatter`.
+            bounds: Likewise.
+            scale: Likewise.
+            rings: Runs of elements, counted from the first of `tensor`, that hold all of it: the sums get the bits that
+                an all_reduce of each of these runs gives.
         """
         sizes = [stop - start for start, stop in pairwise(bounds)]
         own = sizes[self.rank]
@@ -100,7 +154,9 @@ class TorchTransport:
             tensor, scale
         )  # not before all memory is taken: where there is none, the gradient stays as it is
         work = self._exchange(received, tensor, [own] * self.size, sizes)
-        return _Summing(work, rows, tensor[bounds[self.rank] : bounds[self.rank + 1]])
+        start, stop = bounds[self.rank], bounds[self.rank + 1]
+        runs = ring_runs(rings, start, stop, self.size, tensor.element_size()) if rings else ()
+        return _Summing(work, rows, tensor[start:stop], runs)
 
     def all_gather_slices(self, tensor: Tensor, bounds: Sequence[int]) -> Work:
         """See `Transport.all_gather_slices`: one all_gather of equal slices, a broadcast where one rank has all.
@@ -244,6 +300,28 @@ class GlooTransport(TorchTransport):
             return super().exchange(output, source, output_splits, source_splits, largest_nbytes)
         return self._both_ways(output, source, output_splits, source_splits)
 
+    def swap(self, other: int, received: Tensor, sent: Tensor) -> Work:
+        """Exchanges a tensor with one other rank, and no word with the rest, at full duplex: for measurements.
+
+        All ranks have called `connect_both_ways` before.
+
+        Args:
+            other: Index of the other rank, which calls it too.
+            received: Takes what the other one has sent; as large as that.
+            sent: What is sent.
+        """
+        upwards, downwards = (cast(PairwiseGroup, group) for group in (self._group, self.connect_both_ways()))
+        sending, receiving = (upwards, downwards) if other > self.rank else (downwards, upwards)
+        coming = receiving.recv([received], other, 0)
+        # Without an alarm: where a wait for a single message times out, gloo gives up the connection.
+        return Works([Waiting(sending.send([sent], other, 0), None), Waiting(coming, None)])
+
+    def connect_both_ways(self) -> TorchGroup:
+        """Connects the group of what goes to lower ranks, where no large exchange has done so; every rank calls it."""
+        if self._downwards is None:
+            self._downwards = self._connected("downwards")
+        return self._downwards
+
     def _both_ways(self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]) -> Work:
         lower_out, own_out, higher_out = self._sections(output, output_splits)
         lower_in, own_in, higher_in = self._sections(source, source_splits)
@@ -271,12 +349,11 @@ class GlooTransport(TorchTransport):
         down_source_splits: list[int],
     ) -> Work:
         """Sends to higher ranks, and receives from lower ones, through the first group; the rest through the second."""
-        if self._downwards is None:
-            self._downwards = self._connected("downwards")
+        downwards = self.connect_both_ways()
         up = getattr(self._group, ALL_TO_ALL_SINGLE)(
             lower_out, higher_in, up_output_splits, up_source_splits, dist.AllToAllOptions()
         )
-        down = getattr(self._downwards, ALL_TO_ALL_SINGLE)(
+        down = getattr(downwards, ALL_TO_ALL_SINGLE)(
             higher_out, lower_in, down_output_splits, down_source_splits, dist.AllToAllOptions()
         )
         return Works([self._pending(up), self._pending(down)])
@@ -526,6 +603,21 @@ class SlicesToSum:
         self._received = received
         self._wide = torch.empty_like(first, dtype=torch.float32) if narrow else None
 
+    def sum_as_rings(self, target: Tensor, runs: Sequence[tuple[int, int]]) -> None:
+        """Sums in the order of gloo's rings, and rounds after each addition, as they do.
+
+        Args:
+            target: As for `sum`.
+            runs: As of `ring_runs`, for all of the slice.
+        """
+        at, size = 0, len(self._received)
+        for numel, rank in runs:
+            first, *others = (self._received[(rank - back) % size][at : at + numel] for back in range(1, size + 1))
+            for contribution in others:
+                torch.add(contribution, first, out=first)
+            target[at : at + numel] = first
+            at += numel
+
     def sum(self, target: Tensor) -> None:
         """Sums in rank order, narrow types in float32 and rounded once.
 
@@ -549,11 +641,15 @@ def scale_in_place(tensor: Tensor, scale: float) -> None:
 class _Summing:
     """Waits for the slices of all ranks and sums them."""
 
-    def __init__(self, work: Work, rows: SlicesToSum, target: Tensor) -> None:
+    def __init__(self, work: Work, rows: SlicesToSum, target: Tensor, runs: Sequence[tuple[int, int]] = ()) -> None:
         self._work = work
         self._rows = rows
         self._target = target
+        self._runs = runs
 
     def wait(self) -> None:
         self._work.wait()
-        self._rows.sum(self._target)
+        if self._runs:
+            self._rows.sum_as_rings(self._target, self._runs)
+        else:
+            self._rows.sum(self._target)

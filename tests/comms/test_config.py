@@ -113,6 +113,14 @@ def test_a_switch_can_be_off(field: str, text: str, monkeypatch: pytest.MonkeyPa
     assert getattr(Config.from_env(), field) is False
 
 
+def test_the_probe_has_three_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Config().probe is None and Config(probe=None).shared() != Config(probe=False).shared()
+    monkeypatch.setenv("GRADWIRE_PROBE", "Auto")
+    assert Config.from_env().probe is None
+    monkeypatch.delenv("GRADWIRE_PROBE")
+    assert Config.from_env().probe is None
+
+
 @pytest.mark.parametrize(
     ("variable", "text", "wanted"),
     [
@@ -121,7 +129,7 @@ def test_a_switch_can_be_off(field: str, text: str, monkeypatch: pytest.MonkeyPa
         ("GRADWIRE_NIC_BYTES_PER_SECOND", "25gbit", "a number"),
         ("GRADWIRE_TIMEOUT_SECONDS", "5m", "a number of seconds"),
         ("GRADWIRE_TIMEOUT_SECONDS", "inf", "a number of seconds"),
-        ("GRADWIRE_PROBE", "maybe", "1, true, yes or on; or 0, false, no or off"),
+        ("GRADWIRE_PROBE", "maybe", "1, true, yes or on; or 0, false, no or off; or auto"),
         ("GRADWIRE_TUNE", "", "1, true, yes or on; or 0, false, no or off"),
         ("GRADWIRE_NIC_PER_RANK", "2", "1, true, yes or on; or 0, false, no or off"),
         ("GRADWIRE_COMPRESSOR_OPTIONS", "rank=2", 'a JSON object such as {"rank": 2} (Expecting value'),

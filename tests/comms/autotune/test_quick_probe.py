@@ -1,0 +1,228 @@
+"""Laws: a look at the links takes few bytes, all ranks see the same, and no bit of a sum depends on it."""
+
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.bench.emulation.cluster import EmulatedCluster
+from gradwire.bench.emulation.fork import run_forked
+from gradwire.comms.autotune import quick_probe as module
+from gradwire.comms.autotune.consensus import Consensus
+from gradwire.comms.autotune.first_steps import FIRST_WATCHED, STEPS_WATCHED, FirstSteps
+from gradwire.comms.autotune.quick_probe import (
+    DRAIN_NBYTES,
+    LEAST_SWAPPED_NBYTES,
+    MEETINGS,
+    MOST_SWAPPED_NBYTES,
+    TRIAL_NBYTES,
+    quick_probe,
+)
+from gradwire.comms.bootstrap.compat import HashStore, PrefixStore
+from gradwire.comms.bootstrap.placement import with_node_rates
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.config import Config
+from gradwire.comms.transport.torch_group import GlooTransport, connect_gloo
+from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.routed import make_routed
+from support.threads import run_ranks
+
+TIMEOUT = timedelta(seconds=30)
+SCRIPT = Path(__file__).parents[1] / "jobs" / "quick_probe_job.py"
+
+
+def make(store: Any, nodes: str, rank: int, **options: Any) -> Communicator:
+    name = options.get("compressor")
+    compressor = None if name is None else make_routed(name, options.get("compressor_options", {}))
+    config = Config(hostname=nodes[rank], timeout=TIMEOUT, **options)
+    return Communicator(store, rank, len(nodes), torch.device("cpu"), config, name="quick", compressor=compressor)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_unequal_owners_sum_in_the_order_of_gloos_ring(size: int) -> None:
+    store = HashStore()
+    cases = [(dtype, numel) for dtype in (torch.float32, torch.bfloat16, torch.float16) for numel in (1, 1000, 4097)]
+    cases += [(torch.float64, 517), (torch.float32, size * 2**20 // 2 + 13)]  # more than two segments each
+
+    def gradient(rank: int, dtype: torch.dtype, numel: int) -> Tensor:
+        return (3 * torch.randn(numel, generator=torch.Generator().manual_seed(rank))).to(dtype)
+
+    def run(rank: int) -> None:
+        group = connect_gloo(PrefixStore("ring", store), rank, size, TIMEOUT)
+        for dtype, numel in cases:
+            rings = ((0, numel // 3), (numel // 3, numel))
+            expected, own = (gradient(rank, dtype, numel) for _ in range(2))
+            for start, stop in rings:
+                group.all_reduce(expected[start:stop], 0.5).wait()
+            bounds = (0, *(numel * (place + 1) // (size + 2) for place in range(size - 1)), numel)
+            group.reduce_scatter(own, bounds, 0.5, rings).wait()
+            mine = slice(bounds[rank], bounds[rank + 1])
+            assert torch.equal(own[mine], expected[mine]), (dtype, numel)
+
+    run_ranks(size, run)
+
+
+def results_of(nodes: str, rates: list[float] | None, **options: Any) -> tuple[list[Tensor], str]:
+    """What rank 0 has after some buckets, with or without these rates of the nodes; all ranks have the same."""
+    store, numel, size = HashStore(), 91 * 203, len(nodes)
+
+    def run(rank: int) -> tuple[list[Tensor], str]:
+        communicator = make(store, nodes, rank, **options)
+        compressor, found = communicator.compressor, []
+        layout = None if compressor is None else Layout((Slice("weight", (91, 203), 0, 0, numel),))
+        try:
+            if rates is not None:
+                levels = with_node_rates(communicator.cluster, rates).levels
+                communicator.routes.learned(levels, at_start=True)
+            for step, dtype in enumerate((torch.float32, torch.bfloat16, torch.float32)):
+                flat = torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
+                flat = flat if compressor is None else flat.float()
+                found.append(communicator.all_reduce(flat, scale=1 / size, layout=layout).wait().clone())
+                if compressor is not None:
+                    compressor.end_step(True)
+            return found, "\n".join(communicator.report().plans)
+        finally:
+            communicator.close()
+
+    first, *others = run_ranks(size, run)
+    assert all(torch.equal(mine, its) for found, _ in others for mine, its in zip(found, first[0], strict=True))
+    return first
+
+
+CASES: list[tuple[str, dict[str, Any], bool]] = [
+    ("abcd", {}, True),
+    ("abcd", {"fusion_mb": 1.0}, True),
+    ("abcd", {"plan": "flat"}, False),
+    ("aaabcc", {"plan": "hierarchical", "chunks": 3}, True),
+    ("abcabc", {"plan": "leader"}, True),
+    ("aabbcc", {"plan": "flat"}, False),
+    ("abc", {"compressor": "bf16"}, True),
+    ("abc", {"compressor": "fp16", "compressor_options": {"plain": True, "warmup_steps": 1}}, True),
+    ("abc", {"compressor": "bf16_packed", "compressor_options": {"always": True}, "chunks": 2}, True),
+    ("abc", {"compressor": "bf16", "compressor_options": {"residual": True}}, False),
+    ("abc", {"compressor": "int8"}, False),
+    ("abc", {"compressor": "powersgd"}, False),
+]
+
+
+@pytest.mark.parametrize(("nodes", "options", "owns"), CASES)
+def test_no_bit_depends_on_what_was_measured(nodes: str, options: dict[str, Any], owns: bool) -> None:
+    rates = [20e6, 5e6, 20e6, 15e6][: len(set(nodes))]
+    without, plain = results_of(nodes, None, **options)
+    with_rates, plans = results_of(nodes, rates, **options)
+    assert all(torch.equal(mine, its) for mine, its in zip(without, with_rates, strict=True))
+    assert "owners by their links" not in plain
+    assert ("owners by their links" in plans) == owns
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rates", "seen", "nbytes", "meetings"),
+    [
+        ("abcd", [25e6, 25e6, 25e6, 6.25e6], [25e6, 25e6, 25e6, 6.25e6], 500_000, MEETINGS),
+        ("aaabcc", [25e6, 10e6, 24e6], [24.5e6, 9.8e6, 24.5e6], 800_000, MEETINGS),
+        ("aabb", [25e6, 5e6], [5e6], 400_000, 1),
+        ("abc", [25e6, 24e6, 23e6], [24e6], MOST_SWAPPED_NBYTES, MEETINGS),
+        ("abc", [1.25e6, 1.25e6, 1.25e6], [1.25e6], 100_000, MEETINGS),
+        ("abc", [1e5, 2e5, 2e5], [1e5], LEAST_SWAPPED_NBYTES, 2),  # the first node pauses in the first round
+        ("ab", [1e10, 1e10], [1e10], MOST_SWAPPED_NBYTES, 1),
+    ],
+)
+def test_its_bytes_follow_the_links(
+    nodes: str, rates: list[float], seen: list[float], nbytes: int, meetings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, names = HashStore(), sorted(set(nodes))
+    asked: list[tuple[int, int]] = []
+    real = module.swaps
+
+    def timed(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tuple[float, float]:
+        assert saved_nbytes == DRAIN_NBYTES
+        asked.append((rail.rank, nbytes))
+        assert len(real(rail, other, min(nbytes, 1 << 12), 1 << 12)) == 2
+        seconds = nbytes / min(rates[rail.rank], rates[other])
+        return seconds, 1e-3
+
+    monkeypatch.setattr(module, "swaps", timed)
+
+    def run(rank: int) -> tuple[Any, ...]:
+        communicator = make(store, nodes, rank)
+        try:
+            assert quick_probe(communicator)
+            level = communicator.routes.priced.levels[1]
+            assert not level.link.presumed and communicator.cluster.levels[1].link.presumed
+            assert "as measured at the start" in communicator.routes.describe_links()
+            assert communicator.all_reduce(torch.ones(1000)).wait().eq(len(nodes)).all()
+            return level.unit_rates, level.link.bytes_per_second, level.link.alpha_seconds
+        finally:
+            communicator.close()
+
+    first, *others = run_ranks(len(nodes), run)
+    assert all(other == first for other in others)
+    units, slowest, alpha = first
+    assert units == (pytest.approx(seen, rel=0.03) if len(seen) > 1 else ())
+    assert slowest == pytest.approx(min(seen), rel=0.03) and alpha == pytest.approx(1e-3)
+    pauses = len(names) % 2
+    for own in range(len(names)):
+        sent = [sent for node, sent in asked if node == own]
+        assert 1 + meetings - 2 * pauses <= len(sent) <= 1 + meetings
+    assert len(asked) == (1 + meetings) * (len(names) - pauses)
+    assert {sent for _, sent in asked} == {TRIAL_NBYTES, nbytes}
+
+
+def test_nothing_is_measured_where_links_are_known_or_none_are_between_nodes() -> None:
+    store = HashStore()
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("aa", {}),
+        ("ab", {"nic_bytes_per_second": 1e9}),
+        ("ab", {"location": ("rack",)}),
+    ]
+    for number, (nodes, options) in enumerate(cases):
+
+        def run(
+            rank: int, number: int = number, nodes: str = nodes, options: dict[str, Any] = options
+        ) -> tuple[bool, str]:
+            communicator = make(PrefixStore(str(number), store), nodes, rank, **options)
+            try:
+                return quick_probe(communicator), communicator.routes.describe_links()
+            finally:
+                communicator.close()
+
+        assert all(not measured and "at the start" not in links for measured, links in run_ranks(2, run))
+
+
+def test_first_steps_keep_the_proportions_that_were_seen() -> None:
+    store, seen = HashStore(), [20e6, 5e6, 20e6]
+
+    def run(rank: int) -> tuple[float, ...]:
+        communicator = make(store, "abc", rank)
+        try:
+            communicator.routes.learned(with_node_rates(communicator.cluster, seen).levels, at_start=True)
+            watched = FirstSteps(communicator, Consensus(store, rank, 3, "steps", TIMEOUT))
+            plan = communicator.routes[1 << 20, torch.float32, None].plan
+            for steps in range(FIRST_WATCHED + STEPS_WATCHED + 1):
+                watched.step_began(steps)
+                assert communicator.all_reduce(torch.ones(1 << 20)).wait().eq(3).all()
+            after = communicator.routes[1 << 20, torch.float32, None].plan
+            assert after.phases == plan.phases and after.chunks == plan.chunks and after.seconds != plan.seconds
+            assert "as measured at the start, and by the first steps' own" in communicator.routes.describe_links()
+            return communicator.routes.priced.levels[1].unit_rates
+        finally:
+            communicator.close()
+
+    first, *others = run_ranks(3, run)
+    assert all(other == first for other in others)
+    assert [rate / first[1] for rate in first] == pytest.approx([4, 1, 4])
+
+
+@pytest.mark.netns
+def test_a_slow_node_owns_less_by_default_and_no_bit_tells() -> None:
+    with EmulatedCluster([1, 1, 1], nic="200mbit,200mbit,20mbit") as cluster:
+        result = run_forked(cluster, str(SCRIPT), [], nodes=[1, 1, 1], timeout_seconds=100)
+    result.check()
+    text = "\n".join(result.output)
+    assert len(re.findall("default: owners by their links, as measured at the start", text)) == 3
+    assert len(re.findall("probe=False: equal owners, as given", text)) == 3
+    assert len(set(re.findall(r"bits (\w{64})", text))) == 1 and len(re.findall(r"bits (\w{64})", text)) == 6
