@@ -207,12 +207,16 @@ class Fragment:
             increment_version(self._locals())  # a backward pass through what they were is refused, as after operators
 
     def _runs(self) -> list[tuple[int, int]] | None:
-        """Address and elements of each parameter; None where they are not all float32, in memory of a CPU's."""
+        """Address and elements of each parameter; None where one is not float32, in one piece, in a CPU's memory."""
         views = self._locals()
-        if self._rounds or not self.anchor.is_cpu or self._dtype != torch.float32:
+        if not self.anchor.is_cpu or self._dtype != torch.float32:
             return None
         if views is not self._found[1] or not self._found_runs:
-            self._found_runs = [(view.data_ptr(), view.numel()) for view in views if view.is_contiguous()]
+            self._found_runs = [
+                (view.data_ptr(), view.numel())
+                for view in views
+                if view.is_cpu and view.dtype == torch.float32 and view.is_contiguous()
+            ]
         return self._found_runs if len(self._found_runs) == len(views) else None
 
     def take_up(self, sent: Tensor | None, work: Tensor) -> None:

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradwire._native import outer_set_out, outer_take_up
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, is_finite
 from gradwire.comms.config import Config
 from gradwire.comms.outer.agree import Council
 from gradwire.comms.outer.exchange import OuterExchange
-from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments, wire_nbytes_of
+from gradwire.comms.outer.fragments import Fragment, OuterSettings, cut_into_fragments, wire_nbytes_of
 from gradwire.compressors.routed import make_routed
 from support.threads import run_ranks
 
@@ -694,25 +695,47 @@ def test_shards_are_synchronized_all_or_none() -> None:
     on_ranks("aabb", body, compressor="int8", groups=[[0, 2], [1, 3]])
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+UNUSUAL = torch.tensor([-0.0, 0.0, 1e-45, -1e-39, 3e38, -3e38, float("inf"), float("-inf"), float("nan"), 1.0])
+"""Zeros of both signs, numbers below the normal ones, some whose differences overflow, and what is not finite."""
+
+
+@pytest.mark.parametrize("form", ["plain", "transposed", "strided"])
 @pytest.mark.parametrize("lr", [1.0, 0.7])
-def test_one_pass_gives_the_bits_of_its_operators(lr: float, transposed: bool) -> None:
+def test_one_pass_gives_the_bits_of_its_operators(lr: float, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = OuterSettings(every=1, fragments=1, delay=1, lr=lr)
+    passes: list[str] = []
+
+    def counting(name: str, native: Callable[..., None]) -> None:
+        def counted(*arguments: Any) -> None:
+            passes.append(name)
+            native(*arguments)
+
+        monkeypatch.setattr(f"{Fragment.__module__}.{name}", counted)
+
+    counting("outer_set_out", outer_set_out)
+    counting("outer_take_up", outer_take_up)
 
     def exchanged(in_one: bool) -> list[Tensor]:
         draw = torch.Generator().manual_seed(1)
-        tensors = [torch.randn(shape, generator=draw) for shape in ((33, 7), (1,), (130,))]
-        parameters = [nn.Parameter(each.mT if transposed and each.dim() > 1 else each) for each in tensors]
+
+        def drawn(*shape: int) -> Tensor:
+            values = torch.randn(shape, generator=draw)
+            values.view(-1)[::13] = UNUSUAL[torch.randint(len(UNUSUAL), values.view(-1)[::13].shape, generator=draw)]
+            return values
+
+        matrix = {"plain": drawn(33, 7), "transposed": drawn(33, 7).mT, "strided": drawn(33, 14)[:, ::2]}[form]
+        parameters = [nn.Parameter(each) for each in (matrix, torch.randn(1, generator=draw), drawn(130))]
         (fragment,) = cut_into_fragments([(str(i), each) for i, each in enumerate(parameters)], settings)
         flat, sent = fragment.empty(), fragment.empty()
         for parameter in (*parameters, *parameters):  # twice: after one that is not all there, before one that is
-            parameter.data.add_(torch.randn(parameter.shape, generator=draw))
+            parameter.data.add_(drawn(*parameter.shape))
             if in_one:
                 fragment.set_out(flat, sent)
             else:
                 fragment.progress(fragment.gather(sent), flat)
             begun = flat.clone()
             parameter.data.mul_(1.1)
+            parameters[2].data = parameters[2].data * 0.5  # lies elsewhere now
             flat.mul_(0.3)
             through = parameters[0].square().sum()
             if in_one:
@@ -724,7 +747,24 @@ def test_one_pass_gives_the_bits_of_its_operators(lr: float, transposed: bool) -
                 through.backward()  # type: ignore[no-untyped-call]
         return [begun, sent, fragment.anchor, *(each.detach() for each in parameters)]
 
-    assert all(one.equal(other) for one, other in zip(exchanged(True), exchanged(False), strict=True))
+    one, other = exchanged(True), exchanged(False)
+    for mine, wanted in zip(one, other, strict=True):
+        assert (mine.isnan() == wanted.isnan()).all()
+        bits, wanted_bits = (each.masked_fill(each.isnan(), 0.0).view(torch.int32) for each in (mine, wanted))
+        assert bits.equal(wanted_bits)  # the sign of a zero, too, which `equal` of floats does not see
+    assert any(each.isnan().any() for each in one)
+    assert any(each.isfinite().any() for each in one)
+    taken = [] if form == "strided" else ["outer_set_out", "outer_take_up"] if lr == 1.0 else ["outer_set_out"]
+    assert passes == taken * 6
+
+
+def test_one_pass_takes_float32_in_the_memory_of_a_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))]
+    (fragment,) = cut_into_fragments([(str(i), each) for i, each in enumerate(parameters)], AVERAGE)
+    assert fragment._runs() == [(each.data_ptr(), each.numel()) for each in parameters]
+    for other in (torch.zeros(4, device="meta"), torch.zeros(4, dtype=torch.float64), torch.zeros(8)[::2]):
+        monkeypatch.setattr(fragment, "_locals", lambda other=other: [parameters[0].detach(), other])
+        assert fragment._runs() is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-nan"), float("inf"), float("-inf")])
