@@ -35,7 +35,7 @@ from gradwire.comms.streams import STREAMS, Clock, HostClock, Mark, SideStreams
 from gradwire.comms.transport.exchange import all_to_all_of, exchange
 from gradwire.comms.transport.groups import RETURN_LANE, Groups, Transport
 from gradwire.comms.transport.nccl import NcclTransport
-from gradwire.comms.transport.torch_group import GlooTransport, TorchTransport, Works
+from gradwire.comms.transport.torch_group import GlooTransport, Works
 from gradwire.compressors.adasum import PRODUCTS, Adasum
 from gradwire.compressors.base import (
     Collective,
@@ -1117,7 +1117,7 @@ def issue_together(transport: Transport, collectives: Sequence[Collective]) -> W
     """
     if isinstance(transport, NcclTransport):
         return transport.issue_together(collectives)
-    if len(collectives) > 1 and isinstance(transport, TorchTransport):
+    if len(collectives) > 1 and isinstance(transport, GlooTransport):
         together = transport.issue_together(collectives)
         if together is not None:
             return together

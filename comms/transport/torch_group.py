@@ -209,28 +209,6 @@ class TorchTransport:
         issue = getattr(self._group, ALL_TO_ALL_SINGLE)
         return self._pending(issue(output, source, output_splits, source_splits, dist.AllToAllOptions()))
 
-    def issue_together(self, collectives: Sequence[Collective]) -> Work | None:
-        """Issues small collectives of two ranks as one: each sends the other what is for it, in one message.
-
-        Args:
-            collectives: The same on both ranks, in the same order.
-
-        Returns:
-            None where they do not fit, and nothing was issued: more ranks, unequal parts, or so many bytes that a
-            message of their own is no loss.
-        """
-        if self.size != 2 or any(each.bounds or each.op not in _FOR_PEER for each in collectives):
-            return None
-        widest_first = sorted(collectives, key=lambda each: -each.tensors[-1].element_size())  # aligns them all
-        parts = [_FOR_PEER[each.op](each.tensors[-1].view(-1), 1 - self.rank) for each in widest_first]
-        if sum(part.nbytes for part in parts) >= TOGETHER_NBYTES:
-            return None
-        sent = torch.cat([part.view(torch.uint8) for part in parts])
-        received = torch.empty_like(sent)
-        splits = [sent.numel() * (rank != self.rank) for rank in range(2)]
-        work = self._exchange(received, sent, splits, splits)
-        return _Together(work, sent, received, widest_first, self.rank)
-
     def _exchange(self, output: Tensor, source: Tensor, output_splits: list[int], source_splits: list[int]) -> Work:
         """An all_to_all of unequal parts: `source_splits[p]` elements to rank p, `output_splits[p]` from it."""
         if len({*output_splits, *source_splits}) == 1:
@@ -272,6 +250,28 @@ class GlooTransport(TorchTransport):
         made = self._connect(name)
         self._connections += [connection for connection in connections() if connection not in before]
         return made
+
+    def issue_together(self, collectives: Sequence[Collective]) -> Work | None:
+        """Issues small collectives of two ranks as one: each sends the other what is for it, in one message.
+
+        Args:
+            collectives: The same on both ranks, in the same order.
+
+        Returns:
+            None where they do not fit, and nothing was issued: more ranks, unequal parts, or so many bytes that a
+            message of their own is no loss.
+        """
+        if self.size != 2 or any(each.bounds or each.op not in _FOR_PEER for each in collectives):
+            return None
+        widest_first = sorted(collectives, key=lambda each: -each.tensors[-1].element_size())  # aligns them all
+        parts = [_FOR_PEER[each.op](each.tensors[-1].view(-1), 1 - self.rank) for each in widest_first]
+        if sum(part.nbytes for part in parts) >= TOGETHER_NBYTES:
+            return None
+        sent = torch.cat([part.view(torch.uint8) for part in parts])
+        received = torch.empty_like(sent)
+        splits = [sent.numel() * (rank != self.rank) for rank in range(2)]
+        work = self._exchange(received, sent, splits, splits)
+        return _Together(work, sent, received, widest_first, self.rank)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Work:
         """See `Transport.all_gather`. Of gloo's ring through two ranks both directions are one connection, too."""
@@ -571,10 +571,14 @@ class _Together:
         self._received = received
         self._collectives = collectives
         self._rank = rank
+        self._done = False
 
     def wait(self) -> None:
-        """See `Work.wait`."""
+        """See `Work.wait`. Again, it does nothing: a sum in place would take the peer's part once more."""
+        if self._done:
+            return
         self._work.wait()
+        self._done = True
         rank, start = self._rank, 0
         for each in self._collectives:
             output, source = each.tensors[0].view(-1), each.tensors[-1].view(-1)
