@@ -236,13 +236,22 @@ def _wait(bucket: Bucket) -> Tensor:
     return value
 
 
+ONE_THREAD_NUMEL = 1 << 20
+"""From as many elements on torch's threads share the look at them. One pass of one thread and aminmax of two, in us:
+5.6 and 6.4 for 65,536 elements, 86 and 60 for 1,048,576, 1371 and 793 for 8,388,608, one call after the other; with a
+pause of 10 ms before each call, as in training, torch's threads were asleep and waited for a processor: 52 and 7732 for
+262,144, 194 and 240 for 1,048,576 (2-core EPYC VM beside one other job, torch 2.13.0+cpu, 2026-11-22). One thread of
+torch takes 112 where the pass takes 86."""
+
+
 def is_finite(flat: Tensor) -> bool:
     """One pass, no temporary: a NaN or an infinity anywhere shows in the extremes."""
     if flat.layout != torch.strided:
         flat = flat._values()
     if flat.numel() == 0:
         return True
-    if flat.is_cpu and flat.dtype == torch.float32 and flat.is_contiguous():
+    alone = flat.numel() < ONE_THREAD_NUMEL or torch.get_num_threads() == 1
+    if alone and flat.is_cpu and flat.dtype == torch.float32 and flat.is_contiguous():
         return all_finite(flat.data_ptr(), flat.numel())
     low, high = torch.aminmax(flat)
     if flat.is_cpu:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradwire._native import outer_set_out, outer_take_up
+from gradwire._native import all_finite, outer_set_out, outer_take_up
+from gradwire.comms import compression
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, is_finite
@@ -777,3 +778,21 @@ def test_one_element_that_is_not_finite_is_found_anywhere(value: float, dtype: t
         assert not is_finite(flat)
         assert is_finite(flat[place + 1 :])
         flat[place] = -0.0
+
+
+def test_a_large_flat_is_looked_at_by_all_threads_and_a_small_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    def native(address: int, numel: int) -> bool:
+        looked.append(numel)
+        return all_finite(address, numel)
+
+    monkeypatch.setattr(compression, "all_finite", native)
+    flat = torch.zeros(compression.ONE_THREAD_NUMEL)
+    flat[-1] = float("nan")
+    for threads, numels in ((1, [flat.numel() - 1, flat.numel()]), (2, [flat.numel() - 1])):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert is_finite(flat[:-1])
+        assert not is_finite(flat)
+        assert looked == numels
+        looked.clear()
