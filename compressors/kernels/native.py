@@ -71,10 +71,10 @@ def _check_pieces(payloads: Tensor, nbytes: int, width: int, numel: int) -> None
     """Refuses payloads that have fewer rows than there are pieces, or shorter ones than a kernel reads or writes.
 
     Raises:
-        ValueError: See above and `_check_rows`; or `width` is no number of elements.
+        ValueError: See above and `_check_rows`; or `width` is no number of elements, where there are some.
     """
     _check_rows("payloads", payloads, nbytes)
-    if width < 1 or len(payloads) * width < numel or payloads.dtype != torch.uint8:
+    if (numel and width < 1) or len(payloads) * width < numel or payloads.dtype != torch.uint8:
         raise ValueError(
             f"`payloads` has {len(payloads)} rows of {payloads.dtype} for {numel} elements in pieces of {width}; "
             "wanted a row of uint8 for each piece"

@@ -229,7 +229,7 @@ def chunk_topk_encode_pieces(
         new_residual: Receives what the payloads leave out; or None.
         payloads: (pieces, at least chunk_topk_nbytes(width, rule)) uint8; each row is overwritten up to its payload's
             own size.
-        width: Elements of a piece, at least 1; the last piece may be shorter.
+        width: Elements of a piece, at least 1 where there are any; the last piece may be shorter.
     """
     encode_each(
         lambda *tensors: chunk_topk_encode(rule, *tensors),
@@ -271,7 +271,7 @@ def chunk_topk_decode_pieces(rule: ChunkRule, payloads: Tensor, target: Tensor, 
         rule: What was kept.
         payloads: (pieces, at least chunk_topk_nbytes(width, rule)) uint8.
         target: Overwritten.
-        width: Elements of a piece, at least 1.
+        width: Elements of a piece, at least 1 where there are any.
     """
     decode_each(
         lambda row, piece: chunk_topk_decode_reduce(rule, row[None], None, piece),

@@ -72,7 +72,7 @@ def onebit_encode_pieces(
         residual: What earlier payloads left out, or None.
         new_residual: Receives what the payloads leave out; or None.
         payloads: (pieces, at least onebit_nbytes(width)) uint8; each row is overwritten up to its payload's own size.
-        width: Elements of a piece, at least 1; the last piece may be shorter.
+        width: Elements of a piece, at least 1 where there are any; the last piece may be shorter.
     """
     encode_each(onebit_encode, onebit_nbytes, gradient, residual, new_residual, payloads, width)
 
@@ -106,7 +106,7 @@ def onebit_decode_pieces(payloads: Tensor, target: Tensor, width: int) -> None:
     Args:
         payloads: (pieces, at least onebit_nbytes(width)) uint8.
         target: Overwritten.
-        width: Elements of a piece, at least 1.
+        width: Elements of a piece, at least 1 where there are any.
     """
     decode_each(lambda row, piece: onebit_decode_reduce(row[None], None, piece), onebit_nbytes, payloads, target, width)
 

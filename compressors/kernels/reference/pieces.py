@@ -31,8 +31,10 @@ def encode_each(
         residual: Of the same numel, or None.
         new_residual: Of the same numel, overwritten; or None.
         payloads: (pieces, at least wire_nbytes(width)) uint8; each row is overwritten up to its payload's own size.
-        width: Elements of a piece, at least 1.
+        width: Elements of a piece, at least 1 where there are any.
     """
+    if not gradient.numel():
+        return
     for start, row in zip(range(0, gradient.numel(), width), payloads, strict=False):
         run = slice(start, start + width)
         piece = gradient[run]
@@ -54,8 +56,10 @@ def decode_each(
         wire_nbytes: Elements -> bytes of their payload.
         payloads: (pieces, at least wire_nbytes(width)) uint8; what is behind a shorter payload is not read.
         target: 1-D float32, overwritten.
-        width: Elements of a piece, at least 1.
+        width: Elements of a piece, at least 1 where there are any.
     """
+    if not target.numel():
+        return
     for start, row in zip(range(0, target.numel(), width), payloads, strict=False):
         piece = target[start : start + width]
         decode(row[: wire_nbytes(piece.numel())], piece)

@@ -82,7 +82,7 @@ def quantize_encode_pieces(
         new_residual: Receives what the payloads leave out; or None.
         payloads: (pieces, at least quantize_nbytes(width, bits)) uint8; each row is overwritten up to its payload's own
             size.
-        width: Elements of a piece, at least 1; the last piece may be shorter.
+        width: Elements of a piece, at least 1 where there are any; the last piece may be shorter.
         key: As in quantize_encode; an element's random number depends on its index in the piece.
     """
     encode_each(
@@ -128,7 +128,7 @@ def quantize_decode_pieces(bits: int, payloads: Tensor, target: Tensor, width: i
         bits: 4 or 8.
         payloads: (pieces, at least quantize_nbytes(width, bits)) uint8.
         target: Overwritten.
-        width: Elements of a piece, at least 1.
+        width: Elements of a piece, at least 1 where there are any.
     """
     decode_each(
         lambda row, piece: quantize_decode_reduce(bits, row[None], None, piece),

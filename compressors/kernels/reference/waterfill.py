@@ -205,7 +205,7 @@ def waterfill_encode_pieces(
         new_residual: Receives what the payloads leave out; or None.
         payloads: (pieces, at least waterfill_nbytes(width, bits)) uint8; each row is overwritten up to its payload's
             own size.
-        width: Elements of a piece, at least 1; the last piece may be shorter.
+        width: Elements of a piece, at least 1 where there are any; the last piece may be shorter.
     """
     encode_each(
         partial(waterfill_encode, bits),
@@ -243,7 +243,7 @@ def waterfill_decode_pieces(bits: int, payloads: Tensor, target: Tensor, width: 
         bits: One of WATERFILL_BITS.
         payloads: (pieces, at least waterfill_nbytes(width, bits)) uint8.
         target: Overwritten.
-        width: Elements of a piece, at least 1.
+        width: Elements of a piece, at least 1 where there are any.
     """
     decode_each(
         lambda row, piece: waterfill_decode_reduce(bits, row[None], None, piece),

@@ -85,6 +85,23 @@ def test_the_pieces_are_the_references(native_kernels: ModuleType, numel: int, w
         assert torch.equal(decoded[0], decoded[1])
 
 
+def test_an_empty_shard_has_no_pieces_and_leaves_its_payloads(native_kernels: ModuleType) -> None:
+    nothing, width = torch.empty(0), Parts(0, 2).width
+    for stage, first, last in (
+        ("onebit", (), ()),
+        ("chunk_topk", (TOPK,), ()),
+        ("waterfill", (5,), ()),
+        ("quantize", (4,), (9,)),
+    ):
+        for kernels in (native_kernels, reference):
+            payloads = torch.full((2, 3), 0xAA, dtype=torch.uint8)
+            getattr(kernels, f"{stage}_encode_pieces")(*first, nothing, nothing, nothing, payloads, width, *last)
+            getattr(kernels, f"{stage}_decode_pieces")(*first, payloads, nothing, width)
+            assert (payloads == 0xAA).all()
+            with pytest.raises((ValueError, RuntimeError)):  # pieces of nothing never come to an end
+                getattr(kernels, f"{stage}_decode_pieces")(*first, payloads, torch.empty(1), width)
+
+
 def test_reducing_at_once_is_decoding_and_encoding(codec: PieceCodec, native_kernels: ModuleType) -> None:
     """The owner's stage as one is the sum of the payloads, encoded again."""
     numel, nbytes = 2500, codec.wire_nbytes(2500)
