@@ -7,6 +7,10 @@
 // the record smallest. Entries and vector start at a byte, the lowest bit first.
 // Source: Elias, Efficient storage and retrieval by content and address of static files, JACM 21(2), 1974; Fano, On the
 // number of bits required to implement an associative memory, MIT Project MAC memo 61, 1971.
+//
+// Whatever a damaged record holds, nothing outside it is read and nothing outside its chunk's sums is written; where it
+// names a place twice, all are added on the CPU, in the order of the entries, but a GPU may lose some of them, and not
+// the same ones each time.
 #pragma once
 #include "common/portable.h"
 

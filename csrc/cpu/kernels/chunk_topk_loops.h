@@ -232,11 +232,13 @@ inline void add_record(const Rule& rule, const ChunkRecord& layout, const uint8_
   kAddPlaces[layout.low_bits](layout, static_cast<int>(rule.chunk), record + 4, levels, sums);
 }
 
-// sums = addend + worker 0 + worker 1 + ... over `count` elements, whose records begin at `records`.
+// sums = addend + worker 0 + worker 1 + ... over `count` elements, whose records begin at `records`. What a
+// damaged record of a short chunk adds to behind them is zero before.
 inline void reduce_chunk(const Rule& rule, const ChunkRecord& layout, const Payloads& payloads, const uint8_t* records,
                          const float* addend, size_t count, float* sums) {
   if (addend) std::memcpy(sums, addend, count * sizeof(float));
   else std::memset(sums, 0, count * sizeof(float));
+  if (count < rule.chunk) std::memset(sums + count, 0, (rule.chunk - count) * sizeof(float));
   for (size_t w = 0; w < payloads.workers; ++w) add_record(rule, layout, records + w * payloads.stride, sums);
 }
 
