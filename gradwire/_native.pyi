@@ -6,6 +6,7 @@ device, dtype, contiguity and length first. Every function releases the GIL.
 
 from collections.abc import Sequence
 
+INTERFACE: int
 SHM_MAX_RANKS: int
 
 def shm_segment_nbytes(size: int, block_nbytes: int) -> int: ...

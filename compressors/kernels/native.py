@@ -32,6 +32,15 @@ from gradwire.compressors.kernels.reference.powersgd import (
     restore_each,
 )
 
+_INTERFACE = 1
+"""Of the payloads' bytes and the functions' parameters, as these files know them; csrc/cpu/bind.cpp has the same."""
+
+if (_compiled := getattr(_native, "INTERFACE", None)) != _INTERFACE:  # one built before there were numbers has none
+    raise RuntimeError(
+        f"`gradwire._native` ({_native.__file__}) was compiled from other sources than these Python files: found "
+        f"interface {_compiled}, wanted {_INTERFACE}; rebuild it: `pip install -e .` in the checkout"
+    )
+
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()

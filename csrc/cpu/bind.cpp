@@ -20,6 +20,9 @@ NB_MODULE(_native, m) {
   // Groups may outlive the interpreter, because lanes are daemon threads; the operating system frees what they hold.
   nb::set_leak_warnings(false);
   m.doc() = "gradwire's CPU kernels and shared-memory collectives.";
+  // Add 1 here and in compressors/kernels/native.py, which refuses a module compiled before, whenever the bytes of a
+  // payload or the parameters of a function change.
+  m.attr("INTERFACE") = 1;
   bind_shm(m);
   bind_cast(m);
   bind_chunk_topk(m);

@@ -1,5 +1,6 @@
 """Law: every compiled kernel equals its torch twin, on any input, any length, any instruction set."""
 
+import importlib
 import math
 from collections.abc import Callable
 from types import ModuleType
@@ -29,6 +30,15 @@ def other(numel: int) -> Tensor:
 
 def payload_of(nbytes: int) -> Tensor:
     return torch.full((nbytes,), 0xAA, dtype=torch.uint8)
+
+
+def test_a_module_compiled_from_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "INTERFACE", _native.INTERFACE - 1)
+    with pytest.raises(RuntimeError, match="rebuild it"):
+        importlib.reload(native)
+    monkeypatch.delattr(_native, "INTERFACE")
+    with pytest.raises(RuntimeError, match="found interface None"):
+        importlib.reload(native)
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
