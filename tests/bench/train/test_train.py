@@ -3,16 +3,19 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.emulation.launch import python_module, run_logical
+from gradwire.bench.emulation.cluster import EmulatedCluster
+from gradwire.bench.emulation.launch import python_module
 from gradwire.bench.train.train import main
 
 
+@pytest.mark.netns  # whoever else uses this machine's interfaces would be counted
 def test_hooks_train_the_same_model_on_the_same_batches(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     words = ["--hook", "plain", "--hook", "torch-fp16", "--hook", "gradwire"]
     words += ["--steps", "4", "--batch", "2", "--context", "32"]
-    command = python_module("gradwire.bench.train.train", *words, "--nic-interface", "lo", "--json", str(file))
-    outcome = run_logical([1, 1], command, timeout_seconds=240)
+    command = python_module("gradwire.bench.train.train", *words, "--nic-interface", "eth0", "--json", str(file))
+    with EmulatedCluster([1, 1]) as cluster:
+        outcome = cluster.run(command, timeout_seconds=240)
     outcome.check()
     assert "step    4/4" in outcome.output[0] and "step" not in outcome.output[1]
     assert "in a time that is not known: the rates" in outcome.output[0]  # nobody gave the link's rate
@@ -21,9 +24,9 @@ def test_hooks_train_the_same_model_on_the_same_batches(tmp_path: Path) -> None:
     assert exact["predicted_seconds"] is None
     assert plain["first_loss"] == narrow["first_loss"]
     assert plain["final_loss"] == pytest.approx(narrow["final_loss"], rel=1e-2)
-    # An all-reduce over two ranks sends every gradient once, the float16 hook half of that; lo counts both ranks.
-    assert plain["nic_nbytes_per_step"] > 2 * plain["gradient_nbytes"]
-    assert 0.45 < narrow["nic_nbytes_per_step"] / plain["nic_nbytes_per_step"] < 0.6
+    # An all-reduce over two ranks sends every gradient once, the float16 hook half of that.
+    assert plain["gradient_nbytes"] < plain["nic_nbytes_per_step"] < 1.1 * plain["gradient_nbytes"]
+    assert 0.48 < narrow["nic_nbytes_per_step"] / plain["nic_nbytes_per_step"] < 0.55
     assert plain["loss_deviation"] > 0
     assert plain["seconds_per_step"] > 0 and plain["validation_bits_per_byte"] > 1
 
