@@ -507,8 +507,7 @@ def idle_in(config: Config, without: Collection[str] = ()) -> list[str]:
         config: Where they are.
         without: Names that do not count.
     """
-    defaults = {field.name: field.default for field in fields(Config)}
-    return [name for name in INSIDE_ONLY if name not in without and getattr(config, name) != defaults[name]]
+    return [name for name in INSIDE_ONLY if name not in without and _asks(name, getattr(config, name))]
 
 
 def refuse_idle(options: Mapping[str, object], why: str) -> None:
@@ -517,10 +516,16 @@ def refuse_idle(options: Mapping[str, object], why: str) -> None:
     Raises:
         ValueError: One was given, with another value than its default.
     """
-    defaults = {field.name: field.default for field in fields(Config)}
     for name in INSIDE_ONLY:
-        if name in options and options[name] != defaults[name]:
+        if name in options and _asks(name, options[name]):
             raise ValueError(f"`{name}` is {options[name]!r}, and {why}: it would change nothing, so leave it out")
+
+
+def _asks(name: str, value: object) -> bool:
+    """Whether an option asks for anything: it is not its default; of `probe`, whose False asks for nothing, True."""
+    if name == "probe":
+        return value is True
+    return value != next(field.default for field in fields(Config) if field.name == name)
 
 
 def model_inside(model: nn.Module) -> nn.Module:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
-from gradwire.comms.outer.outer import idle_in, shard_groups
+from gradwire.comms.outer.outer import idle_in, refuse_idle, shard_groups
 from support.processes import Processes
 from support.sharded import mesh_of, sharded
 
@@ -269,4 +269,7 @@ def test_variables_for_gradients_do_not_vanish_silently(monkeypatch: pytest.Monk
         monkeypatch.setenv(name, value)
     assert idle_in(Config.from_env()) == ["fusion_mb", "probe"]  # the compressor is of exchanges
     assert idle_in(Config.from_env(probe=True), without={"probe"}) == ["fusion_mb"]
-    assert idle_in(Config()) == []
+    assert idle_in(Config()) == idle_in(Config(probe=False)) == []
+    refuse_idle({"probe": False}, "there is no unit")
+    with pytest.raises(ValueError, match="`probe` is True"):
+        refuse_idle({"probe": True}, "there is no unit")
