@@ -880,7 +880,7 @@ class Executor:
             return group.all_reduce(view, scale)
         if rings:
             shifted = tuple((start - transfer.start, stop - transfer.start) for start, stop in rings)
-            return cast(GlooTransport, group).reduce_scatter(view, transfer.bounds, scale, shifted)
+            return _sums_as_rings(group).reduce_scatter(view, transfer.bounds, scale, shifted)
         return group.reduce_scatter(view, transfer.bounds, scale)
 
     def _migrate(
@@ -1125,13 +1125,27 @@ def issue_together(transport: Transport, collectives: Sequence[Collective]) -> W
     return works[0] if len(works) == 1 else Works(works)
 
 
+def _sums_as_rings(transport: Transport) -> GlooTransport:
+    """The same transport.
+
+    Raises:
+        TypeError: It cannot sum in the order of gloo's rings, and other bits would come of another order.
+    """
+    if not isinstance(transport, GlooTransport):
+        raise TypeError(
+            f"`transport` is a {type(transport).__name__}, and the plan sums in the order of gloo's rings; wanted a "
+            "GlooTransport: leave `probe` False with other transports"
+        )
+    return transport
+
+
 def _issue_one(transport: Transport, collective: Collective) -> Work:
     issue = getattr(transport, collective.op)
     if not collective.bounds:
         return cast(Work, issue(*collective.tensors))
     if collective.as_ring and collective.op == REDUCE_SCATTER:
         (flat,) = collective.tensors
-        return cast(GlooTransport, transport).reduce_scatter(flat, collective.bounds, rings=((0, flat.numel()),))
+        return _sums_as_rings(transport).reduce_scatter(flat, collective.bounds, rings=((0, flat.numel()),))
     if collective.op in (REDUCE_SCATTER, ALL_GATHER_SLICES):
         return cast(Work, issue(*collective.tensors, collective.bounds))
     output, source = collective.tensors

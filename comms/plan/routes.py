@@ -212,11 +212,13 @@ class Routes(dict[RouteKey, Route]):
             numel: Elements of the bucket.
             plan: The plan.
             layout: Which parameter lies where, if it may be compressed.
-            base: The plan with equal shares whose bits a plan in the order of rings is to give.
+            base: The plan with equal shares whose bits a plan in the order of rings is to give. Not wanted where a
+                phase is compressed: its whole shard is one ring.
 
         Raises:
             ValueError: The plan compresses a phase, and there is no compressor or no layout to do so with; or the
-                layout is of another number of elements.
+                layout is of another number of elements; or an exact plan sums in the order of rings, and no `base`
+                says which.
         """
         if layout is not None and layout.numel != numel:
             raise ValueError(
@@ -233,7 +235,14 @@ class Routes(dict[RouteKey, Route]):
         partition = self._partition(plan, layout)
         schedule = Schedule(self.cluster, plan)
         break_even = self._break_even(plan) if named else 0.0
-        rings = self._rings(numel, base, layout) if base and not named and _in_ring_order(plan) else []
+        rings: list[tuple[int, int]] = []
+        if not named and _in_ring_order(plan):
+            if base is None:
+                raise ValueError(
+                    f"`base` is None, and {plan.describe(self.cluster.level_names)} sums in the order of rings: pass "
+                    "the plan with equal shares whose rings these are"
+                )
+            rings = self._rings(numel, base, layout)
         chunks = tuple(
             Chunk(
                 start,
