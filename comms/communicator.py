@@ -315,7 +315,8 @@ class Communicator:
         """The collectives of some ranks, for a caller that issues them itself.
 
         Args:
-            lane: One that no plan has: nobody else uses its transports. One thread at a time.
+            lane: One that no plan has: nobody else uses its transports. One thread at a time. Or, for measurements
+                before anything else is in flight, a plan's own, which are connected then.
             members: Ranks of this communicator; the same on all of them, in the same order.
         """
         return self._groups[lane, members]

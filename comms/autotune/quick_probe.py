@@ -1,4 +1,4 @@
-"""A look at the links between nodes before the first step, where nobody has said what they give: well under a second.
+"""A look at the links between nodes before the first step, where nobody has said what they give: mostly under a second.
 
 Nodes meet in pairs, all of them at once, as for `unit_rates`; here they swap as many bytes as a first short swap says
 they can in `SWAP_SECONDS`. It uses the connections that training needs too, and tells everybody the result by an
@@ -6,23 +6,30 @@ all-reduce: the store hears nothing of it.
 
 What it finds prices plans and advice from the first step on. And nodes with slower links own less of what is
 exchanged, in plans whose bits do not depend on that: sums are then made in the order in which gloo's ring makes them
-with equal shares, which is tried on the spot. Nothing else goes by it, because a clock must change no bit.
+with equal shares. Where nodes differ two small sums, of float32 and of bfloat16, show on the spot who begins each
+element's sum, and when it is rounded; that larger arrays are cut into more segments rests on the releases of torch with
+which that was compared. Nothing else goes by the look, because a clock must change no bit.
 """
 
 import logging
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
 from gradwire.comms.autotune.probe import line_up, probe_phases
 from gradwire.comms.autotune.unit_rates import pairings, relative_rates
+from gradwire.comms.bootstrap.compat import knows_gloo_sums
 from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.plan.plan import Plan
-from gradwire.comms.transport.torch_group import GlooTransport, ring_runs
+from gradwire.comms.transport.torch_group import Done, GlooTransport, ring_runs
+from gradwire.compressors.base import Work
+
+Result = TypeVar("Result")
 
 log = logging.getLogger("gradwire")
 
@@ -39,7 +46,8 @@ of that a link four times as fast had 7 ms: with a load of 8 on two cores, what 
 of three equal links a third faster than the others."""
 
 BUDGET_SECONDS = 0.5
-"""For all meetings after the first trial: on very slow links nodes meet fewer partners."""
+"""For all meetings after the first trial: on very slow links nodes meet fewer partners. Where one meeting takes longer
+(from 0.3 s for the trial, 1.8 Mbit/s) the trial is all there is."""
 
 MEETINGS = 3
 """Partners of each node: as for `unit_rates`, whoever meets a slow node meets another one too."""
@@ -47,8 +55,8 @@ MEETINGS = 3
 SMALL_SWAPS = 5
 """Of one element: half of them are as fast as the link's latency allows."""
 
-CHECKED_NUMEL = 1 << 10
-"""Elements of the sum that shows in which order gloo's ring adds."""
+CHECKED = ((torch.float32, 1 << 10), (torch.bfloat16, 1021))
+"""Elements of the sums that show in which order gloo's ring adds: parts of equal size, and a shorter last one."""
 
 
 def quick_probe(communicator: Communicator) -> bool:
@@ -75,19 +83,28 @@ def quick_probe(communicator: Communicator) -> bool:
         return False
     began = time.perf_counter()
     meeting = _Meeting(communicator)
+    if not meeting.is_possible:
+        log.warning("links are not looked at: the ranks between nodes are not connected by gloo")
+        return False
     rounds = pairings(len(nodes), MEETINGS)
     trials = meeting.meet(rounds[0], TRIAL_NBYTES)
     seconds, latency = (max(column) for column in zip(*(each[2:] for each in trials), strict=True))
     nbytes = round(min(max(TRIAL_NBYTES / seconds * SWAP_SECONDS, LEAST_SWAPPED_NBYTES), MOST_SWAPPED_NBYTES))
-    expected = seconds * (DRAIN_NBYTES + nbytes) / TRIAL_NBYTES
-    rounds = rounds[: max(1 + len(nodes) % 2, int(BUDGET_SECONDS / expected))]  # of an odd number one node pauses
-    took = [(one, other, each) for pairs in rounds for one, other, each, _ in meeting.meet(pairs, nbytes)]
+    affordable = int(BUDGET_SECONDS * TRIAL_NBYTES / (seconds * (DRAIN_NBYTES + nbytes)))
+    odd = len(nodes) % 2  # one node pauses in each round
+    met = [each[:3] for each in trials] if affordable == 0 else []
+    nbytes = nbytes if affordable else TRIAL_NBYTES
+    rounds = rounds[: max(1 + odd, affordable)] if affordable else rounds[1 : 1 + odd]
+    took = met + [each[:3] for pairs in rounds for each in meeting.meet(pairs, nbytes)]
     levels = list(cluster.levels)
     link = replace(levels[1].link, alpha_seconds=latency, presumed=False)
     levels[1] = replace(levels[1], link=link)
     rates = node_rates(len(nodes), nbytes, took, every_partner=len(rounds) == len(pairings(len(nodes), MEETINGS)))
-    if min(rates) < max(rates) and not meeting.sums_as_rings():
-        log.warning("gloo adds in an order that is not known: nodes share equally, whatever their links give")
+    if min(rates) < max(rates) and not (knows_gloo_sums() and meeting.sums_as_rings()):
+        log.warning(
+            "in which order gloo of torch %s adds is not known: nodes share equally, whatever their links give",
+            torch.__version__,
+        )
         rates = [min(rates)] * len(nodes)
     communicator.routes.learned(with_node_rates(replace(cluster, levels=tuple(levels)), rates).levels, at_start=True)
     log.info("the links were measured in %.2f s", time.perf_counter() - began)
@@ -116,9 +133,14 @@ def node_rates(count: int, nbytes: int, took: Sequence[tuple[int, int, float]], 
 class _Meeting:
     """Swaps between nodes.
 
+    They go over the first lane of training's plans, which nothing else uses yet.
+
     Args:
         communicator: Whose ranks meet, the first of each node: of two ranks that share a link one may send while the
             other still waits, and both would seem to have it alone.
+
+    Attributes:
+        is_possible: Whether gloo connects all nodes; the same on all ranks. Else nothing can meet.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -126,13 +148,13 @@ class _Meeting:
         self._nodes = communicator.cluster.nodes
         self._own = communicator.cluster.node_rank(communicator.rank)
         place = self._nodes[self._own].index(communicator.rank)
+        self._members = tuple(node[0] for node in self._nodes)
         self._rail: GlooTransport | None = None
         line_up(communicator)
         if place == 0:
-            rail = communicator.transport((0, 0), tuple(node[0] for node in self._nodes))
-            assert isinstance(rail, GlooTransport)
-            rail.connect_both_ways()  # also where this node pauses at first
-            self._rail = rail
+            self._carry_out("connecting", self._connect)
+        missing = torch.tensor([float(place == 0 and self._rail is None)])
+        self.is_possible = not _told(communicator, missing).any()
 
     def meet(self, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int, float, float]]:
         """All pairs swap `nbytes` at once.
@@ -149,7 +171,11 @@ class _Meeting:
         line_up(communicator)
         table = torch.zeros(communicator.size, 2)
         if own is not None and self._rail is not None:
-            seen = swaps(self._rail, own[own[0] == self._own], nbytes, DRAIN_NBYTES)
+            rail, other = self._rail, own[own[0] == self._own]
+            seen = self._carry_out(
+                f"swapping with node {other}",
+                lambda: rail.listening(lambda: swaps(rail, other, nbytes, DRAIN_NBYTES)),
+            )
             table[communicator.rank] = torch.tensor(seen)
         table = _told(communicator, table)
         found = []
@@ -161,22 +187,45 @@ class _Meeting:
 
     def sums_as_rings(self) -> bool:
         """Whether the transport's all_reduce adds in the order that `ring_runs` says; the same on all ranks."""
-        right = 1.0
-        if self._rail is not None:
-            size = self._rail.size
-            rows = [torch.randn(CHECKED_NUMEL, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
-            total = rows[self._rail.rank].clone()
-            self._rail.all_reduce(total).wait()
-            at = 0
-            for numel, last in ring_runs(((0, CHECKED_NUMEL),), 0, CHECKED_NUMEL, size, 4):
-                run = slice(at, at + numel)
-                expected = rows[(last - 1) % size][run]
-                for back in range(2, size + 1):
-                    expected = rows[(last - back) % size][run] + expected
-                right = min(right, float(torch.equal(total[run], expected)))
-                at += numel
-        found = _told(self._communicator, torch.tensor([1.0 - right]))
-        return not found.any()
+        wrong = 0.0
+        if (rail := self._rail) is not None:
+            wrong = float(
+                not self._carry_out("a trial sum", lambda: all(_adds_as_ring(rail, *each) for each in CHECKED))
+            )
+        return not _told(self._communicator, torch.tensor([wrong])).any()
+
+    def _connect(self) -> None:
+        rail = self._communicator.transport((0, 0), self._members)
+        if isinstance(rail, GlooTransport):
+            rail.connect_both_ways()  # also where this node pauses at first
+            self._rail = rail
+
+    def _carry_out(self, what: str, call: Callable[[], Result]) -> Result:
+        """What `call` returns. Where it fails all ranks hear of it, and of which rank it was."""
+        returned: list[Result] = []
+
+        def issue() -> Work:
+            returned.append(call())
+            return Done()
+
+        self._communicator.carry_out(f"the look at the links ({what})", issue, self._members)
+        return returned[0]
+
+
+def _adds_as_ring(rail: GlooTransport, dtype: torch.dtype, numel: int) -> bool:
+    """Whether a sum over the rail's ranks has the bits that the order of `ring_runs` gives."""
+    size = rail.size
+    rows = torch.stack([torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(size)])
+    rows = rows.to(dtype)
+    total = rows[rail.rank].clone()
+    rail.all_reduce(total).wait()
+    lengths, lasts = zip(*ring_runs(((0, numel),), 0, numel, size, dtype.itemsize), strict=True)
+    last = torch.tensor(lasts).repeat_interleave(torch.tensor(lengths))  # of each element
+    back = torch.arange(1, size + 1)[:, None]
+    first, *others = rows.gather(0, (last - back) % size)
+    for contribution in others:
+        first = contribution + first
+    return torch.equal(total, first)
 
 
 def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tuple[float, float]:

@@ -86,6 +86,20 @@ class PairwiseGroup(TorchGroup, Protocol):
         """Receives one tensor from one rank, in place."""
 
 
+GLOO_SEGMENT_NBYTES = 1 << 20
+"""The most that gloo's ring all_reduce sends at a time. Source: gloo, gloo/allreduce.h, kMaxSegmentSize. With it go the
+cuts and the order of its sums (gloo/allreduce.cc, `ring`), and that it rounds 16-bit sums after each addition."""
+
+GLOO_SUMS_KNOWN_UP_TO = (2, 15)
+"""The newest torch on which the order of gloo's sums was compared: of a later one nobody knows."""
+
+
+def knows_gloo_sums(version: str = torch.__version__) -> bool:
+    """Whether the order of gloo's sums is known of a release of torch, 2.13.0+cpu."""
+    major, minor = version.split(".")[:2]
+    return (int(major), int(minor)) <= GLOO_SUMS_KNOWN_UP_TO
+
+
 def store_of(group: dist.ProcessGroup) -> Store:
     """The store that a process group was made with."""
     _, store = distributed_c10d._world.pg_map[group]

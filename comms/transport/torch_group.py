@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import (
     ALL_GATHER_SINGLE,
     ALL_TO_ALL_SINGLE,
+    GLOO_SEGMENT_NBYTES,
     AllgatherOptions,
     BackendWork,
     PairwiseGroup,
@@ -39,6 +40,8 @@ from gradwire.comms.bootstrap.compat import (
 )
 from gradwire.comms.errors import PeerError
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
+
+Result = TypeVar("Result")
 
 Alarm = Callable[[], str | None]
 """Returns why another rank has given up; None while all is well."""
@@ -51,9 +54,6 @@ LARGE_NBYTES = 256 << 10
 """Messages from here on go through two groups. At 200 Mbit/s two groups were ahead at 128 KiB between two nodes and
 behind between four, where the second collective costs more; at 512 KiB they were ahead between both."""
 
-RING_SEGMENT_NBYTES = 1 << 20
-"""The most that gloo's ring sends at a time. Source: gloo, gloo/allreduce.h, kMaxSegmentSize."""
-
 Rings = tuple[tuple[int, int], ...]
 """Runs of elements (start, stop), each of which one all_reduce of gloo would sum."""
 
@@ -64,7 +64,7 @@ def ring_numel(numel: int, element_nbytes: int, size: int) -> int:
     Source: gloo, gloo/allreduce.cc, `ring`: segments of at most a mebibyte, as many for each rank, at least two.
     """
     nbytes = numel * element_nbytes
-    most = max(1, RING_SEGMENT_NBYTES // element_nbytes) * element_nbytes
+    most = max(1, GLOO_SEGMENT_NBYTES // element_nbytes) * element_nbytes
     segments = -(-max(-(-nbytes // most), 2 * size) // size)  # for each rank
     return segments * -(-nbytes // (segments * size * element_nbytes))
 
@@ -303,7 +303,7 @@ class GlooTransport(TorchTransport):
     def swap(self, other: int, received: Tensor, sent: Tensor) -> Work:
         """Exchanges a tensor with one other rank, and no word with the rest, at full duplex: for measurements.
 
-        All ranks have called `connect_both_ways` before.
+        All ranks have called `connect_both_ways` before. Its wait hears no alarm: see `listening`.
 
         Args:
             other: Index of the other rank, which calls it too.
@@ -313,8 +313,32 @@ class GlooTransport(TorchTransport):
         upwards, downwards = (cast(PairwiseGroup, group) for group in (self._group, self.connect_both_ways()))
         sending, receiving = (upwards, downwards) if other > self.rank else (downwards, upwards)
         coming = receiving.recv([received], other, 0)
-        # Without an alarm: where a wait for a single message times out, gloo gives up the connection.
         return Works([Waiting(sending.send([sent], other, 0), None), Waiting(coming, None)])
+
+    def listening(self, call: Callable[[], Result]) -> Result:
+        """What `call` returns, which swaps and knows no alarm: it runs in a thread, and this one asks the alarm.
+
+        Where the wait for a single message times out, gloo gives up the connection, so that wait cannot be cut short
+        as those for collectives are. Once another rank has given up these connections are ended, which wakes it; after
+        two seconds, so that the ranks at their other ends have heard the reason, too.
+
+        Args:
+            call: Issues its work on this transport.
+
+        Raises:
+            PeerError: Another rank has given up.
+            BaseException: What `call` has raised.
+        """
+        told = _in_thread(call, "gradwire swaps")
+        while True:
+            try:
+                return _result(told.get(timeout=SLICE.total_seconds()))
+            except Empty:
+                if self._alarm is not None and (reason := self._alarm()):
+                    later = threading.Timer(2 * SLICE.total_seconds(), self.disconnect)
+                    later.daemon = True
+                    later.start()
+                    raise PeerError(reason) from None
 
     def connect_both_ways(self) -> TorchGroup:
         """Connects the group of what goes to lower ranks, where no large exchange has done so; every rank calls it."""
@@ -412,25 +436,11 @@ def _within(timeout: timedelta, alarm: Alarm | None, connect: Callable[[], Torch
     transport): a rank that has left its address and died there would hold up the others as long. Nothing can wake gloo
     in that, so its thread is left to it; whatever it still makes is released at once.
     """
-    made: SimpleQueue[TorchGroup | BaseException] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            made.put(connect())
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the group is wanted
-            made.put(error)
-
-    threading.Thread(target=run, name="gradwire connects", daemon=True).start()
+    made = _in_thread(connect, "gradwire connects")
     deadline = time.monotonic() + (timeout + SLICE).total_seconds()  # the store's own error, which knows more, is first
     while True:
         with suppress(Empty):
-            found = made.get(timeout=SLICE.total_seconds())
-            if not isinstance(found, BaseException):
-                return found
-            try:
-                raise found
-            finally:
-                del found  # else the error, its frames and what they hold would be a circle
+            return _result(made.get(timeout=SLICE.total_seconds()))
         if alarm is not None and (reason := alarm()):
             raise PeerError(reason)
         if time.monotonic() > deadline:
@@ -438,6 +448,29 @@ def _within(timeout: timedelta, alarm: Alarm | None, connect: Callable[[], Torch
                 f"a rank that had come did not connect within `timeout` ({timeout.total_seconds():g} s): it has ended, "
                 "or a firewall is between it and this rank"
             )
+
+
+def _in_thread(call: Callable[[], Result], name: str) -> SimpleQueue[Result | BaseException]:
+    """Has a thread call something, and put there what it returns or raises."""
+    told: SimpleQueue[Result | BaseException] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            told.put(call())
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the result is wanted
+            told.put(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return told
+
+
+def _result(found: Result | BaseException) -> Result:
+    if not isinstance(found, BaseException):
+        return found
+    try:
+        raise found
+    finally:
+        del found  # else the error, its frames and what they hold would be a circle
 
 
 @dataclass(frozen=True, slots=True)
@@ -650,9 +683,14 @@ class _Summing:
         self._rows = rows
         self._target = target
         self._runs = runs
+        self._done = False
 
     def wait(self) -> None:
+        """See `Work.wait`."""
         self._work.wait()
+        if self._done:
+            return
+        self._done = True
         if self._runs:
             self._rows.sum_as_rings(self._target, self._runs)
         else:

@@ -1,14 +1,18 @@
 """Laws: a look at the links takes few bytes, all ranks see the same, and no bit of a sum depends on it."""
 
 import re
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
+import gradwire
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import run_forked
 from gradwire.comms.autotune import quick_probe as module
@@ -22,13 +26,14 @@ from gradwire.comms.autotune.quick_probe import (
     TRIAL_NBYTES,
     quick_probe,
 )
-from gradwire.comms.bootstrap.compat import HashStore, PrefixStore
+from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, knows_gloo_sums
 from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.transport.torch_group import GlooTransport, connect_gloo
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.routed import make_routed
+from support.processes import Processes
 from support.threads import run_ranks
 
 TIMEOUT = timedelta(seconds=30)
@@ -38,7 +43,7 @@ SCRIPT = Path(__file__).parents[1] / "jobs" / "quick_probe_job.py"
 def make(store: Any, nodes: str, rank: int, **options: Any) -> Communicator:
     name = options.get("compressor")
     compressor = None if name is None else make_routed(name, options.get("compressor_options", {}))
-    config = Config(hostname=nodes[rank], timeout=TIMEOUT, **options)
+    config = Config(hostname=nodes[rank], **{"timeout": TIMEOUT, **options})
     return Communicator(store, rank, len(nodes), torch.device("cpu"), config, name="quick", compressor=compressor)
 
 
@@ -59,7 +64,9 @@ def test_unequal_owners_sum_in_the_order_of_gloos_ring(size: int) -> None:
             for start, stop in rings:
                 group.all_reduce(expected[start:stop], 0.5).wait()
             bounds = (0, *(numel * (place + 1) // (size + 2) for place in range(size - 1)), numel)
-            group.reduce_scatter(own, bounds, 0.5, rings).wait()
+            work = group.reduce_scatter(own, bounds, 0.5, rings)
+            work.wait()
+            work.wait()  # which adds nothing again
             mine = slice(bounds[rank], bounds[rank + 1])
             assert torch.equal(own[mine], expected[mine]), (dtype, numel)
 
@@ -127,7 +134,9 @@ def test_no_bit_depends_on_what_was_measured(nodes: str, options: dict[str, Any]
         ("aabb", [25e6, 5e6], [5e6], 400_000, 1),
         ("abc", [25e6, 24e6, 23e6], [24e6], MOST_SWAPPED_NBYTES, MEETINGS),
         ("abc", [1.25e6, 1.25e6, 1.25e6], [1.25e6], 100_000, MEETINGS),
-        ("abc", [1e5, 2e5, 2e5], [1e5], LEAST_SWAPPED_NBYTES, 2),  # the first node pauses in the first round
+        ("abc", [2.4e5, 4e5, 4e5], [2.4e5], LEAST_SWAPPED_NBYTES, 2),  # the first node pauses in the first round
+        ("abc", [1e5, 2e5, 2e5], [1e5], TRIAL_NBYTES, 1),
+        ("ab", [1e5, 1e5], [1e5], TRIAL_NBYTES, 0),
         ("ab", [1e10, 1e10], [1e10], MOST_SWAPPED_NBYTES, 1),
     ],
 )
@@ -170,6 +179,86 @@ def test_its_bytes_follow_the_links(
         assert 1 + meetings - 2 * pauses <= len(sent) <= 1 + meetings
     assert len(asked) == (1 + meetings) * (len(names) - pauses)
     assert {sent for _, sent in asked} == {TRIAL_NBYTES, nbytes}
+
+
+@pytest.mark.parametrize("nodes", ["abc", "aabbcc"])
+def test_a_rank_that_fails_in_the_look_is_named_by_all(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, real, failing = HashStore(), module.swaps, len(nodes) // 3  # the first of the second node
+    long = timedelta(minutes=5)
+
+    def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tuple[float, float]:
+        if rail.rank == 1:
+            raise MemoryError("nothing left")
+        return real(rail, other, nbytes, saved_nbytes)
+
+    monkeypatch.setattr(module, "swaps", swaps)
+
+    def run(rank: int) -> str:
+        communicator = make(store, nodes, rank, timeout=long)
+        try:
+            with pytest.raises(RuntimeError) as caught:
+                quick_probe(communicator)
+            return str(caught.value)
+        finally:
+            communicator.close()
+
+    began = time.monotonic()
+    found = run_ranks(len(nodes), run)
+    assert time.monotonic() - began < long.total_seconds() / 4
+    assert "the look at the links (swapping with node 2) failed" in found[failing]
+    others = found[:failing] + found[failing + 1 :]
+    assert all(re.search(f"rank {failing} (saw|gave up in) the look at the links", text) for text in others), others
+    assert all("nothing left" in text for text in found)
+
+
+def default_states(rank: int) -> list[str]:
+    """What states that users make without an option know of the links, one after the other and two at a time."""
+    torch.manual_seed(1)
+    dist.init_process_group("gloo")
+    try:
+        found, open_ones = [], []
+        for elastic in (False, False, True, False):
+            model = DistributedDataParallel(torch.nn.Linear(32, 32))
+            state = gradwire.HookState(model, elastic=elastic)
+            model.register_comm_hook(state, gradwire.comm_hook)
+            model(torch.ones(2, 32)).sum().backward()
+            found.append(str(state.report()))
+            open_ones.append(state)
+            if len(open_ones) == 2:
+                for each in open_ones:
+                    each.close()
+                open_ones.clear()
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+def test_states_look_by_default_and_again_and_not_where_ranks_may_change(processes: Processes) -> None:
+    first, other = processes(2, default_states, nodes=["one", "two"], environment={"GRADWIRE_PROBE": "auto"})
+    assert [["as measured at the start" in text for text in each] for each in (first, other)] == [
+        [True, True, False, True]
+    ] * 2
+
+
+def test_sums_in_the_order_of_rings_are_those_of_a_plan() -> None:
+    store = HashStore()
+
+    def run(rank: int) -> None:
+        communicator = make(store, "abc", rank)
+        try:
+            communicator.routes.learned(with_node_rates(communicator.cluster, [4e6, 1e6, 4e6]).levels, at_start=True)
+            plan = communicator.routes[1 << 20, torch.float32, None].plan
+            with pytest.raises(ValueError, match="`base` is None"):
+                communicator.routes.along(1 << 20, plan)
+        finally:
+            communicator.close()
+
+    run_ranks(3, run)
+
+
+@pytest.mark.parametrize(("version", "known"), [("2.11.0", True), ("2.15.1+cpu", True), ("2.16.0a0+gitabc", False)])
+def test_the_order_of_gloos_sums_is_known_of_some_releases(version: str, known: bool) -> None:
+    assert knows_gloo_sums(version) == known and knows_gloo_sums()
 
 
 def test_nothing_is_measured_where_links_are_known_or_none_are_between_nodes() -> None:
