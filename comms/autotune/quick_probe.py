@@ -153,7 +153,7 @@ class _Meeting:
         line_up(communicator)
         if place == 0:
             self._carry_out("connecting", self._connect)
-        missing = torch.tensor([float(place == 0 and self._rail is None)])
+        missing = _numbers(place == 0 and self._rail is None)
         self.is_possible = not _told(communicator, missing).any()
 
     def meet(self, pairs: Sequence[tuple[int, int]], nbytes: int) -> list[tuple[int, int, float, float]]:
@@ -169,14 +169,14 @@ class _Meeting:
         communicator = self._communicator
         own = next((pair for pair in pairs if self._own in pair), None)
         line_up(communicator)
-        table = torch.zeros(communicator.size, 2)
+        table = torch.zeros(communicator.size, 2, dtype=torch.float32)
         if own is not None and self._rail is not None:
             rail, other = self._rail, own[own[0] == self._own]
             seen = self._carry_out(
                 f"swapping with node {other}",
                 lambda: rail.listening(lambda: swaps(rail, other, nbytes, DRAIN_NBYTES)),
             )
-            table[communicator.rank] = torch.tensor(seen)
+            table[communicator.rank] = _numbers(*seen)
         table = _told(communicator, table)
         found = []
         for one, other in pairs:
@@ -187,12 +187,10 @@ class _Meeting:
 
     def sums_as_rings(self) -> bool:
         """Whether the transport's all_reduce adds in the order that `ring_runs` says; the same on all ranks."""
-        wrong = 0.0
+        wrong = False
         if (rail := self._rail) is not None:
-            wrong = float(
-                not self._carry_out("a trial sum", lambda: all(_adds_as_ring(rail, *each) for each in CHECKED))
-            )
-        return not _told(self._communicator, torch.tensor([wrong])).any()
+            wrong = not self._carry_out("a trial sum", lambda: all(_adds_as_ring(rail, *each) for each in CHECKED))
+        return not _told(self._communicator, _numbers(wrong)).any()
 
     def _connect(self) -> None:
         rail = self._communicator.transport((0, 0), self._members)
@@ -215,8 +213,8 @@ class _Meeting:
 def _adds_as_ring(rail: GlooTransport, dtype: torch.dtype, numel: int) -> bool:
     """Whether a sum over the rail's ranks has the bits that the order of `ring_runs` gives."""
     size = rail.size
-    rows = torch.stack([torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(size)])
-    rows = rows.to(dtype)
+    generators = [torch.Generator().manual_seed(rank) for rank in range(size)]
+    rows = torch.stack([torch.randn(numel, generator=each, dtype=torch.float32).to(dtype) for each in generators])
     total = rows[rail.rank].clone()
     rail.all_reduce(total).wait()
     lengths, lasts = zip(*ring_runs(((0, numel),), 0, numel, size, dtype.itemsize), strict=True)
@@ -244,12 +242,17 @@ def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tu
         return time.perf_counter() - began
 
     saved, numel = -(-saved_nbytes // 4), max(nbytes // 4, 1)
-    sent = torch.zeros(max(saved, numel))
+    sent = torch.zeros(max(saved, numel), dtype=torch.float32)
     received = torch.empty_like(sent)
     swap(1)
     small = statistics.median([swap(1) for _ in range(SMALL_SWAPS)])
     swap(saved)
     return swap(numel), small
+
+
+def _numbers(*values: float) -> torch.Tensor:
+    """Of float32, whatever a program has set as its default."""
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def _told(communicator: Communicator, flat: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,7 @@ GLOO_SEGMENT_NBYTES = 1 << 20
 cuts and the order of its sums (gloo/allreduce.cc, `ring`), and that it rounds 16-bit sums after each addition."""
 
 GLOO_SUMS_KNOWN_UP_TO = (2, 15)
-"""The newest torch on which the order of gloo's sums was compared: of a later one nobody knows."""
+"""The newest torch supported, whose gloo the tests compare with that order: of a later one nobody knows."""
 
 
 def knows_gloo_sums(version: str = torch.__version__) -> bool:

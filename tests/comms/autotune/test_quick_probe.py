@@ -181,9 +181,36 @@ def test_its_bytes_follow_the_links(
     assert {sent for _, sent in asked} == {TRIAL_NBYTES, nbytes}
 
 
-@pytest.mark.parametrize("nodes", ["abc", "aabbcc"])
-def test_a_rank_that_fails_in_the_look_is_named_by_all(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, real, failing = HashStore(), module.swaps, len(nodes) // 3  # the first of the second node
+@pytest.mark.parametrize(
+    ("name", "replacement", "measured"),
+    [
+        ("knows_gloo_sums", lambda: False, True),
+        ("ring_runs", lambda rings, start, stop, size, element_nbytes: ((stop - start, 0),), True),
+        ("GlooTransport", type(None), False),
+    ],
+)
+def test_shares_stay_equal_where_gloos_sums_are_not_those_that_are_known(
+    name: str, replacement: object, measured: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, rates = HashStore(), [25e6, 5e6, 25e6]
+    monkeypatch.setattr(
+        module, "swaps", lambda rail, other, nbytes, _: (nbytes / min(rates[rail.rank], rates[other]), 1e-3)
+    )
+    monkeypatch.setattr(module, name, replacement)
+
+    def run(rank: int) -> tuple[bool, tuple[float, ...]]:
+        communicator = make(store, "abc", rank)
+        try:
+            return quick_probe(communicator), communicator.routes.priced.levels[1].unit_rates
+        finally:
+            communicator.close()
+
+    assert run_ranks(3, run) == [(measured, ())] * 3
+    assert ("nodes share equally" if measured else "links are not looked at") in caplog.text
+
+
+def test_a_rank_that_fails_in_the_look_is_named_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, real, nodes, failing = HashStore(), module.swaps, "aabbcc", 2  # the first of the second node
     long = timedelta(minutes=5)
 
     def swaps(rail: GlooTransport, other: int, nbytes: int, saved_nbytes: int) -> tuple[float, float]:
