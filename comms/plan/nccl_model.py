@@ -169,7 +169,16 @@ class NcclModel:
             trees.append(BASE_SECONDS[TREE][protocol] + 2 * levels * hop + moved)
         return min(*rings, *trees)
 
-    def exchange(self, members: int, crossing: int, wire_seconds: float, nbytes: float, rounds: float = 2.0) -> float:
+    def exchange(
+        self,
+        members: int,
+        crossing: int,
+        wire_seconds: float,
+        nbytes: float,
+        rounds: float = 2.0,
+        *,
+        by_links: bool = False,
+    ) -> float:
         """Seconds of an all_to_all of payloads and an all_gather of reduced ones.
 
         Args:
@@ -178,12 +187,14 @@ class NcclModel:
             wire_seconds: What the busiest link needs for the bytes of both at its full rate.
             nbytes: That the busiest member sends in both.
             rounds: Of collectives; 2 are one all_to_all and one all_gather.
+            by_links: Whether owners have unequal parts: they send each rank their sums, as in an all_to_all. Their
+                launches, one for each piece, are no term here, nor are those of other compressors.
         """
         if members <= 1:
             return 0.0
         half, own = wire_seconds / 2, nbytes / 2
         sent = self.all_to_all(members, crossing, half)
-        return rounds / 2 * (sent + self.gather(members, crossing, half, own))
+        return rounds / 2 * (sent + (sent if by_links else self.gather(members, crossing, half, own)))
 
     def all_to_all(self, members: int, crossing: int, wire_seconds: float) -> float:
         """Seconds of an all_to_all; `wire_seconds` is what the busiest link needs for its bytes at its full rate."""

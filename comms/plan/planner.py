@@ -361,7 +361,7 @@ def _nccl_seconds(
         return price.rounds / EXCHANGE_ROUNDS * model.all_reduce_between(members, wire, sent * price.ratio)
     nodes = len(cluster.nodes)
     crossing = 0 if nodes == 1 else nodes - 1
-    return model.exchange(members, crossing, wire, sent * price.ratio, price.rounds)
+    return model.exchange(members, crossing, wire, sent * price.ratio, price.rounds, by_links=bool(phase.shares))
 
 
 def make_phases(cluster: Cluster, name: str, compressor: str | None = None, *, owned: bool = True) -> tuple[Phase, ...]:
