@@ -184,8 +184,20 @@ def _most_chunks(plans: list[Plan], tolerance: float) -> Plan:
     return max(alike, key=lambda plan: plan.chunks)
 
 
-def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price: CodecPrice = EXACT) -> Iterator[Plan]:
+def candidates(
+    cluster: Cluster,
+    nbytes: int,
+    name: str,
+    chunks: int = 0,
+    price: CodecPrice = EXACT,
+    *,
+    by_links: bool | None = None,
+) -> Iterator[Plan]:
     """Every priced plan of one name: one for each number of chunks worth trying, one chunk first.
+
+    Where exact sums have equal parts (`Cluster.equal_sums`), payloads have them too unless owners by their links are
+    quicker: in few chunks, or with small payloads, they are not. Elsewhere links that differ always have such owners:
+    sums then keep one order whatever the size.
 
     Args:
         cluster: Where the ranks are and what the links give.
@@ -194,12 +206,33 @@ def candidates(cluster: Cluster, nbytes: int, name: str, chunks: int = 0, price:
             NCCL does best in one call, and comes in one chunk, if no other number is asked for.
         chunks: The number of chunks asked for; 0 tries several.
         price: What a compressor does to the phase that it compresses.
+        by_links: Whether the owners of payloads have parts by their links where exact sums have equal ones; None takes
+            what is quicker with the number of chunks that is best for each.
 
     Raises:
         ValueError: There is no plan of that name, or not on this cluster.
     """
+    chosen = price
+    if cluster.equal_sums and by_links is not True and price.owned > 0:
+        equal = replace(price, owned=0.0)
+        if by_links is False:
+            chosen = equal
+        elif any(phase.shares for phase in _phases_for(cluster, name, price)):
+            both = [list(_priced(cluster, nbytes, name, chunks, each)) for each in (equal, price)]
+            yield from min(both, key=lambda plans: min(plan.seconds for plan in plans))
+            return
+    yield from _priced(cluster, nbytes, name, chunks, chosen)
+
+
+def _phases_for(cluster: Cluster, name: str, price: CodecPrice) -> tuple[Phase, ...]:
+    """The phases of a plan with a compressor of that price, or without one."""
+    return make_phases(cluster, name, None if price.name == EXACT.name else price.name, owned=price.owned > 0)
+
+
+def _priced(cluster: Cluster, nbytes: int, name: str, chunks: int, price: CodecPrice) -> Iterator[Plan]:
+    """The plans of `candidates`, payloads going by the links if `price.owned` is above 0."""
     exact = price.name == EXACT.name
-    phases = make_phases(cluster, name, None if exact else price.name, owned=price.owned > 0)
+    phases = _phases_for(cluster, name, price)
     model = nccl_model(cluster) if cluster.fabric is not None and name != HALVING_DOUBLING else None
     if name == NVLS_TREE and exact and phases and (model is None or NVLS_TREE not in model.flat(nbytes)):
         raise ValueError("`name` is nvls_tree, but no NVSwitch of several nodes sums here; wanted another algorithm")

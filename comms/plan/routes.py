@@ -302,7 +302,8 @@ class Routes(dict[RouteKey, Route]):
     def return_groups(self) -> tuple[tuple[int, ...], ...]:
         """On CUDA, the sets of ranks of `groups` between which owners of unequal parts send back what they have summed.
 
-        They do so through communicators of their own: see `RETURN_LANE` in transport/groups.py.
+        Also where the first buckets are too small for such owners: larger ones may have them, and nothing may connect
+        during a step. They do so through communicators of their own: see `RETURN_LANE` in transport/groups.py.
         """
         name, compressor = self.compressed_name(), self._compressor
         if self._device_type != "cuda" or name is None or compressor is None:
@@ -475,8 +476,8 @@ class Routes(dict[RouteKey, Route]):
             assert layout is not None
             ranks = self.cluster.size if compressed.whole else len(self.cluster.nodes)
             price = self._price(plan.nbytes, layout, ranks, plan)
-        cluster = self._priced_for(plan)
-        (priced,) = candidates(cluster, plan.nbytes, plan.name, plan.chunks, price)
+        cluster, by_links = self._priced_for(plan), compressed is not None and bool(compressed.shares)
+        (priced,) = candidates(cluster, plan.nbytes, plan.name, plan.chunks, price, by_links=by_links)
         return replace(
             plan,
             seconds=priced.seconds,

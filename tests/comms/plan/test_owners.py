@@ -14,6 +14,7 @@ from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
 from gradwire.comms.plan.cost import CodecPrice, CostModel
+from gradwire.comms.plan.machine_cluster import cluster_of_machines
 from gradwire.comms.plan.owners import UNITS_PER_MEMBER, owner_shares
 from gradwire.comms.plan.plan import ALL_REDUCE
 from gradwire.comms.plan.planner import (
@@ -29,6 +30,7 @@ from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.registry import names
 from gradwire.compressors.routed import make_routed
 from gradwire.topology.cluster import Cluster, Level, Link, two_level_cluster
+from gradwire.topology.presets import dgx_h100
 from support.simulate import Wires, simulate
 from support.threads import run_ranks
 
@@ -127,6 +129,30 @@ def test_where_sums_have_equal_parts_payloads_alone_go_by_the_links() -> None:
         assert not any(phase.shares for phase in gathered.phases)
         costs = [byte_costs(cluster, "hierarchical", CodecPrice("x", owned=owned)).across for owned in (1.0, 0.0)]
         assert costs[0] <= costs[1] and (places is not None or costs[0] < costs[1])
+
+
+@pytest.mark.parametrize("nodes", [4, 8])
+def test_payloads_go_by_the_links_only_where_that_is_quicker(nodes: int) -> None:
+    """By NCCL's model, what is taken is never slower than equal parts; both are taken somewhere."""
+    cluster = with_node_rates(cluster_of_machines(dgx_h100(), nodes), [384e9] * (nodes - 1) + [96e9])
+    taken = set()
+    for nbytes in (1 << 20, 25 << 20, 256 << 20, 1 << 30):
+        for ratio, owned in ((0.26, 1.0), (0.26, 0.5), (0.04, 1.0)):
+            for chunks in (0, 1, 4):
+                price = CodecPrice("x", ratio, 1e-12, owned=owned)
+                plan, equal, shared = (
+                    min(
+                        candidates(cluster, nbytes, "hierarchical", chunks, price, by_links=by_links),
+                        key=lambda each: each.seconds,
+                    )
+                    for by_links in (None, False, True)
+                )
+                assert plan.seconds == min(equal.seconds, shared.seconds)
+                assert plan in (equal, shared) and not any(phase.shares for phase in equal.phases)
+                taken.add(any(phase.shares for phase in plan.phases))
+                best = plan_all_reduce(cluster, nbytes, name="hierarchical", chunks=chunks, price=price, library="nccl")
+                assert best.seconds == plan.seconds
+    assert taken == {False, True}
 
 
 def run_with(rates: list[float], ranks: int, compressor: str | None, steps: int) -> list[list[Tensor]]:
