@@ -445,7 +445,6 @@ def compressed_cost(cluster: Cluster, phase: Phase, cost: PhaseCost, price: Code
     )
 
 
-@lru_cache(maxsize=128)
 def _costs(
     cluster: Cluster, name: str, algorithm: str = RING, owned: float = 0.0
 ) -> tuple[tuple[PhaseCost, ...], tuple[float, ...]]:
@@ -458,8 +457,16 @@ def _costs(
         owned: As in `CodecPrice`; 0 without a compressor.
     """
     if 0 < owned < 1 and cluster.equal_sums:
-        (those, largest), (others, _) = (_costs(cluster, name, algorithm, each) for each in (1.0, 0.0))
+        (those, largest), (others, _) = (_known_costs(cluster, name, algorithm, each) for each in (True, False))
         return tuple(mixed_cost(one, other, owned) for one, other in zip(those, others, strict=True)), largest
+    return _known_costs(cluster, name, algorithm, owned > 0)
+
+
+@lru_cache(maxsize=128)
+def _known_costs(
+    cluster: Cluster, name: str, algorithm: str, owned: bool
+) -> tuple[tuple[PhaseCost, ...], tuple[float, ...]]:
+    """Those of `_costs`, where all of the bytes go to owners, or none: worked out once, whatever share a bucket has."""
     phases = make_phases(cluster, name, COMPRESSED if owned else None)
     if name == "flat":
         phases = tuple(replace(phase, algorithm=algorithm) for phase in phases)
