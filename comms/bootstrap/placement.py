@@ -132,18 +132,14 @@ def with_node_rates(cluster: Cluster, rates: Sequence[float]) -> Cluster:
 def _node_rates(presences: Sequence[Presence], cluster: Cluster) -> list[float]:
     """What each node sends, as given, else as its topology says; empty where neither is known of all ranks.
 
-    Of GPUs the cards that a node's ranks drive count, where they are known of all nodes.
+    Of GPUs only what was given counts: what their topology says of a node depends on which cards its ranks happen to
+    drive, and on no GPU have owners by the links been tried.
     """
-    given = [presence.nic_bytes_per_second for presence in presences]
-    rates = given if None not in given else [presence.hardware.inter_node for presence in presences]
+    rates = [presence.nic_bytes_per_second for presence in presences]
+    if None in rates and presences[0].device != "cuda":
+        rates = [presence.hardware.inter_node for presence in presences]
     known = [rate for rate in rates if rate is not None]
-    if len(known) < len(rates):
-        return []
-    shares = [1.0] * len(cluster.nodes)
-    if None in given and presences[0].device == "cuda":
-        cards = [_cards(presences, node) for node in cluster.nodes]
-        shares = shares if any(count is None for count, _ in cards) else [share for _, share in cards]
-    return [share * min(known[rank] for rank in node) for node, share in zip(cluster.nodes, shares, strict=True)]
+    return [min(known[rank] for rank in node) for node in cluster.nodes] if len(known) == len(rates) else []
 
 
 def _with_links(locations: Sequence[tuple[int, ...]], intra: Link, inter: Link) -> Cluster:
