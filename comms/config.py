@@ -324,6 +324,15 @@ def world_size() -> int:
     return launcher_number(os.environ, "WORLD_SIZE", 1)
 
 
+GLOO_INTERFACES = "GLOO_SOCKET_IFNAME"
+"""Torch's variable for the network interfaces that gloo uses, their names separated by commas."""
+
+
+def gloo_interfaces() -> tuple[str, ...]:
+    """The interfaces that torch's gloo would use; empty where none is named."""
+    return tuple(name for name in os.environ.get(GLOO_INTERFACES, "").split(",") if name)
+
+
 def local_rank() -> int | None:
     """LOCAL_RANK as torchrun sets it; None where nothing set it, or no number."""
     text = os.environ.get("LOCAL_RANK")

@@ -31,9 +31,10 @@ from gradwire.comms.migration import migrate
 from gradwire.comms.observe.recorder import Recorder
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Exchange, Plan, Transfer
 from gradwire.comms.plan.routes import Chunk, PhasePart, Route
+from gradwire.comms.plan.schedule import has_owners_by_links
 from gradwire.comms.streams import STREAMS, Clock, HostClock, Mark, SideStreams
 from gradwire.comms.transport.exchange import all_to_all_of, exchange
-from gradwire.comms.transport.groups import RETURN_LANE, Groups, Transport
+from gradwire.comms.transport.groups import Groups, Transport, way_back
 from gradwire.comms.transport.nccl import NcclTransport
 from gradwire.comms.transport.torch_group import GlooTransport, Works
 from gradwire.compressors.adasum import PRODUCTS, Adasum
@@ -797,7 +798,10 @@ class Executor:
                 lane, scale = (index, number), 1.0
                 yield Hop(lane, works)
                 works.clear()
-            works = [self._issue(flat, transfer, lane, scale, part.rings) for transfer in step]
+            works = []
+            for transfer in step:
+                by_links = number > 0 and has_owners_by_links(part.phase, transfer)
+                works.append(self._issue(flat, transfer, way_back(lane) if by_links else lane, scale, part.rings))
         return _Ended(works)
 
     def _compressed(
@@ -821,9 +825,9 @@ class Executor:
                 running.append((transfer.members, compressor.combine(shard, layout, member, bucket, products)))
                 continue
             steps = _flushed(compressor, shard, layout) if run.flush else compressor.all_reduce(shard, layout, member)
-            if shares and self._streams is not None:  # sums are NCCL's own, in equal parts: docs/explanation/cuda.md
+            if shares:
                 by_links.add(transfer.members)
-            elif shares:
+            if shares and self._streams is None:  # on CUDA sums are NCCL's own: docs/explanation/cuda.md
                 steps = _by_owners(steps, shares, part.phase.in_ring_order)
             running.append((transfer.members, steps))
         sent_nbytes, rounds = 0.0, 0
@@ -842,7 +846,7 @@ class Executor:
                     summed = True
                     continue
                 collectives = (request,) if isinstance(request, Collective) else request
-                issued_in = RETURN_LANE if rounds and members in by_links else lane
+                issued_in = way_back(lane) if rounds and members in by_links else lane
                 works.append(issue_together(self._groups[issued_in, members], collectives))
                 sent_nbytes += sum(_sent_nbytes(each, len(members), members.index(self._rank)) for each in collectives)
             if summed and products is not None:  # all shards of this rank have added theirs

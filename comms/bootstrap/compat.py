@@ -107,23 +107,31 @@ def store_of(group: dist.ProcessGroup) -> Store:
 
 
 def make_gloo(
-    store: Store, rank: int, size: int, timeout: timedelta, interface: str | None = None, threads: int | None = None
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    interfaces: Sequence[str] = (),
+    threads: int | None = None,
 ) -> TorchGroup:
     """A gloo group of its own, outside torch's registry: only its members take part in making it.
 
-    Without an interface it honours GLOO_SOCKET_IFNAME, as torch does. Each of `threads` has one collective under way;
-    by default there are two for each interface.
+    Args:
+        store: A store with a prefix of its own for this group.
+        rank: This rank's index in the group.
+        size: Number of ranks.
+        timeout: For the connection and for every collective.
+        interfaces: Network interfaces to use in turns; none takes the one that the hostname resolves to, or, where
+            `threads` is None too, what GLOO_SOCKET_IFNAME says.
+        threads: Each has one collective under way; None leaves it to torch, which has two for each interface.
     """
-    if interface is None and threads is None:
+    if not interfaces and threads is None:
         return cast(TorchGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's annotations leave it out
     options._timeout = timeout
-    if interface is None:  # a group of one rank has the devices that torch chooses, and connects nothing
-        options._devices = dist.ProcessGroupGloo(HashStore(), 0, 1, timeout).options._devices  # type: ignore[attr-defined]
-    else:
-        options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
-    if threads is not None:
-        options._threads = threads
+    made = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
+    options._devices = made or [dist.ProcessGroupGloo.create_default_device()]
+    options._threads = 2 * len(options._devices) if threads is None else threads
     return cast(TorchGroup, dist.ProcessGroupGloo(store, rank, size, options))
 
 

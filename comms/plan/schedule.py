@@ -125,6 +125,11 @@ def member_shares(phase: Phase, transfer: Transfer) -> tuple[int, ...]:
     return shares if any(shares) else ()
 
 
+def has_owners_by_links(phase: Phase, transfer: Transfer) -> bool:
+    """Whether the members of an exact transfer own unequal parts of it, as their links bear."""
+    return phase.op == ALL_REDUCE and bool(member_shares(phase, transfer))
+
+
 def _split(region: _Region, parts: int, partition: Partition, shares: Sequence[int]) -> Iterator[_Region]:
     if shares:  # each part is several of the smallest: a partition knows equal parts alone
         finest = partition(region.start, region.stop, sum(shares))

@@ -68,14 +68,23 @@ class Transport(Protocol):
 
 
 FIRST_LANE: Lane = (0, 0)
-RETURN_LANE: Lane = (-1, 0)
+RETURN_LANE: Lane = (0, -1)
 """On CUDA, of what owners of unequal parts send back. A node with a slow link owns little: it sends in one stage and
 receives in the other, so its link is busy in both directions only where stages of different chunks overlap, and a
 communicator of NCCL runs one collective after the other."""
 
 
+def way_back(lane: Lane) -> Lane:
+    """Where owners of unequal parts have the groups through which they send back what they have summed.
+
+    Args:
+        lane: In which they do so, its step above 0: the order of what is issued is that lane's.
+    """
+    return lane[0], -lane[1]
+
+
 RETURN_THREADS = 16
-"""Gloo's threads for what follows the first step of a phase: so many collectives are under way together. A receiver
+"""Gloo's threads for what owners of unequal parts send back: so many collectives are under way together. A receiver
 tells its sender that it is ready over its own link, behind what it sends there itself; with two under way the way to a
 node with a slow link stood idle meanwhile. The first step keeps two: what is further ahead there only delays the chunk
 that the others wait for. 8 nodes, one at 50 Mbit/s and the others at 200, 8 MB in 32 chunks: 1.60 s with 2 threads,
@@ -85,8 +94,9 @@ that the others wait for. 8 nodes, one at 50 Mbit/s and the others at 200, 8 MB 
 class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
     """The transports of one rank: `groups[lane, members]`, members being global ranks, this one among them.
 
-    On CUDA everything is issued in one order, so all lanes of a set of ranks share one communicator of NCCL, but for
-    `RETURN_LANE`. The set of all ranks is served by the user's own group where that is one of NCCL.
+    What owners of unequal parts send back has groups of its own (`way_back`). On CUDA everything is issued in one
+    order, so all lanes of a set of ranks share one communicator of NCCL, and all ways back another one
+    (`RETURN_LANE`). The set of all ranks is served by the user's own group where that is one of NCCL.
 
     Args:
         store: A store that all ranks share, with a prefix of its own; one whose waits block nobody else.
@@ -141,8 +151,9 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         if self._closed:
             raise RuntimeError("gradwire is closed: its process group has been destroyed")
         lane, members = key
-        if self._device.type == "cuda" and lane not in (FIRST_LANE, RETURN_LANE):
-            made = self[FIRST_LANE, members]
+        served = RETURN_LANE if lane[1] < 0 else FIRST_LANE
+        if self._device.type == "cuda" and lane != served:
+            made = self[served, members]
         else:
             made = self._make(lane, members)
         self[key] = made
@@ -208,7 +219,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         if self._transport == "mpi":
             return mpi.connect(PrefixStore(f"mpi/{name}", self._store), index, size, self._timeout)
         store = PrefixStore(f"gloo/{name}", self._store)
-        threads = RETURN_THREADS if lane[1] else None
+        threads = RETURN_THREADS if lane[1] < 0 else None
         return connect_gloo(store, index, size, self._timeout, self._alarm, self._interface, threads)
 
     def _make_nccl(self, name: str, lane: Lane, members: tuple[int, ...]) -> NcclTransport:

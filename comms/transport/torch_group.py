@@ -38,6 +38,7 @@ from gradwire.comms.bootstrap.compat import (
     TorchGroup,
     make_gloo,
 )
+from gradwire.comms.config import gloo_interfaces
 from gradwire.comms.errors import PeerError
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
 
@@ -421,10 +422,11 @@ def connect_gloo(
     Raises:
         RuntimeError: A rank did not join.
     """
+    interfaces = gloo_interfaces() if interface is None else (interface,)
 
     def connected(name: str) -> TorchGroup:
         own = PrefixStore(name, store)
-        return _within(timeout, alarm, lambda: make_gloo(own, rank, size, timeout, interface, threads))
+        return _within(timeout, alarm, lambda: make_gloo(own, rank, size, timeout, interfaces, threads))
 
     return GlooTransport(connected, rank, size, alarm)
 

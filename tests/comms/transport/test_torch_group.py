@@ -31,7 +31,7 @@ def on_transports(size: int, body: Callable[[GlooTransport], object]) -> list[tu
 
         def connect(name: str) -> TorchGroup:
             names.append(name)
-            return make_gloo(PrefixStore(name, store), rank, size, timedelta(seconds=30), "lo")
+            return make_gloo(PrefixStore(name, store), rank, size, timedelta(seconds=30), ("lo",))
 
         return body(GlooTransport(connect, rank, size)), names
 
