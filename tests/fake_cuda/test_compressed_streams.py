@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fake_cuda.drive import FIRST, OPTIONS, REBUILT, Job, gradient, make_state, on_cpu, on_cuda, train
 from fake_cuda.machine import Machine
+from fake_cuda.nccl import FakeNccl
 from gradwire.comms.plan.owners import owner_shares
 from gradwire.compressors.routed import Routed, make_routed
 from gradwire.compressors.two_stage import TwoStage
@@ -88,30 +89,59 @@ def test_uneven_nodes(compressor: str) -> None:
 
 
 @pytest.mark.parametrize("compressor", ["bf16", "int8", "onebit", "powersgd"])
-def test_owners_by_their_links(compressor: str) -> None:
+def test_owners_by_their_links(compressor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node sends (1 + (N - 2) f) of a payload, f being its share; what is summed exactly has equal parts.
 
-    Four chunks: in fewer the model finds equal parts quicker.
+    Three chunks: in fewer the model finds equal parts quicker. What goes back has a communicator of its own, made
+    before the first step and ended at the end.
     """
-    shapes, steps, chunks = {"weight": (512, 512)}, ((("weight",),),) * 3, 4
+    warmup = int(OPTIONS[compressor].get("warmup_steps", 0))
+    shapes, steps, chunks = {"weight": (384, 512)}, ((("weight",),),) * (warmup + 2), 3
+    connect, shutdown = FakeNccl._connect, FakeNccl.shutdown
+    made: list[str] = []
+    ended: list[str] = []
+    stepping: set[int] = set()
+
+    def connecting(group: FakeNccl, index: int) -> Any:
+        if group._clique is None:
+            made.append(group.options.group_name)
+            assert index not in stepping
+        return connect(group, index)
+
+    def ending(group: FakeNccl) -> None:
+        ended.append(group.options.group_name)
+        shutdown(group)
+
+    monkeypatch.setattr(FakeNccl, "_connect", connecting)
+    monkeypatch.setattr(FakeNccl, "shutdown", ending)
     settings: dict[str, Any] = {"plan": "hierarchical", "chunks": chunks, "compressor": compressor}
     settings["compressor_options"] = options = OPTIONS[compressor]
     main = make_routed(compressor, options)
     assert isinstance(main, Routed)
     payload = chunks * 64 * main.main.codec.wire_nbytes(1024) if isinstance(main.main, TwoStage) else 0
-    compressed = len(steps) - int(options.get("warmup_steps", 0))
+    compressed = len(steps) - warmup
     found: list[Tensor] = []
-    for rates in ((4e9, 1e9, 4e9, 4e9), (4e9, 2e9, 3e9, 1e9)):
-        body = train("abcd", steps, shapes=shapes, rates=rates, **settings)
+    links = ((4e9, 1e9, 4e9, 4e9), (4e9, 2e9, 3e9, 1e9))
+    for rates in links if compressor in ("bf16", "powersgd") else links[1:]:
+        made.clear()
+        ended.clear()
+        stepping.clear()
+        body = train(
+            "abcd", steps, shapes=shapes, rates=rates, before=lambda job, step: stepping.add(job.rank), **settings
+        )
         results, running = on_cuda(4, body)
+        back = [name for name in made if name.endswith("/back")]
+        assert len(back) == 4 * bool(payload) and sorted(ended) == sorted(back)  # the other one is the user's own
         found += [torch.cat([step[0] for step in run]) for run in results]
         sent = running.exchange.sent  # type: ignore[attr-defined]
         left = [sum(nbytes for (one, other), nbytes in sent.items() if rank == one != other) for rank in range(4)]
-        out, back = (
+        out, way_back = (
             {each["communicator"] for each in running.schedule()[0] if each["op"] == op}
             for op in ("all_to_all", "alltoall")
         )
-        assert out.isdisjoint(back) and len(out) == len(back) == bool(payload)  # so that two chunks' stages overlap
+        assert out.isdisjoint(way_back) and len(out) == len(way_back) == bool(
+            payload
+        )  # so that two chunks' stages overlap
         assert left == [compressed * payload * (64 + 2 * share) // 64 for share in owner_shares(rates)]
     assert all(torch.equal(each, found[0]) for each in found)
     on_a_cpu = torch.cat([step[0] for step in on_cpu(4, body)[3]])
