@@ -13,7 +13,7 @@ from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
-from gradwire.comms.plan.cost import CodecPrice, CostModel
+from gradwire.comms.plan.cost import EXACT, CodecPrice, CostModel
 from gradwire.comms.plan.machine_cluster import cluster_of_machines
 from gradwire.comms.plan.owners import UNITS_PER_MEMBER, owner_shares
 from gradwire.comms.plan.plan import ALL_REDUCE
@@ -129,6 +129,16 @@ def test_where_sums_have_equal_parts_payloads_alone_go_by_the_links() -> None:
         assert not any(phase.shares for phase in gathered.phases)
         costs = [byte_costs(cluster, "hierarchical", CodecPrice("x", owned=owned)).across for owned in (1.0, 0.0)]
         assert costs[0] <= costs[1] and (places is not None or costs[0] < costs[1])
+
+
+def test_the_plans_of_one_case_are_as_the_changelog_says() -> None:
+    """A plan decides where payloads begin, and with that the last bits of compressed runs: not to change by chance."""
+    cluster = nodes_of([FAST, FAST, FAST, SLOW], 1)
+    for price, chunks in ((EXACT, 64), (CodecPrice("int8", 0.25, 1e-10), 32)):
+        plan = plan_all_reduce(cluster, 8 << 20, name="hierarchical", price=price)
+        assert (plan.name, plan.chunks) == ("hierarchical", chunks)
+        (phase,) = plan.phases
+        assert (phase.op, phase.level, phase.shares) == (ALL_REDUCE, 1, (22, 21, 21, 0))
 
 
 @pytest.mark.parametrize("nodes", [4, 8])
