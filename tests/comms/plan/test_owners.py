@@ -28,6 +28,7 @@ from gradwire.comms.plan.planner import (
 )
 from gradwire.comms.plan.schedule import executable
 from gradwire.comms.transport import groups
+from gradwire.comms.transport.torch_group import connect_gloo
 from gradwire.compressors.base import Layout, Slice
 from gradwire.compressors.registry import names
 from gradwire.compressors.routed import make_routed
@@ -251,7 +252,7 @@ def test_chunks_of_unequal_owners_are_as_small_as_their_slowest_link_bears(count
 def test_only_owners_of_unequal_parts_have_many_collectives_under_way(
     compressor: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connect, threads = groups.connect_gloo, []
+    connect, threads = connect_gloo, []
 
     def connecting(*arguments: Any) -> Any:
         threads.append(arguments[-1])
