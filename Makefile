@@ -15,8 +15,6 @@
 
 # Many tests wait, on emulated links and for time-outs: on 2 cores the suite took 7:40 with 3 workers, 9:34 with 2.
 WORKERS ?= 3
-# Files go to the workers in the order of tests/conftest.py: slow ones first, so that none is left alone at the end.
-parallel = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -57,10 +55,10 @@ run: $(stamp)run
 	$(python) -m gradwire.bench.train.main_job $(ARGS)
 
 test: $(stamp)test
-	$(python) -m pytest $(parallel) $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)
+	$(python) -m pytest -n $(WORKERS) --dist loadfile $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)
 
 test-fast: $(stamp)test
-	$(python) -m pytest $(parallel) -m "not slow" $(ARGS)
+	$(python) -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
 
 mpi: $(mpis:%=$(prefix)/mpi-%/ready)
 

@@ -6,7 +6,6 @@ needed: most of the suite's folders do without it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -74,20 +73,13 @@ SLOW_FOLDERS = (
 )
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what `make test-fast` leaves out: processes, emulated clusters, studies, compilers, long laws.
-
-    Workers that share the files (`--no-loadscope-reorder`) get the slow ones first: by the number of their tests, the
-    longest came last, and all others waited for them.
-    """
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what `make test-fast` leaves out: processes, emulated clusters, studies, compilers, long laws."""
     for item in items:
         starts_ranks = SLOW_FIXTURES & set(getattr(item, "fixturenames", ()))
         emulated = item.get_closest_marker("netns") or item.get_closest_marker("mpi")
         if starts_ranks or emulated or item.nodeid.startswith(SLOW_FOLDERS):
             item.add_marker(pytest.mark.slow)
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        slow = {item.path for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
