@@ -44,6 +44,8 @@ GRACE_SECONDS = 10.0
 ALL_REDUCES = 3
 NUMEL = 1 << 16
 SHARED = Path("/dev/shm")
+LEAVING_SECONDS = 10.0
+"""What gradwire puts there is gone when all ranks have mapped it, milliseconds later; other jobs do the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Round:
         after_seconds: From the beginning of the start to its end.
         ended: Whether it has ended before the others were through.
         survivors: What became of the others; one that hangs is missing.
-        left: Names in /dev/shm that were not there before.
+        left: Names of gradwire in /dev/shm that were not there before, and stay.
         crashed: Exit codes, by rank, of survivors that have ended without a word; negative for a signal.
         traces: Where the threads of those were, and of the ones that hang.
     """
@@ -143,7 +145,7 @@ def one_round(victim: int, after_seconds: float, how: str = "kill") -> Round:
         after_seconds: When.
         how: `kill` or `memory`.
     """
-    before = {path.name for path in SHARED.iterdir()}
+    before = _segments()
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="gradwire-kills-") as name, serve_store() as (port, _):
         folder = Path(name)
@@ -170,9 +172,21 @@ def one_round(victim: int, after_seconds: float, how: str = "kill") -> Round:
         ended = (folder / "ended").exists()
     said = {each.rank for each in survivors}
     crashed = {rank: code for rank, code in codes.items() if code is not None and rank not in said}
-    left = sorted({path.name for path in SHARED.iterdir()} - before)
+    left = _left_since(before)
     traces = {rank: trace for rank, trace in traces.items() if rank not in said}
     return Round(victim, after_seconds, ended, survivors, left, crashed, traces)
+
+
+def _segments() -> set[str]:
+    return {path.name for path in SHARED.glob("gradwire-*")}
+
+
+def _left_since(before: set[str]) -> list[str]:
+    left, deadline = _segments() - before, time.monotonic() + LEAVING_SECONDS
+    while left and time.monotonic() < deadline:
+        time.sleep(0.05)
+        left &= _segments()
+    return sorted(left)
 
 
 def main() -> None:
