@@ -64,8 +64,8 @@ def measure_units(communicator: Communicator, consensus: Consensus, *, again: bo
     """Measures every node's link, and has the communicator plan with what it finds; every rank, with nothing in flight.
 
     Nodes are given rates in proportion. The probe's rate is that of the slowest; later the fastest keeps its rate.
-    Nothing is measured on CUDA, where payloads go by given rates alone (docs/explanation/cuda.md), or where shares do not
-    matter: of fewer than three nodes.
+    Nothing is measured on CUDA, where payloads go by given rates alone (docs/explanation/cuda.md), or where shares do
+    not matter: of fewer than three nodes.
 
     Args:
         communicator: Whose ranks meet.
