@@ -45,6 +45,28 @@ exec(re.search("```python\\n(.*?)```", text, re.DOTALL)[1])
 dist.barrier()
 """
 
+IMPORT_ALL = """
+import importlib, sys
+from pathlib import Path
+
+packages = Path(sys.argv[1])
+count = 0
+for path in sorted((packages / "gradwire").rglob("*.py")):
+    parts = path.relative_to(packages).with_suffix("").parts
+    if parts[-1] == "__main__":
+        continue
+    name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "gradwire":
+            raise  # a framework may be missing, a part of gradwire may not
+    else:
+        assert Path(module.__file__) == path, (module.__file__, path)
+        count += 1
+print(count)
+"""
+
 
 def run(*command: str | Path, **variables: str) -> str:
     """Runs a command and returns what it printed, both streams."""
@@ -147,6 +169,25 @@ def test_the_wheel_holds_what_users_need_and_no_more(built: Path) -> None:
     assert tags[-2:-1] == ["abi3"] if sys.version_info >= (3, 12) else tags[-3:-1] == ["cp311", "cp311"]
 
 
+def test_the_wheel_holds_all_that_the_checkout_shows(built: Path) -> None:
+    walk = os.walk(ROOT / "gradwire", followlinks=True)
+    shown = {Path(folder, name).relative_to(ROOT) for folder, _, names in walk for name in names}
+    shown = {path for path in shown if path.suffix not in {".so", ".pyc"}}
+    at_build_time = {path for path in shown if path.suffix == ".cpp" or path.is_relative_to("gradwire/csrc/cpu")}
+    of_a_checkout = {path for path in shown if path.is_relative_to("gradwire/bench/studies")}
+    [wheel] = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        held = {Path(name) for name in archive.namelist() if ".dist-info/" not in name and not name.endswith(".so")}
+    assert held == shown - at_build_time - of_a_checkout
+    assert {Path("gradwire/fsdp.py"), Path("gradwire/comms/hook.py")} <= held
+
+
+def test_every_module_of_the_wheel_can_be_imported(complete: Installed, tmp_path: Path) -> None:
+    script = tmp_path / "import_all.py"
+    script.write_text(IMPORT_ALL)
+    assert int(complete.run("python", script, complete.packages)) > 100
+
+
 def test_the_sdist_has_no_pictures_and_no_links(built: Path) -> None:
     [sdist] = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -154,7 +195,8 @@ def test_the_sdist_has_no_pictures_and_no_links(built: Path) -> None:
     names = [member.name.partition("/")[2] for member in members]
     assert not [name for name in names if name.endswith((".png", ".svg", ".so"))]
     assert not [member.name for member in members if member.issym() or member.islnk()]
-    assert {"LICENSE", "README.md", "CMakeLists.txt", "docs/index_page.py", "comms/hook.py"} <= set(names)
+    assert {"LICENSE", "README.md", "CMakeLists.txt", "docs/index_page.py", "gradwire/comms/hook.py"} <= set(names)
+    assert "comms/hook.py" not in names
 
 
 def test_the_index_page_links_to_the_repository(built: Path) -> None:
