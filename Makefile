@@ -10,6 +10,7 @@
 # make conformance   PyTorch's own distributed tests against the backend "gradwire" (half an hour)
 #
 # PYTHON=/path/to/python uses that interpreter's environment as it is: no .venv, and its torch is left alone.
+# TORCH_INDEX=address of a package index with CPU builds of torch, where pip's own configuration knows none.
 # WORKERS=0 runs the tests in one process: to debug one, or with --pdb.
 # REQUIRE=netns makes the tests of the emulated cluster fail where they would be skipped.
 
@@ -36,7 +37,7 @@ endif
 endif
 
 # Python files need no reinstall (the install is editable); these do.
-sources := $(shell find csrc -type f) CMakeLists.txt pyproject.toml constraints.txt
+sources := $(shell find -L gradwire/csrc -type f) CMakeLists.txt pyproject.toml constraints.txt
 # A stamp belongs to an environment and names the checkout that was installed there last.
 stamp := $(prefix)/.gradwire-
 fresh = $(if $(filter $(CURDIR),$(shell cat $(1) 2>/dev/null)),,always)
@@ -51,6 +52,9 @@ beside = $(python) -c 'import pathlib, site, sys; \
 	    lines = [f"import site; site.addsitedir({path!r})" for path in site.getsitepackages()]; \
 	    (folder / "beside.pth").write_text("\n".join(lines) + "\n")' $(1)
 pip := $(python) -m pip install --disable-pip-version-check --quiet
+
+# What is missing is said at once, before anything is downloaded.
+prerequisites := PYTHON=$(PYTHON) .ci/prerequisites
 
 run: $(stamp)run
 	$(python) -m gradwire.bench.train.main_job $(ARGS)
@@ -97,6 +101,7 @@ clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(stamp)run: $(stamp)torch $(sources) $(call fresh,$(stamp)run)
+	@$(prerequisites)
 	@echo "installing gradwire with its compiled part ..."
 	$(pip) $(constraints) -e .
 	@echo $(CURDIR) > $@
@@ -126,22 +131,31 @@ $(stamp)lint: $(stamp)test $(call fresh,$(stamp)lint)
 	@echo $(CURDIR) > $@
 
 ifeq ($(PYTHON),)
+version := $(shell sed -n 's/^torch==//p' constraints.txt)
+# The progress is shown: torch is by far the largest download.
 $(stamp)torch: constraints.txt | $(python)
-	@echo "installing the pinned torch into .venv (the longest part, once) ..."
-	$(pip) $(constraints) torch numpy
+	@$(prerequisites)
+	@if $(python) -m pip index versions torch $(TORCH_INDEX:%=--extra-index-url %) 2>/dev/null \
+	    | grep -qwF '$(version)+cpu'; then \
+	  echo "installing torch $(version)+cpu into .venv, once: about 0.2 GB to download, 1 GB on disk ..."; \
+	  torch=torch==$(version)+cpu; \
+	else \
+	  echo "pip finds no CPU build of torch $(version) for this Python, so it takes the build that the index has. For"; \
+	  echo "Linux that is PyPI's for CUDA with its nvidia-* packages: about 3 GB to download, 8 GB on disk. For the CPU"; \
+	  echo "build, 0.2 GB, stop here and say where it is: \`make TORCH_INDEX=ADDRESS\`, the index that pytorch.org"; \
+	  echo "names for pip and CPU (or PIP_EXTRA_INDEX_URL, or PIP_FIND_LINKS for a folder of wheels)."; \
+	  torch=torch==$(version); \
+	fi; \
+	$(python) -m pip install --disable-pip-version-check $(TORCH_INDEX:%=--extra-index-url %) $(constraints) $$torch numpy
 	@touch $@
 
 $(python):
-	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo 'python3 is missing or older than 3.11: apt-get install python3 (Debian 12, Ubuntu 24.04 or newer)'; exit 1; }
-	@python3 -c 'import ensurepip, venv' 2>/dev/null || \
-	  { echo 'python3 cannot make environments: apt-get install python3-venv'; exit 1; }
-	@command -v c++ >/dev/null || { echo 'no C++ compiler: apt-get install g++'; exit 1; }
+	@$(prerequisites)
 	python3 -m venv .venv
 else
 $(stamp)torch:
 	@$(python) -c 'import torch' 2>/dev/null || \
 	  { echo '`PYTHON`: $(python) has no torch; install torch >= 2.11 there, or leave PYTHON out'; exit 1; }
-	@command -v c++ >/dev/null || { echo 'no C++ compiler: apt-get install g++'; exit 1; }
+	@$(prerequisites)
 	@touch $@
 endif
