@@ -44,6 +44,8 @@ class HarmfulVariable:
         gpus: It acts on GPUs alone.
         sure: That it hurts where it is set.
         remedy: What to type; unset it where empty.
+        cures: Where the variable is the cure for something worse, with the source; empty where it never is. What may be
+            a cure is to be tried, not taken away: without it a job may hang.
     """
 
     name: str
@@ -55,13 +57,54 @@ class HarmfulVariable:
     gpus: bool = True
     sure: float = 0.9
     remedy: str = ""
+    cures: str = ""
 
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """The lines of the remedy."""
+        if self.remedy:
+            return (self.remedy,)
+        if self.cures:
+            return (
+                f"keep it until one short run without it has ended and was faster: timeout 300 env -u {self.name} ...",
+            )
+        return (f"unset {self.name}",)
+
+    @property
+    def caution(self) -> tuple[str, ...]:
+        """The line of the evidence that says where the variable is wanted."""
+        return (f"it may be wanted here: {self.cures}",) if self.cures else ()
+
+
+_ACS = (
+    "where PCIe access control (ACS) or an IOMMU sends transfers between GPUs through the root, or GPUs have no "
+    "peer-to-peer at all, NCCL hangs or is wrong without it (NCCL user guide, Troubleshooting, ACS; "
+    "github.com/local-inference-lab/rtx6kpro/issues/15)"
+)
+_FEW_CTAS = (
+    "few blocks leave the multiprocessors to a computation that they overlap with, and have doubled the speed of a job "
+    "(github.com/NVIDIA/nccl/issues/1298)"
+)
+_NO_FABRIC = (
+    "where InfiniBand or RoCE is there but does not lead to the other nodes, or RoCE loses packets, NCCL fails or "
+    "stalls without it (NCCL user guide, NCCL_IB_DISABLE)"
+)
+_SMALL_SHM = (
+    "in a container whose /dev/shm is too small NCCL fails without it; docker --shm-size is the better cure "
+    "(NCCL user guide, Troubleshooting, Shared memory)"
+)
 
 _ISSUES = "github.com/pytorch/torchtitan/issues/1147, Megatron-FSDP user guide"
 
 HARMFUL = (
     HarmfulVariable(
-        "NCCL_IB_DISABLE", _set, "NCCL uses TCP although there may be InfiniBand or RoCE", NCCL_GUIDE, 1.0, sure=0.8
+        "NCCL_IB_DISABLE",
+        _set,
+        "NCCL uses TCP although there may be InfiniBand or RoCE",
+        NCCL_GUIDE,
+        1.0,
+        sure=0.5,
+        cures=_NO_FABRIC,
     ),
     HarmfulVariable("NCCL_NET", _is("socket"), "NCCL uses TCP whatever network is there", NCCL_GUIDE, 1.0, sure=0.8),
     HarmfulVariable(
@@ -78,12 +121,26 @@ HARMFUL = (
         "GPUs of a node do not copy to each other directly, over NVLink or PCIe",
         NCCL_GUIDE,
         0.5,
+        sure=0.4,
+        cures=_ACS,
     ),
     HarmfulVariable(
-        "NCCL_P2P_LEVEL", _is("loc", "0"), "GPUs of a node do not copy to each other directly", NCCL_GUIDE, 0.5
+        "NCCL_P2P_LEVEL",
+        _is("loc", "0"),
+        "GPUs of a node do not copy to each other directly",
+        NCCL_GUIDE,
+        0.5,
+        sure=0.4,
+        cures=_ACS,
     ),
     HarmfulVariable(
-        "NCCL_SHM_DISABLE", _set, "GPUs of a node that cannot reach each other go over the network", NCCL_GUIDE, 0.5
+        "NCCL_SHM_DISABLE",
+        _set,
+        "GPUs of a node that cannot reach each other go over the network",
+        NCCL_GUIDE,
+        0.5,
+        sure=0.5,
+        cures=_SMALL_SHM,
     ),
     HarmfulVariable(
         "NCCL_NET_GDR_LEVEL", _is("loc", "0"), "network cards do not read GPU memory themselves", NCCL_GUIDE, 0.5
@@ -99,9 +156,17 @@ HARMFUL = (
     ),
     HarmfulVariable("NCCL_PROTO", _any, "NCCL may not choose its protocol by size", NCCL_GUIDE, 0.25, sure=0.6),
     HarmfulVariable(
-        "NCCL_MAX_NCHANNELS", _below(4), "NCCL keeps few blocks of the GPU busy", NCCL_GUIDE, 0.5, sure=0.7
+        "NCCL_MAX_NCHANNELS",
+        _below(4),
+        "NCCL keeps few blocks of the GPU busy",
+        NCCL_GUIDE,
+        0.5,
+        sure=0.4,
+        cures=_FEW_CTAS,
     ),
-    HarmfulVariable("NCCL_MAX_CTAS", _below(4), "NCCL keeps few blocks of the GPU busy", NCCL_GUIDE, 0.5, sure=0.7),
+    HarmfulVariable(
+        "NCCL_MAX_CTAS", _below(4), "NCCL keeps few blocks of the GPU busy", NCCL_GUIDE, 0.5, sure=0.4, cures=_FEW_CTAS
+    ),
     HarmfulVariable(
         "NCCL_BUFFSIZE",
         _below(1 << 20),
@@ -241,9 +306,10 @@ def harmful_variables(facts: JobFacts) -> list[Diagnosis]:
                 cost_seconds=0.0 if idle else rule.exchange_share * exchange + rule.step_share * facts.compute_seconds,
                 evidence=(
                     f"set for {who} on {listed(nodes)} (what it does: {rule.source})",
+                    *rule.caution,
                     NO_GPUS if idle else "the cost is an estimate: a run without it would tell",
                 ),
-                remedy=(rule.remedy or f"unset {rule.name}",),
+                remedy=rule.advice,
                 nodes=nodes,
             )
         )

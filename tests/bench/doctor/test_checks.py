@@ -221,3 +221,22 @@ def test_a_link_is_not_blamed_for_what_this_program_cannot_move() -> None:
             facts = interface(facts, node, bits_per_second=100 * rate * 8)
         assert diagnose(replace(facts, own_bytes_per_second=dict.fromkeys(range(3), 1.5 * rate))) == []
         assert [each.key for each in diagnose(replace(facts, own_bytes_per_second={}))] == ["slow_link"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("NCCL_P2P_DISABLE", "1"),
+        ("NCCL_P2P_LEVEL", "LOC"),
+        ("NCCL_IB_DISABLE", "1"),
+        ("NCCL_SHM_DISABLE", "1"),
+        ("NCCL_MAX_CTAS", "1"),
+        ("NCCL_MAX_NCHANNELS", "2"),
+    ],
+)
+def test_a_variable_that_may_be_the_cure_is_tried_before_it_is_taken_away(name: str, value: str) -> None:
+    found = [each for each in diagnose(everywhere(healthy(0), variables={name: value})) if each.key == "variable"]
+    assert len(found) == 1 and found[0].sure <= 0.5
+    assert not any(line.startswith("unset") for line in found[0].remedy)
+    assert any("short run without it" in line and f"env -u {name}" in line for line in found[0].remedy)
+    assert any("wanted here" in line and ("github.com" in line or "guide" in line) for line in found[0].evidence)

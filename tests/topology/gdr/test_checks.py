@@ -262,3 +262,31 @@ def test_names_are_in_the_order_of_the_checklist_and_needs_come_first() -> None:
     assert len(set(names)) == len(names) == 56
     for check in CHECKS:
         assert all(names.index(need) < names.index(check.name) for need in check.needs)
+
+
+def remedy_of(name: str, machine: ExampleMachine) -> str:
+    return next(check for check in CHECKS if check.name == name).function(machine.host()).remedy
+
+
+def test_peer_to_peer_that_is_off_is_no_fault_where_it_would_hang(tmp_path: Path) -> None:
+    """ACS or an IOMMU in between: without NCCL_P2P_DISABLE the job hangs, so nobody is told to unset it."""
+    off = variable("NCCL_P2P_DISABLE", "1")
+    changes = {
+        "plain": off,
+        "acs": both(off, config(GPU_PORT, acs_control=0x1D)),
+        "iommu": both(off, file("sys/kernel/iommu_groups/0/type", "DMA-FQ")),
+    }
+    said = {}
+    for name, change in changes.items():
+        machine = ExampleMachine(tmp_path / name)
+        change(machine)
+        said[name] = remedy_of("V5", machine)
+    assert "short run without it" in said["plain"], said
+    assert "may hang" in said["acs"] and "may hang" in said["iommu"], said
+    assert not any(words.startswith("unset") for words in said.values()), said
+
+
+def test_a_level_that_was_lowered_is_raised_and_no_card_is_moved(tmp_path: Path) -> None:
+    machine = ExampleMachine(tmp_path)
+    variable("NCCL_NET_GDR_LEVEL", "LOC")(machine)
+    assert remedy_of("V2", machine).startswith("unset NCCL_NET_GDR_LEVEL")

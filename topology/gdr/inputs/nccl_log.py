@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from gradwire.topology.gdr.inputs.nccl_warnings import KnownWarning, read_warning
 from gradwire.topology.gdr.nccl import Version, named_distance, parse_level, parse_version, within
 
 _MAX_NBYTES = 256 << 20
@@ -16,7 +17,8 @@ _MAX_SECONDS = 20.0
 _SAY_EVERY_LINES = 1 << 16
 _MAX_LINE = 4096
 _OF_INTEREST = re.compile(
-    rb"NCCL version|Using network|GPU Direct|via NET/|(?:GPU|NET)/|set by environment|ACS is enabled"
+    rb"NCCL version|Using network|GPU Direct|via (?:NET|P2P|SHM|NVLS)/|(?:GPU|NET)/|set by environment|ACS is enabled"
+    rb"|NCCL WARN|eligible provider|isabling GDR|GDR disabled|NET plugin|libnccl-net"
 )
 """One of these stands in every line that `_read_line` makes something of, and in few of the others."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -33,6 +35,10 @@ _PAIR = re.compile(r"GPU Direct RDMA (Enabled|Disabled) for GPU[ /].{1,160}?dist
 _CHANNEL = re.compile(
     r"Channel \d+(?:/\d+)? : (\d+)\[[0-9a-fx]*\] -> (\d+)\[[0-9a-fx]*\] \[(send|receive)\] via (NET/.{1,80})"
 )
+_LOCAL_CHANNEL = re.compile(r"Channel \d+(?:/\d+)? : \d+\[.{0,20}?\] -> \d+\[.{0,20}?\] via (?:P2P|SHM)")
+_HOST = re.compile(r"^(?:\[[^\]]{1,40}\] ?)?([\w.-]{1,64}):\d+:\d+ ")
+"""`node1:123:456 [0] NCCL INFO`, behind a time stamp where NCCL_DEBUG_TIMESTAMP_FORMAT asks for one."""
+_MAX_WARNINGS = 16
 _PATH_LINE = re.compile(r"(GPU|NET)/\S+ ?:")
 _PATH_ENTRY = re.compile(r"(GPU|NET)/(\S+) \(\d+/[\d.]+/([A-Z0-9]{2,4})\)")
 _OVERRIDE = re.compile(r"(NCCL_NET_GDR_(?:LEVEL|READ|C2C)) set by environment to (\S{1,20})")
@@ -47,8 +53,14 @@ class NcclLog:
     lines: int = 0
     version: Version | None = None
     networks: set[str] = field(default_factory=set)
-    no_device: bool = False
-    """`NET/IB : No device found.`"""
+    hosts_without_device: set[str] = field(default_factory=set)
+    """Hosts that said `NET/IB : No device found.`; "" where lines do not say whose they are."""
+    hosts_with_gdr: set[str] = field(default_factory=set)
+    """Hosts with a GDRDMA channel, through whatever plug-in."""
+    local_channels: int = 0
+    """Channels inside a host: peer-to-peer or shared memory."""
+    warnings: dict[str, KnownWarning | None] = field(default_factory=dict)
+    """Text of a line that warns -> what it means; None where nobody here knows it. The first of each meaning."""
     hcas: dict[str, bool] = field(default_factory=dict)
     """NIC -> "Enabled for HCA": the NIC could, which proves nothing about use."""
     hca_reasons: set[str] = field(default_factory=set)
@@ -76,6 +88,18 @@ class NcclLog:
         return self.gdr_channels.total() + self.staged_channels.total()
 
     @property
+    def no_device(self) -> bool:
+        """Whether a host that has to leave itself found no card; one node alone needs none."""
+        inside = self.local_channels > 0 and not self.network_channels
+        return bool(self.hosts_without_device - self.hosts_with_gdr) and not inside
+
+    @property
+    def fatal(self) -> tuple[str, KnownWarning] | None:
+        """The first warning that ends a job, with what it means."""
+        found = ((text, known) for text, known in self.warnings.items() if known is not None and known.ends_job)
+        return next(found, None)
+
+    @property
     def reasons(self) -> list[str]:
         """Every reason that the log gives for not using GPUDirect RDMA, as a sentence."""
         disabled = [name for name, able in self.hcas.items() if not able]
@@ -85,6 +109,7 @@ class NcclLog:
         for distance, level in sorted(self.far_pairs):
             names = named_distance(distance, level, self.version, level_name)
             found.append(f"path {names[0]} is beyond level {names[1]}")
+        found += [known.cause for known in self.warnings.values() if known is not None and not known.ends_job]
         return found
 
 
@@ -103,7 +128,7 @@ def parse_nccl_log(lines: Iterable[str]) -> NcclLog:
         if "\x1b" in line:
             line = _ANSI.sub("", line)
         log.lines += 1
-        if "NCCL" in line or "GPU Direct" in line or "via NET" in line:
+        if "NCCL" in line or "GPU Direct" in line or "via " in line:
             _read_line(log, line)
     return log
 
@@ -135,7 +160,10 @@ def merged_logs(logs: Sequence[NcclLog]) -> NcclLog | None:
         whole.lines += log.lines
         whole.version = whole.version or log.version
         whole.networks |= log.networks
-        whole.no_device |= log.no_device
+        whole.hosts_without_device |= log.hosts_without_device
+        whole.hosts_with_gdr |= log.hosts_with_gdr
+        whole.local_channels += log.local_channels
+        whole.warnings = log.warnings | whole.warnings
         whole.hcas |= {name: able and whole.hcas.get(name, True) for name, able in log.hcas.items()}
         whole.gdr_channels += log.gdr_channels
         whole.staged_channels += log.staged_channels
@@ -177,6 +205,8 @@ def _read_line(log: NcclLog, line: str) -> None:
         rank = int(match[1 if match[3] == "send" else 2])
         counter = log.gdr_channels if "GDRDMA" in match[4] else log.staged_channels
         counter[rank, match[3]] += 1
+        if counter is log.gdr_channels:
+            log.hosts_with_gdr.add(_host(line))
         log.socket_channels += match[4].startswith("NET/Socket")
     elif match := _PAIR.search(line):
         if match[1] == "Enabled":
@@ -194,11 +224,27 @@ def _read_line(log: NcclLog, line: str) -> None:
     elif _IB_DEVICES.search(line):
         log.relaxed_ordering = "[RO]" in line
     elif "NET/IB : No device found" in line:
-        log.no_device = True
+        log.hosts_without_device.add(_host(line))
+    elif _LOCAL_CHANNEL.search(line):
+        log.local_channels += 1
+    elif warning := read_warning(line):
+        _keep_warning(log, *warning)
     elif "ACS is enabled" in line:
         log.acs_hint = True
     else:
         _read_path_table(log, line)
+
+
+def _host(line: str) -> str:
+    """Whose line it is."""
+    match = _HOST.search(line)
+    return match[1] if match else ""
+
+
+def _keep_warning(log: NcclLog, text: str, known: KnownWarning | None) -> None:
+    """Keeps the first line of each meaning: every rank repeats it."""
+    if len(log.warnings) < _MAX_WARNINGS and not (known is not None and known in log.warnings.values()):
+        log.warnings.setdefault(text, known)
 
 
 def _read_hca(log: NcclLog, match: re.Match[str]) -> None:

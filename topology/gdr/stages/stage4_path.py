@@ -110,7 +110,7 @@ def iommu(host: Host) -> Finding:
         return passed("no IOMMU groups: off")
 
     def judge(gpu: str, nic: str) -> tuple[CheckOutcome, str]:
-        kinds = [_domain(host, host.tree.functions[bus_id]) for bus_id in (gpu, nic)]
+        kinds = [domain_type(host, host.tree.functions[bus_id]) for bus_id in (gpu, nic)]
         if None in kinds:
             return CheckOutcome.UNKNOWN, f"{gpu}, {nic}: IOMMU domain type not known"
         translated = any(str(kind).startswith("DMA") for kind in kinds)
@@ -123,8 +123,8 @@ def iommu(host: Host) -> Finding:
     return judge_pairs(host, judge, "kernel command line iommu=pt, or VT-d/AMD-Vi off in the firmware")
 
 
-def _domain(host: Host, function: PciFunction) -> str | None:
-    """Domain type of a function's group; `none` outside every group."""
+def domain_type(host: Host, function: PciFunction) -> str | None:
+    """Domain type of a function's IOMMU group; `none` outside every group, None where it cannot be seen."""
     if function.iommu_group is None:
         return "none"
     return host.files.text(f"sys/kernel/iommu_groups/{function.iommu_group}/type")

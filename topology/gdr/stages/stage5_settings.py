@@ -3,7 +3,7 @@
 import difflib
 import re
 
-from gradwire.topology.gdr.glue import chain_state, dmabuf_chain, peermem_path
+from gradwire.topology.gdr.glue import chain_state, dmabuf_chain, peermem_known, peermem_path
 from gradwire.topology.gdr.host import Host
 from gradwire.topology.gdr.model import (
     CheckOutcome,
@@ -16,8 +16,8 @@ from gradwire.topology.gdr.model import (
     unknown,
     warned,
 )
-from gradwire.topology.gdr.nccl import DYNAMIC_GID_SINCE, LEVELS, parse_level, within
-from gradwire.topology.gdr.stages.stage4_path import hca_matches
+from gradwire.topology.gdr.nccl import DYNAMIC_GID_SINCE, LEVELS, default_level, parse_level, within
+from gradwire.topology.gdr.stages.stage4_path import domain_type, hca_matches
 from gradwire.topology.pci_ids import AMAZON
 
 _UNKNOWN = unknown("the environment is not known", "give --env FILE: the output of env, or /proc/PID/environ")
@@ -52,7 +52,10 @@ def rdma_switched_off(host: Host) -> Finding:
     if host.settings is None:
         return _UNKNOWN
     if host.setting("NCCL_IB_DISABLE") not in (None, "0"):
-        return failed(_shown(host, "NCCL_IB_DISABLE"), "unset it")
+        return failed(
+            _shown(host, "NCCL_IB_DISABLE"),
+            "unset it for one run with a time limit: it may be there because the cards do not reach the other nodes",
+        )
     if (host.setting("NCCL_NET") or "").lower() == "socket":
         return failed(_shown(host, "NCCL_NET"), "unset it, or name the RDMA network (IB)")
     if host.setting("NCCL_NET_PLUGIN") == "none" and any(nic.function.vendor == AMAZON for nic in host.nics):
@@ -89,7 +92,12 @@ def gdr_level(host: Host) -> Finding:
             return CheckOutcome.PASS, f"{gpu} to {nic}: {path} is within {level}"
         return CheckOutcome.FAIL, f"{gpu} to {nic}: {path} is beyond {level}{'' if value else ', the default'}"
 
-    finding = judge_pairs(host, judge, "move the card, or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default")
+    standard = default_level(host.nccl_version)
+    lowered = value is not None and any(
+        path is not None and not within(path, level) and within(path, standard) for path in host.distances.values()
+    )
+    moved = "move the card, or measure NCCL_NET_GDR_LEVEL=PHB (SYS) against the default"
+    finding = judge_pairs(host, judge, f"unset NCCL_NET_GDR_LEVEL: the default is {standard}" if lowered else moved)
     doubt = _doubt_about_level(host, value, level)
     if finding.outcome is CheckOutcome.PASS and doubt:
         return Finding(CheckOutcome.WARN, *doubt, finding.pairs)
@@ -125,8 +133,7 @@ def dmabuf_switched_off(host: Host) -> Finding:
         return passed("dma-buf is not switched off")
     if peermem_path(host):
         return warned(f"{_shown(host, off[0])}: peer memory is all that is left", "unset it")
-    state = chain_state(dmabuf_chain(host))
-    if state is None:
+    if chain_state(dmabuf_chain(host)) is None and not peermem_known(host):
         return unknown(f"{_shown(host, off[0])}; whether dma-buf is the only way is not known", "unset it")
     return failed(f"{_shown(host, off[0])}, and there is no peer memory", "unset it")
 
@@ -156,8 +163,34 @@ def left_over_debugging(host: Host) -> Finding:
     if host.settings is None:
         return _UNKNOWN
     names = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_P2P_LEVEL")
-    found = [_shown(host, name) for name in names if host.setting(name) is not None]
-    return warned(", ".join(found), "unset them") if found else passed("none set")
+    found = [name for name in names if host.setting(name) is not None]
+    if not found:
+        return passed("none set")
+    shown = ", ".join(_shown(host, name) for name in found)
+    if "NCCL_SHM_DISABLE" in found and len(found) == 1:
+        return warned(shown, "unset it where /dev/shm is large enough (df /dev/shm; 1 GiB is plenty)")
+    cure = _needs_no_peer_to_peer(host)
+    if cure:
+        return warned(f"{shown}: {cure}", "keep it until that is mended (P4, P5), or NCCL may hang")
+    without = " ".join(f"-u {name}" for name in found)
+    return warned(
+        f"{shown}: a cure where GPUs cannot reach each other, else a loss",
+        f"keep it until a short run without it has ended well: timeout 300 env {without} ...; nvidia-smi topo -p2p r",
+    )
+
+
+def _needs_no_peer_to_peer(host: Host) -> str:
+    """Why transfers between GPUs of this host may hang, so that switching them off is right; empty where none shows.
+
+    Source: NCCL user guide, Troubleshooting, PCI Access Control Services; rtx6kpro issue 15 (local-inference-lab).
+    """
+    parents = {bus for gpu in host.gpus for bus in gpu.parents or ()}
+    bridges = [function for bus, function in host.tree.functions.items() if bus in parents]
+    if any(bridge.config is not None and bridge.config.acs_redirect for bridge in bridges):
+        return "PCIe access control (ACS) redirects what GPUs send each other"
+    if any((domain_type(host, gpu) or "").startswith("DMA") for gpu in host.gpus):
+        return "the IOMMU translates what GPUs send each other"
+    return ""
 
 
 def socket_interface(host: Host) -> Finding:

@@ -94,11 +94,29 @@ def nccl_log(host: Host) -> Finding:
     log = host.log
     if log is None:
         return unknown(host.proof_error or "no log given", "--nccl-log FILE")
+    if log.fatal is not None:
+        text, known = log.fatal
+        return failed(f"the job failed: {known.cause} (NCCL WARN {text[:100]})", known.remedy)
+    finding = _by_channels(log)
+    unclear = next((text for text, known in log.warnings.items() if known is None), None)
+    if unclear is not None and finding.outcome is CheckOutcome.PASS:
+        return warned(f"{finding.text}; but NCCL warned: {unclear[:120]}", "look it up: grep 'NCCL WARN' LOG")
+    return finding
+
+
+def _by_channels(log: NcclLog) -> Finding:
+    """What the lines about channels prove, or why there are none."""
     remedy = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,GRAPH; then the first failed check above"
+    if log.local_channels and not log.network_channels:
+        between = "; between hosts this NCCL would use sockets" if log.networks == {"Socket"} else ""
+        return unknown(
+            f"all {log.local_channels} channels in the log are inside a host: no network was used{between}",
+            "give the log of a job on two hosts, or --prove",
+        )
     sockets = log.network_channels and log.socket_channels == log.network_channels
     if log.networks == {"Socket"} or log.no_device or sockets:
         found = "No device found; " if log.no_device else ""
-        return failed(f"{found}network is Socket: RDMA is not used at all", "see R1, R2, R3, V1")
+        return failed("; ".join([f"{found}network is Socket: RDMA is not used at all", *log.reasons]), _sockets(log))
     if not log.network_channels:
         return _without_channels(log, remedy)
     if not log.gdr_channels:
@@ -125,8 +143,14 @@ def nccl_log(host: Host) -> Finding:
     return passed(f"all {log.network_channels} network channels of {len(ranks)} ranks use GDRDMA{part}")
 
 
+def _sockets(log: NcclLog) -> str:
+    """What to do where sockets are used: what a plug-in's own note asks for comes first."""
+    notes = [known.remedy for known in log.warnings.values() if known is not None]
+    return notes[0] if notes else "see R1, R2, R3, V1"
+
+
 def _without_channels(log: NcclLog, remedy: str) -> Finding:
-    """A log without channel lines: it may still say that NCCL cannot, or will not."""
+    """A log without channel lines of a network: it may still say that NCCL cannot, or will not."""
     if log.hcas and not any(log.hcas.values()):
         return failed("; ".join(log.reasons), _HCA_REMEDY)
     if log.far_pairs:

@@ -196,3 +196,89 @@ def test_versions_and_levels() -> None:
     assert [parse_level(text) for text in ("phb", "0", "5", "6", "", "NODE")] == ["PHB", "LOC", "SYS", None, None, None]
     assert [default_level(version) for version in (None, (2, 20), (2, 26), (2, 27))] == ["PXB", "PXB", "PXB", "P2C"]
     assert path_name(7, (2, 26)) == "PHB" and path_name(99, (2, 26)) is None and path_name(3, None) is None
+
+
+HEALTHY_CHANNELS = [channel(0, 1, "send"), channel(1, 0, "receive")]
+
+
+@pytest.mark.parametrize(
+    ("line", "cause", "remedy"),
+    [
+        ("Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory", "locked memory", "memlock"),
+        ("Call to ibv_reg_mr failed with error Bad address", "neither peer memory nor dma-buf", "M1"),
+        ("Call to ibv_modify_qp failed with 19 No such device, on dev mlx5_1:1, curr state INIT", "GID", "show_gids"),
+        ("Call to ibv_modify_qp failed with 22 Invalid argument, on dev mlx5_1:1", "GID_INDEX", "unset"),
+        ("Call to ibv_modify_qp failed with 110 Connection timed out, on dev mlx5_0:1", "rails", "NCCL_CROSS_NIC"),
+        ("Call to ibv_create_qp failed with error Cannot allocate memory", "queue pair", "ulimit"),
+        (
+            "NET/IB : Got completion from peer 10.0.0.2<4> with status=12 opcode=0 len=0 vendor err 129",
+            "answered",
+            "RoCE",
+        ),
+        (
+            "NET/IB: Got completion from peer 10.0.0.2<4> with status=IBV_WC_RETRY_EXC_ERR(12) opcode=IBV_WC_SEND(0)",
+            "answered",
+            "NCCL_IB_TIMEOUT",
+        ),
+        ("NET/IB : Got completion from peer 10.0.0.2<4> with status=4 opcode=32578", "ACS", "P5"),
+        ("Error : XML parser is limited to 1024 nodes", "more devices", "NCCL_TOPO_FILE"),
+        ("XML Topology has wrong version 2, 1 needed", "does not fit this NCCL", "unset"),
+        ("Could not find any local path from gpu 3 to net.", "does not fit this machine", "NCCL_TOPO_DUMP_FILE"),
+    ],
+)
+@pytest.mark.parametrize("channels", [[], HEALTHY_CHANNELS])
+def test_a_warning_that_ends_the_job_outweighs_channels_that_were_made(
+    line: str, cause: str, remedy: str, channels: list[str], tmp_path: Path
+) -> None:
+    warned = f"n1:1:2 [0] transport/net_ib.cc:1 NCCL WARN {line}"
+    finding = judged([*channels, warned, warned.replace("n1:", "n2:")], tmp_path)
+    assert finding.outcome is CheckOutcome.FAIL, finding
+    assert cause in finding.text, finding
+    assert remedy in f"{finding.text} {finding.remedy}", finding
+
+
+def test_a_hint_and_a_retry_end_nothing(tmp_path: Path) -> None:
+    lines = [
+        "n:1:2 [0] NCCL INFO Call to ibv_modify_qp failed with 110 Connection timed out, on dev x, retrying 1/35",
+        "n:1:2 [0] NCCL INFO HINT: In many cases this error occurs when ACS is enabled which would break GPU Direct",
+    ]
+    assert judged([*HEALTHY_CHANNELS, *lines], tmp_path).outcome is CheckOutcome.PASS
+
+
+def test_a_warning_that_nobody_knows_keeps_a_pass_from_being_one(tmp_path: Path) -> None:
+    line = "n:1:2 [0] misc/foo.cc:7 NCCL WARN The frobnicator gave up"
+    finding = judged([*HEALTHY_CHANNELS, line], tmp_path)
+    assert finding.outcome is CheckOutcome.WARN and "frobnicator" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("NCCL INFO NET/OFI No eligible providers were found", "no provider"),
+        ("NCCL INFO NET/OFI Could not disable CUDA API usage for HMEM, disabling GDR", "switched GPUDirect RDMA off"),
+        ("NCCL WARN Failed to initialize any NET plugin", "plug-in was not loaded"),
+    ],
+)
+def test_a_plug_ins_own_reason_is_told(line: str, cause: str, tmp_path: Path) -> None:
+    staged = [channel(0, 1, "send", "NET/Socket/0"), channel(1, 0, "receive", "NET/Socket/0")]
+    finding = judged([f"n:1:2 [0] {line}", *staged], tmp_path)
+    assert finding.outcome is CheckOutcome.FAIL and cause in finding.text, finding
+    assert "libnccl-net" in finding.remedy or "fi_info" in finding.remedy, finding
+
+
+LOCAL = "n:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
+NO_CARD = "n:1:2 [0] NCCL INFO NET/IB : No device found."
+
+
+def test_one_node_without_a_card_is_no_failure(tmp_path: Path) -> None:
+    for others in ([], ["n:1:2 [0] NCCL INFO Using network Socket"]):
+        finding = judged([NO_CARD, *others, LOCAL, LOCAL], tmp_path)
+        assert finding.outcome is CheckOutcome.UNKNOWN and "inside a host" in finding.text
+        assert ("sockets" in finding.text) is bool(others)
+
+
+def test_a_line_of_one_host_is_not_everybodys(tmp_path: Path) -> None:
+    """A host whose plug-in serves it says "No device found" of verbs, and its channels use GPUDirect RDMA."""
+    assert judged([NO_CARD, *HEALTHY_CHANNELS], tmp_path).outcome is CheckOutcome.PASS
+    other = NO_CARD.replace("n:1", "m:1")
+    assert judged([other, *HEALTHY_CHANNELS], tmp_path).outcome is CheckOutcome.FAIL

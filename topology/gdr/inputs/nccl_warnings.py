@@ -1,0 +1,187 @@
+"""What NCCL's warnings and its plug-ins' notes mean: the cause in words, and the command that shows or mends it.
+
+A job that dies of its network says so in a WARN line, often after all channels were made; the channel lines alone would
+look healthy.
+"""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KnownWarning:
+    """One line of a log that names a cause.
+
+    Attributes:
+        pattern: Found in the text after `NCCL WARN` or `NCCL INFO`.
+        cause: What it means.
+        remedy: What to look at or type.
+        ends_job: The job does not survive it; otherwise it explains why GPUDirect RDMA is not used.
+    """
+
+    pattern: re.Pattern[str]
+    cause: str
+    remedy: str
+    ends_job: bool = True
+
+
+def _known(pattern: str, cause: str, remedy: str, *, ends_job: bool = True) -> KnownWarning:
+    return KnownWarning(re.compile(pattern), cause, remedy, ends_job)
+
+
+KNOWN_WARNINGS = (
+    _known(
+        r"Call to ibv_reg_(?:mr\w*|dmabuf_mr) failed.*(?:Cannot allocate memory|\b12\b)",
+        "memory could not be pinned for the card: the limit of locked memory",
+        "ulimit -l must say unlimited: --ulimit memlock=-1 (docker), LimitMEMLOCK=infinity (systemd, slurmd)",
+    ),
+    _known(
+        r"Call to ibv_reg_(?:mr\w*|dmabuf_mr) failed.*(?:Bad address|\b14\b|not supported|\b95\b)",
+        "GPU memory could not be registered with the card: neither peer memory nor dma-buf works",
+        "see M1, M2 and M3; NCCL_NET_GDR_LEVEL=LOC goes through the host until they are mended",
+    ),
+    _known(
+        r"Call to ibv_reg_(?:mr\w*|dmabuf_mr) failed",
+        "memory could not be registered with the card",
+        "ulimit -l; then M1, M2 and M3",
+    ),
+    _known(
+        r"Call to ibv_create_(?:qp|cq|srq)\w* failed|mlx5dv_create_qp failed",
+        "the card gave no queue pair: locked memory, or another job's queue pairs",
+        "ulimit -l must say unlimited; rdma resource show qp",
+    ),
+    _known(
+        r"Call to ibv_modify_qp failed.*(?:Invalid argument|\b22\b)",
+        "a connection was refused by the card: the GID does not fit, as where NCCL_IB_GID_INDEX is fixed",
+        "unset NCCL_IB_GID_INDEX (NCCL 2.21 or later); show_gids on both hosts",
+    ),
+    _known(
+        r"Call to ibv_modify_qp failed.*(?:No such device|\b19\b|GID fe80|fe80::)",
+        "a card has only a link-local GID, or the GID's interface is not in this network namespace",
+        "give the card's interface an address; in a container host networking or an SR-IOV device plug-in; show_gids",
+    ),
+    _known(
+        r"Call to ibv_modify_qp failed.*(?:timed out|\b110\b)",
+        "cards that are to talk to each other cannot: rails without a way between them, or an address without a route",
+        "NCCL_CROSS_NIC=0 to confirm; ping between the cards' addresses",
+    ),
+    _known(
+        r"Call to ibv_modify_qp failed",
+        "a connection between two cards was not made",
+        "show_gids on both hosts; ping between the cards' addresses",
+    ),
+    _known(
+        r"Got completion from peer.*status=(?:\w+\()?12\b",
+        "packets to a peer were not answered: a link that is down, RoCE without lossless queues, or a wrong GID",
+        "counters of port and switch (ethtool -S, pause and discards); show_gids; then a longer NCCL_IB_TIMEOUT",
+    ),
+    _known(
+        r"Got completion from peer.*status=(?:\w+\()?4\b",
+        "the card could not reach GPU memory: most often PCIe access control (ACS)",
+        "see P5; NCCL_NET_GDR_LEVEL=LOC confirms it where the job then runs",
+    ),
+    _known(
+        r"Got completion from peer.*status=(?:\w+\()?5\b",
+        "a card dropped what was queued after another error; the first one counts",
+        "the first WARN line of all ranks",
+    ),
+    _known(
+        r"Got completion from peer.*status=(?:\w+\()?(?:9|10|11)\b",
+        "the peer's card refused a transfer, as where its GPU memory is not registered",
+        "see M1 on the peer; all hosts with one driver and one NCCL",
+    ),
+    _known(
+        r"async fatal event",
+        "a card reported a fatal event: it was reset, or its port went down",
+        "dmesg | grep -iE 'mlx5|link'; ethtool DEV",
+    ),
+    _known(
+        r"XML parser is limited to \d+ (?:sub)?nodes",
+        "the topology has more devices than this NCCL can hold",
+        "a newer NCCL; or NCCL_TOPO_FILE with the devices that this job uses",
+    ),
+    _known(
+        r"XML (?:Topology|Graph) has wrong version|XML (?:Parse|Mismatch)|Could not open XML",
+        "the file of NCCL_TOPO_FILE or NCCL_GRAPH_FILE does not fit this NCCL",
+        "unset it, or take the file that this machine type and this NCCL want",
+    ),
+    _known(
+        r"Could not find (?:any local path from gpu|NET with id|node of type|CPU numa)",
+        "the topology that NCCL was given does not fit this machine",
+        "unset NCCL_TOPO_FILE; NCCL_TOPO_DUMP_FILE shows what NCCL finds by itself",
+    ),
+    _known(
+        r"incompatible devices|device is incompatible with the local",
+        "cards of unlike kind, InfiniBand and RoCE, were to talk to each other",
+        "NCCL_IB_HCA names cards of one kind",
+    ),
+    _known(
+        r"No IP interface found|Bootstrap : no socket interface found",
+        "no network interface was left to start with",
+        "NCCL_SOCKET_IFNAME names one that exists: ip -br link",
+    ),
+    _known(
+        r"connect to \S+ failed ?: ?(?:No route|Connection refused|Connection timed out|Network is unreachable)",
+        "a rank's address cannot be reached: a firewall, or the wrong interface",
+        "NCCL_SOCKET_IFNAME; open the ports between the nodes; gradwire doctor tries every pair",
+    ),
+    _known(
+        r"posix_fallocate|shm_open|shared memory|/dev/shm.*(?:No space|failed)|No space left on device",
+        "/dev/shm is too small",
+        "docker --shm-size=1g (or --ipc=host); an emptyDir of medium Memory at /dev/shm",
+    ),
+    _known(
+        r"No eligible providers were found|no eligible provider",
+        "the plug-in for EFA or Slingshot found no provider of libfabric and left NCCL to sockets",
+        "fi_info -p efa -c FI_HMEM; the interface with EFA, its security group, libfabric of the plug-in's release",
+        ends_job=False,
+    ),
+    _known(
+        r"HMEM, disabling GDR|GDR disabled on GDR-supported instance type|[Dd]isabling GDR",
+        "the plug-in switched GPUDirect RDMA off: libfabric cannot use GPU memory here",
+        "fi_info -p efa -c FI_HMEM; libfabric and plug-in of one release, built with CUDA",
+        ends_job=False,
+    ),
+    _known(
+        r"Failed to initialize any NET plugin|Plugin load .*returned|No plugin found \(libnccl-net",
+        "the network plug-in was not loaded",
+        "ldconfig -p | grep libnccl-net; LD_LIBRARY_PATH of the job; NCCL_NET_PLUGIN",
+        ends_job=False,
+    ),
+    _known(
+        r"NET/OFI .*(?:failed|could not|Couldn't|Failed)",
+        "the plug-in for EFA or Slingshot failed",
+        "fi_info -p efa -c FI_HMEM; the plug-in's lines with NCCL_DEBUG_SUBSYS=INIT,NET",
+        ends_job=False,
+    ),
+)
+"""The first that fits counts.
+
+Source: NCCL 2.30 src/misc/ibvwrap.cc, src/transport/net_ib/p2p.cc and common.h (hints by status), src/graph/xml.cc,
+src/os/linux.cc; aws-ofi-nccl src/nccl_ofi_ofiutils.cpp, nccl_ofi_rdma.cpp, platform-aws.cpp; verbs.h (ibv_wc_status).
+"""
+
+_MESSAGE = re.compile(r"NCCL (WARN|INFO) (.*)")
+_SPEAKS = re.compile(
+    r"NCCL WARN|eligible provider|isabling GDR|GDR disabled|NET plugin|libnccl-net|NET/OFI .*(?:ailed|ould)"
+)
+"""In every line that may be one of the table."""
+
+
+def read_warning(line: str) -> tuple[str, KnownWarning | None] | None:
+    """What a line of a log warns of.
+
+    Args:
+        line: Without colours.
+
+    Returns:
+        The text of the line and its entry in the table, None where nobody here knows it; None for lines that warn of
+        nothing.
+    """
+    if not _SPEAKS.search(line) or not (match := _MESSAGE.search(line)):
+        return None
+    level, text = match[1], match[2].strip()
+    found = next((known for known in KNOWN_WARNINGS if known.pattern.search(text)), None)
+    if level == "INFO" and (found is None or found.ends_job):  # a retry, or a hint: what ends a job is a WARN
+        return None
+    return text, found
