@@ -1,6 +1,7 @@
 """How things are called wherever a person reads them: tree, matrix, picture, JSON."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 
@@ -161,6 +162,24 @@ class Labels:
             gpu: A GPU of the machine.
         """
         return sum(link.count for link in self.bundles[gpu.key])
+
+    def link_notes(self) -> list[str]:
+        """Returns a sentence for GPUs with no NVLink, or fewer than most: all of a collective waits for them."""
+        counts = {gpu: self.link_count(gpu) for gpu in self.machine.gpus}
+        usual, having = max(Counter(counts.values()).items(), key=lambda item: (item[1], item[0]), default=(0, 0))
+        amd = any(link.kind == "xgmi" for link in self.machine.links)
+        kind, look = ("xGMI link", "`rocm-smi --showxgmierr`") if amd else ("NVLink", "`nvidia-smi nvlink -s`")
+        notes = []
+        for count in sorted(set(counts.values()) - {usual}):
+            fewer = [self.gpu(gpu) for gpu in self.machine.gpus if counts[gpu] == count]
+            if count < usual and len(fewer) < having and (count or self.machine.links_known):
+                have = "have" if len(fewer) > 1 else "has"
+                number = f"{count} {kind}{'s' if count > 1 else ''}" if count else f"no {kind}"
+                notes.append(
+                    f"{', '.join(fewer[:8])} {have} {number} where {having} others have {usual}: a collective over all "
+                    f"is as fast as its slowest link. {look} and dmesg say more."
+                )
+        return notes
 
     def link_bytes_per_second(self, gpu: Gpu) -> float | None:
         """Returns the sum of a GPU's NVLinks or xGMI links, or None where there are none or their speed is unknown.

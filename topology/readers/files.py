@@ -59,6 +59,32 @@ _XML = re.compile(r"^[ \t]*<(?:\?xml\b|!DOCTYPE\b|(?:system|graphs|topology)\b)"
 """Where an XML document of a known kind begins; a shell prompt or a ticket's text may stand before it."""
 _OBJECT = re.compile(r"^[ \t]*(?=\{\s*(?:[\"}]|\Z))", re.MULTILINE)
 """Where a line begins with a JSON object."""
+_HEAD_CHARACTERS = 1 << 16
+_OTHER_TOOLS = (
+    (r"NCCL (?:INFO|WARN)", "a log of NCCL", "`gradwire gdr-check --nccl-log FILE` reads it"),
+    (
+        r"^GPU \d+: .*\n\s+Link \d+:",
+        "`nvidia-smi nvlink -s`",
+        "`gradwire gdr-check` reads it; here `nvidia-smi topo -m`",
+    ),
+    (r"^\+-{20,}|NVIDIA-SMI \d", "the table of `nvidia-smi`", "give `nvidia-smi topo -m`"),
+    (r"^-\[[0-9a-f]{4}:[0-9a-f]{2}\]-|^\s*[+\\]-[0-9a-f]{2}\.[0-9a-f]", "`lspci -t`", "give `lspci -vvv`, as root"),
+    (r"^\[ *\d+\.\d{6}\]", "the kernel's log", "`gradwire gdr-check` reads it on the host"),
+    (
+        r"^CA '\w+'|^\s*CA type:",
+        "`ibstat`",
+        "`gradwire topo` reads /sys/class/infiniband itself; or give `nvidia-smi topo -m`",
+    ),
+    (r"^hca_id:", "`ibv_devinfo`", "`gradwire topo` reads /sys/class/infiniband itself; or give `nvidia-smi topo -m`"),
+    (r"^link \w+/\d+ .*state \w+", "`rdma link`", "`gradwire topo` reads /sys/class/infiniband itself"),
+    (r"HL-SMI|hl-smi", "`hl-smi`", "Gaudi is not known here; `lspci -vvv` shows its place in the machine"),
+    (
+        r"neuron-device|instance-type: (?:inf|trn)",
+        "`neuron-ls`",
+        "Neuron is not known here; `lspci -vvv` shows its place",
+    ),
+)
+"""First lines of what people have at hand: a pattern, what prints it, what to do with it."""
 _DECLARATION = re.compile(r"<\?xml\b[^>]{0,200}\?>")
 
 
@@ -78,8 +104,13 @@ def machine_of(text: str) -> Machine:
         return smi.read(text)
     if lspci.looks_like_lspci(text):
         return lspci.read(text)
+    if _OBJECT.search(text):
+        return json_form.read(_json_part(text))
+    for pattern, tool, instead in _OTHER_TOOLS:
+        if re.search(pattern, text[:_HEAD_CHARACTERS], re.MULTILINE):
+            raise TopologyError(f"this looks like {tool}, which does not say how devices are connected; {instead}")
     start = text.lstrip()[:1]
-    if start in ("{", "[") or _OBJECT.search(text):
+    if start in ("{", "["):
         return json_form.read(_json_part(text))
     if start == "<":
         return nccl_xml.read(text)

@@ -405,7 +405,13 @@ class _Collected:
     def _keep(self, gpu: Gpu, target: str, tag: str, count: int) -> None:
         """Stores a link whose other end is known."""
         ends = frozenset((gpu.key, target))
-        if ends in self.links and self.links[ends].count >= count:
+        known = self.links.get(ends)
+        if known is not None and known.a != gpu.key and known.count != count:
+            self._notes.append(
+                f"{known.a} says {known.count} links to {target}, {gpu.key} says {count} to {known.a}: the larger "
+                "number is taken; a link may be down at one end."
+            )
+        if known is not None and known.count >= count:
             return
         rate = nvlink_bytes_per_second(gpu, count) if tag == "nvlink" else xgmi_bytes_per_second(gpu, count)
         rate = None if rate is None else rate / self._parts[gpu.bus]

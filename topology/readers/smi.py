@@ -22,7 +22,7 @@ _GPU = re.compile(r"GPU[0-9]{1,4}")
 _COLUMN = re.compile(r"(GPU|NIC)[0-9]{1,4}|(?!GPU|NIC)[A-Za-z][\w.-]*[0-9][\w.-]*")
 _NUMBERED_NIC = re.compile(r"NIC[0-9]{1,4}")
 _CELL = re.compile(
-    r"\s*(X|SYS|SOC|NODE|PHB|PXB|PXN|P2C|PIX|PSB|NVB|NVL|C2C|XGMI|NV[0-9]{1,2}|N/A|\?|[A-Z][A-Z0-9]{0,7})"
+    r"\s*(XGMI|X|SYS|SOC|NODE|PHB|PXB|PXN|P2C|PIX|PSB|NVB|NVL|C2C|NV[0-9]{1,2}|N/A|\?|[A-Z][A-Z0-9]{0,7})"
 )
 """A cell; the last alternative is a word of a release that nobody here knows, and unknown."""
 _STATUSES = frozenset({"OK", "CNS", "GNS", "TNS", "NS", "DR", "U"})
@@ -30,7 +30,12 @@ _STATUSES = frozenset({"OK", "CNS", "GNS", "TNS", "NS", "DR", "U"})
 _FUSED = re.compile(r"(GPU[0-9]{1,4})(?=GPU[0-9]|[a-z])")
 _WITHIN_A_CPU = ("PIX", "PSB", "PXB", "PHB", "NODE")
 """Cells of pairs that hang off the same CPU, nearest first."""
-_LEGEND = re.compile(r"\s*(NIC\d+):\s*([\w.-]+)")
+_LEGEND = re.compile(r"(?:^|\s)(NIC\d+):\s*([\w.-]+)")
+"""An entry of a legend; a pasted one may have several on a line."""
+
+_ROCM = re.compile(r"=+ *Link Type between two GPUs *=+")
+_ROCM_NUMA = re.compile(r"GPU\[(\d{1,4})\]\s*: \(Topology\) Numa Node: (\d{1,6})")
+"""Source: rocm_smi_lib, python_smi_tools/rocm_smi.py (showTopology)."""
 
 MAX_COLUMNS = 512
 MAX_NVLINKS_OF_A_GPU = 18
@@ -47,6 +52,8 @@ class _Matrix:
     rows: dict[str, list[str]] = field(default_factory=dict)
     rests: dict[str, str] = field(default_factory=dict)
     """What stands in a row after its cells."""
+    names: dict[str, str] = field(default_factory=dict)
+    """The legend below: `NIC0` -> `mlx5_0`."""
 
     @property
     def is_peer_access(self) -> bool:
@@ -81,9 +88,10 @@ def read(text: str) -> Machine:
     Raises:
         TopologyError: There is no matrix of distances in the text.
     """
-    lines = ANSI.sub("", text).splitlines()
-    matrix, others = _matrix(lines)
-    names = {match[1]: match[2] for match in map(_LEGEND.match, lines) if match is not None and match[2] != match[1]}
+    plain = ANSI.sub("", text)
+    if _ROCM.search(plain):
+        return _read_rocm(plain)
+    matrix, others = _matrix(plain.splitlines())
     gpus = [name for name in matrix.columns if _GPU.fullmatch(name)]
     cpus = _cpus(matrix, gpus)
     defects = (*_asymmetric(matrix), *_short(matrix))
@@ -92,7 +100,7 @@ def read(text: str) -> Machine:
     return Machine(
         cpus=tuple(sorted(cpus.values(), key=lambda cpu: cpu.numa or 0)),
         gpus=tuple(Gpu(key=name, index=int(name[3:]), parent=_parent(matrix, name)) for name in gpus),
-        nics=tuple(_nic(matrix, name, names, gpus) for name in matrix.columns if name not in gpus),
+        nics=tuple(_nic(matrix, name, matrix.names, gpus) for name in matrix.columns if name not in gpus),
         nvswitches=(NvSwitch(key="hidden"),) if switched else (),
         links=(*(_through_switch(links, gpus) if switched else links), *_coherent_links(matrix, gpus)),
         links_known=_shows_nvlink(text) and not _unknown_pairs(matrix, gpus),
@@ -100,6 +108,33 @@ def read(text: str) -> Machine:
         defects=defects,
         notes=tuple(_notes(matrix, text, defects, others)),
         sources=("nvidia-smi topo -m",),
+    )
+
+
+def _read_rocm(text: str) -> Machine:
+    """Returns the machine of `rocm-smi --showtopo`: the matrix of link types, and a line for each GPU's NUMA node.
+
+    The matrices of weights and hops beside it say nothing that path types do not.
+    """
+    title = _ROCM.search(text)
+    assert title is not None
+    lines = [re.sub(r"(?<=\s)0(?=\s|$)", "X", line) for line in text[title.end() :].splitlines()]
+    end = next((number for number, line in enumerate(lines) if number and line.startswith("====")), len(lines))
+    matrix, _ = _matrix([re.sub(r"\bPCIE\b", "?", line) for line in lines[:end]])
+    gpus = [name for name in matrix.columns if _GPU.fullmatch(name)]
+    numa = {f"GPU{match[1]}": int(match[2]) for match in _ROCM_NUMA.finditer(text)}
+    pairs = [path for path in _paths(matrix) if path.name == "XGMI"]
+    return Machine(
+        cpus=tuple(Cpu(key=f"numa{node}", numa=node) for node in sorted({*numa.values()})),
+        gpus=tuple(
+            Gpu(key=name, index=int(name[3:]), parent=f"numa{numa[name]}" if name in numa else None) for name in gpus
+        ),
+        links=tuple(DeviceLink(a=pair.a, b=pair.b, kind="xgmi", count=1) for pair in pairs),
+        links_known=True,
+        given_paths=_paths(matrix),
+        defects=(*_asymmetric(matrix), *_short(matrix)),
+        notes=("rocm-smi shows GPUs alone: network cards are unknown, and so is where PCIe leads.",),
+        sources=("rocm-smi --showtopo",),
     )
 
 
@@ -119,17 +154,16 @@ def _header(line: str) -> tuple[list[str], list[str]] | None:
 def _matrix(lines: Sequence[str]) -> tuple[_Matrix, int]:
     """Returns the first matrix of distances in the text, and how many others differ from it."""
     matrices: list[_Matrix] = []
-    open_ = False
+    reading = _Reading()
     for line in lines:
         header = _header(line)
-        if header is not None:
-            matrices.append(_Matrix(*header))
-            open_ = True
-        elif open_:
-            name, _, rest = line.strip().partition(" ") if "\t" not in line else line.strip("\r\n").partition("\t")
-            if name.strip() in matrices[-1].columns and name.strip() not in matrices[-1].rows:
-                _read_row(matrices[-1], name.strip(), rest)
-            open_ = not line.strip().startswith("Legend")
+        if header is None:
+            reading.read(line)
+        elif reading.continues(header):
+            reading.extend(header)
+        else:
+            reading = _Reading(_Matrix(*header))
+            matrices.append(reading.matrix)
     distances = [matrix for matrix in matrices if not matrix.is_peer_access]
     if not distances and matrices:
         raise TopologyError(
@@ -142,9 +176,80 @@ def _matrix(lines: Sequence[str]) -> tuple[_Matrix, int]:
     return first, sum((other.columns, other.rows) != (first.columns, first.rows) for other in others)
 
 
-def _read_row(matrix: _Matrix, name: str, rest: str) -> None:
-    """Stores one row: cells as long as they can be understood, then the rest."""
-    cells: list[str] = []
+class _Reading:
+    """The matrix whose lines are being read: its rows, what a narrow terminal broke off them, and its legend."""
+
+    def __init__(self, matrix: _Matrix | None = None) -> None:
+        self.matrix = matrix or _Matrix([], [])
+        self._row: str | None = None
+        """The row that a line without a name would go on with."""
+        self._legend = False
+
+    def continues(self, header: tuple[list[str], list[str]]) -> bool:
+        """Returns whether a header is the second line of the one before it, as a narrow terminal breaks it.
+
+        Args:
+            header: Column names and titles of a line.
+        """
+        names, _ = header
+        first = bool(self.matrix.columns) and not self.matrix.rows and not self.matrix.tail
+        return first and not set(names) & set(self.matrix.columns) and names[0] != "GPU0"
+
+    def extend(self, header: tuple[list[str], list[str]]) -> None:
+        """Adds the second line of a header.
+
+        Args:
+            header: Its column names and titles.
+        """
+        names, tail = header
+        self.matrix.columns += names
+        self.matrix.tail += tail
+
+    def read(self, line: str) -> None:
+        """Reads a line that is no header.
+
+        Args:
+            line: A row, the rest of one, a line of the legend, or something else.
+        """
+        matrix = self.matrix
+        if not matrix.columns:
+            return
+        if line.strip().startswith("Legend"):
+            self._legend, self._row = True, None
+        matrix.names |= {match[1]: match[2] for match in _LEGEND.finditer(line) if match[2] != match[1]}
+        if self._legend:
+            return
+        text = line.strip("\r\n") if "\t" in line else line.strip()
+        name, _, rest = text.partition("\t" if "\t" in line else " ")
+        name = name.strip()
+        if name in matrix.columns and name not in matrix.rows:
+            _read_row(matrix, name, rest)
+            self._row = name
+        elif self._row is not None and self._goes_on(self._row, line):
+            _read_row(matrix, self._row, line, matrix.rows[self._row])
+        elif not matrix.rows and line.strip():  # a second line of the header that names no GPU
+            words = _TAIL.sub("", line).split()
+            if not matrix.tail and all(_COLUMN.fullmatch(word) and word not in matrix.columns for word in words):
+                self.extend((words, _TAIL.findall(line)))
+
+    def _goes_on(self, row: str, line: str) -> bool:
+        """Returns whether a line is what a narrow terminal broke off a row: cells, or the affinities behind them."""
+        first = next(iter(line.split()), "")
+        if len(self.matrix.rows[row]) < len(self.matrix.columns):
+            return first in ("X", "N/A", "?", "SOC") or path_of_printed(first) is not None
+        return bool(self.matrix.tail) and not self.matrix.rests[row].strip() and first[:1].isdigit()
+
+
+def _read_row(matrix: _Matrix, name: str, rest: str, before: Sequence[str] = ()) -> None:
+    """Stores one row: cells as long as they can be understood, then the rest.
+
+    Args:
+        matrix: Whose row it is.
+        name: Of the row.
+        rest: What stands behind the name, or the line that goes on with it.
+        before: Cells of the lines before.
+    """
+    cells = list(before)
     position = 0
     while len(cells) < len(matrix.columns):
         match = _CELL.match(rest, position)

@@ -93,7 +93,7 @@ def tree(machine: Machine) -> Tree:
         below.add(_gpu(device, labels) if isinstance(device, Gpu) else _nic(device, labels))
     if len(used) < len(machine.switches):
         root.add(f"[dim]{len(machine.switches) - len(used)} PCIe switches without a GPU or NIC below them[/]")
-    for note in machine.notes:
+    for note in (*machine.notes, *labels.link_notes()):
         root.add(f"[yellow]note[/] {escape(note)}")
     return root
 

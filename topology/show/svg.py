@@ -244,7 +244,9 @@ def _fabric_text(labels: Labels) -> str:
         how = "through NVSwitches" if hidden else f"through {switches} NVSwitch{'es' if switches > 1 else ''}"
     links = "-".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     each = f", {gigabytes(rates[0])} each way" if rates else ""
-    return f"{_fabric_name(labels)} {how}: {links} links of each GPU{each}"
+    total = len(labels.machine.gpus)
+    whose = "each GPU" if len(joined) == total else f"{len(joined)} of {total} GPUs"
+    return f"{_fabric_name(labels)} {how}: {links} links of {whose}{each}"
 
 
 def _legend(labels: Labels, plan: Drawing, y: float) -> tuple[list[str], float]:

@@ -202,3 +202,25 @@ def test_the_tree_prints_hostile_names_as_they_are(capsys: pytest.CaptureFixture
     machine = files.machine_of(draw.matrix(pcie_box()).replace("mlx5_0", "mlx5_0[red]"))
     Console(width=200).print(draw.tree(machine))
     assert "[red]" in capsys.readouterr().out or machine.nics[0].ports[0].name == "mlx5_0"
+
+
+@pytest.mark.parametrize(
+    ("text", "instead"),
+    [
+        ("node1:77:99 [0] NCCL INFO Bootstrap : Using eth0", "gdr-check --nccl-log"),
+        ("GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-1)\n\t Link 0: 25 GB/s\n", "nvidia-smi topo -m"),
+        (
+            "+-----------------------------------------------------------------------------+\n| NVIDIA-SMI 570.1 |",
+            "topo -m",
+        ),
+        ("-[0000:00]-+-00.0  Intel Corporation Device\n           +-01.0-[01]----00.0  NVIDIA", "lspci -vvv"),
+        ("[    0.000000] Linux version 6.1.0\n", "gdr-check"),
+        ("CA 'mlx5_0'\n\tCA type: MT4129\n", "/sys/class/infiniband"),
+        ("link mlx5_0/1 subnet_prefix fe80 lid 1 state ACTIVE physical_state LINK_UP\n", "/sys/class/infiniband"),
+        ("hl-smi -Q name\nHL-SMI Version: hl-1.15\n", "Gaudi"),
+    ],
+)
+def test_what_another_tool_prints_is_named_with_what_to_give_instead(text: str, instead: str) -> None:
+    with pytest.raises(TopologyError, match=r"this looks like ") as refused:
+        files.machine_of(text)
+    assert instead in str(refused.value)

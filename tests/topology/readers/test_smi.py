@@ -7,10 +7,12 @@ import pytest
 
 from gradwire.topology.errors import TopologyError
 from gradwire.topology.graph import Machine
+from gradwire.topology.labels import Labels
 from gradwire.topology.paths import Distances, PathType
 from gradwire.topology.readers import smi
 from gradwire.topology.show import draw
 from gradwire.topology.show.json_form import to_object
+from gradwire.topology.show.svg import svg
 
 SMALL = """\tGPU0\tGPU1\tmlx5_0\tCPU Affinity\tNUMA Affinity
 GPU0\t X \tNV4\tPIX\t0-15\t0
@@ -179,3 +181,87 @@ def test_text_without_a_matrix_is_refused(text: str) -> None:
 def test_a_matrix_too_wide_for_a_machine_is_refused() -> None:
     with pytest.raises(TopologyError, match="no matrix"):
         smi.read("\t".join(f"GPU{i}" for i in range(100_000)))
+
+
+def eight(cell: Callable[[int, int], str]) -> str:
+    """A matrix of eight GPUs and two cards, with affinities."""
+    names = [f"GPU{i}" for i in range(8)] + ["NIC0", "NIC1"]
+    lines = ["\t" + "\t".join([*names, "CPU Affinity", "NUMA Affinity"])]
+    for i, a in enumerate(names):
+        cells = ["X" if i == j else cell(i, j) if max(i, j) < 8 else "SYS" for j in range(10)]
+        lines.append("\t".join([a, *cells, *(["0-31", "0"] if i < 8 else [])]))
+    return "\n".join(lines) + "\n\nLegend:\n  NV# = NVLink\n\nNIC Legend:\n\n  NIC0: mlx5_0\n  NIC1: mlx5_1\n"
+
+
+def test_a_legend_belongs_to_the_matrix_above_it() -> None:
+    first = eight(lambda i, j: "NV12")
+    second = first.replace("mlx5_", "rdmap").replace("0-31", "32-63")
+    machine = smi.read(first + "\n" + second)
+    assert [nic.ports[0].name for nic in machine.nics] == ["mlx5_0", "mlx5_1"]
+    joined = first.replace("mlx5_0\n  NIC1", "mlx5_0   NIC1")
+    assert [nic.ports[0].name for nic in smi.read(joined).nics] == ["mlx5_0", "mlx5_1"]
+
+
+@pytest.mark.parametrize("width", [6, 8, 10])
+@pytest.mark.parametrize("rows_too", [False, True])
+def test_what_a_narrow_terminal_broke_is_one_matrix(width: int, rows_too: bool) -> None:
+    whole = eight(lambda i, j: "NV12")
+    broken = []
+    for line in whole.splitlines():
+        cells = line.replace("CPU Affinity", "CPU-Affinity").replace("NUMA Affinity", "NUMA-Affinity").split("\t")
+        rows = len(cells) > width + 1 and (rows_too or not cells[0])
+        pieces = [cells[: width + 1], cells[width + 1 :]] if rows else [cells]
+        broken += ["   ".join(piece).replace("-Affinity", " Affinity") for piece in pieces]
+    machine, same = smi.read("\n".join(broken)), smi.read(whole)
+    assert (len(machine.gpus), len(machine.nics), machine.links) == (8, 2, same.links)
+    assert machine.defects == () and [nic.ports[0].name for nic in machine.nics] == ["mlx5_0", "mlx5_1"]
+    if width != 10 or not rows_too:  # with rows broken there, which number is the NUMA node's is not told
+        assert [gpu.parent for gpu in machine.gpus] == ["numa0"] * 8
+
+
+def test_a_gpu_that_is_off_nvlink_is_named() -> None:
+    machine = smi.read(eight(lambda i, j: "SYS" if 3 in (i, j) else "NV12"))
+    (note,) = Labels(machine).link_notes()
+    assert note.startswith("GPU3 has no NVLink where 7 others have ")
+    assert Labels(smi.read(eight(lambda i, j: "NV12"))).link_notes() == []
+    assert Labels(smi.read(eight(lambda i, j: "SYS"))).link_notes() == []
+    assert "7 of 8 GPUs" in svg(machine)
+
+
+def test_cells_of_amd_are_whole_words() -> None:
+    machine = smi.read(eight(lambda i, j: "XGMI"))
+    assert machine.defects == ()
+    assert Distances(machine).gpu_gpu(machine.gpus[0], machine.gpus[5]) is PathType.NVL
+
+
+ROCM = """============================ ROCm System Management Interface ============================
+================================ Weight between two GPUs =================================
+       GPU0         GPU1         GPU2
+GPU0   0            15           40
+GPU1   15           0            40
+GPU2   40           40           0
+
+=============================== Link Type between two GPUs ===============================
+       GPU0         GPU1         GPU2
+GPU0   0            XGMI         PCIE
+GPU1   XGMI         0            PCIE
+GPU2   PCIE         PCIE         0
+
+======================================= Numa Nodes =======================================
+GPU[0]\t\t: (Topology) Numa Node: 0
+GPU[0]\t\t: (Topology) Numa Affinity: 0
+GPU[1]\t\t: (Topology) Numa Node: 0
+GPU[2]\t\t: (Topology) Numa Node: 1
+================================== End of ROCm SMI Log ===================================
+"""
+
+
+def test_the_topology_of_rocm_smi() -> None:
+    machine = smi.read(ROCM)
+    assert [gpu.parent for gpu in machine.gpus] == ["numa0", "numa0", "numa1"]
+    assert [(link.a, link.b, link.kind) for link in machine.links] == [("GPU0", "GPU1", "xgmi")]
+    distances = Distances(machine)
+    assert distances.gpu_gpu(machine.gpus[0], machine.gpus[1]) is PathType.NVL
+    assert machine.defects == () and machine.sources == ("rocm-smi --showtopo",)
+    (note,) = Labels(machine).link_notes()
+    assert note.startswith("GPU2 has no xGMI link where 2 others have 1: ")
