@@ -11,6 +11,9 @@ from gradwire.bench.doctor.facts import DEFAULT_GRADIENT_NBYTES, Diagnosis, JobF
 
 MOST_PAIRS = 15
 
+CODES_SHARE = 3.9
+"""How many times fewer bytes than float32 int8 takes: a byte an element and a scale for each block."""
+
 TWO_NODES = (
     "One machine was looked at. Links, the order of ranks, versions and the pace of the others need the job itself: "
     "start the doctor as you start your script, for example on every node\n"
@@ -45,8 +48,66 @@ def print_report(facts: JobFacts, found: Sequence[Diagnosis], console: Console, 
         say(backend_table(facts))
     for note in facts.notes:
         say(f"Not looked at: {escape(note)}", highlight=False)
+    for line in verdict(facts, found):
+        say(escape(line), style="bold", highlight=False)
     if len(nodes) == 1 and not facts.missing_ranks:
         say(escape(TWO_NODES), highlight=False)
+
+
+def verdict(facts: JobFacts, found: Sequence[Diagnosis]) -> list[str]:
+    """What it comes to and what to type next, whether or not something is wrong; nothing where no link was measured.
+
+    A step in which n nodes compute for t seconds and then exchange for e, with nothing hidden, does n t / (t + e) times
+    what one node does in it. Hiding the exchange behind backward makes that better, so the verdict is the cautious one.
+
+    Args:
+        facts: Of the job.
+        found: What is wrong, ranked.
+    """
+    if not facts.pairs or facts.missing_ranks:
+        return []
+    count, good = len(facts.nodes), facts.good_rate()
+    exact = facts.exchange_seconds(good)
+    small = exact / CODES_SHARE
+    first = "Once that is mended" if found else "Nothing is broken"
+    if facts.step_seconds is not None:
+        alone = compute_seconds(facts)
+        line = (
+            f"{first}: {count} nodes train about {count * alone / (alone + exact):.2g} times as much as one with an "
+            f"exact exchange, {count * alone / (alone + small):.2g} times with int8."
+        )
+    else:
+        line = (
+            f"{first}: {count} nodes beat one where a step on one node alone takes more than "
+            f"{seconds(exact / (count - 1))}, with int8 more than {seconds(small / (count - 1))}. Below that the link "
+            f"({rate(good)}) decides, and no setting mends it: fewer bytes or fewer exchanges do."
+        )
+    return [line, f"Type: {predict_command(facts)}"]
+
+
+def compute_seconds(facts: JobFacts) -> float:
+    """What of a step of the job is no exchange, if nothing of it is hidden: a tenth at least.
+
+    Args:
+        facts: Of the job; a step is known.
+    """
+    assert facts.step_seconds is not None
+    return max(facts.step_seconds - facts.exchange_seconds(facts.good_rate()), 0.1 * facts.step_seconds)
+
+
+def predict_command(facts: JobFacts) -> str:
+    """The command that says for this cluster which plan and compressor to take.
+
+    Args:
+        facts: Of the job; links were measured.
+    """
+    ranks = max(len(node) for node in facts.nodes)
+    backward = f" --backward-ms {1e3 * compute_seconds(facts):.3g}" if facts.step_seconds is not None else ""
+    return (
+        f"gradwire predict --preset {'pcie_box' if facts.has_gpus else 'cpu_only'} --nodes {len(facts.nodes)} "
+        f"--ranks-per-node {ranks} --nic {max(1, round(8 * facts.good_rate() / 1e6))}mbit "
+        f"--gradient-mb {facts.gradient_nbytes / 1e6:g}{backward}"
+    )
 
 
 def headline(facts: JobFacts) -> list[str]:
@@ -65,11 +126,8 @@ def headline(facts: JobFacts) -> list[str]:
         )
     ]
     if facts.step_seconds is not None and least > 0.5 * facts.step_seconds:
-        ranks = max(len(node) for node in facts.nodes)
         lines.append(
-            "That alone is more than half a step: faster links, larger batches, or fewer bytes are what helps. See "
-            f"gradwire predict --preset cpu_only --nodes {len(facts.nodes)} --ranks-per-node {ranks} "
-            f"--nic {max(1, round(8 * good / 1e6))}mbit --gradient-mb {facts.gradient_nbytes / 1e6:g}"
+            "That alone is more than half a step: faster links, larger batches, or fewer bytes are what helps."
         )
     return lines
 
@@ -134,6 +192,7 @@ def as_record(facts: JobFacts, found: Sequence[Diagnosis], status: int, took_sec
         "findings": [to_record(each) for each in found],
         "nodes": [{"name": name, "ranks": [each.rank for each in node]}
                   for name, node in zip(facts.names, facts.nodes, strict=True)],
+        "verdict": verdict(facts, found),
         "good_bytes_per_second": facts.good_rate() if facts.pairs else None,
         "facts": to_record(facts),
     }  # fmt: skip

@@ -14,7 +14,7 @@ from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.terminal import CleanConsole, complain, working, writing
 from gradwire.cli import predict_sharded
 from gradwire.cli.pipe import reader_may_leave
-from gradwire.cli.predict_show import as_json, as_table, draw
+from gradwire.cli.predict_show import Gains, as_json, as_table, draw
 from gradwire.comms.plan.advise import BUCKET_NBYTES, Advice, Workload, advise
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_of, square_layout
 from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second, library_of
@@ -199,12 +199,23 @@ def main(argv: list[str]) -> int:
         with working("pricing every plan and compressor"):
             cluster = question.cluster(options.nodes)
             advice = question.advice(cluster)
+            gains = None
+            if options.nodes > 1 and question.workload.backward_seconds > 0:
+                gains = Gains.over_one_node(options.nodes, advice, question.advice(question.cluster(1)))
         planning_seconds = time.perf_counter() - began
         with reader_may_leave():
             if options.json:
-                print(json.dumps(as_json(cluster, question.workload, advice, planning_seconds), indent=1))
+                print(json.dumps(as_json(cluster, question.workload, advice, planning_seconds, gains), indent=1))
             else:
-                as_table(CleanConsole(), cluster, question.workload, advice, planning_seconds, everything=options.all)
+                as_table(
+                    CleanConsole(),
+                    cluster,
+                    question.workload,
+                    advice,
+                    planning_seconds,
+                    everything=options.all,
+                    gains=gains,
+                )
         if options.plot is not None:
             with working("pricing clusters of other sizes"), writing("plot", options.plot):
                 draw(options.plot, lambda nodes: question.advice(question.cluster(nodes)), options.nodes)

@@ -1,6 +1,7 @@
 """What `gradwire predict` shows: a table and a sentence for people, JSON for programs, a picture of step time."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -13,7 +14,9 @@ from gradwire.topology.cluster import Cluster
 Object = dict[str, object]
 
 
-def as_json(cluster: Cluster, workload: Workload, advice: Advice, planning_seconds: float) -> Object:
+def as_json(
+    cluster: Cluster, workload: Workload, advice: Advice, planning_seconds: float, gains: "Gains | None" = None
+) -> Object:
     """The advice as plain dictionaries.
 
     Args:
@@ -21,6 +24,7 @@ def as_json(cluster: Cluster, workload: Workload, advice: Advice, planning_secon
         workload: What is moved in a step.
         advice: What was found.
         planning_seconds: How long finding it took.
+        gains: Of the nodes over one of them, where they are known.
     """
     return {
         "cluster": cluster.describe(),
@@ -41,9 +45,76 @@ def as_json(cluster: Cluster, workload: Workload, advice: Advice, planning_secon
             "plan": advice.recommend.plan,
             "compressor": advice.recommend.compressor,
             "why": advice.recommend.why,
+            "write": write_line(advice),
         },
+        "against_one_node": None
+        if gains is None
+        else {"flat": gains.flat, "exact": gains.exact, "recommended": gains.recommended},
         "planning_seconds": planning_seconds,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Gains:
+    """How many times as much several nodes train as one of them does alone, at the same batch a rank.
+
+    Attributes:
+        nodes: How many there are.
+        flat: With one all-reduce over all ranks, as plain DDP has it.
+        exact: With the best exact plan.
+        recommended: With what is recommended.
+    """
+
+    nodes: int
+    flat: float
+    exact: float
+    recommended: float
+
+    @classmethod
+    def over_one_node(cls, nodes: int, advice: Advice, alone: Advice) -> "Gains":
+        """Compares the steps.
+
+        Args:
+            nodes: How many there are.
+            advice: For all of them.
+            alone: For one of them, which takes the best exact plan.
+        """
+        one = min(offer.step_seconds for offer in _exact(alone))
+        best = next(offer for offer in advice.offers if _is_recommended(offer, advice))
+        return cls(
+            nodes=nodes,
+            flat=nodes * one / advice.offer("flat").step_seconds,
+            exact=nodes * one / min(offer.step_seconds for offer in _exact(advice)),
+            recommended=nodes * one / best.step_seconds,
+        )
+
+    def __str__(self) -> str:
+        """One sentence."""
+        said = f"{self.nodes} nodes train {self.flat:.2f} times as much as one with plain DDP"
+        said += f", {self.exact:.2f} times with the best exact plan" if self.exact > 1.01 * self.flat else ""
+        lossy = self.recommended > 1.01 * max(self.exact, self.flat)
+        said += f", {self.recommended:.2f} times with what is recommended" if lossy else ""
+        return said + (": one node alone is faster" if max(self.exact, self.flat, self.recommended) <= 1 else "") + "."
+
+
+def write_line(advice: Advice) -> str:
+    """What to put into a script for what is recommended.
+
+    Args:
+        advice: What was found.
+    """
+    chosen = advice.recommend
+    if chosen.compressor != "none":
+        return f'state = gradwire.HookState(model, compressor="{chosen.compressor}")'
+    if chosen.plan == "flat":
+        return "nothing: plain DDP is as fast"
+    return "state = gradwire.HookState(model)"
+
+
+def _exact(advice: Advice) -> list[Offer]:
+    return [
+        offer for offer in advice.offers if offer.compressor == "none" and (offer.available or offer.name == "flat")
+    ]
 
 
 def _offer(offer: Offer) -> Object:
@@ -63,8 +134,9 @@ def as_table(
     planning_seconds: float,
     *,
     everything: bool = False,
+    gains: Gains | None = None,
 ) -> None:
-    """Prints the advice: the recommendation, then the rows that bear on it.
+    """Prints the advice: what the nodes gain, the recommendation, then the rows that bear on it.
 
     Args:
         console: Where to.
@@ -73,9 +145,13 @@ def as_table(
         advice: What was found.
         planning_seconds: How long finding it took.
         everything: Every row, with what other libraries run.
+        gains: Of the nodes over one of them, where they are known.
     """
     chosen, known = advice.recommend, workload.backward_seconds > 0
+    if gains is not None:
+        console.print(f"{gains} Predicted, not measured.\n", style="bold", highlight=False)
     console.print(f"recommended: plan {chosen.plan}, compressor {chosen.compressor}", style="bold", highlight=False)
+    console.print(f"write: {write_line(advice)}", highlight=False, markup=False)
     console.print(f"{chosen.why}\n", highlight=False)
     console.print(
         f"{describe_cluster(cluster)}; {workload.gradient_nbytes / 1e6:.1f} MB of gradients"

@@ -57,6 +57,30 @@ def test_people_get_a_table_and_a_sentence(capsys: pytest.CaptureFixture[str]) -
     assert "note: dgc requires SGD" in " ".join(text.split())
 
 
+def test_whether_several_nodes_beat_one_comes_first_and_what_to_type_second(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = ["--preset", "pcie_box", "--nodes", "2", "--nic", "10gbit", "--gradient-mb", "440", "--backward-ms", "180"]
+    answer = ask(capsys, *slow)
+    gains, alone = answer["against_one_node"], ask(capsys, *slow, "--nodes", "1")
+    assert isinstance(gains, dict) and alone["against_one_node"] is None
+    plans = alone["plans"]
+    assert isinstance(plans, dict)
+    exact = [
+        name
+        for name, offer in plans.items()
+        if offer["compressor"] == "none" and (offer["available"] or name == "flat")
+    ]
+    one = min(plans[name]["step_seconds"] for name in exact)
+    flat = answer["plans"]["flat"]["step_seconds"]  # type: ignore[index]
+    assert gains["flat"] == pytest.approx(2 * one / flat) and gains["flat"] < 1 < gains["recommended"] <= 2.02
+    assert main(slow) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.startswith(f"2 nodes train {gains['flat']:.2f} times as much as one with plain DDP")
+    assert 'write: state = gradwire.HookState(model, compressor="int8")' in text
+    fast = ["--preset", "dgx_h100", "--nodes", "2", "--gradient-mb", "440", "--backward-ms", "180"]
+    assert "plain DDP" in str(ask(capsys, *fast)["recommend"]["write"])  # type: ignore[index]
+    assert ask(capsys, *fast[:-2])["against_one_node"] is None  # without a backward pass nothing is known of a step
+
+
 @pytest.mark.parametrize(
     "document",
     [

@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from xml.dom import minidom
@@ -20,6 +21,7 @@ from gradwire.bench.doctor.picture import svg
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.fork import run_forked
 from gradwire.bench.studies.doctor import inside, other_mtu
+from gradwire.cli import predict
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.config import local_rank
 from support.doctor import healthy, slowed
@@ -157,6 +159,26 @@ def test_the_report_says_what_where_how_sure_what_it_costs_and_what_to_type(caps
     for wanted in ("1. The link of node2 is", "% sure", "costs", "seen:", "do:", "ethtool", "links between nodes"):
         assert wanted in text, text
     assert show.as_record(facts, found, 1, 30.0)["exit_status"] == 1
+
+
+@pytest.mark.parametrize("step_seconds", [None, 2.0])
+def test_the_last_lines_are_a_verdict_and_a_command_that_runs(
+    step_seconds: float | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where nothing is broken, and the link is simply slower than the model needs."""
+    for found_any in (False, True):
+        facts = replace(healthy(3, nodes=4), step_seconds=step_seconds)
+        facts = slowed(facts, 2, 0.25) if found_any else facts
+        lines = show.verdict(facts, diagnose(facts))
+        assert lines[0].startswith("Once that is mended" if found_any else "Nothing is broken"), lines
+        assert "int8" in lines[0] and ("one node alone" in lines[0] if step_seconds is None else "as one" in lines[0])
+        command = lines[1].removeprefix("Type: gradwire predict ").split()
+        assert predict.main(command) == 0
+        printed = capsys.readouterr().out
+        assert ("times as much as one" in printed) is (step_seconds is not None)
+        show.print_report(facts, diagnose(facts), Console(width=500), 30.0)
+        assert capsys.readouterr().out.rstrip().endswith(lines[1])
+    assert show.verdict(replace(facts, pairs=()), []) == []
 
 
 def test_a_script_is_measured_by_its_optimizer_steps_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
