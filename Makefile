@@ -8,6 +8,9 @@
 # make wheel  sdist and wheel built and installed in clean environments, without a compiler, and tried
 # make torch-versions   what meets torch's own classes, on every other torch that gradwire supports (large downloads)
 # make conformance   PyTorch's own distributed tests against the backend "gradwire" (half an hour)
+# make gpu-standin       an environment with torch's CUDA build over a CUDA runtime and an NCCL in host memory, beside this one
+#                        TORCH_CUDA=FOLDER has torch's CUDA wheel already, or is one unpacked
+# make test-gpu-standin  its tests: no GPU is needed
 #
 # PYTHON=/path/to/python uses that interpreter's environment as it is: no .venv, and its torch is left alone.
 # TORCH_INDEX=address of a package index with CPU builds of torch, where pip's own configuration knows none.
@@ -84,6 +87,12 @@ conformance: $(stamp)test
 wheel: $(stamp)test
 	$(python) -m pytest tests/test_wheel.py --require=wheel $(ARGS)
 
+.PHONY: gpu-standin test-gpu-standin
+gpu-standin: $(prefix)/gpu-standin/ready
+
+test-gpu-standin: gpu-standin
+	$(prefix)/gpu-standin/bin/python -m pytest tests/gpu_standin $(ARGS)
+
 torch-versions: $(stamp)test
 	$(python) tests/torch_versions.py $(ARGS)
 
@@ -125,6 +134,10 @@ $(prefix)/adapters/ready: pyproject.toml | $(stamp)test
 	@rm -rf $(@D) && $(python) -m venv --without-pip $(@D) && $(call beside,$(@D))
 	$(python) -m pip --python $(@D)/bin/python install --disable-pip-version-check --quiet $(constraints) $(call extra,adapters)
 	@touch $@
+
+$(prefix)/gpu-standin/ready: $(wildcard $(addprefix tests/gpu_standin/,build.py */*.h */*.cpp */*/*.h */*/*.cpp)) constraints.txt | $(stamp)test
+	@echo "building the GPU stand-in ..."
+	$(python) tests/gpu_standin/build.py $(@D) $(if $(TORCH_CUDA),--torch $(TORCH_CUDA))
 
 $(stamp)lint: $(stamp)test $(call fresh,$(stamp)lint)
 	$(pip) $(constraints) $(call extra,lint)
