@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const bool inside = place >= 0 && place < numel;
     uint32_t* at = reinterpret_cast<uint32_t*>(target) + (inside ? place : 0);
     const float value = inside ? values[i] : float_of_bits(0x7fc00000u);
-    uint32_t seen = *at, assumed;
+    uint32_t seen = __ldcg(at), assumed;  // from where atomics act: a line of L1 may be old, and another may write now
     do {
       assumed = seen;
       seen = atomicCAS(at, assumed, bits_of_float(float_of_bits(assumed) + value));
