@@ -1,0 +1,73 @@
+#include "special.h"
+
+#include "enqueue.h"
+
+#include <ATen/ops/_log_softmax.h>
+#include <ATen/ops/_softmax.h>
+#include <ATen/ops/copy_native.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <set>
+
+namespace gpu_standin {
+
+namespace {
+
+bool plain_memory_copy(const at::Tensor& destination, const at::Tensor& source) {
+  return destination.scalar_type() == source.scalar_type() && destination.is_conj() == source.is_conj() && destination.is_neg() == source.is_neg() &&
+         destination.is_contiguous() && source.is_contiguous() && destination.sizes() == source.sizes();
+}
+
+/// ATen's own copy_ wherever it needs no kernel: copies of memory, to and from the CPU with its waits and pinned memory. What casts or
+/// moves elements on a device is enqueued.
+void copy(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto non_blocking = torch::jit::peek(*stack, 2, 3).toBool();
+  auto source = torch::jit::peek(*stack, 1, 3).toTensor();
+  auto destination = torch::jit::peek(*stack, 0, 3).toTensor();
+  const bool on_devices = destination.is_cuda() && source.is_cuda();
+  if (on_devices && !destination.is_same(source) && !plain_memory_copy(destination, source)) {
+    if (destination.device() == source.device()) {
+      enqueue(op, stack);
+      return;
+    }
+    // to another device: as it shall be there, then as memory
+    const auto prepared = source.to(destination.scalar_type()).expand(destination.sizes()).contiguous().resolve_conj().resolve_neg();
+    if (destination.is_contiguous() && !destination.is_conj() && !destination.is_neg()) {
+      at::native::copy_(destination, prepared, non_blocking);
+    } else {
+      auto received = at::empty_like(destination, at::TensorOptions(), at::MemoryFormat::Contiguous);
+      at::native::copy_(received, prepared, non_blocking);
+      destination.copy_(received);
+    }
+  } else {
+    at::native::copy_(destination, source, non_blocking);
+  }
+  torch::jit::drop(*stack, 3);
+  stack->emplace_back(std::move(destination));
+}
+
+/// CUDA's generator decides, through bernoulli_: the CPU's native_dropout would ask the CPU's.
+std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double probability, std::optional<bool> train) {
+  if (!train.value_or(true) || input.numel() == 0) return {input.clone(), at::ones_like(input, at::kBool)};
+  if (probability == 1.0) return {at::zeros_like(input), at::zeros_like(input, at::kBool)};
+  auto mask = at::empty_like(input, at::kBool).bernoulli_(1.0 - probability);
+  return {input.mul(mask).mul_(1.0 / (1.0 - probability)), mask};
+}
+
+
+}  // namespace
+
+bool is_special(const std::string& name) {
+  static const std::set<std::string> names = {"aten::copy_", "aten::native_dropout"};
+  return names.count(name) != 0;
+}
+
+void register_special(torch::Library& library) {
+  library.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&copy>());
+  library.impl("native_dropout", native_dropout);
+}
+
+}  // namespace gpu_standin
