@@ -1,4 +1,5 @@
 # make run    the main job: .venv, torch, gradwire with its compiled part, then plain DDP against gradwire
+#             DEVICE=cuda: on GPUs, with a torch that has CUDA (PYTHON=...)
 # make test   the same environment, then the whole test suite      ARGS="-k emulate" goes to pytest
 # make test-fast   what needs no process, emulated cluster or compiler: the inner loop, under 90 seconds
 # make lint   ruff and mypy
@@ -60,7 +61,7 @@ pip := $(python) -m pip install --disable-pip-version-check --quiet
 prerequisites := PYTHON=$(PYTHON) .ci/prerequisites
 
 run: $(stamp)run
-	$(python) -m gradwire.bench.train.main_job $(ARGS)
+	$(python) -m gradwire.bench.train.main_job $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 test: $(stamp)test
 	$(python) -m pytest -n $(WORKERS) --dist loadfile $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)

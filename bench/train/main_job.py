@@ -39,7 +39,13 @@ console = Console(highlight=False, markup=False)
 
 
 def train_on(
-    cluster: EmulatedCluster | None, hooks: list[str], *, steps: int, batch: int, show: bool = True
+    cluster: EmulatedCluster | None,
+    hooks: list[str],
+    *,
+    steps: int,
+    batch: int,
+    device: str = "cpu",
+    show: bool = True,
 ) -> list[TrainingResult]:
     """Runs the training once.
 
@@ -48,6 +54,7 @@ def train_on(
         hooks: What to compare.
         steps: Optimizer steps of each hook.
         batch: Sequences per rank and step.
+        device: Where the model trains: cpu or cuda.
         show: Print rank 0's lines as they come.
 
     Raises:
@@ -55,7 +62,7 @@ def train_on(
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-job-") as folder:
         file = Path(folder, "results.json")
-        words = ["--steps", str(steps), "--batch", str(batch), "--json", str(file)]
+        words = ["--steps", str(steps), "--batch", str(batch), "--device", device, "--json", str(file)]
         words += [word for hook in hooks for word in ("--hook", hook)]
         status = StatusLine(shown=show)
         status.show("starting the ranks ...")
@@ -146,10 +153,12 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     """
     bits_per_second = None
     reason = "asked for with --logical" if options.logical else available()
+    if options.device == "cuda":
+        reason = "NCCL joins the GPUs of one machine without them"
     hooks = options.hook or HOOKS
     if reason is not None:
         console.print(f"no emulated links ({reason}): the same ranks run as logical nodes on this machine's loopback")
-        results = train_on(None, hooks, steps=options.steps, batch=options.batch)
+        results = train_on(None, hooks, steps=options.steps, batch=options.batch, device=options.device)
         title = "2 logical nodes x 2 ranks, loopback (no slow link: nothing to gain here)"
     else:
         rate = options.nic or calibrate(options.batch)
@@ -189,6 +198,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=56, help="optimizer steps of each (default 56)")
     parser.add_argument("--batch", type=int, default=24, help="sequences per rank and step (default 24)")
     parser.add_argument("--nic", metavar="RATE", help="rate of the links (default: measured, see above)")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the model trains (default cpu); cuda: on logical nodes, over NCCL",
+    )
     parser.add_argument("--logical", action="store_true", help="logical nodes even where links could be emulated")
     add_json_option(parser)
     options = parser.parse_args(argv)

@@ -30,6 +30,7 @@ from gradwire.bench.train.text import batch_at, library_text, split_text
 PEAK_LEARNING_RATE = 3e-3
 WARMUP_STEPS = 10
 HOOKS = "plain, torch-fp16, gradwire, gradwire:COMPRESSOR"
+CPU = torch.device("cpu")
 
 
 def check_hook(hook: str) -> None:
@@ -72,7 +73,15 @@ def attach_hook(
 class HookTraining:
     """A model in training under one communication hook: what a contender does in its turns."""
 
-    def __init__(self, hook: str, *, steps: int, context: int, nic_bytes_per_second: float | None = None) -> None:
+    def __init__(
+        self,
+        hook: str,
+        *,
+        steps: int,
+        context: int,
+        nic_bytes_per_second: float | None = None,
+        device: torch.device = CPU,
+    ) -> None:
         """Makes the model (the same one for every hook) and registers the hook.
 
         Args:
@@ -80,15 +89,17 @@ class HookTraining:
             steps: Length of the learning rate's schedule.
             context: Bytes in a sequence.
             nic_bytes_per_second: As for `attach_hook`.
+            device: Where the model trains.
         """
         self.hook = hook
-        self.model = DistributedDataParallel(ByteTransformer(context=context))
+        self.device = device
+        self.model = DistributedDataParallel(ByteTransformer(context=context).to(device))
         self.state = attach_hook(self.model, hook, nic_bytes_per_second)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95))
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: _share_of_peak(step, steps))
         self._loss = torch.zeros(())
         self.batch = (torch.empty(0, context), torch.empty(0, context))
-        """(inputs, targets) of the next step: (batch, context), int64."""
+        """(inputs, targets) of the next step: (batch, context), int64, on `device`."""
         self.losses: list[float] = []
         """Of this rank's batches, in nats per byte."""
 
@@ -98,6 +109,8 @@ class HookTraining:
         self._loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without annotations
         self._optimizer.step()
         self._optimizer.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the clock stops when the step has been done, not when it was asked for
 
     def end_step(self, _: int) -> None:
         """What no clock shall see: the schedule's step, and the loss as a number."""
@@ -155,6 +168,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=120, help="optimizer steps (default 120)")
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step (default 8)")
     parser.add_argument("--context", type=int, default=128, help="bytes in a sequence (default 128)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model trains (default cpu)")
     parser.add_argument("--nic-interface", metavar="NAME", help="count this interface's bytes, for example eth0")
     parser.add_argument(
         "--nic-bytes-per-second",
@@ -191,9 +205,9 @@ def train(
     contenders = [Contender(one.hook, one.take_step, one.end_step) for one in trainings]
 
     def draw(step: int) -> None:
-        inputs_and_targets = batch_at(text, step, dist.get_rank(), batch=batch, context=context)
+        inputs, targets = batch_at(text, step, dist.get_rank(), batch=batch, context=context)
         for training in trainings:
-            training.batch = inputs_and_targets
+            training.batch = (inputs.to(training.device), targets.to(training.device))
 
     width = len(f"step {0:>4}/{steps}")
     widths = [max(len(one.hook), len("loss 0.000 0.00 s")) for one in trainings]
@@ -228,8 +242,8 @@ def validate(training: HookTraining, text: torch.Tensor, *, batch: int, context:
     for number in range(VALIDATION_BATCHES):
         inputs, targets = batch_at(text, number, dist.get_rank(), batch=batch, context=context)
         # DDP's forward would synchronise buffers; the bare model needs no other rank.
-        losses.append(loss_in_nats(training.model.module, inputs, targets))
-    mean = torch.stack(losses).mean()
+        losses.append(loss_in_nats(training.model.module, inputs.to(training.device), targets.to(training.device)))
+    mean = torch.stack(losses).mean().cpu()
     dist.all_reduce(mean)
     return mean.item() / dist.get_world_size() / math.log(2)
 
@@ -287,6 +301,22 @@ def predict(training: HookTraining) -> dict[str, float] | None:
     return best
 
 
+def rank_device(kind: str) -> torch.device:
+    """Returns this rank's device, made the current one; GPUs are dealt out in the order of the ranks.
+
+    The ranks of a logical or emulated cluster share the machine's GPUs, so it is not the local rank that counts; on a
+    cluster whose ranks fill one node after the other the two come to the same.
+
+    Args:
+        kind: cpu or cuda.
+    """
+    if kind == "cpu":
+        return CPU
+    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
 def run(options: argparse.Namespace) -> list[TrainingResult]:
     """Trains as the options say, in the default process group.
 
@@ -296,9 +326,16 @@ def run(options: argparse.Namespace) -> list[TrainingResult]:
     shape = {"batch": options.batch, "context": options.context}
     training, validation = split_text(library_text())
     hooks = options.hook or ["plain"]
-    rate = options.nic_bytes_per_second
+    device = rank_device(options.device)
     trainings = [
-        HookTraining(hook, steps=options.steps, context=options.context, nic_bytes_per_second=rate) for hook in hooks
+        HookTraining(
+            hook,
+            steps=options.steps,
+            context=options.context,
+            nic_bytes_per_second=options.nic_bytes_per_second,
+            device=device,
+        )
+        for hook in hooks
     ]
     if dist.get_rank() == 0:
         weights = sum(parameter.numel() for parameter in trainings[0].model.parameters())
@@ -322,6 +359,8 @@ def check(options: argparse.Namespace) -> None:
             raise ValueError(f"`--{name}`: found {getattr(options, name)}, wanted at least 1")
     for hook in options.hook or []:
         check_hook(hook)
+    if options.device == "cuda" and torch.cuda.device_count() == 0:
+        raise ValueError(f"`--device`: found cuda, but torch {torch.__version__} finds no CUDA device; wanted cpu")
     if options.nic_interface is not None and not Path("/sys/class/net", options.nic_interface).exists():
         raise ValueError(f"`--nic-interface`: this node has no {options.nic_interface!r}; see `ip link`")
 
@@ -339,7 +378,8 @@ def main(argv: list[str]) -> int:
         print(f"train: {error}", file=sys.stderr)
         return 2
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    # On CUDA the figures and barriers still go through Gloo: only what is trained shall be NCCL's.
+    dist.init_process_group("gloo" if options.device == "cpu" else "cpu:gloo,cuda:nccl")
     results = run(options)
     if dist.get_rank() == 0:
         for result in results:
