@@ -13,6 +13,7 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <gpu_standin.h>
 
 #include <atomic>
 #include <cstdio>
@@ -46,6 +47,13 @@ std::vector<at::Tensor> new_tensors(const c10::OperatorHandle& op, const torch::
   return tensors;
 }
 
+void fail(const c10::OperatorHandle& op, const std::string& reason) {
+  auto message = std::make_unique<std::string>(c10::toString(op.operator_name()) + ": " + reason);
+  std::fprintf(stderr, "GPU stand-in: device-side assertion in %s\n", message->c_str());
+  const std::string* none = nullptr;
+  if (failed.compare_exchange_strong(none, message.get())) static_cast<void>(message.release());  // for good, as on the device
+}
+
 void run(void* data) {
   const std::unique_ptr<Launch> launch(static_cast<Launch*>(data));
   try {
@@ -58,11 +66,10 @@ void run(void* data) {
       TORCH_INTERNAL_ASSERT(output.layout.sizes == tensor.sizes() && output.layout.dtype == tensor.scalar_type(), "returned ", tensor.sizes(), ' ', tensor.scalar_type());
       output.on_host().copy_(tensor);
     }
+  } catch (const c10::Error& error) {
+    fail(launch->op, error.what_without_backtrace());
   } catch (const std::exception& error) {
-    auto message = std::make_unique<std::string>(c10::toString(launch->op.operator_name()) + ": " + error.what());
-    std::fprintf(stderr, "gpu stand-in: device-side assertion in %s\n", message->c_str());
-    const std::string* none = nullptr;
-    if (failed.compare_exchange_strong(none, message.get())) static_cast<void>(message.release());
+    fail(launch->op, error.what());
   }
 }
 
@@ -99,7 +106,8 @@ bool shape_depends_on_data(const c10::OperatorHandle& op, const Arguments& argum
   if (name == "aten::index" || name == "aten::_unsafe_index" || name == "aten::index_put_" || name == "aten::_index_put_impl_") return arguments.has_mask();
   if (op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output)) return true;
   // their layouts depend on lengths, offsets or samples that no made-up values stand for
-  if (name == "aten::segment_reduce" || name == "aten::_ctc_loss" || name == "aten::_ctc_loss_backward" || name == "aten::_cholesky_solve_helper") return true;
+  if (name == "aten::segment_reduce" || name == "aten::_ctc_loss" || name == "aten::_ctc_loss_backward" || name == "aten::cholesky" ||
+      name == "aten::_cholesky_solve_helper") return true;
   for (const auto& returned : op.schema().returns()) {
     const auto kind = returned.type()->kind();
     if (kind != c10::TypeKind::TensorType && kind != c10::TypeKind::ListType) return true;
@@ -167,9 +175,13 @@ void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack, const Argu
 
 }  // namespace
 
-void enqueue(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+void check_for_failure() {
   const auto* failure = failed.load();
   TORCH_CHECK(failure == nullptr, "CUDA error: device-side assert triggered\n", *failure);
+}
+
+void enqueue(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  check_for_failure();
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size();
   Arguments arguments(op, *stack);
@@ -210,7 +222,7 @@ void enqueue(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   const auto stream = c10::cuda::getCurrentCUDAStream(arguments.device().index());
   auto launch = std::make_unique<Launch>(Launch{op, std::move(arguments), std::move(outputs)});
-  C10_CUDA_CHECK(cudaLaunchHostFunc(stream, run, launch.get()));
+  C10_CUDA_CHECK(static_cast<cudaError_t>(gpu_standin_submit(stream, op.operator_name().name.c_str(), run, launch.get())));
   static_cast<void>(launch.release());  // `run` owns it from here
   finish(stack, count, std::move(returned));
 }

@@ -11,6 +11,10 @@ namespace gpu_standin {
 /// data it waits for the stream and runs at once, as CUDA's does.
 void enqueue(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
+/// Raises where an operator's CPU kernel has raised on a stream, as an index out of range does: CUDA's device-side assertion, which every
+/// later call reports.
+void check_for_failure();
+
 /// The kernel for operators without a CPU kernel.
 void refuse(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 

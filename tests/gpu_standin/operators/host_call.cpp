@@ -34,4 +34,11 @@ void call_on_host(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
 }
 
+void call_on_host_of_any_layout(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  const OneThread one_thread;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
+  op.callBoxed(&stack);
+}
+
 }  // namespace gpu_standin

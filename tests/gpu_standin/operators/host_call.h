@@ -10,4 +10,7 @@ namespace gpu_standin {
 /// that the bits do not depend on which thread calls.
 void call_on_host(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 
+/// The same for arguments that may be sparse: the kernel is that of their layouts.
+void call_on_host_of_any_layout(const c10::OperatorHandle& op, torch::jit::Stack& stack);
+
 }  // namespace gpu_standin

@@ -1,5 +1,6 @@
 // Puts the stand-in's kernels in the place of torch's CUDA kernels, when this library is loaded.
 #include "enqueue.h"
+#include "sparse.h"
 #include "special.h"
 
 #include <ATen/Context.h>
@@ -18,9 +19,9 @@ namespace {
 // These launch nothing: they allocate, copy memory, look, or change what a tensor says of itself.
 const std::set<std::string>& without_launch() {
   static const std::set<std::string> names = {
-      "aten::_efficientzerotensor", "aten::_has_compatible_shallow_copy_type", "aten::_local_scalar_dense", "aten::_pin_memory", "aten::_resize_output_",
+      "aten::_efficientzerotensor", "aten::_has_compatible_shallow_copy_type", "aten::_pin_memory", "aten::_resize_output_",
       "aten::empty", "aten::empty_strided", "aten::is_pinned", "aten::is_set_to", "aten::record_stream", "aten::resize_", "aten::resize_as_", "aten::set_",
-      "aten::set_data", "aten::_fused_sdp_choice", "aten::_nested_view_from_buffer",
+      "aten::set_data", "aten::_embedding_bag_backward", "aten::_fused_sdp_choice", "aten::_nested_view_from_buffer",
   };
   return names;
 }
@@ -61,13 +62,17 @@ torch::Library* install() {
     const auto full = c10::toString(name);
     if (is_special(full) || (!op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) && !is_one_of_whole(full))) continue;
     if (without_launch().count(name.name) != 0 || returns_view(op->schema())) continue;
-    if (op->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) {
+    if (makes_sparse(full)) {
+      library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_sparse>());
+    } else if (op->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) {
       library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&enqueue>());
     } else {
       library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&refuse>());
     }
   }
   register_special(*library);
+  // never destroyed: what has been registered stays to the process's end
+  register_sparse(*new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::SparseCUDA, __FILE__, __LINE__));
   // chosen in C++ before any operator is called: the paths of ATen alone
   auto& context = at::globalContext();
   context.setUserEnabledCuDNN(false);

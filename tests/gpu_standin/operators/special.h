@@ -5,7 +5,7 @@
 
 namespace gpu_standin {
 
-/// Registers copies, dropout and softmax with a cast for dispatch key CUDA.
+/// Registers copies, dropout and the reading of numbers for dispatch key CUDA.
 void register_special(torch::Library& library);
 
 /// Whether register_special has `name`, an operator's name with its overload.
