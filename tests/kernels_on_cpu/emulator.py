@@ -3,7 +3,9 @@
 import ctypes
 import fcntl
 import functools
+import json
 import os
+import re
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -129,6 +131,27 @@ def build_kernels(folder: Path, name: str, source: str, kernels: Sequence[str], 
     return target
 
 
+def build_named(folder: Path, name: str, *, watched: bool) -> Path:
+    """The same for a file of csrc/cuda, by its name without the suffix."""
+    target = f"{name}_watched" if watched else name
+    return build_kernels(folder, target, kernel_source(name), ENTRY_POINTS[name], watched=watched)
+
+
+def parameter_names(folder: Path, name: str) -> dict[str, list[str]]:
+    """The names of the parameters of each kernel in a file of csrc/cuda; kept in `folder`."""
+    kept = folder / f"{name}.parameters.json"
+    if not kept.exists():
+        source = folder / f"{name}.parameters.cpp"
+        source.write_text(f'#include "cuda_on_cpu.h"\n{kernel_source(name)}\n')
+        command = ["g++", *_OPTIONS, "-D__global__=A_KERNEL", "-E", "-P", str(source)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        found = re.findall(r"A_KERNEL\s+void\s+(\w+)\s*\(([^)]*)\)\s*\{", text)
+        words = {kernel: [re.findall(r"\w+", each)[-1] for each in given.split(",")] for kernel, given in found}
+        kept.write_text(json.dumps({kernel: words[kernel] for kernel in ENTRY_POINTS[name]}))
+    names: dict[str, list[str]] = json.loads(kept.read_text())
+    return names
+
+
 class Library:
     """Kernels of one source file, compiled for the CPU."""
 
@@ -232,17 +255,12 @@ class Emulator:
         with Path(folder, "lock").open("w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self.engine = engine = ctypes.CDLL(str(build_engine(folder)))
-            build = functools.partial(self._build, folder, watched)
+            build = functools.partial(build_named, folder, watched=watched)
             paths = list(pool.map(build, ENTRY_POINTS))
         self.libraries = {name: Library(path, engine) for name, path in zip(ENTRY_POINTS, paths, strict=True)}
         self.watched = watched
         self.order = int(os.environ.get(ORDER, "1"))
         self.launched: set[str] = set()
-
-    @staticmethod
-    def _build(folder: Path, watched: bool, name: str) -> Path:
-        target = f"{name}_watched" if watched else name
-        return build_kernels(folder, target, kernel_source(name), ENTRY_POINTS[name], watched=watched)
 
     def next_order(self) -> int:
         """The seed of the next launch's order; 0 where `GRADWIRE_KERNEL_ORDER` is."""
