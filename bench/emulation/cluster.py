@@ -29,10 +29,10 @@ mount --bind {folder}/hosts /etc/hosts
 mkdir {folder}/{name}
 mount -t sysfs sysfs {folder}/{name}
 [ ! -d /sys/fs/cgroup ] || mount --rbind /sys/fs/cgroup {folder}/{name}/fs/cgroup
-mount --move {folder}/{name} /sys
+mount --no-mtab --move {folder}/{name} /sys
 """
 # A sysfs shows the network interfaces of the namespace that mounted it, hence one for each node; the cgroup tree is
-# carried over, because programs read their memory and CPU limits there.
+# carried over, because programs read their memory and CPU limits there. --no-mtab: /run is not this user's to write.
 
 WITH_ONE_THREAD = 'exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$@"'
 # torchrun's rule: one thread a rank unless the user says otherwise.
@@ -134,12 +134,14 @@ class EmulatedCluster:
             own = Path("/etc/hosts").read_text() if Path("/etc/hosts").exists() else ""
             Path(folder, "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, own]))
             self._bridge = self._hold("bridge", "")
-            self._holders = [self._hold(name, _NODE_SETUP.format(folder=folder, name=name)) for name in self.hostnames]
+            self._holders = [
+                self._hold(name, _NODE_SETUP.format(folder=folder, name=name), self._bridge) for name in self.hostnames
+            ]
             self._networks = 0
             self.add_network(INTERFACE)
 
-    def _hold(self, name: str, setup: str) -> Holder:
-        holder = Holder(name, setup)
+    def _hold(self, name: str, setup: str, beside: Holder | None = None) -> Holder:
+        holder = Holder(name, setup, beside)
         self._stack.callback(holder.close)
         return holder
 

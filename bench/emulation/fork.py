@@ -273,9 +273,12 @@ def _serve(asking: socket.socket, parent: int, loaded: ModuleType | None, proble
 def _inside(asking: socket.socket, folder: str, loaded: ModuleType, words: list[str]) -> int:
     """Forks the node's process inside the namespaces of who asks; kills it if that one has gone."""
     pid, _, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    doors = [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in _NAMESPACES]
+    # Who is not root has a user namespace around the others, and none of them opens before it.
+    own_user, its_user = (Path(f"/proc/{process}/ns/user").stat().st_ino for process in ("self", pid))
+    names = _NAMESPACES if own_user == its_user else ("user", *_NAMESPACES)
+    doors = [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in names]
     libc = ctypes.CDLL(None, use_errno=True)
-    for name, door in zip(_NAMESPACES, doors, strict=True):
+    for name, door in zip(names, doors, strict=True):
         if libc.setns(door, 0) != 0:
             number = ctypes.get_errno()
             raise OSError(number, f"cannot enter the node's {name} namespace: {os.strerror(number)}")

@@ -5,7 +5,10 @@ pipe's end of file, SIGKILL from the kernel when its parent dies (PR_SET_PDEATHS
 1 the kernel kills everything in its PID namespace, ranks and their children included, and with the last process the
 network namespace and its links vanish. Nothing has a name in the file system, so nothing can be left there.
 
-Source: pid_namespaces(7), network_namespaces(7), PR_SET_PDEATHSIG(2const), unshare(1), setpriv(1).
+Root makes them as it is. Anybody else is root in a user namespace of their own: the first holder makes it and the
+others join it, because a cable has its ends in two network namespaces, and belongs to who rules both.
+
+Source: pid_namespaces(7), network_namespaces(7), user_namespaces(7), PR_SET_PDEATHSIG(2const), unshare(1), setpriv(1).
 """
 
 import functools
@@ -13,12 +16,16 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from typing import Self
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
 """Command -> the Debian package that has it."""
 
 _PROBE = """
+mount -t proc proc /proc || exit 14
+mount -t sysfs sysfs /sys || exit 15
 ip link add probe0 type veth peer name probe1 || exit 11
 ip link add probe2 type bridge || exit 12
 tc qdisc add dev probe0 root tbf rate 1mbit burst 64kb limit 1mb || exit 13
@@ -28,7 +35,11 @@ _PROBE_MEANING = {
     11: "the kernel has no veth devices",
     12: "the kernel has no bridge",
     13: "the kernel has no tbf queue",
+    14: "/proc cannot be mounted in a new namespace (a container that hides parts of it?)",
+    15: "/sys cannot be mounted in a new namespace (a container that hides parts of it?)",
 }
+
+_NEW = ["--net", "--uts", "--mount", "--propagation", "private", "--pid", "--fork"]
 
 
 def find_tool(name: str) -> str | None:
@@ -43,16 +54,27 @@ def find_tool(name: str) -> str | None:
 @functools.cache
 def available() -> str | None:
     """Returns why no cluster can be emulated on this machine, with what to do about it; None if one can."""
-    if os.geteuid() != 0:
-        return "an emulated cluster needs root (network namespaces): run as root, for example with sudo"
     for name, package in TOOLS.items():
         if find_tool(name) is None:
             return f"the command `{name}` is missing: install the package {package} (apt-get install {package})"
-    probe = run_shell(_PROBE, prefix=["unshare", "--net", "--mount", "--uts", "--pid", "--fork"])
+    probe = run_shell(_PROBE, prefix=["unshare", *_become_root(), *_NEW])
     if probe.returncode == 0:
         return None
-    cause = _PROBE_MEANING.get(probe.returncode, "the kernel refuses new namespaces (a container without privileges?)")
+    refused = "the kernel refuses new namespaces (a container without privileges?)"
+    if is_unprivileged():
+        refused = "network namespaces need root here (user namespaces are refused): run as root, for example with sudo"
+    cause = _PROBE_MEANING.get(probe.returncode, refused)
     return f"{cause}: {probe.stderr.strip() or f'status {probe.returncode}'}"
+
+
+def is_unprivileged() -> bool:
+    """Whether namespaces take a user namespace first, because this process is not root's."""
+    return os.geteuid() != 0
+
+
+def _become_root() -> list[str]:
+    """The options with which unshare makes a user namespace where one is needed."""
+    return ["--user", "--map-root-user"] if is_unprivileged() else []
 
 
 def run_shell(script: str, prefix: list[str]) -> subprocess.CompletedProcess[str]:
@@ -69,12 +91,13 @@ def run_shell(script: str, prefix: list[str]) -> subprocess.CompletedProcess[str
 class Holder:
     """New namespaces for network, hostname, mounts and processes, open until `close`."""
 
-    def __init__(self, name: str, setup: str) -> None:
+    def __init__(self, name: str, setup: str, beside: Self | None = None) -> None:
         """Makes the namespaces.
 
         Args:
             name: The hostname inside.
             setup: Lines for `sh -e`, run inside as process 1 before anything else.
+            beside: A holder whose user namespace this one shares, so that a cable can join them; None for the first.
 
         Raises:
             RuntimeError: if the kernel or the set-up refuses, with what it said.
@@ -85,7 +108,8 @@ class Holder:
                 'PATH="$PATH:/usr/local/sbin:/usr/sbin:/sbin"',
                 # /proc still shows the parent's processes here: this is the pid by which nsenter finds the namespaces.
                 "read -r pid rest < /proc/self/stat",
-                f"echo {shlex.quote(name)} > /proc/sys/kernel/hostname",
+                # By the system call: /proc/sys/kernel/hostname is the machine's root's alone to write.
+                shlex.join([sys.executable, "-I", "-S", "-c", f"import socket; socket.sethostname({name!r})"]),
                 "mount -t proc proc /proc",
                 # IPv6 would add router and neighbour chatter to the bytes counted.
                 "for knob in all default; do file=/proc/sys/net/ipv6/conf/$knob/disable_ipv6",
@@ -98,8 +122,10 @@ class Holder:
                 "exec cat > /dev/null",
             ]
         )
-        words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--mount", "--propagation", "private"]
-        words += ["--pid", "--fork", "--kill-child=KILL", "sh", "-c", script]
+        first = _become_root() if beside is None else []
+        words = [] if beside is None else [*beside.enter_user()]
+        # After the user namespace: the kernel forgets the signal where a process gains rights.
+        words += ["setpriv", "--pdeathsig", "KILL", "unshare", *first, *_NEW, "--kill-child=KILL", "sh", "-c", script]
         # A session of its own keeps the terminal's Ctrl-C away: the holder ends when this process says so.
         self._process = subprocess.Popen(
             words,
@@ -120,7 +146,15 @@ class Holder:
 
     def enter(self) -> list[str]:
         """Returns the words that run a command inside; SIGTERM is for the command, nsenter itself ignores it."""
-        return ["env", "--ignore-signal=TERM", "nsenter", f"--target={self.pid}", "--mount", "--uts", "--net", "--pid"]
+        return ["env", "--ignore-signal=TERM", *self._enter("--mount", "--uts", "--net", "--pid")]
+
+    def enter_user(self) -> list[str]:
+        """Returns the words that run a command in the user namespace alone; none where it is the machine's own."""
+        return self._enter() if is_unprivileged() else []
+
+    def _enter(self, *kinds: str) -> list[str]:
+        user = ["--user", "--preserve-credentials"] if is_unprivileged() else []
+        return ["nsenter", f"--target={self.pid}", *user, *kinds]
 
     def run(self, script: str) -> None:
         """Runs a shell script in the network namespace alone, where process ids and files are those of the machine.
@@ -131,7 +165,7 @@ class Holder:
         Raises:
             RuntimeError: if a line fails, with what it said.
         """
-        done = run_shell("set -e\n" + script, prefix=["nsenter", f"--target={self.pid}", "--net"])
+        done = run_shell("set -e\n" + script, prefix=self._enter("--net"))
         if done.returncode != 0:
             raise RuntimeError(f"cannot set up the emulated network: {done.stderr.strip()}")
 
