@@ -17,6 +17,8 @@ from gradwire.comms.plan.planner import (
     NCCL_NAMES,
     candidates,
 )
+from gradwire.compressors.optim.fit import known_to_end_behind
+from gradwire.compressors.registry import options_of
 from gradwire.topology.cluster import Cluster
 
 BUCKET_NBYTES = 25 << 20
@@ -262,7 +264,10 @@ def caution_of(compressor: str, optimizer: str) -> str:
         return f"{compressor} is untested on the gradient of every step: {RARE[compressor]}"
     if compressor in SGD_ONLY and optimizer.lower() != "sgd":
         return f"{compressor} requires SGD with momentum ({SGD_ONLY[compressor]}); the optimizer is {optimizer}"
-    return ""
+    # One of the user's own has options that nobody knows here, and nothing is known of it.
+    options = options_of(compressor) if compressor in HARMLESS_FIRST else {}
+    cost = known_to_end_behind(compressor, options, optimizer)
+    return f"{compressor} {cost}" if cost else ""
 
 
 def _enough_gain(cluster: Cluster, exact: Offer, flat: Offer) -> bool:

@@ -83,7 +83,8 @@ def check_groups(use: CompressorUse, optimizer: Optimizer, groups: Sequence[Mapp
         return
     chosen = {**options_of(use.name), **use.options}
     kind = type(optimizer).__name__
-    _warn_of_quality(use, chosen, kind)
+    if cost := known_to_end_behind(use.name, chosen, kind):
+        logger.warning("%s %s", use, cost)
     if use.name.partition("+")[0] not in (*WITH_MOMENTUM, *RARE) or kind in ("OneBitAdam", "OneBitLamb"):
         return
     if any(part in kind.lower() for part in ADAPTIVE):
@@ -120,22 +121,27 @@ def check_groups(use: CompressorUse, optimizer: Optimizer, groups: Sequence[Mapp
         warnings.warn(f"{use} under {kind} is untested: watch the loss against a dense run", stacklevel=3)
 
 
-def _warn_of_quality(use: CompressorUse, chosen: Mapping[str, Option], kind: str) -> None:
-    """Says in the log what a pair that works is known to cost."""
-    rank, density = chosen.get("rank"), chosen.get("density")
+def known_to_end_behind(name: str, options: Mapping[str, Option], kind: str) -> str:
+    """Returns what a pair that works is known to cost; empty where nothing is known against it.
+
+    Args:
+        name: As in `compressor=`.
+        options: All of the compressor's, defaults included: `options_of`.
+        kind: The optimizer's class, or a name such as `adamw`.
+    """
+    rank, density = options.get("rank"), options.get("density")
     adaptive = any(part in kind.lower() for part in ADAPTIVE)
-    if use.name.partition("+")[0] == "powersgd" and adaptive and isinstance(rank, int) and rank < ENOUGH_RANK:
-        logger.warning(
-            "%s with `rank` %d under %s is known to end behind: a small transformer by 0.16 bits a byte at rank 4, by "
-            "0.02 at rank %d. Take a rank of an eighth of the matrices' shorter side, or int4",
-            use, rank, kind, ENOUGH_RANK,
-        )  # fmt: skip
-    if use.name.partition("+")[0] == "dgc" and not adaptive and isinstance(density, float) and density < ENOUGH_DENSITY:
-        logger.warning(
-            "%s with `density` %g is known to end behind in short runs: a small CNN by half a point after 1,900 steps, "
-            "and not at `density` %g. Watch the result against a dense run",
-            use, density, ENOUGH_DENSITY,
-        )  # fmt: skip
+    if name.partition("+")[0] == "powersgd" and adaptive and isinstance(rank, int) and rank < ENOUGH_RANK:
+        return (
+            f"with `rank` {rank} under {kind} is known to end behind: a small transformer by 0.16 bits a byte at rank "
+            f"4, by 0.02 at rank {ENOUGH_RANK}. Take a rank of an eighth of the matrices' shorter side, or int4"
+        )
+    if name.partition("+")[0] == "dgc" and not adaptive and isinstance(density, float) and density < ENOUGH_DENSITY:
+        return (
+            f"with `density` {density:g} is known to end behind in short runs: a small CNN by half a point after 1,900 "
+            f"steps, and not at `density` {ENOUGH_DENSITY:g}. Watch the result against a dense run"
+        )
+    return ""
 
 
 def take_momentum(optimizer: Optimizer) -> dict[str, Option]:
