@@ -20,10 +20,10 @@ from rich.text import Text
 from gradwire.bench.emulation.cluster import EmulatedCluster
 from gradwire.bench.emulation.launch import JobOutcome, python_module, run_logical
 from gradwire.bench.emulation.namespaces import available
-from gradwire.bench.emulation.rate import format_rate
+from gradwire.bench.emulation.rate import format_rate, parse_rate
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.terminal import STDOUT, StatusLine, add_json_option, working, write_json
-from gradwire.bench.train.story import tell
+from gradwire.bench.train.story import foretell, predicted_seconds, tell
 from gradwire.bench.train.train import TrainingResult
 
 NODES = [2, 2]
@@ -46,11 +46,13 @@ def train_on(
     batch: int,
     device: str = "cpu",
     show: bool = True,
+    nic_bits_per_second: int | None = None,
 ) -> list[TrainingResult]:
     """Runs the training once.
 
     Args:
         cluster: Where; None for logical nodes on this machine.
+        nic_bits_per_second: What logical nodes are to take their links for; None where nobody has said.
         hooks: What to compare.
         steps: Optimizer steps of each hook.
         batch: Sequences per rank and step.
@@ -75,8 +77,10 @@ def train_on(
         outcome: JobOutcome
         if cluster is not None:
             words += ["--nic-interface", "eth0"]
-            if cluster.nic_bits_per_second is not None:
-                words += ["--nic-bytes-per-second", str(cluster.nic_bits_per_second / 8)]
+            nic_bits_per_second = cluster.nic_bits_per_second
+        if nic_bits_per_second is not None:
+            words += ["--nic-bytes-per-second", str(nic_bits_per_second / 8)]
+        if cluster is not None:
             command = python_module("gradwire.bench.train.train", *words)
             outcome = cluster.run(command, timeout_seconds=TIMEOUT_SECONDS, on_line=print_line)
         else:
@@ -118,6 +122,44 @@ def calibrate(batch: int) -> str:
     return rate
 
 
+def presume_rate(batch: int) -> str:
+    """Measures plain DDP on this machine's loopback, and returns the rate whose links would double its step.
+
+    Args:
+        batch: Sequences per rank and step.
+    """
+    what = "a few steps of plain DDP, for the rate of the links that times are predicted for"
+    console.print(f"{what} ...")
+    with working(what):
+        plain = train_on(None, ["plain"], steps=CALIBRATION_STEPS, batch=batch, show=False)[0]
+    assert plain.node_nbytes_per_step is not None
+    return readable_rate(plain.node_nbytes_per_step, plain.seconds_per_step)
+
+
+def counted_table(results: list[TrainingResult], title: str) -> Table:
+    """Returns the table of a comparison whose links were not slow: what a node would send, no time of this run.
+
+    Args:
+        results: The first row is the one the others are compared with.
+        title: Where it ran.
+    """
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("hook", no_wrap=True)
+    for heading in ("MB a node sends", "predicted s", "loss at the end", "bits/byte"):
+        table.add_column(heading, justify="right")
+    seconds = predicted_seconds(results)
+    for result in results:
+        nbytes = result.node_nbytes_per_step
+        table.add_row(
+            result.hook,
+            "-" if nbytes is None else f"{nbytes / 1e6:.2f}",
+            f"{seconds[result.hook]:.3f}" if result.hook in seconds else "-",
+            f"{result.final_loss:.4f}",
+            f"{result.validation_bits_per_byte:.3f}",
+        )
+    return table
+
+
 def result_table(results: list[TrainingResult], title: str) -> Table:
     """Returns the table of the comparison.
 
@@ -157,9 +199,21 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         reason = "NCCL joins the GPUs of one machine without them"
     hooks = options.hook or HOOKS
     if reason is not None:
-        console.print(f"no emulated links ({reason}): the same ranks run as logical nodes on this machine's loopback")
-        results = train_on(None, hooks, steps=options.steps, batch=options.batch, device=options.device)
-        title = "2 logical nodes x 2 ranks, loopback (no slow link: nothing to gain here)"
+        console.print(
+            f"No gain in seconds can be shown: no link can be made slow here ({reason}). The ranks train as two "
+            "logical nodes on this machine's loopback; bytes are counted, and the times behind a slow link predicted."
+        )
+        rate = options.nic or presume_rate(options.batch)
+        bits_per_second = parse_rate(rate, "nic")
+        results = train_on(
+            None,
+            hooks,
+            steps=options.steps,
+            batch=options.batch,
+            device=options.device,
+            nic_bits_per_second=bits_per_second,
+        )
+        title = f"2 logical nodes x 2 ranks; times predicted for {format_rate(bits_per_second)} links"
     else:
         rate = options.nic or calibrate(options.batch)
         with EmulatedCluster(NODES, rate) as cluster:
@@ -168,12 +222,12 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             assert bits_per_second is not None
             title = f"2 nodes x 2 ranks, {format_rate(bits_per_second)} links"
     first = results[0]
-    console.print(result_table(results, title))
+    console.print(result_table(results, title) if reason is None else counted_table(results, title))
     console.print(
         f"{first.steps} steps, {first.gradient_nbytes / 1e6:.2f} MB of gradients; per step; loss in nats, "
         f"{first.first_loss:.2f} at the start\n"
     )
-    story = tell(results, bits_per_second)
+    story = (tell if reason is None else foretell)(results, bits_per_second)
     for line in story:
         console.print(line)
     return {

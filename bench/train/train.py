@@ -26,6 +26,7 @@ import gradwire
 from gradwire.bench.contender import Contender, take_turns
 from gradwire.bench.train.model import ByteTransformer, loss_in_nats
 from gradwire.bench.train.text import batch_at, library_text, split_text
+from gradwire.comms.config import launcher_variables
 
 PEAK_LEARNING_RATE = 3e-3
 WARMUP_STEPS = 10
@@ -157,6 +158,11 @@ class TrainingResult:
     predicted_seconds: dict[str, float] | None = None
     """On rank 0, of gradwire without a compressor: from the start of a backward pass to the last gradient, as predicted
     with each compressor that fits the optimizer. None where the links' rate is not known."""
+    predicted_plain_seconds: float | None = None
+    """The same for plain DDP; where `predicted_seconds` is there."""
+    node_nbytes_per_step: float | None = None
+    """What a node's ranks send to other nodes in a step, mean over nodes: by gradwire's own count of its transfers, for
+    the others as a ring of all ranks sends it. None without a second node, and where ranks are not dealt evenly."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -264,6 +270,7 @@ def summarize(
     losses = torch.tensor(training.losses) / dist.get_world_size()
     dist.all_reduce(losses)
     last = losses[-LAST_STEPS:].tolist()
+    predicted, flat = predict(training)
     timed = slice(FIRST_STEPS if len(losses) > FIRST_STEPS else 0, None)
     return TrainingResult(
         hook=training.hook,
@@ -276,29 +283,52 @@ def summarize(
         loss_deviation=statistics.pstdev(last),
         validation_bits_per_byte=validate(training, validation, batch=batch, context=context),
         report=None if training.state is None else str(training.state.report()),
-        predicted_seconds=predict(training),
+        predicted_seconds=predicted,
+        predicted_plain_seconds=flat,
+        node_nbytes_per_step=node_nbytes(training),
     )
 
 
-def predict(training: HookTraining) -> dict[str, float] | None:
-    """See `TrainingResult.predicted_seconds`.
+def predict(training: HookTraining) -> tuple[dict[str, float] | None, float | None]:
+    """See `TrainingResult.predicted_seconds` and `predicted_plain_seconds`.
 
     Args:
         training: After its last step.
     """
     state = training.state
     if state is None or state.config.compressor is not None:
-        return None
+        return None, None
     if dist.get_rank() != 0 or len(training.losses) < STEPS_TO_PREDICT:
-        return None
+        return None, None
     advised = state.advise("adamw")
     if advised.assumed:
-        return None
+        return None, None
     best: dict[str, float] = {}
     for offer in advised.advice.offers:
         if offer.available and not offer.caution:
             best[offer.compressor] = min(offer.step_seconds, best.get(offer.compressor, math.inf))
-    return best
+    return best, advised.advice.offer("flat").step_seconds
+
+
+def node_nbytes(training: HookTraining) -> float | None:
+    """See `TrainingResult.node_nbytes_per_step`; all ranks call it together.
+
+    Args:
+        training: After its last step.
+    """
+    ranks, local = dist.get_world_size(), int(launcher_variables().get("LOCAL_WORLD_SIZE", "0"))
+    if not 0 < local < ranks or ranks % local:
+        return None
+    if training.state is None:
+        narrow = 2 if training.hook == "torch-fp16" else 1
+        gradient = sum(weights.numel() * weights.element_size() for weights in training.model.parameters())
+        return 2 * (ranks - 1) / ranks * gradient / narrow
+    report = training.state.report()
+    crossed = torch.tensor(
+        [sum(row.wire_nbytes for row in report.rows if row.level == "inter_node")], dtype=torch.int64
+    )
+    dist.all_reduce(crossed)
+    return crossed.item() / report.steps / (ranks // local)
 
 
 def rank_device(kind: str) -> torch.device:

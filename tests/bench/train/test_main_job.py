@@ -1,12 +1,15 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from gradwire.bench.emulation.rate import parse_rate
-from gradwire.bench.train.main_job import READABLE_MBIT, main, readable_rate, result_table
-from gradwire.bench.train.story import tell
+from gradwire.bench.train.main_job import READABLE_MBIT, counted_table, main, readable_rate, result_table
+from gradwire.bench.train.story import foretell, tell
 from gradwire.bench.train.train import TrainingResult
+from gradwire.comms.plan.advise import caution_of
 
 
 def a_result(
@@ -78,9 +81,65 @@ def test_the_story_does_not_call_a_loss_a_success() -> None:
     assert quality.startswith("Quality did not hold") and "more than it varies" in quality
 
 
-def test_without_a_slow_link_nothing_is_predicted() -> None:
-    story = tell([a_result("plain", 0.5, None), a_result("gradwire", 0.5, None, predicted_seconds=PREDICTED)], None)
-    assert len(story) == 2 and "With no slow link" in story[0] and "predicted" not in " ".join(story)
+def test_of_two_settings_that_save_about_as_much_the_milder_one_is_named() -> None:
+    results = [
+        a_result("plain", 0.8, 3e6),
+        a_result("gradwire", 0.5, 2e6, predicted_seconds={"none": 0.4, "waterfill2": 0.06, "int4": 0.1}),
+    ]
+    assert 'compressor="int4" would save another 0.300 s' in tell(results, 60_000_000)[1]
+
+
+def test_without_a_slow_link_bytes_are_told_and_times_only_predicted() -> None:
+    results = [
+        replace(a_result("plain", 0.7, None), node_nbytes_per_step=3e6),
+        replace(
+            a_result("gradwire", 0.9, None, predicted_seconds=PREDICTED),
+            node_nbytes_per_step=2e6,
+            predicted_plain_seconds=0.6,
+        ),
+        replace(a_result("gradwire:int8", 0.9, None), node_nbytes_per_step=0.5e6),
+        replace(a_result("gradwire:onebit", 0.9, None), node_nbytes_per_step=0.1e6),
+    ]
+    exact, lossy, _, times, quality = foretell(results, 60_000_000)
+    assert exact == "gradwire: a node would send 2.00 MB a step where plain DDP sends 3.00: 33% less."
+    assert "0.50 MB" in lossy and "83% less" in lossy
+    assert "links of 60 Mbit/s" in times and "0.600 s under plain DDP" in times and "not measured" in times
+    assert "0.400 s with gradwire (1.50x as fast)" in times and "0.200 s with" in times and "onebit" not in times
+    assert quality.startswith("Quality held")
+    story = exact + lossy + times
+    assert "0.7" not in story and "0.9" not in story  # what the loopback took means nothing
+
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(counted_table(results, "here"))
+    rows = {
+        line.split()[0]: line.split() for line in capture.get().splitlines() if "gradwire" in line or "plain" in line
+    }
+    assert rows["gradwire"][1:3] == ["2.00", "0.400"] and rows["gradwire:onebit"][1:3] == ["0.10", "-"]
+
+
+def test_a_compressor_that_the_log_warns_of_is_not_predicted_for_this_optimizer() -> None:
+    assert caution_of("powersgd", "adamw") and caution_of("onebit", "adamw") and caution_of("dgc", "sgd")
+    assert not caution_of("powersgd", "sgd") and not caution_of("int4", "adamw") and not caution_of("own", "adamw")
+
+
+def test_where_no_link_can_be_made_slow_the_first_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[int | None] = []
+
+    def train_on(cluster: object, hooks: list[str], *, nic_bits_per_second: int | None = None, **_: object) -> object:
+        assert cluster is None
+        asked.append(nic_bits_per_second)
+        return [replace(a_result(hook, 0.5, None), node_nbytes_per_step=3e6) for hook in hooks]
+
+    monkeypatch.setattr("gradwire.bench.train.main_job.available", lambda: "the kernel has no veth devices")
+    monkeypatch.setattr("gradwire.bench.train.main_job.train_on", train_on)
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("No gain in seconds can be shown") and "no veth" in said.partition("\n\n")[0]
+    assert asked == [None, 50_000_000]  # 3 MB in 0.5 s
+    assert "faster" not in said and "lost" not in said and "speed-up" not in said
 
 
 def test_a_rate_that_makes_no_sense_is_an_error(
