@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.bootstrap.compat import BackendWork, PrefixStore, Store, nccl_backend_of
+from gradwire.comms.bootstrap.compat import BackendWork, PrefixStore, Store, nccl_backend_of, timeout_of
 from gradwire.comms.bootstrap.door import Directory, Door, addresses_of_this_host
 from gradwire.comms.bootstrap.failure import Board, FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
@@ -101,6 +101,7 @@ class Communicator:
     ) -> None:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
+        config = config.with_timeout_of(timeout_of(group, device))
         self.rank = rank
         self.size = size
         self.device = device
@@ -199,8 +200,20 @@ class Communicator:
             RuntimeError: A rank did not join within the time-out, or this torch has no NCCL.
         """
         if self.device.type == "cuda":
-            self._groups.connect(self.routes.groups(nbytes), self.routes.return_groups())
+            self._connect_nccl(nbytes)
         self._connected = True
+
+    def _connect_nccl(self, nbytes: int) -> None:
+        """Connects NCCL's groups; where that fails, the others hear of it."""
+        executor = self.executor
+        before, executor.activity = executor.activity, "connecting NCCL"
+        try:
+            self._groups.connect(self.routes.groups(nbytes), self.routes.return_groups())
+        except (PeerError, RuntimeError) as error:
+            executor.interrupt(error)
+            executor.raise_failure()
+        finally:
+            executor.activity = before
 
     def all_reduce(
         self, flat: Tensor, *, scale: float = 1.0, layout: Layout | None = None, flush: bool = False
@@ -469,4 +482,5 @@ def _nccl_groups(
         size=cluster.size,
         backend=None if group is None else nccl_backend_of(group, device),
         between_nodes=cluster.all_apart,
+        sums_in_switch=cluster.sums_in_switch,
     )

@@ -102,8 +102,9 @@ class Config:
     """HOST:PORT of the store of a running elastic job, which this process joins (own on every rank); None starts a job
     with the other ranks."""
 
-    timeout: timedelta = timedelta(minutes=5)
-    """A collective that takes longer fails on all ranks."""
+    timeout: timedelta = timedelta(0)
+    """A collective that takes longer fails on all ranks. 0 takes the time-out of the process group that the ranks are
+    in: torch's defaults are 10 minutes for NCCL and 30 for gloo."""
 
     hostname: str | None = None
     """Overrides this host's name in the placement (own on every rank): ranks with equal names share a node."""
@@ -178,8 +179,10 @@ class Config:
             raise ValueError(f"`join` is {self.join!r}; wanted HOST:PORT of the running job's store")
         if self.chunks < 0:
             raise ValueError(f"`chunks` is {self.chunks}; wanted 0 (the planner chooses) or a positive number")
-        if self.timeout <= timedelta(0):
-            raise ValueError(f"`timeout` is {self.timeout}; wanted a positive duration")
+        if self.timeout < timedelta(0):
+            raise ValueError(
+                f"`timeout` is {self.timeout}; wanted a positive duration, or 0 for that of the process group"
+            )
         if not 0 <= self.fusion_mb < float("inf"):
             raise ValueError(f"`fusion_mb` is {self.fusion_mb}; wanted a number of MiB >= 0")
         if self.straggler_every < 0:
@@ -291,6 +294,10 @@ class Config:
         except ValueError as error:
             raise ValueError(f"{error}".replace("`compressor`", f"`{AUTOMATIC}`")) from None
         return cls.from_env(compressor=name)
+
+    def with_timeout_of(self, group: timedelta) -> "Config":
+        """The same with a process group's time-out, where none is set."""
+        return self if self.timeout else dataclasses.replace(self, timeout=group)
 
     @property
     def fuses(self) -> bool:

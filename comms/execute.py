@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import cast
@@ -61,6 +61,9 @@ _PENDING = threading.Lock()
 
 CLOSING_SECONDS = 5.0
 """How long `close` waits for the launches under way: longer than a bucket takes."""
+
+LOOK_SECONDS = 0.001
+"""Between two looks at a collective, where somebody waits for it on the host."""
 
 CLOSING_LOOK_SECONDS = 0.02
 """Between two looks at whether the device has come to the end."""
@@ -341,6 +344,29 @@ class WaitingLaunch:
     seconds: float
 
 
+class IssuedWork:
+    """The end of a collective that was issued without an event, in the shape of an event.
+
+    Args:
+        work: Torch's.
+        given_up: Whether the communicator is being aborted. Then the work is not asked: it would wait for the abort,
+            and keep the GIL.
+    """
+
+    def __init__(self, work: BackendWork, given_up: Callable[[], bool]) -> None:
+        self._work = work
+        self._given_up = given_up
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+        return self._given_up() or self._work.is_completed()
+
+    def synchronize(self) -> None:
+        """Blocks the host until the device has passed it."""
+        while not self.query():
+            time.sleep(LOOK_SECONDS)
+
+
 @dataclass(slots=True, eq=False)
 class _HeldChunk:
     """On CUDA: a chunk whose all-gathers are issued behind the way up of the chunk that follows it."""
@@ -400,7 +426,7 @@ class Executor:
         ended: On a CPU takes the launches that end; None, and nothing is kept.
         recorder: Notes what happens when, while a trace or a profiler is on; None otherwise.
         checking: Whether the averages of compressed launches are looked at for what is not finite: see `extremes`.
-        last: On CUDA, an event behind everything that came before the last `release`; None before the first.
+        last: On CUDA, a moment behind everything that came before the last `release`; None before the first.
     """
 
     def __init__(
@@ -421,7 +447,7 @@ class Executor:
         self.ended: list[EndedLaunch] | None = None
         self.recorder: Recorder | None = None
         self.checking = False
-        self.last: torch.cuda.Event | None = None
+        self.last: torch.cuda.Event | IssuedWork | None = None
         self._name = name
         self._groups = groups
         self._rank = rank
@@ -433,6 +459,8 @@ class Executor:
         self._streams = streams
         self._clock = clock or HostClock()
         self.deadline = deadline
+        self.activity = "an all-reduce"
+        """What this rank is about, for errors: before the first launch the groups are connected."""
         self._held: _HeldChunk | None = None
         self._interrupted = False
         self._closed = False
@@ -548,8 +576,10 @@ class Executor:
             self.last = self._streams.mark(self._issued - 1)
             if self.deadline is not None:
                 self.deadline.watch(self.last.query)
-        if self._direct is not None and self.deadline is not None:
-            self.deadline.watch(self._direct.is_completed)
+        if self._direct is not None:
+            self.last = IssuedWork(self._direct, lambda: self._interrupted)
+            if self.deadline is not None:
+                self.deadline.watch(self.last.query)
         self._direct = None
         self._issued = 0  # the same bucket travels on the same stream in each step
 
@@ -648,7 +678,7 @@ class Executor:
 
     @property
     def _device_is_busy(self) -> bool:
-        direct = self._direct is not None and not self._direct.is_completed()
+        direct = self._direct is not None and not IssuedWork(self._direct, lambda: self._interrupted).query()
         return direct or (self.deadline is not None and self.deadline.is_under_way)
 
     def _submit(self, job: _ChunkJob) -> None:
@@ -969,14 +999,39 @@ class Executor:
         """On CUDA: gives up what is under way, and all that would come, because of an error here or elsewhere.
 
         NCCL's communicators are aborted, so that a device that waits for a lost rank goes on; what the gradients of
-        this step then hold is undefined. The next launch, or the end of the step, raises what happened. Any thread.
+        this step then hold is undefined, and `spoil` says so. The next launch, the end of the step, or the optimizer's
+        next step raises what happened. Any thread.
         """
         self._interrupted = True
         with self._diagnosing:
             if self._failure is None:
                 everybody = range(self._size)
-                self._failure = self._diagnose("an all-reduce", (0, 0), everybody, error)
+                if self._streams is not None:
+                    self._streams.verdict.give_up()  # before the device can go on
+                self._failure = self._diagnose(self.activity, (0, 0), everybody, error)
                 log.error("%s", self._failure)
+
+    def spoil(self, bucket: Bucket) -> None:
+        """On CUDA: has the device make one average NaN where gradwire gives up before the step's last bucket has ended.
+
+        The host may have issued the optimizer's step by then. Changes nothing otherwise; the current stream waits for
+        the bucket, as DDP has it do in any case.
+
+        Args:
+            bucket: The last one that was launched in this step: it ends behind all others.
+        """
+        if self._streams is not None and bucket.flat.is_floating_point() and bucket.flat.numel():
+            bucket.result().wait()
+            self._streams.verdict.apply_to(bucket.flat)
+
+    def raise_failure(self) -> None:
+        """On CUDA: raises what has failed, so far as that is known; costs nothing otherwise.
+
+        Raises:
+            CollectiveError: See `interrupt`.
+        """
+        if self._interrupted:
+            self._raise_failure()
 
     def _raise_failure(self) -> None:
         """Raises what has failed, or that the executor is closed."""

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from gradwire.comms.autotune.choose import LayerChooser
 from gradwire.comms.autotune.consensus import Consensus
@@ -37,6 +41,7 @@ from gradwire.comms.bootstrap.compat import (
     queue_end_of_backward,
     store_of,
     swap_process_group,
+    timeout_of,
     why_no_ddp_hook,
 )
 from gradwire.comms.bootstrap.placement import Presence
@@ -101,6 +106,9 @@ UNNAMED = (
 
 OnChange = Callable[[View, View], None]
 """Called with the ranks as they were and as they are; see `HookState`."""
+
+_on_cuda: "weakref.WeakSet[HookState]" = weakref.WeakSet()
+"""States on CUDA that are open: an optimizer asks them for failures before it steps."""
 
 _numbers: "dict[str, count[int]]" = {}
 """Process group -> numbers for the states that are made on it, in the same order on all ranks."""
@@ -556,6 +564,7 @@ class HookState:
 
     def close(self) -> None:
         """Ends the threads and releases shared memory; happens by itself when the state is collected or at exit."""
+        _on_cuda.discard(self)
         if self._connection is not None:
             self._connection.observer.close()
         if self._survivor is not None:
@@ -689,6 +698,7 @@ class HookState:
                 )
             group = self._group or dist.group.WORLD
             assert group is not None
+            self.config = self.config.with_timeout_of(timeout_of(group, device))
             if self.config.join is not None:
                 self._join(self.config.join, device)
             elif self.config.elastic:
@@ -696,6 +706,9 @@ class HookState:
             else:
                 self._connection = _Connection(_Peers.of(group, None), device, self.config, self.names)
             assert self._connection is not None
+            if device.type == "cuda":
+                _on_cuda.add(self)
+                _register()
             pending, self._pending = self._pending, None
             if pending is not None:
                 self._take_over(self._connection, pending)
@@ -993,9 +1006,12 @@ class HookState:
         # What asks all ranks is asked where all have made this step in one epoch, or none has.
         together = self._survivor is None or self._survivor.by_itself
         connection.observer.step_ended(self.steps, buckets, self.report, together=together)
+        if communicator.device.type == "cuda" and buckets:
+            communicator.executor.spoil(buckets[-1])
         if connection.tuning is not None:
             connection.tuning.step_ended([each.arrived for each in times if each.arrived is not None])
         self._tell_change()
+        communicator.executor.raise_failure()
 
     def _tell_change(self) -> None:
         """In elastic training: tells the user that other ranks have made this step than the one before."""
@@ -1053,6 +1069,19 @@ class _TakeIn:
 
 def _no_state() -> None:
     """Of a copied model."""
+
+
+@cache
+def _register() -> RemovableHandle:
+    """Once for the process: torch runs its hooks in a loop that does not allow one to remove itself."""
+    return register_optimizer_step_pre_hook(_refuse_step)
+
+
+def _refuse_step(optimizer: Optimizer, args: object, named: object) -> None:
+    """Before any optimizer's step: raises what has failed in the step whose averages it would take."""
+    for state in list(_on_cuda):
+        if state._connection is not None:
+            state._connection.communicator.executor.raise_failure()
 
 
 def is_timed(step: int) -> bool:

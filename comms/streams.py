@@ -6,6 +6,7 @@ was freed back to the stream that it was allocated on, so whatever is used on an
 `record_stream`. Source: torch's notes on CUDA semantics, "Memory management" and `torch.Tensor.record_stream`.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +14,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger("gradwire")
+
+COPY_SECONDS = 2.0
+"""For four bytes to the device, where nothing on its stream is before them."""
+
+COPY_LOOK_SECONDS = 0.001
 
 STREAMS = 2
 """One for the chunk between the nodes, one for the chunk inside them."""
@@ -102,8 +110,8 @@ class LateFlag:
         return bool(self._host)
 
 
-class SideStreams:
-    """Two streams of high priority beside the one that computes.
+class Verdict:
+    """A number on the device that averages are multiplied by: 1, and NaN once gradwire has given up.
 
     Args:
         device: A CUDA device.
@@ -111,6 +119,52 @@ class SideStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._factor = torch.ones(1, device=device)
+        self._bad = torch.full((1,), torch.nan, pin_memory=True)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._given_up = False
+        self.apply_to(torch.ones(1, device=device))  # loads the kernel, which beside a waiting collective may hang
+
+    def apply_to(self, flat: Tensor) -> None:
+        """Multiplies the first element on the current stream; the rest stays as it is.
+
+        Args:
+            flat: 1-D, floating-point, not empty; changed in place.
+        """
+        flat[:1].mul_(self._factor)
+
+    def give_up(self) -> None:
+        """Makes it NaN, before this returns, whatever the device waits for: a copy needs no multiprocessor. Any thread.
+
+        A device that does not take a copy within `COPY_SECONDS` is lost itself.
+        """
+        if self._given_up:
+            return
+        self._given_up = True
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._factor.copy_(self._bad, non_blocking=True)
+            copied = self._stream.record_event()
+        deadline = time.monotonic() + COPY_SECONDS
+        while not copied.query():
+            if time.monotonic() > deadline:
+                log.warning("%s takes no copy: what is under way on it may end as if nothing were wrong", self._device)
+                return
+            time.sleep(COPY_LOOK_SECONDS)
+
+
+class SideStreams:
+    """Two streams of high priority beside the one that computes.
+
+    Args:
+        device: A CUDA device.
+
+    Attributes:
+        verdict: What averages are multiplied by.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.verdict = Verdict(device)
         self._streams = [torch.cuda.Stream(device, HIGH_PRIORITY) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
 
     def begin(self, numbers: Iterable[int], tensors: Iterable[Tensor]) -> None:

@@ -230,6 +230,10 @@ class Cluster:
         """Whether no two of some ranks are on one node."""
         return len({self.unit(rank, 0) for rank in members}) == len(members)
 
+    def sums_in_switch(self, members: Sequence[int]) -> bool:
+        """Whether NVSwitches can sum for some ranks: inside the one node of all, or inside each of several."""
+        return self.fabric is not None and self.fabric.nvls and not self.all_apart(members)
+
     def crossing_level(self, source: int, target: int) -> int:
         """The highest level whose link a message between two ranks takes; 0 inside a node."""
         ours, theirs = self.locations[source], self.locations[target]

@@ -96,7 +96,10 @@ class PlannedAllReduce:
                 communicator.executor.read_times()
         self._sums += 1
         future = self._start(communicator, tensors, scale)
-        return FutureWork(future, communicator.executor.last if on_cuda else None)
+        if not on_cuda:
+            return FutureWork(future)
+        communicator.executor.release()  # a sum that went directly is watched from here on, too
+        return FutureWork(future, communicator.executor.last)
 
     def _start(self, communicator: Communicator, tensors: list[Tensor], scale: float) -> FutureTensors:
         views = [tensor.detach() for tensor in tensors]

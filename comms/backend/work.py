@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.comms.execute import IssuedWork
+
 FutureTensors = torch.futures.Future[list[Tensor]]
 
 
@@ -16,10 +18,10 @@ class FutureWork(dist.Work):
 
     Args:
         future: Done when the collective is; its value is the list of output tensors, as DDP's reducer expects.
-        passed: On CUDA, where the future is done as soon as all is issued: an event behind the collective.
+        passed: On CUDA, where the future is done as soon as all is issued: a moment behind the collective.
     """
 
-    def __init__(self, future: FutureTensors, passed: torch.cuda.Event | None = None) -> None:
+    def __init__(self, future: FutureTensors, passed: torch.cuda.Event | IssuedWork | None = None) -> None:
         super().__init__()
         self._future = future
         self._passed = passed
@@ -48,7 +50,7 @@ class FutureWork(dist.Work):
     def is_completed(self) -> bool:
         """Whether `wait` would return (or raise) at once; on CUDA whether the device has come to its end."""
         if self._passed is not None:
-            return bool(self._passed.query())  # type: ignore[no-untyped-call]
+            return bool(self._passed.query())
         return self._future.done()
 
     def wait_on_host(self) -> None:

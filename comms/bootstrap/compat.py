@@ -1,6 +1,7 @@
 """Every switch between torch versions, and every private name of torch that gradwire uses. Written for 2.11 to 2.15."""
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,6 +16,8 @@ from torch.autograd import profiler
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 from torch.nn.parallel import DistributedDataParallel
+
+log = logging.getLogger("gradwire")
 
 __all__ = [
     "AllgatherOptions",
@@ -65,6 +68,13 @@ class TorchGroup(Protocol):
 
     def abort(self) -> None:
         """Gives up what is under way, and the connections; may itself take as long as the group's time-out."""
+
+    def _set_default_timeout(self, timeout: timedelta, /) -> None:
+        """Sets the time-out of what is issued from now on."""
+
+    @property
+    def options(self) -> Any:
+        """What the group was made with; `_timeout` is a collective's time-out."""
 
     def eager_connect_single_device(self, device: torch.device, /) -> None:
         """Connects the ranks at once, not at their first collective; returns when all of them have joined."""
@@ -166,6 +176,29 @@ def make_nccl(
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
     return cast(TorchGroup, dist.ProcessGroupNCCL(store, rank, size, options))
+
+
+def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta:
+    """How long a process group's backend for a device gives a collective.
+
+    Torch's own default for that type of device where the backend does not say (MPI has no time-out), or without a
+    group.
+    """
+    backend: Any = group
+    try:
+        backend = None if group is None else group._get_backend(device)
+    except RuntimeError:  # none for this type of device: a backend written in Python is the group itself
+        log.debug("%s has no backend for %s: its own options count", group, device)
+    wrapper = getattr(torch._C._distributed_c10d, "_ProcessGroupWrapper", None)  # not in every build
+    if wrapper is not None and isinstance(backend, wrapper):
+        backend = backend.wrapped_pg
+    for holder in (backend, getattr(backend, "options", None), getattr(backend, "config", None)):
+        for name in ("_timeout", "timeout"):
+            found = getattr(holder, name, None)
+            if isinstance(found, timedelta) and found > timedelta(0):
+                return found
+    of_nccl = distributed_c10d.default_pg_nccl_timeout if device.type == "cuda" else None  # None without NCCL, too
+    return of_nccl or distributed_c10d.default_pg_timeout
 
 
 NCCL_NAMES = ("nccl", "nccl2")

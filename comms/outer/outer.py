@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradwire.comms.attach import attach, look_inside
-from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, PrefixStore, Store, store_of
+from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, PrefixStore, Store, store_of, timeout_of
 from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, normalize, pack, unpack
 from gradwire.comms.communicator import Communicator, Oversight
 from gradwire.comms.compression import Compression
@@ -226,6 +226,7 @@ class Outer:
         if not dist.is_initialized() or dist.group.WORLD is None:
             raise RuntimeError("torch.distributed is not initialised: call dist.init_process_group() first")
         world = dist.group.WORLD
+        config = config.with_timeout_of(timeout_of(world, local_of(trained[0][1]).device))
         number = next(_numbers.setdefault(COUNCIL, count()))
         store = PrefixStore(f"gradwire/{COUNCIL}{number}", store_of(world))
         council = Council(store, world.rank(), world.size(), config.timeout)

@@ -12,7 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.comms.backend.planned_collectives import PlannedCollectives
 from gradwire.comms.backend.process_group import GradwireGroup
-from gradwire.comms.bootstrap.compat import DEFAULT_SHARDED_COMMS, ShardedUnit, sharded_roots, sharded_units, store_of
+from gradwire.comms.bootstrap.compat import (
+    DEFAULT_SHARDED_COMMS,
+    ShardedUnit,
+    sharded_roots,
+    sharded_units,
+    store_of,
+    timeout_of,
+)
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
@@ -25,6 +32,7 @@ from gradwire.comms.sharded.state import FsdpState, shard_groups
 from gradwire.compressors.rules import rules_from, warn_of_idle
 
 _applied = count()
+CPU = torch.device("cpu")
 """Numbers of the calls of `apply`, in the same order on all ranks of a model."""
 
 _linked: "dict[str, count[int]]" = {}
@@ -102,6 +110,7 @@ def apply(
         f"replicas of {0 if replicas is None else replicas.size()} ranks, shards={shards!r}, weights={weights!r}, "
         f"seed={seed}, {_shapes(units, names)}"
     )
+    config = config.with_timeout_of(timeout_of(dist.group.WORLD, units[0].device if units else CPU))
     number = str(next(_applied))
     agree_on_grid(
         store_of(dist.group.WORLD),

@@ -143,7 +143,9 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         self._users: NcclTransport | None = None
         """On the user's own group, which a plan need not use, and the user does besides: aborted all the same."""
         if self._nccl.backend is not None:
-            self._users = nccl.borrow(self._nccl.backend, rank, self._nccl.size)
+            everybody = tuple(range(self._nccl.size))
+            in_switch = self._nccl.sums_in_switch(everybody)
+            self._users = nccl.borrow(self._nccl.backend, rank, self._nccl.size, sums_in_switch=in_switch)
         self._reason: str | None = None
         self._closed = False
 
@@ -177,7 +179,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
     def abort(self, reason: str) -> None:
         """Wakes the ranks that wait for this one in shared memory or in NCCL, and gives them the reason. Any thread.
 
-        NCCL's groups are aborted all at once, also one that is just connecting; this returns before they are gone.
+        NCCL's groups are aborted all at once, and this returns before they are gone. Who waits for one to connect gives
+        up waiting: NCCL itself goes on in a thread that is left behind.
         """
         self._reason = reason
         for group in [*self.values(), self._connecting, self._users]:
@@ -193,7 +196,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Releases shared memory and connections; none is made any more.
 
-        NCCL's groups are ended in the order in which they were made, which is that of all ranks.
+        NCCL's groups are ended in the order in which they were made, which is that of all ranks; each when all members
+        are through with it, unless something has failed.
 
         Args:
             seconds: For what is under way in them, in all.
@@ -202,15 +206,16 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         if self._reason is not None:  # or gloo's destructors would wait for what is under way
             self.disconnect()
         deadline = time.monotonic() + seconds
-        for (lane, _), group in list(self.items()):
+        for (lane, members), group in list(self.items()):
             if isinstance(group, ShmGroup):
                 group.close()
             elif isinstance(group, NcclTransport) and lane in (FIRST_LANE, RETURN_LANE):
-                group.close(max(0.0, deadline - time.monotonic()))
+                together = self._store.below(f"end/{self._name_of(lane, members)}") if self._reason is None else None
+                group.close(max(0.0, deadline - time.monotonic()), together)
         self.clear()
 
     def _make(self, lane: Lane, members: tuple[int, ...]) -> Transport:
-        name = f"{lane[0]}.{lane[1]}/{'-'.join(map(str, members))}"
+        name = self._name_of(lane, members)
         index, size = members.index(self._rank), len(members)
         if self._device.type == "cuda":
             return self._make_nccl(name, lane, members)
@@ -222,10 +227,12 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         threads = RETURN_THREADS if lane[1] < 0 else None
         return connect_gloo(store, index, size, self._timeout, self._alarm, self._interface, threads)
 
+    @staticmethod
+    def _name_of(lane: Lane, members: tuple[int, ...]) -> str:
+        return f"{lane[0]}.{lane[1]}/{'-'.join(map(str, members))}"
+
     def _make_nccl(self, name: str, lane: Lane, members: tuple[int, ...]) -> NcclTransport:
         """A connected NCCL transport. While it connects, `abort` reaches it already."""
-        if self._reason is not None:
-            raise PeerError(self._reason)
         index, size = members.index(self._rank), len(members)
         back = lane == RETURN_LANE
         if self._users is not None and members == tuple(range(self._nccl.size)) and not back:
@@ -240,10 +247,13 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
                 name=f"gradwire/{self._nccl.name}/{describe_ranks(members)}{'/back' if back else ''}",
                 global_ranks=[ranks[member] for member in members] if ranks else members,
                 max_ctas=INTER_NODE_CTAS if self._nccl.between_nodes(members) else None,
+                sums_in_switch=self._nccl.sums_in_switch(members),
             )
         self._connecting = made
         try:
-            made.connect(self._device)
+            if self._reason is not None:  # looked at behind the line above, so that an `abort` is not missed
+                raise PeerError(self._reason)
+            made.connect(self._device, self._timeout)
         except BaseException as error:
             made.abort(f"NCCL could not connect ranks {describe_ranks(members)}: {error}")  # ends torch's threads
             raise

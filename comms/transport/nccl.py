@@ -32,6 +32,8 @@ from gradwire.comms.bootstrap.compat import (
     makes_group_calls,
     premultiplied_sum,
 )
+from gradwire.comms.bootstrap.liveness import OverdueError
+from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import PeerError
 from gradwire.comms.transport.torch_group import Works
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
@@ -39,19 +41,30 @@ from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collec
 log = logging.getLogger("gradwire")
 
 CLOSE_SECONDS = 5.0
-"""How long `close` waits for what is under way, and for torch to end a group: far longer than a bucket takes, and than
-ranks that leave a step together are apart."""
+"""How long `close` waits for what is under way, and for the other ranks to be through: far longer than a bucket takes,
+and than ranks that leave a step together are apart."""
 
-SHUTDOWN_SECONDS = 1.0
-"""How long torch gets at least to end a group in which nothing is under way: a few milliseconds on an idle machine."""
+ABORT_SECONDS = 1.0
+"""How long NCCL gets at least to let go of a group in which nothing is under way: milliseconds on an idle machine."""
+
+MEETING_SECONDS = 0.02
+"""Between two looks at whether the other ranks are through, in `close`."""
 
 POLL_SECONDS = 0.002
-"""Between two looks at what is under way, in `close` alone."""
+"""Between two looks at whether a group has connected, and at what is under way in `close`."""
+
+WATCHDOG_MARGIN = timedelta(hours=1)
+"""How much later torch's watchdog may end this process than gradwire gives a collective up: it counts from the issue,
+gradwire from the end of the step, and once it has begun to end the process nothing stops it. It is left as a last
+resort, for a process in which Python has stopped."""
 
 INTER_NODE_CTAS = 8
 """Thread blocks, at most, of a collective between nodes. One keeps an SM to itself, and two drive a NIC of 12 to 24
 GB/s (NCCL's authors, github.com/NVIDIA/nccl issues 438 and 689): four for 400 Gbit/s, eight for 800. Eight are 6 % of
 the 132 SMs of an H100; NCCL's own limit is 32 or 64. It takes fewer where fewer do, and a user's NCCL_MAX_CTAS wins."""
+
+NODE_CTAS = 32
+"""Thread blocks that a collective takes, at most, where nobody limits it: what NCCL's own limit is up to Hopper."""
 
 NARROW = (torch.float16, torch.bfloat16)
 
@@ -59,7 +72,7 @@ Call = Callable[[], BackendWork]
 """Issues one collective."""
 
 
-def _unlimited(members: tuple[int, ...]) -> bool:
+def _never(members: tuple[int, ...]) -> bool:
     return False
 
 
@@ -74,13 +87,37 @@ class NcclGroups:
         backend: The NCCL backend of the process group that the communicator was made for: it serves the set of all
             ranks, so that NCCL is not connected twice; None connects a group for that set, too.
         between_nodes: Whether every member of a set of ranks is on a node of its own.
+        sums_in_switch: Whether a switch can sum for a set of ranks, or for those of each node in it (NVLS).
     """
 
     name: str = "default"
     global_ranks: tuple[int, ...] = ()
     size: int = 0
     backend: TorchGroup | None = None
-    between_nodes: Callable[[tuple[int, ...]], bool] = _unlimited
+    between_nodes: Callable[[tuple[int, ...]], bool] = _never
+    sums_in_switch: Callable[[tuple[int, ...]], bool] = _never
+
+
+class Turns:
+    """Has the collectives of several communicators of one device run one after the other, in the order of issue.
+
+    Two communicators wait for each other for ever where one GPU runs the one's kernel first, another GPU the other's,
+    and neither has room for both. The order of issue is the same on all ranks. Every collective waits on its stream for
+    the last one of another communicator; the host waits for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[NcclTransport, Sequence[BackendWork]] | None = None
+
+    def wait_for_others(self, transport: "NcclTransport") -> None:
+        """Puts the current stream behind what another communicator has issued last."""
+        if self._last is not None and self._last[0] is not transport:
+            for work in self._last[1]:
+                work.wait()
+
+    def took(self, transport: "NcclTransport", works: Sequence[BackendWork]) -> None:
+        """Notes what has been issued last."""
+        self._last = transport, works
 
 
 class NcclTransport:
@@ -95,16 +132,30 @@ class NcclTransport:
         size: Number of ranks.
         owned: Whether `close` ends the group; a user's own group is left to the user, but for a failure.
         group_calls: Whether coalescing on `group` makes one group call; else calls are issued one after the other.
+        sums_in_switch: Whether NCCL can have a switch sum for these ranks, which it does for the plain sum alone.
+        ctas: Thread blocks that a collective may take, as far as that is known.
     """
 
     def __init__(
-        self, group: TorchGroup, rank: int, size: int, *, owned: bool = True, group_calls: bool = True
+        self,
+        group: TorchGroup,
+        rank: int,
+        size: int,
+        *,
+        owned: bool = True,
+        group_calls: bool = True,
+        sums_in_switch: bool = False,
+        ctas: int = NODE_CTAS,
     ) -> None:
         self.rank = rank
         self.size = size
+        self.ctas = ctas
+        self.turns: Turns | None = None
+        """Set where what the communicators of this device issue is to run one after the other."""
         self._group = group
         self._owned = owned
         self._group_calls = group_calls
+        self._sums_in_switch = sums_in_switch
         # Torch's works hold their outputs, so those of the last collective live until the next one is issued, or the
         # group is closed: at most one collective's tensors. Only these works tell, without a wait of the host, whether
         # the GPU is through (`is_done`), and a later look that let go of them would race the thread that issues.
@@ -113,15 +164,43 @@ class NcclTransport:
         self._aborting: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def connect(self, device: torch.device) -> None:
+    def connect(self, device: torch.device, timeout: timedelta) -> None:
         """Connects the ranks at once, not at the first collective; returns when all of them have joined.
+
+        NCCL connects in one call, which returns when all ranks have come and cannot be ended from outside: torch's
+        `abort` reaches only communicators that are connected. So a thread makes that call, and is left behind where
+        this rank gives up.
 
         Args:
             device: This rank's device, with its index.
+            timeout: For all ranks to join.
 
         Raises:
-            RuntimeError: A rank did not join.
+            PeerError: A rank did not join in time, or `abort` was called meanwhile.
+            RuntimeError: NCCL could not connect.
         """
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                with torch.cuda.device(device):
+                    self._connect(device)
+            except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+                failed.append(error)
+
+        connecting = threading.Thread(target=run, name="gradwire NCCL connect", daemon=True)
+        connecting.start()
+        deadline = time.monotonic() + timeout.total_seconds()
+        while connecting.is_alive():
+            self._check()
+            if time.monotonic() > deadline:
+                raise OverdueError(f"{self.size} ranks have not connected within {timeout.total_seconds():g} s")
+            time.sleep(POLL_SECONDS)
+        self._check()
+        if failed:
+            raise failed[0]
+
+    def _connect(self, device: torch.device) -> None:
         if self._owned:
             self._group.eager_connect_single_device(device)
             return
@@ -228,44 +307,51 @@ class NcclTransport:
             self._aborting.start()
 
     def is_done(self) -> bool:
-        """Whether everything issued so far has ended on the GPU, well or not."""
-        return all(work.is_completed() for work in self._last)  # one communicator runs them in order
+        """Whether everything issued so far has ended on the GPU, well or not.
 
-    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        False once the communicator is given up: torch answers under a lock that the abort holds, and keeps the GIL.
+        """
+        return self._aborting is None and all(work.is_completed() for work in self._last)  # they run in order
+
+    def close(self, seconds: float = CLOSE_SECONDS, meeting: PollingStore | None = None) -> None:
         """Ends torch's threads and the connections, unless the group is the user's own; never hangs.
 
-        Where everything issued is done, or is within `seconds`, the group is shut down; else it is aborted, as it is
-        where the others do not take part in shutting it down: NCCL waits for the ranks of a node to do so together.
+        Every rank waits until all that it has issued is done, and until the others say so of theirs; then each lets go
+        of the communicator by itself, with `abort`. torch's `shutdown` is never called: in it NCCL waits for the other
+        ranks, and torch holds a lock meanwhile that `abort` needs.
 
         Args:
-            seconds: For what is under way, and again for the shut-down, which gets `SHUTDOWN_SECONDS` at least.
+            seconds: For what is under way, and for the other ranks, together.
+            meeting: A store of the members, where they say that they are through; None does not wait for them.
         """
         if self._owned and self._aborting is None:
-            self._shut_down(seconds)
+            deadline = time.monotonic() + seconds
+            while not (through := self.is_done()) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+            if not through:
+                self.abort(f"gradwire was closed on this rank while collectives of {self.size} ranks were under way")
+            else:
+                if meeting is not None:
+                    self._meet(meeting, deadline)
+                self.abort("gradwire is closed on this rank")
         if self._aborting is not None:
-            self._aborting.join(seconds)
+            self._aborting.join(max(seconds, ABORT_SECONDS))
             if self._aborting.is_alive():
                 log.warning("NCCL has not given a group of %d ranks up within %g s: left behind", self.size, seconds)
         self._last = ()
 
-    def _shut_down(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not self.is_done():
-            if time.monotonic() > deadline:
-                self.abort(f"gradwire was closed on this rank while collectives of {self.size} ranks were under way")
-                return
-            time.sleep(POLL_SECONDS)
-        ending = threading.Thread(target=self._end, name="gradwire NCCL shutdown", daemon=True)
-        ending.start()
-        ending.join(max(seconds, SHUTDOWN_SECONDS))
-        if ending.is_alive():
-            self.abort(f"gradwire was closed on this rank, and others of {self.size} ranks did not follow")
-
-    def _end(self) -> None:
+    def _meet(self, store: PollingStore, deadline: float) -> None:
+        """Returns when all members are through with the communicator, or `deadline` has come."""
         try:
-            self._group.shutdown()
-        except RuntimeError as error:
-            log.warning("NCCL could not end a group of %d ranks: %s", self.size, error)
+            if store.add("through", 1) == self.size:
+                store.set("all", "")
+            while not store.check(["all"]):
+                if time.monotonic() > deadline:
+                    log.debug("not all of %d ranks are through with a group: left without them", self.size)
+                    return
+                time.sleep(MEETING_SECONDS)
+        except RuntimeError as error:  # who serves the store has left, and was the last to do so
+            log.debug("the store cannot say whether %d ranks are through: %s", self.size, error)
 
     def _abort(self) -> None:
         try:
@@ -278,10 +364,10 @@ class NcclTransport:
             raise PeerError(self._reason)
 
     def _operation(self, tensor: Tensor, scale: float) -> dist.ReduceOp:
-        """What to sum with; where NCCL cannot multiply as it sums, `tensor` has been multiplied."""
+        """What to sum with; where NCCL cannot multiply as it sums, or no switch would sum, `tensor` is multiplied."""
         if scale == 1.0:
             return cast(dist.ReduceOp, dist.ReduceOp.SUM)
-        if not multiplies_exactly(tensor.dtype, scale):
+        if self._sums_in_switch or not multiplies_exactly(tensor.dtype, scale):
             tensor.mul_(scale)
             return cast(dist.ReduceOp, dist.ReduceOp.SUM)
         if scale == 1.0 / self.size:
@@ -337,12 +423,27 @@ class NcclTransport:
 
     def _issue(self, calls: Sequence[Call]) -> Work:
         """Issues collectives, several as one group call where the group makes them."""
-        if len(calls) > 1 and self._group_calls:
-            works: Sequence[BackendWork] = [self._group_call(calls)]
-        else:
-            works = [call() for call in calls]
+        if self.turns is not None:
+            self.turns.wait_for_others(self)
+        own_timeout = None if self._owned else self._watched_later()
+        try:
+            if len(calls) > 1 and self._group_calls:
+                works: Sequence[BackendWork] = [self._group_call(calls)]
+            else:
+                works = [call() for call in calls]
+        finally:
+            if own_timeout is not None:
+                self._group._set_default_timeout(own_timeout)
         self._last = works or self._last
+        if self.turns is not None:
+            self.turns.took(self, self._last)
         return cast(Work, works[0]) if len(works) == 1 else Works(cast(Sequence[Work], works))
+
+    def _watched_later(self) -> timedelta:
+        """Has torch's watchdog leave what is issued next to gradwire; returns the time-out that the user has set."""
+        own: timedelta = self._group.options._timeout
+        self._group._set_default_timeout(own + WATCHDOG_MARGIN)
+        return own
 
     def _group_call(self, calls: Sequence[Call]) -> BackendWork:
         """One group call of NCCL. The works of the calls inside stand for nothing; that of the whole does.
@@ -381,6 +482,7 @@ def connect(
     name: str = "gradwire",
     global_ranks: Sequence[int] = (),
     max_ctas: int | None = None,
+    sums_in_switch: bool = False,
 ) -> NcclTransport:
     """A transport for `size` ranks, each with one CUDA device; it connects in `NcclTransport.connect`.
 
@@ -390,10 +492,11 @@ def connect(
             for the heartbeat thread to end may hold.
         rank: This rank's index in the group.
         size: Number of ranks.
-        timeout: For the connection and for every collective.
+        timeout: After which gradwire gives a collective up; torch's watchdog, `WATCHDOG_MARGIN` later.
         name: What the flight recorder and logs call the group.
         global_ranks: The members' ranks in the default group.
         max_ctas: Thread blocks, at most, that a collective may take; None leaves it to NCCL.
+        sums_in_switch: See `NcclTransport`.
 
     Raises:
         RuntimeError: This torch has no NCCL.
@@ -403,13 +506,23 @@ def connect(
             "`transport` is nccl, but this torch was built without NCCL: install a CUDA build of torch, "
             "or keep the model on the CPU"
         )
-    made = make_nccl(store, rank, size, timeout, name=name, global_ranks=global_ranks or range(size), max_ctas=max_ctas)
-    return NcclTransport(made, rank, size)
+    made = make_nccl(
+        store,
+        rank,
+        size,
+        timeout + WATCHDOG_MARGIN,
+        name=name,
+        global_ranks=global_ranks or range(size),
+        max_ctas=max_ctas,
+    )
+    return NcclTransport(made, rank, size, sums_in_switch=sums_in_switch, ctas=max_ctas or NODE_CTAS)
 
 
-def borrow(backend: TorchGroup, rank: int, size: int) -> NcclTransport:
+def borrow(backend: TorchGroup, rank: int, size: int, *, sums_in_switch: bool = False) -> NcclTransport:
     """A transport on a user's own NCCL backend, which stays the user's."""
-    return NcclTransport(backend, rank, size, owned=False, group_calls=makes_group_calls(backend))
+    return NcclTransport(
+        backend, rank, size, owned=False, group_calls=makes_group_calls(backend), sums_in_switch=sums_in_switch
+    )
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:

@@ -398,7 +398,8 @@ class FakeNccl:
 
     def _set_sequence_number_for_group(self) -> None: ...
 
-    def _set_default_timeout(self, timeout: timedelta) -> None: ...
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.options._timeout = timeout
 
     def _connect(self, index: int) -> tuple[Clique, FakeStream]:
         if self._clique is None or self._stream is None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -65,12 +66,15 @@ class FakeNccl:
 
     Attributes:
         launches: For each launch the collectives in it: (name, root or None, elements, dtype, operation).
+        timeouts: The group's time-out at each launch.
     """
 
     def __init__(self, world: FakeNcclWorld, rank: int) -> None:
         self.launches: list[list[Note]] = []
         self.aborts = self.shutdowns = self.connects = 0
         self.holds = False
+        self.options = SimpleNamespace(_timeout=timedelta(minutes=10))
+        self.timeouts: list[timedelta] = []
         self.fails: str | None = None
         self._world = world
         self._rank = rank
@@ -140,6 +144,9 @@ class FakeNccl:
         self.connects += 1
         self._world.barrier.wait()
 
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.options._timeout = timeout
+
     def abort(self) -> None:
         self.aborts += 1
         self._world.barrier.abort()
@@ -188,6 +195,7 @@ class FakeNccl:
                     given.append(copies)
                 self._run(note[0], note[1], tensors, given, operation)
         self.launches.append([note for note, _, _ in calls])
+        self.timeouts.append(self.options._timeout)
         return FakeWork((True,) if self.holds else ())
 
     def _run(

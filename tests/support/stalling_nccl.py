@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -67,7 +68,7 @@ class StallingNccl:
         self._store, self._size = store, size
         self._calls = 0
         self._collected: list[Tensor] | None = None
-        self.options = options
+        self.options: Any = options or FakeNcclOptions()
         self.aborted = threading.Event()
         self.shutdowns = 0
         self.made.append(self)
@@ -76,6 +77,9 @@ class StallingNccl:
         return "nccl"
 
     def _set_sequence_number_for_group(self) -> None: ...
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.options._timeout = timeout
 
     def have_all_come(self, what: str) -> bool:
         """Whether all members have counted themselves; a device does not hear of a store that is gone."""
