@@ -340,6 +340,21 @@ def gloo_interfaces() -> tuple[str, ...]:
     return tuple(name for name in os.environ.get(GLOO_INTERFACES, "").split(",") if name)
 
 
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+"""NCCL's variable: 1 has the kernels of all communicators of a GPU start in the order in which they were issued."""
+
+
+def launch_order() -> bool | None:
+    """Whether NCCL is to keep the order of issue across communicators; None where nobody has said."""
+    text = os.environ.get(LAUNCH_ORDER)
+    return None if text is None else text.strip() not in ("", "0")
+
+
+def set_launch_order() -> None:
+    """Has NCCL keep the order of issue across communicators: in this process, if it has run no collective yet."""
+    os.environ[LAUNCH_ORDER] = "1"
+
+
 def local_rank() -> int | None:
     """LOCAL_RANK as torchrun sets it; None where nothing set it, or no number."""
     text = os.environ.get("LOCAL_RANK")

@@ -221,6 +221,20 @@ def nccl_backend_of(group: dist.ProcessGroup, device: torch.device) -> TorchGrou
     return cast(TorchGroup, backend)
 
 
+def nccl_has_run() -> bool:
+    """Whether a communicator of NCCL is there already in a registered group: NCCL has read its variables then."""
+    for group in list(distributed_c10d._world.pg_map):
+        backend = nccl_backend_of(group, torch.device("cuda"))
+        if backend is not None and getattr(backend, "_is_initialized", lambda: True)():
+            return True
+    return False
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Of the NCCL that torch calls; empty in a torch without it."""
+    return tuple(torch.cuda.nccl.version()) if dist.is_nccl_available() and hasattr(torch._C, "_nccl_version") else ()
+
+
 def makes_group_calls(backend: TorchGroup) -> bool:
     """Whether coalescing on this NCCL backend makes one group call of several collectives.
 

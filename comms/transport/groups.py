@@ -18,6 +18,7 @@ from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
 from gradwire.comms.transport import mpi, nccl
+from gradwire.comms.transport.launch_order import devices
 from gradwire.comms.transport.nccl import CLOSE_SECONDS, INTER_NODE_CTAS, NcclGroups, NcclTransport, describe_ranks
 from gradwire.comms.transport.shm import ShmGroup
 from gradwire.comms.transport.torch_group import Alarm, GlooTransport, connect_gloo
@@ -171,10 +172,16 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         Raises:
             RuntimeError: A rank did not join.
         """
-        for lane, lane_sets in ((FIRST_LANE, sets), (RETURN_LANE, back)):
-            for members in lane_sets:
-                if self._rank in members:
-                    self[lane, members]
+        own = [
+            (lane, members)
+            for lane, lane_sets in ((FIRST_LANE, sets), (RETURN_LANE, back))
+            for members in lane_sets
+            if self._rank in members
+        ]
+        if self._device.type == "cuda":
+            devices.prepare(several=len(set(own)) > 1)
+        for key in own:
+            self[key]
 
     def abort(self, reason: str) -> None:
         """Wakes the ranks that wait for this one in shared memory or in NCCL, and gives them the reason. Any thread.
@@ -212,6 +219,7 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             elif isinstance(group, NcclTransport) and lane in (FIRST_LANE, RETURN_LANE):
                 together = self._store.below(f"end/{self._name_of(lane, members)}") if self._reason is None else None
                 group.close(max(0.0, deadline - time.monotonic()), together)
+                devices.leave(group)
         self.clear()
 
     def _make(self, lane: Lane, members: tuple[int, ...]) -> Transport:
@@ -259,4 +267,5 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
             raise
         finally:
             self._connecting = None
+        devices.join(made, self._device)
         return made

@@ -35,6 +35,7 @@ from gradwire.comms.bootstrap.compat import (
 from gradwire.comms.bootstrap.liveness import OverdueError
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import PeerError
+from gradwire.comms.transport.launch_order import Turns
 from gradwire.comms.transport.torch_group import Works
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
 
@@ -98,28 +99,6 @@ class NcclGroups:
     sums_in_switch: Callable[[tuple[int, ...]], bool] = _never
 
 
-class Turns:
-    """Has the collectives of several communicators of one device run one after the other, in the order of issue.
-
-    Two communicators wait for each other for ever where one GPU runs the one's kernel first, another GPU the other's,
-    and neither has room for both. The order of issue is the same on all ranks. Every collective waits on its stream for
-    the last one of another communicator; the host waits for nothing.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[NcclTransport, Sequence[BackendWork]] | None = None
-
-    def wait_for_others(self, transport: "NcclTransport") -> None:
-        """Puts the current stream behind what another communicator has issued last."""
-        if self._last is not None and self._last[0] is not transport:
-            for work in self._last[1]:
-                work.wait()
-
-    def took(self, transport: "NcclTransport", works: Sequence[BackendWork]) -> None:
-        """Notes what has been issued last."""
-        self._last = transport, works
-
-
 class NcclTransport:
     """The collectives of `Transport` on one NCCL communicator.
 
@@ -164,6 +143,11 @@ class NcclTransport:
         self._aborting: threading.Thread | None = None
         self._lock = threading.Lock()
 
+    @property
+    def communicator(self) -> object:
+        """Torch's group."""
+        return self._group
+
     def connect(self, device: torch.device, timeout: timedelta) -> None:
         """Connects the ranks at once, not at the first collective; returns when all of them have joined.
 
@@ -183,8 +167,7 @@ class NcclTransport:
 
         def run() -> None:
             try:
-                with torch.cuda.device(device):
-                    self._connect(device)
+                self._connect(device)
             except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
                 failed.append(error)
 
@@ -424,7 +407,7 @@ class NcclTransport:
     def _issue(self, calls: Sequence[Call]) -> Work:
         """Issues collectives, several as one group call where the group makes them."""
         if self.turns is not None:
-            self.turns.wait_for_others(self)
+            self.turns.wait_for_others(self._group)
         own_timeout = None if self._owned else self._watched_later()
         try:
             if len(calls) > 1 and self._group_calls:
@@ -436,7 +419,7 @@ class NcclTransport:
                 self._group._set_default_timeout(own_timeout)
         self._last = works or self._last
         if self.turns is not None:
-            self.turns.took(self, self._last)
+            self.turns.took(self._group, self._last)
         return cast(Work, works[0]) if len(works) == 1 else Works(cast(Sequence[Work], works))
 
     def _watched_later(self) -> timedelta:

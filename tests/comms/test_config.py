@@ -58,7 +58,7 @@ FIELDS = [entry.name for entry in dataclasses.fields(Config)]
         ({"transport": "smoke"}, "`transport` is 'smoke'"),
         ({"fusion": "some"}, "`fusion` is 'some'; wanted one of fixed, auto, delayed"),
         ({"chunks": -1}, "`chunks` is -1"),
-        ({"timeout": timedelta(0)}, "`timeout` is 0:00:00"),
+        ({"timeout": timedelta(seconds=-1)}, "`timeout` is -1 day, 23:59:59"),
         ({"location": ("a", "b", "c")}, "`location` is"),
         ({"nic_bytes_per_second": 0.0}, "`nic_bytes_per_second` is 0"),
         ({"straggler_every": -1}, "`straggler_every` is -1; wanted a number of steps, or 0 for never"),

@@ -97,7 +97,7 @@ def test_owners_by_their_links(compressor: str, monkeypatch: pytest.MonkeyPatch)
     """
     warmup = int(OPTIONS[compressor].get("warmup_steps", 0))
     shapes, steps, chunks = {"weight": (384, 512)}, ((("weight",),),) * (warmup + 2), 3
-    connect, shutdown = FakeNccl._connect, FakeNccl.shutdown
+    connect, abort = FakeNccl._connect, FakeNccl.abort
     made: list[str] = []
     ended: list[str] = []
     stepping: set[int] = set()
@@ -110,10 +110,10 @@ def test_owners_by_their_links(compressor: str, monkeypatch: pytest.MonkeyPatch)
 
     def ending(group: FakeNccl) -> None:
         ended.append(group.options.group_name)
-        shutdown(group)
+        abort(group)
 
     monkeypatch.setattr(FakeNccl, "_connect", connecting)
-    monkeypatch.setattr(FakeNccl, "shutdown", ending)
+    monkeypatch.setattr(FakeNccl, "abort", ending)
     settings: dict[str, Any] = {"plan": "hierarchical", "chunks": chunks, "compressor": compressor}
     settings["compressor_options"] = options = OPTIONS[compressor]
     main = make_routed(compressor, options)

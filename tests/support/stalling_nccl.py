@@ -59,10 +59,12 @@ class StallingNccl:
         aborted: Set by `abort`.
         shutdowns: Calls of `shutdown`.
         made: Every group of this process.
+        over: The context of `stalling_cuda` has ended: nobody comes any more.
     """
 
     Options = FakeNcclOptions
     made: ClassVar[list[Any]] = []
+    over: ClassVar[threading.Event] = threading.Event()
 
     def __init__(self, store: Store, rank: int, size: int, options: object = None) -> None:
         self._store, self._size = store, size
@@ -89,10 +91,11 @@ class StallingNccl:
             return False
 
     def eager_connect_single_device(self, device: object = None) -> None:
+        """As ncclCommInitRankConfig: returns when all have come, and `abort` does not reach it."""
         self._store.add("connected", 1)
         while not self.have_all_come("connected"):
-            if self.aborted.is_set():
-                raise RuntimeError("NCCL communicator was aborted")
+            if self.over.is_set():
+                raise RuntimeError("the test is over")
             time.sleep(LOOK_SECONDS)
 
     def allreduce(self, tensors: list[Tensor], options: object = None) -> StallingWork | None:
@@ -225,7 +228,11 @@ def stalling_cuda(size: int) -> Iterator[None]:
             stack.enter_context(patch.object(module, "ProcessGroupNCCL", StallingNccl))
         _issued.clear()
         StallingNccl.made.clear()
-        yield
+        StallingNccl.over.clear()
+        try:
+            yield
+        finally:
+            StallingNccl.over.set()
 
 
 class Training(Job):

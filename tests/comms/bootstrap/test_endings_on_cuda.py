@@ -14,13 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_cuda.drive import OPTIONS, FakeBucket, Model, gradient, group_options, in_backward, make_state
+from fake_cuda.drive import OPTIONS, FakeBucket, Job, Model, gradient, group_options, in_backward, make_state
 from gradwire.comms import execute, hook
-from gradwire.comms.backend.planned import PlannedAllReduce
+from gradwire.comms.backend.planned import STEPS_IN_A_ROW, PlannedAllReduce
 from gradwire.comms.bootstrap import failure, liveness
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failure import CollectiveError
 from gradwire.comms.config import Config
+from gradwire.comms.execute import Bucket
+from gradwire.comms.transport.groups import Groups
 from support.stalling_nccl import StallingNccl, Training, UsersGroup, stalling_cuda
 from support.threads import run_ranks
 
@@ -117,7 +119,9 @@ def test_steps_go_on_and_nobody_is_missed(
     with caplog.at_level(logging.WARNING, "gradwire"):
         on_ranks("aab", body, plan=plan)
     assert not caplog.records
-    assert not any(each.aborted.is_set() for each in StallingNccl.made)
+    own = [each for each in StallingNccl.made if each.options.group_name.startswith("gradwire")]
+    assert all(each.aborted.is_set() == (each in own) for each in StallingNccl.made)
+    assert bool(own) == (plan == "hierarchical")
 
 
 def test_several_communicators_and_new_ones_on_the_same_store(caplog: pytest.LogCaptureFixture) -> None:
@@ -225,6 +229,116 @@ def test_the_backend_names_a_lost_rank() -> None:
         for error in run_ranks(3, run)[:2]:
             assert isinstance(error, CollectiveError)
             assert "a test ends this rank" in str(error)
+
+
+def test_a_rank_that_is_lost_while_nccl_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's init returns when all have come, and nothing ends it: the others give it up."""
+    connect = Groups.connect
+
+    def leave(groups: Groups, *sets: Any) -> None:
+        if groups._rank == 2:
+            raise ZeroDivisionError("a bug of the user's")
+        connect(groups, *sets)
+
+    monkeypatch.setattr(Groups, "connect", leave)
+    store, began = HashStore(), time.monotonic()
+
+    def run(number: int) -> Exception | None:
+        try:
+            Rank(store, number, "aab", plan="hierarchical").state.close()
+        except (RuntimeError, ZeroDivisionError) as error:
+            return error
+        return None
+
+    with stalling_cuda(3):
+        errors = run_ranks(3, run)
+    assert time.monotonic() - began < 2 * SECONDS
+    for error in errors[:2]:
+        assert isinstance(error, CollectiveError)
+        assert error.missing == (2,)
+        assert "connecting NCCL failed" in str(error)
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(0, 7200), (20, 20)])
+def test_the_time_out_is_the_users_groups(given: int, wanted: int) -> None:
+    """Adding the hook ends no job that goes on without it; torch's watchdog ends none that gradwire has given up."""
+    store = HashStore()
+
+    def run(number: int) -> tuple[float, list[float]]:
+        torch.cuda.set_device(number)
+        group = UsersGroup(store, number, 2, f"patient {number}, {given}")
+        group.nccl.options._timeout = timedelta(hours=2)
+        model = Model(group, torch.device("cuda", number), SHAPES)  # type: ignore[arg-type]
+        state = make_state(group, model, "ab"[number], timeout=timedelta(seconds=given), plan="hierarchical")  # type: ignore[arg-type]
+        Training(state, model, torch.device("cuda", number), number).step(BUCKETS, gradient(number, 0, SHAPES))
+        deadline = state._connection.communicator.executor.deadline
+        assert state.config.timeout == timedelta(seconds=deadline._seconds)
+        own = [each.options._timeout for each in StallingNccl.made if each.options.group_name.startswith("gradwire")]
+        state.close()
+        assert group.nccl.options._timeout == timedelta(hours=2)
+        return deadline._seconds, [each.total_seconds() for each in own]
+
+    with stalling_cuda(2):
+        for seconds, own in run_ranks(2, run):
+            assert seconds == wanted
+            assert all(each >= wanted + 3600 for each in own)
+
+
+def test_no_optimizer_steps_on_what_was_not_averaged() -> None:
+    """The host has run ahead of the device: what is lost shows after the backward pass, and before the next one."""
+    issued = threading.Event()
+
+    def body(rank: Rank) -> Any:
+        assert rank.error() is None
+        executor = rank.state._connection.communicator.executor
+        if rank.rank == 1:
+            assert issued.wait(60)
+            rank.state._connection.communicator.abort("the user has had enough")
+            return None
+        Job.step(rank.training, BUCKETS, gradient(rank.rank, 1, SHAPES))  # without a wait for the device
+        issued.set()
+        until(lambda: executor._failure is not None)
+        weight = torch.nn.Parameter(torch.ones(3))
+        weight.grad = torch.ones(3)
+        with pytest.raises(CollectiveError, match="the user has had enough"):
+            torch.optim.SGD([weight], lr=1.0).step()
+        assert weight.eq(1).all()
+        flat = torch.ones(8, device=rank.device)
+        executor.spoil(Bucket.of(flat))
+        assert flat.cpu().isnan().tolist() == [True] + [False] * 7
+        rank.state.close()
+        torch.optim.SGD([weight], lr=1.0).step()
+        assert weight.eq(0).all()
+        return True
+
+    assert on_ranks("ab", body, plan="hierarchical")[0]
+
+
+def test_a_planned_sum_that_goes_directly_is_done_when_the_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, late = HashStore(), threading.Event()
+
+    def run(rank: int) -> None:
+        torch.cuda.set_device(rank)
+        config = Config(hostname="aa"[rank], plan="flat", timeout=timedelta(seconds=SECONDS))
+        planned = PlannedAllReduce(group_options(store, rank, 2, "direct"), config)
+        tensor = torch.ones(500, device=torch.device("cuda", rank))
+        for _ in range(STEPS_IN_A_ROW):  # timed: they go by the side streams
+            planned.all_reduce([tensor], 1.0).wait()
+        torch.cuda.synchronize()
+        executor = planned._communicators["cuda"].executor
+        if rank == 1:
+            assert late.wait(60)
+        work = planned.all_reduce([tensor], 1.0)
+        if rank == 0:
+            assert not work.is_completed()
+            assert executor.is_under_way, "or nobody would notice that the other rank does not come"
+            late.set()
+        until(work.is_completed)
+        work.wait_on_host()
+        planned.close()
+
+    with stalling_cuda(2):
+        run_ranks(2, run)
 
 
 def test_a_capture_is_refused_and_the_next_step_goes_on() -> None:

@@ -54,6 +54,15 @@ def test_no_plan_is_slower_than_nccls_best(name: str, gbit: float | None) -> Non
             check_choice(cluster, nbytes)
 
 
+@pytest.mark.parametrize("name", MACHINES)
+def test_what_is_priced_in_the_switch_is_issued_as_the_plain_sum(name: str) -> None:
+    """NVLS sums nothing else: with AVG or PreMulSum NCCL would take the ring or the tree that the price is below."""
+    for nodes in (1, 2, 3, 4, 8):
+        cluster = cluster_of(name, nodes)
+        priced = {NVLS, NVLS_TREE} & nccl_model(cluster).flat(25 << 20).keys()
+        assert bool(priced) == cluster.sums_in_switch(range(cluster.size))
+
+
 links = st.floats(1e8, 1e12)
 fabrics = st.builds(
     GpuFabric,

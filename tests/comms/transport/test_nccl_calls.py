@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count, pairwise
 
@@ -21,7 +22,7 @@ from gradwire.comms.errors import PeerError
 from gradwire.comms.execute import issue_together
 from gradwire.comms.plan.routes import Routes
 from gradwire.comms.plan.schedule import ALIGN_NUMEL, equal_partition
-from gradwire.comms.transport import nccl
+from gradwire.comms.transport import launch_order, nccl
 from gradwire.comms.transport.groups import Groups
 from gradwire.comms.transport.nccl import (
     INTER_NODE_CTAS,
@@ -34,7 +35,7 @@ from gradwire.comms.transport.nccl import (
 from gradwire.comms.transport.torch_group import Done
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, even_bounds
 from gradwire.compressors.registry import make
-from gradwire.topology.cluster import Cluster, Level, Link, two_level_cluster, uniform_cluster
+from gradwire.topology.cluster import Cluster, GpuFabric, Level, Link, two_level_cluster, uniform_cluster
 from support.nccl import FakeNccl, FakeNcclWorld, NoAllocation
 from support.threads import run_ranks
 
@@ -271,7 +272,8 @@ def test_a_group_call_that_fails_is_ended_and_gives_the_communicator_up() -> Non
     assert backend.shutdowns == 0
 
 
-def test_close_shuts_down_what_is_done_and_aborts_what_is_not() -> None:
+def test_close_never_calls_torchs_shutdown() -> None:
+    """In it NCCL waits for the other ranks under a lock that `abort` needs, too: nothing would end it."""
     first, second = (FakeNcclWorld(1).backends()[0] for _ in range(2))
     done, under_way = NcclTransport(first, 0, 1), NcclTransport(second, 0, 1)
     second.holds = True
@@ -281,19 +283,138 @@ def test_close_shuts_down_what_is_done_and_aborts_what_is_not() -> None:
     assert not under_way.is_done()
     done.close(0.0)
     under_way.close(0.0)
-    until(lambda: second.aborts == 1)
-    assert (first.shutdowns, first.aborts) == (1, 0)
-    assert second.shutdowns == 0
+    until(lambda: first.aborts == second.aborts == 1)
+    assert first.shutdowns == second.shutdowns == 0
 
 
-def test_close_leaves_a_shutdown_that_hangs_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_lets_go_before_all_are_through() -> None:
+    """A rank's memory is read by the others' kernels until theirs have ended."""
+    store, backends = HashStore(), FakeNcclWorld(2).backends()
+    first, second = (NcclTransport(backend, rank, 2) for rank, backend in enumerate(backends))
+    meeting = PollingStore(store, timedelta(seconds=5))
+    leaving = threading.Thread(target=first.close, args=(30.0, meeting))
+    leaving.start()
+    until(lambda: store.check(["through"]))
+    time.sleep(3 * nccl.MEETING_SECONDS)
+    assert backends[0].aborts == 0
+    second.close(30.0, meeting)
+    leaving.join(20)
+    assert backends[0].aborts == backends[1].aborts == 1
+
+
+def test_who_never_comes_to_the_end_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+    (backend,) = FakeNcclWorld(1).backends()
+    NcclTransport(backend, 0, 2).close(0.1, PollingStore(HashStore(), timedelta(seconds=5)))
+    assert backend.aborts == 1
+    assert not caplog.records
+
+
+def test_a_work_is_not_asked_while_its_communicator_is_given_up() -> None:
+    """torch answers under a lock that the abort holds, and keeps the GIL: everything would stand still."""
     (backend,) = FakeNcclWorld(1).backends()
     released = threading.Event()
-    monkeypatch.setattr(backend, "shutdown", released.wait)
-    monkeypatch.setattr(nccl, "SHUTDOWN_SECONDS", 0.0)
-    NcclTransport(backend, 0, 1).close(0.0)
-    until(lambda: backend.aborts == 1)
+    transport = NcclTransport(backend, 0, 1)
+    asked: list[bool] = []
+    backend.abort = released.wait  # type: ignore[method-assign]
+    work = transport.all_reduce(torch.zeros(4))
+    work.is_completed = lambda: asked.append(True)  # type: ignore[attr-defined]
+    transport.abort("a rank is lost")
+    assert not transport.is_done()
+    transport.close(0.0)
     released.set()
+    assert not asked
+
+
+class NeverConnects(FakeNccl):
+    """NCCL's init as it is: one call, which returns when all have come, and which nothing ends."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeNcclWorld(2), 0)
+        self.came = threading.Event()
+        self.released = threading.Event()
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.came.set()
+        self.released.wait(60)
+
+
+def test_who_connects_can_be_given_up() -> None:
+    backend = NeverConnects()
+    transport = NcclTransport(backend, 0, 2)
+    failure: list[BaseException] = []
+
+    def connect() -> None:
+        try:
+            transport.connect(DEVICE, timedelta(seconds=60))
+        except PeerError as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    assert backend.came.wait(20)
+    transport.abort("rank 1 is lost")
+    thread.join(20)
+    backend.released.set()
+    assert "rank 1 is lost" in str(failure[0])
+
+
+def test_who_connects_gives_up_after_the_time_out() -> None:
+    backend = NeverConnects()
+    with pytest.raises(PeerError, match=r"2 ranks have not connected within 0\.1 s"):
+        NcclTransport(backend, 0, 2).connect(DEVICE, timedelta(seconds=0.1))
+    backend.released.set()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_where_a_switch_sums_it_is_given_the_plain_sum(dtype: torch.dtype) -> None:
+    """In-network reduction takes no other one: with AVG or PreMulSum NCCL would fall back to ring or tree."""
+    size = 4
+    backends = FakeNcclWorld(size).backends()
+
+    def body(rank: int) -> None:
+        transport = NcclTransport(backends[rank], rank, size, sums_in_switch=True)
+        for scale in (1.0, 1.0 / size, 0.5, 1.0 / 3):
+            given = inputs(size, 64, dtype)
+            flat = given[rank].clone()
+            transport.all_reduce(flat, scale).wait()
+            assert_sums(flat, total(given, scale))
+            flat = given[rank].clone()
+            transport.reduce_scatter(flat, even_bounds(64, size), scale).wait()
+            own = slice(16 * rank, 16 * (rank + 1))
+            assert_sums(flat[own], total(given, scale)[own])
+            assert {note[4] for launch in backends[rank].launches for note in launch} == {"SUM"}
+
+    run_ranks(size, body)
+
+
+def test_which_groups_a_switch_sums_for() -> None:
+    fabric = GpuFabric(
+        compute_capability=90,
+        nvlink=True,
+        nvls=True,
+        ll128=True,
+        amd_cpu=False,
+        network="infiniband",
+        network_seconds=0.0,
+    )
+    for name, wanted in {"2x4": (True, True, False), "1x4": (True, True, True), "4x1": (False, False, False)}.items():
+        cluster = CLUSTERS[name]
+        everybody = tuple(range(cluster.size))
+        groups = everybody, everybody[:2], everybody[:: cluster.size // 2]
+        assert not any(map(cluster.sums_in_switch, groups)), "without NVLS AVG costs nothing"
+        assert tuple(map(replace(cluster, fabric=fabric).sums_in_switch, groups)) == wanted
+
+
+def test_torchs_watchdog_leaves_a_users_group_to_gradwire() -> None:
+    """It counts from the issue, gradwire from the end of the step; and it ends the process."""
+    (backend,) = FakeNcclWorld(1).backends()
+    nccl.borrow(backend, 0, 1).all_reduce(torch.zeros(4))
+    assert backend.timeouts == [timedelta(minutes=10) + nccl.WATCHDOG_MARGIN]
+    assert backend.options._timeout == timedelta(minutes=10)
+    backend.fails = "allreduce"
+    with pytest.raises(RuntimeError, match="allreduce failed"):
+        nccl.borrow(backend, 0, 1).all_reduce(torch.zeros(4))
+    assert backend.options._timeout == timedelta(minutes=10)
 
 
 def test_a_users_group_is_never_shut_down_but_aborted_on_failure() -> None:
@@ -316,6 +437,7 @@ class Maker:
         self.worlds: dict[str, FakeNcclWorld] = {}
         self.made: list[tuple[str, tuple[int, ...], int | None]] = []
         self.backends: list[FakeNccl] = []
+        self.timeouts: list[timedelta] = []
         self._lock = threading.Lock()
 
     def __call__(
@@ -334,6 +456,7 @@ class Maker:
             assert world.size == size
             self.made.append((name, tuple(global_ranks), max_ctas))
             self.backends.append(FakeNccl(world, rank))
+            self.timeouts.append(timeout)
             return self.backends[-1]
 
 
@@ -342,19 +465,22 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Maker]:
     made = Maker()
     monkeypatch.setattr(nccl, "make_nccl", made)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(launch_order, "multiprocessors", lambda device: 10_000)
     monkeypatch.setattr(nccl, "makes_group_calls", lambda backend: True)
     yield made
 
 
-def groups_of(rank: int, cluster: Cluster, shared: NcclGroups | None = None) -> Groups:
-    second = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=20)
+
+
+def groups_of(rank: int, cluster: Cluster, store: HashStore, shared: NcclGroups | None = None) -> Groups:
     return Groups(
-        PollingStore(HashStore(), second),
+        PollingStore(store, TIMEOUT),
         rank,
         DEVICE,
         cluster.share_a_node,
         "auto",
-        second,
+        TIMEOUT,
         lambda: None,
         nccl_groups=shared or NcclGroups(name="hook0", size=cluster.size, between_nodes=cluster.all_apart),
     )
@@ -370,11 +496,12 @@ def test_what_buckets_need_is_connected_before_the_first(
     cluster = CLUSTERS[layout]
     config = Config(plan=plan, chunks=2)
     made = make(compressor) if compressor else None
+    store = HashStore()
 
     def body(rank: int) -> None:
         routes = Routes(cluster, rank, "cuda", config, made)
         routes.settle(25 << 20)
-        groups = groups_of(rank, cluster)
+        groups = groups_of(rank, cluster, store)
         groups.connect(routes.groups(25 << 20))
         before = set(groups)
         for numel in (1, 100, 5000, 3_000_001):
@@ -388,7 +515,8 @@ def test_what_buckets_need_is_connected_before_the_first(
     for name, ranks, max_ctas in maker.made:
         assert name == f"gradwire/hook0/{describe_ranks(ranks)}"
         assert max_ctas == (INTER_NODE_CTAS if cluster.all_apart(ranks) else None)
-    assert all(backend.shutdowns == backend.connects == 1 for backend in maker.backends)
+    assert all(backend.aborts == backend.connects == 1 for backend in maker.backends)
+    assert all(timeout == TIMEOUT + nccl.WATCHDOG_MARGIN for timeout in maker.timeouts), "or torch ends the process"
 
 
 class NoStreams:
@@ -416,12 +544,12 @@ def test_a_communicator_connects_its_groups_once(maker: Maker, monkeypatch: pyte
     between = [name for name in limits if limits[name] == INTER_NODE_CTAS]
     assert len(limits) == 2 + len(between)
     assert between
-    assert len(maker.made) == sum(backend.shutdowns for backend in maker.backends)
+    assert len(maker.made) == sum(backend.aborts for backend in maker.backends)
 
 
 def test_the_users_own_group_serves_all_ranks(maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = CLUSTERS["2x4"]
-    users = FakeNcclWorld(8).backends()
+    users, store = FakeNcclWorld(8).backends(), HashStore()
     monkeypatch.setattr(torch, "zeros", lambda numel, device: torch.ones(numel))
 
     def body(rank: int) -> None:
@@ -432,7 +560,7 @@ def test_the_users_own_group_serves_all_ranks(maker: Maker, monkeypatch: pytest.
             backend=users[rank],
             between_nodes=cluster.all_apart,
         )
-        groups = groups_of(rank, cluster, shared)
+        groups = groups_of(rank, cluster, store, shared)
         groups.connect([tuple(range(8)), (0, 1, 2, 3), (4, 5, 6, 7), (0, 4), (3, 7)])
         assert users[rank].connects == 0, "a second communicator would be made"
         groups.close()
@@ -449,7 +577,7 @@ def test_the_users_own_group_serves_all_ranks(maker: Maker, monkeypatch: pytest.
 
 
 def test_abort_reaches_every_group_also_one_that_connects(maker: Maker) -> None:
-    groups = groups_of(0, CLUSTERS["2x4"])
+    groups = groups_of(0, CLUSTERS["2x4"], HashStore())
     groups.connect([(0,)])
     failure: list[BaseException] = []
 
@@ -464,7 +592,7 @@ def test_abort_reaches_every_group_also_one_that_connects(maker: Maker) -> None:
     until(lambda: len(maker.backends) == 2 and maker.backends[1].connects == 1)
     groups.abort("rank 4 is lost")
     thread.join(20)
-    assert isinstance(failure[0], threading.BrokenBarrierError)
+    assert isinstance(failure[0], PeerError)
     until(lambda: all(backend.aborts == 1 for backend in maker.backends))
     with pytest.raises(PeerError, match="rank 4 is lost"):
         groups[(0, 0), (0, 1)]

@@ -1,0 +1,128 @@
+"""Several communicators of NCCL on one GPU: in which order their kernels start.
+
+Two communicators can wait for each other for ever: one GPU runs the one's kernel first, another the other's, and
+neither has room for both. gradwire issues on all of them from one thread, in an order that is the same on all ranks,
+but each communicator has a stream of its own, and a GPU need not keep that order across streams. So one of three things
+has to be so:
+
+- NCCL keeps the order: with NCCL_LAUNCH_ORDER_IMPLICIT=1, from NCCL 2.26 on. It reads the variable once in a process,
+  before its first collective.
+- There is room for all kernels: each takes a known number of thread blocks, and each block at most one multiprocessor.
+- They run one after the other, by events: `Turns`.
+
+Source: NCCL's user guide, "Using multiple NCCL communicators concurrently".
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import WeakSet
+
+import torch
+
+from gradwire.comms.bootstrap.compat import BackendWork, nccl_has_run, nccl_version
+from gradwire.comms.config import LAUNCH_ORDER, launch_order, set_launch_order
+
+log = logging.getLogger("gradwire")
+
+KEPT_FROM = (2, 26)
+"""The first NCCL that knows the variable."""
+
+
+class Issuer(Protocol):
+    """A transport on a communicator."""
+
+    ctas: int
+    turns: "Turns | None"
+
+    @property
+    def communicator(self) -> object:
+        """What stands for the communicator: transports of one are counted once."""
+
+
+class Turns:
+    """Has the collectives of several communicators of one device run one after the other, in the order of issue.
+
+    A collective waits on its stream for the last one of another communicator; the host waits for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[object, Sequence[BackendWork]] | None = None
+
+    def wait_for_others(self, communicator: object) -> None:
+        """Puts the current stream behind what another communicator has issued last."""
+        if self._last is not None and self._last[0] is not communicator:
+            for work in self._last[1]:
+                work.wait()
+
+    def took(self, communicator: object, works: Sequence[BackendWork]) -> None:
+        """Notes what has been issued last."""
+        self._last = communicator, works
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class Devices:
+    """The communicators that gradwire issues on, by device, in this process."""
+
+    def __init__(self) -> None:
+        self._issuers: dict[int, WeakSet[Issuer]] = {}
+        self._turns: dict[int, Turns] = {}
+        self._kept: bool | None = None
+
+    def prepare(self, several: bool) -> None:
+        """Before the first communicator of a state is made: has NCCL keep the order, where it will still read that.
+
+        Args:
+            several: Whether more than one is going to be in flight on one device.
+        """
+        if self._kept is None and several:
+            known = nccl_version() >= KEPT_FROM
+            if known and launch_order() is None and not nccl_has_run():
+                set_launch_order()
+            self._kept = known and launch_order() is True
+
+    def join(self, issuer: Issuer, device: torch.device) -> None:
+        """Counts a communicator in. From where there is no room for all of them, they take turns.
+
+        Args:
+            issuer: On the communicator.
+            device: A CUDA device, with its index.
+        """
+        issuers = self._issuers.setdefault(device.index, WeakSet())
+        issuers.add(issuer)
+        ctas = {id(each.communicator): each.ctas for each in issuers}
+        if self._kept or len(ctas) < 2:
+            return
+        room = multiprocessors(device)
+        if sum(ctas.values()) <= room:
+            return
+        turns = self._turns.get(device.index)
+        if turns is None:
+            turns = self._turns[device.index] = Turns()
+            log.warning(
+                "%s has %d multiprocessors, too few for what %d communicators of NCCL may take at once: their "
+                "collectives run one after the other. With %s=1 in the environment of the whole job NCCL keeps them in "
+                "order itself, and they overlap",
+                device,
+                room,
+                len(ctas),
+                LAUNCH_ORDER,
+            )
+        for each in issuers:
+            each.turns = turns
+
+    def leave(self, issuer: Issuer) -> None:
+        """A communicator is closed."""
+        issuer.turns = None
+        for index, issuers in self._issuers.items():
+            issuers.discard(issuer)
+            if not issuers:
+                self._turns.pop(index, None)
+
+
+devices = Devices()
+"""Of this process."""

@@ -1,0 +1,134 @@
+"""Law: what several communicators of one GPU issue starts in one order on all ranks, by NCCL, by room or by events."""
+
+import logging
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire.comms.config import LAUNCH_ORDER, launch_order
+from gradwire.comms.transport import launch_order as module
+from gradwire.comms.transport.launch_order import KEPT_FROM, Devices
+from gradwire.comms.transport.nccl import INTER_NODE_CTAS, NODE_CTAS, NcclTransport
+from support.nccl import FakeNccl, FakeNcclWorld, FakeWork
+
+DEVICE = torch.device("cuda", 0)
+
+
+@dataclass
+class Waited(FakeWork):
+    """Notes who makes a stream wait for it."""
+
+    name: str = ""
+    log: list[str] = field(default_factory=list)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self.log.append(f"wait for {self.name}")
+        return True
+
+
+class Logged(FakeNccl):
+    """Notes what is issued."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        super().__init__(FakeNcclWorld(1), 0)
+        self._name, self._log = name, log
+
+    def _launch(self, calls: Any) -> FakeWork:
+        self._log.append(self._name)
+        return Waited((), self._name, self._log)
+
+
+def transports(log: list[str]) -> tuple[NcclTransport, NcclTransport]:
+    return NcclTransport(Logged("node", log), 0, 1), NcclTransport(Logged("between", log), 0, 1, ctas=INTER_NODE_CTAS)
+
+
+def issue(node: NcclTransport, between: NcclTransport) -> None:
+    for each in (node, node, between, node):
+        each.all_reduce(torch.zeros(4))
+
+
+def test_they_take_turns_where_there_is_no_room_for_both(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "multiprocessors", lambda device: NODE_CTAS + INTER_NODE_CTAS - 1)
+    log: list[str] = []
+    node, between = transports(log)
+    devices = Devices()
+    with caplog.at_level(logging.WARNING, "gradwire"):
+        for each in (node, between, node):
+            devices.join(each, DEVICE)
+    (record,) = caplog.records
+    assert f"With {LAUNCH_ORDER}=1" in record.getMessage()
+    issue(node, between)
+    assert log == ["node", "node", "wait for node", "between", "wait for between", "node"]
+    devices.leave(node)
+    devices.leave(between)
+    assert node.turns is between.turns is None
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_they_overlap_where_there_is_room_or_nccl_keeps_the_order(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "multiprocessors", lambda device: NODE_CTAS + INTER_NODE_CTAS if room else 1)
+    if not room:
+        monkeypatch.setenv(LAUNCH_ORDER, "1")
+        monkeypatch.setattr(module, "nccl_version", lambda: KEPT_FROM)
+    log: list[str] = []
+    node, between = transports(log)
+    devices = Devices()
+    devices.prepare(several=True)
+    for each in (node, between):
+        devices.join(each, DEVICE)
+    issue(node, between)
+    assert log == ["node", "node", "between", "node"]
+
+
+def test_transports_of_one_communicator_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "multiprocessors", lambda device: NODE_CTAS)
+    backend, devices = FakeNcclWorld(1).backends()[0], Devices()
+    for _ in range(3):
+        devices.join(NcclTransport(backend, 0, 1, owned=False), DEVICE)
+    assert not devices._turns
+
+
+@pytest.mark.parametrize(
+    ("given", "version", "has_run", "several", "kept", "left"),
+    [
+        pytest.param(None, (2, 29, 7), False, True, True, True, id="set in time"),
+        pytest.param(None, (2, 29, 7), True, True, False, None, id="too late"),
+        pytest.param(None, (2, 25, 1), False, True, False, None, id="too old"),
+        pytest.param("1", (2, 25, 1), False, True, False, True, id="too old to know it"),
+        pytest.param("0", (2, 29, 7), False, True, False, False, id="the user wants none"),
+        pytest.param("1", (2, 29, 7), True, True, True, True, id="the user has set it"),
+        pytest.param(None, (2, 29, 7), False, False, None, None, id="one communicator"),
+    ],
+)
+def test_nccl_is_asked_to_keep_the_order(
+    given: str | None,
+    version: tuple[int, ...],
+    has_run: bool,
+    several: bool,
+    kept: bool | None,
+    left: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(LAUNCH_ORDER, given or "")
+    if given is None:
+        monkeypatch.delenv(LAUNCH_ORDER)
+    monkeypatch.setattr(module, "nccl_version", lambda: version)
+    monkeypatch.setattr(module, "nccl_has_run", lambda: has_run)
+    devices = Devices()
+    devices.prepare(several=several)
+    assert devices._kept is kept
+    assert launch_order() is left
+    monkeypatch.delenv(LAUNCH_ORDER, raising=False)
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_a_torch_without_nccl_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LAUNCH_ORDER, raising=False)
+    Devices().prepare(several=True)
+    assert launch_order() is None
