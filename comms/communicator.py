@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import BackendWork, PrefixStore, Store, nccl_backend_of, timeout_of
-from gradwire.comms.bootstrap.door import Directory, Door, addresses_of_this_host
+from gradwire.comms.bootstrap.door import Directory, Door, Place
 from gradwire.comms.bootstrap.failure import Board, FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
 from gradwire.comms.bootstrap.nics import describe_nics, interface_of
@@ -141,7 +142,7 @@ class Communicator:
             board = oversight.board
         elif board is None:
             assert door is not None
-            doors = {each.rank: (each.port, each.addresses) for each in presences if each.port}
+            doors = {each.rank: Place(each.port, each.addresses, each.kernel) for each in presences if each.port}
             node = next(node for node in cluster.nodes if rank in node)
             directory = Directory(presences.start, rank, doors, node, door)
             board = FailureBoard(store, rank, size, directory=directory)
@@ -179,7 +180,7 @@ class Communicator:
 
     def _presence(self, door: Door, store_host: str | None) -> Presence:
         own = Presence.here(self.rank, self.size, self.config, self.device)
-        return replace(own, port=door.port, addresses=addresses_of_this_host(store_host))
+        return replace(own, port=door.port, addresses=tuple(own_addresses(store_host)))
 
     @property
     def cluster(self) -> Cluster:

@@ -44,18 +44,20 @@ from gradwire.comms.bootstrap.compat import (
     timeout_of,
     why_no_ddp_hook,
 )
-from gradwire.comms.bootstrap.placement import Presence
+from gradwire.comms.bootstrap.nics import interface_of
+from gradwire.comms.bootstrap.placement import Presence, cluster_of
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.checkpoint import JOB, NAMED, Checkpoint, gather, normalize, pack, unpack
 from gradwire.comms.communicator import Communicator, Oversight
 from gradwire.comms.compression import Compression, LossScaler
 from gradwire.comms.config import Config
 from gradwire.comms.elastic.group import ElasticGroup
-from gradwire.comms.elastic.joining import Requests, ask, find_job, job_key, packed, unprefixed
+from gradwire.comms.elastic.introductions import packed, presences
+from gradwire.comms.elastic.joining import Newcomer, Requests, ask, described, find_job, job_key, unprefixed
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.step import Kept, agree
 from gradwire.comms.elastic.survive import Change, EpochBoard, Survivor, first_oversight, oversight
-from gradwire.comms.elastic.transfer import Carried, StateTransfer, load_module, rehearse
+from gradwire.comms.elastic.transfer import Carried, Handed, StateTransfer, check_state, load_module, rehearse
 from gradwire.comms.execute import Bucket, FutureTensor, Launch
 from gradwire.comms.fusion import Fusion, FusionPlan
 from gradwire.comms.names import ParameterNames
@@ -82,6 +84,9 @@ GRADIENT_NBYTES = 4
 TIMED_FROM, TIMED_UNTIL, TIMED_EVERY, STEPS_IN_A_ROW = 3, 23, 100, 3
 """Steps whose events `report()` and `advise()` go by on CUDA, where events cost host time: 20 of the first ones, then 3
 in a hundred. Their uncompressed buckets travel beside the stream that computes even where one all-reduce is all."""
+
+MOST_ATTEMPTS = 5
+"""Of a process to join a running job: each costs the others a change of the ranks, and the end of it another one."""
 
 NOTE_EVERY = 20
 """Steps, in elastic training: so often each rank leaves word of how much its compressor holds back. It reads its
@@ -567,6 +572,8 @@ class HookState:
         _on_cuda.discard(self)
         if self._connection is not None:
             self._connection.observer.close()
+        if self._requests is not None:
+            self._requests.close()
         if self._survivor is not None:
             self._survivor.close()
         elif self._connection is not None:
@@ -728,10 +735,35 @@ class HookState:
         assert isinstance(first.board, EpochBoard)
         first.board.membership = membership
         if self._carries:
-            self._requests = Requests(PrefixStore(prefix, outside), self.config.timeout, self._shared(device))
+            self._requests = self._open_door(PrefixStore(prefix, outside), device)
             if view.rank == 0:
                 outside.set(job_key(name), prefix)
         self._survive(membership, communicator, joins=False)
+
+    def _open_door(self, store: Store, device: torch.device) -> Requests:
+        """For those that want to join."""
+        made = Requests(store, self.config.timeout, self._shared(device), described(self._bound().module))
+        weakref.finalize(self, made.close)
+        return made
+
+    def _bound(self) -> DistributedDataParallel:
+        model = self._model() if self._model else None
+        assert model is not None
+        return model
+
+    def _check_newcomer(self, newcomer: Newcomer) -> None:
+        """Whether the ranks could go on with one more process; before anybody but rank 0 has heard of it.
+
+        Raises:
+            ValueError: They could not.
+        """
+        assert self._survivor is not None
+        _, name, said = newcomer
+        membership = self._survivor.membership
+        known = presences([*membership.view.members, name], {**membership.said, name: said})
+        cluster_of(known, self.config)
+        interface_of(known, 0, self.config)
+        check_state(self._own_state)
 
     def _shared(self, device: torch.device) -> dict[str, str]:
         """What a process that joins must have in common with the others."""
@@ -744,11 +776,11 @@ class HookState:
             raise ValueError("`join` is set and `carries` is empty; wanted the optimizer in it, as in the running job")
         name = _Peers.name_in(self._group or dist.group.WORLD)
         store = find_job(address, name, self.config.timeout)
-        self._requests = Requests(store, self.config.timeout, self._shared(device))
-        presence = packed(Presence.here(0, 1, self.config, device))
+        self._requests = self._open_door(store, device)
+        presence, own = packed(Presence.here(0, 1, self.config, device)), described(self._bound().module)
         rehearse()
-        while self._survivor is None:
-            view, said = ask(store, self._shared(device), self.config.timeout, presence)
+        for attempt in range(MOST_ATTEMPTS):
+            view, said = ask(store, self._shared(device), self.config.timeout, presence, own)
             membership = Membership(store, view, self.config.timeout, said)
             try:
                 overseen = oversight(view, membership, self.config.timeout)
@@ -756,10 +788,15 @@ class HookState:
                 self._connection = _Connection(peers, device, self.config, self.names, joined=True)
                 self._survive(membership, self._connection.communicator, joins=True)
                 self._exchange_state(view.joined)
-            except (RuntimeError, OSError) as error:
-                log.warning("could not join, and asks again: %s", error)
+                return
+            except BaseException as error:
                 membership.close(orderly=False)
+                if self._connection is not None:
+                    self._connection.communicator.close()
                 self._survivor = self._connection = None
+                if not isinstance(error, RuntimeError | OSError) or attempt == MOST_ATTEMPTS - 1:
+                    raise
+                log.warning("could not join, and asks again: %s", error)
 
     def _survive(self, membership: Membership, communicator: Communicator, *, joins: bool) -> None:
         this = weakref.ref(self)
@@ -874,7 +911,8 @@ class HookState:
         kept.wait()
         communicator.rejoin()
         looks = self._requests is not None and communicator.rank == 0
-        listed = torch.tensor([self._requests.look() if looks and self._requests else 0], device=communicator.device)
+        found = self._requests.look(self._check_newcomer) if looks and self._requests else 0
+        listed = torch.tensor([found], device=communicator.device)
         return survivor.wait(communicator.all_reduce(listed))
 
     def take_in(self) -> None:
@@ -894,23 +932,27 @@ class HookState:
         survivor, model = self._survivor, self._model() if self._model else None
         assert survivor is not None and model is not None
         joins = survivor.view.members[survivor.view.rank] in names
-        found: dict[str, Any] = {}
+        handed: list[Handed] = []
 
         def attempt() -> Tensor:
-            found.clear()
+            handed.clear()
             if set(names) & set(survivor.view.members):
-                found.update(StateTransfer(survivor.communicator, survivor.wait).run(self._own_state, wanted=joins))
+                transfer = StateTransfer(survivor.communicator, survivor.wait)
+                handed.append(transfer.run(self._own_state, self._last_rows, wanted=joins))
             return survivor.wait(survivor.communicator.all_reduce(torch.zeros_like(like)))
 
         like = torch.zeros(1, dtype=torch.int64, device=survivor.communicator.device)
         survivor.complete(attempt, like)
-        if not found:
+        if not handed:
             return
-        self._next_rows = torch.tensor(found["rows"], dtype=torch.int64).view(-1, COLUMNS) if found["rows"] else None
-        if joins:
-            self._take_state(model, found)
-        else:
+        found = handed[0]
+        self._next_rows = torch.tensor(found.shared, dtype=torch.int64).view(-1, COLUMNS) if found.shared else None
+        if not joins:
             swap_process_group(model, model.process_group)
+        elif found.state is None:
+            raise ValueError(f"the running job cannot take this process in: {found.refused}")
+        else:
+            self._take_state(model, found.state)
 
     def _own_state(self) -> dict[str, object]:
         """What a process that joins has to know."""
@@ -919,7 +961,6 @@ class HookState:
         assert model is not None
         return {
             "steps": self.steps,
-            "rows": self._last_rows,
             "model": model.module.state_dict(),
             "carried": [each.state_dict() for each in self._carries],
             "compression": {} if compression is None else compression.progress(),
@@ -932,8 +973,14 @@ class HookState:
                 f"`carries` has {len(self._carries)} entries here and {len(found['carried'])} in the running job; "
                 "wanted the same objects in the same order"
             )
-        for each, state in zip(self._carries, found["carried"], strict=True):
-            each.load_state_dict(state)
+        for number, (each, state) in enumerate(zip(self._carries, found["carried"], strict=True)):
+            try:
+                each.load_state_dict(state)
+            except Exception as error:
+                raise ValueError(
+                    f"`carries` has a {type(each).__name__} as number {number} here, which does not take the state "
+                    f"that the running job has there: {error}"
+                ) from error
         self.steps = found["steps"]
         compression = self._connected("elastic training").compression
         if compression is not None:

@@ -40,6 +40,7 @@ import torch.distributed as dist
 
 from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.bootstrap.compat import Store, TCPStore, make_gloo
+from gradwire.comms.bootstrap.door import Place
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.bootstrap.hardware import Hardware
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
@@ -491,7 +492,7 @@ def table(size: int) -> Table:
     unpacking = time.process_time() - began
     tracemalloc.start()
     found = Presences.unpack(said.start, packed)
-    doors = {each.rank: (each.port, each.addresses) for each in found}
+    doors = {each.rank: Place(each.port, each.addresses, each.kernel) for each in found}
     cluster = cluster_of(found, Config())
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

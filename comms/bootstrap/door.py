@@ -1,7 +1,7 @@
 """How ranks hear of each other without the store: each process listens at a port of its own.
 
-Where the store is gone nobody can say who is missing. The kernel can: it refuses a connection to the port of a process
-that has ended, however it ended, and a process that is stopped, or cut off, does not answer.
+Where the store is gone nobody can say who is missing. The kernel can: nobody listens at the port of a process that has
+ended, however it ended, and a process that is stopped, or cut off, does not answer.
 """
 
 import json
@@ -12,7 +12,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+
+from gradwire.comms.bootstrap.addresses import listener
+from gradwire.comms.bootstrap.kernel import ENDED as ENDED_HERE
+from gradwire.comms.bootstrap.kernel import look_at, to_call
 
 log = logging.getLogger("gradwire")
 
@@ -28,6 +31,9 @@ ACCEPTED_SECONDS = 1.0
 CALLS = 64
 """At most, of one rank after one failure: they are made all at once."""
 
+WITNESSES = 2
+"""Ranks of a host that are called besides, to know whether it lets callers in."""
+
 HERE, LEFT = b"+", b"-"
 ASK, TELL = b"?", b"!"
 """First byte behind the name of a rank: whether it is here, or what has happened, as 4 bytes of length and JSON."""
@@ -35,54 +41,10 @@ ASK, TELL = b"?", b"!"
 LONGEST_WORD_NBYTES = 1 << 16
 """Of what a rank is told."""
 
-ANSWERS, ENDED, SILENT = "answers", "has ended", "does not answer"
-"""What is known of a rank that was called. A rank whose process lives on without this communicator has ended, too."""
-
-
-def own_addresses(toward: str | None = None) -> list[str]:
-    """Addresses at which other ranks may reach this host, IPv4 before IPv6, the loopback last.
-
-    Args:
-        toward: A host that this one has reached already: the route to it is known to work.
-    """
-    found: list[str] = []
-    for family, destination in (*_routes_to(toward), *ROUTES):
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((destination, 9))  # nothing is sent: the route alone is looked up
-                found.append(probe.getsockname()[0])
-        except OSError as error:
-            log.debug("no route outwards to %s: %s", destination, error)
-    try:
-        found += [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
-    except OSError as error:
-        log.debug("this host's name has no address: %s", error)
-    outside = [each for each in dict.fromkeys(found) if not each.startswith(("127.", "fe80:")) and each != "::1"]
-    return [*sorted(outside, key=lambda address: ":" in address), LOOPBACK]
-
-
-LOOPBACK = "127.0.0.1"
-
-ROUTES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Addresses that are nobody's (RFC 5737, RFC 3849): the route to them is the one outwards."""
-
-
-def _routes_to(host: str | None) -> list[tuple[socket.AddressFamily, str]]:
-    try:
-        return [(entry[0], str(entry[4][0])) for entry in socket.getaddrinfo(host, None)] if host else []
-    except OSError as error:
-        log.debug("%s has no address: %s", host, error)
-        return []
-
-
-def listener(backlog: int) -> socket.socket:
-    """A socket at a port that the system chooses; IPv4 and IPv6 where there is both."""
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-        except OSError as error:  # switched off on this host
-            log.debug("no IPv6 here: %s", error)
-    return socket.create_server(("", 0), backlog=backlog)
+ANSWERS, ENDED, REFUSED, SILENT = "answers", "has ended", "refuses connections", "does not answer"
+"""What is known of a rank that was called. A rank whose process lives on without this communicator has ended, too. One
+that refuses connections has ended, or a firewall rejects them; it has where the caller's own kernel says so, or where
+another rank of its host has let the caller in."""
 
 
 class Door:
@@ -167,20 +129,35 @@ class Door:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank can be called.
+
+    Attributes:
+        port: Of its process.
+        addresses: Of its host, the best one first.
+        kernel: That its process runs on; see `own_kernel`.
+    """
+
+    port: int
+    addresses: tuple[str, ...]
+    kernel: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Directory:
     """Where the ranks of one start can be called.
 
     Attributes:
         start: Its name.
         rank: This rank.
-        doors: Port and addresses of each rank that has any.
+        doors: Of each rank that has one.
         near: Ranks of this rank's node.
         door: Where this rank hears what others tell it.
     """
 
     start: str
     rank: int
-    doors: Mapping[int, tuple[int, tuple[str, ...]]]
+    doors: Mapping[int, Place]
     near: Sequence[int] = ()
     door: Door | None = None
 
@@ -202,12 +179,26 @@ class Directory:
         return list(ranks[max(0, index - CALLS // 8) : index + CALLS // 8 + 1])
 
     def call(self, ranks: Sequence[int]) -> dict[int, str]:
-        """What is known of some ranks: `ANSWERS`, `ENDED` or `SILENT`; in some seconds, however many they are.
+        """What is known of some ranks: `ANSWERS`, `ENDED`, `REFUSED` or `SILENT`; in some seconds, however many.
 
         Args:
             ranks: At most `CALLS` of them are called.
         """
-        return self._all(ranks, ASK)
+        found = self._all(ranks, ASK)
+        refused = [rank for rank, outcome in found.items() if outcome == REFUSED]
+        witnesses = self._all([each for each in self._of_their_hosts(refused) if each not in found], ASK)
+        open_hosts = {
+            self.doors[rank].kernel for rank, outcome in {**witnesses, **found}.items() if outcome in (ANSWERS, ENDED)
+        }
+        return found | {rank: ENDED for rank in refused if self.doors[rank].kernel in open_hosts - {""}}
+
+    def _of_their_hosts(self, ranks: Sequence[int]) -> list[int]:
+        """A few other ranks of the hosts of some."""
+        hosts: dict[str, list[int]] = {self.doors[rank].kernel: [] for rank in ranks}
+        for rank, place in self.doors.items():
+            if place.kernel in hosts and rank not in ranks and len(hosts[place.kernel]) < WITNESSES:
+                hosts[place.kernel].append(rank)
+        return [rank for few in hosts.values() for rank in few]
 
     def tell(self, ranks: Sequence[int], reason: str, missing: Sequence[int]) -> None:
         """Gives some ranks a reason to give up; those that cannot be reached hear nothing.
@@ -232,30 +223,28 @@ class Directory:
             return dict(zip(known, pool.map(lambda rank: self._call(rank, said), known), strict=True))
 
     def _call(self, rank: int, said: bytes) -> str:
-        port, addresses = self.doors[rank]
-        # At the loopback of this host there may be somebody else.
-        outside = [address for address in addresses if address != LOOPBACK] or list(addresses)
-        silent = False
-        for address in outside:
+        place = self.doors[rank]
+        if look_at(place.kernel, place.port, ()) == ENDED_HERE:
+            return ENDED
+        refused = silent = False
+        for address in to_call(place.kernel, place.addresses):
             try:
-                with socket.create_connection((address, port), CALL_SECONDS) as called:
+                with socket.create_connection((address, place.port), CALL_SECONDS) as called:
                     called.sendall(_name(self.start, rank) + said)
                     answer = _receive(called, 1)
             except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
+                refused = True
                 continue
             except OSError as error:
-                log.debug("rank %d cannot be called at %s, port %d: %s", rank, address, port, error)
+                log.debug("rank %d cannot be called at %s, port %d: %s", rank, address, place.port, error)
                 silent = True
                 continue
             if answer == HERE:
                 return ANSWERS
-        return SILENT if silent else ENDED
-
-
-@lru_cache(maxsize=8)
-def addresses_of_this_host(toward: str | None) -> tuple[str, ...]:
-    """`own_addresses`, looked up once a process: a host's name may take seconds to resolve."""
-    return tuple(own_addresses(toward))
+            if answer == LEFT:
+                return ENDED
+            refused = True  # it has gone while it was asked, or somebody else has its port
+        return REFUSED if refused and not silent else SILENT
 
 
 def _close_in_child() -> None:

@@ -13,9 +13,10 @@ from copy import copy
 from datetime import timedelta
 from typing import Any
 
+from gradwire.comms.bootstrap import kernel
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.door import ANSWERS, CALLS, ENDED, SILENT, Directory
-from gradwire.comms.bootstrap.liveness import LOOK_SECONDS, OverdueError, has_ended, look_seconds, publish_process
+from gradwire.comms.bootstrap.door import ANSWERS, CALLS, ENDED, REFUSED, SILENT, Directory
+from gradwire.comms.bootstrap.liveness import LOOK_SECONDS, OverdueError, look_at_rank, look_seconds, publish_process
 from gradwire.comms.bootstrap.store import PollingStore, StoreUnreachableError
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
@@ -204,18 +205,21 @@ class FailureBoard(Board):
             return CollectiveError(f"{what}: {self._who(missing)}{reason}. {told[0]}. Cause: {cause}", missing)
         found = self._directory.call(self._directory.choice(members))
         of = {
-            outcome: [rank for rank, each in found.items() if each == outcome] for outcome in (ENDED, SILENT, ANSWERS)
+            outcome: [rank for rank, each in found.items() if each == outcome]
+            for outcome in (ENDED, REFUSED, SILENT, ANSWERS)
         }
         missing = tuple(sorted((dead | set(of[ENDED])) - {self.rank}))
         heard = f"Of the ranks that rank {self.rank} has called at their own ports, " + "; ".join(
             f"{_list(ranks)} {outcome if len(ranks) == 1 else outcome_of_many}"
             for (outcome, ranks), outcome_of_many in zip(
-                of.items(), ("have ended", "do not answer", "answer"), strict=True
+                of.items(), ("have ended", "refuse connections", "do not answer", "answer"), strict=True
             )
             if ranks
         )
         if of[SILENT] and not of[ENDED]:
             heard += " (who does not is stopped, or cut off from this host)"
+        if of[REFUSED]:
+            heard += " (who refuses them has ended, or a firewall rejects them)"
         if not found:
             heard = "No rank could be called"
         self._directory.tell(of[ANSWERS], heard, missing)
@@ -270,7 +274,8 @@ class FailureBoard(Board):
                 calling = deadline + 1.0
                 called = self._directory.call(sorted(silent - dead)[:CALLS])
                 dead |= {rank for rank, outcome in called.items() if outcome == ENDED}
-                dead |= {rank for rank in sorted(silent - dead - called.keys())[:CALLS] if has_ended(self._store, rank)}
+                others = sorted(silent - dead - called.keys())[:CALLS]
+                dead |= {rank for rank in others if look_at_rank(self._store, rank) == kernel.ENDED}
             if not silent - dead or last:
                 break
             time.sleep(nap_seconds)

@@ -24,8 +24,10 @@ from datetime import timedelta
 
 import torch
 
+from gradwire.comms.bootstrap.addresses import listener, own_addresses
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.door import addresses_of_this_host, listener, own_addresses
+from gradwire.comms.bootstrap.kernel import LISTENS, UNKNOWN, look_at, own_kernel, to_call
+from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import PeerError
 
 log = logging.getLogger("gradwire")
@@ -49,8 +51,9 @@ KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 CLOSING_SECONDS = 0.2
 """For who has just called to say who that is, while this rank leaves."""
 
-CALL_SECONDS = 1.0
-"""For each address of a rank that has said nothing after a failure."""
+CLOSING_LOOKS = (0.0, 0.02, 0.08)
+"""Seconds before each look whether a process whose connection has ended listens still: its kernel closes one after the
+other."""
 
 ANSWER_SECONDS = 60.0
 """For whoever was reached at an address of the next rank to answer: the next rank may hold the GIL for a while."""
@@ -90,11 +93,11 @@ class _ProcessPort:
         os.register_at_fork(after_in_child=self._forget)
 
     def where(self) -> str:
-        """JSON of the port and of this host's addresses."""
+        """JSON of the port, of this host's addresses, and of its kernel's name."""
         with self._lock:
             if self._socket is None:
                 self._socket = listener(8)
-                self._where = json.dumps([self._socket.getsockname()[1], own_addresses()])
+                self._where = json.dumps([self._socket.getsockname()[1], own_addresses(), own_kernel()])
             return self._where
 
     def _forget(self) -> None:
@@ -118,10 +121,8 @@ def publish_process(store: Store, rank: int) -> None:
     store.set(f"process/{rank}", _process_port.where())
 
 
-def has_ended(store: Store, rank: int) -> bool:
-    """Whether nobody listens at the port of a rank any more, its ring's or its process's.
-
-    False where its host does not answer, or where it has none.
+def look_at_rank(store: Store, rank: int) -> str:
+    """What is known of whether a rank lives: `ENDED`, `LISTENS` or `UNKNOWN`, as `look_at` says.
 
     Args:
         store: The ring's, or the one that `publish_process` was given.
@@ -132,17 +133,9 @@ def has_ended(store: Store, rank: int) -> bool:
     """
     key = next((key for key in (f"alive/{rank}", f"process/{rank}") if store.check([key])), None)
     if key is None:
-        return False
-    port, addresses, *_ = json.loads(store.get(key))
-    for address in addresses:
-        try:
-            socket.create_connection((address, port), CALL_SECONDS).close()
-        except ConnectionRefusedError:
-            continue
-        except OSError as error:
-            log.debug("rank %d cannot be called at %s: %s", rank, address, error)
-        return False
-    return True
+        return UNKNOWN
+    port, addresses, kernel, *_ = json.loads(store.get(key))
+    return look_at(kernel, port, addresses)
 
 
 @dataclass(slots=True, eq=False)
@@ -168,6 +161,23 @@ class _Peer:
     last: float = 0.0
 
 
+class _Neighbour:
+    """A rank that this one connects to.
+
+    Args:
+        rank: Which.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.addresses: deque[tuple[str, int, bytes]] | None = None
+        """Those that have not been tried yet; None until they are known."""
+        self.tried = ""
+        self.reached = False
+        """It has answered, or nothing more is tried."""
+        self.answered = False
+
+
 class LivenessRing:
     """One rank's end of the ring.
 
@@ -181,6 +191,8 @@ class LivenessRing:
         launches: How many launches this rank has started; all ranks start the same ones.
         waited: For how many seconds this rank has been waiting for others. With it neighbours tell each other that they
             are there, and who says nothing is missed: the process may be stopped. None leaves that to time-outs.
+        across: A rank on another host, to be connected to besides: of a host that is lost as a whole nobody is left who
+            could say which processes have ended with it.
     """
 
     def __init__(
@@ -193,10 +205,11 @@ class LivenessRing:
         overdue: Callable[[], str | None] = lambda: None,
         launches: Callable[[], int] = lambda: 0,
         waited: Callable[[], float] | None = None,
+        across: int | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
-        self._following = (rank + 1) % size
+        self._neighbours = [_Neighbour(each) for each in dict.fromkeys([(rank + 1) % size, across]) if each is not None]
         self._alarm = alarm
         self._lost = lost
         self._overdue = overdue
@@ -207,9 +220,9 @@ class LivenessRing:
         self._next_look = 0.0
         self._token = secrets.token_bytes(TOKEN_NBYTES)
         self._peers: dict[socket.socket, _Peer] = {}
-        self._addresses: deque[tuple[str, int, bytes]] | None = None
-        self._tried = ""
-        self._reached = False
+        self._selector: selectors.BaseSelector | None = None
+        self.closed: set[int] = set()
+        """Ranks whose connections have ended without a goodbye."""
         self._left: dict[int, int] = {}
         self._closed = threading.Event()
         self._ended = threading.Event()
@@ -218,8 +231,8 @@ class LivenessRing:
         self._orderly = False
         self._waker, self._woken = socket.socketpair()
         self._listener = listener(8)
-        self._thread = threading.Thread(target=self._run, name=f"gradwire liveness {rank}", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"gradwire liveness {rank}", daemon=True)
+        self.thread.start()
         if waited is not None:
             threading.Thread(target=self._pulse, name=f"gradwire pulse {rank}", daemon=True).start()
 
@@ -234,11 +247,40 @@ class LivenessRing:
         self._orderly = orderly
         self._closed.set()
         self._waker.close()
-        if self._thread is not threading.current_thread():
-            self._thread.join(2 * LOOK_SECONDS)
+        if self.thread is not threading.current_thread():
+            self.thread.join(2 * LOOK_SECONDS)
+
+    def answered(self, rank: int) -> bool:
+        """Whether this rank has reached a neighbour that it connects to; or it is none."""
+        return all(each.answered for each in self._neighbours if each.rank == rank)
+
+    def look_for_closed(self) -> None:
+        """Adds to `closed`, and waits for nothing. The ring's thread alone, once `lost` has been called."""
+        assert self._selector is not None
+        for key, _ in self._selector.select(0):
+            connection = key.fileobj
+            if not isinstance(connection, socket.socket) or connection not in self._peers:
+                continue
+            peer = self._peers[connection]
+            try:
+                heard = connection.recv(1 << 16)
+            except OSError as error:
+                log.debug("a neighbour of rank %d is gone: %s", self._rank, error)
+                heard = b""
+            peer.heard += heard
+            try:
+                stays = bool(heard) and self._understand(connection, peer)
+            except PeerError as error:
+                log.debug("rank %d has heard of it already: %s", self._rank, error)
+                peer.heard, stays = b"", True
+            if not stays:
+                self._hang_up(self._selector, connection)
+                if peer.known and peer.rank not in self._left:
+                    self.closed.add(_sure(peer.rank))
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
+            self._selector = selector
             try:
                 selector.register(self._woken, selectors.EVENT_READ)
                 selector.register(self._listener, selectors.EVENT_READ)
@@ -286,7 +328,8 @@ class LivenessRing:
 
     def _look(self, selector: selectors.BaseSelector) -> None:
         """Raises a PeerError where a rank is gone."""
-        self._listen(selector, self._nap_seconds if self._addresses is None else self._look_seconds)
+        knows_all = all(each.addresses is not None or each.reached for each in self._neighbours)
+        self._listen(selector, self._look_seconds if knows_all else self._nap_seconds)
         if self._closed.is_set():
             return
         if time.monotonic() >= self._next_look:
@@ -344,7 +387,9 @@ class LivenessRing:
                 return False
             peer.known = True
             if peer.dialled:
-                self._reached = True
+                for each in self._neighbours:
+                    each.answered = each.answered or each.rank == peer.rank
+                    each.reached = each.reached or each.answered
             else:
                 peer.rank = int.from_bytes(peer.heard[TOKEN_NBYTES:wanted], "big")
                 self._tell(connection, self._token)
@@ -360,12 +405,23 @@ class LivenessRing:
         return True
 
     def _miss(self, rank: int, ended: str) -> None:
-        """Raises a PeerError, unless a rank whose connection has ended has said goodbye, here or in the store."""
+        """Raises a PeerError, unless a rank whose connection has ended has said goodbye, here or in the store.
+
+        A connection may break though both its ends live: who is called and listens is not missing.
+        """
         if rank in self._left:
             return
         try:
             if self._has_left(rank):
                 return
+            self.closed.add(rank)
+            for seconds in CLOSING_LOOKS:
+                time.sleep(seconds)
+                if look_at_rank(self._store, rank) != LISTENS:
+                    raise PeerError(ended.format(rank), (rank,))
+            raise PeerError(f"the connection to rank {rank} has ended, and its process has not")
+        except PeerError:
+            raise
         except RuntimeError as error:
             log.debug("the store cannot say whether rank %d has left in order: %s", rank, error)
         raise PeerError(ended.format(rank), (rank,))
@@ -427,59 +483,62 @@ class LivenessRing:
             log.debug("rank %d could not tell a neighbour: %s", self._rank, error)
 
     def _publish(self) -> None:
-        """Says where this rank is."""
-        port = self._listener.getsockname()[1]
-        self._store.set(f"alive/{self._rank}", json.dumps([port, addresses_of_this_host(None), self._token.hex()]))
+        """Says where this rank is, at once: what a resolver takes long for is left out."""
+        toward = self._store.host if isinstance(self._store, PollingStore) else None
+        where = [self._listener.getsockname()[1], own_addresses(toward, 0.0), own_kernel(), self._token.hex()]
+        self._store.set(f"alive/{self._rank}", json.dumps(where))
 
     def _connect(self, selector: selectors.BaseSelector) -> None:
-        """Goes on connecting to the next rank; between two looks, because that one may never come."""
-        if self._reached:
-            return
-        if self._addresses is None and not self._find_next():
-            return
+        """Goes on connecting to the neighbours; between two looks, because they may never come."""
+        for neighbour in self._neighbours:
+            if not neighbour.reached and (neighbour.addresses is not None or self._find(neighbour)):
+                self._call(selector, neighbour)
+
+    def _call(self, selector: selectors.BaseSelector, neighbour: _Neighbour) -> None:
+        """Tries the next address of a neighbour, unless it is to answer at the last one still."""
         for connection, peer in list(self._peers.items()):
-            if peer.dialled:
+            if peer.dialled and peer.rank == neighbour.rank:
                 if time.monotonic() - peer.since < ANSWER_SECONDS:
                     return
                 self._hang_up(selector, connection)
-        while self._addresses:
-            address, port, token = self._addresses.popleft()
+        while neighbour.addresses:
+            address, port, token = neighbour.addresses.popleft()
             try:
                 made = socket.create_connection((address, port), CONNECT_SECONDS)
                 made.sendall(token + self._rank.to_bytes(4, "big"))
             except OSError as error:
-                log.debug("rank %d cannot reach rank %d at %s: %s", self._rank, self._following, address, error)
+                log.debug("rank %d cannot reach rank %d at %s: %s", self._rank, neighbour.rank, address, error)
                 continue
-            self._watch(selector, made, _Peer(self._following, True, token, time.monotonic()))
+            self._watch(selector, made, _Peer(neighbour.rank, True, token, time.monotonic()))
             return
-        self._reached = True
+        neighbour.reached = True
         try:
-            if self._has_left(self._following):
+            if self._has_left(neighbour.rank):
                 return
         except RuntimeError as error:
-            log.debug("the store cannot say whether rank %d has left in order: %s", self._following, error)
+            log.debug("the store cannot say whether rank %d has left in order: %s", neighbour.rank, error)
             return
         log.warning(
             "rank %d cannot reach rank %d at %s: if that rank is lost, this one hears of it from another rank or by "
             "the time-out",
             self._rank,
-            self._following,
-            self._tried,
+            neighbour.rank,
+            neighbour.tried,
         )
 
-    def _find_next(self) -> bool:
-        """Looks for the addresses of the next rank; whether they are there."""
+    def _find(self, neighbour: _Neighbour) -> bool:
+        """Looks for the addresses of a neighbour; whether they are there."""
         try:
-            if not self._store.check([f"alive/{self._following}"]):
+            if not self._store.check([f"alive/{neighbour.rank}"]):
                 self._nap_seconds = min(2 * self._nap_seconds, self._look_seconds)
                 return False
-            port, addresses, token = json.loads(self._store.get(f"alive/{self._following}"))
+            port, addresses, kernel, token = json.loads(self._store.get(f"alive/{neighbour.rank}"))
         except RuntimeError as error:  # its server has left, or its loss will show to its neighbours
-            log.debug("the store cannot say where rank %d is: %s", self._following, error)
-            self._reached, self._addresses = True, deque()
+            log.debug("the store cannot say where rank %d is: %s", neighbour.rank, error)
+            neighbour.reached, neighbour.addresses = True, deque()
             return False
-        self._addresses = deque((address, port, bytes.fromhex(token)) for address in addresses)
-        self._tried = f"port {port} of {', '.join(addresses)}"
+        neighbour.addresses = deque((each, port, bytes.fromhex(token)) for each in to_call(kernel, addresses))
+        neighbour.tried = f"port {port} of {', '.join(addresses)}"
         return True
 
     def _watch(self, selector: selectors.BaseSelector, connection: socket.socket, peer: _Peer) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from gradwire.comms.bootstrap.hardware import Hardware, hardware
+from gradwire.comms.bootstrap.kernel import own_kernel
 from gradwire.comms.config import Config, local_rank
 from gradwire.topology.bandwidth import ALPHA_SECONDS
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster, GpuFabric, Level, Link
@@ -41,6 +42,7 @@ class Presence:
         nic_bytes_per_second: Of its node towards the others, where the configuration gives it.
         port: Where it can be called; 0 where it cannot.
         addresses: Of its host, the best one first.
+        kernel: That its process runs on; empty where it does not say.
     """
 
     rank: int
@@ -54,6 +56,7 @@ class Presence:
     nic_bytes_per_second: float | None = None
     port: int = 0
     addresses: tuple[str, ...] = ()
+    kernel: str = ""
 
     @classmethod
     def here(cls, rank: int, size: int, config: Config, device: torch.device) -> "Presence":
@@ -68,6 +71,7 @@ class Presence:
             hardware(local_rank(), device.type),
             config.shared(),
             config.nic_bytes_per_second,
+            kernel=own_kernel(),
         )
 
 

@@ -1,38 +1,45 @@
-"""How a process joins a running job: it leaves a request in the job's store, and is taken in between two steps."""
+"""How a process joins a running job: it leaves a request in the job's store, and is taken in between two steps.
 
-import base64
+A newcomer may harm nobody. What it asks with is read, and refused in words where it does not fit, before any rank that
+trains hears of it; that it lives it shows by counting in the store; and a thread of rank 0 looks for it, so that no
+step waits for a store that does not answer.
+"""
+
 import json
 import logging
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import lru_cache
 
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
-from gradwire.comms.bootstrap.door import listener, own_addresses
-from gradwire.comms.bootstrap.liveness import has_ended
-from gradwire.comms.bootstrap.placement import Presence
-from gradwire.comms.bootstrap.rendezvous import Presences
 from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.elastic.introductions import unpacked
 from gradwire.comms.elastic.membership import GivenUpError, View, own_name
 
 log = logging.getLogger("gradwire")
 
-LOOK_SECONDS = 0.5
-"""Between two looks of rank 0 for requests, at the end of a step."""
+LOOK_SECONDS = 0.25
+"""Between two looks of rank 0 for requests."""
 
-ASKING_TIMEOUT = timedelta(seconds=1)
-"""For the store to say where a process that waits can be called."""
+PULSE_SECONDS = 0.1
+"""Between two signs of life of a process that waits, and between its looks for an answer."""
 
-BACKLOG = 128
-"""Calls that a waiting process takes without answering: rank 0 asks so whether it is still there."""
+SILENT_SECONDS = 2.0
+"""Without a sign of life: then a process that waits is not taken in. Nobody waits for it but itself."""
+
+FORGOTTEN_SECONDS = 60.0
+"""Likewise: then it is not looked at any more, and told so, should it live."""
 
 Newcomer = tuple[int, str, str]
 """Number of the request, name of the process, and what it says about itself: see `packed`."""
+
+Fits = Callable[[Newcomer], None]
+"""Raises a ValueError where the running ranks could not take a process in."""
 
 
 def job_key(name: str) -> str:
@@ -44,31 +51,66 @@ def job_key(name: str) -> str:
     return f"gradwire/elastic/{name}"
 
 
-def packed(presence: Presence) -> str:
-    """What a process says about itself, for the others to know once and for all; see `presences`."""
-    return base64.b64encode(Presences.of([presence], "").pack()).decode()
-
-
-def presences(view: View, said: Mapping[str, str]) -> Presences:
-    """What the members of an epoch have said about themselves, as `packed`: nobody is asked again."""
-    known = (_unpacked(said[name]) for name in view.members)
-    return Presences.of([replace(each, rank=rank, size=view.size) for rank, each in enumerate(known)], START)
-
-
-@lru_cache(maxsize=1024)
-def _unpacked(said: str) -> Presence:
-    return Presences.unpack("", base64.b64decode(said))[0]
-
-
-START = "start"
-"""Of the ranks of an epoch, which start once."""
-
-
 def unprefixed(store: Store) -> Store:
     """The store below all prefixes: that which a process from outside can reach."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
+
+
+def described(module: nn.Module) -> dict[str, str]:
+    """What each entry of a model's state is: its shape and dtype, in the order of the state."""
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return {
+        name: f"{str(value.dtype).removeprefix('torch.')} of {list(value.shape)}{', trained' * (name in trained)}"
+        if isinstance(value, Tensor)
+        else type(value).__name__
+        for name, value in module.state_dict().items()
+    }
+
+
+def check_model(theirs: Mapping[str, str], own: Mapping[str, str]) -> None:
+    """Compares two models as `described`: that of a process that wants to join, and the running job's.
+
+    Raises:
+        ValueError: They differ.
+    """
+    for name in (*own, *theirs):
+        here, there = theirs.get(name, "missing"), own.get(name, "missing")
+        if here != there:
+            raise ValueError(
+                f"`{name}` of the model is {here} here and {there} in the running job; wanted the same model"
+            )
+    if list(own) != list(theirs):
+        raise ValueError("the model's parameters are in another order here than in the running job; wanted the same")
+
+
+class _Request:
+    """One that has not been answered yet.
+
+    Attributes:
+        pulse: Its last sign of life; None before the first.
+        beats: Whether it has shown two different ones.
+        changed: When the last one came, by time.monotonic().
+        newcomer: What it asks with; None before it has been read.
+    """
+
+    def __init__(self) -> None:
+        self.pulse: int | None = None
+        self.beats = False
+        self.changed = time.monotonic()
+        self.newcomer: Newcomer | None = None
+
+    def see(self, pulse: int) -> None:
+        """Takes in a sign of life."""
+        if pulse != self.pulse:
+            self.beats = self.pulse is not None
+            self.pulse, self.changed = pulse, time.monotonic()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it counts still."""
+        return self.beats and time.monotonic() - self.changed < SILENT_SECONDS
 
 
 class Requests:
@@ -78,36 +120,45 @@ class Requests:
         store: The membership's.
         timeout: For a key that another rank sets.
         shared: The configuration that newcomers must have.
+        model: As `described`; theirs must be the same.
     """
 
-    def __init__(self, store: Store, timeout: timedelta, shared: Mapping[str, str]) -> None:
+    def __init__(self, store: Store, timeout: timedelta, shared: Mapping[str, str], model: Mapping[str, str]) -> None:
         self._store = PollingStore(store, timeout)
         self._shared = dict(shared)
-        self._done = 0
-        self._next_look = 0.0
+        self._model = dict(model)
+        self._lock = threading.Lock()
+        self._open: dict[int, _Request] = {}
+        self._seen = 0
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
 
-    def look(self) -> int:
-        """Rank 0: looks for processes that wait.
+    def look(self, fits: Fits) -> int:
+        """Rank 0: which processes wait, as its thread has last seen; asks the store only where there are some.
+
+        Args:
+            fits: Called with each of them; whom it does not suit is refused.
 
         Returns:
             Number of a list of them, for `listed`; 0 where there are none.
         """
-        if time.monotonic() < self._next_look:
-            return 0
-        self._next_look = time.monotonic() + LOOK_SECONDS
-        waiting: list[Newcomer] = []
-        for number in range(self._done + 1, self._store.add("join/count", 0) + 1):
-            if not self._store.check([f"join/{number}/request"]):
-                break
-            request = json.loads(self._store.read(f"join/{number}/request"))
-            if self._is_open(number, request):
-                waiting.append((number, str(request["name"]), str(request["presence"])))
-            elif not waiting:
-                self._done = number
-        if not waiting:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="gradwire requests", daemon=True)
+            self._thread.start()
+        with self._lock:
+            waiting = [each.newcomer for each in self._open.values() if each.newcomer is not None and each.is_alive]
+        fitting = []
+        for newcomer in waiting:
+            try:
+                fits(newcomer)
+            except Exception as error:  # noqa: BLE001 - whatever it is, those that train go on
+                self._refuse(newcomer[0], f"{error}" if isinstance(error, ValueError) else f"{error!r}")
+            else:
+                fitting.append(newcomer)
+        if not fitting:
             return 0
         listed = self._store.add("join/lists", 1)
-        self._store.set(f"join/list/{listed}", json.dumps(waiting))
+        self._store.set(f"join/list/{listed}", json.dumps(fitting))
         return listed
 
     def listed(self, number: int) -> list[Newcomer]:
@@ -121,20 +172,65 @@ class Requests:
             if name in view.members:
                 word = {"epoch": view.epoch, "rank": view.members.index(name), "members": view.members, "said": known}
                 self._store.set(f"join/{number}/answer", json.dumps(word))
+                self._drop(number)
 
-    def _is_open(self, number: int, request: Mapping[str, object]) -> bool:
-        if self._store.check([f"join/{number}/answer"]):
-            return False
-        if has_ended(self._store.below(f"join/{number}").within(ASKING_TIMEOUT), 0):
-            return False
-        theirs = request["shared"]
-        assert isinstance(theirs, dict)
-        for name, value in self._shared.items():
-            if theirs.get(name) != value:
-                refusal = f"`{name}` is {theirs.get(name)} here and {value} in the running job; wanted the same"
-                self._store.set(f"join/{number}/answer", json.dumps({"refused": refusal}))
-                return False
-        return True
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        """Looks for requests, also while a step takes long; a store that does not answer holds up this thread alone."""
+        while not self._closed.wait(LOOK_SECONDS):
+            try:
+                self._look()
+            except RuntimeError as error:
+                log.debug("the store cannot say who wants to join: %s", error)
+
+    def _look(self) -> None:
+        """Takes in new requests, and signs of life. One that is not complete keeps nobody behind it waiting."""
+        count = self._store.add("join/count", 0)
+        with self._lock:
+            self._open |= {number: _Request() for number in range(self._seen + 1, count + 1)}
+            self._seen = max(self._seen, count)
+            waiting = list(self._open.items())
+        for number, request in waiting:
+            if self._store.check([f"join/{number}/answer"]):
+                self._drop(number)
+                continue
+            request.see(self._store.add(f"join/{number}/pulse", 0))
+            if request.newcomer is None and self._store.check([f"join/{number}/request"]):
+                self._read(number, request)
+            elif time.monotonic() - request.changed > FORGOTTEN_SECONDS:
+                self._refuse(number, f"it has said nothing for {FORGOTTEN_SECONDS:g} s")
+
+    def _read(self, number: int, request: _Request) -> None:
+        """Reads what one asks with; whatever does not fit is refused."""
+        try:
+            word = json.loads(self._store.read(f"join/{number}/request"))
+            newcomer = (number, str(word["name"]), str(word["presence"]))
+            for name, value in self._shared.items():
+                if word["shared"].get(name) != value:
+                    found = word["shared"].get(name)
+                    raise ValueError(f"`{name}` is {found} here and {value} in the running job; wanted the same")
+            check_model(word["model"], self._model)
+            unpacked(newcomer[2])
+        except ValueError as error:
+            self._refuse(number, str(error))
+        except RuntimeError:  # of the store
+            raise
+        except Exception as error:  # noqa: BLE001 - a request that no gradwire of this version has written
+            self._refuse(number, f"its request cannot be read: {error!r}")
+        else:
+            request.newcomer = newcomer
+
+    def _refuse(self, number: int, reason: str) -> None:
+        log.warning("a process that wants to join is refused: %s", reason)
+        self._drop(number)
+        self._store.compare_set(f"join/{number}/answer", "", json.dumps({"refused": reason}))
+
+    def _drop(self, number: int) -> None:
+        with self._lock:
+            self._open.pop(number, None)
 
 
 def find_job(address: str, name: str, timeout: timedelta) -> Store:
@@ -160,7 +256,9 @@ def find_job(address: str, name: str, timeout: timedelta) -> Store:
     return PrefixStore(prefix, store)
 
 
-def ask(store: Store, shared: Mapping[str, str], timeout: timedelta, presence: str) -> tuple[View, dict[str, str]]:
+def ask(
+    store: Store, shared: Mapping[str, str], timeout: timedelta, presence: str, model: Mapping[str, str]
+) -> tuple[View, dict[str, str]]:
     """Waits until a running job takes this process in.
 
     Args:
@@ -168,6 +266,7 @@ def ask(store: Store, shared: Mapping[str, str], timeout: timedelta, presence: s
         shared: This process's configuration.
         timeout: Longest wait: for the end of the job's step.
         presence: What this process says about itself, as `packed`.
+        model: This process's, as `described`.
 
     Returns:
         The epoch that begins with it, and what its members have said about themselves.
@@ -177,16 +276,17 @@ def ask(store: Store, shared: Mapping[str, str], timeout: timedelta, presence: s
     """
     own = PollingStore(store, timeout)
     number, name = own.add("join/count", 1), own_name()
-    with listener(BACKLOG) as waiting:
-        address = [waiting.getsockname()[1], own_addresses(), ""]
-        own.set(f"join/{number}/alive/0", json.dumps(address))
-        own.set(f"join/{number}/request", json.dumps({"name": name, "shared": dict(shared), "presence": presence}))
-        log.info("waiting to be taken in, as %s", name)
-        try:
-            word = json.loads(own.get(f"join/{number}/answer"))
-        except RuntimeError as error:
-            raise GivenUpError(f"the running job has not taken this process in: {error}") from error
-    if "refused" in word:
-        raise GivenUpError(f"the running job refuses this process: {word['refused']}")
-    members = tuple(map(str, word["members"]))
-    return View(int(word["epoch"]), int(word["rank"]), members, joined=(name,)), dict(word["said"])
+    word = {"name": name, "shared": dict(shared), "presence": presence, "model": dict(model)}
+    own.set(f"join/{number}/request", json.dumps(word))
+    log.info("waiting to be taken in, as %s", name)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not own.check([f"join/{number}/answer"]):
+        if time.monotonic() > deadline:
+            raise GivenUpError(f"the running job has not taken this process in within {timeout.total_seconds():g} s")
+        own.add(f"join/{number}/pulse", 1)
+        time.sleep(PULSE_SECONDS)
+    answer = json.loads(own.read(f"join/{number}/answer"))
+    if "refused" in answer:
+        raise GivenUpError(f"the running job refuses this process: {answer['refused']}")
+    members = tuple(map(str, answer["members"]))
+    return View(int(answer["epoch"]), int(answer["rank"]), members, joined=(name,)), dict(answer["said"])

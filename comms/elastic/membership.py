@@ -18,18 +18,23 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
-from gradwire.comms.bootstrap.liveness import LivenessRing, has_ended
+from gradwire.comms.bootstrap.kernel import ENDED, LISTENS
+from gradwire.comms.bootstrap.liveness import LivenessRing, look_at_rank
 from gradwire.comms.bootstrap.store import PollingStore, Result
+from gradwire.comms.elastic.introductions import next_across
 from gradwire.comms.errors import PeerError
 
 log = logging.getLogger("gradwire")
 
 CALLING_AFTER_SECONDS = 0.5
-"""After an alarm: then who has not said that it is here is called at the port of its ring. A rank's thread answers
-within milliseconds, on a busy machine within tenths of a second; of a node that is lost as a whole the ring's
-neighbours name two ranks, and this the others."""
+"""After an alarm: then this kernel is asked for its own ranks that have not said that they are here. A rank's thread
+says so within milliseconds, on a busy machine within tenths of a second."""
+
+LOOK_SECONDS = 0.1
+"""Between two looks, while ranks agree, at who has gone whose connection has ended."""
 
 SILENCE_SECONDS = 5.0
 """After an alarm: then who has said nothing is given up, though nobody knows that its process has ended. Longer than a
@@ -39,8 +44,12 @@ LEADER_SECONDS = 3.0
 """Longer than that a leader takes, or is gone: then another rank leads, which may tell as many members or fewer."""
 
 USHER_SECONDS = (0.3, 1.0, 3.0)
-"""After the beginning of an epoch: when each rank looks whether the next one is still there. The ring sees what it has
-reached; a process that ends before is seen by this."""
+"""After the beginning of an epoch: when each rank asks its kernel whether the next one is still there. The ring sees
+what it has reached; a process that ends before is seen by this. On another host, where this kernel knows nothing, a
+rank that cannot be reached for `SILENCE_SECONDS` is asked to say that it is here, by an alarm that names nobody."""
+
+UNREACHED = "cannot be reached"
+"""In the reason of such an alarm. In the epoch after it nobody raises one: who is left has said that it lives."""
 
 NAP_SECONDS = 0.01
 """Between two looks at the store, while ranks agree."""
@@ -274,6 +283,7 @@ class Membership:
             overdue,
             started,
             lambda: self.waited(),
+            next_across(view.members, view.rank, self.said),
         )
         threading.Thread(target=self._usher, args=(epoch,), name=f"gradwire epoch {view.epoch}", daemon=True).start()
 
@@ -282,19 +292,22 @@ class Membership:
         view, ring = epoch.view, self._ring_store(epoch.view)
         following = (view.rank + 1) % view.size
         began = time.monotonic()
-        looks = list(USHER_SECONDS)
+        looks = [*USHER_SECONDS, SILENCE_SECONDS]
         while looks and not epoch.ended.wait(NAP_SECONDS):
             seconds = time.monotonic() - began
+            if seconds < looks[0]:
+                continue
+            looks.pop(0)
             try:
-                if not ring.check([f"alive/{following}"]):
-                    if seconds > SILENCE_SECONDS:
-                        self._raise_alarm(epoch, f"rank {following} has not come to epoch {view.epoch}", (following,))
-                        return
-                elif seconds > looks[0]:
-                    looks.pop(0)
-                    if has_ended(ring, following) and not ring.check([f"left/{following}"]):
-                        self._raise_alarm(epoch, f"the process of rank {following} has ended", (following,))
-                        return
+                if look_at_rank(ring, following) == ENDED and not ring.check([f"left/{following}"]):
+                    self._raise_alarm(epoch, f"the process of rank {following} has ended", (following,))
+                elif (
+                    not looks
+                    and not epoch.asks_nobody
+                    and not (epoch.ring and epoch.ring.answered(following))
+                    and not ring.check([f"left/{following}"])
+                ):
+                    self._raise_alarm(epoch, f"rank {following} of epoch {view.epoch} {UNREACHED}", ())
             except RuntimeError as error:
                 log.debug("the store cannot say whether rank %d has come: %s", following, error)
                 return
@@ -333,6 +346,7 @@ class Membership:
         members = (*(view.members[rank] for rank in left), *joined)
         lost = tuple(name for name in view.members if name not in members)
         following = _Epoch(View(view.epoch + 1, left.index(view.rank), members, lost, joined))
+        following.asks_nobody = UNREACHED in (epoch.reason or "")
         with self._changed:
             if self._latest is not epoch or self._closed:
                 return
@@ -358,24 +372,23 @@ class Membership:
                 word = {"left": self._collect(epoch), "joined": {}}
                 self._store.compare_set(key, "", json.dumps(word))
             began = time.monotonic()
-            calling = began + CALLING_AFTER_SECONDS
+            looks = _Looks(began)
             while not self._store.check([key]) and not self._closed:
-                now = time.monotonic()
-                if now > began + SILENCE_SECONDS + LEADER_SECONDS:
+                if time.monotonic() > began + SILENCE_SECONDS + LEADER_SECONDS:
                     break
-                if now > calling:  # who leads may be lost over it: then another rank leads at once
-                    calling = now + 1.0
-                    if has_ended(self._ring_store(epoch.view), leader) and not self._store.check([key]):
-                        break
+                if looks.are_due():
+                    epoch.look_for_closed()
+                    if self._has_gone(epoch, leader, ask=looks.may_ask()):
+                        break  # who leads is lost over it: then another rank leads at once
                 time.sleep(NAP_SECONDS)
             if self._closed:
                 return
 
     def _collect(self, epoch: "_Epoch") -> list[int]:
         """Waits until every rank has said that it is here, or is known to be gone; who is left, ascending."""
-        number, everybody, ring = epoch.view.epoch, set(range(epoch.view.size)), self._ring_store(epoch.view)
+        number, everybody = epoch.view.epoch, set(range(epoch.view.size))
         began = time.monotonic()
-        calling = began + CALLING_AFTER_SECONDS
+        looks = _Looks(began)
         gone, here = set(epoch.dead), {epoch.view.rank}
         while time.monotonic() < began + SILENCE_SECONDS:
             if self._store.add(f"{number}/heard", 0) > len(here):
@@ -386,16 +399,69 @@ class Membership:
             silent = sorted(everybody - here - gone)
             if not silent:
                 break
-            if time.monotonic() > calling:
-                calling = time.monotonic() + 1.0
+            if looks.are_due():
+                epoch.look_for_closed()
+                ask = looks.may_ask()
                 with ThreadPoolExecutor(CALLERS) as callers:
-                    ended = callers.map(lambda rank: has_ended(ring, rank), silent)
-                    gone |= {rank for rank, has in zip(silent, ended, strict=True) if has}
+                    found = callers.map(partial(self._has_gone, epoch, ask=ask), silent)
+                    gone |= {rank for rank, has in zip(silent, found, strict=True) if has}
             time.sleep(NAP_SECONDS)
         return sorted(here)
 
+    def _has_gone(self, epoch: "_Epoch", rank: int, *, ask: bool) -> bool:
+        """Whether a rank that says nothing while the others agree is known to be gone; tells the others if it is.
+
+        Its kernel has closed its connection with this rank or with another one, and nobody listens at its port any
+        more; or this kernel, which is its own, says so. Who has come to the end of the agreement closes its
+        connections as well, and then it is written down who is left.
+
+        Args:
+            epoch: That is over.
+            rank: Which.
+            ask: Whether a rank is looked at whose connections are not known to have ended.
+        """
+        number = epoch.view.epoch
+        if self._store.check([f"{number}/gone/{rank}"]):
+            return True
+        closed = epoch.ring is not None and rank in epoch.ring.closed
+        if not closed and not ask:
+            return False
+        found = look_at_rank(self._ring_store(epoch.view), rank)
+        if found == LISTENS or (found != ENDED and not closed) or self._store.check([f"{number}/members"]):
+            return False
+        self._store.set(f"{number}/gone/{rank}", "1")
+        return True
+
     def _ring_store(self, view: View) -> PollingStore:
         return self._store.below(f"{view.epoch}/ring")
+
+
+class _Looks:
+    """When a rank looks at those that say nothing, while ranks agree.
+
+    Args:
+        began: The agreement, by time.monotonic().
+    """
+
+    def __init__(self, began: float) -> None:
+        self._next = began
+        self._ask = began + CALLING_AFTER_SECONDS
+
+    def are_due(self) -> bool:
+        """Whether it is time for a look at those whose connections have ended."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + LOOK_SECONDS
+        return True
+
+    def may_ask(self) -> bool:
+        """Whether it is time for a look at the others, too."""
+        now = time.monotonic()
+        if now < self._ask:
+            return False
+        self._ask = now + 1.0
+        return True
 
 
 class _Epoch:
@@ -407,6 +473,12 @@ class _Epoch:
         self.dead: set[int] = set()
         self.ring: LivenessRing | None = None
         self.ended = threading.Event()
+        self.asks_nobody = False
+        """Who cannot be reached has just said that it is here."""
+
+    def look_for_closed(self) -> None:
+        if self.ring is not None:
+            self.ring.look_for_closed()
 
     def close(self, *, orderly: bool = True) -> None:
         self.ended.set()

@@ -23,7 +23,8 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.failure import Board, CollectiveError
 from gradwire.comms.communicator import Communicator, Oversight
-from gradwire.comms.elastic.joining import Newcomer, Requests, presences
+from gradwire.comms.elastic.introductions import presences
+from gradwire.comms.elastic.joining import Newcomer, Requests
 from gradwire.comms.elastic.membership import (
     LEADER_SECONDS,
     SILENCE_SECONDS,
@@ -149,7 +150,7 @@ def oversight(view: View, membership: Membership, timeout: timedelta) -> Oversig
     return Oversight(
         board,
         lambda store: EpochStore(store, timeout, board.alarm, ranks=view.size),
-        presences(view, membership.said),
+        presences(view.members, membership.said),
     )
 
 

@@ -1,12 +1,16 @@
 """What a rank that joins has to know: parameters, buffers, and whatever else has a `state_dict`, from rank 0 to all.
 
 Tensors travel by the planned broadcast, end to end in pieces of `PIECE_NBYTES`; everything else in one piece before
-them, in the format of `torch.save`, which is read back without unpickling anything but plain values. What is small
-travels as a sum with zeros, for which the ranks are connected already.
+them, in the format of `torch.save`, which is read back without unpickling anything but plain values, and by newcomers
+alone. What all ranks need to take part is JSON. What is small travels as a sum with zeros, for which the ranks are
+connected already. Where rank 0 cannot give its state, it gives the reason instead: newcomers leave, the others go on.
 """
 
 import io
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Number
 from typing import Any, Protocol
 
 import torch
@@ -56,6 +60,8 @@ def pack(value: object, tensors: list[Tensor]) -> object:
         return [pack(each, tensors) for each in value]
     if isinstance(value, tuple):
         return tuple(pack(each, tensors) for each in value)
+    if isinstance(value, Number) and hasattr(value, "item"):  # of numpy: schedulers have them
+        return value.item()
     return value
 
 
@@ -72,6 +78,76 @@ def unpack(value: object, tensor: Callable[[int], Tensor]) -> Any:
     return value
 
 
+class _Packed:
+    """A state as it travels.
+
+    Args:
+        state: Tensors, numbers, strings, and lists, tuples and dictionaries of them.
+
+    Attributes:
+        said: All but the tensors, as `torch.save` writes it.
+        tensors: In order; those without elements do not travel.
+        pieces: Numbers of tensors that travel together.
+
+    Raises:
+        ValueError: It has something else in it.
+    """
+
+    def __init__(self, state: Mapping[str, object]) -> None:
+        self.tensors: list[Tensor] = []
+        file = io.BytesIO()
+        marked = {name: pack(value, self.tensors) for name, value in state.items()}
+        for name, value in marked.items():
+            try:
+                one = io.BytesIO()
+                torch.save(value, one)
+                one.seek(0)
+                torch.load(one, weights_only=True)
+            except Exception as error:
+                raise ValueError(
+                    f"the state `{name}` holds what cannot be handed over; wanted tensors, numbers, strings, and "
+                    f"lists, tuples and dictionaries of them ({str(error).splitlines()[0] if str(error) else error!r})"
+                ) from error
+        odd = next((each for each in self.tensors if each.layout != torch.strided or each.is_meta), None)
+        if odd is not None:
+            raise ValueError(f"the state holds a tensor of layout {odd.layout} on {odd.device}; wanted a strided one")
+        torch.save(marked, file)
+        self.said = file.getvalue()
+        self.pieces = _pieces([each.nbytes for each in self.tensors])
+
+
+def check_state(own: Callable[[], Mapping[str, object]]) -> None:
+    """Finds out whether a state can be handed over, before anybody waits for it.
+
+    Args:
+        own: Gives it.
+
+    Raises:
+        ValueError: It cannot: `own` raises, or it holds something that does not travel.
+    """
+    try:
+        _Packed(own())
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"the state of the running job cannot be had: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """What `StateTransfer.run` has brought.
+
+    Attributes:
+        shared: What all ranks get.
+        state: Rank 0's; None where it was not wanted, or could not be had.
+        refused: Why it could not be had; None where it could.
+    """
+
+    shared: Any
+    state: dict[str, Any] | None
+    refused: str | None
+
+
 class StateTransfer:
     """A broadcast of rank 0's state to all ranks; all of them call `run`.
 
@@ -85,46 +161,80 @@ class StateTransfer:
         self._wait = wait
         self._planned = PlannedCollectives(communicator) if communicator.device.type == "cpu" else None
 
-    def run(self, own: Callable[[], Mapping[str, object]], *, wanted: bool) -> dict[str, Any]:
+    def run(self, own: Callable[[], Mapping[str, object]], shared: object, *, wanted: bool) -> Handed:
         """Sends rank 0's state.
 
         Args:
             own: Gives this rank's; called on rank 0 alone.
-            wanted: Whether this rank takes the tensors; else they pass by.
-
-        Returns:
-            Rank 0's state; where the tensors are not wanted, with their marks.
+            shared: What all ranks shall know of rank 0, newcomers or not; plain values, as in JSON.
+            wanted: Whether this rank takes the state; else it passes by.
 
         Raises:
             RuntimeError: A rank was lost.
         """
         root, device = self._communicator.rank == 0, self._communicator.device
-        tensors: list[Tensor] = []
-        said = b""
-        if root:
-            file = io.BytesIO()
-            torch.save(pack(own(), tensors), file)
-            said = file.getvalue()
-        nbytes = int(self._send(torch.tensor([len(said)], device=device)).item())
-        flat = torch.frombuffer(bytearray(said or bytes(nbytes)), dtype=torch.uint8).to(device)
-        packed = torch.load(io.BytesIO(self._send(flat).cpu().numpy().tobytes()), weights_only=True)
-        shapes: dict[int, tuple[torch.dtype, tuple[int, ...]]] = {}
-        _collect(packed, shapes)
-        found: dict[int, Tensor] = {}
-        for numbers in _pieces(shapes):
-            counts = [_nbytes(*shapes[number]) for number in numbers]
-            if root:
-                piece = torch.cat([as_bytes(tensors[number].contiguous()).to(device) for number in numbers])
-            else:
-                piece = torch.empty(sum(counts), dtype=torch.uint8, device=device)
+        packed, refused = self._pack(own) if root else (None, None)
+        head = {
+            "shared": shared,
+            "refused": refused,
+            "said": len(packed.said) if packed else 0,
+            "pieces": [[packed.tensors[number].nbytes for number in piece] for piece in packed.pieces]
+            if packed
+            else [],
+        }
+        head = json.loads(self._send_bytes(json.dumps(head).encode() if root else b""))
+        refused = head["refused"]
+        said = self._send_bytes(packed.said if packed else b"", head["said"]) if head["said"] else b""
+        bytes_of: list[Tensor] = []
+        for number, counts in enumerate(head["pieces"]):
+            piece = torch.zeros(sum(counts), dtype=torch.uint8, device=device)
+            if packed is not None:
+                try:
+                    offset = 0
+                    for each in packed.pieces[number]:
+                        part = as_bytes(packed.tensors[each].contiguous())
+                        piece[offset : offset + part.numel()].copy_(part)
+                        offset += part.numel()
+                except Exception as error:  # noqa: BLE001 - the others wait for the piece
+                    refused = f"the state of the running job has changed while it was handed over: {error!r}"
             piece = self._send(piece)
             if wanted:
-                for number, part in zip(numbers, torch.split(piece, counts), strict=True):
-                    dtype, shape = shapes[number]
-                    found[number] = part.clone().view(dtype).view(shape)
-        for number, (dtype, shape) in shapes.items():
-            found.setdefault(number, torch.empty(shape, dtype=dtype, device=device))
-        return unpack(packed, found.__getitem__) if wanted else dict(packed)
+                bytes_of += [part.clone() for part in torch.split(piece, counts)]
+        if head["pieces"]:
+            refused = json.loads(self._send_bytes(json.dumps(refused).encode() if root else b""))
+        if not wanted or refused is not None:
+            return Handed(head["shared"], None, refused)
+        marked = torch.load(io.BytesIO(said), weights_only=True)
+        shapes: dict[int, tuple[torch.dtype, tuple[int, ...]]] = {}
+        _collect(marked, shapes)
+        waiting = iter(bytes_of)
+        found = {
+            number: next(waiting).view(dtype).view(shape)
+            if _nbytes(dtype, shape)
+            else torch.empty(shape, dtype=dtype, device=device)
+            for number, (dtype, shape) in sorted(shapes.items())
+        }
+        return Handed(head["shared"], unpack(marked, found.__getitem__), None)
+
+    def _pack(self, own: Callable[[], Mapping[str, object]]) -> tuple[_Packed | None, str | None]:
+        """Rank 0's state, or why there is none: whatever it is, the others go on."""
+        try:
+            return _Packed(own()), None
+        except Exception as error:  # noqa: BLE001 - told to those that wanted it
+            return None, f"{error}" if isinstance(error, ValueError) else f"{error!r}"
+
+    def _send_bytes(self, own: bytes, nbytes: int | None = None) -> bytes:
+        """Rank 0's bytes.
+
+        Args:
+            own: They, on rank 0.
+            nbytes: How many, where all ranks know.
+        """
+        device = self._communicator.device
+        if nbytes is None:
+            nbytes = int(self._send(torch.tensor([len(own)], device=device)).item())
+        flat = torch.frombuffer(bytearray(own or bytes(nbytes)), dtype=torch.uint8).to(device)
+        return self._send(flat).cpu().numpy().tobytes()
 
     def _send(self, flat: Tensor) -> Tensor:
         if self._planned is not None and flat.nbytes > SMALL_NBYTES:
@@ -136,7 +246,7 @@ class StateTransfer:
         return flat
 
 
-def load_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+def load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Fills a model's parameters and buffers, in place.
 
     Raises:
@@ -146,6 +256,16 @@ def load_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     if own.keys() != state.keys():
         odd = min(own.keys() ^ state.keys())
         raise ValueError(f"`{odd}` is in the model here or in the running job, not in both: start the same script")
+    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+    for name, value in tensors.items():
+        if (found := state[name]).shape != value.shape or found.dtype != value.dtype:
+            raise ValueError(
+                f"`{name}` is {value.dtype} of {list(value.shape)} here and {found.dtype} of {list(found.shape)} in "
+                "the running job: start the same script"
+            )
+    if len(tensors) < len(own):  # what modules give by get_extra_state
+        module.load_state_dict(dict(state))
+        return
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(state[name])
@@ -169,15 +289,16 @@ def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return numel * dtype.itemsize
 
 
-def _pieces(shapes: Mapping[int, tuple[torch.dtype, tuple[int, ...]]]) -> list[list[int]]:
-    """Numbers of tensors that travel together, in order; empty ones do not travel."""
+def _pieces(nbytes: Sequence[int]) -> list[list[int]]:
+    """Numbers of tensors of so many bytes that travel together, in order; empty ones do not travel."""
     pieces: list[list[int]] = []
     total = PIECE_NBYTES
-    for number in sorted(shapes):
-        nbytes = _nbytes(*shapes[number])
-        if total + nbytes > PIECE_NBYTES:
+    for number, count in enumerate(nbytes):
+        if not count:
+            continue
+        if total + count > PIECE_NBYTES:
             pieces.append([])
             total = 0
         pieces[-1].append(number)
-        total += nbytes
-    return [piece for piece in pieces if sum(_nbytes(*shapes[number]) for number in piece)]
+        total += count
+    return pieces

@@ -22,7 +22,8 @@ from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, normalize, pack, 
 from gradwire.comms.communicator import Communicator, Oversight
 from gradwire.comms.compression import Compression
 from gradwire.comms.config import ENVIRONMENT_PREFIX, Config
-from gradwire.comms.elastic.joining import packed, unprefixed
+from gradwire.comms.elastic.introductions import packed
+from gradwire.comms.elastic.joining import unprefixed
 from gradwire.comms.elastic.membership import Membership, View
 from gradwire.comms.elastic.survive import EpochBoard, Survivor, first_oversight
 from gradwire.comms.hook import HookState

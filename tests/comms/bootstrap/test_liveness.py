@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from gradwire.comms.bootstrap import door, failure, liveness
+from gradwire.comms.bootstrap import addresses, failure, kernel, liveness
+from gradwire.comms.bootstrap.addresses import interface_addresses, own_addresses
 from gradwire.comms.bootstrap.compat import HashStore, store_of
-from gradwire.comms.bootstrap.door import own_addresses
 from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing, OverdueError
 from gradwire.comms.bootstrap.store import PollingStore
@@ -115,7 +115,7 @@ def test_a_rank_that_leaves_in_order_is_not_missed() -> None:
     for each in rings:
         each.close()
     assert not any(each.told.is_set() for each in heard)
-    assert not any(each._thread.is_alive() for each in rings)
+    assert not any(each.thread.is_alive() for each in rings)
 
 
 def test_an_alarm_in_the_store_reaches_ranks_that_are_no_neighbours() -> None:
@@ -214,11 +214,8 @@ def test_the_loopback_is_tried_last() -> None:
 
 
 def test_a_host_with_ipv6_alone_has_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(name: str, port: None) -> list[Any]:
-        return [(None, None, 0, "", (address, 0, 0, 0)) for address in ("::1", "2001:db8::7", "fe80::1%eth0")]
-
-    monkeypatch.setattr(socket, "getaddrinfo", found)
-    monkeypatch.setattr(door, "ROUTES", ())
+    monkeypatch.setattr(addresses, "interface_addresses", lambda: ["127.0.0.1", "::1", "2001:db8::7", "fe80::1"])
+    monkeypatch.setattr(addresses, "ROUTES", ())
     assert own_addresses() == ["2001:db8::7", "127.0.0.1"]
 
 
@@ -305,7 +302,7 @@ def test_strangers_are_turned_away(said: bytes) -> None:
         stranger.sendall(said)
     time.sleep(0.1)
     assert not any(each.told.is_set() for each in heard)
-    assert all(each._thread.is_alive() for each in rings)
+    assert all(each.thread.is_alive() for each in rings)
     for each in rings:
         each.close()
 
@@ -315,7 +312,8 @@ def test_a_service_with_the_port_of_the_next_rank_is_not_taken_for_it(caplog: py
     store = PollingStore(HashStore(), timedelta(seconds=SECONDS))
     heard = Heard()
     with socket.create_server(("127.0.0.1", 0)) as service:
-        store.set("alive/1", json.dumps([service.getsockname()[1], ["127.0.0.1"], "ab" * liveness.TOKEN_NBYTES]))
+        where = [service.getsockname()[1], ["127.0.0.1"], kernel.own_kernel(), "ab" * liveness.TOKEN_NBYTES]
+        store.set("alive/1", json.dumps(where))
         alone = LivenessRing(store, 0, 2, lambda: None, heard)
         accepted, _ = service.accept()
         with accepted:

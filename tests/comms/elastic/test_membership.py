@@ -12,7 +12,6 @@ import pytest
 
 from gradwire.comms.bootstrap import liveness
 from gradwire.comms.bootstrap.compat import HashStore, PrefixStore, Store
-from gradwire.comms.elastic.joining import Requests
 from gradwire.comms.elastic.membership import (
     LEADER_SECONDS,
     SILENCE_SECONDS,
@@ -96,6 +95,7 @@ def test_another_rank_leads_where_the_leader_is_lost(monkeypatch: pytest.MonkeyP
         if not dead:  # the first one that leads ends before it has written down who is left
             dead.append(leader)
             epoch.ring._listener.close()
+            epoch.ring._pass_on = lambda error: None
             raise GivenUpError("lost")
         return collect(leader, epoch)
 
@@ -185,9 +185,4 @@ def test_who_was_given_up_is_told_so() -> None:
     lose(made, [0, 1])
 
 
-def test_a_newcomer_with_another_configuration_is_refused() -> None:
-    store = HashStore()
-    store.add("join/count", 1)
-    store.set("join/1/request", '{"name": "new", "shared": {"plan": "flat"}, "presence": ""}')
-    assert Requests(store, TIMEOUT, {"plan": "auto"}).look() == 0
-    assert b"`plan` is flat here and auto in the running job" in store.get("join/1/answer")
+

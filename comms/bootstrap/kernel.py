@@ -1,0 +1,110 @@
+"""Whether a process has ended, as the kernel that it runs on says: nothing else counts where a rank is to be given up.
+
+A connection that is refused says little. The address may be the caller's own (the loopback, docker's bridge, a host
+name that resolves to 127.0.1.1), or another host's by now, and a firewall that rejects refuses as well. Of a process on
+this very kernel, in this network, the kernel lists whether anybody listens at its port. Of others nothing is known
+until they say nothing for long, or their kernel closes a connection that has been theirs.
+"""
+
+import hashlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from gradwire.comms.bootstrap.addresses import LOOPBACK, interface_addresses
+
+log = logging.getLogger("gradwire")
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+NETWORK = Path("/proc/self/ns/net")
+TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
+"""Every socket of this network namespace. Source: proc_pid_net(5)."""
+
+LISTENING = "0A"
+CALL_SECONDS, CALLS_SECONDS = 1.0, 2.0
+"""For one address of a rank, and for all of them."""
+
+KERNEL_DIGITS = 12
+"""Of the name of a kernel and its network, hexadecimal: two of 10,000 hosts have the same with a chance of 2e-7."""
+
+ENDED, LISTENS, UNKNOWN = "ended", "listens", "unknown"
+"""What is known of who listened at a port: its own kernel says that nobody does; somebody does; neither."""
+
+
+@lru_cache(maxsize=1)
+def own_kernel() -> str:
+    """The name of this boot of this host, with this process's network; empty where they cannot be told apart."""
+    try:
+        boot, network = BOOT_ID.read_text().strip(), NETWORK.stat().st_ino
+    except OSError as error:
+        log.debug("this kernel does not say which it is: %s", error)
+        return ""
+    words = f"{boot} {network} {socket.gethostname()}"  # a copy of a running machine has the same boot
+    return hashlib.sha256(words.encode()).hexdigest()[:KERNEL_DIGITS] if boot else ""
+
+
+def is_listened_at(port: int) -> bool | None:
+    """Whether anybody in this network namespace listens at a TCP port, as the kernel says; None where it does not."""
+    known = False
+    for table in TABLES:
+        try:
+            lines = table.read_text().splitlines()[1:]
+        except OSError as error:  # no IPv6, say
+            log.debug("the kernel does not list its sockets: %s", error)
+            continue
+        known = True
+        for line in lines:
+            _, local, _, state, *_ = line.split()
+            if state == LISTENING and int(local.rpartition(":")[2], 16) == port:
+                return True
+    return False if known else None
+
+
+def look_at(kernel: str, port: int, addresses: Sequence[str]) -> str:
+    """What is known of a process that listened at a port: `ENDED`, `LISTENS` or `UNKNOWN`.
+
+    Args:
+        kernel: `own_kernel` of that process.
+        port: Where it listened for as long as it lived.
+        addresses: Of its host.
+    """
+    if kernel and kernel == own_kernel():
+        listened_at = is_listened_at(port)
+        if listened_at is not None:
+            return LISTENS if listened_at else ENDED
+    deadline = time.monotonic() + CALLS_SECONDS
+    for address in of_others(addresses):
+        seconds = min(CALL_SECONDS, deadline - time.monotonic())
+        if seconds <= 0:
+            break
+        try:
+            socket.create_connection((address, port), seconds).close()
+        except OSError as error:
+            log.debug("nobody answers at %s, port %d: %s", address, port, error)
+            continue
+        return LISTENS
+    return UNKNOWN
+
+
+def of_others(addresses: Sequence[str]) -> list[str]:
+    """Those of some addresses that are not this host's own: who is called there may be anybody."""
+    own = {*interface_addresses(), LOOPBACK}
+    return [each for each in addresses if each not in own]
+
+
+def to_call(kernel: str, addresses: Sequence[str]) -> list[str]:
+    """At which of its addresses a process can be called: on this kernel at the loopback, where no firewall is."""
+    if kernel and kernel == own_kernel():
+        return [LOOPBACK, *(each for each in addresses if each != LOOPBACK)]
+    return of_others(addresses) or list(addresses)
+
+
+def _forget() -> None:
+    own_kernel.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forget)  # which may move to another network

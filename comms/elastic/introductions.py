@@ -1,0 +1,57 @@
+"""What the members have said about themselves when they came: known to all, so that nobody is asked again."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from gradwire.comms.bootstrap.placement import Presence
+from gradwire.comms.bootstrap.rendezvous import Presences
+
+START = "start"
+"""Of the ranks of an epoch, which start once."""
+
+
+def packed(presence: Presence) -> str:
+    """What a process says about itself, for the others to know once and for all; see `presences`."""
+    return base64.b64encode(Presences.of([presence], "").pack()).decode()
+
+
+def presences(members: Sequence[str], said: Mapping[str, str]) -> Presences:
+    """What the members of an epoch have said about themselves, as `packed`: nobody is asked again."""
+    known = (unpacked(said[name]) for name in members)
+    return Presences.of([replace(each, rank=rank, size=len(members)) for rank, each in enumerate(known)], START)
+
+
+@lru_cache(maxsize=1024)
+def unpacked(said: str) -> Presence:
+    """What `packed` was called on."""
+    return Presences.unpack("", base64.b64decode(said))[0]
+
+
+def next_across(members: Sequence[str], rank: int, said: Mapping[str, str]) -> int | None:
+    """A rank of the next host, in the order of the ranks and in a circle: not the same for all ranks of this one.
+
+    Args:
+        members: By rank.
+        rank: This one.
+        said: What each has said about itself; where one has said nothing, nothing is known.
+
+    Returns:
+        None where all are on one host, or nobody knows.
+    """
+    if any(name not in said for name in members):
+        return None
+    hosts: dict[tuple[str, ...], list[int]] = {}
+    for each, name in enumerate(members):
+        hosts.setdefault(_host(said[name]), []).append(each)
+    own = _host(said[members[rank]])
+    if len(hosts) == 1:
+        return None
+    following = [*hosts.values()][([*hosts].index(own) + 1) % len(hosts)]
+    return following[hosts[own].index(rank) % len(following)]
+
+
+def _host(said: str) -> tuple[str, ...]:
+    presence = unpacked(said)
+    return (*presence.host, presence.kernel)
