@@ -24,11 +24,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "gdr-check": ("gradwire.cli.gdr_check", "is GPUDirect RDMA possible, configured, in use?"),
     "plot": ("gradwire.bench.plot.command", "draw what bench, compare and hook_speed wrote as JSON"),
     "predict": ("gradwire.cli.predict", "which plan, how long, and whether to compress at all"),
+    "selftest": (
+        "gradwire.bench.selftest.command",
+        "kernels, NCCL and short trainings on this machine's GPUs: do they work?",
+    ),
     "topo": ("gradwire.cli.topo", "what does this machine look like: tree, matrix, picture"),
 }
 """Name -> (module with `main(argv: list[str]) -> int`, one line of help)."""
 
-NEED_TORCH = ("bench", "compare", "doctor", "predict")
+NEED_TORCH = ("bench", "compare", "doctor", "predict", "selftest")
 """Commands that do nothing without torch, not even list their options."""
 
 

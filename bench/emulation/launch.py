@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from gradwire.bench.emulation.seats import Order, seat_ranks, torchrun_environment
+from gradwire.bench.emulation.seats import Order, Seat, seat_ranks, torchrun_environment
 
 TERMINATE_SECONDS = 5.0
 """How long a rank may take to leave after SIGTERM before it is killed."""
@@ -201,7 +201,7 @@ def run_logical(
     order: Order = "contiguous",
     timeout_seconds: float | None = None,
     grace_seconds: float = 30.0,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | Callable[[Seat], Mapping[str, str]] | None = None,
     on_line: RankLine | None = None,
 ) -> JobOutcome:
     """Runs a command as every rank on this machine, with torchrun's variables and a node's name for gradwire.
@@ -212,7 +212,7 @@ def run_logical(
         order: How the ranks are dealt over the nodes.
         timeout_seconds: Longest time for the whole; None for no limit.
         grace_seconds: How long the other ranks may go on after one has failed.
-        environment: Variables to set besides; they win.
+        environment: Variables to set besides; they win. A function gets each rank's seat.
         on_line: Called with (rank, line) for every line printed.
     """
     seats = seat_ranks(nodes, order)
@@ -223,7 +223,7 @@ def run_logical(
             seat, seats, master_address="127.0.0.1", master_port=port, run_id=f"logical-{port}"
         )
         variables |= {"GRADWIRE_HOSTNAME": f"node{seat.node}", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        variables |= environment or {}
+        variables |= (environment(seat) if callable(environment) else environment) or {}
         words = [f"{name}={value}" for name, value in variables.items()]
         # The kernel ends the ranks if this process is killed.
         argvs.append(["setpriv", "--pdeathsig", "KILL", "env", *words, *command])

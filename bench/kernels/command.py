@@ -7,7 +7,7 @@ the kernel in the same run. Both use the fastest of the repeats: what disturbs a
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -55,6 +55,23 @@ def _seconds(step: Step, turn: int, device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
+def best_seconds(steps: Sequence[Step], repeats: int, device: torch.device) -> list[float]:
+    """Times steps in turns, and returns the fastest run of each.
+
+    Args:
+        steps: Each takes the number of a set of buffers, below `SETS`.
+        repeats: Runs of each that count; two before them touch new pages and fill caches.
+        device: Where they run.
+    """
+    best = [float("inf")] * len(steps)
+    for turn in range(repeats + 2):
+        for number, step in enumerate(steps):
+            seconds = _seconds(step, turn, device)
+            if turn >= 2:
+                best[number] = min(best[number], seconds)
+    return best
+
+
 def measure(case: KernelCase, buffers: list[tuple[Tensor, Tensor]], repeats: int) -> KernelResult:
     """Times one case, its composition and a copy in turns.
 
@@ -68,13 +85,7 @@ def measure(case: KernelCase, buffers: list[tuple[Tensor, Tensor]], repeats: int
     def copy(i: int) -> None:
         buffers[i][0].copy_(buffers[i][1])
 
-    steps: list[Step] = [case.ours, case.composed, copy]
-    best = [float("inf")] * len(steps)
-    for turn in range(repeats + 2):
-        for number, step in enumerate(steps):
-            seconds = _seconds(step, turn, device)
-            if turn >= 2:  # the first two turns touch new pages and fill caches
-                best[number] = min(best[number], seconds)
+    best = best_seconds([case.ours, case.composed, copy], repeats, device)
     copy_rate = 2 * buffers[0][0].nbytes / best[2]
     rate = case.nbytes / best[0]
     return KernelResult(case.name, round(case.nbytes), best[0], best[1], rate, rate / copy_rate, best[1] / best[0])

@@ -1,0 +1,472 @@
+"""Every kernel as one call on inputs of its own: what it reads, what it writes, whoever's kernels they are.
+
+`gradwire selftest` makes the same call with the kernels of a device and with the reference, and compares what they
+wrote; and it times the call against a copy of as many bytes. A kernel of `compressors/kernels/` belongs in `CALLS`: a
+test compares both with the functions of the CUDA kernels and with the entry points of their files.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.chunk_topk import ChunkTopkCodec
+from gradwire.compressors.kernels import cuda, reference
+from gradwire.compressors.kernels.cuda.pack import PackTable
+from gradwire.compressors.kernels.dispatch import KERNELS_ON, ExponentKernels, Kernels
+from gradwire.compressors.kernels.reference import (
+    EXPONENTS_BLOCK,
+    ChunkRule,
+    DgcRule,
+    DgcRun,
+    DgcState,
+    FactorRun,
+    FactorRuns,
+    exponents_most_nbytes,
+)
+from gradwire.compressors.kernels.reference import pack as reference_pack
+from gradwire.compressors.onebit import OneBitCodec
+from gradwire.compressors.quantize import QuantizeCodec
+from gradwire.compressors.waterfill import WaterfillCodec
+
+CPU = torch.device("cpu")
+WORKERS = 4
+"""Payloads that a sum adds up."""
+OWNERS = 3
+"""Pieces that a tensor is cut into."""
+RANK = 4
+"""Of PowerSGD's factors."""
+TENSORS = 64
+"""Whose elements a bucket is packed from, the later ones longer."""
+SCALE = 0.125
+"""The mean of eight ranks: a factor that rounds nothing."""
+TOLERANCE = 1e-4
+"""Of sums whose order is a library's: the difference over the largest magnitude."""
+FORMATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Codec(Protocol):
+    """What payloads are made with."""
+
+    def wire_nbytes(self, numel: int) -> int:
+        """Bytes of a payload of so many elements."""
+
+    def encode(self, gradient: Tensor, payload: Tensor) -> None:
+        """Writes the payload."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSet:
+    """The kernels of a device, or the reference.
+
+    Attributes:
+        kernels: A module, or an object, with the functions of `Kernels`.
+        device: Where their tensors lie.
+        packing: A module with `pack` and `unpack`; None for CUDA's, which have a table on the device.
+    """
+
+    kernels: Kernels
+    device: torch.device
+    packing: "Packing | None"
+
+    def packer(
+        self, back: bool, tensors: Sequence[Tensor], offsets: Sequence[int], bucket: Tensor
+    ) -> Callable[[], None]:
+        """One run of pack or unpack, its table made beforehand.
+
+        Args:
+            back: From the bucket into the tensors.
+            tensors: Of one dtype.
+            offsets: Where each begins in the bucket, in elements.
+            bucket: 1-D.
+        """
+        if self.packing is None:
+            table = PackTable(tensors, offsets, SCALE)
+            return partial(table.unpack if back else table.pack, bucket)
+        return partial(self.packing.unpack if back else self.packing.pack, tensors, offsets, SCALE, bucket)
+
+
+class Packing(Protocol):
+    """What packs without a table."""
+
+    def pack(self, tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, bucket: Tensor) -> None:
+        """See reference.pack.pack."""
+
+    def unpack(self, tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, bucket: Tensor) -> None:
+        """See reference.pack.unpack."""
+
+
+def reference_kernels() -> KernelSet:
+    """The reference, on the CPU: what the others are compared with."""
+    return KernelSet(reference, CPU, reference_pack)
+
+
+def cpu_kernels() -> KernelSet:
+    """The compiled kernels.
+
+    Raises:
+        ImportError: gradwire was not built.
+    """
+    from gradwire.compressors.kernels import native  # as dispatch.py: a tree that was never built has none
+
+    return KernelSet(native, CPU, native)
+
+
+def cuda_kernels(device: torch.device) -> KernelSet:
+    """CUDA's."""
+    return KernelSet(cuda, device, None)
+
+
+class KernelInputs:
+    """Where the numbers of a call come from: the same ones for the same arguments, whatever the device.
+
+    Args:
+        device: Where they are wanted.
+        numel: Elements of the gradient, at least 1.
+        factor: On all values: 1e-41 makes them subnormal.
+        alike: Whether they are drawn, and payloads made, on the CPU, so that two devices get the same bits; else where
+            they are wanted, which is faster where there are many.
+    """
+
+    def __init__(self, device: torch.device, numel: int, factor: float = 1.0, *, alike: bool = True) -> None:
+        self.device = device
+        self.numel = numel
+        self._factor = factor
+        self._drawn_on = CPU if alike else device
+
+    def values(self, seed: int, numel: int | None = None) -> Tensor:
+        """1-D float32: normally distributed, with zeros of both signs among them."""
+        return self._values(seed, self.numel if numel is None else numel).to(self.device)
+
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """For what a kernel writes."""
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def payloads(self, codec: Codec, numel: int, rows: int = WORKERS) -> Tensor:
+        """(rows, bytes) uint8, one payload of `numel` values each."""
+        made = torch.zeros(rows, codec.wire_nbytes(numel), dtype=torch.uint8, device=self._drawn_on)
+        for seed, row in enumerate(made):
+            codec.encode(self._values(100 + seed, numel), row)
+        return made.to(self.device)
+
+    def _values(self, seed: int, numel: int) -> Tensor:
+        generator = torch.Generator(self._drawn_on).manual_seed(1000 * numel + seed)
+        x = torch.randn(numel, generator=generator, device=self._drawn_on).mul_(self._factor)
+        x[50::97], x[70::101] = 0.0, -0.0
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """One call, ready to be made.
+
+    Attributes:
+        run: Makes it; on CUDA it returns when the kernels are on the current stream.
+        reads: What the kernel must read, at least.
+        writes: What it must write; what is compared.
+        tolerance: Allowed difference over the largest magnitude; 0 wants the same bits.
+    """
+
+    run: Callable[[], object]
+    reads: tuple[Tensor, ...]
+    writes: tuple[Tensor, ...]
+    tolerance: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that must be read and written at least."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.reads, *self.writes))
+
+
+CallMaker = Callable[[KernelSet, KernelInputs], KernelCall]
+
+
+def _cut(numel: int) -> tuple[int, int]:
+    """Elements of a piece, and pieces."""
+    width = -(-numel // (64 * OWNERS)) * 64
+    return width, -(-numel // width)
+
+
+def _cast_encode(dtype: torch.dtype, of: KernelSet, given: KernelInputs) -> KernelCall:
+    x, residual, left = given.values(0), given.values(1), given.zeros(given.numel)
+    target = given.zeros(given.numel, dtype=dtype)
+    return KernelCall(lambda: of.kernels.cast_encode(x, SCALE, residual, left, target), (x, residual), (left, target))
+
+
+def _halves(dtype: torch.dtype, given: KernelInputs) -> Tensor:
+    return torch.stack([given.values(seed) for seed in range(WORKERS)]).to(dtype)
+
+
+def _cast_decode_reduce(dtype: torch.dtype, of: KernelSet, given: KernelInputs) -> KernelCall:
+    sources, addend, target = _halves(dtype, given), given.values(9), given.zeros(given.numel)
+    return KernelCall(
+        lambda: of.kernels.cast_decode_reduce(sources, addend, target), (sources, addend), (target,)
+    )
+
+
+def _cast_reduce_encode(dtype: torch.dtype, of: KernelSet, given: KernelInputs) -> KernelCall:
+    sources, residual, left = _halves(dtype, given), given.values(9), given.zeros(given.numel)
+    reduced = given.zeros(given.numel, dtype=dtype)
+    return KernelCall(
+        lambda: of.kernels.cast_reduce_encode(sources, residual, left, reduced), (sources, residual), (left, reduced)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Blockwise:
+    """The five calls that onebit, quantize, waterfill and chunk_topk have alike.
+
+    Attributes:
+        stem: Of the functions' names.
+        codec: Says how long a payload is, and makes those that are decoded.
+        first: Arguments before the tensors.
+        last: Arguments of encoding calls behind the tensors.
+    """
+
+    stem: str
+    codec: Codec
+    first: tuple[object, ...] = ()
+    last: tuple[object, ...] = ()
+
+    def encode(self, of: KernelSet, given: KernelInputs) -> KernelCall:
+        x, residual, left = given.values(0), given.values(1), given.zeros(given.numel)
+        payload = given.zeros(self.codec.wire_nbytes(given.numel), dtype=torch.uint8)
+        call = getattr(of.kernels, f"{self.stem}_encode")
+        return KernelCall(
+            lambda: call(*self.first, x, residual, left, payload, *self.last), (x, residual), (left, payload)
+        )
+
+    def encode_pieces(self, of: KernelSet, given: KernelInputs) -> KernelCall:
+        width, pieces = _cut(given.numel)
+        x, residual, left = given.values(0), given.values(1), given.zeros(given.numel)
+        payloads = given.zeros(pieces, self.codec.wire_nbytes(width), dtype=torch.uint8)
+        call = getattr(of.kernels, f"{self.stem}_encode_pieces")
+        return KernelCall(
+            lambda: call(*self.first, x, residual, left, payloads, width, *self.last), (x, residual), (left, payloads)
+        )
+
+    def decode_pieces(self, of: KernelSet, given: KernelInputs) -> KernelCall:
+        width, pieces = _cut(given.numel)
+        payloads, target = given.payloads(self.codec, width, pieces), given.zeros(pieces * width)
+        call = getattr(of.kernels, f"{self.stem}_decode_pieces")
+        return KernelCall(lambda: call(*self.first, payloads, target, width), (payloads,), (target,))
+
+    def decode_reduce(self, of: KernelSet, given: KernelInputs) -> KernelCall:
+        payloads, addend = given.payloads(self.codec, given.numel), given.values(9)
+        target = given.zeros(given.numel)
+        call = getattr(of.kernels, f"{self.stem}_decode_reduce")
+        return KernelCall(lambda: call(*self.first, payloads, addend, target), (payloads, addend), (target,))
+
+    def reduce_encode(self, of: KernelSet, given: KernelInputs) -> KernelCall:
+        payloads, residual = given.payloads(self.codec, given.numel), given.values(9)
+        left, reduced = given.zeros(given.numel), torch.zeros_like(payloads[0])
+        call = getattr(of.kernels, f"{self.stem}_reduce_encode")
+        return KernelCall(
+            lambda: call(*self.first, payloads, residual, left, reduced, given.numel, *self.last),
+            (payloads, residual),
+            (left, reduced),
+        )
+
+    def calls(self, suffix: str = "") -> dict[str, CallMaker]:
+        stages: tuple[CallMaker, ...] = (
+            self.encode, self.encode_pieces, self.decode_pieces, self.decode_reduce, self.reduce_encode
+        )  # fmt: skip
+        names = ("encode", "encode_pieces", "decode_pieces", "decode_reduce", "reduce_encode")
+        return {f"{self.stem}_{name}{suffix}": stage for name, stage in zip(names, stages, strict=True)}
+
+
+def _dgc(parameters: int, of: KernelSet, given: KernelInputs) -> KernelCall:
+    """A hundredth of the elements of one parameter, or of each of several."""
+    runs = [
+        DgcRun(start, numel, -(-numel // 100))
+        for start, numel in zip(*_parts(given.numel, parameters), strict=True)
+        if numel
+    ]
+    chosen = sum(run.count for run in runs)
+    x, velocity, total = (given.values(seed) for seed in range(3))
+    outs = given.zeros(given.numel), given.zeros(given.numel)
+    state = DgcState(velocity, total, *outs)
+    indices, values = given.zeros(chosen, dtype=torch.int32), given.zeros(chosen)
+    rule, scales = DgcRule(0.9), torch.linspace(0.3, 1.0, len(runs)).to(given.device)
+    if parameters == 1:
+        run: Callable[[], object] = lambda: of.kernels.dgc_step(x, state, rule, indices, values)  # noqa: E731
+    else:
+        run = lambda: of.kernels.dgc_step_many(x, state, rule, scales, runs, indices, values)  # noqa: E731
+    return KernelCall(run, (x, velocity, total), (*outs, indices, values))
+
+
+def _parts(numel: int, count: int) -> tuple[list[int], list[int]]:
+    """Starts and lengths of so many parts, the later ones longer."""
+    whole = sum(range(1, count + 1))
+    bounds = [numel * done // whole for done in accumulate(range(1, count + 1), initial=0)]
+    return bounds[:-1], [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+
+def _places(given: KernelInputs, count: int, seed: int) -> Tensor:
+    """(count) int32, ascending, none twice."""
+    stride = given.numel // count
+    return torch.arange(count, device=given.device).mul_(stride).add_(seed % stride).to(torch.int32)
+
+
+def _dgc_sum(dtype: torch.dtype, of: KernelSet, given: KernelInputs) -> KernelCall:
+    count, rows = -(-given.numel // 100), []
+    for seed in range(WORKERS):
+        places = _places(given, count, seed).view(torch.uint8)
+        rows.append(torch.cat([places, given.values(seed, count).to(dtype).view(torch.uint8)]))
+    payloads, target = torch.stack(rows), given.zeros(given.numel)
+    return KernelCall(lambda: of.kernels.dgc_sum(payloads, count, dtype, target), (payloads,), (target,))
+
+
+def _scatter_add(of: KernelSet, given: KernelInputs) -> KernelCall:
+    count = -(-given.numel // 4)
+    places, values, target = _places(given, count, 1), given.values(0, count), given.values(1)
+    return KernelCall(
+        lambda: of.kernels.scatter_add(places, values, target), (places, values, target), (target,)
+    )
+
+
+def _matrices(numel: int, count: int) -> FactorRuns:
+    """Square matrices in a row, as large as fit; one at least."""
+    runs = []
+    for place in range(count):
+        side = max(1, int((numel // count) ** 0.5))
+        rank = min(RANK, side)
+        runs.append(FactorRun(place * side * side, side, side, rank, place * rank * side, place * rank * side))
+    return FactorRuns(tuple(runs))
+
+
+def _factors(matrices: FactorRuns) -> int:
+    return sum(run.rank * run.rows for run in matrices.runs)
+
+
+def _project(many: bool, of: KernelSet, given: KernelInputs) -> KernelCall:
+    matrices = _matrices(given.numel, 3 if many else 1)
+    numel, one = sum(run.rows * run.columns for run in matrices.runs), matrices.runs[0]
+    flat, residual, q = given.values(0, numel), given.values(1, numel), given.values(2, _factors(matrices))
+    p = torch.zeros_like(q)
+    if many:
+        run: Callable[[], object] = lambda: of.kernels.powersgd_project_many(flat, residual, matrices, q, p)  # noqa: E731
+    else:
+        run = lambda: of.kernels.powersgd_project(one.matrix(flat), one.matrix(residual), one.q(q), one.p(p))  # noqa: E731
+    return KernelCall(run, (flat, residual, q), (flat, p), TOLERANCE)
+
+
+def _back_project(many: bool, of: KernelSet, given: KernelInputs) -> KernelCall:
+    matrices = _matrices(given.numel, 3 if many else 1)
+    numel, one = sum(run.rows * run.columns for run in matrices.runs), matrices.runs[0]
+    flat, p = given.values(0, numel), given.values(2, _factors(matrices))
+    q = torch.zeros_like(p)
+    if many:
+        run: Callable[[], object] = lambda: of.kernels.powersgd_back_project_many(flat, matrices, p, q)  # noqa: E731
+    else:
+        run = lambda: of.kernels.powersgd_back_project(one.matrix(flat), one.p(p), one.q(q))  # noqa: E731
+    return KernelCall(run, (flat, p), (q,), TOLERANCE)
+
+
+def _restore(many: bool, of: KernelSet, given: KernelInputs) -> KernelCall:
+    matrices = _matrices(given.numel, 3 if many else 1)
+    numel, one = sum(run.rows * run.columns for run in matrices.runs), matrices.runs[0]
+    flat, left = given.values(0, numel), given.zeros(numel)
+    p, own, total = (given.values(seed, _factors(matrices)) for seed in (1, 2, 3))
+    if many:
+        run: Callable[[], object] = lambda: of.kernels.powersgd_restore_many(flat, left, matrices, p, own, total)  # noqa: E731
+    else:
+        run = lambda: of.kernels.powersgd_restore(  # noqa: E731
+            one.matrix(flat), one.matrix(left), one.p(p), one.q(own), one.q(total)
+        )
+    return KernelCall(run, (flat, p, own, total), (flat, left))
+
+
+def _orthogonalize(of: KernelSet, given: KernelInputs) -> KernelCall:
+    columns = max(RANK, int(given.numel**0.5))
+    matrices = [given.values(seed, RANK * columns).view(RANK, columns) for seed in range(8)]
+    keys = list(range(len(matrices)))
+    return KernelCall(
+        lambda: of.kernels.orthogonalize_many(matrices, keys), tuple(matrices), tuple(matrices), TOLERANCE
+    )
+
+
+def _pack(back: bool, tensor: torch.dtype, bucket: torch.dtype, of: KernelSet, given: KernelInputs) -> KernelCall:
+    offsets, lengths = _parts(given.numel, TENSORS)
+    flat = given.values(0).to(tensor)
+    tensors = [flat[start : start + numel].clone() for start, numel in zip(offsets, lengths, strict=True)]
+    whole = given.values(1).to(bucket)
+    run = of.packer(back, tensors, offsets, whole)
+    ends = ((whole,), tuple(tensors)) if back else (tuple(tensors), (whole,))
+    return KernelCall(run, *ends)
+
+
+def _exponents(back: bool, of: KernelSet, given: KernelInputs) -> KernelCall:
+    kernels = of.kernels
+    assert isinstance(kernels, ExponentKernels), "`exponents_calls` is for the CPU"
+    numel = -(-given.numel // EXPONENTS_BLOCK) * EXPONENTS_BLOCK
+    blocks = given.values(0, numel).bfloat16().view(-1, EXPONENTS_BLOCK)
+    payload = given.zeros(exponents_most_nbytes(numel), dtype=torch.uint8)
+    if not back:
+
+        def pack() -> None:
+            payload[kernels.exponents_pack(blocks, payload) :] = 0  # may hold anything
+
+        return KernelCall(pack, (blocks,), (payload,))
+    reference.exponents_pack(blocks, payload)
+    target = torch.zeros_like(blocks)
+    return KernelCall(lambda: kernels.exponents_unpack(payload, target), (payload,), (target,))
+
+
+def _casts() -> dict[str, CallMaker]:
+    made: dict[str, CallMaker] = {}
+    for name, dtype in FORMATS.items():
+        if dtype != torch.float32:
+            made[f"cast_encode {name}"] = partial(_cast_encode, dtype)
+            made[f"cast_decode_reduce {name}"] = partial(_cast_decode_reduce, dtype)
+            made[f"cast_reduce_encode {name}"] = partial(_cast_reduce_encode, dtype)
+    return made
+
+
+def _packs() -> dict[str, CallMaker]:
+    return {
+        f"{'unpack' if back else 'pack'} {tensor} {bucket}": partial(_pack, back, FORMATS[tensor], FORMATS[bucket])
+        for back in (False, True)
+        for tensor in FORMATS
+        for bucket in FORMATS
+    }
+
+
+_RULE = ChunkRule()
+CALLS: dict[str, CallMaker] = {
+    **_casts(),
+    **_Blockwise("quantize", QuantizeCodec(8), (8,), (None,)).calls(" 8 bits"),
+    **_Blockwise("quantize", QuantizeCodec(4), (4,), (None,)).calls(" 4 bits"),
+    "quantize_encode 8 bits, random": _Blockwise("quantize", QuantizeCodec(8), (8,), (5,)).encode,
+    "quantize_reduce_encode 4 bits, random": _Blockwise("quantize", QuantizeCodec(4), (4,), (5,)).reduce_encode,
+    **_Blockwise("waterfill", WaterfillCodec(5), (5,)).calls(" 5 bits"),
+    "waterfill_encode 2 bits": _Blockwise("waterfill", WaterfillCodec(2), (2,)).encode,
+    "waterfill_decode_reduce 2 bits": _Blockwise("waterfill", WaterfillCodec(2), (2,)).decode_reduce,
+    **_Blockwise("onebit", OneBitCodec()).calls(),
+    **_Blockwise("chunk_topk", ChunkTopkCodec(_RULE), (_RULE,)).calls(),
+    "dgc_step": partial(_dgc, 1),
+    "dgc_step_many": partial(_dgc, 5),
+    **{f"dgc_sum {name}": partial(_dgc_sum, dtype) for name, dtype in FORMATS.items()},
+    "scatter_add": _scatter_add,
+    "powersgd_project": partial(_project, False),
+    "powersgd_project_many": partial(_project, True),
+    "powersgd_back_project": partial(_back_project, False),
+    "powersgd_back_project_many": partial(_back_project, True),
+    "powersgd_restore": partial(_restore, False),
+    "powersgd_restore_many": partial(_restore, True),
+    "orthogonalize_many": _orthogonalize,
+    **_packs(),
+}
+"""Name -> what makes the call, for every kind of device."""
+
+CPU_CALLS: dict[str, CallMaker] = {
+    "exponents_pack": partial(_exponents, False),
+    "exponents_unpack": partial(_exponents, True),
+}
+"""Those that there are no CUDA kernels for."""
+
+

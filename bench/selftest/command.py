@@ -1,0 +1,151 @@
+"""`gradwire selftest`: does everything that gradwire does on this machine's GPUs work, and how fast is it?
+
+Kernels against their reference and against a copy, every call of NCCL, three short trainings: in under five minutes,
+without a checkout. The JSON belongs into an issue, also where nothing failed.
+"""
+
+import argparse
+import sys
+import time
+
+import torch
+
+from gradwire.bench.arguments import MOST_SECONDS, CommandParser, check_memory, check_number, check_output
+from gradwire.bench.emulation.signals import clean_end
+from gradwire.bench.kernels.command import DEFAULT_NUMEL
+from gradwire.bench.selftest.report import WIDTH, as_record, exit_status, print_report
+from gradwire.bench.selftest.run import MOST_RANKS, Findings, parts_of, run_parts
+from gradwire.bench.terminal import STDOUT, CleanConsole, StatusLine, add_json_option, complain, write_json
+
+BAD_USE = 2
+DEFAULT_CHECKED = 1_000_003
+"""Elements: more than the CTAs of a small GPU have at a time, and no multiple of anything."""
+MOST_NUMEL = 2**28
+"""A GiB of float32, of which some calls need ten."""
+DEFAULT_SECONDS = 300.0
+LEAST_SECONDS = 20.0
+"""Less starts nothing."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command's options."""
+    options = CommandParser(
+        prog="gradwire selftest",
+        description="Tries on this machine what gradwire does on GPUs: every kernel against its reference and a copy, "
+        "every call of NCCL, three short trainings. Without a GPU it tries the same on the CPU, over gloo, and says "
+        "what was not run. Paste what --json prints into an issue.",
+        epilog="exit status: 0 nothing failed, 1 something failed, 2 bad use",
+    )
+    options.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where (default: cuda where torch sees a GPU, else cpu)"
+    )
+    options.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="processes of the collectives and trainings (default: one a GPU, at least 2, at most 8); "
+        "where there are fewer GPUs they share them",
+    )
+    options.add_argument(
+        "--seconds", type=float, default=DEFAULT_SECONDS, metavar="S", help="stop after so many (default: 300)"
+    )
+    options.add_argument(
+        "--numel",
+        type=int,
+        default=DEFAULT_CHECKED,
+        metavar="N",
+        help=f"values in the largest input that a kernel is checked with (default: {DEFAULT_CHECKED})",
+    )
+    options.add_argument(
+        "--bandwidth-numel",
+        type=int,
+        default=DEFAULT_NUMEL,
+        metavar="N",
+        help=f"values in the gradient that bandwidth is measured with; 0 measures none (default: {DEFAULT_NUMEL})",
+    )
+    add_json_option(options)
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Runs `gradwire selftest`.
+
+    Args:
+        argv: Words after `selftest`.
+
+    Returns:
+        0 where nothing failed, 1 where something did, 2 for bad use.
+    """
+    options = parser().parse_args(argv)
+    began, status = time.monotonic(), StatusLine()
+    try:
+        device = _device(options)
+        _check(options)
+        gpus = torch.cuda.device_count() if device == "cuda" else 0
+        ranks = options.ranks or min(MOST_RANKS, max(2, gpus))
+        with clean_end():
+            parts = parts_of(device, gpus, ranks, options.numel, options.bandwidth_numel)
+            findings = run_parts(parts, options.seconds, status.show)
+    except ValueError as error:
+        complain("selftest", error)
+        return BAD_USE
+    except RuntimeError as error:
+        status.clear()
+        complain("selftest", error)
+        return 1
+    finally:
+        status.clear()
+    if device == "cpu":
+        findings.notes.append(f"CUDA kernels, their bandwidth, NCCL: {_why_no_gpu(options.device)}")
+    return _report(findings, options, time.monotonic() - began)
+
+
+def _device(options: argparse.Namespace) -> str:
+    """The device to use.
+
+    Raises:
+        ValueError: It was asked for and is not there.
+    """
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"`--device cuda`: {_why_no_gpu(None)}")
+    return str(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _why_no_gpu(asked: str | None) -> str:
+    if asked == "cpu":
+        return "`--device cpu` was given"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    return f"torch {torch.__version__} sees no CUDA device: does `nvidia-smi` list one, and is its driver new enough?"
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuses what cannot be run or written.
+
+    Raises:
+        ValueError: A value does not fit; the message names it.
+    """
+    check_number("--ranks", options.ranks, 1, MOST_RANKS)
+    check_number("--seconds", options.seconds, LEAST_SECONDS, MOST_SECONDS)
+    check_number("--numel", options.numel, 1, MOST_NUMEL)
+    if options.bandwidth_numel:
+        check_number("--bandwidth-numel", options.bandwidth_numel, 1024, MOST_NUMEL)
+    check_memory("--numel", 80 * options.numel, "the tensors")
+    check_output("--json", options.json)
+
+
+def _report(findings: Findings, options: argparse.Namespace, took_seconds: float) -> int:
+    if options.json != STDOUT:
+        print_report(findings, CleanConsole(highlight=False, emoji=False, width=WIDTH), took_seconds)
+        if options.json is None:
+            print("For an issue: run it with --json FILE and paste that file.")
+    try:
+        write_json(options.json, as_record(findings, took_seconds))
+    except RuntimeError as error:
+        complain("selftest", error)
+        return BAD_USE
+    return exit_status(findings)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

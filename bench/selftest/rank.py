@@ -1,0 +1,188 @@
+"""One process of `gradwire selftest`: goes through one part, and says in lines of JSON how each check went.
+
+Every part has processes of its own, so that one that crashes takes nothing else along.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from gradwire.bench.kernels.calls import KernelSet, cpu_kernels, cuda_kernels
+from gradwire.bench.selftest.checks import FAIL, PASS, SKIPPED, Attempt, CheckResult, Mismatch, NotHere
+from gradwire.bench.selftest.collective_checks import TIMEOUT, CollectiveChecks
+from gradwire.bench.selftest.coverage import (
+    NcclSite,
+    RecordedKernels,
+    recorded_launches,
+    touched_calls,
+    touched_functions,
+    touched_kernels,
+)
+from gradwire.bench.selftest.facts import machine_facts
+from gradwire.bench.selftest.kernel_checks import bandwidths, kernel_attempts
+from gradwire.bench.selftest.training_checks import TrainingChecks
+from gradwire.comms.config import launcher_number, launcher_variables
+from gradwire.compressors.kernels.cuda.require import CudaKernelsError, require_cupy
+from gradwire.compressors.kernels.dispatch import Kernels
+
+RECORD = "selftest"
+"""The key by which a line of JSON is known for a record; its value says what it holds."""
+PLANNED, BEGUN, ENDED, BANDWIDTH, COVERAGE, FACTS, LOSSES, NOTE = (
+    "planned", "begun", "ended", "bandwidth", "coverage", "facts", "losses", "note",
+)  # fmt: skip
+KERNELS, COLLECTIVES, TRAININGS = "kernels", "collectives", "trainings"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSettings:
+    """What all ranks of a part are given.
+
+    Attributes:
+        part: Its name in the report.
+        kind: `facts`, `kernels`, `collectives` or `trainings`.
+        device: `cpu` or `cuda`.
+        numel: Elements of the largest input of a kernel.
+        bandwidth_numel: Elements of the gradient whose bandwidth is measured; 0 measures none.
+    """
+
+    part: str
+    kind: str
+    device: str
+    numel: int = 0
+    bandwidth_numel: int = 0
+
+
+def say(record: str, value: object) -> None:
+    """Sends a record to the process that started this one."""
+    print(json.dumps({RECORD: record, "value": value}), flush=True)
+
+
+def rank_device(kind: str) -> torch.device:
+    """The device of this rank: where there are fewer GPUs than ranks, several share one.
+
+    By its rank, not its local rank: all ranks are on this machine, whatever node gradwire takes them for.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", launcher_number(launcher_variables(), "RANK", 0) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def go_through(part: str, attempts: Iterable[tuple[str, Attempt]], *, alone: bool) -> None:
+    """Tries one check after the other and says how it went.
+
+    Args:
+        part: Its name in the report.
+        attempts: Names, and what to try.
+        alone: Whether no other rank takes part: then an error ends one check, else it ends the part, because the others
+            may wait for what this rank does not issue any more.
+    """
+    planned = list(attempts)
+    say(PLANNED, [name for name, _ in planned])
+    for name, attempt in planned:
+        say(BEGUN, name)
+        result, goes_on = _tried(part, name, attempt)
+        say(ENDED, asdict(result))
+        if not goes_on and not alone:
+            sys.exit(f"ended after the error in `{name}`")
+
+
+def _tried(part: str, name: str, attempt: Attempt) -> tuple[CheckResult, bool]:
+    """How it went, and whether what follows makes sense on several ranks."""
+    began = time.perf_counter()
+    outcome, goes_on = CheckResult(part=part, name=name, outcome=PASS), True
+    try:
+        outcome = replace(outcome, worst_difference=attempt())
+    except NotHere as error:
+        outcome = replace(outcome, outcome=SKIPPED, reason=str(error))
+    except Mismatch as error:
+        outcome = replace(outcome, outcome=FAIL, reason=str(error), worst_difference=error.difference)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is what the check has found
+        reason = f"{type(error).__name__}: {str(error).strip() or 'without a word'}"
+        outcome, goes_on = replace(outcome, outcome=FAIL, reason=reason), False
+    return replace(outcome, seconds=time.perf_counter() - began), goes_on
+
+
+def check_kernels(settings: PartSettings) -> None:
+    """The kernels of a device, then their bandwidth."""
+    device = rank_device(settings.device)
+    on_cuda = device.type == "cuda"
+    functions: set[str] = set()
+    ours: KernelSet = cuda_kernels(device) if on_cuda else cpu_kernels()
+    ours = replace(ours, kernels=cast(Kernels, RecordedKernels(ours.kernels, functions)))
+    unusable = _why_unusable(device) if on_cuda else None
+    attempts = kernel_attempts(ours, settings.numel) if unusable is None else [("every kernel", _not_here(unusable))]
+    with recorded_launches() as launched:
+        go_through(settings.part, attempts, alone=True)
+    say(COVERAGE, asdict(touched_functions(functions, settings.device)))
+    if on_cuda:
+        say(COVERAGE, asdict(touched_kernels(launched)))
+    if unusable is not None or not settings.bandwidth_numel:
+        return
+    for name, measure in bandwidths(ours, settings.bandwidth_numel):
+        try:
+            say(BANDWIDTH, asdict(measure()))
+        except torch.OutOfMemoryError:
+            say(NOTE, f"bandwidth of {name}: the GPU has no memory left for {settings.bandwidth_numel} values")
+        torch.cuda.empty_cache()
+
+
+def _why_unusable(device: torch.device) -> str | None:
+    """What the kernels miss on this machine, in the words of their own check; None where they can be used."""
+    try:
+        require_cupy(device.index)
+    except CudaKernelsError as error:
+        return str(error)
+    return None
+
+
+def _not_here(reason: str) -> Attempt:
+    def attempt() -> float:
+        raise NotHere(reason)
+
+    return attempt
+
+
+def check_together(settings: PartSettings) -> None:
+    """The collectives, or the trainings, of several ranks."""
+    device = rank_device(settings.device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    group = dist.group.WORLD
+    assert group is not None, "it was just made"
+    alone = group.size() == 1
+    if settings.kind == COLLECTIVES:
+        touched: set[NcclSite] = set()
+        go_through(settings.part, CollectiveChecks(group, device, touched).attempts(), alone=alone)
+        if device.type == "cuda":
+            say(COVERAGE, asdict(touched_calls(touched)))
+    else:
+        trainings = TrainingChecks(device)
+        go_through(settings.part, trainings.attempts(), alone=alone)
+        say(LOSSES, trainings.losses)
+    dist.destroy_process_group()
+
+
+def main(argv: list[str]) -> int:
+    """Goes through one part as one of its ranks.
+
+    Args:
+        argv: A `PartSettings` as JSON.
+    """
+    settings = PartSettings(**json.loads(argv[0]))
+    torch.set_num_threads(1)
+    if settings.kind == FACTS:
+        say(FACTS, machine_facts())
+        return 0
+    (check_kernels if settings.kind == KERNELS else check_together)(settings)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

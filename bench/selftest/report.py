@@ -1,0 +1,135 @@
+"""What the self-test prints, failures first, and the JSON that belongs into an issue."""
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gradwire.bench.selftest.checks import FAIL, PASS, SKIPPED, CheckResult
+from gradwire.bench.selftest.run import Findings
+
+WIDTH = 80
+"""Columns: what a terminal has at least, and what an issue shows without a scroll bar."""
+SLOW = 0.5
+"""Of a copy's bandwidth: kernels below it stand in the terminal's table, the others in the JSON alone."""
+
+
+def exit_status(findings: Findings) -> int:
+    """1 where a check failed, else 0: what was skipped is said, and is no failure."""
+    return int(any(each.outcome == FAIL for each in findings.checks))
+
+
+def as_record(findings: Findings, took_seconds: float) -> dict[str, object]:
+    """All of it, for an issue.
+
+    Args:
+        findings: Of all parts.
+        took_seconds: From the start of the command.
+    """
+    return {
+        "kind": "selftest",
+        "exit_status": exit_status(findings),
+        "seconds": round(took_seconds, 1),
+        **findings.facts,
+        "not_run": findings.notes,
+        "coverage": {
+            kind: {"touched": len(each.all) - len(each.missing), "all": len(each.all), "missing": each.missing}
+            for kind, each in findings.coverage.items()
+        },
+        "checks": [_short_record(each) for each in findings.checks],
+        "losses": {name: [round(loss, 4) for loss in losses] for name, losses in findings.losses.items()},
+        "bandwidth": [asdict(each) for each in findings.bandwidths],
+    }
+
+
+def _short_record(check: CheckResult) -> dict[str, object]:
+    """Without what is empty, so that the whole fits into an issue."""
+    record = asdict(check) | {"seconds": round(check.seconds, 3)}
+    return {name: value for name, value in record.items() if value not in ("", None)}
+
+
+def print_report(findings: Findings, console: Console, took_seconds: float) -> None:
+    """Prints the report.
+
+    Args:
+        findings: Of all parts.
+        console: Where.
+        took_seconds: From the start of the command.
+    """
+    counts = {outcome: sum(each.outcome == outcome for each in findings.checks) for outcome in (FAIL, PASS, SKIPPED)}
+    console.print(
+        f"gradwire selftest: {counts[FAIL]} failed, {counts[PASS]} passed, {counts[SKIPPED]} skipped, "
+        f"{took_seconds:.0f} s"
+    )
+    for line in _report_lines(findings):
+        console.print(Text(line))
+    console.print(_table_of_parts(findings.checks))
+    for each in findings.coverage.values():
+        console.print(Text(f"touched {each.words()}"))
+        if each.missing and each.touched:
+            _wrapped(console, f"not touched: {', '.join(each.missing)}")
+    if findings.bandwidths:
+        console.print(_table_of_bandwidths(findings))
+
+
+def _report_lines(findings: Findings) -> Iterator[str]:
+    """What failed, what was skipped for another reason than a failure before it, what was not run, and where."""
+    for outcome, word in ((FAIL, "FAILED"), (SKIPPED, "skipped")):
+        reasons: dict[tuple[str, str], list[str]] = {}
+        for each in findings.checks:
+            if each.outcome == outcome:
+                reasons.setdefault((each.part, each.reason), []).append(each.name)
+        for (part, reason), names in reasons.items():
+            yield ""
+            what = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+            yield from textwrap.wrap(f"{word}: {part}: {what}", WIDTH)
+            for line in reason.splitlines():
+                yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="  ")
+    for note in findings.notes:
+        yield ""
+        yield from textwrap.wrap(f"not run: {note}", WIDTH, subsequent_indent="  ")
+    if "machine" in findings.facts:
+        yield ""
+        yield from textwrap.wrap(str(findings.facts["machine"]), WIDTH)
+
+
+def _wrapped(console: Console, text: str) -> None:
+    for line in textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="  "):
+        console.print(Text(line))
+
+
+def _table_of_parts(checks: list[CheckResult]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("part", no_wrap=True)
+    for heading in ("failed", "passed", "skipped", "worst difference", "s"):
+        table.add_column(heading, justify="right")
+    for part in dict.fromkeys(each.part for each in checks):
+        own = [each for each in checks if each.part == part]
+        worst = [each.worst_difference for each in own if each.worst_difference is not None]
+        table.add_row(
+            part,
+            *(str(sum(each.outcome == outcome for each in own)) for outcome in (FAIL, PASS, SKIPPED)),
+            f"{max(worst):.2g}" if worst else "-",
+            f"{sum(each.seconds for each in own):.1f}",
+        )
+    return table
+
+
+def _table_of_bandwidths(findings: Findings) -> Table:
+    """The kernels that are slowest beside a copy."""
+    rows = sorted(findings.bandwidths, key=lambda each: each.of_copy)
+    shown = [each for each in rows if each.of_copy < SLOW] or rows[:5]
+    title = f"{len(rows)} kernels beside a copy of as many bytes; the {len(shown)} slowest, the others in the JSON"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("kernel", no_wrap=True)
+    for heading in ("MB", "us", "GB/s", "of a copy"):
+        table.add_column(heading, justify="right")
+    for row in shown:
+        rate = row.nbytes / row.seconds / 1e9
+        figures = (f"{row.nbytes / 1e6:.1f}", f"{row.seconds * 1e6:.1f}", f"{rate:.0f}", f"{row.of_copy:.2f}")
+        table.add_row(row.kernel, *figures)
+    return table

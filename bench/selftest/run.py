@@ -1,0 +1,256 @@
+"""The parts of the self-test, each in processes of its own, and what their lines come to."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from gradwire.bench.emulation.launch import JobOutcome, python_module, run_logical
+from gradwire.bench.emulation.seats import Seat
+from gradwire.bench.selftest.checks import FAIL, SKIPPED, CheckResult
+from gradwire.bench.selftest.coverage import Touched
+from gradwire.bench.selftest.kernel_checks import KernelBandwidth
+from gradwire.bench.selftest.rank import (
+    BANDWIDTH,
+    BEGUN,
+    COLLECTIVES,
+    COVERAGE,
+    ENDED,
+    FACTS,
+    KERNELS,
+    LOSSES,
+    NOTE,
+    PLANNED,
+    RECORD,
+    TRAININGS,
+    PartSettings,
+)
+
+LEAST_SECONDS = 5.0
+"""A part for which less is left is not begun: torch alone takes some seconds to import."""
+GRACE_SECONDS = 5.0
+"""That the other ranks get, after one has failed, to say what they saw."""
+LAST_LINES = 12
+"""Of what a process printed besides its records, where it failed."""
+MOST_RANKS = 8
+NAME_OF_PROCESS = "the processes"
+"""The check that stands for a part whose processes ended without naming a check."""
+
+SHARED_GPU = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+"""For ranks that share one GPU, besides a NCCL_HOSTID of each: NCCL refuses two ranks of one host on one GPU. Source:
+NCCL documentation, Environment Variables."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part: what its ranks do, and how many there are.
+
+    Attributes:
+        settings: For every rank.
+        nodes: Ranks of each node; gradwire takes them for machines of their own.
+        shares_gpu: Whether several ranks have one GPU.
+    """
+
+    settings: PartSettings
+    nodes: tuple[int, ...] = (1,)
+    shares_gpu: bool = False
+
+    def environment(self, seat: Seat) -> dict[str, str]:
+        """What a rank's variables are, besides those of its place."""
+        return {**SHARED_GPU, "NCCL_HOSTID": f"rank{seat.rank}"} if self.shares_gpu else {}
+
+
+@dataclass(slots=True)
+class Findings:
+    """What all parts have said."""
+
+    facts: dict[str, object] = field(default_factory=dict)
+    checks: list[CheckResult] = field(default_factory=list)
+    bandwidths: list[KernelBandwidth] = field(default_factory=list)
+    coverage: dict[str, Touched] = field(default_factory=dict)
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What was not run, and why."""
+
+
+class PartCollector:
+    """Takes in the lines of one part's ranks.
+
+    Args:
+        part: Its name.
+        size: Ranks.
+        say: Shows what is being checked.
+    """
+
+    def __init__(self, part: str, size: int, say: Callable[[str], None]) -> None:
+        self._part = part
+        self._size = size
+        self._say = say
+        self._planned: list[str] = []
+        self._begun: list[str | None] = [None] * size
+        self._ended: dict[str, dict[int, CheckResult]] = {}
+        self.records: list[tuple[str, object]] = []
+        """What is no check, of rank 0."""
+
+    def line(self, rank: int, text: str) -> None:
+        """One line that a rank printed; what is no record is left to its output."""
+        record = record_of(text)
+        if record is None:
+            return
+        kind, value = record
+        if kind == PLANNED:
+            self._planned = list(value)  # type: ignore[call-overload]
+        elif kind == BEGUN:
+            self._begun[rank] = str(value)
+            if rank == 0:
+                self._say(f"{self._part}: {value}")
+        elif kind == ENDED:
+            result = CheckResult(**value)  # type: ignore[arg-type]
+            self._begun[rank] = None
+            self._ended.setdefault(result.name, {})[rank] = result
+        elif rank == 0:
+            self.records.append((kind, value))
+
+    def results(self, outcome: JobOutcome) -> list[CheckResult]:
+        """What the ranks' results come to, and what became of the checks that have none.
+
+        Args:
+            outcome: How the processes ended.
+        """
+        found = [
+            self._joined(self._ended[name])
+            for name in self._planned
+            if len(self._ended.get(name, {})) == self._size
+        ]
+        if outcome.exit_status == 0:
+            return found
+        missing = [name for name in self._planned if len(self._ended.get(name, {})) < self._size]
+        at = next((name for name in missing if name in self._begun or name in self._ended), None)
+        if at is None:  # before the first check, or after the last one
+            at = NAME_OF_PROCESS
+        ended = {rank: each for rank, each in self._ended.get(at, {}).items() if each.outcome == FAIL}
+        if ended:
+            found.append(self._joined(ended))
+        else:
+            found.append(CheckResult(part=self._part, name=at, outcome=FAIL, reason=self._why(outcome)))
+        reason = f"not reached: `{at}` failed before it"
+        return found + [
+            CheckResult(part=self._part, name=name, outcome=SKIPPED, reason=reason) for name in missing if name != at
+        ]
+
+    def _joined(self, results: dict[int, CheckResult]) -> CheckResult:
+        """One result for all ranks: the first that failed, else that of rank 0, with the worst of all figures."""
+        first = next((rank for rank in sorted(results) if results[rank].outcome == FAIL), min(results))
+        one = results[first]
+        differences = [each.worst_difference for each in results.values() if each.worst_difference is not None]
+        reason = f"rank {first}: {one.reason}" if one.outcome == FAIL and self._size > 1 else one.reason
+        return replace(
+            one,
+            reason=reason,
+            worst_difference=max(differences, default=None),
+            seconds=max(each.seconds for each in results.values()),
+        )
+
+    def _why(self, outcome: JobOutcome) -> str:
+        if outcome.first_failure is None:
+            return f"the time was up after {outcome.seconds:.0f} s"
+        rank, status = outcome.first_failure, outcome.returncodes[outcome.first_failure]
+        how = f"signal {-status}" if status < 0 else f"status {status}"
+        lines = [line for line in outcome.output[rank].splitlines() if line.strip() and record_of(line) is None]
+        return "\n".join([f"rank {rank} ended with {how}", *lines[-LAST_LINES:]])
+
+
+def record_of(text: str) -> tuple[str, object] | None:
+    """A record in a line that a rank printed; None where it is anything else."""
+    if not text.startswith(f'{{"{RECORD}"'):
+        return None
+    try:
+        line = json.loads(text)
+    except ValueError:  # cut short, by a process that was killed
+        return None
+    return str(line[RECORD]), line["value"]
+
+
+def parts_of(device: str, gpus: int, ranks: int, numel: int, bandwidth_numel: int) -> list[Part]:
+    """What is run, in this order.
+
+    Args:
+        device: `cpu` or `cuda`.
+        gpus: That torch sees.
+        ranks: Of the parts with several.
+        numel: Elements of the largest input of a kernel.
+        bandwidth_numel: Elements of the gradient whose bandwidth is measured.
+    """
+    nodes = (ranks // 2, ranks // 2) if ranks >= 4 and ranks % 2 == 0 else (1,) * ranks
+    library, shares = ("NCCL", ranks > gpus) if device == "cuda" else ("gloo", False)
+    many = f"{ranks} ranks" + (f" on {gpus} GPU{'s' if gpus > 1 else ''}" if shares else "")
+    parts = [Part(settings=PartSettings(part="kernels on the CPU", kind=KERNELS, device="cpu", numel=numel))]
+    if device == "cuda":
+        on_gpu = PartSettings(
+            part="kernels on the GPU", kind=KERNELS, device=device, numel=numel, bandwidth_numel=bandwidth_numel
+        )
+        one = PartSettings(part="NCCL, 1 rank", kind=COLLECTIVES, device=device)
+        parts += [Part(settings=on_gpu), Part(settings=one)]
+    for part, kind in ((f"{library}, {many}", COLLECTIVES), (f"trainings, {many}", TRAININGS)):
+        settings = PartSettings(part=part, kind=kind, device=device)
+        parts.append(Part(settings=settings, nodes=nodes, shares_gpu=shares))
+    return parts
+
+
+def run_parts(parts: Sequence[Part], seconds: float, say: Callable[[str], None]) -> Findings:
+    """Runs one part after the other.
+
+    Args:
+        parts: In this order.
+        seconds: For all of them; what does not fit is stopped, and what comes after it is not begun.
+        say: Shows what is being checked.
+
+    Raises:
+        RuntimeError: No process can be started here.
+    """
+    deadline = time.monotonic() + seconds
+    findings = Findings()
+    facts = PartSettings(part=FACTS, kind=FACTS, device="cpu")
+    for part in (Part(settings=facts), *parts):
+        left = deadline - time.monotonic()
+        name = part.settings.part
+        if left < LEAST_SECONDS:
+            reason = f"the {seconds:g} s of `--seconds` were over before it began"
+            findings.checks.append(CheckResult(part=name, name=NAME_OF_PROCESS, outcome=SKIPPED, reason=reason))
+            continue
+        say(f"{name}: starting")
+        collector = PartCollector(name, sum(part.nodes), say)
+        try:
+            outcome = run_logical(
+                part.nodes,
+                python_module("gradwire.bench.selftest.rank", json.dumps(asdict(part.settings))),
+                timeout_seconds=left,
+                grace_seconds=GRACE_SECONDS,
+                environment=part.environment,
+                on_line=collector.line,
+            )
+        except OSError as error:
+            raise RuntimeError(f"cannot start a process: {error}") from error
+        findings.checks += collector.results(outcome)
+        for kind, value in collector.records:
+            _take(findings, kind, value)
+    return findings
+
+
+def _take(findings: Findings, kind: str, value: object) -> None:
+    assert isinstance(value, (dict, str)), "what rank.py says"
+    if isinstance(value, str):
+        assert kind == NOTE, kind
+        findings.notes.append(value)
+    elif kind == FACTS:
+        findings.facts = value
+    elif kind == BANDWIDTH:
+        findings.bandwidths.append(KernelBandwidth(**value))
+    elif kind == LOSSES:
+        findings.losses = value
+    elif kind == COVERAGE:
+        touched = Touched(kind=value["kind"], all=tuple(value["all"]), touched=tuple(value["touched"]))
+        known = findings.coverage.get(touched.kind)
+        if known is not None:
+            touched = replace(touched, touched=tuple(sorted({*known.touched, *touched.touched})))
+        findings.coverage[touched.kind] = touched
