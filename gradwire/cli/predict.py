@@ -5,16 +5,17 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from gradwire.bench.arguments import CommandParser, check_can_plot, check_number, check_output, read_input
 from gradwire.bench.emulation.rate import parse_rate
 from gradwire.bench.terminal import CleanConsole, complain, working, writing
-from gradwire.cli import predict_sharded
+from gradwire.cli import predict_models, predict_sharded
 from gradwire.cli.pipe import reader_may_leave
 from gradwire.cli.predict_show import Gains, as_json, as_table, draw
+from gradwire.cli.public_models import PUBLIC_MODELS, PublicModel
 from gradwire.comms.plan.advise import BUCKET_NBYTES, Advice, Workload, advise
 from gradwire.comms.plan.codec_price import ELEMENT_NBYTES, codec_price, layout_of, square_layout
 from gradwire.comms.plan.machine_cluster import cluster_of_machines, codec_bytes_per_second, library_of
@@ -87,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="gradwire predict",
         usage="%(prog)s (--preset NAME | --topology FILE)\n"
-        "       (--gradient-mb MB | --parameters N | --model-json FILE) [options]",
+        "       (--gradient-mb MB | --parameters N | --model-json FILE | --model NAME | --models) [options]",
         description="Predicts the time of every plan and compressor on a cluster, and recommends one.",
         epilog="example: gradwire predict --preset dgx_a100 --nodes 4 --nic 25gbit --gradient-mb 113.2 "
         "--backward-ms 45",
@@ -123,6 +124,8 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help='parameters: {"name": [shape], ...} or [{"name": ..., "shape": [...]}, ...]',
     )
+    size.add_argument("--model", choices=sorted(PUBLIC_MODELS), help="a public model, with its backward time assumed")
+    size.add_argument("--models", action="store_true", help="all of these by link, on 2 and on 4 nodes, as one table")
     parser.add_argument(
         "--backward-ms",
         type=float,
@@ -140,6 +143,7 @@ def build_parser() -> argparse.ArgumentParser:
     predict_sharded.add_options(parser)
     parser.add_argument("--all", action="store_true", help="show every plan with every compressor")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON for programs")
+    parser.add_argument("--markdown", action="store_true", help="print the table of --models for a page")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw step time over node count (needs matplotlib)")
     return parser
 
@@ -169,18 +173,31 @@ def read_question(options: argparse.Namespace) -> Question:
     machine = PRESETS[options.preset]() if options.preset else read_file(options.topology)
     ranks = options.ranks_per_node or max(1, len(machine.gpus))
     check_number("nodes", options.nodes, 1, MOST_RANKS // ranks)
+    if options.model is not None:
+        return question_about(PUBLIC_MODELS[options.model], machine, options)
     layout, nbytes = gradient_of(
         options.model_json,
         options.gradient_mb if options.parameters is None else options.parameters * ELEMENT_NBYTES / 1e6,
     )
-    return Question(
-        machine,
-        options,
-        layout,
-        Workload(
-            nbytes, options.backward_ms / 1e3, round(options.bucket_mb * 2**20), options.optimizer, options.accumulate
-        ),
-    )
+    return Question(machine, options, layout, _workload(options, nbytes, options.backward_ms / 1e3))
+
+
+def question_about(model: PublicModel, machine: Machine, options: argparse.Namespace) -> Question:
+    """The question with the shapes of a public model, and its assumed time of a backward pass where none is given.
+
+    Args:
+        model: The model.
+        machine: One of the nodes.
+        options: Checked.
+    """
+    layout = layout_of(model.shapes)
+    seconds = options.backward_ms / 1e3 or model.backward_seconds
+    return Question(machine, options, layout, _workload(options, layout.numel * ELEMENT_NBYTES, seconds))
+
+
+def _workload(options: argparse.Namespace, nbytes: int, backward_seconds: float) -> Workload:
+    bucket_nbytes = round(options.bucket_mb * 2**20)
+    return Workload(nbytes, backward_seconds, bucket_nbytes, options.optimizer, options.accumulate)
 
 
 def main(argv: list[str]) -> int:
@@ -191,6 +208,9 @@ def main(argv: list[str]) -> int:
     """
     options = build_parser().parse_args(argv)
     try:
+        if options.models:
+            _answer_models(options)
+            return 0
         question = read_question(options)
         if options.sharded is not None:
             _answer_sharded(question)
@@ -223,6 +243,52 @@ def main(argv: list[str]) -> int:
         complain("predict", error)
         return 2
     return 0
+
+
+def _answer_models(options: argparse.Namespace) -> None:
+    """Prints the table of public models; links and numbers of nodes are its own."""
+    for name, refused in (("nodes", options.nodes != 1), ("nic", options.nic), ("nics-per-node", options.nics_per_node),
+                          ("sharded", options.sharded), ("plot", options.plot), ("backward-ms", options.backward_ms),
+                          ("accumulate", options.accumulate != 1)):  # fmt: skip
+        if refused:
+            raise ValueError(f"`{name}` is given with `models`, which has its own; leave it out, or take `model NAME`")
+    machine = PRESETS[options.preset]() if options.preset else read_file(options.topology)
+
+    def ask(model: PublicModel, nodes: int, rate: str, cards: int, *, halved: bool = False) -> Advice:
+        question = question_about(model, machine, options)
+        if halved:
+            whole = question.workload
+            sent = replace(whole, gradient_nbytes=whole.gradient_nbytes // 2, bucket_nbytes=whole.bucket_nbytes // 2)
+            question = replace(question, workload=sent)
+        bits = parse_rate(rate, "nic")
+        cluster = cluster_of_machines(
+            machine, nodes, ranks_per_node=options.ranks_per_node, nic_bits_per_second=bits, nics_per_node=cards
+        )
+        return question.advice(cluster)
+
+    with working("pricing every model on every link"):
+        found = list(predict_models.rows(list(PUBLIC_MODELS.values()), ask))
+    with reader_may_leave():
+        if options.json:
+            print(json.dumps(predict_models.as_objects(found), indent=1))
+        elif options.markdown:
+            print(predict_models.as_markdown(found, machine_words(machine, options)))
+        else:
+            predict_models.as_table(CleanConsole(), found, machine_words(machine, options))
+
+
+def machine_words(machine: Machine, options: argparse.Namespace) -> str:
+    """`4 GPUs (NVIDIA A10)`: what a node of the table is.
+
+    Args:
+        machine: One of the nodes.
+        options: Checked.
+    """
+    ranks = options.ranks_per_node or max(1, len(machine.gpus))
+    names = sorted({gpu.name for gpu in machine.gpus if gpu.name})
+    return f"{ranks} {'GPU' if machine.gpus else 'rank'}{'s' if ranks > 1 else ''}" + (
+        f" ({', '.join(names)})" if names else ""
+    )
 
 
 def _answer_sharded(question: Question) -> None:

@@ -169,7 +169,7 @@ def test_the_page_shows_what_the_commands_print(
     monkeypatch.setenv("COLUMNS", "80")
     text = (Path(__file__).parents[2] / "docs/how-to/predict.md").read_text()
     commands = re.findall(r"```sh\n(gradwire predict --preset .*?)```", text, re.DOTALL)
-    shown = re.findall(r"```text\n(recommended: .*?)```", text, re.DOTALL)
+    shown = re.findall(r"```text\n((?:\d+ nodes train|recommended: ).*?)```", text, re.DOTALL)
     assert len(commands) == len(shown) >= 2
     for command, block in zip(commands, shown, strict=True):
         assert main(shlex.split(command.replace("\\\n", " "))[2:]) == 0

@@ -1,0 +1,193 @@
+"""`gradwire predict --models`: named public models by link in one table: a step under plain DDP and what beats it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from gradwire.cli.public_models import PublicModel
+from gradwire.comms.plan.advise import Advice, Offer
+
+LINKS = (("1 GbE", "1gbit", 1), ("2.5 GbE", "2.5gbit", 1), ("10 GbE", "10gbit", 1), ("25 GbE", "25gbit", 1),
+         ("2 x 10 GbE", "10gbit", 2))  # fmt: skip
+"""(title, rate of one card, cards)."""
+NODES = (2, 4)
+OUTER_EVERY = 5
+"""Steps between two exchanges of `gradwire.Outer`, which sends with waterfill2: docs/how-to/slow_links.md."""
+OUTER_COMPRESSOR = "waterfill2"
+COLUMNS = ("plain DDP", "torch fp16", "exact", "int8", "waterfill4", "Outer")
+
+
+class Ask(Protocol):
+    """Prices one model on one cluster."""
+
+    def __call__(self, model: PublicModel, nodes: int, rate: str, cards: int, *, halved: bool = False) -> Advice:
+        """Everything that was priced.
+
+        Args:
+            model: Which.
+            nodes: How many; one has no network.
+            rate: Of a card.
+            cards: Of a node.
+            halved: Each gradient is sent in 16 bits, by whatever plan.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """One model on one cluster.
+
+    Attributes:
+        model: Which.
+        nodes: How many.
+        link: In words.
+        alone_seconds: A step on one node.
+        seconds: Column -> a step.
+    """
+
+    model: PublicModel
+    nodes: int
+    link: str
+    alone_seconds: float
+    seconds: dict[str, float]
+
+    def gain(self, column: str) -> float:
+        """How many times as much as one node all of them train."""
+        return self.nodes * self.alone_seconds / self.seconds[column]
+
+
+def rows(models: Sequence[PublicModel], ask: Ask) -> Iterator[ModelRow]:
+    """Prices every model on every link.
+
+    Plain DDP and torch's fp16 hook are a flat all-reduce by the faster of NCCL's algorithms, of the gradients and of
+    half as many bytes. Outer sums exactly inside the node at every step, and between nodes every `OUTER_EVERY` steps
+    while the next ones compute.
+
+    Args:
+        models: Which.
+        ask: Prices one of them on one cluster.
+    """
+    for nodes in NODES:
+        for model in models:
+            rest = model.step_seconds - model.backward_seconds
+            alone = _best(ask(model, 1, *LINKS[0][1:]))
+            for title, rate, cards in LINKS:
+                advice = ask(model, nodes, rate, cards)
+                half = ask(model, nodes, rate, cards, halved=True)
+                exchange = advice.offer(f"hierarchical+{OUTER_COMPRESSOR}").seconds
+                yield ModelRow(
+                    model,
+                    nodes,
+                    title,
+                    rest + alone.step_seconds,
+                    {
+                        "plain DDP": rest + _flat(advice).step_seconds,
+                        "torch fp16": rest + _flat(half).step_seconds,
+                        "exact": rest + _best(advice).step_seconds,
+                        "int8": rest + advice.offer("hierarchical+int8").step_seconds,
+                        "waterfill4": rest + advice.offer("hierarchical+waterfill4").step_seconds,
+                        "Outer": max(rest + alone.step_seconds, exchange / OUTER_EVERY),
+                    },
+                )
+
+
+def _flat(advice: Advice) -> Offer:
+    """One exact all-reduce over all ranks by the fastest algorithm that NCCL has."""
+    known = [offer for offer in advice.offers if offer.plan.name in ("flat", "tree", "nvls_tree")]
+    return min((offer for offer in known if offer.compressor == "none"), key=lambda offer: offer.step_seconds)
+
+
+def _best(advice: Advice) -> Offer:
+    exact = [
+        offer for offer in advice.offers if offer.compressor == "none" and (offer.available or offer.name == "flat")
+    ]
+    return min(exact, key=lambda offer: offer.step_seconds)
+
+
+def as_table(console: Console, found: Sequence[ModelRow], machine: str) -> None:
+    """Prints a table for each number of nodes.
+
+    Args:
+        console: Where to.
+        found: What `rows` gave.
+        machine: The nodes, in words.
+    """
+    for nodes in NODES:
+        table = Table(title=f"{nodes} nodes: {machine}; milliseconds a step", box=SIMPLE_HEAD, padding=0)
+        for heading in ("model", "link", "alone", *COLUMNS):
+            table.add_column(heading, justify="left" if heading in ("model", "link") else "right", overflow="fold")
+        before = ""
+        for row in found:
+            if row.nodes == nodes:
+                cells = [_cell(row, column) for column in COLUMNS]
+                name = "" if row.model.title == before else row.model.title
+                table.add_row(name, row.link, f"{1e3 * row.alone_seconds:.0f}", *cells)
+                before = row.model.title
+        console.print(table)
+    console.print(legend(found), highlight=False)
+
+
+def as_markdown(found: Sequence[ModelRow], machine: str) -> str:
+    """The same for a page.
+
+    Args:
+        found: What `rows` gave.
+        machine: The nodes, in words.
+    """
+    lines = []
+    for nodes in NODES:
+        lines += [f"{nodes} nodes of {machine}:", "", f"| model | link | {' | '.join(COLUMNS)} |"]
+        lines.append("|---|---|" + "---:|" * len(COLUMNS))
+        lines += [
+            f"| {row.model.title} | {row.link} | {' | '.join(_cell(row, column) for column in COLUMNS)} |"
+            for row in found
+            if row.nodes == nodes
+        ]
+        lines.append("")
+    return "\n".join([*lines, legend(found)])
+
+
+def _cell(row: ModelRow, column: str) -> str:
+    """Milliseconds; marked where all the nodes train less than one of them alone."""
+    return f"{1e3 * row.seconds[column]:.0f}{'!' if row.gain(column) <= 1 else ''}"
+
+
+def as_objects(found: Sequence[ModelRow]) -> list[dict[str, object]]:
+    """The same for programs.
+
+    Args:
+        found: What `rows` gave.
+    """
+    return [
+        {
+            "model": row.model.name,
+            "parameters": row.model.numel,
+            "nodes": row.nodes,
+            "link": row.link,
+            "alone_seconds": row.alone_seconds,
+            "seconds": row.seconds,
+        }
+        for row in found
+    ]
+
+
+def legend(found: Sequence[ModelRow]) -> str:
+    """What the columns are, and what was assumed.
+
+    Args:
+        found: What `rows` gave.
+    """
+    models = {row.model.name: row.model for row in found}.values()
+    assumed = "; ".join(
+        f"{model.title} ({model.numel / 1e6:,.0f} M trained) {1e3 * model.step_seconds:.0f} ms for {model.batch}"
+        for model in models
+    )
+    return (
+        "Predicted, not measured. !: one node alone trains more. alone: a step on one node. plain DDP and torch's fp16 "
+        "hook: by the fastest of NCCL's algorithms. exact, int8, waterfill4: gradwire's plans, compressed between "
+        f"nodes only. Outer: exchanges every {OUTER_EVERY} steps in {OUTER_COMPRESSOR}, hidden behind them. "
+        f"Assumed computation of a GPU: {assumed}."
+    )

@@ -1,0 +1,149 @@
+"""Public models by name: the shapes of their gradients, and a computation time to set the network against.
+
+Shapes are written out from the models' published configurations, so nothing is downloaded. The computation time is an
+assumption, stated with each model; it is for one GPU of the kind that stands in a PCIe server (A10, RTX 4090).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+Shapes = list[tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class PublicModel:
+    """A model that many people train.
+
+    Attributes:
+        name: As `--model` takes it.
+        title: As the table has it.
+        shapes: Of all parameters that have a gradient, in the order of the model.
+        step_seconds: Forward, backward and optimizer of one GPU without communication; an assumption.
+        batch: What one GPU takes in that time.
+    """
+
+    name: str
+    title: str
+    shapes: Shapes
+    step_seconds: float
+    batch: str
+
+    @property
+    def numel(self) -> int:
+        """Trained parameters."""
+        return sum(prod(shape) for _, shape in self.shapes)
+
+    @property
+    def backward_seconds(self) -> float:
+        """Two thirds of a step: backward is twice forward, and the optimizer is left out.
+
+        Source: Kaplan et al., "Scaling Laws for Neural Language Models", arXiv:2001.08361, section 2.1.
+        """
+        return 2 / 3 * self.step_seconds
+
+
+def _linear(name: str, outputs: int, inputs: int, *, bias: bool = True) -> Shapes:
+    return [(f"{name}.weight", (outputs, inputs)), *([(f"{name}.bias", (outputs,))] if bias else [])]
+
+
+def _norm(name: str, width: int) -> Shapes:
+    return [(f"{name}.weight", (width,)), (f"{name}.bias", (width,))]
+
+
+def _gpt2(width: int = 768, layers: int = 12, vocabulary: int = 50257, context: int = 1024) -> Shapes:
+    """GPT-2's small model; the head shares the embedding's weight.
+
+    Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, table 2.
+    """
+    shapes: Shapes = [("wte", (vocabulary, width)), ("wpe", (context, width))]
+    for layer in range(layers):
+        at = f"h.{layer}"
+        shapes += _norm(f"{at}.ln_1", width) + _linear(f"{at}.attn.c_attn", 3 * width, width)
+        shapes += _linear(f"{at}.attn.c_proj", width, width) + _norm(f"{at}.ln_2", width)
+        shapes += _linear(f"{at}.mlp.c_fc", 4 * width, width) + _linear(f"{at}.mlp.c_proj", width, 4 * width)
+    return shapes + _norm("ln_f", width)
+
+
+_LLAMA_WIDTH, _LLAMA_LAYERS, _LLAMA_FEED_FORWARD, _LLAMA_KEYS, _LLAMA_VOCABULARY = 2048, 16, 8192, 512, 128256
+"""Llama 3.2 1B: 32 heads of 64, 8 of them for keys and values; embeddings tied. Source: its published config.json."""
+
+
+def _llama_linears(layer: int) -> Iterator[tuple[str, int, int]]:
+    """(name, outputs, inputs) of the linear layers of a block."""
+    width, keys, hidden = _LLAMA_WIDTH, _LLAMA_KEYS, _LLAMA_FEED_FORWARD
+    at = f"layers.{layer}"
+    yield from ((f"{at}.q_proj", width, width), (f"{at}.k_proj", keys, width), (f"{at}.v_proj", keys, width))
+    yield from ((f"{at}.o_proj", width, width), (f"{at}.gate_proj", hidden, width), (f"{at}.up_proj", hidden, width))
+    yield (f"{at}.down_proj", width, hidden)
+
+
+def _llama() -> Shapes:
+    shapes: Shapes = [("embed_tokens", (_LLAMA_VOCABULARY, _LLAMA_WIDTH))]
+    for layer in range(_LLAMA_LAYERS):
+        for linear in _llama_linears(layer):
+            shapes += _linear(*linear, bias=False)
+        shapes += [(f"layers.{layer}.{norm}", (_LLAMA_WIDTH,)) for norm in ("input_norm", "post_norm")]
+    return [*shapes, ("norm", (_LLAMA_WIDTH,))]
+
+
+def _adapter(name: str, outputs: int, inputs: int, rank: int) -> Shapes:
+    """The two factors of a LoRA adapter. Source: Hu et al., "LoRA", arXiv:2106.09685, section 4.1."""
+    return [(f"{name}.lora_a", (rank, inputs)), (f"{name}.lora_b", (outputs, rank))]
+
+
+def _llama_lora(rank: int = 16) -> Shapes:
+    """Adapters of all linear layers of all blocks."""
+    layers = range(_LLAMA_LAYERS)
+    return [shape for layer in layers for linear in _llama_linears(layer) for shape in _adapter(*linear, rank)]
+
+
+def _resnet50(classes: int = 1000) -> Shapes:
+    """Source: He et al., "Deep Residual Learning for Image Recognition", arXiv:1512.03385, table 1."""
+
+    def convolution(name: str, outputs: int, inputs: int, kernel: int) -> Shapes:
+        return [(f"{name}.weight", (outputs, inputs, kernel, kernel)), *_norm(f"{name}.norm", outputs)]
+
+    shapes, inputs = convolution("stem", 64, 3, 7), 64
+    for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), start=1):
+        for block in range(blocks):
+            at = f"layer{stage}.{block}"
+            shapes += convolution(f"{at}.conv1", width, inputs, 1) + convolution(f"{at}.conv2", width, width, 3)
+            shapes += convolution(f"{at}.conv3", 4 * width, width, 1)
+            shapes += convolution(f"{at}.downsample", 4 * width, inputs, 1) if block == 0 else []
+            inputs = 4 * width
+    return shapes + _linear("fc", classes, inputs)
+
+
+_SDXL_TRANSFORMERS = ((640, 2 * 2 + 3 * 2), (1280, 2 * 10 + 10 + 3 * 10))
+"""(width, transformer layers) of SDXL's U-Net: on the way down, in the middle, on the way up.
+
+Source: Podell et al., "SDXL", arXiv:2307.01952, table 1 ([0, 2, 10] transformer blocks; width 320 times 1, 2, 4).
+"""
+_SDXL_CONTEXT = 2048
+
+
+def _sdxl_lora(rank: int = 16) -> Shapes:
+    """Adapters of the queries, keys, values and outputs of both attentions of each transformer layer."""
+    shapes: Shapes = []
+    for width, layers in _SDXL_TRANSFORMERS:
+        for layer in range(layers):
+            for attention, context in (("attn1", width), ("attn2", _SDXL_CONTEXT)):
+                at = f"{width}.{layer}.{attention}"
+                for name, inputs in (("to_q", width), ("to_k", context), ("to_v", context), ("to_out", width)):
+                    shapes += _adapter(f"{at}.{name}", width, inputs, rank)
+    return shapes
+
+
+def _models() -> tuple[PublicModel, ...]:
+    rows: tuple[tuple[str, str, Callable[[], Shapes], float, str], ...] = (
+        ("resnet50", "ResNet-50", _resnet50, 0.08, "64 images"),
+        ("gpt2", "GPT-2 124M", _gpt2, 0.25, "12 x 1,024 tokens"),
+        ("llama-3.2-1b", "Llama-3.2-1B, full", _llama, 0.75, "4,096 tokens"),
+        ("llama-3.2-1b-lora", "Llama-3.2-1B, LoRA 16", _llama_lora, 0.5, "4,096 tokens"),
+        ("sdxl-lora", "SDXL, LoRA 16", _sdxl_lora, 0.5, "1 image of 1,024 x 1,024"),
+    )
+    return tuple(PublicModel(name, title, shapes(), seconds, batch) for name, title, shapes, seconds, batch in rows)
+
+
+PUBLIC_MODELS = {model.name: model for model in _models()}

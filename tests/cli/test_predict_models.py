@@ -1,0 +1,105 @@
+"""Public models by name, and the table of them by link."""
+
+import contextlib
+import io
+import json
+
+import pytest
+
+from gradwire.cli import predict_models
+from gradwire.cli.predict import main
+from gradwire.cli.public_models import PUBLIC_MODELS
+
+PUBLISHED = {"resnet50": 25_557_032, "gpt2": 124_439_808, "llama-3.2-1b": 1_235_814_400}
+"""What torchvision and the models' own pages give."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_model_has_as_many_parameters_as_the_published_one(name: str) -> None:
+    assert PUBLIC_MODELS[name].numel == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", PUBLIC_MODELS)
+def test_names_are_unique_and_shapes_are_shapes(name: str) -> None:
+    shapes = PUBLIC_MODELS[name].shapes
+    assert len({parameter for parameter, _ in shapes}) == len(shapes)
+    assert all(extent > 0 for _, shape in shapes for extent in shape)
+
+
+def test_a_model_by_name_is_its_shapes_and_its_backward_pass(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    where = ["--preset", "pcie_box", "--nodes", "2", "--nic", "10gbit", "--json"]
+    assert main([*where, "--model", "gpt2"]) == 0
+    named = json.loads(capsys.readouterr().out)
+    assert named["gradient_nbytes"] == 4 * PUBLISHED["gpt2"]
+    assert named["backward_seconds"] == pytest.approx(2 / 3 * PUBLIC_MODELS["gpt2"].step_seconds)
+    assert main([*where, "--model", "gpt2", "--backward-ms", "50"]) == 0
+    assert json.loads(capsys.readouterr().out)["backward_seconds"] == 0.05
+
+
+@pytest.fixture(scope="module")
+def table() -> list[dict[str, object]]:
+    """The whole table, once."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["--preset", "pcie_box", "--models", "--json"]) == 0
+    rows: list[dict[str, object]] = json.loads(out.getvalue())
+    return rows
+
+
+def test_every_model_on_every_link(table: list[dict[str, object]]) -> None:
+    assert len({(row["model"], row["nodes"], row["link"]) for row in table}) == len(table) == 2 * 5 * len(PUBLIC_MODELS)
+
+
+def test_half_the_bytes_and_fewer_nodes_never_cost_more(table: list[dict[str, object]]) -> None:
+    for row in table:
+        seconds = row["seconds"]
+        assert isinstance(seconds, dict)
+        assert seconds["torch fp16"] <= seconds["plain DDP"] * 1.0001, row
+        assert seconds["exact"] <= seconds["plain DDP"] * 1.0001, row
+        assert min(seconds.values()) >= row["alone_seconds"] * 0.9999, row  # type: ignore[operator]
+
+
+def test_a_row_is_what_predict_says_of_that_model_and_link(
+    table: list[dict[str, object]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--preset", "pcie_box", "--nodes", "4", "--nic", "10gbit", "--nics-per-node", "2", "--model", "sdxl-lora"]
+    assert main([*words, "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    (row,) = (row for row in table if (row["model"], row["nodes"], row["link"]) == ("sdxl-lora", 4, "2 x 10 GbE"))
+    model = PUBLIC_MODELS["sdxl-lora"]
+    rest = model.step_seconds - model.backward_seconds
+    assert row["seconds"]["int8"] == pytest.approx(rest + plans["hierarchical+int8"]["step_seconds"])  # type: ignore[index]
+
+
+def test_people_get_a_table_that_fits_and_pages_get_one_of_theirs(
+    table: list[dict[str, object]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        predict_models.ModelRow(
+            PUBLIC_MODELS[str(row["model"])],
+            row["nodes"],
+            row["link"],
+            row["alone_seconds"],
+            row["seconds"],  # type: ignore[arg-type]
+        )
+        for row in table
+    ]
+    monkeypatch.setattr(predict_models, "rows", lambda models, ask: iter(rows))  # priced once is enough
+    assert main(["--preset", "pcie_box", "--models"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80 and "2 nodes: 4 GPUs (NVIDIA A10)" in text
+    assert "Predicted, not measured" in text
+    assert main(["--preset", "pcie_box", "--models", "--markdown"]) == 0
+    page = capsys.readouterr().out
+    assert sum(line.startswith("| GPT-2 124M |") for line in page.splitlines()) == 10
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [(["--nodes", "2"], "nodes"), (["--nic", "1gbit"], "nic"), (["--backward-ms", "3"], "backward-ms")],
+)
+def test_what_the_table_has_itself_is_refused(words: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--preset", "pcie_box", "--models", *words]) == 2
+    assert f"`{name}`" in capsys.readouterr().err
