@@ -25,8 +25,7 @@ bool known(int device) { return device >= 0 && device < device_count(); }
 }  // namespace
 
 int device_count() {
-  static const int devices = static_cast<int>(setting("DEVICES", 8LL));
-  return devices;
+  return static_cast<int>(setting("DEVICES", 8LL));
 }
 
 int current_device() { return current; }

@@ -106,8 +106,14 @@ void reset_counts() {
   for (CallCount* one = CallCount::first_.load(); one; one = one->next) one->calls = 0;
 }
 
+// Asked for anew after a fork: the variable may have been set since.
 bool tracing() {
-  static const bool asked = !setting("TRACE").empty();
+  static std::atomic<pid_t> asked_in{0};
+  static std::atomic<bool> asked{false};
+  if (asked_in != getpid()) {
+    asked = !setting("TRACE").empty();
+    asked_in = getpid();
+  }
   return asked;
 }
 
