@@ -113,6 +113,12 @@ CUresult cuGetProcAddress(const char* name, void** function, int version, cuuint
   return cuGetProcAddress_v2(name, function, version, flags, nullptr);
 }
 
+// Tables of functions without names, of which there are none here. NVRTC asks for one, and goes on without it.
+CUresult cuGetExportTable(const void** table, const CUuuid*) {
+  *table = nullptr;
+  return CUDA_ERROR_NOT_FOUND;
+}
+
 // Makes the stand-in's the CUDA runtime that is inside a loaded library. Returns what is wrong, or NULL.
 const char* gpu_standin_take_runtime_of(const char* path) {
   static std::string reason;
