@@ -8,16 +8,17 @@ test compares both with the functions of the CUDA kernels and with the entry poi
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from gradwire.compressors.base import Codec
 from gradwire.compressors.chunk_topk import ChunkTopkCodec
 from gradwire.compressors.kernels import cuda, reference
 from gradwire.compressors.kernels.cuda.pack import PackTable
-from gradwire.compressors.kernels.dispatch import KERNELS_ON, ExponentKernels, Kernels
+from gradwire.compressors.kernels.dispatch import ExponentKernels, Kernels
 from gradwire.compressors.kernels.reference import (
     EXPONENTS_BLOCK,
     ChunkRule,
@@ -49,16 +50,6 @@ TOLERANCE = 1e-4
 FORMATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
-class Codec(Protocol):
-    """What payloads are made with."""
-
-    def wire_nbytes(self, numel: int) -> int:
-        """Bytes of a payload of so many elements."""
-
-    def encode(self, gradient: Tensor, payload: Tensor) -> None:
-        """Writes the payload."""
-
-
 @dataclass(frozen=True, slots=True)
 class KernelSet:
     """The kernels of a device, or the reference.
@@ -71,7 +62,7 @@ class KernelSet:
 
     kernels: Kernels
     device: torch.device
-    packing: "Packing | None"
+    packing: "BucketPacking | None"
 
     def packer(
         self, back: bool, tensors: Sequence[Tensor], offsets: Sequence[int], bucket: Tensor
@@ -90,7 +81,7 @@ class KernelSet:
         return partial(self.packing.unpack if back else self.packing.pack, tensors, offsets, SCALE, bucket)
 
 
-class Packing(Protocol):
+class BucketPacking(Protocol):
     """What packs without a table."""
 
     def pack(self, tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, bucket: Tensor) -> None:
@@ -203,9 +194,7 @@ def _halves(dtype: torch.dtype, given: KernelInputs) -> Tensor:
 
 def _cast_decode_reduce(dtype: torch.dtype, of: KernelSet, given: KernelInputs) -> KernelCall:
     sources, addend, target = _halves(dtype, given), given.values(9), given.zeros(given.numel)
-    return KernelCall(
-        lambda: of.kernels.cast_decode_reduce(sources, addend, target), (sources, addend), (target,)
-    )
+    return KernelCall(lambda: of.kernels.cast_decode_reduce(sources, addend, target), (sources, addend), (target,))
 
 
 def _cast_reduce_encode(dtype: torch.dtype, of: KernelSet, given: KernelInputs) -> KernelCall:
@@ -293,9 +282,9 @@ def _dgc(parameters: int, of: KernelSet, given: KernelInputs) -> KernelCall:
     indices, values = given.zeros(chosen, dtype=torch.int32), given.zeros(chosen)
     rule, scales = DgcRule(0.9), torch.linspace(0.3, 1.0, len(runs)).to(given.device)
     if parameters == 1:
-        run: Callable[[], object] = lambda: of.kernels.dgc_step(x, state, rule, indices, values)  # noqa: E731
+        run: Callable[[], object] = lambda: of.kernels.dgc_step(x, state, rule, indices, values)
     else:
-        run = lambda: of.kernels.dgc_step_many(x, state, rule, scales, runs, indices, values)  # noqa: E731
+        run = lambda: of.kernels.dgc_step_many(x, state, rule, scales, runs, indices, values)
     return KernelCall(run, (x, velocity, total), (*outs, indices, values))
 
 
@@ -303,7 +292,7 @@ def _parts(numel: int, count: int) -> tuple[list[int], list[int]]:
     """Starts and lengths of so many parts, the later ones longer."""
     whole = sum(range(1, count + 1))
     bounds = [numel * done // whole for done in accumulate(range(1, count + 1), initial=0)]
-    return bounds[:-1], [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return bounds[:-1], [stop - start for start, stop in pairwise(bounds)]
 
 
 def _places(given: KernelInputs, count: int, seed: int) -> Tensor:
@@ -324,9 +313,7 @@ def _dgc_sum(dtype: torch.dtype, of: KernelSet, given: KernelInputs) -> KernelCa
 def _scatter_add(of: KernelSet, given: KernelInputs) -> KernelCall:
     count = -(-given.numel // 4)
     places, values, target = _places(given, count, 1), given.values(0, count), given.values(1)
-    return KernelCall(
-        lambda: of.kernels.scatter_add(places, values, target), (places, values, target), (target,)
-    )
+    return KernelCall(lambda: of.kernels.scatter_add(places, values, target), (places, values, target), (target,))
 
 
 def _matrices(numel: int, count: int) -> FactorRuns:
@@ -349,9 +336,9 @@ def _project(many: bool, of: KernelSet, given: KernelInputs) -> KernelCall:
     flat, residual, q = given.values(0, numel), given.values(1, numel), given.values(2, _factors(matrices))
     p = torch.zeros_like(q)
     if many:
-        run: Callable[[], object] = lambda: of.kernels.powersgd_project_many(flat, residual, matrices, q, p)  # noqa: E731
+        run: Callable[[], object] = lambda: of.kernels.powersgd_project_many(flat, residual, matrices, q, p)
     else:
-        run = lambda: of.kernels.powersgd_project(one.matrix(flat), one.matrix(residual), one.q(q), one.p(p))  # noqa: E731
+        run = lambda: of.kernels.powersgd_project(one.matrix(flat), one.matrix(residual), one.q(q), one.p(p))
     return KernelCall(run, (flat, residual, q), (flat, p), TOLERANCE)
 
 
@@ -361,9 +348,9 @@ def _back_project(many: bool, of: KernelSet, given: KernelInputs) -> KernelCall:
     flat, p = given.values(0, numel), given.values(2, _factors(matrices))
     q = torch.zeros_like(p)
     if many:
-        run: Callable[[], object] = lambda: of.kernels.powersgd_back_project_many(flat, matrices, p, q)  # noqa: E731
+        run: Callable[[], object] = lambda: of.kernels.powersgd_back_project_many(flat, matrices, p, q)
     else:
-        run = lambda: of.kernels.powersgd_back_project(one.matrix(flat), one.p(p), one.q(q))  # noqa: E731
+        run = lambda: of.kernels.powersgd_back_project(one.matrix(flat), one.p(p), one.q(q))
     return KernelCall(run, (flat, p), (q,), TOLERANCE)
 
 
@@ -373,9 +360,9 @@ def _restore(many: bool, of: KernelSet, given: KernelInputs) -> KernelCall:
     flat, left = given.values(0, numel), given.zeros(numel)
     p, own, total = (given.values(seed, _factors(matrices)) for seed in (1, 2, 3))
     if many:
-        run: Callable[[], object] = lambda: of.kernels.powersgd_restore_many(flat, left, matrices, p, own, total)  # noqa: E731
+        run: Callable[[], object] = lambda: of.kernels.powersgd_restore_many(flat, left, matrices, p, own, total)
     else:
-        run = lambda: of.kernels.powersgd_restore(  # noqa: E731
+        run = lambda: of.kernels.powersgd_restore(
             one.matrix(flat), one.matrix(left), one.p(p), one.q(own), one.q(total)
         )
     return KernelCall(run, (flat, p, own, total), (flat, left))
@@ -468,5 +455,3 @@ CPU_CALLS: dict[str, CallMaker] = {
     "exponents_unpack": partial(_exponents, True),
 }
 """Those that there are no CUDA kernels for."""
-
-

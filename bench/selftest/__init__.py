@@ -1,1 +1,1 @@
-"""`gradwire selftest`: everything that gradwire does on this machine's GPUs, tried once, and one JSON of how it went."""
+"""`gradwire selftest`: what gradwire does on this machine's GPUs, tried once, and one JSON of how it went."""

@@ -33,7 +33,7 @@ class NotHere(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckResult:
+class SelftestResult:
     """How one check went.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Every collective that gradwire issues, on numbers whose sums are known; on NCCL every call that it makes of it."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 
@@ -64,7 +64,7 @@ class CollectiveChecks:
         yield "all_gather", self._all_gather
         yield "broadcast", self._broadcast
         yield "several at once", self._together
-        yield "all_reduce of 25 MiB", partial(self._all_reduce, torch.float32, (LARGE_NUMEL,))
+        yield "all_reduce of 25 MiB", self._large
         if self._device.type == "cuda":
             yield "the process group's own communicator", self._borrowed
             yield "a group call that fails", self._failed_group_call
@@ -111,14 +111,19 @@ class CollectiveChecks:
         """All that select another operation of NCCL: a sum, an average, a premultiplied sum, an inexact factor."""
         return (1.0, 1.0 / self._size, 0.25, 1.0 / (3 * self._size)) if _has_fractions(dtype) else (1.0,)
 
-    def _all_reduce(self, dtype: torch.dtype, numels: Sequence[int] = NUMELS) -> float:
+    def _all_reduce(self, dtype: torch.dtype) -> float:
         worst = 0.0
-        for numel in numels:
+        for numel in NUMELS:
             for scale in self._scales(dtype):
                 flat = self._given(numel, dtype).to(self._device)
                 self._connected.all_reduce(flat, scale).wait()
                 worst = max(worst, _compared(flat, self._sum(numel, dtype, scale), scale, f"{numel} times {scale:.3g}"))
         return worst
+
+    def _large(self) -> float:
+        flat = torch.full((LARGE_NUMEL,), float(self._rank), device=self._device)
+        self._connected.all_reduce(flat).wait()
+        return _compared(flat, torch.full((LARGE_NUMEL,), float(sum(range(self._size)))))
 
     def _slices(self, kind: str, dtype: torch.dtype) -> float:
         worst = 0.0
@@ -139,7 +144,7 @@ class CollectiveChecks:
         """Offsets at which a tensor is cut into one slice a rank."""
         size = self._size
         if kind == "equal":
-            return tuple(min(numel, numel // size * rank) for rank in range(size)) + (numel,)
+            return (*(numel // size * rank for rank in range(size)), numel)
         if size == 1:
             raise NotHere("needs two ranks: one rank has one slice")
         if kind == "one owner":
@@ -152,9 +157,7 @@ class CollectiveChecks:
         source = torch.cat(parts).to(self._device)
         output = torch.zeros_like(source)
         self._connected.all_to_all(output, source).wait()
-        wanted = [
-            self._given(numel, torch.float32, rank).add(100 * rank + self._rank) for rank in range(self._size)
-        ]
+        wanted = [self._given(numel, torch.float32, rank).add(100 * rank + self._rank) for rank in range(self._size)]
         return _compared(output, torch.cat(wanted))
 
     def _all_gather(self) -> float:
@@ -248,4 +251,3 @@ def _compared(found: Tensor, wanted: Tensor, scale: float = 1.0, where: str = ""
         return compare(found, wanted, tolerance)
     except Mismatch as error:
         raise Mismatch(f"{where}: {error}" if where else str(error), error.difference) from None
-

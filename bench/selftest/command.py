@@ -14,7 +14,7 @@ from gradwire.bench.arguments import MOST_SECONDS, CommandParser, check_memory, 
 from gradwire.bench.emulation.signals import clean_end
 from gradwire.bench.kernels.command import DEFAULT_NUMEL
 from gradwire.bench.selftest.report import WIDTH, as_record, exit_status, print_report
-from gradwire.bench.selftest.run import MOST_RANKS, Findings, parts_of, run_parts
+from gradwire.bench.selftest.run import MOST_RANKS, SelftestFindings, parts_of, run_parts
 from gradwire.bench.terminal import STDOUT, CleanConsole, StatusLine, add_json_option, complain, write_json
 
 BAD_USE = 2
@@ -134,7 +134,7 @@ def _check(options: argparse.Namespace) -> None:
     check_output("--json", options.json)
 
 
-def _report(findings: Findings, options: argparse.Namespace, took_seconds: float) -> int:
+def _report(findings: SelftestFindings, options: argparse.Namespace, took_seconds: float) -> int:
     if options.json != STDOUT:
         print_report(findings, CleanConsole(highlight=False, emoji=False, width=WIDTH), took_seconds)
         if options.json is None:

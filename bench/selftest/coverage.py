@@ -1,7 +1,7 @@
 """What of gradwire's CUDA code a run has touched, and what there is of it: counted, never listed by hand.
 
-Kernels: the functions that compressors call, and the entry points of csrc/cuda. NCCL: the places in comms/transport/nccl.py
-that call torch's group, as its own source has them.
+Kernels: the functions that compressors call, and the entry points of csrc/cuda. NCCL: the places in
+comms/transport/nccl.py that call torch's group, as its own source has them.
 """
 
 import ast

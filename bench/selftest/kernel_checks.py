@@ -51,9 +51,7 @@ def kernel_attempts(ours: KernelSet, numel: int) -> Iterator[tuple[str, Attempt]
         yield name, _attempt(make, ours, wanted, sizes)
 
 
-def _attempt(
-    make: CallMaker, ours: KernelSet, wanted: KernelSet, sizes: tuple[tuple[int, float], ...]
-) -> Attempt:
+def _attempt(make: CallMaker, ours: KernelSet, wanted: KernelSet, sizes: tuple[tuple[int, float], ...]) -> Attempt:
     def attempt() -> float:
         worst = 0.0
         for numel, factor in sizes:

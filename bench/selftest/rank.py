@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.bench.kernels.calls import KernelSet, cpu_kernels, cuda_kernels
-from gradwire.bench.selftest.checks import FAIL, PASS, SKIPPED, Attempt, CheckResult, Mismatch, NotHere
+from gradwire.bench.selftest.checks import FAIL, PASS, SKIPPED, Attempt, Mismatch, NotHere, SelftestResult
 from gradwire.bench.selftest.collective_checks import TIMEOUT, CollectiveChecks
 from gradwire.bench.selftest.coverage import (
     NcclSite,
@@ -94,10 +94,10 @@ def go_through(part: str, attempts: Iterable[tuple[str, Attempt]], *, alone: boo
             sys.exit(f"ended after the error in `{name}`")
 
 
-def _tried(part: str, name: str, attempt: Attempt) -> tuple[CheckResult, bool]:
+def _tried(part: str, name: str, attempt: Attempt) -> tuple[SelftestResult, bool]:
     """How it went, and whether what follows makes sense on several ranks."""
     began = time.perf_counter()
-    outcome, goes_on = CheckResult(part=part, name=name, outcome=PASS), True
+    outcome, goes_on = SelftestResult(part=part, name=name, outcome=PASS), True
     try:
         outcome = replace(outcome, worst_difference=attempt())
     except NotHere as error:

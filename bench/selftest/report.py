@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradwire.bench.selftest.checks import FAIL, PASS, SKIPPED, CheckResult
-from gradwire.bench.selftest.run import Findings
+from gradwire.bench.selftest.checks import FAIL, PASS, SKIPPED, SelftestResult
+from gradwire.bench.selftest.kernel_checks import KernelBandwidth
+from gradwire.bench.selftest.run import SelftestFindings
 
 WIDTH = 80
 """Columns: what a terminal has at least, and what an issue shows without a scroll bar."""
@@ -18,12 +19,12 @@ SLOW = 0.5
 """Of a copy's bandwidth: kernels below it stand in the terminal's table, the others in the JSON alone."""
 
 
-def exit_status(findings: Findings) -> int:
+def exit_status(findings: SelftestFindings) -> int:
     """1 where a check failed, else 0: what was skipped is said, and is no failure."""
     return int(any(each.outcome == FAIL for each in findings.checks))
 
 
-def as_record(findings: Findings, took_seconds: float) -> dict[str, object]:
+def as_record(findings: SelftestFindings, took_seconds: float) -> dict[str, object]:
     """All of it, for an issue.
 
     Args:
@@ -46,13 +47,13 @@ def as_record(findings: Findings, took_seconds: float) -> dict[str, object]:
     }
 
 
-def _short_record(check: CheckResult) -> dict[str, object]:
+def _short_record(check: SelftestResult) -> dict[str, object]:
     """Without what is empty, so that the whole fits into an issue."""
     record = asdict(check) | {"seconds": round(check.seconds, 3)}
     return {name: value for name, value in record.items() if value not in ("", None)}
 
 
-def print_report(findings: Findings, console: Console, took_seconds: float) -> None:
+def print_report(findings: SelftestFindings, console: Console, took_seconds: float) -> None:
     """Prints the report.
 
     Args:
@@ -73,10 +74,13 @@ def print_report(findings: Findings, console: Console, took_seconds: float) -> N
         if each.missing and each.touched:
             _wrapped(console, f"not touched: {', '.join(each.missing)}")
     if findings.bandwidths:
-        console.print(_table_of_bandwidths(findings))
+        rows = sorted(findings.bandwidths, key=lambda each: each.of_copy)
+        shown = [each for each in rows if each.of_copy < SLOW] or rows[:5]
+        console.print(f"{len(rows)} kernels beside a copy of as many bytes; the {len(shown)} slowest:")
+        console.print(_table_of_bandwidths(shown))
 
 
-def _report_lines(findings: Findings) -> Iterator[str]:
+def _report_lines(findings: SelftestFindings) -> Iterator[str]:
     """What failed, what was skipped for another reason than a failure before it, what was not run, and where."""
     for outcome, word in ((FAIL, "FAILED"), (SKIPPED, "skipped")):
         reasons: dict[tuple[str, str], list[str]] = {}
@@ -102,7 +106,7 @@ def _wrapped(console: Console, text: str) -> None:
         console.print(Text(line))
 
 
-def _table_of_parts(checks: list[CheckResult]) -> Table:
+def _table_of_parts(checks: list[SelftestResult]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("part", no_wrap=True)
     for heading in ("failed", "passed", "skipped", "worst difference", "s"):
@@ -119,16 +123,12 @@ def _table_of_parts(checks: list[CheckResult]) -> Table:
     return table
 
 
-def _table_of_bandwidths(findings: Findings) -> Table:
-    """The kernels that are slowest beside a copy."""
-    rows = sorted(findings.bandwidths, key=lambda each: each.of_copy)
-    shown = [each for each in rows if each.of_copy < SLOW] or rows[:5]
-    title = f"{len(rows)} kernels beside a copy of as many bytes; the {len(shown)} slowest, the others in the JSON"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def _table_of_bandwidths(rows: list[KernelBandwidth]) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("kernel", no_wrap=True)
     for heading in ("MB", "us", "GB/s", "of a copy"):
         table.add_column(heading, justify="right")
-    for row in shown:
+    for row in rows:
         rate = row.nbytes / row.seconds / 1e9
         figures = (f"{row.nbytes / 1e6:.1f}", f"{row.seconds * 1e6:.1f}", f"{rate:.0f}", f"{row.of_copy:.2f}")
         table.add_row(row.kernel, *figures)

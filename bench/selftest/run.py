@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from gradwire.bench.emulation.launch import JobOutcome, python_module, run_logical
 from gradwire.bench.emulation.seats import Seat
-from gradwire.bench.selftest.checks import FAIL, SKIPPED, CheckResult
+from gradwire.bench.selftest.checks import FAIL, SKIPPED, SelftestResult
 from gradwire.bench.selftest.coverage import Touched
 from gradwire.bench.selftest.kernel_checks import KernelBandwidth
 from gradwire.bench.selftest.rank import (
@@ -61,11 +61,11 @@ class Part:
 
 
 @dataclass(slots=True)
-class Findings:
+class SelftestFindings:
     """What all parts have said."""
 
     facts: dict[str, object] = field(default_factory=dict)
-    checks: list[CheckResult] = field(default_factory=list)
+    checks: list[SelftestResult] = field(default_factory=list)
     bandwidths: list[KernelBandwidth] = field(default_factory=list)
     coverage: dict[str, Touched] = field(default_factory=dict)
     losses: dict[str, list[float]] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class PartCollector:
         self._say = say
         self._planned: list[str] = []
         self._begun: list[str | None] = [None] * size
-        self._ended: dict[str, dict[int, CheckResult]] = {}
+        self._ended: dict[str, dict[int, SelftestResult]] = {}
         self.records: list[tuple[str, object]] = []
         """What is no check, of rank 0."""
 
@@ -105,22 +105,20 @@ class PartCollector:
             if rank == 0:
                 self._say(f"{self._part}: {value}")
         elif kind == ENDED:
-            result = CheckResult(**value)  # type: ignore[arg-type]
+            result = SelftestResult(**value)  # type: ignore[arg-type]
             self._begun[rank] = None
             self._ended.setdefault(result.name, {})[rank] = result
         elif rank == 0:
             self.records.append((kind, value))
 
-    def results(self, outcome: JobOutcome) -> list[CheckResult]:
+    def results(self, outcome: JobOutcome) -> list[SelftestResult]:
         """What the ranks' results come to, and what became of the checks that have none.
 
         Args:
             outcome: How the processes ended.
         """
         found = [
-            self._joined(self._ended[name])
-            for name in self._planned
-            if len(self._ended.get(name, {})) == self._size
+            self._joined(self._ended[name]) for name in self._planned if len(self._ended.get(name, {})) == self._size
         ]
         if outcome.exit_status == 0:
             return found
@@ -132,13 +130,13 @@ class PartCollector:
         if ended:
             found.append(self._joined(ended))
         else:
-            found.append(CheckResult(part=self._part, name=at, outcome=FAIL, reason=self._why(outcome)))
+            found.append(SelftestResult(part=self._part, name=at, outcome=FAIL, reason=self._why(outcome)))
         reason = f"not reached: `{at}` failed before it"
         return found + [
-            CheckResult(part=self._part, name=name, outcome=SKIPPED, reason=reason) for name in missing if name != at
+            SelftestResult(part=self._part, name=name, outcome=SKIPPED, reason=reason) for name in missing if name != at
         ]
 
-    def _joined(self, results: dict[int, CheckResult]) -> CheckResult:
+    def _joined(self, results: dict[int, SelftestResult]) -> SelftestResult:
         """One result for all ranks: the first that failed, else that of rank 0, with the worst of all figures."""
         first = next((rank for rank in sorted(results) if results[rank].outcome == FAIL), min(results))
         one = results[first]
@@ -197,7 +195,7 @@ def parts_of(device: str, gpus: int, ranks: int, numel: int, bandwidth_numel: in
     return parts
 
 
-def run_parts(parts: Sequence[Part], seconds: float, say: Callable[[str], None]) -> Findings:
+def run_parts(parts: Sequence[Part], seconds: float, say: Callable[[str], None]) -> SelftestFindings:
     """Runs one part after the other.
 
     Args:
@@ -209,14 +207,14 @@ def run_parts(parts: Sequence[Part], seconds: float, say: Callable[[str], None])
         RuntimeError: No process can be started here.
     """
     deadline = time.monotonic() + seconds
-    findings = Findings()
+    findings = SelftestFindings()
     facts = PartSettings(part=FACTS, kind=FACTS, device="cpu")
     for part in (Part(settings=facts), *parts):
         left = deadline - time.monotonic()
         name = part.settings.part
         if left < LEAST_SECONDS:
             reason = f"the {seconds:g} s of `--seconds` were over before it began"
-            findings.checks.append(CheckResult(part=name, name=NAME_OF_PROCESS, outcome=SKIPPED, reason=reason))
+            findings.checks.append(SelftestResult(part=name, name=NAME_OF_PROCESS, outcome=SKIPPED, reason=reason))
             continue
         say(f"{name}: starting")
         collector = PartCollector(name, sum(part.nodes), say)
@@ -237,7 +235,7 @@ def run_parts(parts: Sequence[Part], seconds: float, say: Callable[[str], None])
     return findings
 
 
-def _take(findings: Findings, kind: str, value: object) -> None:
+def _take(findings: SelftestFindings, kind: str, value: object) -> None:
     assert isinstance(value, (dict, str)), "what rank.py says"
     if isinstance(value, str):
         assert kind == NOTE, kind

@@ -14,12 +14,12 @@ from gradwire.compressors.kernels.cuda.require import CudaKernelsError, require_
 
 STEPS = 30
 BATCH = 64
-WIDTH = 256
-"""Of the hidden layers: matrices that PowerSGD compresses."""
+WIDTH = 512
+"""Of the hidden layer, whose matrices PowerSGD compresses."""
 CLASSES = 10
 LEARNED = 0.7
 """A training counts as one if the loss of its last five steps is at most this share of the first's: all of them come to
-less than 0.5."""
+about 0.4."""
 EXACT_TOLERANCE = 1e-3
 """Allowed relative difference of the exact hook's loss from plain DDP's, in any step: sums in another order."""
 LOSSY_TOLERANCE = 0.15
@@ -94,9 +94,7 @@ class TrainingChecks:
         """
         torch.manual_seed(0)
         model = DistributedDataParallel(
-            nn.Sequential(
-                nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES)
-            ).to(self._device)
+            nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES)).to(self._device)
         )
         teacher = torch.randn(64, CLASSES, generator=torch.Generator().manual_seed(1))
         generator = torch.Generator().manual_seed(2 + dist.get_rank())
@@ -111,7 +109,7 @@ class TrainingChecks:
             labels = (inputs @ teacher).argmax(dim=1)
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(inputs.to(self._device)), labels.to(self._device))
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without annotations
             optimizer.step()
             losses[step] = loss.detach()
         if state is not None:

@@ -1,4 +1,4 @@
-"""What `gradwire selftest` calls: every kernel that there is, each equal to its reference, their bytes counted right."""
+"""What `gradwire selftest` calls: every kernel there is, each equal to its reference, their bytes counted right."""
 
 from dataclasses import replace
 from typing import cast
