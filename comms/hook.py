@@ -448,6 +448,8 @@ class HookState:
     ) -> int | None:
         """Exports this rank's numbers for Prometheus, made anew at the end of a step.
 
+        A second call adds a file or a port, or replaces the one there was; what it does not name goes on.
+
         Args:
             file: Replaced in one piece, as node_exporter's textfile collector wants it.
             port: Served as http://address:port/metrics; 0 takes a free one.

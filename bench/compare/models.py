@@ -12,39 +12,65 @@ BATCHES = 4
 """Different batches of a rank; the contenders go round them, so that no compressor sees one gradient over and over."""
 
 _WIDTH, _SAMPLES, _CONTEXT = 256, 4, 32
+"""The width of layers, where the wanted size is about a number of them."""
 _CHANNELS, _PIXELS = 128, 8
+FEW_LAYERS = 4
+"""From so many on their number comes near enough to a size, and widths stay multiples of 16."""
 _OUTPUTS = 32
 
 BatchLoss = Callable[[nn.Module, int], Tensor]
 """(model, number of the batch) -> loss of this rank's batch."""
 
 
-def _linear(nbytes: float) -> nn.Module:
-    layers = max(1, round(nbytes / (4 * _WIDTH * _WIDTH)))
+def _layers(nbytes: float, weights: int, width: int) -> tuple[int, int]:
+    """How many layers, and how wide, so that the gradients come near a size: where layers are few, their width helps.
+
+    Args:
+        nbytes: Wanted size of all gradients.
+        weights: Of a layer, in squares of its width.
+        width: Of a layer where many of them make up the size.
+    """
+    layers = max(1, round(nbytes / (4 * weights * width * width)))
+    step = 16 if layers >= FEW_LAYERS else 4
+    # weights * layers * w^2 + _OUTPUTS * w = nbytes / 4: the last layer counts where the others are narrow.
+    squares = weights * layers
+    wanted = ((_OUTPUTS**2 + squares * nbytes) ** 0.5 - _OUTPUTS) / (2 * squares)
+    return layers, max(step, step * round(wanted / step))
+
+
+def _linear(nbytes: float) -> tuple[nn.Module, tuple[int, ...]]:
+    layers, width = _layers(nbytes, 1, _WIDTH)
     parts: list[nn.Module] = []
     for _ in range(layers):
-        parts += [nn.Linear(_WIDTH, _WIDTH, bias=False), nn.Tanh()]
-    return nn.Sequential(*parts, nn.Linear(_WIDTH, _OUTPUTS))
+        parts += [nn.Linear(width, width, bias=False), nn.Tanh()]
+    return nn.Sequential(*parts, nn.Linear(width, _OUTPUTS)), (_SAMPLES, width)
 
 
-def _cnn(nbytes: float) -> nn.Module:
-    layers = max(1, round(nbytes / (4 * 9 * _CHANNELS * _CHANNELS)))
-    parts: list[nn.Module] = [nn.Conv2d(3, _CHANNELS, 3, padding=1)]
+def _cnn(nbytes: float) -> tuple[nn.Module, tuple[int, ...]]:
+    layers, channels = _layers(nbytes, 9, _CHANNELS)
+    parts: list[nn.Module] = [nn.Conv2d(3, channels, 3, padding=1)]
     for _ in range(layers):
-        parts += [nn.Conv2d(_CHANNELS, _CHANNELS, 3, padding=1, bias=False), nn.GroupNorm(8, _CHANNELS), nn.ReLU()]
-    return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(_CHANNELS, _OUTPUTS))
+        parts += [
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.GroupNorm(8 if channels % 8 == 0 else 4, channels),
+            nn.ReLU(),
+        ]
+    parts += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, _OUTPUTS)]
+    return nn.Sequential(*parts), (_SAMPLES, 3, _PIXELS, _PIXELS)
 
 
-def _transformer(nbytes: float) -> nn.Module:
-    layers = max(1, round(nbytes / (4 * 12 * _WIDTH * _WIDTH)))
-    return nn.Sequential(*(TransformerBlock(_WIDTH, 4) for _ in range(layers)), nn.Linear(_WIDTH, _OUTPUTS))
+def _transformer(nbytes: float) -> tuple[nn.Module, tuple[int, ...]]:
+    layers, width = _layers(nbytes, 12, _WIDTH)
+    blocks = (TransformerBlock(width, 4) for _ in range(layers))
+    return nn.Sequential(*blocks, nn.Linear(width, _OUTPUTS)), (_SAMPLES, _CONTEXT, width)
 
 
-_BUILDERS: dict[str, tuple[Callable[[float], nn.Module], tuple[int, ...]]] = {
-    "transformer": (_transformer, (_SAMPLES, _CONTEXT, _WIDTH)),
-    "cnn": (_cnn, (_SAMPLES, 3, _PIXELS, _PIXELS)),
-    "linear": (_linear, (_SAMPLES, _WIDTH)),
+_BUILDERS: dict[str, Callable[[float], tuple[nn.Module, tuple[int, ...]]]] = {
+    "transformer": _transformer,
+    "cnn": _cnn,
+    "linear": _linear,
 }
+"""Each returns a model and the shape of a batch."""
 MODELS = tuple(_BUILDERS)
 
 
@@ -56,10 +82,9 @@ def build(name: str, nbytes: float, rank: int) -> tuple[nn.Module, BatchLoss]:
         nbytes: Wanted size of all gradients.
         rank: Seeds the batches.
     """
-    builder, shape = _BUILDERS[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = builder(nbytes)
+        model, shape = _BUILDERS[name](nbytes)
     generator = torch.Generator().manual_seed(1 + rank)
     inputs = torch.randn((BATCHES, *shape), generator=generator)
     targets = torch.randint(

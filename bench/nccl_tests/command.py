@@ -57,9 +57,11 @@ def main(argv: list[str]) -> int:
         specs = backend_specs(options)
         wanted = bench_environment()
         start = find_start(variables)
-        if start is not None and options.ngpus is not None:
+        # A rank has one device, so 1 is what each rank of a launcher has; nccl-tests' own lines for mpirun say it.
+        if start is not None and options.ngpus not in (None, 1):
             raise ValueError(
-                f"`-g` is {options.ngpus}, but {start.by} has started {start.size} ranks already; leave -g out"
+                f"`-g` is {options.ngpus}, but {start.by} has started {start.size} ranks already, each with one "
+                "device; wanted -g 1, or no -g, and as many ranks of the launcher as there are devices"
             )
         check_device(options)
         if start is None or start.rank == 0:

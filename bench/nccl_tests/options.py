@@ -135,7 +135,15 @@ def _add_sizes(parser: Parser) -> None:
         type=_at_least(1, MOST_RANKS),
         default=None,
         metavar="N",
-        help="ranks to start on this host (default 1); not under torchrun, mpirun or srun",
+        help="ranks to start on this host (default 1); under torchrun, mpirun or srun 1 alone: each rank is started",
+    )
+    sizes.add_argument(
+        "-t",
+        "--nthreads",
+        type=_at_least(1, MOST_RANKS),
+        default=1,
+        metavar="N",
+        help="1 alone: a rank is a process here, never a thread",
     )
     sizes.add_argument("-b", "--minbytes", type=parse_size, default=32 * 2**20, metavar="SIZE", help="default 32M")
     sizes.add_argument("-e", "--maxbytes", type=parse_size, default=32 * 2**20, metavar="SIZE", help="default 32M")
@@ -289,6 +297,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ValueError: A value does not fit; the message names the flag.
     """
     options = build_parser().parse_args(argv)
+    if options.nthreads != 1:
+        raise ValueError(
+            f"`-t` is {options.nthreads}; wanted 1, because a rank is a process here: multiply `-g`, or the "
+            "launcher's ranks"
+        )
     if options.minbytes > options.maxbytes:
         raise ValueError(f"`-b` is {options.minbytes} and `-e` is {options.maxbytes}; wanted the smallest size first")
     if options.stepfactor == 1.0 and options.stepbytes == 0:

@@ -31,32 +31,56 @@ class Metrics:
     """
 
     def __init__(self, file: Path | None, port: int | None, address: str, every_seconds: float) -> None:
-        self._file = file
-        self._every_seconds = every_seconds
-        self._next = 0.0
+        self._file: Path | None = None
+        self._every_seconds, self._next = every_seconds, 0.0
         self._text = ""
         self._server: ThreadingHTTPServer | None = None
+        self.change(file, port, address, every_seconds)
+
+    def change(self, file: Path | None, port: int | None, address: str, every_seconds: float) -> None:
+        """Adds a file or a port, or replaces the one there was; what is not named goes on.
+
+        Args:
+            file: As in the constructor.
+            port: As in the constructor.
+            address: As in the constructor.
+            every_seconds: As in the constructor.
+
+        Raises:
+            OSError: The file cannot be written, or the port is taken; then what there was goes on.
+        """
         if file is not None:
             file.write_text("")
         if port is not None:
-            metrics = self
+            self._serve(port, address)
+        if file is not None:
+            self._file = file
+        self._every_seconds, self._next = every_seconds, 0.0
 
-            class Handler(BaseHTTPRequestHandler):
-                def do_GET(self) -> None:
-                    found = self.path in ("/", "/metrics")
-                    body = metrics._text.encode() if found else b"wanted /metrics\n"
-                    self.send_response(200 if found else 404)
-                    self.send_header("Content-Type", CONTENT_TYPE)
-                    self.send_header("Content-Length", str(len(body)))
-                    self.end_headers()
-                    self.wfile.write(body)
+    def _serve(self, port: int, address: str) -> None:
+        """Opens a port in place of the one that is open."""
+        if self._server is not None and self._server.server_address[:2] == (address, port):
+            return
+        metrics = self
 
-                def log_message(self, format: str, *args: object) -> None:
-                    log.debug(format, *args)
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                found = self.path in ("/", "/metrics")
+                body = metrics._text.encode() if found else b"wanted /metrics\n"
+                self.send_response(200 if found else 404)
+                self.send_header("Content-Type", CONTENT_TYPE)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
 
-            self._server = ThreadingHTTPServer((address, port), Handler)
-            self._server.daemon_threads = True
-            threading.Thread(target=self._server.serve_forever, name="gradwire metrics", daemon=True).start()
+            def log_message(self, format: str, *args: object) -> None:
+                log.debug(format, *args)
+
+        server = ThreadingHTTPServer((address, port), Handler)
+        server.daemon_threads = True
+        self.close()
+        self._server = server
+        threading.Thread(target=server.serve_forever, name="gradwire metrics", daemon=True).start()
 
     @property
     def port(self) -> int | None:

@@ -154,9 +154,10 @@ class Observer:
         """Exports metrics from the next step on; see `HookState.export_metrics`."""
         if file is None and port is None:
             raise ValueError("neither `file` nor `port` is given: say where the metrics shall go")
-        if self._metrics is not None:
-            self._metrics.close()
-        self._metrics = Metrics(file, port, address, every_seconds)
+        if self._metrics is None:
+            self._metrics = Metrics(file, port, address, every_seconds)
+        else:
+            self._metrics.change(file, port, address, every_seconds)
         return self._metrics.port
 
     def add_to(self, report: Report) -> Report:

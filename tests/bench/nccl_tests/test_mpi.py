@@ -97,7 +97,15 @@ def test_bench_takes_the_ranks_of_mpirun(mpirun: Mpirun) -> None:
 def test_ranks_that_exist_already_are_not_started_again(one_mpirun: Mpirun) -> None:
     done = one_mpirun("-m", "gradwire", "bench", "all_reduce", "-g", "2")
     assert done.returncode != 0
-    assert "`-g` is 2, but mpirun has started 4 ranks already" in done.stderr
+    assert "`-g` is 2, but mpirun has started 4 ranks already" in done.stderr and "wanted -g 1" in done.stderr
+
+
+def test_the_usual_line_of_nccl_tests_runs_as_it_stands(one_mpirun: Mpirun) -> None:
+    line = "-m gradwire bench all_reduce -b 8 -e 64K -f 8 -g 1 -t 1 -n 2"
+    done = one_mpirun(*line.split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "# ranks: 4 (1 node x 4 local ranks), started by mpirun" in done.stdout
+    assert "# Out of bounds values : 0 OK" in done.stdout
 
 
 def test_mpi_as_a_peer_is_exact(mpirun: Mpirun) -> None:

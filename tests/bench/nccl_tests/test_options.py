@@ -98,6 +98,7 @@ def test_sizes_are_binary(text: str, nbytes: int) -> None:
         ["-K", "20"],
         ["-M", "2"],
         ["-g", "0"],
+        ["-t", "2"],
         ["-J", "result.txt"],
         ["-J", "/no/such/folder/x.json"],
         ["--csv", "result.json"],

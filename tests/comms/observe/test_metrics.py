@@ -56,6 +56,31 @@ def test_a_port_and_a_file_show_the_last_step(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
 
 
+def test_a_second_call_adds_to_the_first(tmp_path: Path) -> None:
+    file = tmp_path / "gradwire.prom"
+
+    def served(port: int | None) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            return str(answer.read().decode())
+
+    def body(steps: Steps) -> None:
+        port = steps.observer.export_metrics(None, 0, "127.0.0.1", 0.0)
+        steps.step()
+        assert steps.observer.export_metrics(file, None, "127.0.0.1", 0.0) == port
+        steps.step()
+        assert served(port) == file.read_text() and 'gradwire_steps_total{rank="0"} 2' in file.read_text()
+        with pytest.raises(OSError):
+            steps.observer.export_metrics(tmp_path / "nowhere" / "x.prom", None, "127.0.0.1", 0.0)
+        assert steps.observer.export_metrics(None, port, "127.0.0.1", 0.0) == port
+        moved = steps.observer.export_metrics(None, 0, "127.0.0.1", 0.0)
+        steps.step()
+        assert moved != port and served(moved) == file.read_text() and "} 3" in file.read_text()
+        with pytest.raises(OSError):
+            served(port)
+
+    on_ranks("a", body)
+
+
 def test_what_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     def body(steps: Steps) -> None:
         with pytest.raises(ValueError, match="neither `file` nor `port`"):
