@@ -215,11 +215,12 @@ def write_stubs(packages: Path, libraries: Path, scratch: Path) -> int:
     source = scratch / "stubs.c"
     source.write_text("\n".join(lines) + "\n")
     stubs = libraries / "libgpu_standin_stubs.so"
-    run("cc", "-shared", "-fPIC", "-O1", "-fno-builtin", "-Wl,-soname," + stubs.name, "-Wl,-rpath,$ORIGIN", source, "-o", stubs,
-        libraries / "libcudart.so.13")  # fmt: skip
+    shared = ("cc", "-shared", "-fPIC", "-O1", "-fno-builtin", "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed")
+    run(*shared, f"-Wl,-soname,{stubs.name}", source, "-o", stubs, libraries / "libcudart.so.13")
+    empty = scratch / "empty.c"
+    empty.touch()
     for name in missing:
-        run("cc", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed", "-x", "c", "/dev/null", "-x",
-            "none", "-o", libraries / name, stubs)  # fmt: skip
+        run(*shared, f"-Wl,-soname,{name}", empty, "-o", libraries / name, stubs)
     return len(wanted)
 
 
@@ -263,9 +264,7 @@ def build(environment: Path, given: Path | None) -> None:
         stubs = write_stubs(packages, libraries, scratch)
     run(environment / "bin" / "python", "-c", "import torch; assert torch.arange(3).cuda().cpu().tolist() == [0, 1, 2]")
     ready.write_text(json.dumps({"torch": pinned_torch(), "sources": sources_digest()}))
-    print(
-        f"{environment}: torch {pinned_torch()} over {len(LAYERS)} libraries of the stand-in, {stubs} functions not modelled"
-    )
+    print(f"{environment}: torch {pinned_torch()} over the stand-in; {stubs} functions of NVIDIA's are not modelled")
 
 
 def main() -> int:

@@ -48,14 +48,20 @@ class Jobs:
             return self.server.run(JOBS / script, arguments, ranks, self.folder, **environment)
         return self._run_processes(script, arguments, ranks, environment)
 
-    def _run_processes(
-        self, script: str, arguments: Sequence[str], ranks: int, environment: dict[str, str]
-    ) -> Ranks:
+    def _run_processes(self, script: str, arguments: Sequence[str], ranks: int, environment: dict[str, str]) -> Ranks:
         paths = os.pathsep.join([str(JOBS.parents[1]), os.environ.get("PYTHONPATH", "")])
         processes = []
         for rank in range(ranks):
-            variables = {"PYTHONPATH": paths, "RANK": str(rank), "WORLD_SIZE": str(ranks), "JOB_FOLDER": str(self.folder)}
-            with (self.folder / f"output{rank}").open("wb") as output, (self.folder / f"errors{rank}").open("wb") as errors:
+            variables = {
+                "PYTHONPATH": paths,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "JOB_FOLDER": str(self.folder),
+            }
+            with (
+                (self.folder / f"output{rank}").open("wb") as output,
+                (self.folder / f"errors{rank}").open("wb") as errors,
+            ):
                 processes.append(
                     subprocess.Popen(
                         [sys.executable, str(JOBS / script), *arguments],

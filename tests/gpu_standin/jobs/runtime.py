@@ -168,7 +168,9 @@ def write_behind() -> None:
 
 def launch_unknown() -> None:
     stub = ctypes.create_string_buffer(1)
-    cuda.api.raw.__getattr__("__cudaRegisterFunction")(None, stub, None, b"_Z6kernelPf", 0, None, None, None, None, None)
+    cuda.api.raw.__getattr__("__cudaRegisterFunction")(
+        None, stub, None, b"_Z6kernelPf", 0, None, None, None, None, None
+    )
 
     class Dim3(ctypes.Structure):
         _fields_ = (("x", ctypes.c_uint), ("y", ctypes.c_uint), ("z", ctypes.c_uint))
