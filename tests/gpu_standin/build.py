@@ -230,10 +230,39 @@ def machine_libraries(needed: set[str]) -> list[Path]:
     return [Path(path) for path in found.values() if Path(path).is_absolute()]
 
 
+def bring_nvrtc(libraries: Path, scratch: Path, packages: Path) -> None:
+    """Puts NVIDIA's own compiler into `libraries`, which needs no GPU, and CuPy into `packages` where it is missing."""
+    wanted = re.search(r"cuda: Optional\[str\] = '([\d.]+)'", (packages / "torch" / "version.py").read_text())
+    version = wanted[1] if wanted else "13.0"
+    kept = packages / f"nvrtc-{version}"
+    if not kept.exists():
+        with zipfile.ZipFile(download(f"nvidia-cuda-nvrtc=={version}.*", scratch)) as archive:
+            archive.extractall(scratch / "nvrtc")
+        kept.mkdir()
+        for library in (scratch / "nvrtc").rglob("*.so*"):
+            shutil.move(library, kept)
+    for library in kept.iterdir():
+        link_or_copy(str(library), str(libraries / library.name))
+    python = packages.parents[2] / "bin" / "python"
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('cupy') is None)"
+    if subprocess.run([python, "-c", look], check=False).returncode:
+        run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages, "cupy-cuda13x>=14",
+            "cuda-pathfinder")  # fmt: skip
+
+
+def hook_cupy(packages: Path, libraries: Path) -> None:
+    """Lets Python begin with driver/cupy_hook.py in the environment."""
+    lines = [
+        f"import sys; sys.path.append({str(HERE.parent)!r})",
+        f"from gpu_standin.driver import cupy_hook; cupy_hook.install({str(libraries)!r})",
+    ]
+    (packages / "gpu_standin_cupy.pth").write_text("; ".join(lines) + "\n")
+
+
 def sources_digest() -> str:
     """Tells one state of the sources from another."""
     digest = hashlib.sha256()
-    for path in sorted(HERE.rglob("*")):
+    for path in sorted([*HERE.rglob("*"), *(HERE.parent / "kernels_on_cpu").glob("*.h")]):
         if path.suffix in {".cpp", ".h"} or path == Path(__file__).resolve():
             digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -257,10 +286,13 @@ def build(environment: Path, given: Path | None) -> None:
         flags = [
             f"-I{cuda_headers(scratch, packages)}",
             f"-I{HERE / 'runtime'}",
+            f"-I{HERE.parent / 'kernels_on_cpu'}",
             f"-DNCCL_VERSION_CODE={nccl_version(packages)}",
         ]
         for layer in LAYERS:
             compile_layer(layer, libraries, scratch, flags)
+        bring_nvrtc(libraries, scratch, packages)
+        hook_cupy(packages, libraries)
         stubs = write_stubs(packages, libraries, scratch)
     run(environment / "bin" / "python", "-c", "import torch; assert torch.arange(3).cuda().cpu().tolist() == [0, 1, 2]")
     ready.write_text(json.dumps({"torch": pinned_torch(), "sources": sources_digest()}))
