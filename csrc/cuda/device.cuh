@@ -17,6 +17,73 @@ __device__ inline int64_t thread_count() { return static_cast<int64_t>(gridDim.x
 __device__ inline int64_t warp_index() { return thread_index() / kWarp; }
 __device__ inline int64_t warp_count() { return thread_count() / kWarp; }
 
+// Bytes of the eight of a (the lower four) and b, chosen by the four hexadecimal digits of `choice`, each 0 to 7.
+__device__ inline uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t choice) {
+#if defined(__CUDA_ARCH__)
+  return __byte_perm(a, b, choice);
+#else
+  const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
+  uint32_t picked = 0;
+  for (int i = 0; i < 4; ++i) picked |= static_cast<uint32_t>(both >> 8 * (choice >> 4 * i & 7) & 0xff) << 8 * i;
+  return picked;
+#endif
+}
+
+__device__ inline uint32_t rotate_left(uint32_t x, uint32_t by) {
+#if defined(__CUDA_ARCH__)
+  return __funnelshift_l(x, x, by);
+#else
+  return x << by % 32 | x >> (32 - by) % 32;
+#endif
+}
+
+// Whole numbers below 2^23 as the lower bits of a float between 2^23 and 2^24, whose step is 1. That is one instruction
+// of the float32 units each way, where a conversion occupies a unit of an eighth of the width.
+constexpr float kWhole = 0x1p23f;
+
+// 2^23 + floor(x), for 0 <= x < 2^23.
+__device__ inline float whole_below(float x) {
+#if defined(__CUDA_ARCH__)
+  return __fadd_rz(x, kWhole);
+#else
+  return static_cast<float>(static_cast<uint32_t>(x)) + kWhole;
+#endif
+}
+
+// A warp's 32 words as a matrix of bits, turned over: bit i of lane j's word changes places with bit j of lane i's.
+class BitTranspose {
+ public:
+  __device__ BitTranspose() {
+    uint32_t lane = lane_index();
+#if defined(__CUDA_ARCH__)
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));  // its eight registers are taken where it is, not from afar
+#endif
+    halves_ = lane & 16 ? 0x3276 : 0x5410;
+    bytes_ = lane & 8 ? 0x3715 : 0x6240;
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const uint32_t width = 4u >> i, low = 0xffffffffu / ((1u << width) + 1u);
+      keep_[i] = lane & width ? ~low : low;
+      by_[i] = lane & width ? 32 - width : width;
+    }
+  }
+
+  // Every lane of the warp calls it.
+  __device__ uint32_t operator()(uint32_t x) const {
+    x = pick_bytes(x, __shfl_xor_sync(kAllLanes, x, 16), halves_);
+    x = pick_bytes(x, __shfl_xor_sync(kAllLanes, x, 8), bytes_);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const uint32_t moved = rotate_left(__shfl_xor_sync(kAllLanes, x, 4 >> i), by_[i]);
+      x = (x & keep_[i]) | (moved & ~keep_[i]);
+    }
+    return x;
+  }
+
+ private:
+  uint32_t halves_, bytes_, keep_[3], by_[3];
+};
+
 // The arguments of decoding and summing: the payloads of all workers for a tensor, and where their sum goes.
 template <class T>
 struct Reduction {

@@ -1,10 +1,13 @@
 // 2 to 5 bits an element, scales included, shared out between blocks of 32; a CTA handles a group of 16384.
 //
-// Records are as in csrc/cpu/kernels/waterfill.cpp, bit for bit. Thread t holds the elements 512 j + t, so that a load
-// is 128 bytes in a row, a warp's elements of one j are a block, and a ballot is a word of its codes; and it works out
-// the bits of block t. The level is searched four candidates at a time: 311 of them take four rounds. Bytes an element,
-// read + written, at 5 bits with W workers, in one pass and one launch each: encode 4 + 5/8 (8 + 4 + 5/8 with residual),
-// decode_pieces 5/8 + 4, decode_reduce 5/8 W + 4, reduce_encode 5/8 W + 5/8 (5/8 W + 8 + 5/8 with residual).
+// Records are as in csrc/cpu/kernels/waterfill.cpp, bit for bit. A warp has 32 neighbouring blocks: lane l holds element
+// l of each, so that a load is 128 bytes in a row, and works out the bits of block l. Codes of four blocks are a byte
+// each of a word; turned over as a matrix of bits, the lanes hold the words of these blocks' codes. The level is found
+// from a histogram: from one level to the next only blocks at a distance of whole octaves take a bit more. Two CTAs to a
+// multiprocessor: one loads while the other computes; of several payloads the next one is on its way while one is added.
+// Bytes an element, read + written, at 5 bits with W workers, in one pass and one launch each: encode 4 + 5/8 (8 + 4 +
+// 5/8 with residual), decode_pieces 5/8 + 4, decode_reduce 5/8 W + 4, reduce_encode 5/8 W + 5/8 (5/8 W + 8 + 5/8 with
+// residual). Instructions an element: docs/reference/gpu_kernels.md.
 // Source: reverse water-filling: Cover and Thomas, Elements of Information Theory, section 10.3.3.
 #include "common/waterfill_formula.h"
 #include "radix.cuh"
@@ -14,21 +17,27 @@ namespace gradwire {
 // Configuration.
 constexpr int kThreads = kFillBlocks;
 constexpr int kWarps = kThreads / 32;
-constexpr int kEach = kFillGroup / kThreads;  // elements of a thread
+constexpr int kEach = kFillGroup / kThreads;  // elements of a thread, one of each block of its warp
 constexpr int kSome = 8;                      // of them, whose blocks' largest magnitudes are found together
-constexpr int kTried = 4;                     // levels in a round
-constexpr int kResident = 1;                  // CTAs that a multiprocessor keeps at least: up to 128 registers a thread
-static_assert(kFillBlock == 32 && kWarps <= kMostWarps, "a block is a warp's, and each thread has one");
+constexpr int kSet = 4;                       // blocks whose codes are turned over together
+constexpr int kMostBits = 5;
+constexpr int kMostWords = fill_words(kFillBlocks, kMostBits);
+constexpr int kAhead = (kMostWords + kThreads - 1) / kThreads;  // words of a record that a thread loads ahead
+constexpr int kResident = 2;                                    // CTAs of a multiprocessor: 64 registers a thread
+static_assert(kFillBlock == 32 && kEach == 32 && kWarps <= kMostWarps, "a lane has an element of each block, and a block");
+static_assert(kFillMostWidth == 8, "a code is a byte");
 static_assert(kThreads * kFillMostWidth < 1 << 16, "sums of widths take 16 bits");
+static_assert(kFillLevels <= kThreads && kFillEmpty < 256, "a thread has a level");
 
-// What the threads of a CTA share: a group's blocks.
+// What the threads of a CTA share: a group's blocks. Code c of a block stands for low + c * unit.
 struct Shared {
-  uint64_t counts[2][kWarps];
-  uint32_t sums[kMostWarps];
+  float4 coders[kFillBlocks];     // unit, low, one over the unit, half of the number of codes
+  uint32_t places[kFillBlocks];   // where a block's words begin; in the upper half how many it has
   uint32_t scales[kFillBlocks];
-  uint32_t base, all;  // the group's scale; words taken at the level, and in the upper half blocks that want one more
-  int32_t first[kFillBlocks], widths[kFillBlocks];  // where a block's words begin; how many it has
-  float unit[kFillBlocks], low[kFillBlocks];        // code c stands for low + c * unit
+  uint32_t distances[256];        // blocks at each distance below the group's scale; kFillEmpty: without bits
+  uint32_t levels[kWarps], firsts[kWarps], peaks[kWarps];  // of each warp
+  int level, taken;               // the level, and the words that it takes
+  uint32_t words[kMostWords];     // of a record
 };
 
 // A group of a piece.
@@ -45,67 +54,95 @@ __device__ inline GroupPlace group_of(const Pieces& pieces, int64_t index, int b
           static_cast<int>(least(kFillGroup, at.numel - offset))};
 }
 
-// Kernels.
-
-// Sums of `x` over the CTA, four of 16 bits at once.
-__device__ inline uint64_t sum_all(uint64_t x, uint64_t* slots) {
-#pragma unroll
-  for (int width = 16; width > 0; width /= 2) x += __shfl_xor_sync(kAllLanes, x, width);
-  if (lane_index() == 0) slots[threadIdx.x / kWarp] = x;
-  __syncthreads();
-  uint64_t all = 0;
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) all += slots[warp];
-  return all;
+// Element of the group that this thread has of block 0 of its warp; the next block's is 32 further on.
+__device__ inline int first_element() {
+  return static_cast<int>(threadIdx.x / kWarp) * kEach * kFillBlock + static_cast<int>(lane_index());
 }
 
-// The highest level that takes fewer words than there are; `below` is of this thread's block.
-__device__ inline int level_of(int below, int least, int words, Shared& shared) {
-  int low = -1, turn = 0;
-  for (int high = kFillLevels; high - low > 1; turn ^= 1) {  // the other slots may still be read
-    const int gap = (high - low + kTried) / (kTried + 1);
-    uint64_t tried = 0;
+// Kernels.
+
+// The compiler moves no load across it: it would begin all at once, and has no registers for that.
+__device__ inline void hold_back() {
+#if defined(__CUDA_ARCH__)
+  __syncwarp();
+#endif
+}
+
+// Sum of `x` over the warps before this thread's, each of which has one in `slots`.
+__device__ inline uint32_t sum_of_warps_before(const uint32_t* slots) {
+  const unsigned lane = lane_index();
+  uint32_t x = lane < threadIdx.x / kWarp ? slots[lane] : 0;
 #pragma unroll
-    for (int i = 0; i < kTried; ++i) {
-      const int level = low + (i + 1) * gap < high ? low + (i + 1) * gap : high - 1;
-      tried |= static_cast<uint64_t>(fill_width(level, below, least)) << 16 * i;
-    }
-    const uint64_t taken = sum_all(tried, shared.counts[turn]);
-    int next_low = low;
-    bool more = true;
+  for (int width = 16; width > 0; width /= 2) x += __shfl_xor_sync(kAllLanes, x, width);
+  return x;
+}
+
+// Sum of `x` over this lane and those below it.
+__device__ inline uint32_t sum_up_to(uint32_t x) {
 #pragma unroll
-    for (int i = 0; i < kTried; ++i) {
-      const int level = low + (i + 1) * gap < high ? low + (i + 1) * gap : high - 1;
-      if (more && static_cast<int>(taken >> 16 * i & 0xffff) < words) next_low = level;
-      else if (more) high = level, more = false;
-    }
-    low = next_low;
+  for (unsigned width = 1; width < kWarp; width *= 2) {
+    const uint32_t below = __shfl_up_sync(kAllLanes, x, width);
+    if (lane_index() >= width) x += below;
   }
-  return low;
+  return x;
+}
+
+__device__ inline void begin(Shared& shared) {
+  if (threadIdx.x < 256) shared.distances[threadIdx.x] = 0;
+  __syncthreads();
+}
+
+// Finds the highest level that takes fewer words than there are, and how many it takes. Thread t has level t: between
+// the levels before and at it, a block whose distance is a multiple of 8 less takes one bit more, unless it has the
+// fewest still or the most already. `byte` is of this thread's block.
+__device__ inline void find_level(int least, uint32_t byte, int words, Shared& shared) {
+  const int level = static_cast<int>(threadIdx.x), lane = static_cast<int>(lane_index()), warp = level / 32;
+  atomicAdd(&shared.distances[byte], 1u);
+  __syncthreads();
+  uint32_t more = 0;
+#pragma unroll
+  for (int width = 1; width < kFillMostWidth; ++width) {
+    const int distance = level - 8 * width;
+    if (width >= least && distance >= 0 && distance < static_cast<int>(kFillEmpty)) more += shared.distances[distance];
+  }
+  const int fewest = least * (kFillBlocks - static_cast<int>(shared.distances[kFillEmpty]));
+  const uint32_t up_to = sum_up_to(more);
+  if (lane == 31) shared.levels[warp] = up_to;
+  __syncthreads();
+  const int after = fewest + static_cast<int>(sum_of_warps_before(shared.levels) + up_to);
+  const int before = after - static_cast<int>(more);
+  if (level < 256) shared.distances[level] = 0;
+  const bool below = before < words || level == 0;  // level -1 counts as low enough
+  if (below && (after >= words || level == kFillLevels)) shared.level = level - 1, shared.taken = before;
+  __syncthreads();
 }
 
 // Works out from the scales how each block is coded; every thread of the CTA calls it, for its own block.
 __device__ inline void share_out(int bits, uint32_t base, uint32_t byte, int words, Shared& shared) {
   const int block = static_cast<int>(threadIdx.x), below = byte == kFillEmpty ? kNoScale : static_cast<int>(byte);
-  const int least = byte == kFillEmpty ? 0 : fill_least(bits), level = level_of(below, least, words, shared);
+  const int least = byte == kFillEmpty ? 0 : fill_least(bits);
+  find_level(fill_least(bits), byte, words, shared);
+  const int level = shared.level;
   const uint32_t width = static_cast<uint32_t>(fill_width(level, below, least));
   const uint32_t more = static_cast<uint32_t>(fill_width(level + 1, below, least)) - width;
-  const uint32_t own = width | more << 16, before = exclusive_sum(own, shared.sums);
-  if (block == kThreads - 1) shared.all = (before + own) & 0xffff;
+  const uint32_t own = width | more << 16, up_to = sum_up_to(own);
+  if (lane_index() == 31) shared.firsts[block / 32] = up_to;
+  const uint32_t left = static_cast<uint32_t>(words - shared.taken);
   __syncthreads();
-  const uint32_t left = static_cast<uint32_t>(words) - shared.all, earlier = before >> 16;
+  const uint32_t before = sum_of_warps_before(shared.firsts) + up_to - own, earlier = before >> 16;
   const int final_width = static_cast<int>(width + (more && earlier < left ? 1u : 0u));
-  shared.first[block] = static_cast<int>((before & 0xffff) + (earlier < left ? earlier : left));
-  shared.widths[block] = final_width;
-  const float step = fill_step(base, below, final_width);
+  shared.places[block] =
+      ((before & 0xffff) + (earlier < left ? earlier : left)) | static_cast<uint32_t>(final_width) << 16;
+  const float step = fill_step(base, below, final_width), codes = static_cast<float>(1 << final_width);
   const bool special = base > kFillLargestScale;
-  shared.unit[block] = special ? float_of_bits(0x7fc00000u) : 2.0f * step;
-  shared.low[block] = special ? float_of_bits(0x7fc00000u) : static_cast<float>(1 - (1 << final_width)) * step;
+  const float unit = special ? float_of_bits(0x7fc00000u) : 2.0f * step;
+  const float low = special ? float_of_bits(0x7fc00000u) : (1.0f - codes) * step;
+  shared.coders[block] = make_float4(unit, low, unit > 0.0f ? 1.0f / unit : 0.0f, 0.5f * codes);
   __syncthreads();
 }
 
-// Finds the scale of each block, and of a group with inf or NaN that of NaN. p[j] is element 512 j + thread; those that
-// do not exist are zero.
+// Finds the scale of each block, and of a group with inf or NaN that of NaN. p[j] is this thread's element of block j of
+// the warp; those that do not exist are zero.
 __device__ inline void find_scales(const float (&p)[kEach], Shared& shared) {
   const unsigned lane = lane_index();
 #pragma unroll
@@ -127,163 +164,237 @@ __device__ inline void find_scales(const float (&p)[kEach], Shared& shared) {
       const uint32_t taken = __shfl_xor_sync(kAllLanes, peaks[0], static_cast<int>(rest));
       peaks[0] = peaks[0] > taken ? peaks[0] : taken;
     }
-    if (lane % (32 / kSome) == 0) {
-      const unsigned j = static_cast<unsigned>(first) + lane / (32 / kSome);
-      shared.scales[kWarps * j + threadIdx.x / kWarp] = peaks[0] >= 0x7f800000u ? kFillNan : fill_scale(peaks[0]);
-    }
+    if (lane % (32 / kSome) == 0)
+      shared.scales[threadIdx.x / kWarp * kWarp + first + lane / (32 / kSome)] =
+          peaks[0] >= 0x7f800000u ? kFillNan : fill_scale(peaks[0]);
   }
+  __syncthreads();
 }
 
-// The largest scale of the group; every thread of the CTA calls it.
-__device__ inline uint32_t find_base(Shared& shared) {
-  uint32_t base = shared.scales[threadIdx.x];
+// The largest scale of the group; every thread of the CTA calls it with its block's.
+__device__ inline uint32_t find_base(uint32_t scale, Shared& shared) {
+  uint32_t base = scale;
 #pragma unroll
   for (int width = 16; width > 0; width /= 2) {
     const uint32_t other = __shfl_xor_sync(kAllLanes, base, width);
     base = base > other ? base : other;
   }
-  if (lane_index() == 0) shared.sums[threadIdx.x / kWarp] = base;
+  if (lane_index() == 0) shared.peaks[threadIdx.x / kWarp] = base;
   __syncthreads();
+  base = shared.peaks[lane_index() % kWarps];
 #pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) base = base > shared.sums[warp] ? base : shared.sums[warp];
-  __syncthreads();
+  for (int width = kWarps / 2; width > 0; width /= 2) {
+    const uint32_t other = __shfl_xor_sync(kAllLanes, base, width);
+    base = base > other ? base : other;
+  }
   return base;
 }
 
-__device__ inline void encode_group(int bits, const float (&p)[kEach], int count, float* new_residual, uint8_t* record,
-                                    Shared& shared) {
-  const int thread = static_cast<int>(threadIdx.x), lane = static_cast<int>(lane_index()), warp = thread / 32;
-  const int blocks = fill_blocks(count), words = fill_words(blocks, bits), head = fill_head_nbytes(blocks);
-  find_scales(p, shared);
-  __syncthreads();
-  const uint32_t base = find_base(shared);
-  const bool special = base > kFillLargestScale;
-  const uint32_t below = special ? 0 : fill_below(base, shared.scales[thread]);
-  if (thread == 0) store_word_within(record, base, 4);
-  if (thread < head - 4) record[4 + thread] = static_cast<uint8_t>(thread < blocks ? below : 0);
-  share_out(bits, base, special || thread >= blocks ? kFillEmpty : below, words, shared);
-  const int taken = shared.first[kThreads - 1] + shared.widths[kThreads - 1];
-  for (int word = taken + thread; word < words; word += kThreads) store_word_within(record + head + 4 * word, 0u, 4);
+// Codes a group; kFull: all of its elements exist. New residuals and the words of the codes are stored.
+template <bool kFull>
+__device__ inline void encode_elements(const float (&p)[kEach], int count, float* new_residual, Shared& shared) {
+  const BitTranspose turn;
+  const unsigned lane = lane_index(), block = threadIdx.x / kWarp * kEach, bit = lane % kFillMostWidth;
+  const int start = first_element();
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const int block = kWarps * j + warp, width = shared.widths[block], i = kThreads * j + thread;
-    const float unit = shared.unit[block], low = shared.low[block];
-    const float half = 0.5f * static_cast<float>(1 << width), inverse = unit > 0.0f ? 1.0f / unit : 0.0f;
-    float t = p[j] * inverse + half;
-    t = t < half + half - 1.0f ? t : half + half - 1.0f;
-    const uint32_t code = static_cast<uint32_t>(t > 0.0f ? t : 0.0f);
-    if (new_residual && i < count) new_residual[i] = p[j] - (low + static_cast<float>(code) * unit);
-    uint32_t own = 0;
-    for (int bit = 0; bit < width; ++bit) {
-      const uint32_t word = __ballot_sync(kAllLanes, code >> bit & 1);
-      if (lane == bit) own = word;
+  for (int j = 0; j < kEach; j += kSet) {
+    float codes[kSet];
+#pragma unroll
+    for (int k = 0; k < kSet; ++k) {
+      const float4 coder = shared.coders[block + j + k];
+      const float t = p[j + k] * coder.z + coder.w, most = coder.w + coder.w - 1.0f;
+      const float within = t < most ? t : most;
+      codes[k] = whole_below(within > 0.0f ? within : 0.0f);
+      const int i = start + kFillBlock * (j + k);
+      if (new_residual && (kFull || i < count))
+        new_residual[i] = p[j + k] - (coder.y + (codes[k] - kWhole) * coder.x);
     }
-    if (lane < width) store_word_within(record + head + 4 * (shared.first[block] + lane), own, 4);
+    const uint32_t pairs[2] = {pick_bytes(bits_of_float(codes[0]), bits_of_float(codes[1]), 0x0040),
+                               pick_bytes(bits_of_float(codes[2]), bits_of_float(codes[3]), 0x0040)};
+    const uint32_t word = turn(pick_bytes(pairs[0], pairs[1], 0x5410));
+    const uint32_t place = shared.places[block + j + lane / kFillMostWidth];
+    if (bit < place >> 16) shared.words[(place & 0xffff) + bit] = word;
+    hold_back();
   }
 }
 
-// sums[j] += element 512 j + thread of one record.
-__device__ inline void add_record(int bits, const uint8_t* record, int count, float (&sums)[kEach], Shared& shared) {
-  const int thread = static_cast<int>(threadIdx.x), lane = static_cast<int>(lane_index()), warp = thread / 32;
-  const int blocks = fill_blocks(count), head = fill_head_nbytes(blocks);
-  share_out(bits, load_word<uint32_t>(record), thread < blocks ? record[4 + thread] : kFillEmpty, fill_words(blocks, bits),
-            shared);
+__device__ inline void encode_group(int bits, float (&p)[kEach], int count, float* new_residual, uint8_t* record,
+                                    Shared& shared) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int blocks = fill_blocks(count), words = fill_words(blocks, bits), head = fill_head_nbytes(blocks);
+  if (count < kFillGroup) {  // a sum has something where no elements are
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const int block = kWarps * j + warp, width = shared.widths[block];
-    const uint32_t own =
-        lane < width ? load_word<uint32_t>(record + head + 4 * (shared.first[block] + lane)) : 0u;
-    uint32_t code = 0;
-    for (int bit = 0; bit < width; ++bit) code |= (__shfl_sync(kAllLanes, own, bit) >> lane & 1u) << bit;
-    sums[j] += shared.low[block] + static_cast<float>(code) * shared.unit[block];
+    for (int j = 0; j < kEach; ++j)
+      if (first_element() + kFillBlock * j >= count) p[j] = 0.0f;
   }
-  __syncthreads();  // before the next record's blocks are shared
+  find_scales(p, shared);
+  const uint32_t scale = shared.scales[thread], base = find_base(scale, shared);
+  const bool special = base > kFillLargestScale;
+  const uint32_t below = special ? 0 : fill_below(base, scale);
+  if (thread == 0) store_word_within(record, base, 4);
+  if (thread < head - 4) record[4 + thread] = static_cast<uint8_t>(thread < blocks ? below : 0);
+  share_out(bits, base, special || thread >= blocks ? kFillEmpty : below, words, shared);
+  if (count == kFillGroup) encode_elements<true>(p, count, new_residual, shared);
+  else encode_elements<false>(p, count, new_residual, shared);
+  __syncthreads();
+  const uint32_t last = shared.places[kThreads - 1];
+  const int taken = static_cast<int>((last & 0xffff) + (last >> 16));
+  uint8_t* to = record + head;
+  if (aligned<uint32_t>(to)) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int word = kThreads * i + thread;
+      if (word < words) reinterpret_cast<uint32_t*>(to)[word] = word < taken ? shared.words[word] : 0u;
+    }
+  } else {
+#pragma unroll 1
+    for (int word = thread; word < words; word += kThreads)
+      store_word_within(to + 4 * word, word < taken ? shared.words[word] : 0u, 4);
+  }
+  __syncthreads();  // before the next group's words are shared
+}
+
+// A record on its way: what this thread loads of it.
+struct Record {
+  uint32_t base, byte, words[kAhead];
+};
+
+__device__ inline Record load_record(int bits, const uint8_t* record, int count) {
+  const int thread = static_cast<int>(threadIdx.x), blocks = fill_blocks(count), words = fill_words(blocks, bits);
+  Record loaded = {load_word<uint32_t>(record), thread < blocks ? record[4 + thread] : kFillEmpty, {}};
+  const uint8_t* from = record + fill_head_nbytes(blocks) + 4 * thread;
+  if (aligned<uint32_t>(from)) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i)
+      if (kThreads * i + thread < words) loaded.words[i] = reinterpret_cast<const uint32_t*>(from)[kThreads * i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i)
+      if (kThreads * i + thread < words) loaded.words[i] = load_word<uint32_t>(from + 4 * kThreads * i);
+  }
+  return loaded;
+}
+
+// sums[j] += this thread's element of block j of the warp, of the record that is shared.
+__device__ inline void add_codes(float (&sums)[kEach], const BitTranspose& turn, const Shared& shared) {
+  const unsigned lane = lane_index(), block = threadIdx.x / kWarp * kEach, bit = lane % kFillMostWidth;
+#pragma unroll
+  for (int j = 0; j < kEach; j += kSet) {
+    const uint32_t place = shared.places[block + j + lane / kFillMostWidth];
+    const uint32_t codes = turn(bit < place >> 16 ? shared.words[(place & 0xffff) + bit] : 0u);
+#pragma unroll
+    for (int k = 0; k < kSet; ++k) {
+      const float4 coder = shared.coders[block + j + k];
+      const float code = float_of_bits(pick_bytes(codes, bits_of_float(kWhole), 0x7650 + k)) - kWhole;
+      sums[j + k] += coder.y + code * coder.x;
+    }
+  }
 }
 
 // sums = addend + worker 0 + worker 1 + ... over one group.
 __device__ inline void reduce_group(int bits, const uint8_t* records, int64_t stride, int64_t workers,
                                     const float* addend, int count, float (&sums)[kEach], Shared& shared) {
+  const BitTranspose turn;
+  const int start = first_element();
+  Record next = load_record(bits, records, count);
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const int i = kThreads * j + static_cast<int>(threadIdx.x);
-    sums[j] = addend && i < count ? addend[i] : 0.0f;
+  for (int j = 0; j < kEach; ++j)
+    sums[j] = addend && start + kFillBlock * j < count ? addend[start + kFillBlock * j] : 0.0f;
+  for (int64_t w = 0; w < workers; ++w) {
+    const Record record = next;
+    if (w + 1 < workers) next = load_record(bits, records + (w + 1) * stride, count);
+    const int words = fill_words(fill_blocks(count), bits);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i)
+      if (kThreads * i + static_cast<int>(threadIdx.x) < words)
+        shared.words[kThreads * i + threadIdx.x] = record.words[i];
+    share_out(bits, record.base, record.byte, words, shared);
+    add_codes(sums, turn, shared);
+    __syncthreads();  // before the next record's blocks are shared
   }
-  for (int64_t w = 0; w < workers; ++w) add_record(bits, records + w * stride, count, sums, shared);
 }
 
 __device__ inline void store_group(const float (&sums)[kEach], float* target, int count) {
+  float* at = target + first_element();
+  if (count == kFillGroup) {
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const int i = kThreads * j + static_cast<int>(threadIdx.x);
-    if (i < count) target[i] = sums[j];
+    for (int j = 0; j < kEach; ++j) at[kFillBlock * j] = sums[j];
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kEach; ++j)
+    if (first_element() + kFillBlock * j < count) at[kFillBlock * j] = sums[j];
+}
+
+// This thread's elements of blocks first, first + 1, ... of its warp; those that do not exist are zero.
+__device__ inline void load_some(float (&x)[kSome], const float* from, int first, int count) {
+  const int start = first_element() + kFillBlock * first;
+  if (count == kFillGroup) {
+#pragma unroll
+    for (int i = 0; i < kSome; ++i) x[i] = from[start + kFillBlock * i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSome; ++i) x[i] = start + kFillBlock * i < count ? from[start + kFillBlock * i] : 0.0f;
   }
 }
 
-// p += the residual; those that do not exist become zero.
-__device__ inline void add_residual(float (&p)[kEach], const float* residual, int count) {
+// p = what lies in memory, or p += it; those that do not exist become zero.
+template <bool kAdd>
+__device__ inline void load_group(float (&p)[kEach], const float* from, int count) {
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const int i = kThreads * j + static_cast<int>(threadIdx.x);
-    if (i >= count) p[j] = 0.0f;
-    else if (residual) p[j] += residual[i];
+  for (int j = 0; j < kEach; j += kSome) {
+    float x[kSome];
+    load_some(x, from, j, count);
+#pragma unroll
+    for (int i = 0; i < kSome; ++i) p[j + i] = kAdd ? p[j + i] + x[i] : x[i];
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     waterfill_encode(int32_t bits, const float* gradient, const float* residual, float* new_residual, uint8_t* payloads,
-                     int64_t stride, int64_t numel, int64_t width, int64_t groups) {
+                     int64_t stride, int64_t numel, int64_t width) {
   __shared__ Shared shared;
-  for (int64_t index = blockIdx.x; index < groups; index += gridDim.x) {
-    const GroupPlace at = group_of({numel, width}, index, bits);
-    float p[kEach];
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      const int i = kThreads * j + static_cast<int>(threadIdx.x);
-      p[j] = i < at.count ? gradient[at.start + i] : 0.0f;
-    }
-    add_residual(p, residual ? residual + at.start : nullptr, at.count);
-    encode_group(bits, p, at.count, new_residual ? new_residual + at.start : nullptr,
-                 payloads + at.piece * stride + at.record, shared);
-    __syncthreads();
-  }
+  begin(shared);
+  const GroupPlace at = group_of({numel, width}, blockIdx.x, bits);
+  float p[kEach];
+  load_group<false>(p, gradient + at.start, at.count);
+  if (residual) load_group<true>(p, residual + at.start, at.count);
+  encode_group(bits, p, at.count, new_residual ? new_residual + at.start : nullptr,
+               payloads + at.piece * stride + at.record, shared);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     waterfill_decode_pieces(int32_t bits, const uint8_t* payloads, int64_t stride, float* target, int64_t numel,
-                            int64_t width, int64_t groups) {
+                            int64_t width) {
   __shared__ Shared shared;
-  for (int64_t index = blockIdx.x; index < groups; index += gridDim.x) {
-    const GroupPlace at = group_of({numel, width}, index, bits);
-    float sums[kEach];
-    reduce_group(bits, payloads + at.piece * stride + at.record, 0, 1, nullptr, at.count, sums, shared);
-    store_group(sums, target + at.start, at.count);
-  }
+  begin(shared);
+  const GroupPlace at = group_of({numel, width}, blockIdx.x, bits);
+  float sums[kEach];
+  reduce_group(bits, payloads + at.piece * stride + at.record, 0, 1, nullptr, at.count, sums, shared);
+  store_group(sums, target + at.start, at.count);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     waterfill_decode_reduce(int32_t bits, const uint8_t* rows, int64_t stride, int64_t workers, const float* addend,
-                            float* target, int64_t numel, int64_t groups) {
+                            float* target, int64_t numel) {
   __shared__ Shared shared;
-  for (int64_t index = blockIdx.x; index < groups; index += gridDim.x) {
-    const GroupPlace at = group_of({numel, numel}, index, bits);
-    float sums[kEach];
-    reduce_group(bits, rows + at.record, stride, workers, addend ? addend + at.start : nullptr, at.count, sums, shared);
-    store_group(sums, target + at.start, at.count);
-  }
+  begin(shared);
+  const GroupPlace at = group_of({numel, numel}, blockIdx.x, bits);
+  float sums[kEach];
+  reduce_group(bits, rows + at.record, stride, workers, addend ? addend + at.start : nullptr, at.count, sums, shared);
+  store_group(sums, target + at.start, at.count);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     waterfill_reduce_encode(int32_t bits, const uint8_t* rows, int64_t stride, int64_t workers, const float* residual,
-                            float* new_residual, uint8_t* reduced, int64_t numel, int64_t groups) {
+                            float* new_residual, uint8_t* reduced, int64_t numel) {
   __shared__ Shared shared;
-  for (int64_t index = blockIdx.x; index < groups; index += gridDim.x) {
-    const GroupPlace at = group_of({numel, numel}, index, bits);
-    float p[kEach];
-    reduce_group(bits, rows + at.record, stride, workers, nullptr, at.count, p, shared);
-    add_residual(p, residual ? residual + at.start : nullptr, at.count);
-    encode_group(bits, p, at.count, new_residual ? new_residual + at.start : nullptr, reduced + at.record, shared);
-    __syncthreads();
-  }
+  begin(shared);
+  const GroupPlace at = group_of({numel, numel}, blockIdx.x, bits);
+  float p[kEach];
+  reduce_group(bits, rows + at.record, stride, workers, nullptr, at.count, p, shared);
+  if (residual) load_group<true>(p, residual + at.start, at.count);
+  encode_group(bits, p, at.count, new_residual ? new_residual + at.start : nullptr, reduced + at.record, shared);
 }
 
 }  // namespace gradwire

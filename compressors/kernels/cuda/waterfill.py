@@ -15,7 +15,7 @@ from gradwire.compressors.kernels.cuda.launch import (
 from gradwire.compressors.kernels.reference import WATERFILL_BITS, WATERFILL_GROUP, waterfill_nbytes
 
 _THREADS = 512
-"""Of a CTA: kThreads of csrc/cuda/waterfill.cu, one for each block of a group."""
+"""Of a CTA, which has a group: kThreads of csrc/cuda/waterfill.cu, one for each block."""
 
 
 def _check_bits(bits: int) -> None:
@@ -24,8 +24,7 @@ def _check_bits(bits: int) -> None:
 
 
 def _launch(kernel: str, device: torch.device, groups: int, arguments: tuple[cuda_launch.Argument, ...]) -> None:
-    ctas = cuda_launch.blocks_for(device, cuda_launch.THREADS * groups)
-    cuda_launch.launch("waterfill", kernel, device, ctas, (*arguments, groups), _THREADS)
+    cuda_launch.launch("waterfill", kernel, device, groups, arguments, _THREADS)
 
 
 def waterfill_encode(
