@@ -7,6 +7,7 @@
 # make adapters  an environment with Accelerate, Lightning, Transformers and Ray beside this one, and their tests
 # make docs   the site with the API, in build/docs; fails on a broken link
 # make wheel  sdist and wheel built and installed in clean environments, without a compiler, and tried
+# make fresh-debian  make run in minimal roots of Debian 12 and 13, as a user and as root (root, debootstrap; large downloads)
 # make torch-versions   what meets torch's own classes, on every other torch that gradwire supports (large downloads)
 # make conformance   PyTorch's own distributed tests against the backend "gradwire" (half an hour)
 # make gpu-standin       an environment with torch's CUDA build over a CUDA runtime and an NCCL in host memory, beside this one
@@ -25,7 +26,7 @@ WORKERS ?= 3
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: run test test-fast mpi adapters lint floors conformance wheel torch-versions clean always
+.PHONY: run test test-fast mpi adapters lint floors conformance wheel fresh-debian torch-versions clean always
 
 ifeq ($(PYTHON),)
 python := $(CURDIR)/.venv/bin/python
@@ -93,6 +94,10 @@ gpu-standin: $(prefix)/gpu-standin/ready
 
 test-gpu-standin: gpu-standin
 	$(prefix)/gpu-standin/bin/python -m pytest tests/gpu_standin $(ARGS)
+
+fresh-debian:
+	@command -v debootstrap >/dev/null || { echo 'debootstrap is missing: apt-get install debootstrap'; exit 1; }
+	python3 tests/fresh_debian.py $(ARGS)
 
 torch-versions: $(stamp)test
 	$(python) tests/torch_versions.py $(ARGS)

@@ -1,0 +1,207 @@
+"""`make fresh-debian`: what README promises for a fresh machine, in minimal Debian roots made by debootstrap.
+
+    python tests/fresh_debian.py                              # Debian 12 and 13: make run as a user, then as root
+    python tests/fresh_debian.py --release trixie --target test-fast
+
+Needs root, debootstrap and git. In each root: the committed state of this checkout is cloned; `make` must first say in
+one message all that is missing, before it downloads anything; its own apt-get line is followed; then the targets run.
+A root is one folder, entered through mount and process namespaces of its own: whatever happens, nothing stays mounted,
+nothing goes on running, and the folder is deleted. pip is set up as on this machine, with the local folders it names.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+RELEASES = ("bookworm", "trixie")
+USER = "ann"
+
+_ENTER = """
+set -e
+root=$1; shift
+mount --bind "$root" "$root"
+cd "$root"
+mount -t proc proc proc
+mount -t sysfs sysfs sys
+mount -t tmpfs tmpfs dev/shm
+mount -t devpts -o newinstance,ptmxmode=0666 devpts dev/pts
+while [ "$1" != -- ]; do mkdir -p ".$1"; mount --bind "$1" ".$1"; shift; done; shift
+mkdir -p .outside
+pivot_root . .outside
+umount -l /.outside
+cd /
+exec "$@" < /dev/null
+"""
+# pivot_root, not chroot: the kernel gives no user namespace to a process that has been chrooted.
+
+
+def pip_settings() -> tuple[dict[str, str], list[str]]:
+    """This machine's pip configuration, as variables, and the local folders that it names."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    ).stdout
+    variables = {}
+    for name, value in re.findall(r"^[^.\n]+\.([\w-]+)='(.*)'$", shown, re.MULTILINE):
+        variables["PIP_" + name.upper().replace("-", "_")] = value
+    words = " ".join(variables.values()).replace("file://", "").split()
+    return variables, sorted({word for word in words if Path(word).is_dir()})
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a command in a root ended.
+
+    Attributes:
+        status: Its exit status.
+        output: What it printed, both streams.
+        seconds: How long it took.
+    """
+
+    status: int
+    output: str
+    seconds: float
+
+
+class Root:
+    """A minimal Debian in a folder, deleted at the end of the `with` block."""
+
+    def __init__(self, release: str) -> None:
+        """Makes it.
+
+        Args:
+            release: Debian's name for it: `bookworm`.
+        """
+        self.variables, self.folders = pip_settings()
+        self._folder = Path(tempfile.mkdtemp(prefix=f"gradwire-{release}-"))
+        self.path = self._folder / "root"
+        try:
+            # From the machine's own configuration: which mirror, and which keys.
+            subprocess.run(["debootstrap", "--variant=minbase", release, str(self.path)], check=True)
+            for name in ("etc/resolv.conf", "etc/hosts"):
+                shutil.copy(f"/{name}", self.path / name)
+            certificates = self.variables.pop("PIP_CERT", None)
+            if certificates is not None:
+                shutil.copy(certificates, self.path / "etc/pip-certificates.pem")
+                self.variables["PIP_CERT"] = "/etc/pip-certificates.pem"
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, command: str, user: str = "root", show: bool = True) -> Done:
+        """Runs a shell command inside.
+
+        Args:
+            command: For `sh -c`, in the user's home.
+            user: Whose.
+            show: Print what it prints.
+        """
+        settings = [f"{name}={value}" for name, value in self.variables.items()]
+        folder = "/root" if user == "root" else f"/home/{user}"
+        switch = [] if user == "root" else ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups"]
+        path = "/usr/local/bin:/usr/bin:/bin" + (":/usr/sbin:/sbin" if user == "root" else "")
+        words = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child=KILL", "--uts"]
+        words += ["sh", "-c", _ENTER, "sh", str(self.path), *self.folders, "--", *switch]
+        words += ["env", "-i", f"PATH={path}", f"HOME={folder}", "LANG=C.UTF-8", *settings]
+        words += ["sh", "-c", f"cd {folder} && {command}"]
+        start = time.monotonic()
+        lines = []
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.append(line)
+                if show:
+                    print(f"  {line}", end="", flush=True)
+        return Done(process.returncode, "".join(lines), time.monotonic() - start)
+
+    def close(self) -> None:
+        """Deletes it."""
+        shutil.rmtree(self._folder)
+
+    def __enter__(self) -> Self:
+        """Returns itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Deletes it."""
+        self.close()
+
+
+def try_release(release: str, targets: list[str], users: list[str]) -> dict[str, object]:
+    """Does what a newcomer does, and returns how each step ended.
+
+    Args:
+        release: Debian's name for it.
+        targets: Of make.
+        users: `ann`, `root`; in this order, in one checkout.
+    """
+    with Root(release) as root:
+        home = root.path / "home" / USER
+        checked(root.run(f"useradd --create-home {USER}"))
+        subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", CHECKOUT, home / "gradwire"], check=True)
+        checked(root.run(f"chown -R {USER}: /home/{USER}"))
+        checked(root.run("apt-get update && apt-get install -y --no-install-recommends make ca-certificates"))
+        told = root.run("cd gradwire && make run", USER)
+        found = re.search(r"apt-get install --no-install-recommends (.+)", told.output)
+        if told.status == 0 or found is None or "pip" in told.output or (home / "gradwire/.venv").exists():
+            raise RuntimeError(
+                f"{release}: wanted one message with an apt-get line and no download; found:\n{told.output}"
+            )
+        readme = (CHECKOUT / "README.md").read_text()
+        forgotten = [
+            name for name in found[1].split() if not re.search(rf"apt-get install .*\b{re.escape(name)}\b", readme)
+        ]
+        if forgotten:
+            raise RuntimeError(f"README.md does not name {', '.join(forgotten)}, which {release} needs")
+        checked(root.run(f"apt-get install -y --no-install-recommends {found[1]}"))
+        outcomes: dict[str, object] = {"packages": found[1]}
+        for user in users:
+            for target in targets:
+                print(f"{release}: make {target} as {user}", flush=True)
+                done = root.run(f"cd /home/{USER}/gradwire && make {target}", user)
+                if target == "run" and done.status == 0 and "x as fast" not in done.output:
+                    raise RuntimeError(f"{release}: make run as {user} shows no gain")
+                outcomes[f"make {target} as {user}"] = {"status": done.status, "seconds": round(done.seconds)}
+        used = root.run(f"du -sm /home/{USER}/gradwire/.venv", show=False)
+        outcomes["MB of .venv"] = int(used.output.split()[0])
+        return outcomes
+
+
+def checked(done: Done) -> None:
+    """Raises RuntimeError unless a command ended with status 0."""
+    if done.status != 0:
+        raise RuntimeError(f"status {done.status}:\n{done.output}")
+
+
+def main(argv: list[str]) -> int:
+    """Tries each release, prints how it went as JSON, and returns 1 if a target failed.
+
+    Args:
+        argv: Options.
+    """
+    parser = argparse.ArgumentParser(prog="tests/fresh_debian.py", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--release", action="append", help=f"repeatable (default {' '.join(RELEASES)})")
+    parser.add_argument("--target", action="append", help="of make; repeatable (default run)")
+    parser.add_argument("--user", action="append", choices=(USER, "root"), help=f"repeatable (default {USER} root)")
+    options = parser.parse_args(argv)
+    failed = False
+    for release in options.release or RELEASES:
+        outcomes = try_release(release, options.target or ["run"], options.user or [USER, "root"])
+        print(json.dumps({release: outcomes}, indent=2), flush=True)
+        failed |= any(isinstance(one, dict) and one["status"] != 0 for one in outcomes.values())
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
