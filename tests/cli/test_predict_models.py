@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from gradwire.cli import predict_models
 from gradwire.cli.predict import main
 from gradwire.cli.public_models import PUBLIC_MODELS
 
+ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = {"resnet50": 25_557_032, "gpt2": 124_439_808, "llama-3.2-1b": 1_235_814_400}
 """What torchvision and the models' own pages give."""
 
@@ -94,6 +96,11 @@ def test_people_get_a_table_that_fits_and_pages_get_one_of_theirs(
     assert main(["--preset", "pcie_box", "--models", "--markdown"]) == 0
     page = capsys.readouterr().out
     assert sum(line.startswith("| GPT-2 124M |") for line in page.splitlines()) == 10
+    kept = (ROOT / "docs/results/models_by_link.md").read_text()
+    assert page.strip() == kept.partition("<!-- printed -->")[2].partition("<!-- /printed -->")[0].strip()
+    shown = (ROOT / "README.md").read_text().partition("<!-- models -->")[2].partition("<!-- /models -->")[0].strip()
+    of_two_nodes = page.partition("4 nodes of")[0].splitlines()
+    assert len(shown.splitlines()) > 10 and set(shown.splitlines()) <= set(of_two_nodes)
 
 
 @pytest.mark.parametrize(
