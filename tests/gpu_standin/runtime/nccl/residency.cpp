@@ -29,9 +29,13 @@ Devices& devices() {
   return *one;
 }
 
+// NCCL reads the variable once in a process, at its first launch.
 bool in_host_order() {
-  const char* value = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
-  return value && strcmp(value, "1") == 0;
+  static const bool asked = [] {
+    const char* value = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+    return value && strcmp(value, "1") == 0;
+  }();
+  return asked;
 }
 
 }  // namespace

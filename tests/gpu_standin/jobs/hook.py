@@ -1,0 +1,71 @@
+"""gradwire's hook on torch's own NCCL group, streams, futures and caching allocator: sums that are exact, and their bits.
+
+    hook.py PLAN CHUNKS DTYPE STEPS     NODES has a letter for each rank
+"""
+
+import hashlib
+import json
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fake_cuda.drive import FakeBucket, in_backward
+from gradwire.comms.hook import HookState
+
+NUMELS = (3000, 4097, 777, 5000)
+
+
+class Parameters(nn.Module):
+    """Parameters that no kernel has written."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        for index, numel in enumerate(NUMELS):
+            self.register_parameter(f"p{index}", nn.Parameter(torch.empty(numel, device="cuda", dtype=dtype)))
+
+
+def gradient(index: int, rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers: every sum of them is exact in every dtype."""
+    return ((torch.arange(NUMELS[index]) * (index + 1) + 7 * rank + step) % 16).to(dtype)
+
+
+def main(plan: str, chunks: str, dtype_name: str, steps: str) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dtype = getattr(torch, dtype_name)
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=90))
+    model = Parameters(dtype)
+    parameters = list(model.parameters())
+    node = os.environ["NODES"][rank]
+    state = HookState(model, plan=plan, chunks=int(chunks), hostname=node, timeout=timedelta(seconds=60))
+    buffers = [torch.empty(numel, device="cuda", dtype=dtype) for numel in NUMELS]
+    digest = hashlib.sha256()
+    for step in range(int(steps)):
+        sources = [gradient(index, rank, step, dtype).cuda() for index in range(len(NUMELS))]
+
+        def reduce_all() -> None:
+            futures = []
+            for index, parameter in enumerate(parameters):
+                buffers[index].copy_(sources[index])
+                last = index == len(parameters) - 1
+                futures.append(state.reduce(FakeBucket(index, buffers[index], [parameter], last)))
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: [future.wait() for future in futures])
+
+        in_backward(reduce_all)
+        for index, buffer in enumerate(buffers):
+            got = buffer.cpu()
+            want = sum(gradient(index, other, step, torch.float64) for other in range(size)) / size
+            assert torch.equal(got.double(), want), f"step {step}, bucket {index}: {got[:4]}, not {want[:4]}"
+            digest.update(got.view(torch.uint8).numpy().tobytes())
+    state.close()
+    dist.destroy_process_group()
+    print(json.dumps({"bits": digest.hexdigest()}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
