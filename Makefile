@@ -141,7 +141,7 @@ $(prefix)/adapters/ready: pyproject.toml | $(stamp)test
 	$(python) -m pip --python $(@D)/bin/python install --disable-pip-version-check --quiet $(constraints) $(call extra,adapters)
 	@touch $@
 
-$(prefix)/gpu-standin/ready: $(wildcard $(addprefix tests/gpu_standin/,build.py */*.h */*.cpp */*/*.h */*/*.cpp)) constraints.txt | $(stamp)test
+$(prefix)/gpu-standin/ready: $(wildcard $(addprefix tests/gpu_standin/,build.py */*.h */*.cpp */load.py */*/*.h */*/*.cpp)) constraints.txt | $(stamp)test
 	@echo "building the GPU stand-in ..."
 	$(python) tests/gpu_standin/build.py $(@D) $(if $(TORCH_CUDA),--torch $(TORCH_CUDA))
 

@@ -48,6 +48,7 @@ LAYERS = (
     Layer("libcudart.so.13", "runtime"),
     Layer("libcuda.so.1", "driver", needs=("libcudart.so.13",)),
     Layer("libnccl.so.2", "runtime/nccl", needs=("libcudart.so.13",)),
+    Layer("libcudnn.so.9", "operators/cudnn"),
 )
 
 
@@ -157,12 +158,12 @@ def cuda_headers(scratch: Path, packages: Path) -> Path:
     return next(scratch.rglob("cuda_runtime_api.h")).parent
 
 
-def nccl_version(packages: Path) -> int:
-    """NCCL_VERSION_CODE of the release that the wheel requires."""
+def version_code(library: str, packages: Path) -> int:
+    """The number, as in NCCL_VERSION_CODE, of the release of nccl or cudnn that the wheel requires."""
     metadata = next(packages.glob("torch-*.dist-info/METADATA")).read_text()
-    found = re.search(r"nvidia-nccl-cu\d+==(\d+)\.(\d+)\.(\d+)", metadata)
+    found = re.search(rf"nvidia-{library}-cu\d+==(\d+)\.(\d+)\.(\d+)", metadata)
     if found is None:
-        raise BuildError("torch's wheel does not say which NCCL it requires")
+        raise BuildError(f"torch's wheel does not say which {library} it requires")
     major, minor, patch = map(int, found.groups())
     return major * 10000 + minor * 100 + patch
 
@@ -180,6 +181,41 @@ def compile_layer(layer: Layer, libraries: Path, scratch: Path, flags: list[str]
     needed = [libraries / soname for soname in layer.needs]
     run("c++", "-shared", f"-Wl,-soname,{layer.soname}", "-Wl,-rpath,$ORIGIN", *objects, "-o", libraries / layer.soname,
         *needed, "-lpthread", "-ldl")  # fmt: skip
+
+
+def compile_operators(packages: Path, scratch: Path, flags: list[str]) -> None:
+    """Compiles torch's operators on CUDA tensors, which torch loads by itself: as a backend that it finds by its entry point.
+
+    Done anew only where their sources have changed: they include torch's headers, which take a minute.
+    """
+    folder, information = packages / "gpu_standin_operators", packages / "gpu_standin_operators-0.dist-info"
+    sources = sorted((HERE / "operators").glob("*.cpp"))
+    digest = hashlib.sha256(pinned_torch().encode())
+    for path in [*sources, *sorted((HERE / "operators").glob("*.h")), HERE / "runtime" / "gpu_standin.h"]:
+        digest.update(path.read_bytes())
+    built = folder / "digest"
+    if built.exists() and built.read_text() == digest.hexdigest():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    torch, objects = packages / "torch", [scratch / f"operators-{source.stem}.o" for source in sources]
+
+    def compile_one(pair: tuple[Path, Path]) -> None:
+        run("c++", "-std=c++20", "-O1", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror", *flags,
+            "-isystem", torch / "include", "-isystem", torch / "include/torch/csrc/api/include",
+            "-c", pair[0], "-o", pair[1])  # fmt: skip
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, zip(sources, objects, strict=True)))
+    names = ("libc10.so", "libc10_cuda.so", "libtorch_cpu.so", "libtorch_cuda.so", "libgomp.so.1")
+    run("c++", "-shared", "-Wl,-rpath,$ORIGIN/../torch/lib:$ORIGIN/../nvidia/cu13/lib", *objects,
+        "-o", folder / "liboperators.so", *(torch / "lib" / name for name in names),
+        packages / "nvidia" / "cu13" / "lib" / "libcudart.so.13")  # fmt: skip
+    shutil.copy(HERE / "operators" / "load.py", folder / "__init__.py")
+    information.mkdir(exist_ok=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: gpu-standin-operators\nVersion: 0\n")
+    (information / "entry_points.txt").write_text("[torch.backends]\ngpu_standin = gpu_standin_operators:load\n")
+    built.write_text(digest.hexdigest())
 
 
 def libraries_of(folder: Path) -> Iterator[Path]:
@@ -287,14 +323,16 @@ def build(environment: Path, given: Path | None) -> None:
             f"-I{cuda_headers(scratch, packages)}",
             f"-I{HERE / 'runtime'}",
             f"-I{HERE.parent / 'kernels_on_cpu'}",
-            f"-DNCCL_VERSION_CODE={nccl_version(packages)}",
+            f"-DNCCL_VERSION_CODE={version_code('nccl', packages)}",
+            f"-DCUDNN_VERSION_CODE={version_code('cudnn', packages)}",
         ]
         for layer in LAYERS:
             compile_layer(layer, libraries, scratch, flags)
         bring_nvrtc(libraries, scratch, packages)
         hook_cupy(packages, libraries)
         stubs = write_stubs(packages, libraries, scratch)
-    run(environment / "bin" / "python", "-c", "import torch; assert torch.arange(3).cuda().cpu().tolist() == [0, 1, 2]")
+        compile_operators(packages, scratch, flags)
+    run(environment / "bin" / "python", "-c", "import torch; assert torch.arange(3).cuda().add(1).tolist() == [1, 2, 3]")
     ready.write_text(json.dumps({"torch": pinned_torch(), "sources": sources_digest()}))
     print(f"{environment}: torch {pinned_torch()} over the stand-in; {stubs} functions of NVIDIA's are not modelled")
 

@@ -90,7 +90,7 @@ def jobs(tmp_path: Path) -> Jobs:
 @pytest.fixture(scope="session")
 def standin_server() -> Iterator[ForkServer]:
     """A process that has imported torch once."""
-    with fork_server() as server:
+    with fork_server(PYTHONPATH=os.pathsep.join([str(JOBS.parents[1]), os.environ.get("PYTHONPATH", "")])) as server:
         yield server
 
 

@@ -187,7 +187,11 @@ torch::jit::Stack Arguments::on_host() const {
 }
 
 torch::jit::Stack Arguments::rehearsal(int value) const {
-  return stack_of([value](const RawTensor& raw) { return with_bits(raw.layout.scratch(value), raw); });
+  auto stack = stack_of([value](const RawTensor& raw) { return with_bits(raw.layout.scratch(value), raw); });
+  for (auto& argument : stack) {
+    if (argument.isGenerator()) argument = c10::IValue(argument.toGenerator().clone());  // the call itself shall draw the first numbers
+  }
+  return stack;
 }
 
 std::string Arguments::signature(bool with_doubles) const {
