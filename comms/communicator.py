@@ -17,7 +17,7 @@ from torch import Tensor
 from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import BackendWork, PrefixStore, Store, nccl_backend_of, timeout_of
 from gradwire.comms.bootstrap.door import Directory, Door, Place
-from gradwire.comms.bootstrap.failure import Board, FailureBoard
+from gradwire.comms.bootstrap.failure import Board, CollectiveError, FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing
 from gradwire.comms.bootstrap.nics import describe_nics, interface_of
 from gradwire.comms.bootstrap.placement import Presence, cluster_of
@@ -208,13 +208,17 @@ class Communicator:
         """Connects NCCL's groups; where that fails, the others hear of it."""
         executor = self.executor
         before, executor.activity = executor.activity, "connecting NCCL"
+        failed: str | None = None
         try:
             self._groups.connect(self.routes.groups(nbytes), self.routes.return_groups())
-        except (PeerError, RuntimeError) as error:
-            executor.interrupt(error)
-            executor.raise_failure()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            executor.interrupt(error.with_traceback(None))
+            failed = f"{error}"
         finally:
             executor.activity = before
+        if failed is not None:
+            failure = executor.failure
+            raise CollectiveError(*((str(failure), failure.missing) if failure else (failed, ())))  # no frame is kept
 
     def all_reduce(
         self, flat: Tensor, *, scale: float = 1.0, layout: Layout | None = None, flush: bool = False

@@ -1021,8 +1021,16 @@ class Executor:
             bucket: The last one that was launched in this step: it ends behind all others.
         """
         if self._streams is not None and bucket.flat.is_floating_point() and bucket.flat.numel():
-            bucket.result().wait()
+            bucket.result().wait()  # done for the host since it was issued
             self._streams.verdict.apply_to(bucket.flat)
+
+    @property
+    def failure(self) -> CollectiveError | None:
+        """What has failed first, once the other ranks have been asked."""
+        if self._interrupted:
+            with self._diagnosing:  # by the thread that has interrupted
+                pass
+        return self._failure
 
     def raise_failure(self) -> None:
         """On CUDA: raises what has failed, so far as that is known; costs nothing otherwise.
@@ -1035,11 +1043,9 @@ class Executor:
 
     def _raise_failure(self) -> None:
         """Raises what has failed, or that the executor is closed."""
-        if self._interrupted:
-            with self._diagnosing:  # by the thread that has interrupted
-                pass
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)  # the frames of earlier launches hold their tensors
+        failure = self.failure
+        if failure is not None:
+            raise failure.with_traceback(None)  # the frames of earlier launches hold their tensors
         if self._closed and self._streams is not None:
             raise RuntimeError(CLOSED)
 

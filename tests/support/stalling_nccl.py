@@ -2,7 +2,8 @@
 
 `stalling_cuda()` puts them into torch, over `fake_cuda`. Ranks are threads or processes: the members of a communicator
 count in its store who has issued what. No data is moved: what is received is what the rank itself has sent. What counts
-is who waits for whom. An event is done when every collective that its rank had issued before it is done, so
+is who waits for whom. An event behind a
+collective is done when every one that its rank had issued before it is done, so
 `torch.cuda.synchronize()` blocks for ever behind a collective to which a rank did not come, until `abort()`, as on a
 GPU.
 """
@@ -24,7 +25,7 @@ from torch.distributed import distributed_c10d
 from fake_cuda.drive import Job, cuda_job
 from fake_cuda.machine import device_index
 from fake_cuda.nccl import FakeNcclOptions
-from fake_cuda.streams import FakeEvent, FakeFuture
+from fake_cuda.streams import FakeEvent, FakeFuture, FakeStream, current_stream
 
 LOOK_SECONDS = 0.01
 
@@ -44,7 +45,8 @@ class StallingWork:
         return self._done
 
     def wait(self, timeout: object = None) -> bool:
-        return True  # makes a stream wait
+        _behind_collectives(current_stream(self._device))
+        return True
 
     def get_future(self) -> FakeFuture:
         future = FakeFuture(devices=[torch.device("cuda", self._device)])
@@ -187,12 +189,27 @@ def synchronize(device: object = None) -> None:
         time.sleep(LOOK_SECONDS)
 
 
-_recorded = FakeEvent.record
+_behind: set[object] = set()
+"""Timelines of streams that wait for a collective."""
+
+_recorded, _waited = FakeEvent.record, FakeEvent.wait
+
+
+def _behind_collectives(stream: FakeStream) -> None:
+    """Notes that a stream waits for collectives: all that its device has not come to the end of, to be short."""
+    _behind.add(stream.timeline)
 
 
 def _record(event: Any, stream: Any = None) -> None:
     _recorded(event, stream)
-    event.before = pending(device_index() if stream is None else stream.device_index)
+    stream = stream or current_stream()
+    event.before = pending(stream.device_index) if stream.timeline in _behind else []
+
+
+def _wait(event: Any, stream: Any = None) -> None:
+    _waited(event, stream)
+    if getattr(event, "before", ()):
+        _behind_collectives(stream or current_stream())
 
 
 def _query(event: Any) -> bool:
@@ -206,6 +223,7 @@ def _synchronize(event: Any) -> None:
 
 EVENTS: dict[str, Any] = {
     "record": _record,
+    "wait": _wait,
     "query": _query,
     "synchronize": _synchronize,
     "elapsed_time": lambda event, end: 1.0,
@@ -227,6 +245,7 @@ def stalling_cuda(size: int) -> Iterator[None]:
         for module in (dist, distributed_c10d):
             stack.enter_context(patch.object(module, "ProcessGroupNCCL", StallingNccl))
         _issued.clear()
+        _behind.clear()
         StallingNccl.made.clear()
         StallingNccl.over.clear()
         try:

@@ -1,5 +1,6 @@
 """Law: on CUDA whatever ends a launch, or gradwire, on one rank is heard by all, and nothing else is an alarm."""
 
+import gc
 import logging
 import threading
 import time
@@ -231,7 +232,7 @@ def test_the_backend_names_a_lost_rank() -> None:
             assert "a test ends this rank" in str(error)
 
 
-def test_a_rank_that_is_lost_while_nccl_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_while_nccl_connects(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's init returns when all have come, and nothing ends it: the others give it up."""
     connect = Groups.connect
 
@@ -243,20 +244,20 @@ def test_a_rank_that_is_lost_while_nccl_connects(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Groups, "connect", leave)
     store, began = HashStore(), time.monotonic()
 
-    def run(number: int) -> Exception | None:
+    def run(number: int) -> str:
         try:
             Rank(store, number, "aab", plan="hierarchical").state.close()
-        except (RuntimeError, ZeroDivisionError) as error:
-            return error
-        return None
+        except CollectiveError as error:
+            return str(error)
+        return "nothing"
 
     with stalling_cuda(3):
         errors = run_ranks(3, run)
+    gc.collect()  # the states that were never finished
     assert time.monotonic() - began < 2 * SECONDS
-    for error in errors[:2]:
-        assert isinstance(error, CollectiveError)
-        assert error.missing == (2,)
-        assert "connecting NCCL failed" in str(error)
+    for rank, error in enumerate(errors):
+        assert f"connecting NCCL failed on rank {rank}" in error
+        assert "ZeroDivisionError: a bug of the user's" in error
 
 
 @pytest.mark.parametrize(("given", "wanted"), [(0, 7200), (20, 20)])
@@ -304,11 +305,12 @@ def test_no_optimizer_steps_on_what_was_not_averaged() -> None:
             torch.optim.SGD([weight], lr=1.0).step()
         assert weight.eq(1).all()
         flat = torch.ones(8, device=rank.device)
-        executor.spoil(Bucket.of(flat))
+        bucket = Bucket.of(flat)
+        bucket.result().set_result(flat)
+        executor.spoil(bucket)
         assert flat.cpu().isnan().tolist() == [True] + [False] * 7
         rank.state.close()
-        torch.optim.SGD([weight], lr=1.0).step()
-        assert weight.eq(0).all()
+        assert rank.state not in hook._on_cuda
         return True
 
     assert on_ranks("ab", body, plan="hierarchical")[0]
