@@ -15,6 +15,7 @@ from torch import Tensor
 from fake_cuda.drive import FIRST, OPTIONS, REBUILT, Job, gradient, make_state, on_cpu, on_cuda, train
 from fake_cuda.machine import Machine
 from fake_cuda.nccl import FakeNccl
+from gradwire.comms.fusion import FusionPlan
 from gradwire.comms.plan.owners import owner_shares
 from gradwire.compressors.routed import Routed, make_routed
 from gradwire.compressors.two_stage import TwoStage
@@ -61,6 +62,26 @@ def compared(
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 def test_several_steps_in_the_same_buckets(compressor: str) -> None:
     compared(compressor, (REBUILT,) * 4)
+
+
+@pytest.mark.parametrize("nodes", ["aabb", "ab"])
+@pytest.mark.parametrize("compressor", FAMILIES)
+def test_a_bucket_in_several_pieces(compressor: str, nodes: str) -> None:
+    """Pieces end on both side streams: the bucket is there when the last of them is."""
+    compared(compressor, (FIRST,) * 3, nodes, before=in_pieces, quiet=True)
+
+
+def in_pieces(job: Job, step: int) -> None:
+    """From the second step on."""
+    if step == 1:
+        job.state.fuse(FusionPlan(piece_nbytes=8192))
+
+
+@pytest.mark.parametrize("compressor", ["int8", "onebit"])
+def test_thirty_steps(compressor: str) -> None:
+    """Past step 23 nothing is timed any more."""
+    shapes = {"three_weight": (24, 8), "two_weight": (40,), "one_weight": (16, 9)}
+    compared(compressor, ((("three_weight",), ("two_weight", "one_weight")),) * 30, shapes=shapes, quiet=True)
 
 
 @pytest.mark.parametrize("compressor", ["int8", "dgc", "powersgd"])

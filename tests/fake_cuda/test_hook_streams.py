@@ -63,6 +63,25 @@ def test_every_plan(plan: str, nodes: str, chunks: int) -> None:
     assert late_waits(running) == 0
 
 
+SMALL = {"three_weight": (24, 8), "two_weight": (40,), "one_weight": (16, 9)}
+LONG = ((("three_weight",), ("two_weight",), ("one_weight",)),) * 30
+"""Past step 23 nothing is timed any more, and a flat bucket is issued without a stream or an event of gradwire's."""
+
+
+@pytest.mark.parametrize(
+    ("plan", "nodes", "chunks"), [("flat", "aabb", 1), ("hierarchical", "aabb", 1), ("hierarchical", "aab", 2)]
+)
+def test_thirty_steps(plan: str, nodes: str, chunks: int) -> None:
+    body = train(nodes, LONG, shapes=SMALL, whole=True, quiet=True, plan=plan, chunks=chunks)
+    results, _ = on_cuda(len(nodes), body)  # where timing ends, times are read for the last time, a step late
+    for step, names in enumerate(LONG):
+        each = [gradient(rank, step, SMALL, whole=True) for rank in range(len(nodes))]
+        for bucket, (name,) in enumerate(names):
+            wanted = torch.stack([one[name] for one in each]).double().mean(0).view(-1).float()
+            for rank in results:
+                torch.testing.assert_close(rank[step][bucket], wanted)
+
+
 @pytest.mark.parametrize("plan", ["flat", "hierarchical"])
 def test_the_same_bits_as_on_the_cpu(plan: str) -> None:
     body = train("aabb", STEPS, plan=plan, chunks=2)

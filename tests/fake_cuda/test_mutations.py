@@ -12,11 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ReduceScatterOptions
 
-from fake_cuda.drive import FIRST, REBUILT, on_cuda, train
+from fake_cuda.drive import FIRST, REBUILT, TIMEOUT, Job, on_cuda, train
 from fake_cuda.machine import Machine, RaceError, machine
 from fake_cuda.nccl import FakeNccl, FakeWork, OrderError
 from fake_cuda.streams import FakeEvent, FakeFuture, side_stream
+from gradwire.comms import execute
 from gradwire.comms.bootstrap.failure import CollectiveError
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.config import Config
+from gradwire.comms.fusion import FusionPlan
+from gradwire.comms.streams import SideStreams
+from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.dense import WideSum
+from gradwire.compressors.registry import make
 
 SIZE = 2
 STEPS = 2
@@ -176,3 +184,119 @@ def test_gradwire_with_one_collective_too_few() -> None:
     nothing = FakeWork(None, [], [], 0, None)
     with one_ignored(FakeNccl, "_launch", 3, nothing), pytest.raises(CollectiveError, match="OrderError: rank"):
         gradwire_training()
+
+
+class Forgetful(list[Any]):
+    """Events that nobody will wait for."""
+
+    def append(self, event: object) -> None: ...
+
+
+bucket_of = execute.Bucket.of
+
+
+def forgetful(*arguments: Any, **named: Any) -> execute.Bucket:
+    """A bucket that does not wait for what carried its first pieces."""
+    bucket = bucket_of(*arguments, **named)
+    bucket.ends = Forgetful()
+    return bucket
+
+
+def bucket_in_pieces() -> None:
+    """One bucket in several transfers, each of which ends with a kernel, on both side streams: one GPU a node."""
+
+    def before(job: Job, step: int) -> None:
+        if step == 1:
+            job.state.fuse(FusionPlan(piece_nbytes=8192))
+
+    options = {"compressor": "int8", "chunks": 1, "whole": False}
+    on_cuda(2, train("ab", (FIRST,) * 3, before=before, plan="hierarchical", **options))
+
+
+def bucket_let_go() -> None:
+    """A tensor that nobody keeps, or waits for: its memory comes back to the stream that computes."""
+
+    def body(rank: int, device: torch.device, group: Any) -> None:
+        codec = make("onebit", {"warmup_steps": 0})
+        config = Config(hostname="ab"[rank], timeout=TIMEOUT)
+        communicator = Communicator(group.store, rank, SIZE, device, config, name="let go", compressor=codec)
+        layout = Layout((Slice("weight", (64, 64), 0, 0, 4096),))
+        for _ in range(2):
+            flat = torch.ones(4096, device=device)
+            communicator.all_reduce(flat, layout=layout)
+            del flat
+            torch.ones(4096, device=device)
+        torch.cuda.synchronize()
+        communicator.close()
+
+    on_cuda(SIZE, body)
+
+
+def wide_sum() -> None:
+    """bfloat16 between three nodes: divided and summed in float32, rounded once."""
+
+    def body(rank: int, device: torch.device, group: Any) -> Tensor:
+        config = Config(hostname="abc"[rank], timeout=TIMEOUT)
+        wide = WideSum()
+        communicator = Communicator(group.store, rank, 3, device, config, name="wide", compressor=wide)
+        layout = Layout((Slice("weight", (500,), 0, 0, 500),))
+        flat = given[rank].to(device)
+        found = communicator.all_reduce(flat, scale=1 / 3, layout=layout).wait().cpu()
+        communicator.close()
+        return found
+
+    generator = torch.Generator().manual_seed(3)
+    given = [torch.randn(500, generator=generator).bfloat16() for _ in range(3)]
+    results, _ = on_cuda(3, body)
+    wanted = torch.stack(given).double().mean(0)
+    for found in results:
+        error = (found.double() - wanted).abs() / wanted.abs()
+        assert float(error.max()) <= 2.0**-8 * 1.01, "rounded more than once"
+
+
+def narrow_contribution(shard: Tensor, scale: float) -> Tensor:
+    return shard.mul(scale).float()
+
+
+def no_record_stream(streams: SideStreams, numbers: Any, tensors: Any) -> None:
+    begin(streams, numbers, ())
+
+
+begin = SideStreams.begin
+
+PLANTED: dict[str, tuple[Callable[[], None], Any, type[Exception]]] = {
+    "what travels is noted on its streams": (
+        bucket_let_go,
+        lambda: patch.object(SideStreams, "begin", no_record_stream),
+        RaceError,
+    ),
+    "a bucket waits for all of its pieces": (
+        bucket_in_pieces,
+        lambda: patch.object(execute.Bucket, "of", forgetful),
+        RaceError,
+    ),
+    "contributions are scaled in float32": (
+        wide_sum,
+        lambda: patch.object(execute, "_contribution", narrow_contribution),
+        AssertionError,
+    ),
+    "the verdict comes behind the last bucket": (
+        lambda: gradwire_training(compressor="int8"),
+        lambda: patch.object(FakeFuture, "wait", lambda future: future.value()),
+        RaceError,
+    ),
+}
+"""A law, a training that needs it, what breaks it, and what then shows."""
+
+
+@pytest.mark.parametrize("law", PLANTED)
+def test_gradwire_keeps(law: str) -> None:
+    run, _, _ = PLANTED[law]
+    run()
+
+
+@pytest.mark.parametrize("law", PLANTED)
+def test_gradwire_breaks(law: str) -> None:
+    run, broken, error = PLANTED[law]
+    with broken(), pytest.raises(error):
+        run()
