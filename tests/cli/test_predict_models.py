@@ -78,16 +78,11 @@ def test_a_row_is_what_predict_says_of_that_model_and_link(
 def test_people_get_a_table_that_fits_and_pages_get_one_of_theirs(
     table: list[dict[str, object]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [
-        predict_models.ModelRow(
-            PUBLIC_MODELS[str(row["model"])],
-            row["nodes"],
-            row["link"],
-            row["alone_seconds"],
-            row["seconds"],  # type: ignore[arg-type]
-        )
-        for row in table
-    ]
+    rows = []
+    for row in table:
+        nodes, alone, seconds = row["nodes"], row["alone_seconds"], row["seconds"]
+        assert isinstance(nodes, int) and isinstance(alone, float) and isinstance(seconds, dict)
+        rows.append(predict_models.ModelRow(PUBLIC_MODELS[str(row["model"])], nodes, str(row["link"]), alone, seconds))
     monkeypatch.setattr(predict_models, "rows", lambda models, ask: iter(rows))  # priced once is enough
     assert main(["--preset", "pcie_box", "--models"]) == 0
     text = capsys.readouterr().out
