@@ -174,7 +174,7 @@ $(python):
 else
 $(stamp)torch:
 	@$(python) -c 'import torch' 2>/dev/null || \
-	  { echo '`PYTHON`: $(python) has no torch; install torch >= 2.11 there, or leave PYTHON out'; exit 1; }
+	  { echo '`PYTHON`: $(python) has no torch; install torch >= 2.13 there, or leave PYTHON out'; exit 1; }
 	@$(prerequisites)
 	@touch $@
 endif

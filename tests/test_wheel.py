@@ -213,7 +213,7 @@ def test_without_torch_it_says_what_to_install(bare: Installed) -> None:
     assert "gradwire COMMAND" in bare.run("gradwire", "--help")
     bare.run("gradwire", "topo")
     bare.run("gradwire", "emulate", "--help")
-    wanted = "gradwire needs torch 2.11 or newer: pip install torch"
+    wanted = "gradwire needs torch 2.13 or newer: pip install torch"
     for command in ("predict", "bench", "compare"):
         status, output = bare.fails("gradwire", command)
         assert status == 1 and wanted in output and "Traceback" not in output

@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-RELEASES = ("2.11.0", "2.12.1", "2.14.1", "2.15.0")
+RELEASES = ("2.14.1", "2.15.0")
 """The newest patch of each minor release that gradwire supports, beside the one in constraints.txt."""
 
 TESTS = (

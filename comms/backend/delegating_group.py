@@ -59,7 +59,7 @@ def _packed(name: str) -> Callable[..., dist.Work]:
 
 
 class DelegatingGroup(dist.ProcessGroup):
-    """Delegates every collective, under all its names in torch 2.11 to 2.15; strided CPU tensors travel as copies.
+    """Delegates every collective, under all its names in torch 2.13 to 2.15; strided CPU tensors travel as copies.
 
     Args:
         inner: Has backends for all devices.

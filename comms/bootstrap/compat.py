@@ -1,6 +1,5 @@
-"""Every switch between torch versions, and every private name of torch that gradwire uses. Written for 2.11 to 2.15."""
+"""Every switch between torch versions, and every private name of torch that gradwire uses. Written for 2.13 to 2.15."""
 
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -44,7 +43,7 @@ class BackendWork(Protocol):
 
 
 class TorchGroup(Protocol):
-    """The methods of torch's C++ process groups that gradwire calls, under the names of 2.11 to 2.14."""
+    """The methods of torch's C++ process groups that gradwire calls, under the names of 2.13 and 2.14."""
 
     def allreduce(self, tensors: list[Tensor], options: object, /) -> BackendWork:
         """Sums in place."""
@@ -293,15 +292,9 @@ def queue_end_of_backward(callback: Callable[[], None]) -> bool:
 def profiler_is_on() -> bool:
     """Whether a profiler of torch runs in this process, `torch.profiler.profile` or `emit_nvtx`, whatever its threads.
 
-    torch keeps it in a global variable, for `torch.optim` to leave its own ranges out otherwise (2.11 to 2.15).
+    torch keeps it in a global variable, for `torch.optim` to leave its own ranges out otherwise (2.13 to 2.15).
     """
     return bool(profiler._is_profiler_enabled)
-
-
-def without_buffer_sync() -> dict[str, bool]:
-    """What keeps DistributedDataParallel from broadcasting buffers in each forward pass: torch 2.13 renames it."""
-    known = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
 def device_scale_of(scaler: object) -> Tensor | None:
@@ -311,16 +304,6 @@ def device_scale_of(scaler: object) -> Tensor | None:
     """
     scale = getattr(scaler, "_scale", None)
     return scale if isinstance(scale, Tensor) and scale.is_cuda else None
-
-
-def collective_named(new: str, old: str) -> Callable[..., object]:
-    """A collective of torch.distributed: torch 2.13 deprecates some names of 2.11 and 2.12.
-
-    Args:
-        new: Its name from 2.13 on.
-        old: Its name before.
-    """
-    return cast(Callable[..., object], getattr(dist, new, None) or getattr(dist, old))
 
 
 Method = TypeVar("Method", bound=Callable[..., object])
@@ -551,11 +534,7 @@ def sharded_units(model: torch.nn.Module) -> list[ShardedUnit]:
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             state: Any = module._get_fsdp_state()
-            if hasattr(state, "_fsdp_param_groups"):
-                groups = state._fsdp_param_groups
-            else:  # before several parameter groups in one module
-                groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-            for group in groups:
+            for group in state._fsdp_param_groups:
                 units.setdefault(id(group), ShardedUnit(module, group, state))
     return list(units.values())
 

@@ -3,7 +3,7 @@
 import importlib
 import re
 
-OLDEST = (2, 11)
+OLDEST = (2, 13)
 """Release of torch, major and minor."""
 
 _WANTED = f"gradwire needs torch {OLDEST[0]}.{OLDEST[1]} or newer"

@@ -13,7 +13,6 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.bootstrap.compat import collective_named
 from gradwire.comms.bootstrap.placement import host_identity
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.transport.groups import Transport
@@ -21,8 +20,8 @@ from gradwire.compressors.base import Work
 
 log = logging.getLogger("gradwire")
 
-_all_gather = collective_named("all_gather_single", "all_gather_into_tensor")
-_reduce_scatter = collective_named("reduce_scatter_single", "reduce_scatter_tensor")
+_all_gather = dist.all_gather_single
+_reduce_scatter = dist.reduce_scatter_single
 
 LANES = {"inside": (-1, 0), "between": (-2, 0)}
 """Of the two steps, in a communicator whose plans have lanes from (0, 0) on."""

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from gradwire.bench.nccl_tests.backends.backend import Issue, copy_first
 from gradwire.bench.nccl_tests.dtypes import ELEMENT_TYPES, NO_ARITHMETIC
-from gradwire.comms.bootstrap.compat import collective_named
 from gradwire.comms.transport.torch_group import Done
 from gradwire.compressors.base import Work
 
@@ -65,7 +64,7 @@ class TorchBackend:
     def reduce_scatter(self, output: Tensor, source: Tensor, operation: str) -> Issue:
         """See `Backend.reduce_scatter`."""
         return _issue(
-            collective_named("reduce_scatter_single", "reduce_scatter_tensor"),
+            dist.reduce_scatter_single,
             output,
             source,
             _OPERATIONS[operation],
@@ -74,7 +73,7 @@ class TorchBackend:
 
     def all_gather(self, output: Tensor, source: Tensor) -> Issue:
         """See `Backend.all_gather`."""
-        return _issue(collective_named("all_gather_single", "all_gather_into_tensor"), output, source, self._group)
+        return _issue(dist.all_gather_single, output, source, self._group)
 
     def broadcast(self, tensor: Tensor, root: int) -> Issue:
         """See `Backend.broadcast`."""

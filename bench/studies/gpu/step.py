@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.comms.bootstrap.compat import GradBucket, HashStore, without_buffer_sync
+from gradwire.comms.bootstrap.compat import GradBucket, HashStore
 
 BLOCKING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize")
 """Calls of the CUDA runtime in which a thread waits for the device."""
@@ -99,7 +99,7 @@ class _TimedModel:
         self.model = DistributedDataParallel(
             network.to(device),
             gradient_as_bucket_view=True,
-            **without_buffer_sync(),  # type: ignore[arg-type]
+            forward_sync_buffers=False,
         )
         self.images = torch.randn(batch, 3, image, image, device=device)
 

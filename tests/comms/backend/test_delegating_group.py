@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comms.backend.delegating_group import DelegatingGroup
-from gradwire.comms.bootstrap.compat import collective_named
 from support.processes import Processes
 
 NODES = {"one node": ["a"] * 4, "2x2": ["a", "a", "b", "b"]}
@@ -149,11 +148,11 @@ def check_others(rank: int, layout: str) -> None:
     dist.scatter(scattered, [mine(each) for each in ranks] if rank == 1 else None, src=1)
     assert torch.equal(scattered, ranks[rank])
     gathered = mine(torch.zeros(size * SHAPE[0], SHAPE[1]))
-    collective_named("all_gather_single", "all_gather_into_tensor")(gathered, mine(ranks[rank]))
+    dist.all_gather_single(gathered, mine(ranks[rank]))
     assert torch.equal(gathered, torch.cat(ranks))
     source = mine(torch.cat(ranks) + rank)
     part = mine(torch.zeros(SHAPE))
-    collective_named("reduce_scatter_single", "reduce_scatter_tensor")(part, source)
+    dist.reduce_scatter_single(part, source)
     assert torch.equal(part, size * ranks[rank] + sum(range(size))) and torch.equal(source, torch.cat(ranks) + rank)
     dist.reduce_scatter(part, [mine(each + rank) for each in ranks])
     assert torch.equal(part, size * ranks[rank] + sum(range(size)))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.bootstrap.compat import GroupName, collective_named
+from gradwire.comms.bootstrap.compat import GroupName
 from support.processes import Processes
 
 NODES = {"one node": ["a"] * 4, "2x2": ["a", "a", "b", "b"], "3+1": ["a", "a", "a", "b"]}
@@ -106,14 +106,14 @@ def everything(rank: int, backend: str) -> list[Tensor]:
             dist.broadcast(copied, root)
             held.append(copied)
         gathered = torch.empty(size * 65, dtype=dtype)
-        collective_named("all_gather_single", "all_gather_into_tensor")(gathered, mine)
+        dist.all_gather_single(gathered, mine)
         listed = [torch.empty(65, dtype=dtype) for _ in ranks]
         dist.all_gather(listed, mine)
         held += [gathered, *listed]
         if dtype is not torch.bool:
             source = contribution(rank, size * 33, dtype)
             part = torch.empty(33, dtype=dtype)
-            collective_named("reduce_scatter_single", "reduce_scatter_tensor")(part, source)
+            dist.reduce_scatter_single(part, source)
             assert torch.equal(source, contribution(rank, size * 33, dtype)), "the source is not to be touched"
             listed_part = torch.empty(33, dtype=dtype)
             dist.reduce_scatter(listed_part, list(source.view(size, 33)))
@@ -187,13 +187,11 @@ def check_coalesced(rank: int) -> None:
     gathered = [torch.empty_like(source) for source in sources]
     with dist.distributed_c10d._coalescing_manager(async_ops=True) as scattering:
         for part, source in zip(parts, sources, strict=True):
-            collective_named("reduce_scatter_single", "reduce_scatter_tensor")(
-                part, source, op=dist.ReduceOp.PREMUL_SUM(0.5)
-            )
+            dist.reduce_scatter_single(part, source, op=dist.ReduceOp.PREMUL_SUM(0.5))
     scattering.wait()
     with dist.distributed_c10d._coalescing_manager(async_ops=True) as gathering:
         for output, part in zip(gathered, parts, strict=True):
-            collective_named("all_gather_single", "all_gather_into_tensor")(output, part + rank)
+            dist.all_gather_single(output, part + rank)
     gathering.wait()
     for output in gathered:
         assert torch.equal(output.view(4, -1)[:, 0], torch.tensor([5.0, 6.0, 7.0, 8.0]))

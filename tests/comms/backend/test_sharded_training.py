@@ -17,7 +17,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from gradwire.comms.backend.planned_collectives import PlannedCollectives
-from gradwire.comms.bootstrap.compat import collective_named
 from support.processes import Processes
 
 
@@ -81,7 +80,7 @@ def train_sharded(rank: int, backend: str) -> tuple[list[Tensor], Counter[str]]:
                 tensor, part = torch.full((numel,), rank + 1.0), torch.empty(numel)
                 dist.all_reduce(tensor, op=dist.ReduceOp.PREMUL_SUM(0.5))
                 source = torch.full((4 * numel,), rank + 1.0)
-                reduce_scatter = collective_named("reduce_scatter_single", "reduce_scatter_tensor")
+                reduce_scatter = dist.reduce_scatter_single
                 reduce_scatter(part, source, op=dist.ReduceOp.PREMUL_SUM(0.25))
                 assert torch.equal(tensor, torch.full((numel,), 5.0)) and torch.equal(part, torch.full((numel,), 2.5))
         if backend == "gloo":
@@ -102,11 +101,11 @@ def listed_and_coalesced(rank: int) -> list[Tensor]:
     parts = [torch.empty(numel) for numel in numels]
     with dist.distributed_c10d._coalescing_manager(async_ops=True) as gathering:
         for output, source in zip(outputs, sources, strict=True):
-            collective_named("all_gather_single", "all_gather_into_tensor")(output, source)
+            dist.all_gather_single(output, source)
     gathering.wait()
     with dist.distributed_c10d._coalescing_manager(async_ops=True) as scattering:
         for each, output in zip(parts, outputs, strict=True):
-            collective_named("reduce_scatter_single", "reduce_scatter_tensor")(each, output)
+            dist.reduce_scatter_single(each, output)
     scattering.wait()
     return [*listed, part, *outputs, *parts]
 

@@ -10,15 +10,15 @@ import gradwire
 from gradwire.__main__ import main
 from gradwire.comms.bootstrap.requirement import require_torch, too_old
 
-WANTED = "gradwire needs torch 2.11 or newer"
+WANTED = "gradwire needs torch 2.13 or newer"
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "2.9.0+cu128", "1.13.1", "2.10.0a0+git12ab"])
+@pytest.mark.parametrize("version", ["2.12.1", "2.9.0+cu128", "1.13.1", "2.12.0a0+git12ab"])
 def test_an_old_release_is_too_old(version: str) -> None:
     assert too_old(version) == f"{WANTED}, and finds {version}"
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.11.0a0+git12ab", "2.15.0+cpu", "3.0.0", "vendor-7"])
+@pytest.mark.parametrize("version", ["2.13.0", "2.13.0a0+git12ab", "2.15.0+cpu", "3.0.0", "vendor-7"])
 def test_a_release_that_may_do_is_taken(version: str) -> None:
     assert too_old(version) is None
 

@@ -183,6 +183,3 @@ def test_who_was_given_up_is_told_so() -> None:
         made[0].next(SECONDS)
     assert made[1].next(SECONDS).members == ("rank 1",)
     lose(made, [0, 1])
-
-
-
