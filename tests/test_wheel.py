@@ -3,6 +3,7 @@
 `make wheel` runs it. pip fetches what builds and what gradwire depends on; torch is this environment's.
 """
 
+import json
 import os
 import re
 import shutil
@@ -25,6 +26,8 @@ from gradwire.bench.emulation.namespaces import available
 pytestmark = [pytest.mark.wheel, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[1]
+PUBLIC = ("test_public_names.py", "test_examples.py", "test_docs.py", "cli", "adapters")
+"""Of tests/, what tries what users meet: it runs against the wheel, too, in a folder without gradwire's sources."""
 REPOSITORY = "https://forge.example/owner/gradwire"
 COMPILERS = re.compile(r"(.*-)?(cc|c\+\+|gcc|g\+\+|cpp|clang|clang\+\+|ld|nvcc|cmake|ninja|make|rustc)(-[\d.]+)?$")
 
@@ -219,6 +222,39 @@ def test_without_torch_it_says_what_to_install(bare: Installed) -> None:
         assert status == 1 and wanted in output and "Traceback" not in output
     status, output = bare.fails("python", "-c", "import gradwire; gradwire.HookState")
     assert status == 1 and output.rstrip().splitlines()[-1].startswith(f"ModuleNotFoundError: {wanted}")
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """All of the checkout but what is installed: tests, docs, examples, and what lies beside them."""
+    installed = {path.resolve().name for path in (ROOT / "gradwire").iterdir() if path.is_symlink()} | {"gradwire"}
+    made = {".git", ".venv", "build", "dist"}
+    for path in ROOT.iterdir():
+        if path.name in installed | made or path.name.endswith("_cache"):
+            continue
+        if path.is_dir():
+            shutil.copytree(path, tmp_path / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, tmp_path / path.name)
+    return tmp_path
+
+
+def test_the_suite_of_what_users_meet_passes_against_the_wheel(complete: Installed, elsewhere: Path) -> None:
+    names = [elsewhere / "tests" / name for name in PUBLIC]
+    output = complete.run(
+        "python", "-m", "pytest", "--rootdir", elsewhere, "-c", elsewhere / "pyproject.toml", "-p", "no:cacheprovider",
+        "-q", "-n", "2", "--dist", "loadfile", *names,
+    )  # fmt: skip
+    passed = re.search(r"(\d+) passed", output)
+    assert passed is not None and int(passed[1]) > 200, output
+
+
+def test_the_main_job_runs_from_the_wheel(complete: Installed, tmp_path: Path) -> None:
+    file = tmp_path / "job.json"
+    words = ("--logical", "--nic", "100mbit", "--steps", "4", "--batch", "2", "--json", str(file))
+    output = complete.run("python", "-m", "gradwire.bench.train.main_job", *words)
+    assert output.startswith("No gain in seconds can be shown"), output
+    assert [one["hook"] for one in json.loads(file.read_text())["results"]] == ["plain", "gradwire", "gradwire:int8"]
 
 
 def test_the_two_lines_of_the_readme_train(complete: Installed, tmp_path: Path) -> None:
