@@ -58,11 +58,19 @@ beside = $(python) -c 'import pathlib, site, sys; \
 	    (folder / "beside.pth").write_text("\n".join(lines) + "\n")' $(1)
 pip := $(python) -m pip install --disable-pip-version-check --quiet
 
+# A wheel in dist/ that was built from this checkout saves `make run` the compiler, unless something is built already.
+wheel := $(if $(filter-out run,$(MAKECMDGOALS))$(wildcard $(stamp)run),,$(shell .ci/fitting-wheel 2>/dev/null))
 # What is missing is said at once, before anything is downloaded.
-prerequisites := PYTHON=$(PYTHON) .ci/prerequisites
+prerequisites := PYTHON=$(PYTHON) .ci/prerequisites $(if $(wheel),--wheel)
 
+ifneq ($(wheel),)
+# The current folder has the sources, and not the compiled part.
+run: $(stamp)wheel
+	PYTHONSAFEPATH=1 $(python) -m gradwire.bench.train.main_job $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
+else
 run: $(stamp)run
 	$(python) -m gradwire.bench.train.main_job $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
+endif
 
 test: $(stamp)test
 	$(python) -m pytest -n $(WORKERS) --dist loadfile $(if $(REQUIRE),--require=$(REQUIRE)) $(ARGS)
@@ -118,7 +126,14 @@ clean:
 $(stamp)run: $(stamp)torch $(sources) $(call fresh,$(stamp)run)
 	@$(prerequisites)
 	@echo "installing gradwire with its compiled part ..."
+	@rm -f $(stamp)wheel
 	$(pip) $(constraints) -e .
+	@echo $(CURDIR) > $@
+
+$(stamp)wheel: $(stamp)torch $(wheel) $(call fresh,$(stamp)wheel)
+	@echo "installing $(wheel): nothing is compiled ..."
+	@$(python) -m pip uninstall --quiet --yes gradwire 2>/dev/null
+	$(pip) $(constraints) $(wheel)
 	@echo $(CURDIR) > $@
 
 $(stamp)test: $(stamp)run $(call fresh,$(stamp)test)

@@ -163,10 +163,8 @@ def try_release(release: str, targets: list[str], users: list[str], base: Path |
             raise RuntimeError(
                 f"{release}: wanted one message with an apt-get line and no download; found:\n{told.output}"
             )
-        readme = (CHECKOUT / "README.md").read_text()
-        forgotten = [
-            name for name in found[1].split() if not re.search(rf"apt-get install .*\b{re.escape(name)}\b", readme)
-        ]
+        lines = re.findall(r"^sudo apt-get install (.+)$", (CHECKOUT / "README.md").read_text(), re.MULTILINE)
+        forgotten = sorted(set(found[1].split()) - set(" ".join(lines).split()))
         if forgotten:
             raise RuntimeError(f"README.md does not name {', '.join(forgotten)}, which {release} needs")
         checked(root.run(f"apt-get install -y --no-install-recommends {found[1]}"))
