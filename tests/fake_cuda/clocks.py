@@ -152,7 +152,7 @@ class Block:
         freed: Called with the block when nothing holds it any more.
     """
 
-    __slots__ = ("__weakref__", "accesses", "covered", "device", "freed", "nbytes", "recorded", "stream", "where")
+    __slots__ = ("__weakref__", "accesses", "base", "covered", "device", "freed", "nbytes", "recorded", "stream", "where")
 
     def __init__(
         self, nbytes: int, stream: Timeline | None, device: int, freed: Callable[["Block"], None] | None
@@ -162,6 +162,8 @@ class Block:
         self.device = device
         self.freed = freed
         self.where = site()
+        self.base = 0
+        """Its address, once a tensor is in it."""
         self.accesses: list[Access] = []
         self.recorded: dict[int, Timeline] = {}
         """Streams named by `record_stream`."""

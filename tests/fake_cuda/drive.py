@@ -22,9 +22,12 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from fake_cuda.kernel import run_kernel
+from fake_cuda.launches import launched_by
 from fake_cuda.machine import Machine, machine
 from fake_cuda.patch import fake_cuda
 from fake_cuda.ranks import FakeProcessGroup, process_groups, run_ranks
+from gradwire.compressors.kernels import cuda
+from kernels_on_cpu.emulator import Emulator
 
 TIMEOUT = timedelta(seconds=30)
 SHAPES = {
@@ -85,8 +88,13 @@ class Watched:
 
 
 @contextmanager
-def cuda_job(size: int) -> Iterator[Machine]:
-    """Fake CUDA with a GPU for each rank, and the reference kernels in the place of CUDA's."""
+def cuda_job(size: int, emulated: Emulator | None = None) -> Iterator[Machine]:
+    """Fake CUDA with a GPU for each rank.
+
+    Args:
+        size: Ranks.
+        emulated: What runs CUDA's own kernels (`launches`); by default the reference kernels are in their place.
+    """
     dispatch = first_module("gradwire.compressors.kernels.dispatch", "gradwire.compressors.kernels")
     names = ("reference", "reference_dgc", "reference_pack", "reference_powersgd")
     kernels = "gradwire.compressors.kernels.reference"
@@ -101,9 +109,10 @@ def cuda_job(size: int) -> Iterator[Machine]:
     torch.set_num_threads(1)
     with fake_cuda(size) as running:
         before = dict(table)
-        table["cuda"] = Watched(*references)
+        table["cuda"] = Watched(*references) if emulated is None else cuda
         try:
-            yield running
+            with nullcontext() if emulated is None else launched_by(emulated):
+                yield running
         finally:
             table.clear()
             table.update(before)
@@ -253,18 +262,21 @@ Body = Callable[[int, torch.device, FakeProcessGroup], Any]
 """What a rank does: rank, device, process group."""
 
 
-def on_cuda(size: int, body: Body, *, check: bool = True) -> tuple[list[Any], Machine]:
+def on_cuda(
+    size: int, body: Body, *, check: bool = True, emulated: Emulator | None = None
+) -> tuple[list[Any], Machine]:
     """Runs a body on every rank of a job on fake CUDA.
 
     Args:
         size: Ranks.
         body: Of each rank.
         check: Raise what the recorder found.
+        emulated: See `cuda_job`.
 
     Returns:
         The results in rank order, and the recorder.
     """
-    with cuda_job(size) as running, process_groups(size) as groups:
+    with cuda_job(size, emulated) as running, process_groups(size) as groups:
         results = run_ranks(running, size, lambda rank: body(rank, torch.device("cuda", rank), groups[rank]))
         if check:
             running.check()

@@ -1,6 +1,7 @@
 """What the fake GPUs of one test know: their streams, what was found, what was issued, and who waits for whom."""
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -128,6 +129,7 @@ class Machine:
         self.lock = threading.RLock()
         self.here = _PerThread()
         self._seen: set[tuple[str, Site, Site]] = set()
+        self._blocks: weakref.WeakSet[Block] = weakref.WeakSet()
 
     # What tests ask for.
 
@@ -236,7 +238,7 @@ class Machine:
         """Memory from the allocator, on the current stream; pinned memory belongs to the host."""
         own = self.devices[device]
         if pinned:
-            return Block(nbytes, None, device, None)
+            return self._kept(Block(nbytes, None, device, None))
         stream = self.current(device)
         with self.lock:
             for where, access in handed_out_too_early(stream, own.host.clock):
@@ -249,12 +251,22 @@ class Machine:
                 self._fault(Fault("reuse", device, text, access.where, where))
             own.allocated_nbytes += nbytes
             own.peak_nbytes = max(own.peak_nbytes, own.allocated_nbytes)
-        return Block(nbytes, stream, device, self._freed)
+        return self._kept(Block(nbytes, stream, device, self._freed))
+
+    def _kept(self, block: Block) -> Block:
+        with self.lock:
+            self._blocks.add(block)
+        return block
 
     def _freed(self, block: Block) -> None:
         with self.lock:
             self.devices[block.device].allocated_nbytes -= block.nbytes
             block.let_go()
+
+    def blocks(self) -> list[Block]:
+        """The memory that tensors hold now, by address."""
+        with self.lock:
+            return sorted((block for block in self._blocks if block.nbytes), key=lambda block: block.base)
 
     def _race(self, device: int, first: Access, second: Access) -> None:
         text = f"nothing orders\n    {first} and\n    {second}"

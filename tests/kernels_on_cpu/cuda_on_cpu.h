@@ -58,8 +58,9 @@ struct Entry<kernel> {
   static constexpr Parameter kParameters[] = {
       {static_cast<unsigned>(sizeof(P)), std::is_pointer_v<P>, IsWritable<P>::value}...};
   static constexpr unsigned kCount = sizeof...(P);
+  // Not instrumented: where the arguments lie is no memory of the device.
   template <size_t... I>
-  static void unpack(void** arguments, std::index_sequence<I...>) {
+  __attribute__((no_sanitize("thread"))) static void unpack(void** arguments, std::index_sequence<I...>) {
     kernel(*static_cast<std::decay_t<P>*>(arguments[I])...);
   }
   static void call(void** arguments) { unpack(arguments, std::index_sequence_for<P...>{}); }

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ _OPTIONS = (
 _WATCHED = ("-g", "-fsanitize=thread", "-fno-gnu-unique")
 """The compiler calls __tsan_read4 and the like before each access; they are race.cpp's: libtsan is not linked."""
 _MOST_FAULTS = 32
+_one_launch = threading.Lock()
+"""The engine knows what the last launch has left."""
 _KINDS = ("reads", "reads past the caches", "writes", "changes atomically")
 
 
@@ -200,14 +203,15 @@ class Library:
             raise ValueError(f"`arguments` of {name} have {found} bytes; its parameters have {wanted}")
         pointers = (ctypes.c_void_p * len(cells))(*(cell.ctypes.data for cell in cells))
         run = self._engine.emulation_launch
-        wrong = run(
-            ctypes.byref(kernel), blocks, threads, pointers, ctypes.c_uint64(seed), int(check), int(keep_ranges)
-        )
-        if wrong:
-            raise ValueError(f"`threads` of {name} are {threads}; wanted a multiple of 32, at most 1024")
-        if check:
-            self._raise_faults(name, seed)
-        return self._ranges() if keep_ranges else []
+        with _one_launch:
+            wrong = run(
+                ctypes.byref(kernel), blocks, threads, pointers, ctypes.c_uint64(seed), int(check), int(keep_ranges)
+            )
+            if wrong:
+                raise ValueError(f"`threads` of {name} are {threads}; wanted a multiple of 32, at most 1024")
+            if check:
+                self._raise_faults(name, seed)
+            return self._ranges() if keep_ranges else []
 
     def _ranges(self) -> list[Touched]:
         count = self._engine.emulation_ranges(None, ctypes.c_size_t(0))
