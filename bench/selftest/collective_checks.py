@@ -68,14 +68,14 @@ class CollectiveChecks:
         if self._device.type == "cuda":
             yield "the process group's own communicator", self._borrowed
             yield "a group call that fails", self._failed_group_call
-            yield "shutdown", self._shutdown
+            yield "close", self._close
 
     def _open(self, name: str) -> NcclTransport:
         """A communicator of its own, connected."""
         store = PrefixStore(f"selftest/{name}", store_of(self._group))
         made = make_nccl(store, self._rank, self._size, TIMEOUT, name=name, global_ranks=range(self._size))
         transport = self._recorded(made, owned=True)
-        transport.connect(self._device)
+        transport.connect(self._device, TIMEOUT)
         return transport
 
     def _recorded(self, group: TorchGroup, *, owned: bool) -> NcclTransport:
@@ -204,7 +204,7 @@ class CollectiveChecks:
         if backend is None:
             raise NotHere("the process group is not NCCL's own: TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it")
         transport = self._recorded(backend, owned=False)
-        transport.connect(self._device)
+        transport.connect(self._device, TIMEOUT)
         flat = self._given(1000, torch.float32).to(self._device)
         transport.all_reduce(flat).wait()
         transport.close()
@@ -227,7 +227,7 @@ class CollectiveChecks:
             return self._all_reduce(torch.float32)
         raise Mismatch("a communicator that was given up takes another collective", math.inf)
 
-    def _shutdown(self) -> float:
+    def _close(self) -> float:
         assert isinstance(self._connected, NcclTransport), "on CUDA the transport is NCCL's"
         self._connected.close()
         return 0.0

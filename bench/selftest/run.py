@@ -124,12 +124,15 @@ class PartCollector:
             return found
         missing = [name for name in self._planned if len(self._ended.get(name, {})) < self._size]
         at = next((name for name in missing if name in self._begun or name in self._ended), None)
-        if at is None:  # before the first check, or after the last one
+        last = found[-1] if found else None
+        if at is not None:
+            ended = {rank: each for rank, each in self._ended.get(at, {}).items() if each.outcome == FAIL}
+            why = SelftestResult(part=self._part, name=at, outcome=FAIL, reason=self._why(outcome))
+            found.append(self._joined(ended) if ended else why)
+        elif missing and last is not None and last.outcome == FAIL:  # all ranks have ended after the same error
+            at = last.name
+        else:  # before the first check, or after the last one
             at = NAME_OF_PROCESS
-        ended = {rank: each for rank, each in self._ended.get(at, {}).items() if each.outcome == FAIL}
-        if ended:
-            found.append(self._joined(ended))
-        else:
             found.append(SelftestResult(part=self._part, name=at, outcome=FAIL, reason=self._why(outcome)))
         reason = f"not reached: `{at}` failed before it"
         return found + [

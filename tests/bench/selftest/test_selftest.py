@@ -159,6 +159,15 @@ def test_an_error_on_one_rank_is_the_reason_that_is_given() -> None:
     assert found["b"].outcome == SKIPPED
 
 
+def test_an_error_on_all_ranks_is_one_failure() -> None:
+    lines = [(rank, line) for rank in range(2) for line in (record(PLANNED, ["a", "b"]), record(BEGUN, "a"))]
+    lines += [(rank, ended("a", FAIL, "RuntimeError: refused", None)) for rank in range(2)]
+    found = collected(2, lines, outcome_of(1, 1, failed=1))
+    assert (found["a"].outcome, found["a"].reason) == (FAIL, "rank 0: RuntimeError: refused")
+    assert (found["b"].outcome, found["b"].reason) == (SKIPPED, "not reached: `a` failed before it")
+    assert found.keys() == {"a", "b"}
+
+
 def test_a_hang_and_a_process_that_never_begins_are_failures() -> None:
     lines = [(0, record(PLANNED, ["a"])), (0, record(BEGUN, "a")), (0, f'{{"{RECORD}": "ended", "value"')]
     hung = collected(1, lines, outcome_of(-9, timed_out=True))
