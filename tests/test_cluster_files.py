@@ -170,8 +170,10 @@ def test_what_the_dockerfile_copies_is_there_and_not_ignored() -> None:
 def test_the_first_stage_copies_all_that_the_wheel_is_built_from() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)
-    packages = project["tool"]["scikit-build"]["wheel"]["packages"].values()
-    needed = {name.split("/")[0] for name in packages} | {
+    packages = project["tool"]["scikit-build"]["wheel"]["packages"]
+    linked = [link.resolve().name for name in packages for link in (ROOT / name).iterdir() if link.is_symlink()]
+    assert packages and linked
+    needed = {*packages, *linked} | {
         "pyproject.toml",
         "CMakeLists.txt",
         "README.md",
