@@ -54,7 +54,9 @@ def pip_settings() -> tuple[dict[str, str], list[str]]:
     for name, value in re.findall(r"^[^.\n]+\.([\w-]+)='(.*)'$", shown, re.MULTILINE):
         variables["PIP_" + name.upper().replace("-", "_")] = value
     words = " ".join(variables.values()).replace("file://", "").split()
-    return variables, sorted({word for word in words if Path(word).is_dir()})
+    folders = {Path(word) for word in words if Path(word).is_dir()}
+    # An index in a folder has its files beside it.
+    return variables, sorted({str(folder.parent if folder.name == "simple" else folder) for folder in folders})
 
 
 @dataclass(frozen=True, slots=True)
