@@ -61,10 +61,10 @@ class Outcome:
     message: str
 
 
-def load_suite(backend: str) -> "ModuleType":
-    """PyTorch's suite, its tests chosen as for gloo, to be run on `backend`."""
+def load_suite(backend: str, chosen_as: str = "gloo") -> "ModuleType":
+    """PyTorch's suite, its tests chosen as for the backend `chosen_as`, to be run on `backend`."""
     settings = {
-        "BACKEND": "gloo",
+        "BACKEND": chosen_as,
         "WORLD_SIZE": str(WORLD_SIZE),
         "TEMP_DIR": tempfile.gettempdir(),
         "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(TIMEOUT_SECONDS),
@@ -76,9 +76,9 @@ def load_suite(backend: str) -> "ModuleType":
     return suite
 
 
-def make_case(backend: str, nodes: list[str]) -> type[unittest.TestCase]:
+def make_case(backend: str, nodes: list[str], chosen_as: str = "gloo") -> type[unittest.TestCase]:
     """The suite's test case, its ranks forked, each told which logical node it is on."""
-    suite = load_suite(backend)
+    suite = load_suite(backend, chosen_as)
 
     class Conformance(suite.TestDistBackend, suite.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
         def setUp(self) -> None:
@@ -91,7 +91,7 @@ def make_case(backend: str, nodes: list[str]) -> type[unittest.TestCase]:
                 super()._run(rank, *arguments, **named)
 
         def run_test(self, test_name: str, *arguments: object) -> None:
-            if test_name.startswith(ASK_FOR_GLOO):
+            if chosen_as == "gloo" and test_name.startswith(ASK_FOR_GLOO):
                 suite.BACKEND = "gloo"  # type: ignore[attr-defined]  # the group is there already
             super().run_test(test_name, *arguments)
 
@@ -99,7 +99,7 @@ def make_case(backend: str, nodes: list[str]) -> type[unittest.TestCase]:
 
 
 def run_tests(
-    backend: str, nodes: list[str], names: list[str], known: set[str], deadline: float
+    backend: str, nodes: list[str], names: list[str], known: set[str], deadline: float, chosen_as: str = "gloo"
 ) -> Iterator[tuple[str, Outcome]]:
     """Runs tests one after the other; what the ranks print is thrown away, what they raise is kept.
 
@@ -109,9 +109,10 @@ def run_tests(
         names: Which tests; all where it is empty.
         known: Tests that are left out.
         deadline: By time.monotonic(); no test is started after it.
+        chosen_as: The backend by whose name the suite chooses its tests.
     """
     with patch.dict("os.environ", {"WORLD_SIZE": str(WORLD_SIZE), "BACKEND": backend, "OMP_NUM_THREADS": "1"}):
-        case = make_case(backend, nodes)
+        case = make_case(backend, nodes, chosen_as)
         importlib.import_module("gradwire.comms.backend.process_group")  # once, and not in each rank of each test
         gc.freeze()  # ranks that collect do not walk, and so copy, all that torch has imported
         for name in names or sorted(unittest.TestLoader().getTestCaseNames(case)):
