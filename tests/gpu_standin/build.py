@@ -48,7 +48,6 @@ LAYERS = (
     Layer("libcudart.so.13", "runtime"),
     Layer("libcuda.so.1", "driver", needs=("libcudart.so.13",)),
     Layer("libnccl.so.2", "runtime/nccl", needs=("libcudart.so.13",)),
-    Layer("libcudnn.so.9", "operators/cudnn"),
 )
 
 
@@ -247,7 +246,11 @@ def write_stubs(packages: Path, libraries: Path, scratch: Path) -> int:
     for library in [*own, *libraries_of(libraries), *machine_libraries(needed)]:
         wanted -= symbols(library, "--defined-only")
     lines = ["int gpu_standin_unknown(const char* what);"]
-    lines += [f'int {name}(void) {{ return gpu_standin_unknown("{name}"); }}' for name in sorted(wanted)]
+    # torch asks for cuDNN's version before it finds cuDNN switched off
+    lines.append(f"unsigned long cudnnGetVersion(void) {{ return {version_code('cudnn', packages)}; }}")
+    lines += [
+        f'int {name}(void) {{ return gpu_standin_unknown("{name}"); }}' for name in sorted(wanted - {"cudnnGetVersion"})
+    ]
     source = scratch / "stubs.c"
     source.write_text("\n".join(lines) + "\n")
     stubs = libraries / "libgpu_standin_stubs.so"
@@ -324,7 +327,6 @@ def build(environment: Path, given: Path | None) -> None:
             f"-I{HERE / 'runtime'}",
             f"-I{HERE.parent / 'kernels_on_cpu'}",
             f"-DNCCL_VERSION_CODE={version_code('nccl', packages)}",
-            f"-DCUDNN_VERSION_CODE={version_code('cudnn', packages)}",
         ]
         for layer in LAYERS:
             compile_layer(layer, libraries, scratch, flags)
