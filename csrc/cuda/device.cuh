@@ -53,19 +53,27 @@ __device__ inline float whole_below(float x) {
 // A warp's 32 words as a matrix of bits, turned over: bit i of lane j's word changes places with bit j of lane i's.
 class BitTranspose {
  public:
-  __device__ BitTranspose() {
-    uint32_t lane = lane_index();
-#if defined(__CUDA_ARCH__)
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));  // its eight registers are taken where it is, not from afar
-#endif
-    halves_ = lane & 16 ? 0x3276 : 0x5410;
-    bytes_ = lane & 8 ? 0x3715 : 0x6240;
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      const uint32_t width = 4u >> i, low = 0xffffffffu / ((1u << width) + 1u);
-      keep_[i] = lane & width ? ~low : low;
-      by_[i] = lane & width ? 32 - width : width;
-    }
+  // What a lane needs for it: worked out once, and loaded where it is used. The compiler would else work parts of it out
+  // anew for each word, or keep all of it in registers that it does not have.
+  struct Lane {
+    uint4 words[2];
+  };
+
+  __device__ static Lane prepare(uint32_t lane) {
+    Lane prepared;
+    prepared.words[0] = make_uint4(lane & 16 ? 0x3276 : 0x5410, lane & 8 ? 0x3715 : 0x6240, lane & 4 ? 28 : 4,
+                                   lane & 2 ? 30 : 2);
+    prepared.words[1] = make_uint4(lane & 1 ? 31 : 1, lane & 4 ? 0xf0f0f0f0u : 0x0f0f0f0fu,
+                                   lane & 2 ? 0xccccccccu : 0x33333333u, lane & 1 ? 0xaaaaaaaau : 0x55555555u);
+    prepared.words[0].z |= bits_of_float(kWhole);  // the upper bits of a rotation do not count
+    return prepared;
+  }
+
+  __device__ explicit BitTranspose(const Lane& lane) {
+    const uint4 first = lane.words[0], last = lane.words[1];
+    halves_ = first.x, bytes_ = first.y;
+    by_[0] = first.z, by_[1] = first.w, by_[2] = last.x;
+    keep_[0] = last.y, keep_[1] = last.z, keep_[2] = last.w;
   }
 
   // Every lane of the warp calls it.
@@ -78,6 +86,11 @@ class BitTranspose {
       x = (x & keep_[i]) | (moved & ~keep_[i]);
     }
     return x;
+  }
+
+  // Byte k of a word as a float.
+  __device__ float byte_of(uint32_t x, int k) const {
+    return float_of_bits(pick_bytes(x, by_[0], 0x7650u + static_cast<uint32_t>(k))) - kWhole;
   }
 
  private:
@@ -154,6 +167,25 @@ __device__ inline void store_word_within(uint8_t* at, T word, int64_t nbytes) {
     return;
   }
   for (int i = 0; i < limit; ++i) at[i] = static_cast<uint8_t>(word >> 8 * i);
+}
+
+// Copies an aligned word to shared memory: it is there after `copies_arrived`, for the other threads after the barrier
+// that follows. No register holds it meanwhile.
+__device__ inline void copy_word(uint32_t* to, const uint8_t* from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+               :
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from)
+               : "memory");
+#else
+  *to = *reinterpret_cast<const uint32_t*>(from);
+#endif
+}
+
+__device__ inline void copies_arrived() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" : : : "memory");
+#endif
 }
 
 __device__ inline float load_float(const uint8_t* at) { return float_of_bits(load_word<uint32_t>(at)); }

@@ -23,21 +23,27 @@ constexpr int kSet = 4;                       // blocks whose codes are turned o
 constexpr int kMostBits = 5;
 constexpr int kMostWords = fill_words(kFillBlocks, kMostBits);
 constexpr int kAhead = (kMostWords + kThreads - 1) / kThreads;  // words of a record that a thread loads ahead
+constexpr int kLevelThreads = (kFillLevels + 1 + 31) / 32 * 32;  // that have a level, or the one behind the last
+constexpr int kNearest = 8 * (kFillMostWidth - 1);  // a histogram of distances begins with as many that do not occur
+constexpr int kDistances = kNearest + kLevelThreads;
 constexpr int kResident = 2;                                    // CTAs of a multiprocessor: 64 registers a thread
 static_assert(kFillBlock == 32 && kEach == 32 && kWarps <= kMostWarps, "a lane has an element of each block, and a block");
 static_assert(kFillMostWidth == 8, "a code is a byte");
 static_assert(kThreads * kFillMostWidth < 1 << 16, "sums of widths take 16 bits");
-static_assert(kFillLevels <= kThreads && kFillEmpty < 256, "a thread has a level");
+static_assert(kLevelThreads <= kThreads && kDistances <= kThreads, "a thread has a level, and a distance to clear");
 
 // What the threads of a CTA share: a group's blocks. Code c of a block stands for low + c * unit.
 struct Shared {
-  float4 coders[kFillBlocks];     // unit, low, one over the unit, half of the number of codes
-  uint32_t places[kFillBlocks];   // where a block's words begin; in the upper half how many it has
+  float4 values[kFillBlocks / 2];    // unit and low of two blocks
+  float4 inverses[kFillBlocks / 2];  // one over the unit and half of the number of codes, of two blocks
+  uint2 places[kFillBlocks];         // of each block's words: the byte in `words` at which they begin, and end
   uint32_t scales[kFillBlocks];
-  uint32_t distances[256];        // blocks at each distance below the group's scale; kFillEmpty: without bits
+  uint32_t distances[kDistances];  // blocks at each distance below the group's scale, from kNearest on
+  uint32_t empty;                  // blocks without bits
   uint32_t levels[kWarps], firsts[kWarps], peaks[kWarps];  // of each warp
-  int level, taken;               // the level, and the words that it takes
-  uint32_t words[kMostWords];     // of a record
+  int level, taken;            // the level, and the words that it takes
+  uint32_t words[2][kMostWords];  // of a record, and of the one after it
+  BitTranspose::Lane turns[kWarp];
 };
 
 // A group of a piece.
@@ -88,7 +94,9 @@ __device__ inline uint32_t sum_up_to(uint32_t x) {
 }
 
 __device__ inline void begin(Shared& shared) {
-  if (threadIdx.x < 256) shared.distances[threadIdx.x] = 0;
+  if (threadIdx.x < kDistances) shared.distances[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.empty = 0;
+  if (threadIdx.x < kWarp) shared.turns[threadIdx.x] = BitTranspose::prepare(threadIdx.x);
   __syncthreads();
 }
 
@@ -97,23 +105,26 @@ __device__ inline void begin(Shared& shared) {
 // fewest still or the most already. `byte` is of this thread's block.
 __device__ inline void find_level(int least, uint32_t byte, int words, Shared& shared) {
   const int level = static_cast<int>(threadIdx.x), lane = static_cast<int>(lane_index()), warp = level / 32;
-  atomicAdd(&shared.distances[byte], 1u);
+  atomicAdd(byte == kFillEmpty ? &shared.empty : &shared.distances[kNearest + byte], 1u);
   __syncthreads();
-  uint32_t more = 0;
+  const int fewest = least * (kFillBlocks - static_cast<int>(shared.empty));
+  uint32_t more = 0, up_to = 0;
+  if (level < kLevelThreads) {
 #pragma unroll
-  for (int width = 1; width < kFillMostWidth; ++width) {
-    const int distance = level - 8 * width;
-    if (width >= least && distance >= 0 && distance < static_cast<int>(kFillEmpty)) more += shared.distances[distance];
+    for (int width = 1; width < kFillMostWidth; ++width)
+      if (width >= least) more += shared.distances[level + kNearest - 8 * width];
+    up_to = sum_up_to(more);
+    if (lane == 31) shared.levels[warp] = up_to;
   }
-  const int fewest = least * (kFillBlocks - static_cast<int>(shared.distances[kFillEmpty]));
-  const uint32_t up_to = sum_up_to(more);
-  if (lane == 31) shared.levels[warp] = up_to;
   __syncthreads();
-  const int after = fewest + static_cast<int>(sum_of_warps_before(shared.levels) + up_to);
-  const int before = after - static_cast<int>(more);
-  if (level < 256) shared.distances[level] = 0;
-  const bool below = before < words || level == 0;  // level -1 counts as low enough
-  if (below && (after >= words || level == kFillLevels)) shared.level = level - 1, shared.taken = before;
+  if (level < kLevelThreads) {
+    const int after = fewest + static_cast<int>(sum_of_warps_before(shared.levels) + up_to);
+    const int before = after - static_cast<int>(more);
+    const bool below = before < words || level == 0;  // level -1 counts as low enough
+    if (below && (after >= words || level == kFillLevels)) shared.level = level - 1, shared.taken = before;
+  }
+  if (level < kDistances) shared.distances[level] = 0;
+  if (level == 0) shared.empty = 0;
   __syncthreads();
 }
 
@@ -131,13 +142,16 @@ __device__ inline void share_out(int bits, uint32_t base, uint32_t byte, int wor
   __syncthreads();
   const uint32_t before = sum_of_warps_before(shared.firsts) + up_to - own, earlier = before >> 16;
   const int final_width = static_cast<int>(width + (more && earlier < left ? 1u : 0u));
-  shared.places[block] =
-      ((before & 0xffff) + (earlier < left ? earlier : left)) | static_cast<uint32_t>(final_width) << 16;
+  const uint32_t first = (before & 0xffff) + (earlier < left ? earlier : left);
+  shared.places[block] = make_uint2(4 * first, 4 * (first + static_cast<uint32_t>(final_width)));
   const float step = fill_step(base, below, final_width), codes = static_cast<float>(1 << final_width);
   const bool special = base > kFillLargestScale;
   const float unit = special ? float_of_bits(0x7fc00000u) : 2.0f * step;
   const float low = special ? float_of_bits(0x7fc00000u) : (1.0f - codes) * step;
-  shared.coders[block] = make_float4(unit, low, unit > 0.0f ? 1.0f / unit : 0.0f, 0.5f * codes);
+  float* value = &shared.values[block / 2].x + 2 * (block % 2);
+  float* inverse = &shared.inverses[block / 2].x + 2 * (block % 2);
+  value[0] = unit, value[1] = low;
+  inverse[0] = unit > 0.0f ? 1.0f / unit : 0.0f, inverse[1] = 0.5f * codes;
   __syncthreads();
 }
 
@@ -193,27 +207,28 @@ __device__ inline uint32_t find_base(uint32_t scale, Shared& shared) {
 // Codes a group; kFull: all of its elements exist. New residuals and the words of the codes are stored.
 template <bool kFull>
 __device__ inline void encode_elements(const float (&p)[kEach], int count, float* new_residual, Shared& shared) {
-  const BitTranspose turn;
-  const unsigned lane = lane_index(), block = threadIdx.x / kWarp * kEach, bit = lane % kFillMostWidth;
+  const BitTranspose turn(shared.turns[lane_index()]);
+  const unsigned lane = lane_index(), block = threadIdx.x / kWarp * kEach, bit = 4 * (lane % kFillMostWidth);
   const int start = first_element();
 #pragma unroll
   for (int j = 0; j < kEach; j += kSet) {
     float codes[kSet];
 #pragma unroll
     for (int k = 0; k < kSet; ++k) {
-      const float4 coder = shared.coders[block + j + k];
-      const float t = p[j + k] * coder.z + coder.w, most = coder.w + coder.w - 1.0f;
+      const float4 value = shared.values[(block + j + k) / 2], scale = shared.inverses[(block + j + k) / 2];
+      const float unit = k % 2 ? value.z : value.x, low = k % 2 ? value.w : value.y;
+      const float inverse = k % 2 ? scale.z : scale.x, half = k % 2 ? scale.w : scale.y;
+      const float t = p[j + k] * inverse + half, most = half + half - 1.0f;
       const float within = t < most ? t : most;
       codes[k] = whole_below(within > 0.0f ? within : 0.0f);
       const int i = start + kFillBlock * (j + k);
-      if (new_residual && (kFull || i < count))
-        new_residual[i] = p[j + k] - (coder.y + (codes[k] - kWhole) * coder.x);
+      if (new_residual && (kFull || i < count)) new_residual[i] = p[j + k] - (low + (codes[k] - kWhole) * unit);
     }
     const uint32_t pairs[2] = {pick_bytes(bits_of_float(codes[0]), bits_of_float(codes[1]), 0x0040),
                                pick_bytes(bits_of_float(codes[2]), bits_of_float(codes[3]), 0x0040)};
     const uint32_t word = turn(pick_bytes(pairs[0], pairs[1], 0x5410));
-    const uint32_t place = shared.places[block + j + lane / kFillMostWidth];
-    if (bit < place >> 16) shared.words[(place & 0xffff) + bit] = word;
+    const uint2 place = shared.places[block + j + lane / kFillMostWidth];
+    if (place.x + bit < place.y) shared.words[0][(place.x + bit) / 4] = word;
     hold_back();
   }
 }
@@ -237,93 +252,52 @@ __device__ inline void encode_group(int bits, float (&p)[kEach], int count, floa
   if (count == kFillGroup) encode_elements<true>(p, count, new_residual, shared);
   else encode_elements<false>(p, count, new_residual, shared);
   __syncthreads();
-  const uint32_t last = shared.places[kThreads - 1];
-  const int taken = static_cast<int>((last & 0xffff) + (last >> 16));
+  const int taken = static_cast<int>(shared.places[kThreads - 1].y / 4);
   uint8_t* to = record + head;
   if (aligned<uint32_t>(to)) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int word = kThreads * i + thread;
-      if (word < words) reinterpret_cast<uint32_t*>(to)[word] = word < taken ? shared.words[word] : 0u;
+      if (word < words) reinterpret_cast<uint32_t*>(to)[word] = word < taken ? shared.words[0][word] : 0u;
     }
   } else {
 #pragma unroll 1
     for (int word = thread; word < words; word += kThreads)
-      store_word_within(to + 4 * word, word < taken ? shared.words[word] : 0u, 4);
+      store_word_within(to + 4 * word, word < taken ? shared.words[0][word] : 0u, 4);
   }
   __syncthreads();  // before the next group's words are shared
 }
 
-// A record on its way: what this thread loads of it.
-struct Record {
-  uint32_t base, byte, words[kAhead];
-};
-
-__device__ inline Record load_record(int bits, const uint8_t* record, int count) {
-  const int thread = static_cast<int>(threadIdx.x), blocks = fill_blocks(count), words = fill_words(blocks, bits);
-  Record loaded = {load_word<uint32_t>(record), thread < blocks ? record[4 + thread] : kFillEmpty, {}};
-  const uint8_t* from = record + fill_head_nbytes(blocks) + 4 * thread;
-  if (aligned<uint32_t>(from)) {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i)
-      if (kThreads * i + thread < words) loaded.words[i] = reinterpret_cast<const uint32_t*>(from)[kThreads * i];
-  } else {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i)
-      if (kThreads * i + thread < words) loaded.words[i] = load_word<uint32_t>(from + 4 * kThreads * i);
+// Has a record brought to `words`; returns the distance of this thread's block, and from bit 8 on the group's scale (a
+// damaged one stays special).
+__device__ inline uint32_t begin_record(int bits, const uint8_t* record, int count, uint32_t* words) {
+  const int thread = static_cast<int>(threadIdx.x), blocks = fill_blocks(count), stop = fill_words(blocks, bits);
+  const uint8_t* from = record + fill_head_nbytes(blocks);
+  const bool whole = aligned<uint32_t>(from);
+#pragma unroll 1  // unrolled, it takes registers that the sums need
+  for (int word = thread; word < stop; word += kThreads) {
+    if (whole) copy_word(words + word, from + 4 * word);
+    else words[word] = load_word<uint32_t>(from + 4 * word);
   }
-  return loaded;
+  const uint32_t base = load_word<uint32_t>(record), byte = thread < blocks ? record[4 + thread] : kFillEmpty;
+  return byte | (base < kFillNan ? base : kFillNan) << 8;
 }
 
 // sums[j] += this thread's element of block j of the warp, of the record that is shared.
-__device__ inline void add_codes(float (&sums)[kEach], const BitTranspose& turn, const Shared& shared) {
-  const unsigned lane = lane_index(), block = threadIdx.x / kWarp * kEach, bit = lane % kFillMostWidth;
+__device__ inline void add_codes(float (&sums)[kEach], const uint32_t* words, const Shared& shared) {
+  const BitTranspose turn(shared.turns[lane_index()]);
+  const unsigned lane = lane_index(), block = threadIdx.x / kWarp * kEach, bit = 4 * (lane % kFillMostWidth);
 #pragma unroll
   for (int j = 0; j < kEach; j += kSet) {
-    const uint32_t place = shared.places[block + j + lane / kFillMostWidth];
-    const uint32_t codes = turn(bit < place >> 16 ? shared.words[(place & 0xffff) + bit] : 0u);
+    const uint2 place = shared.places[block + j + lane / kFillMostWidth];
+    const uint32_t codes = turn(place.x + bit < place.y ? words[(place.x + bit) / 4] : 0u);
 #pragma unroll
-    for (int k = 0; k < kSet; ++k) {
-      const float4 coder = shared.coders[block + j + k];
-      const float code = float_of_bits(pick_bytes(codes, bits_of_float(kWhole), 0x7650 + k)) - kWhole;
-      sums[j + k] += coder.y + code * coder.x;
+    for (int k = 0; k < kSet; k += 2) {
+      const float4 value = shared.values[(block + j + k) / 2];
+      sums[j + k] += value.y + turn.byte_of(codes, k) * value.x;
+      sums[j + k + 1] += value.w + turn.byte_of(codes, k + 1) * value.z;
     }
   }
-}
-
-// sums = addend + worker 0 + worker 1 + ... over one group.
-__device__ inline void reduce_group(int bits, const uint8_t* records, int64_t stride, int64_t workers,
-                                    const float* addend, int count, float (&sums)[kEach], Shared& shared) {
-  const BitTranspose turn;
-  const int start = first_element();
-  Record next = load_record(bits, records, count);
-#pragma unroll
-  for (int j = 0; j < kEach; ++j)
-    sums[j] = addend && start + kFillBlock * j < count ? addend[start + kFillBlock * j] : 0.0f;
-  for (int64_t w = 0; w < workers; ++w) {
-    const Record record = next;
-    if (w + 1 < workers) next = load_record(bits, records + (w + 1) * stride, count);
-    const int words = fill_words(fill_blocks(count), bits);
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i)
-      if (kThreads * i + static_cast<int>(threadIdx.x) < words)
-        shared.words[kThreads * i + threadIdx.x] = record.words[i];
-    share_out(bits, record.base, record.byte, words, shared);
-    add_codes(sums, turn, shared);
-    __syncthreads();  // before the next record's blocks are shared
-  }
-}
-
-__device__ inline void store_group(const float (&sums)[kEach], float* target, int count) {
-  float* at = target + first_element();
-  if (count == kFillGroup) {
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) at[kFillBlock * j] = sums[j];
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < kEach; ++j)
-    if (first_element() + kFillBlock * j < count) at[kFillBlock * j] = sums[j];
 }
 
 // This thread's elements of blocks first, first + 1, ... of its warp; those that do not exist are zero.
@@ -348,6 +322,39 @@ __device__ inline void load_group(float (&p)[kEach], const float* from, int coun
 #pragma unroll
     for (int i = 0; i < kSome; ++i) p[j + i] = kAdd ? p[j + i] + x[i] : x[i];
   }
+}
+
+// sums = addend + worker 0 + worker 1 + ... over one group.
+__device__ inline void reduce_group(int bits, const uint8_t* records, int64_t stride, int64_t workers,
+                                    const float* addend, int count, float (&sums)[kEach], Shared& shared) {
+  if (addend) {
+    load_group<false>(sums, addend, count);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) sums[j] = 0.0f;
+  }
+  const int words = fill_words(fill_blocks(count), bits);
+  uint32_t next = begin_record(bits, records, count, shared.words[0]);
+  for (int64_t w = 0; w < workers; ++w) {
+    const uint32_t scale = next;
+    copies_arrived();
+    if (w + 1 < workers) next = begin_record(bits, records + (w + 1) * stride, count, shared.words[(w + 1) % 2]);
+    share_out(bits, scale >> 8, scale & 0xff, words, shared);  // its barriers show all words to all threads
+    add_codes(sums, shared.words[w % 2], shared);
+    __syncthreads();  // before the next record's blocks are shared
+  }
+}
+
+__device__ inline void store_group(const float (&sums)[kEach], float* target, int count) {
+  float* at = target + first_element();
+  if (count == kFillGroup) {
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) at[kFillBlock * j] = sums[j];
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kEach; ++j)
+    if (first_element() + kFillBlock * j < count) at[kFillBlock * j] = sums[j];
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)

@@ -38,7 +38,7 @@ _ADDRESS = re.compile(r"\[([^\[\]]*)\]$")
 
 UNITS = {
     "convert": ("MUFU", "I2F", "F2I", "F2F", "POPC", "FLO", "BREV", "FCHK"),
-    "memory": ("LDG", "STG", "LD", "ST", "LDS", "STS", "ATOMS", "ATOMG", "RED", "SHFL", "LDC", "CCTL", "MEMBAR"),
+    "memory": ("LDG", "STG", "LDGSTS", "LD", "ST", "LDS", "STS", "ATOMS", "ATOMG", "RED", "SHFL", "LDC", "CCTL", "MEMBAR"),
     "fma": ("FFMA", "FMUL", "FADD", "IMAD", "HFMA2", "HADD2"),
     "control": ("BRA", "BSSY", "BSYNC", "BREAK", "EXIT", "CALL", "RET", "WARPSYNC", "NOP", "BAR", "YIELD", "ERRBAR"),
     "uniform": ("S2UR", "R2UR", "S2R", "CS2R", "VOTEU", "CGAERRBAR"),
@@ -754,6 +754,24 @@ def _load_store(kind: list[str], ops: list[str]) -> Step:
     return step
 
 
+def _copy(kind: list[str], ops: list[str]) -> Step:
+    """LDGSTS: from global to shared memory; here it has arrived at once."""
+    to, at, nbytes = _address(ops[0]), _address(ops[1]), _nbytes_of(kind)
+
+    def step(warp: Warp, lanes: Lanes) -> None:
+        if not lanes.any():
+            return
+        cta, place = warp.cta, at(warp)[lanes] - GLOBAL_BASE
+        cta.counts.requests += 1
+        sectors = np.unique(place // SECTOR)
+        cta.counts.sectors += len(sectors)
+        cta.memory.read[sectors] = True
+        cta.counts.shared_turns += _turns(to(warp)[lanes], nbytes)
+        cta.shared[to(warp)[lanes][:, None] + np.arange(nbytes)] = cta.memory.bytes[place[:, None] + np.arange(nbytes)]
+
+    return step
+
+
 def _turns(place: NDArray[np.int64], nbytes: int) -> int:
     """How many turns an access to shared memory takes: as many as one bank has different words of 4 bytes."""
     words = np.unique((place[:, None] + np.arange(0, max(nbytes, 4), 4)) // 4)
@@ -919,7 +937,7 @@ def _control(instruction: Instruction) -> Step | None:
     return None
 
 
-_NOTHING = ("NOP", "MEMBAR", "ERRBAR", "CCTL", "CGAERRBAR", "YIELD", "DEPBAR", "ENDCOLLECTIVE")
+_NOTHING = ("NOP", "MEMBAR", "ERRBAR", "CCTL", "CGAERRBAR", "YIELD", "DEPBAR", "LDGDEPBAR", "ENDCOLLECTIVE")
 _STEPS: dict[str, Callable[[list[str], list[str]], Step]] = {
     "IADD3": _add,
     "VIADD": _add,
@@ -966,6 +984,7 @@ _STEPS: dict[str, Callable[[list[str], list[str]], Step]] = {
     "ST": _load_store,
     "LDS": _load_store,
     "STS": _load_store,
+    "LDGSTS": _copy,
     "ATOMS": _atomic,
     "ATOMG": _atomic,
     "RED": _atomic,
