@@ -350,7 +350,8 @@ class NcclTransport:
         """What to sum with; where NCCL cannot multiply as it sums, or no switch would sum, `tensor` is multiplied."""
         if scale == 1.0:
             return cast(dist.ReduceOp, dist.ReduceOp.SUM)
-        if self._sums_in_switch or not multiplies_exactly(tensor.dtype, scale):
+        # Torch copies where a reduce-scatter has one rank (2.13), and leaves the factor out.
+        if self.size == 1 or self._sums_in_switch or not multiplies_exactly(tensor.dtype, scale):
             tensor.mul_(scale)
             return cast(dist.ReduceOp, dist.ReduceOp.SUM)
         if scale == 1.0 / self.size:

@@ -90,6 +90,20 @@ def assert_sums(found: Tensor, wanted: Tensor) -> None:
     assert torch.allclose(found, wanted, rtol=loose, atol=0.0 if loose < 1e-3 else 1e-2), (found, wanted)
 
 
+def test_one_rank_multiplies_by_itself() -> None:
+    """Torch's reduce-scatter of one rank is a copy: a factor that is left to NCCL would be lost."""
+    (backend,) = FakeNcclWorld(1).backends()
+    transport = NcclTransport(backend, 0, 1)
+    for issue in (
+        lambda flat: transport.reduce_scatter(flat, (0, 4), 0.25),
+        lambda flat: transport.all_reduce(flat, 0.25),
+    ):
+        flat = torch.full((4,), 8.0)
+        issue(flat).wait()
+        assert flat.tolist() == [2.0] * 4
+    assert [note[-1] for launch in backend.launches for note in launch] == ["SUM", "SUM"]
+
+
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_slices_are_the_sum_in_one_launch_and_without_memory(size: int) -> None:
     backends = FakeNcclWorld(size).backends()
@@ -146,7 +160,7 @@ def test_all_reduce_multiplies_as_it_sums(size: int) -> None:
                         transport.all_reduce(flat, scale).wait()
                     assert_sums(flat, total(given, scale))
                     ((_, _, _, real, operation),) = backends[rank].launches[-1]
-                    if scale == 1.0:
+                    if scale == 1.0 or size == 1:
                         assert operation == "SUM"
                     elif real in (torch.float32, torch.float64):
                         assert operation == ("AVG" if scale == 1.0 / size else "PREMUL_SUM")
