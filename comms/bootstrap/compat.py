@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, GradBucket, HashStore, PrefixStore, Store, TCPStore
 from torch.autograd import profiler
-from torch.distributed import distributed_c10d
+from torch.distributed import constants, distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 from torch.nn.parallel import DistributedDataParallel
 
@@ -196,8 +196,8 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
             found = getattr(holder, name, None)
             if isinstance(found, timedelta) and found > timedelta(0):
                 return found
-    of_nccl = distributed_c10d.default_pg_nccl_timeout if device.type == "cuda" else None  # None without NCCL, too
-    return of_nccl or distributed_c10d.default_pg_timeout
+    of_nccl = constants.default_pg_nccl_timeout if device.type == "cuda" else None  # None without NCCL, too
+    return of_nccl or constants.default_pg_timeout
 
 
 NCCL_NAMES = ("nccl", "nccl2")
@@ -231,7 +231,9 @@ def nccl_has_run() -> bool:
 
 def nccl_version() -> tuple[int, ...]:
     """Of the NCCL that torch calls; empty in a torch without it."""
-    return tuple(torch.cuda.nccl.version()) if dist.is_nccl_available() and hasattr(torch._C, "_nccl_version") else ()
+    if not hasattr(torch._C, "_nccl_version"):
+        return ()
+    return tuple(torch.cuda.nccl.version()[:3])  # type: ignore[no-untyped-call]
 
 
 def makes_group_calls(backend: TorchGroup) -> bool:

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from gradwire.comms import streams
 from gradwire.comms.bootstrap import failure
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.bootstrap.failure import FailureBoard
@@ -126,6 +127,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[SideStreams,
             return side
 
         computing.wait_stream = lambda other: waits.append(("computing", other))
+        monkeypatch.setattr(streams, "Verdict", Mock())
         monkeypatch.setattr(torch.cuda, "Stream", stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: computing)
         monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
@@ -139,7 +141,7 @@ def test_after_an_error_the_current_stream_waits_for_what_was_issued(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(failure, "PATIENCE", timedelta(0))  # the other ranks say nothing
-    streams, waits, (computing, *sides) = recorded()
+    side_streams, waits, (computing, *sides) = recorded()
 
     class Failing(Issuing):
         def walk(self, run: RunningLaunch, chunk: Chunk) -> Iterator[Hop]:
@@ -148,5 +150,5 @@ def test_after_an_error_the_current_stream_waits_for_what_was_issued(
             yield
 
     with pytest.raises(torch.OutOfMemoryError):
-        Failing(streams).send("a", HIERARCHICAL, 2)
+        Failing(side_streams).send("a", HIERARCHICAL, 2)
     assert waits == [*[("side", computing)] * STREAMS, ("issue", None), *(("computing", side) for side in sides)]

@@ -1,0 +1,96 @@
+"""What ends a rank, and what the others are told, on torch's own NCCL group with its watchdog.
+
+    endings.py HOW PLAN TIMEOUT USERS_TIMEOUT LINGER     NODES has a letter for each rank; the last rank ends HOW
+
+HOW: `connect` (leaves while NCCL connects), `kill` (in the third step), `late` (stays away from it), `none`. Every rank
+that is left lives on for LINGER seconds and closes; then it prints what it has seen.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fake_cuda.drive import FakeBucket, in_backward
+from gradwire.comms.hook import HookState
+from gradwire.comms.transport.groups import Groups
+
+NUMELS = (3000, 4097, 777)
+ENDS_IN = 2
+STEPS = 4
+
+
+def leave(*unused: object) -> None:
+    os._exit(7)
+
+
+def main(how: str, plan: str, timeout: str, users_timeout: str, linger: str) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    last = rank == size - 1
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=float(users_timeout)))
+    dist.all_reduce(torch.zeros(1).cuda())
+    torch.cuda.synchronize()
+    model = nn.ParameterList([nn.Parameter(torch.zeros(numel).cuda()) for numel in NUMELS])
+    parameters = list(model)
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    if how == "connect" and last:
+        Groups.connect = leave  # type: ignore[method-assign]
+    found = {"error": "", "seconds": 0.0, "stepped": 0, "weights": [0.0]}
+    began, state = time.monotonic(), None
+    try:
+        state = HookState(
+            model, plan=plan, hostname=os.environ["NODES"][rank], timeout=timedelta(seconds=float(timeout))
+        )
+        buffers = [torch.zeros(numel).cuda() for numel in NUMELS]
+        for step in range(STEPS):
+            began = time.monotonic()
+            if step == ENDS_IN and last:
+                if how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if how == "late":
+                    time.sleep(float(linger))
+            sources = [torch.full((numel,), float(rank)).cuda() for numel in NUMELS]
+
+            def backward(sources: list[torch.Tensor] = sources) -> None:
+                futures = []
+                for index, parameter in enumerate(parameters):
+                    buffers[index].copy_(sources[index])
+                    futures.append(
+                        state.reduce(FakeBucket(index, buffers[index], [parameter], index == len(parameters) - 1))
+                    )
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(lambda: [future.wait() for future in futures])
+
+            in_backward(backward)
+            for parameter, buffer in zip(parameters, buffers, strict=True):
+                parameter.grad = buffer
+            optimizer.step()  # the host has run ahead of the device: nobody has waited for it
+            found["stepped"] = step + 1
+            if how == "kill":
+                time.sleep(1.0)
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    found["seconds"] = time.monotonic() - began
+    torch.cuda.synchronize()
+    found["weights"] = [float(value) for parameter in parameters for value in parameter.detach().cpu().unique()]
+    time.sleep(float(linger))
+    began = time.monotonic()
+    if state is not None:
+        state.close()
+    found["close_seconds"] = time.monotonic() - began
+    found["threads"] = [each.name for each in threading.enumerate() if "connect" in each.name]
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # a thread may still be in NCCL's init, and ranks that were given up are not waited for
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
