@@ -10,6 +10,8 @@ from gpu_standin.conftest import Jobs
 
 KILLED = -9
 LEFT = 7
+LINGER = "10"
+"""Seconds: rank 0 serves the store, and the others ask in it who is left."""
 
 
 def survivors(jobs: Jobs, *arguments: str, status: int, nodes: str = "aab") -> list[dict[str, Any]]:
@@ -19,7 +21,7 @@ def survivors(jobs: Jobs, *arguments: str, status: int, nodes: str = "aab") -> l
 
 
 def test_a_rank_that_leaves_while_nccl_connects_is_named(torch_jobs: Jobs) -> None:
-    for found in survivors(torch_jobs, "connect", "hierarchical", "60", "90", "0", status=LEFT):
+    for found in survivors(torch_jobs, "connect", "hierarchical", "60", "90", LINGER, status=LEFT):
         assert "connecting NCCL failed" in found["error"]
         assert "rank 2 of 3 is missing" in found["error"]
         assert found["seconds"] < 50, "before the time-out"
@@ -28,7 +30,7 @@ def test_a_rank_that_leaves_while_nccl_connects_is_named(torch_jobs: Jobs) -> No
 @pytest.mark.parametrize("plan", ["flat", "hierarchical"])
 def test_no_step_is_taken_silently_on_what_was_not_averaged(plan: str, torch_jobs: Jobs) -> None:
     """The host has issued the optimizer's step before anybody knows: a NaN goes into it, and the next call raises."""
-    for found in survivors(torch_jobs, "kill", plan, "60", "90", "0", status=KILLED):
+    for found in survivors(torch_jobs, "kill", plan, "60", "90", LINGER, status=KILLED):
         assert "rank 2 of 3 is missing" in found["error"]
         assert found["seconds"] < 50, "before the time-out"
         assert found["stepped"] <= 3
