@@ -1,7 +1,7 @@
 """`gradwire selftest` over the stand-in: nothing fails, and it touches every CUDA kernel and every call of NCCL."""
 
-import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,13 +59,12 @@ def test_every_kernel_is_launched(report: dict[str, Any]) -> None:
 
 
 def test_every_call_of_nccl_is_made(report: dict[str, Any]) -> None:
-    """All places of the transport that name torch's group, found anew in its source."""
-    tree = ast.parse(Path(nccl.__file__).read_text())
-    group = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "_group"]
-    read = [node for node in group if isinstance(node.ctx, ast.Load)]
+    """All places of the transport that call torch's group, found in its text rather than in its syntax tree."""
+    text = Path(nccl.__file__).read_text()
+    written = len(re.findall(r"self\._group\.\w|getattr\(self\._group, ", text))
     calls = report["coverage"]["NCCL call sites"]
-    assert calls == {"touched": len(read), "all": len(read), "missing": []}
-    assert len(read) > 9
+    assert calls == {"touched": written, "all": written, "missing": []}
+    assert written > 9
 
 
 def test_the_bandwidth_of_every_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
