@@ -209,7 +209,7 @@ def bucket_in_pieces() -> None:
         if step == 1:
             job.state.fuse(FusionPlan(piece_nbytes=8192))
 
-    options = {"compressor": "int8", "chunks": 1, "whole": False}
+    options: dict[str, Any] = {"compressor": "int8", "chunks": 1}
     on_cuda(2, train("ab", (FIRST,) * 3, before=before, plan="hierarchical", **options))
 
 

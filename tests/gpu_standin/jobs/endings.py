@@ -42,7 +42,7 @@ def main(how: str, plan: str, timeout: str, users_timeout: str, linger: str) -> 
     parameters = list(model)
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     if how == "connect" and last:
-        Groups.connect = leave  # type: ignore[method-assign]
+        Groups.connect = leave  # type: ignore[assignment]
     found = {"error": "", "seconds": 0.0, "stepped": 0, "weights": [0.0]}
     began, state = time.monotonic(), None
     try:
