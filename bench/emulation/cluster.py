@@ -4,9 +4,10 @@ import contextlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self, cast, get_args
 
 from gradwire.bench.emulation.launch import JobOutcome, RankLine, Ranks
 from gradwire.bench.emulation.namespaces import Holder, available
@@ -25,7 +26,7 @@ _MOST_QUEUED_NBYTES = 2**31
 
 _NODE_SETUP = """
 mount -t tmpfs -o mode=1777,size=50% tmpfs /dev/shm
-mount --bind {folder}/hosts /etc/hosts
+mount --bind {folder}/hosts-{name} /etc/hosts
 mkdir {folder}/{name}
 mount -t sysfs sysfs {folder}/{name}
 [ ! -d /sys/fs/cgroup ] || mount --rbind /sys/fs/cgroup {folder}/{name}/fs/cgroup
@@ -36,6 +37,39 @@ mount --no-mtab --move {folder}/{name} /sys
 
 WITH_ONE_THREAD = 'exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$@"'
 # torchrun's rule: one thread a rank unless the user says otherwise.
+
+
+Names = Literal["all", "own", "none"]
+"""See `EmulatedCluster`."""
+
+FIRST_NETWORK = "10.77.0.0/16"
+
+
+def check_names(names: str, parameter: str = "names") -> Names:
+    """Returns what the nodes' names are to resolve to.
+
+    Raises:
+        ValueError: if it is none of the three; the message names `parameter`.
+    """
+    for known in get_args(Names):
+        if names == known:
+            return cast(Names, known)
+    raise ValueError(f"`{parameter}`: found {names[:40]!r}, wanted one of {', '.join(get_args(Names))}")
+
+
+def parse_network(text: str, parameter: str = "network") -> IPv4Network | IPv6Network:
+    """Reads the network of the nodes' addresses.
+
+    Raises:
+        ValueError: if it is none, or not of 16 bits (IPv4) or 64 (IPv6); the message names `parameter`.
+    """
+    try:
+        found = ip_network(text)
+    except ValueError:
+        found = None
+    if found is None or found.prefixlen != (16 if found.version == 4 else 64):
+        raise ValueError(f"`{parameter}`: found {text[:60]!r}, wanted a network such as {FIRST_NETWORK} or fd77::/64")
+    return found
 
 
 def _port(network: int, node: int) -> str:
@@ -75,7 +109,15 @@ class EmulatedCluster:
     stays.
     """
 
-    def __init__(self, nodes: Sequence[int], nic: str | None = None, mtu: int = 1500) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[int],
+        nic: str | None = None,
+        mtu: int = 1500,
+        *,
+        names: Names = "all",
+        network: str = FIRST_NETWORK,
+    ) -> None:
         """Brings the nodes up.
 
         Args:
@@ -83,6 +125,10 @@ class EmulatedCluster:
             nic: Rate of each node's link, each direction: `200mbit` for all, or one for each node, with commas:
                 `200mbit,200mbit,50mbit`. None leaves the links unlimited.
             mtu: Largest packet on the links, in bytes; 576 to 65535.
+            names: What the nodes' names resolve to on each node: `all` to their addresses, `own` as Debian has it, a
+                node's own to 127.0.1.1 and no others, `none` to nothing.
+            network: Of the nodes' addresses: 16 bits of IPv4, or 64 of IPv6, with nothing but IPv6 on the nodes then.
+                No node has a route out of it.
 
         Raises:
             ValueError: if a parameter is out of range.
@@ -92,6 +138,8 @@ class EmulatedCluster:
         self.nodes = tuple(nodes)
         self.nic_rates = () if nic is None else parse_rates(nic, len(nodes), "nic")
         self.mtu = mtu
+        self.names: Names = check_names(names)
+        self._network = parse_network(network)
         if len(nodes) > MOST_NODES:
             raise ValueError(f"`nodes`: found {len(nodes)} nodes, wanted at most {MOST_NODES} on one machine")
         if not 576 <= mtu <= 65535:
@@ -117,22 +165,25 @@ class EmulatedCluster:
         return tuple(f"node{node}" for node in range(len(self.nodes)))
 
     def address(self, node: int, network: int = 0) -> str:
-        """Returns a node's IPv4 address.
+        """Returns a node's address.
 
         Args:
             node: Its number, from 0.
-            network: 0 for the first one.
+            network: 0 for the first one; each further one has the numbers after those of the one before.
         """
-        return f"10.{77 + network}.0.{node + 1}"
+        first = int(self._network.network_address) + network * self._network.num_addresses
+        return str(ip_address(first + node + 1))
+
+    @property
+    def has_ipv6_alone(self) -> bool:
+        """Whether the nodes have no IPv4 but the loopback's."""
+        return self._network.version == 6
 
     def _bring_up(self) -> None:
         with tempfile.TemporaryDirectory(prefix="gradwire-emulate-") as folder:
             # The nodes keep the file itself; its name may go as soon as all have mounted it.
-            names = [f"{self.address(node)} {name}" for node, name in enumerate(self.hostnames)]
-            # torch looks its peers up by the address of a two-family socket, and warns of one without a name.
-            names += [f"::ffff:{name}" for name in names]
-            own = Path("/etc/hosts").read_text() if Path("/etc/hosts").exists() else ""
-            Path(folder, "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, own]))
+            for name in self.hostnames:
+                Path(folder, f"hosts-{name}").write_text("\n".join(self._hosts(name)) + "\n")
             self._bridge = self._hold("bridge", "")
             self._holders = [
                 self._hold(name, _NODE_SETUP.format(folder=folder, name=name), self._bridge) for name in self.hostnames
@@ -140,8 +191,21 @@ class EmulatedCluster:
             self._networks = 0
             self.add_network(INTERFACE)
 
+    def _hosts(self, own: str) -> list[str]:
+        """The lines of a node's /etc/hosts."""
+        if self.names == "none":
+            return ["127.0.0.1 localhost"]
+        if self.names == "own":
+            return ["127.0.0.1 localhost", f"127.0.1.1 {own}"]
+        names = [f"{self.address(node)} {name}" for node, name in enumerate(self.hostnames)]
+        if not self.has_ipv6_alone:
+            # torch looks its peers up by the address of a two-family socket, and warns of one without a name.
+            names += [f"::ffff:{name}" for name in names]
+        machine = Path("/etc/hosts").read_text() if Path("/etc/hosts").exists() else ""
+        return ["127.0.0.1 localhost", *names, machine]
+
     def _hold(self, name: str, setup: str, beside: Holder | None = None) -> Holder:
-        holder = Holder(name, setup, beside)
+        holder = Holder(name, setup, beside, ipv6=self.has_ipv6_alone)
         self._stack.callback(holder.close)
         return holder
 
@@ -165,7 +229,10 @@ class EmulatedCluster:
             f" peer name {interface} mtu {self.mtu} netns /proc/{holder.pid}/ns/net\n"
             f"ip link set {port} master bridge{network} up"
         )
-        holder.run(f"ip address add {self.address(node, network)}/16 dev {interface}\nip link set {interface} up")
+        address = f"{self.address(node, network)}/{self._network.prefixlen}"
+        # Without duplicate address detection, which holds an address of IPv6 back for a second.
+        quick = " nodad" if self.has_ipv6_alone else ""
+        holder.run(f"ip address add {address} dev {interface}{quick}\nip link set {interface} up")
 
     def limit(self, node: int, interface: str, network: int, bits_per_second: int | None) -> None:
         """Sets the rate of one node's link, each direction.

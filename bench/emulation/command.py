@@ -10,7 +10,15 @@ from typing import get_args
 from rich.table import Table
 
 from gradwire.bench.arguments import MOST_SECONDS, CommandParser, check_number, check_output
-from gradwire.bench.emulation.cluster import MOST_NODES, MOST_RANKS, EmulatedCluster, RunResult
+from gradwire.bench.emulation.cluster import (
+    FIRST_NETWORK,
+    MOST_NODES,
+    MOST_RANKS,
+    EmulatedCluster,
+    Names,
+    RunResult,
+    parse_network,
+)
 from gradwire.bench.emulation.launch import RankLine
 from gradwire.bench.emulation.namespaces import available
 from gradwire.bench.emulation.rate import format_rate, parse_rates
@@ -43,6 +51,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--order", choices=get_args(Order), default="contiguous", help="how ranks are dealt over nodes")
     parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="largest packet (default 1500)")
+    parser.add_argument(
+        "--names",
+        choices=get_args(Names),
+        default="all",
+        help="what the nodes' names resolve to: their addresses, own: 127.0.1.1 as on Debian, none: nothing (default "
+        "all)",
+    )
+    parser.add_argument(
+        "--network",
+        metavar="NETWORK",
+        default=FIRST_NETWORK,
+        help=f"of the nodes' addresses; one such as fd77::/64 leaves them IPv6 alone (default {FIRST_NETWORK})",
+    )
     parser.add_argument("--prefix", action="store_true", help="start every line of output with its [rank N]")
     parser.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help=GRACE_HELP)
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="longest time for the command (default: none)")
@@ -160,6 +181,7 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
     if options.nic is not None:
         parse_rates(options.nic, len(nodes), "--nic")
     check_number("--mtu", options.mtu, 576, 65535)
+    parse_network(options.network, "--network")
     check_number("--grace", options.grace, 0, MOST_SECONDS)
     check_number("--timeout", options.timeout, 0, MOST_SECONDS)
     check_output("--json", options.json)
@@ -167,7 +189,9 @@ def _run(options: argparse.Namespace, command: list[str]) -> int:
         raise ValueError(f"cannot emulate a cluster here: {reason}")
     with ExitStack() as stack:
         with working(f"starting {len(nodes)} nodes"):
-            cluster = stack.enter_context(EmulatedCluster(nodes, options.nic, options.mtu))
+            cluster = stack.enter_context(
+                EmulatedCluster(nodes, options.nic, options.mtu, names=options.names, network=options.network)
+            )
         print_line = _printer(options)
         result = cluster.run(
             own_python(command),

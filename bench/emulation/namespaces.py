@@ -91,13 +91,14 @@ def run_shell(script: str, prefix: list[str]) -> subprocess.CompletedProcess[str
 class Holder:
     """New namespaces for network, hostname, mounts and processes, open until `close`."""
 
-    def __init__(self, name: str, setup: str, beside: Self | None = None) -> None:
+    def __init__(self, name: str, setup: str, beside: Self | None = None, *, ipv6: bool = False) -> None:
         """Makes the namespaces.
 
         Args:
             name: The hostname inside.
             setup: Lines for `sh -e`, run inside as process 1 before anything else.
             beside: A holder whose user namespace this one shares, so that a cable can join them; None for the first.
+            ipv6: Leaves IPv6 on: it adds router and neighbour chatter to the bytes counted.
 
         Raises:
             RuntimeError: if the kernel or the set-up refuses, with what it said.
@@ -111,9 +112,8 @@ class Holder:
                 # By the system call: /proc/sys/kernel/hostname is the machine's root's alone to write.
                 shlex.join([sys.executable, "-I", "-S", "-c", f"import socket; socket.sethostname({name!r})"]),
                 "mount -t proc proc /proc",
-                # IPv6 would add router and neighbour chatter to the bytes counted.
                 "for knob in all default; do file=/proc/sys/net/ipv6/conf/$knob/disable_ipv6",
-                "[ ! -e $file ] || echo 1 > $file; done",
+                f"[ ! -e $file ] || echo {int(not ipv6)} > $file; done",
                 "ip link set lo up",
                 setup,
                 # Orphans become children of process 1; with SIGCHLD ignored the kernel reaps them.

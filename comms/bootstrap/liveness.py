@@ -26,6 +26,7 @@ import torch
 
 from gradwire.comms.bootstrap.addresses import listener, own_addresses
 from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.forks import leave_to_parent
 from gradwire.comms.bootstrap.kernel import LISTENS, UNKNOWN, look_at, own_kernel, to_call
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import PeerError
@@ -231,6 +232,7 @@ class LivenessRing:
         self._orderly = False
         self._waker, self._woken = socket.socketpair()
         self._listener = listener(8)
+        leave_to_parent(self)
         self.thread = threading.Thread(target=self._run, name=f"gradwire liveness {rank}", daemon=True)
         self.thread.start()
         if waited is not None:
@@ -249,6 +251,11 @@ class LivenessRing:
         self._waker.close()
         if self.thread is not threading.current_thread():
             self.thread.join(2 * LOOK_SECONDS)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: else nobody would hear of the end of the parent while the child lives."""
+        for each in (*self._peers, self._listener, self._woken, self._waker):
+            each.close()
 
     def answered(self, rank: int) -> bool:
         """Whether this rank has reached a neighbour that it connects to; or it is none."""

@@ -38,6 +38,7 @@ from gradwire.comms.bootstrap.compat import (
     TorchGroup,
     make_gloo,
 )
+from gradwire.comms.bootstrap.forks import leave_to_parent, replace_descriptor
 from gradwire.comms.config import gloo_interfaces
 from gradwire.comms.errors import PeerError
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
@@ -233,6 +234,8 @@ class GlooTransport(TorchTransport):
 
     def __init__(self, connect: Callable[[str], TorchGroup], rank: int, size: int, alarm: Alarm | None = None) -> None:
         self._connections: list[Connection] = []
+        self._listening: list[Connection] = []
+        leave_to_parent(self)
         self._connect = connect
         super().__init__(self._connected("first"), rank, size, alarm)
         self._downwards: TorchGroup | None = None
@@ -246,10 +249,16 @@ class GlooTransport(TorchTransport):
         for connection in list(self._connections):
             connection.shut_down()
 
+    def leave_to_parent(self) -> None:
+        """In a forked child, whose copies of gloo's sockets would hide the end of the parent from its peers."""
+        for connection in (*self._connections, *self._listening):
+            connection.leave_to_parent()
+
     def _connected(self, name: str) -> TorchGroup:
-        before = set(connections())
+        before, listening = set(connections()), set(listeners())
         made = self._connect(name)
         self._connections += [connection for connection in connections() if connection not in before]
+        self._listening += [each for each in listeners() if each not in listening]
         return made
 
     def issue_together(self, collectives: Sequence[Collective]) -> Work | None:
@@ -487,6 +496,12 @@ class Connection:
     descriptor: int
     inode: int
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: closes its copy, if it is still there."""
+        with suppress(OSError):  # closed before the fork
+            if os.fstat(self.descriptor).st_ino == self.inode:
+                replace_descriptor(self.descriptor)
+
     def shut_down(self) -> None:
         """Ends it, for both ends, if it is still there; the descriptor stays its owner's."""
         try:
@@ -502,6 +517,16 @@ class Connection:
 
 def connections() -> Iterator[Connection]:
     """The TCP connections of this process that have a time-out for sending, as all of gloo's have; on Linux."""
+    return _sockets(lambda each: any(each.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16)))
+
+
+def listeners() -> Iterator[Connection]:
+    """The sockets at which this process listens for TCP connections; on Linux."""
+    return _sockets(lambda each: bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)))
+
+
+def _sockets(wanted: Callable[[socket.socket], bool]) -> Iterator[Connection]:
+    """Those of TCP that are wanted."""
     try:
         descriptors = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
     except FileNotFoundError:
@@ -519,7 +544,7 @@ def connections() -> Iterator[Connection]:
             continue
         with socket.socket(fileno=copy) as connection:
             of_tcp = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
-            if of_tcp and any(connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16)):
+            if of_tcp and wanted(connection):
                 yield Connection(descriptor, inode.st_ino)
 
 

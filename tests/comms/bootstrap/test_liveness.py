@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from gradwire.comms.bootstrap import addresses, failure, kernel, liveness
-from gradwire.comms.bootstrap.addresses import interface_addresses, own_addresses
+from gradwire.comms.bootstrap.addresses import own_addresses
 from gradwire.comms.bootstrap.compat import HashStore, store_of
 from gradwire.comms.bootstrap.failure import CollectiveError, FailureBoard
 from gradwire.comms.bootstrap.liveness import Deadline, LivenessRing, OverdueError

@@ -63,8 +63,8 @@ def train(
     model.register_comm_hook(state, gradwire.comm_hook)
     generator = torch.Generator().manual_seed(rank)
     step, after = killed.get(rank, (-1, 0.0))
-    before = resources()
-    while state.steps < STEPS or state.view.size < len(NODES) - len(killed) + len(joins):
+    before, first = resources(), state.steps  # who joins makes the step that the others are about to make
+    while state.steps in range(first, max(first + 1, STEPS)) or state.view.size < len(NODES) - len(killed) + len(joins):
         if state.steps == 3:
             before = resources()
         if traced and state.steps == STEPS - 3:
