@@ -220,12 +220,31 @@ class Compression:
         """
         if any(PREFIX + key not in state for key in ("dirty", "loss_scale", "transfers")):
             raise ValueError("`state` lacks entries of gradwire's hook: it is damaged")
+        refuse_not_finite(state)
         self.compressor.load_state_dict({key: value for key, value in state.items() if not key.startswith(PREFIX)})
         self._undecided = None
         self._loss_scale = float(state[PREFIX + "loss_scale"])
         self._dirty = bool(state[PREFIX + "dirty"])
         transfers = torch.as_tensor(state[PREFIX + "transfers"])
         self._saved_transfers = transfers if transfers.numel() else None
+
+
+def refuse_not_finite(state: Mapping[str, StateValue]) -> None:
+    """Refuses a state that would make every gradient NaN from its first step on, for ever.
+
+    Raises:
+        ValueError: A tensor holds a NaN or an infinity, or the loss scale is no number; the message says which.
+    """
+    scale = float(state[PREFIX + "loss_scale"])
+    if not 0 <= scale < float("inf"):
+        raise ValueError(f"`state` has a loss scale of {scale}; wanted a positive number, or 0 where there is none")
+    for name, value in state.items():
+        odd = value.is_floating_point() and not is_finite(value) if isinstance(value, Tensor) else value != value
+        if odd:
+            raise ValueError(
+                f"`state` holds a NaN or an infinity in {name!r}: it was damaged, or saved by a training that had "
+                "failed already; load an earlier one"
+            )
 
 
 def _wait(bucket: Bucket) -> Tensor:

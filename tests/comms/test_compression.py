@@ -265,3 +265,29 @@ def test_one_node_has_nothing_to_compress_and_says_so() -> None:
     for result, text in on_ranks("aaa", "onebit", body):
         torch.testing.assert_close(result, mean_gradient(3, 0), rtol=1e-5, atol=1e-6)
         assert "onebit was asked for, but nothing crosses between nodes: nothing is compressed" in text
+
+
+@pytest.mark.parametrize("name", ["int8", "onebit", "dgc", "powersgd"])
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_a_state_that_is_not_finite_is_refused_in_words(name: str, odd: float) -> None:
+    store = HashStore()
+
+    def run(rank: int) -> StateDict:
+        one = Rank(store, rank, "ab", name)
+        for number in range(2):
+            one.step(number, ONE_BUCKET)
+        found = one.compression.state_dict()
+        one.communicator.close()
+        return found
+
+    saved = run_ranks(2, run)[0]
+    other = Compression(name, OPTIONS[name], (), 0, 2)
+    for key, value in saved.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            poisoned = value.clone()
+            poisoned.view(-1)[-1] = odd
+            with pytest.raises(ValueError, match="`state` holds a NaN or an infinity in"):
+                other.load_state_dict({**saved, key: poisoned})
+    with pytest.raises(ValueError, match=f"`state` has a loss scale of {odd}"):
+        other.load_state_dict({**saved, "gradwire/loss_scale": odd})
+    other.load_state_dict(saved)
