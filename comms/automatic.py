@@ -13,8 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradwire.comms.bootstrap.compat import REGISTER_BUILTIN, GradBucket, comm_hook_name, rename_comm_hook
+from gradwire.comms.bootstrap.compat import REGISTER_BUILTIN, GradBucket, comm_hook_name, is_known, rename_comm_hook
 from gradwire.comms.config import AUTOMATIC, Config
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ class Automatic:
 
 _models: WeakKeyDictionary[DistributedDataParallel, Automatic] = WeakKeyDictionary()
 _said: set[str] = set()
+_looked = False
+"""Whether an optimizer has stepped."""
 _original = (
     DistributedDataParallel.__init__,
     DistributedDataParallel.register_comm_hook,
@@ -75,6 +79,7 @@ def install() -> None:
         hooks = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
         _replace(model, hooks[kind.name], model.process_group)
 
+    register_optimizer_step_pre_hook(_look_for_models)
     for name, method in (("__init__", make), ("register_comm_hook", register_own), (REGISTER_BUILTIN, builtin)):
         setattr(DistributedDataParallel, name, method)
 
@@ -105,6 +110,9 @@ def _add(model: DistributedDataParallel) -> None:
     if found:
         _say(f"a DistributedDataParallel came with a hook of its own, {found}: {AUTOMATIC} leaves it alone")
         return
+    if (why := _why_not(model)) is not None:
+        _say(f"a DistributedDataParallel {why}: {AUTOMATIC} leaves it alone, and its gradients travel as without")
+        return
     automatic = Automatic(HookState(model, config=config))
     _original[1](model, automatic, automatic_hook)
     _models[model] = automatic
@@ -114,6 +122,31 @@ def _add(model: DistributedDataParallel) -> None:
     _say(
         f"{AUTOMATIC}={config.compressor}: gradwire averages the gradients of every DistributedDataParallel of this "
         f"process, {how}; a hook that the script registers replaces it"
+    )
+
+
+def _why_not(model: DistributedDataParallel) -> str | None:
+    """Why a model cannot be hooked; None where it can."""
+    if not is_known(model.process_group):
+        kind = type(model.process_group).__name__
+        return f"has a process group of its own, {kind}, that torch.distributed has not made"
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        return "skips the all-reduce of unused parameters, so that a step has no end that a hook could see"
+    return None
+
+
+def _look_for_models(optimizer: Optimizer, args: object, named: object) -> None:
+    """At the first step of an optimizer: says so where nothing was hooked, as with FSDP, which takes no DDP hook."""
+    global _looked
+    if _looked:
+        return
+    _looked = True
+    if _models or not dist.is_initialized() or dist.get_world_size() == 1 or _said:
+        return
+    _say(
+        f"{AUTOMATIC} is set, and no DistributedDataParallel has been made before the first step of "
+        f"{type(optimizer).__name__}: gradients travel as without it. FSDP2 and replicate take "
+        "`gradwire.fsdp.apply(model, compressor=...)` after fully_shard; FSDP1 takes nothing of gradwire's"
     )
 
 

@@ -239,7 +239,11 @@ def refuse_not_finite(state: Mapping[str, StateValue]) -> None:
     if not 0 <= scale < float("inf"):
         raise ValueError(f"`state` has a loss scale of {scale}; wanted a positive number, or 0 where there is none")
     for name, value in state.items():
-        odd = value.is_floating_point() and not is_finite(value) if isinstance(value, Tensor) else value != value
+        odd = (
+            value.is_floating_point() and not is_finite(value)
+            if isinstance(value, Tensor)
+            else isinstance(value, float) and math.isnan(value)
+        )
         if odd:
             raise ValueError(
                 f"`state` holds a NaN or an infinity in {name!r}: it was damaged, or saved by a training that had "

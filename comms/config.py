@@ -21,6 +21,9 @@ REDUCTIONS = ("sum", "adasum")
 SUM_DTYPES = ("own", "float32")
 TRANSPORTS = ("auto", "gloo", "nccl", "mpi")
 ENVIRONMENT_PREFIX = "GRADWIRE_"
+BUDGET = "GRADWIRE_ERROR_BUDGET"
+"""The variable of `error_budget`."""
+
 AUTOMATIC = ENVIRONMENT_PREFIX + "HOOK"
 """Names the compressor that every DDP model of the process gets, `none` for an exact hook."""
 
@@ -293,6 +296,12 @@ class Config:
                 _check_compressor(name)
         except ValueError as error:
             raise ValueError(f"{error}".replace("`compressor`", f"`{AUTOMATIC}`")) from None
+        if name == "auto" and not os.environ.get(BUDGET):
+            raise ValueError(
+                f"`{AUTOMATIC}` is auto and `{BUDGET}` is not set; wanted your word on how much error it may make: "
+                f"{BUDGET}=int8 for no more than that compressor everywhere, or a number such as 1e-3, the squared "
+                "error over the gradient's squared norm. Without it nothing is made lossy"
+            )
         return cls.from_env(compressor=name)
 
     def with_timeout_of(self, group: timedelta) -> "Config":

@@ -322,6 +322,8 @@ class HookState:
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self._pending: Checkpoint | None = None
         """A state that was loaded before the ranks had connected."""
+        self._loaded = False
+        """Whether a state was loaded."""
         self._check: Check | None = None
         for name, given in (("on_change", on_change), ("carries", carries), ("join", self.config.join)):
             if given and not self.config.elastic:
@@ -542,6 +544,7 @@ class HookState:
         if not state and not self._wants_compression:
             return
         found = normalize(state)
+        self._loaded = True
         if not self._wants_compression:
             if dict(found[JOB])["dirty"]:
                 raise ValueError(
@@ -826,7 +829,26 @@ class HookState:
         config = self.config
         assert config.compressor is not None
         options, rules = config.compressor_options, config.rules
-        return check_at_first_step(model, config.compressor, options, rules, config.error_budget)
+        this = weakref.ref(self)
+
+        def resumed() -> None:
+            if (state := this()) is not None:
+                state._warn_of_resume()
+
+        return check_at_first_step(model, config.compressor, options, rules, config.error_budget, resumed)
+
+    def _warn_of_resume(self) -> None:
+        """Called where the optimizer goes on from a checkpoint, before its first step here."""
+        compression = self._connection.compression if self._connection is not None else None
+        if self._loaded or compression is None or self.config.join is not None:
+            return
+        if any(isinstance(value, Tensor) for value in compression.compressor.state_dict().values()):
+            log.warning(
+                "the optimizer goes on from a checkpoint, and gradwire's state was not loaded: %s starts without what "
+                "it held back, so training goes on otherwise than it would have. Save state.state_dict() of each "
+                "rank, and load it",
+                self.config.compressor,
+            )
 
     def _begin_step(self, connection: _Connection) -> None:
         self._in_step = True

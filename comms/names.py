@@ -1,5 +1,6 @@
 """Which parameter is which: the names that every state is keyed by, and the layout of a bucket."""
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor, nn
@@ -60,8 +61,8 @@ class ParameterNames:
         return tuple(self._names[id(parameter)] for parameter in parameters if id(parameter) in self._names)
 
     def numels(self) -> dict[str, int]:
-        """Elements of each parameter that has a name."""
-        return {name: parameter.numel() for name, parameter in self.named_parameters()}
+        """Elements of each parameter that has a name, of complex ones the real and the imaginary parts."""
+        return {name: math.prod(_memory_shape(parameter)) for name, parameter in self.named_parameters()}
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -83,8 +84,9 @@ class ParameterNames:
     def _build(self, parameters: Sequence[Tensor]) -> Layout:
         slices, start = [], 0
         for parameter in parameters:
-            slices.append(Slice(self._name(parameter), _memory_shape(parameter), 0, start, parameter.numel()))
-            start += parameter.numel()
+            shape = _memory_shape(parameter)
+            slices.append(Slice(self._name(parameter), shape, 0, start, math.prod(shape)))
+            start += math.prod(shape)
         return Layout(tuple(slices))
 
     def _name(self, parameter: Tensor) -> str:
@@ -100,6 +102,7 @@ class ParameterNames:
 
 
 def _memory_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape in memory order: DDP's buffer holds a channels_last weight as it lies in memory."""
+    """The shape in memory order, as a channels_last weight lies in DDP's buffer; a complex one as pairs."""
     order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
-    return tuple(parameter.shape[axis] for axis in order)
+    shape = tuple(parameter.shape[axis] for axis in order)
+    return (*shape, 2) if parameter.is_complex() else shape

@@ -110,9 +110,23 @@ def knows_gloo_sums(version: str = torch.__version__) -> bool:
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
-    """The store that a process group was made with."""
+    """The store that a process group was made with.
+
+    Raises:
+        TypeError: Torch does not know the group.
+    """
+    if not is_known(group):
+        raise TypeError(
+            f"`{type(group).__name__}` is a process group that torch.distributed has not made, so its ranks have no "
+            "store to meet at; wanted the default group, or one of torch.distributed.new_group"
+        )
     _, store = distributed_c10d._world.pg_map[group]
     return store
+
+
+def is_known(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed has made a process group; frameworks make some that stand for what is theirs."""
+    return group in distributed_c10d._world.pg_map
 
 
 def make_gloo(

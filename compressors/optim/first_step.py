@@ -1,6 +1,6 @@
 """Checks the optimizer at its first step: only then is it known which optimizer a training script uses."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -24,8 +24,16 @@ class HasParameters(Protocol):
 
 Check = tuple[CompressorUse, tuple[Rule, ...]]
 
-_unchecked: WeakKeyDictionary[HasParameters, Check] = WeakKeyDictionary()
-"""Main compressor and rules of the models whose optimizer has not stepped yet."""
+_checks: WeakKeyDictionary[HasParameters, Check] = WeakKeyDictionary()
+"""Main compressor and rules of each model."""
+
+_passed: WeakKeyDictionary[Optimizer, WeakKeyDictionary[HasParameters, tuple[Check, int]]] = WeakKeyDictionary()
+"""Of each optimizer that has stepped: the models that it was checked for, by which check, and with how many groups."""
+
+Resumed = Callable[[], None]
+"""Called where an optimizer goes on from a checkpoint."""
+
+_resumed: WeakKeyDictionary[HasParameters, Resumed] = WeakKeyDictionary()
 
 
 def check_at_first_step(
@@ -34,12 +42,13 @@ def check_at_first_step(
     options: Mapping[str, Option],
     rules: Sequence[Rule | Mapping[str, object]] = (),
     budget: str | float | None = None,
+    resumed: Resumed | None = None,
 ) -> Check:
     """Runs `check_optimizer` before the first step that an optimizer takes on the model's parameters.
 
     Each compressor, the main one and those that rules name, is checked against the groups that hold its parameters. The
-    step is refused with check_optimizer's ValueError before it changes anything, and so is every further one. An
-    optimizer that passes is not checked again, nor is any other that steps on this model later.
+    step is refused with check_optimizer's ValueError before it changes anything, and so is every further one. Each
+    optimizer that steps on the model's parameters is checked, once, and again where it has got more groups.
 
     Args:
         model: Whose gradients the compressor averages; not kept alive. Asked for its parameters at that first step.
@@ -47,19 +56,24 @@ def check_at_first_step(
         options: The compressor's options.
         rules: As in `rules=`.
         budget: As in `error_budget=`.
+        resumed: Called once, before the first step on the model's parameters, where the optimizer knows them already:
+            its state was loaded.
 
     Returns:
         What `withdraw` takes back.
     """
-    check = _unchecked[model] = CompressorUse(compressor_name, options, budget=budget), rules_from(rules)
+    check = _checks[model] = CompressorUse(compressor_name, options, budget=budget), rules_from(rules)
+    if resumed is not None:
+        _resumed[model] = resumed
     _register()
     return check
 
 
 def withdraw(model: nn.Module, check: Check | None) -> None:
     """Takes back what `check_at_first_step` returned for this model, unless a later check has replaced it."""
-    if check is not None and _unchecked.get(model) is check:
-        del _unchecked[model]
+    if check is not None and _checks.get(model) is check:
+        del _checks[model]
+        _resumed.pop(model, None)
 
 
 @cache
@@ -69,7 +83,11 @@ def _register() -> RemovableHandle:
 
 
 def _check(optimizer: Optimizer, _args: object, _named: object) -> None:
-    for model, (main, rules) in list(_unchecked.items()):
+    passed = _passed.setdefault(optimizer, WeakKeyDictionary())
+    for model, check in list(_checks.items()):
+        if passed.get(model) == (check, len(optimizer.param_groups)):
+            continue
+        main, rules = check
         uses = _uses(model, main, rules)
         groups: dict[CompressorUse, list[dict[str, Any]]] = {}
         for entry in optimizer.param_groups:
@@ -77,8 +95,11 @@ def _check(optimizer: Optimizer, _args: object, _named: object) -> None:
                 groups.setdefault(use, []).append(entry)
         for use, entries in groups.items():
             check_groups(use, optimizer, entries)
-        if groups:
-            del _unchecked[model]
+        passed[model] = check, len(optimizer.param_groups)
+        if groups and (resumed := _resumed.pop(model, None)) is not None:
+            known = {id(each) for each, state in optimizer.state.items() if state}
+            if known & uses.keys():
+                resumed()
 
 
 def _uses(model: HasParameters, main: CompressorUse, rules: tuple[Rule, ...]) -> dict[int, CompressorUse]:

@@ -15,6 +15,8 @@ logger = logging.getLogger("gradwire")
 
 ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "lamb", "adafactor", "adamax")
 """Parts of the class names of optimizers that divide by a running second moment of the gradient."""
+MOMENTUM = ("momentum", "mu")
+"""What optimizers call it in their groups: most of them, and Muon and Dion of the package `dion`."""
 WITH_MOMENTUM = ("onebit", "dgc")
 """Compressors that fold the momentum in before they compress."""
 RARE = ("chunk_topk",)
@@ -100,7 +102,7 @@ def check_groups(use: CompressorUse, optimizer: Optimizer, groups: Sequence[Mapp
             stacklevel=3,
         )
         return
-    outside = max((float(group.get("momentum", 0.0)) for group in groups), default=0.0)
+    outside = max((float(group.get(name) or 0.0) for group in groups for name in MOMENTUM), default=0.0)
     if outside and chosen.get("momentum"):
         remedy = "Call take_momentum(optimizer) and pass what it returns as `compressor_options`"
         if use.pattern is not None:

@@ -1,6 +1,7 @@
 """The hook without a line (GRADWIRE_HOOK), and with one (`gradwire.attach`)."""
 
 import copy
+import logging
 import os
 import re
 import socket
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.comms import attach, automatic
 from gradwire.comms.backend.register import register
+from gradwire.comms.backend.work import FutureWork
 from gradwire.comms.bootstrap.compat import GradBucket, comm_hook_name
 from support.processes import Processes
 
@@ -117,6 +119,138 @@ def with_dgc(_: int) -> str:
 def test_a_replaced_hook_checks_no_optimizer(processes: Processes) -> None:
     (said,) = processes(1, with_dgc, environment={"GRADWIRE_HOOK": "dgc"})
     assert said.startswith("False: ") and "dgc" in said
+
+
+class Stand(dist.ProcessGroup):
+    """A group that stands for a framework's own, as torchft gives one to DDP."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]
+        assert dist.group.WORLD is not None
+        self._world = dist.group.WORLD
+
+    def allgather(self, *arguments: Any) -> dist.Work:  # type: ignore[override]
+        for outputs, source in zip(arguments[0], arguments[1], strict=True):
+            outputs[0].copy_(source)
+        return _done(arguments[0][0])
+
+    def broadcast(self, *arguments: Any) -> dist.Work:  # type: ignore[override]
+        return _done(arguments[0])
+
+    def getBackendName(self) -> str:
+        return "stand"
+
+
+def _done(tensors: list[Tensor]) -> dist.Work:
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result(tensors)
+    return FutureWork(future)
+
+
+def left_alone(_: int) -> dict[str, object]:
+    """Models that cannot be hooked, and a process that makes none."""
+    dist.init_process_group("gloo")
+    register()
+    said = Said()
+    logging.getLogger("gradwire").addHandler(said)
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    torch.optim.SGD([weight], lr=0.1).step()
+    skipping = wrapped(find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    standing = wrapped(process_group=Stand())
+    assert automatic.automatic_of(skipping) is None and automatic.automatic_of(standing) is None
+    plain = skipping(torch.ones(2, 32)).sum()
+    plain.backward()
+    dist.destroy_process_group()
+    return {"said": said.lines}
+
+
+class Said(logging.Handler):
+    """What was logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def test_what_cannot_be_hooked_is_left_alone_with_a_word(processes: Processes) -> None:
+    first, second = processes(2, left_alone, environment={"GRADWIRE_HOOK": "none"})
+    nothing, skips, stands = first["said"]
+    assert "no DistributedDataParallel has been made before the first step of SGD" in nothing
+    assert "gradwire.fsdp.apply(model" in nothing
+    assert "skips the all-reduce of unused parameters" in skips
+    assert "has a process group of its own, Stand" in stands
+    assert second["said"] == []
+
+
+def complex_numbers(rank: int, compressor: str) -> list[Tensor]:
+    """Gradients of a model with complex parameters."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64, dtype=torch.complex64)))
+    state = gradwire.HookState(model, compressor=compressor)
+    model.register_comm_hook(state, gradwire.comm_hook)
+    rows = torch.randn(8, 64, dtype=torch.complex64, generator=torch.Generator().manual_seed(rank))
+    model(rows).abs().sum().backward()
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    state.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_complex_parameters_may_be_compressed(processes: Processes) -> None:
+    exact, _ = processes(2, complex_numbers, "none", nodes="ab")
+    first, second = processes(2, complex_numbers, "int8", nodes="ab")
+    for value, other, wanted in zip(first, second, exact, strict=True):
+        assert torch.equal(value, other)
+        torch.testing.assert_close(value, wanted, rtol=0, atol=0.02 * wanted.abs().max().item())
+    assert any(not torch.equal(value, wanted) for value, wanted in zip(first, exact, strict=True))
+
+
+def test_a_budget_is_asked_for_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADWIRE_HOOK", "auto")
+    with pytest.raises(ValueError, match="`GRADWIRE_HOOK` is auto and `GRADWIRE_ERROR_BUDGET` is not set"):
+        gradwire.Config.automatic()
+    monkeypatch.setenv("GRADWIRE_ERROR_BUDGET", "int8")
+    assert gradwire.Config.automatic() is not None
+
+
+def resumed(_: int) -> list[list[str]]:
+    """What is warned of where an optimizer goes on: without a state of the hook, and with it."""
+    dist.init_process_group("gloo")
+    said = Said()
+    logging.getLogger("gradwire").addHandler(said)
+    found = []
+    saved: tuple[Any, Any] | None = None
+    for loads in (False, False, True):
+        model = wrapped()
+        state = gradwire.HookState(model, compressor="int8")
+        model.register_comm_hook(state, gradwire.comm_hook)
+        optimizer = torch.optim.Adam(model.parameters())
+        if saved is not None:
+            optimizer.load_state_dict(saved[0])
+            if loads:
+                state.load_state_dict(saved[1])
+        said.lines.clear()
+        for _ in range(2):
+            model(torch.ones(2, 32)).sum().backward()
+            optimizer.step()
+        found.append([line for line in said.lines if "goes on from a checkpoint" in line])
+        saved = optimizer.state_dict(), state.state_dict()
+        state.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_who_goes_on_without_the_hooks_state_is_told(processes: Processes) -> None:
+    for fresh, without, loaded in processes(2, resumed, nodes="ab"):
+        assert (len(fresh), len(without), len(loaded)) == (0, 1, 0)
+        assert "int8 starts without what it held back" in without[0]
 
 
 SCRIPT = """

@@ -86,16 +86,52 @@ def test_other_models_are_not_looked_at() -> None:
     take_steps(torch.optim.Adam(other.parameters()))
 
 
+@pytest.mark.parametrize("first", ["head", "embedding"])
+def test_each_optimizer_is_checked_whichever_steps_first(first: str) -> None:
+    model = TwoLayers()
+    first_step.check_at_first_step(model, "onebit", {})
+    sgd = torch.optim.SGD(model.get_submodule(first).parameters(), lr=0.1)
+    adam = torch.optim.AdamW(model.get_submodule("embedding" if first == "head" else "head").parameters())
+    sgd.step()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="known not to converge"):
+            adam.step()
+    sgd.step()
+
+
+def test_momentum_is_found_under_its_other_name() -> None:
+    """Muon and Dion of the package `dion` call it mu."""
+    model = model_with_gradients()
+    optimizer = torch.optim.ASGD(model.parameters())
+    optimizer.param_groups[0]["mu"] = 0.95
+    check_at_first_step(model, "onebit", {})
+    with pytest.raises(ValueError, match=r"with momentum 0\.95 and .* would be applied twice"):
+        optimizer.step()
+
+
+def test_who_goes_on_from_a_checkpoint_is_noticed_once() -> None:
+    model, called = model_with_gradients(), []
+    optimizer = torch.optim.Adam(model.parameters())
+    check_at_first_step(model, "fp16", {}, resumed=lambda: called.append("new"))
+    take_steps(optimizer)
+    assert called == []
+    again = torch.optim.Adam(model.parameters())
+    again.load_state_dict(optimizer.state_dict())
+    check_at_first_step(model, "fp16", {}, resumed=lambda: called.append("resumed"))
+    take_steps(again)
+    assert called == ["resumed"]
+
+
 def test_nothing_is_left_behind() -> None:
-    before = len(first_step._unchecked)
+    before = len(first_step._checks)
     passed, forgotten = model_with_gradients(), model_with_gradients()
     for model in (passed, forgotten):
         first_step.check_at_first_step(model, "fp16", {})
-    assert len(first_step._unchecked) == before + 2
+    assert len(first_step._checks) == before + 2
     take_steps(torch.optim.Adam(passed.parameters()), 1)
-    del model, forgotten
+    del model, passed, forgotten
     gc.collect()
-    assert len(first_step._unchecked) == before
+    assert len(first_step._checks) == before
 
 
 class TwoLayers(nn.Module):
