@@ -94,13 +94,10 @@ def test_one_rank_multiplies_by_itself() -> None:
     """Torch's reduce-scatter of one rank is a copy: a factor that is left to NCCL would be lost."""
     (backend,) = FakeNcclWorld(1).backends()
     transport = NcclTransport(backend, 0, 1)
-    for issue in (
-        lambda flat: transport.reduce_scatter(flat, (0, 4), 0.25),
-        lambda flat: transport.all_reduce(flat, 0.25),
-    ):
-        flat = torch.full((4,), 8.0)
-        issue(flat).wait()
-        assert flat.tolist() == [2.0] * 4
+    scattered, reduced = torch.full((2, 4), 8.0).unbind()
+    transport.reduce_scatter(scattered, (0, 4), 0.25).wait()
+    transport.all_reduce(reduced, 0.25).wait()
+    assert scattered.tolist() == reduced.tolist() == [2.0] * 4
     assert [note[-1] for launch in backend.launches for note in launch] == ["SUM", "SUM"]
 
 
