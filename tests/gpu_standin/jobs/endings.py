@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,8 +43,8 @@ def main(how: str, plan: str, timeout: str, users_timeout: str, linger: str) -> 
     parameters = list(model)
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     if how == "connect" and last:
-        Groups.connect = leave  # type: ignore[assignment]
-    found = {"error": "", "seconds": 0.0, "stepped": 0, "weights": [0.0]}
+        setattr(Groups, "connect", leave)  # noqa: B010 - the type is another one
+    found: dict[str, Any] = {"error": "", "seconds": 0.0, "stepped": 0, "weights": [0.0]}
     began, state = time.monotonic(), None
     try:
         state = HookState(
@@ -63,11 +64,14 @@ def main(how: str, plan: str, timeout: str, users_timeout: str, linger: str) -> 
                 futures = []
                 for index, parameter in enumerate(parameters):
                     buffers[index].copy_(sources[index])
-                    futures.append(
-                        state.reduce(FakeBucket(index, buffers[index], [parameter], index == len(parameters) - 1))
-                    )
-                engine = torch.autograd.Variable._execution_engine
-                engine.queue_callback(lambda: [future.wait() for future in futures])
+                    bucket: Any = FakeBucket(index, buffers[index], [parameter], index == len(parameters) - 1)
+                    futures.append(state.reduce(bucket))
+
+                def wait() -> None:
+                    for future in futures:
+                        future.wait()
+
+                torch.autograd.Variable._execution_engine.queue_callback(wait)
 
             in_backward(backward)
             for parameter, buffer in zip(parameters, buffers, strict=True):
