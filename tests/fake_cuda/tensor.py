@@ -180,7 +180,8 @@ def wrap(raw: Tensor, block: Block) -> FakeTensor:
     """A fake tensor on a CPU tensor's memory."""
     made: FakeTensor = torch.Tensor._make_subclass(FakeTensor, raw)
     made.block = block
-    block.base = block.base or raw.untyped_storage().data_ptr()
+    if raw.layout == torch.strided:
+        block.base = block.base or raw.untyped_storage().data_ptr()
     return made
 
 

@@ -326,7 +326,7 @@ def test_a_work_is_not_asked_while_its_communicator_is_given_up() -> None:
     released = threading.Event()
     transport = NcclTransport(backend, 0, 1)
     asked: list[bool] = []
-    backend.abort = lambda: released.wait() and None  # type: ignore[method-assign]
+    backend.abort = lambda: released.wait() and None  # type: ignore[assignment]
     work = transport.all_reduce(torch.zeros(4))
     work.is_completed = lambda: asked.append(True)  # type: ignore[attr-defined]
     transport.abort("a rank is lost")
