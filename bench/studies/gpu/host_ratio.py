@@ -71,7 +71,7 @@ class _Backward(torch.autograd.Function):
         return gradient, None
 
 
-class Job:
+class MeasuredHook:
     """One way to average, and its buckets.
 
     Args:
@@ -136,7 +136,7 @@ def main() -> None:
     dist.init_process_group("nccl", timeout=timedelta(minutes=10))
     rank = dist.get_rank()
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    jobs = [Job(mode, given.nodes[rank]) for mode in (TORCH, *given.modes.split(","))]
+    jobs = [MeasuredHook(mode, given.nodes[rank]) for mode in (TORCH, *given.modes.split(","))]
     for _ in range(WARM_STEPS):
         for job in jobs:
             job.step()
