@@ -29,6 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require", action="append", default=[], metavar="MARK", help="fail instead of skipping: netns, wheel"
     )
+    parser.addoption(
+        "--hosts-network",
+        metavar="NETWORK",
+        help="run the ranks of the fixture `processes` in network namespaces with addresses of this network, as "
+        "10.201.0.0/16 or fd77::/64, without a default route and without names",
+    )
 
 
 def no_gpu() -> str | None:

@@ -263,6 +263,14 @@ class EmulatedCluster:
         """
         return self._holders[node].enter()
 
+    def process(self, node: int) -> int:
+        """Returns the id of a process of a node, whose namespaces are the node's.
+
+        Args:
+            node: Its number.
+        """
+        return self._holders[node].pid
+
     def _limit(self, interface: str, bits_per_second: int | None) -> str:
         """The line that limits what an interface sends; the other direction is limited at the cable's other end."""
         if bits_per_second is None:

@@ -270,12 +270,19 @@ def _serve(asking: socket.socket, parent: int, loaded: ModuleType | None, proble
         os._exit(status)
 
 
-def _inside(asking: socket.socket, folder: str, loaded: ModuleType, words: list[str]) -> int:
-    """Forks the node's process inside the namespaces of who asks; kills it if that one has gone."""
-    pid, _, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+def enter_namespaces(pid: int, names: Sequence[str]) -> None:
+    """Moves this process, which has one thread, into namespaces of another one.
+
+    Args:
+        pid: Of the other process.
+        names: As in /proc/PID/ns. In a PID namespace this process's next child is.
+
+    Raises:
+        OSError: The kernel refuses.
+    """
     # Who is not root has a user namespace around the others, and none of them opens before it.
     own_user, its_user = (Path(f"/proc/{process}/ns/user").stat().st_ino for process in ("self", pid))
-    names = _NAMESPACES if own_user == its_user else ("user", *_NAMESPACES)
+    names = names if own_user == its_user else ("user", *names)
     doors = [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in names]
     libc = ctypes.CDLL(None, use_errno=True)
     for name, door in zip(names, doors, strict=True):
@@ -283,6 +290,12 @@ def _inside(asking: socket.socket, folder: str, loaded: ModuleType, words: list[
             number = ctypes.get_errno()
             raise OSError(number, f"cannot enter the node's {name} namespace: {os.strerror(number)}")
         os.close(door)
+
+
+def _inside(asking: socket.socket, folder: str, loaded: ModuleType, words: list[str]) -> int:
+    """Forks the node's process inside the namespaces of who asks; kills it if that one has gone."""
+    pid, _, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    enter_namespaces(pid, _NAMESPACES)
     os.chdir(folder)
     child = os.fork()
     if child == 0:

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -25,6 +25,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from gradwire.bench.emulation.cluster import INTERFACE, EmulatedCluster
+from gradwire.bench.emulation.fork import enter_namespaces
 from gradwire.comms.bootstrap.compat import HashStore
 from gradwire.comms.transport.shm import ShmGroup
 from support.processes import Processes
@@ -44,6 +46,8 @@ class Task:
     arguments: tuple[object, ...]
     environment: dict[str, str]
     outcome: Connection
+    host: int | None = None
+    """A process in whose network namespace the rank runs; None leaves it where it is."""
 
 
 @pytest.fixture(scope="session")
@@ -68,8 +72,9 @@ def _server() -> multiprocessing.context.ForkServerContext:
 
 
 @contextmanager
-def _starter(server: multiprocessing.context.ForkServerContext) -> Iterator[Processes]:
+def _starter(server: multiprocessing.context.ForkServerContext, network: str | None = None) -> Iterator[Processes]:
     started: list[multiprocessing.process.BaseProcess] = []
+    emulated = ExitStack()
 
     def run(
         size: int,
@@ -85,12 +90,21 @@ def _starter(server: multiprocessing.context.ForkServerContext) -> Iterator[Proc
             "MASTER_PORT": str(_free_port()),
             "WORLD_SIZE": str(size),
             "OMP_NUM_THREADS": "1",
-        } | (environment or {})
+        }
+        places = [0] * size if nodes is None else [list(dict.fromkeys(nodes)).index(node) for node in nodes]
+        hosts: list[int | None] = [None] * size
+        if network is not None:
+            cluster = emulated.enter_context(EmulatedCluster([1] * (max(places) + 1), names="none", network=network))
+            common |= {"MASTER_ADDR": cluster.address(places[0]), "GLOO_SOCKET_IFNAME": INTERFACE}
+            hosts = [cluster.process(place) for place in places]
+        common |= environment or {}
         connections = []
         for rank in range(size):
             ours, theirs = server.Pipe(duplex=False)
             own = {"RANK": str(rank)} | ({"GRADWIRE_HOSTNAME": nodes[rank]} if nodes else {})
-            task = Task(target.__code__.co_filename, target.__name__, rank, arguments, common | own, theirs)
+            task = Task(
+                target.__code__.co_filename, target.__name__, rank, arguments, common | own, theirs, hosts[rank]
+            )
             process = server.Process(target=runpy.run_path, args=(__file__, {"TASK": task}, RANK), name=f"rank {rank}")
             process.start()
             theirs.close()
@@ -103,17 +117,20 @@ def _starter(server: multiprocessing.context.ForkServerContext) -> Iterator[Proc
         if process.is_alive():
             process.kill()
         process.join()
+    emulated.close()
 
 
 @pytest.fixture
-def processes(_server: multiprocessing.context.ForkServerContext) -> Iterator[Processes]:
+def processes(
+    _server: multiprocessing.context.ForkServerContext, request: pytest.FixtureRequest
+) -> Iterator[Processes]:
     """Starts ranks as processes, with torchrun's variables set and a free port for the store.
 
     `processes(size, target, *arguments, nodes=["one", "one", "two"], environment={}, seconds=90, lost=())`: `target` is
     a top-level function of a test module; `nodes` names the logical node of each rank; ranks in `lost` may die without
     a result (None in the results). Whatever is still there after `seconds`, or when the test ends, is killed.
     """
-    with _starter(_server) as run:
+    with _starter(_server, request.config.getoption("--hosts-network")) as run:
         yield run
 
 
@@ -185,6 +202,8 @@ def _free_port() -> int:
 
 
 def _serve(task: Task) -> None:
+    if task.host is not None:
+        enter_namespaces(task.host, ("net", "uts"))
     with patch.dict("os.environ", task.environment):
         torch.set_num_threads(1)
         try:
