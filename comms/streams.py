@@ -110,7 +110,7 @@ class LateFlag:
         return bool(self._host)
 
 
-class Verdict:
+class StepVerdict:
     """A number on the device that averages are multiplied by: 1, and NaN once gradwire has given up.
 
     Args:
@@ -164,7 +164,7 @@ class SideStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.verdict = Verdict(device)
+        self.verdict = StepVerdict(device)
         self._streams = [torch.cuda.Stream(device, HIGH_PRIORITY) for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
 
     def begin(self, numbers: Iterable[int], tensors: Iterable[Tensor]) -> None:

@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "predict": ("gradwire.cli.predict", "which plan, how long, and whether to compress at all"),
     "selftest": (
         "gradwire.bench.selftest.command",
-        "kernels, NCCL and short trainings on this machine's GPUs: do they work?",
+        "do kernels, NCCL and short trainings work on this machine?",
     ),
     "topo": ("gradwire.cli.topo", "what does this machine look like: tree, matrix, picture"),
 }

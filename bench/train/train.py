@@ -111,7 +111,7 @@ class HookTraining:
         self._optimizer.step()
         self._optimizer.zero_grad()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the clock stops when the step has been done, not when it was asked for
+            torch.cuda.synchronize(self.device)  # the clock stops when the step is done, not when it was asked for
 
     def end_step(self, _: int) -> None:
         """What no clock shall see: the schedule's step, and the loss as a number."""

@@ -88,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="gradwire predict",
         usage="%(prog)s (--preset NAME | --topology FILE)\n"
-        "       (--gradient-mb MB | --parameters N | --model-json FILE | --model NAME | --models) [options]",
+        "       (--gradient-mb MB | --parameters N | --model-json FILE\n        | --model NAME | --models) [options]",
         description="Predicts the time of every plan and compressor on a cluster, and recommends one.",
         epilog="example: gradwire predict --preset dgx_a100 --nodes 4 --nic 25gbit --gradient-mb 113.2 "
         "--backward-ms 45",

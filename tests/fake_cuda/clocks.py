@@ -152,7 +152,18 @@ class Block:
         freed: Called with the block when nothing holds it any more.
     """
 
-    __slots__ = ("__weakref__", "accesses", "base", "covered", "device", "freed", "nbytes", "recorded", "stream", "where")
+    __slots__ = (
+        "__weakref__",
+        "accesses",
+        "base",
+        "covered",
+        "device",
+        "freed",
+        "nbytes",
+        "recorded",
+        "stream",
+        "where",
+    )
 
     def __init__(
         self, nbytes: int, stream: Timeline | None, device: int, freed: Callable[["Block"], None] | None

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 from fake_cuda.kernel import run_kernel
-from fake_cuda.launches import launched_by
 from fake_cuda.machine import Machine, machine
 from fake_cuda.patch import fake_cuda
 from fake_cuda.ranks import FakeProcessGroup, process_groups, run_ranks
+from fake_cupy.launches import launched_by
 from gradwire.compressors.kernels import cuda
 from kernels_on_cpu.emulator import Emulator
 

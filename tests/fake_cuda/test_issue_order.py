@@ -127,7 +127,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[SideStreams,
             return side
 
         computing.wait_stream = lambda other: waits.append(("computing", other))
-        monkeypatch.setattr(streams, "Verdict", Mock())
+        monkeypatch.setattr(streams, "StepVerdict", Mock())
         monkeypatch.setattr(torch.cuda, "Stream", stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: computing)
         monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())

@@ -334,7 +334,9 @@ def build(environment: Path, given: Path | None) -> None:
         hook_cupy(packages, libraries)
         stubs = write_stubs(packages, libraries, scratch)
         compile_operators(packages, scratch, flags)
-    run(environment / "bin" / "python", "-c", "import torch; assert torch.arange(3).cuda().add(1).tolist() == [1, 2, 3]")
+    run(
+        environment / "bin" / "python", "-c", "import torch; assert torch.arange(3).cuda().add(1).tolist() == [1, 2, 3]"
+    )
     ready.write_text(json.dumps({"torch": pinned_torch(), "sources": sources_digest()}))
     print(f"{environment}: torch {pinned_torch()} over the stand-in; {stubs} functions of NVIDIA's are not modelled")
 

@@ -21,9 +21,8 @@ from pathlib import Path
 os.environ.setdefault("GPU_STANDIN_UNKNOWN", "error")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402 - after the variable above
-
-from conformance import Outcome, run_tests  # noqa: E402 - found from the line above
+import torch
+from conformance import Outcome, run_tests
 
 DEVICES = 8
 NODES = ["one"] * 4

@@ -1,6 +1,6 @@
 """A kernel's machine code: compiled by nvcc, disassembled by nvdisasm, parsed. Neither needs a GPU.
 
-    pip install nvidia-cuda-nvdisasm      # where the toolkit's own nvdisasm is not on PATH
+pip install nvidia-cuda-nvdisasm      # where the toolkit's own nvdisasm is not on PATH
 """
 
 import importlib.metadata

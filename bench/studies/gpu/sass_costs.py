@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwire.bench.studies.gpu.sass import Kernel, compile_file
-from gradwire.bench.studies.gpu.sass_machine import LANES, PARAMETERS, SECTOR, Counts, Memory, launch
+from gradwire.bench.studies.gpu.sass_machine import LANES, PARAMETERS, SECTOR, SassCounts, SassMemory, launch
 from gradwire.compressors.kernels import reference
 from gradwire.compressors.kernels.cuda.load import ENTRY_POINTS, FOLDER
 from gradwire.compressors.kernels.reference import ChunkRule
@@ -29,9 +29,10 @@ MEMORY_NBYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
-    """What an estimate needs to know of a GPU. Sources: NVIDIA's A100, H100 and H200 datasheets; the CUDA C++
-    Programming Guide, "Arithmetic Instructions", for the units.
+class GpuRates:
+    """What an estimate needs to know of a GPU.
+
+    Source: NVIDIA's A100, H100 and H200 datasheets; CUDA C++ Programming Guide, "Arithmetic Instructions" (units).
     """
 
     name: str
@@ -46,9 +47,9 @@ class Gpu:
 
 
 GPUS = (
-    Gpu("A100 80 GB", 80, 108, 1.41e9, 2.04e12, 64),
-    Gpu("H100 SXM", 90, 132, 1.755e9, 3.35e12, 128),
-    Gpu("H200 SXM", 90, 132, 1.755e9, 4.8e12, 128),
+    GpuRates("A100 80 GB", 80, 108, 1.41e9, 2.04e12, 64),
+    GpuRates("H100 SXM", 90, 132, 1.755e9, 3.35e12, 128),
+    GpuRates("H200 SXM", 90, 132, 1.755e9, 4.8e12, 128),
 )
 ISSUE_LANES = 128
 """Four schedulers, an instruction of a warp each."""
@@ -59,10 +60,10 @@ REGISTERS, THREADS, SHARED_NBYTES = 65536, 2048, {80: 164 << 10, 90: 228 << 10, 
 
 
 class Arena:
-    """Memory for one case, and what must be in it afterwards."""
+    """SassMemory for one case, and what must be in it afterwards."""
 
     def __init__(self) -> None:
-        self.memory = Memory(MEMORY_NBYTES)
+        self.memory = SassMemory(MEMORY_NBYTES)
         self.wanted: list[tuple[str, int, NDArray[np.uint8]]] = []
 
     def put(self, tensor: Tensor) -> np.int64:
@@ -84,7 +85,7 @@ class Arena:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SassCase:
     """A kernel and what it works on."""
 
     name: str
@@ -97,10 +98,10 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class SassCost:
     """What a case took, for each element."""
 
-    case: Case
+    case: SassCase
     kernel: Kernel
     instructions: float
     """Of threads: 32 for each that a warp issues."""
@@ -113,7 +114,7 @@ class Cost:
     resident: int
     """CTAs that a multiprocessor holds."""
 
-    def limits(self, gpu: Gpu) -> tuple[float, str]:
+    def limits(self, gpu: GpuRates) -> tuple[float, str]:
         """Returns the share of the bandwidth that the busiest resource but memory leaves, and which one it is."""
         seconds = {"issue": self.instructions / ISSUE_LANES}
         for unit, count in self.units.items():
@@ -135,7 +136,7 @@ def _payloads(workers: int, nbytes: int, encode: Callable[[Tensor, Tensor], None
     return rows
 
 
-def waterfill_cases(bits: int = 5, numel: int = 16384) -> Iterator[Case]:
+def waterfill_cases(bits: int = 5, numel: int = 16384) -> Iterator[SassCase]:
     """A group a CTA."""
     nbytes, groups = reference.waterfill_nbytes(numel, bits), numel // reference.WATERFILL_GROUP
 
@@ -143,7 +144,12 @@ def waterfill_cases(bits: int = 5, numel: int = 16384) -> Iterator[Case]:
         return _payloads(workers, nbytes, lambda x, to: reference.waterfill_encode(bits, x, None, None, to), numel)
 
     def encode(arena: Arena) -> Sequence[np.generic]:
-        x, residual, left, payload = _randn(numel, 0), _randn(numel, 1), torch.empty(numel), torch.empty(nbytes, dtype=torch.uint8)
+        x, residual, left, payload = (
+            _randn(numel, 0),
+            _randn(numel, 1),
+            torch.empty(numel),
+            torch.empty(nbytes, dtype=torch.uint8),
+        )
         reference.waterfill_encode(bits, x, residual, left, payload)
         where = arena.put(x), arena.put(residual), arena.expect("new_residual", left), arena.expect("payload", payload)
         return np.int32(bits), *where, np.int64(nbytes), np.int64(numel), np.int64(numel)
@@ -165,20 +171,27 @@ def waterfill_cases(bits: int = 5, numel: int = 16384) -> Iterator[Case]:
         outputs = arena.expect("new_residual", left), arena.expect("reduced", reduced)
         return np.int32(bits), *where, *outputs, np.int64(numel)
 
-    yield Case("waterfill encode", "waterfill", "waterfill_encode", numel, groups, 512, encode)
+    yield SassCase("waterfill encode", "waterfill", "waterfill_encode", numel, groups, 512, encode)
     for workers in (1, 4, 16):
         name = f"waterfill decode_reduce, W = {workers}"
-        yield Case(name, "waterfill", "waterfill_decode_reduce", numel, groups, 512, decode(workers))
-    yield Case("waterfill reduce_encode, W = 4", "waterfill", "waterfill_reduce_encode", numel, groups, 512, reduce_encode)
+        yield SassCase(name, "waterfill", "waterfill_decode_reduce", numel, groups, 512, decode(workers))
+    yield SassCase(
+        "waterfill reduce_encode, W = 4", "waterfill", "waterfill_reduce_encode", numel, groups, 512, reduce_encode
+    )
 
 
-def quantize_cases(bits: int, numel: int = 16384) -> Iterator[Case]:
+def quantize_cases(bits: int, numel: int = 16384) -> Iterator[SassCase]:
     """A block a warp, as a launch of many CTAs has it."""
     nbytes = reference.quantize_nbytes(numel, bits)
     rounding = np.int32(0), np.uint32(0)
 
     def encode(arena: Arena) -> Sequence[np.generic]:
-        x, residual, left, payload = _randn(numel, 0), _randn(numel, 1), torch.empty(numel), torch.empty(nbytes, dtype=torch.uint8)
+        x, residual, left, payload = (
+            _randn(numel, 0),
+            _randn(numel, 1),
+            torch.empty(numel),
+            torch.empty(nbytes, dtype=torch.uint8),
+        )
         reference.quantize_encode(bits, x, residual, left, payload, None)
         where = arena.put(x), arena.put(residual), arena.expect("new_residual", left), arena.expect("payload", payload)
         return *where, np.int64(nbytes), np.int64(numel), np.int64(numel), np.int64(numel // 512), *rounding
@@ -203,20 +216,25 @@ def quantize_cases(bits: int, numel: int = 16384) -> Iterator[Case]:
         return *where, arena.expect("new_residual", left), arena.expect("reduced", reduced), np.int64(numel), *rounding
 
     name = f"quantize {bits} bits"
-    yield Case(f"{name} encode", "quantize", f"quantize_encode_{bits}", numel, 4, 256, encode)
+    yield SassCase(f"{name} encode", "quantize", f"quantize_encode_{bits}", numel, 4, 256, encode)
     for workers in (4, 8, 16):
         kernel = f"quantize_decode_reduce_{bits}"
-        yield Case(f"{name} decode_reduce, W = {workers}", "quantize", kernel, numel, 8, 256, decode(workers))
+        yield SassCase(f"{name} decode_reduce, W = {workers}", "quantize", kernel, numel, 8, 256, decode(workers))
     kernel = f"quantize_reduce_encode_{bits}"
-    yield Case(f"{name} reduce_encode, W = 4", "quantize", kernel, numel, 4, 256, reduce_encode)
+    yield SassCase(f"{name} reduce_encode, W = 4", "quantize", kernel, numel, 4, 256, reduce_encode)
 
 
-def onebit_cases(numel: int = 16384) -> Iterator[Case]:
+def onebit_cases(numel: int = 16384) -> Iterator[SassCase]:
     """A block a warp."""
     nbytes = reference.onebit_nbytes(numel)
 
     def encode(arena: Arena) -> Sequence[np.generic]:
-        x, residual, left, payload = _randn(numel, 0), _randn(numel, 1), torch.empty(numel), torch.empty(nbytes, dtype=torch.uint8)
+        x, residual, left, payload = (
+            _randn(numel, 0),
+            _randn(numel, 1),
+            torch.empty(numel),
+            torch.empty(nbytes, dtype=torch.uint8),
+        )
         reference.onebit_encode(x, residual, left, payload)
         where = arena.put(x), arena.put(residual), arena.expect("new_residual", left), arena.expect("payload", payload)
         return *where, np.int64(nbytes), np.int64(numel), np.int64(numel), np.int64(numel // 1024)
@@ -240,21 +258,26 @@ def onebit_cases(numel: int = 16384) -> Iterator[Case]:
         where = arena.put(payloads), np.int64(payloads.stride(0)), np.int64(4), arena.put(residual)
         return *where, arena.expect("new_residual", left), arena.expect("reduced", reduced), np.int64(numel)
 
-    yield Case("onebit encode", "onebit", "onebit_encode", numel, 2, 256, encode)
+    yield SassCase("onebit encode", "onebit", "onebit_encode", numel, 2, 256, encode)
     for workers in (4, 8, 16):
         name = f"onebit decode_reduce, W = {workers}"
-        yield Case(name, "onebit", "onebit_decode_reduce", numel, 2, 256, decode(workers))
-    yield Case("onebit reduce_encode, W = 4", "onebit", "onebit_reduce_encode", numel, 2, 256, reduce_encode)
+        yield SassCase(name, "onebit", "onebit_decode_reduce", numel, 2, 256, decode(workers))
+    yield SassCase("onebit reduce_encode, W = 4", "onebit", "onebit_reduce_encode", numel, 2, 256, reduce_encode)
 
 
-def chunk_topk_cases(numel: int = 16384) -> Iterator[Case]:
+def chunk_topk_cases(numel: int = 16384) -> Iterator[SassCase]:
     """A chunk a CTA."""
     rule = ChunkRule()
     nbytes, chunks = reference.chunk_topk_nbytes(numel, rule), numel // rule.chunk
     shape = np.int32(rule.chunk), np.int32(rule.keep)
 
     def encode(arena: Arena) -> Sequence[np.generic]:
-        x, residual, left, payload = _randn(numel, 0), _randn(numel, 1), torch.empty(numel), torch.empty(nbytes, dtype=torch.uint8)
+        x, residual, left, payload = (
+            _randn(numel, 0),
+            _randn(numel, 1),
+            torch.empty(numel),
+            torch.empty(nbytes, dtype=torch.uint8),
+        )
         reference.chunk_topk_encode(rule, x, residual, left, payload)
         where = arena.put(x), arena.put(residual), arena.expect("new_residual", left), arena.expect("payload", payload)
         sizes = np.int64(nbytes), np.int64(numel), np.int64(numel), np.int64(chunks)
@@ -272,13 +295,13 @@ def chunk_topk_cases(numel: int = 16384) -> Iterator[Case]:
 
         return make
 
-    yield Case("chunk_topk encode", "chunk_topk", "chunk_topk_encode", numel, chunks, 256, encode)
+    yield SassCase("chunk_topk encode", "chunk_topk", "chunk_topk_encode", numel, chunks, 256, encode)
     for workers in (4, 16):
         name = f"chunk_topk decode_reduce, W = {workers}"
-        yield Case(name, "chunk_topk", "chunk_topk_decode_reduce", numel, chunks, 256, decode(workers))
+        yield SassCase(name, "chunk_topk", "chunk_topk_decode_reduce", numel, chunks, 256, decode(workers))
 
 
-def dgc_cases(numel: int = 65536, density: float = 0.001) -> Iterator[Case]:
+def dgc_cases(numel: int = 65536, density: float = 0.001) -> Iterator[SassCase]:
     """A tile a CTA."""
     count = int(numel * density)
 
@@ -297,12 +320,12 @@ def dgc_cases(numel: int = 65536, density: float = 0.001) -> Iterator[Case]:
         return make
 
     for workers in (8, 64):
-        yield Case(
+        yield SassCase(
             f"dgc_sum, W = {workers}, 0.1 %", "dgc_select", "dgc_sum", numel, numel // 4096, 256, sum_of(workers)
         )
 
 
-def all_cases() -> Iterator[Case]:
+def all_cases() -> Iterator[SassCase]:
     """Every case, in the order of the table."""
     yield from waterfill_cases()
     yield from quantize_cases(8)
@@ -319,7 +342,7 @@ def resident_ctas(kernel: Kernel, threads: int) -> int:
     return min(REGISTERS // registers, THREADS // threads, SHARED_NBYTES[kernel.architecture] // shared, 32)
 
 
-def cost_of(case: Case, kernel: Kernel) -> Cost:
+def cost_of(case: SassCase, kernel: Kernel) -> SassCost:
     """Runs a case's machine code, checks the results, and returns what it took.
 
     Raises:
@@ -327,10 +350,10 @@ def cost_of(case: Case, kernel: Kernel) -> Cost:
         NotImplementedError: An instruction is not known.
     """
     arena = Arena()
-    counts: Counts = launch(kernel, case.blocks, case.threads, case.arguments(arena), arena.memory)
+    counts: SassCounts = launch(kernel, case.blocks, case.threads, case.arguments(arena), arena.memory)
     arena.check()
     each = LANES / case.numel
-    return Cost(
+    return SassCost(
         case,
         kernel,
         counts.issued() * each,
@@ -349,7 +372,7 @@ def heading() -> str:
     return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
 
 
-def row(cost: Cost) -> str:
+def row(cost: SassCost) -> str:
     """One line of the table; the last columns belong to the GPUs of this architecture."""
     estimates = []
     for gpu in GPUS:
@@ -365,7 +388,8 @@ def row(cost: Cost) -> str:
 def registers_table(source: Path) -> Iterator[str]:
     """Registers, shared memory and size of every kernel of the files that have cases."""
     threads = {case.kernel: case.threads for case in all_cases()}
-    yield "| kernel | sm | registers | shared, bytes | resident CTAs | instructions of the text |\n|---|---|---|---|---|---|"
+    yield "| kernel | sm | registers | shared, bytes | resident CTAs | instructions of the text |"
+    yield "|---|---|---|---|---|---|"
     for file in ENTRY_POINTS:
         for architecture in SHARED_NBYTES:
             for name, kernel in compile_file(file, architecture, source).items():

@@ -38,7 +38,22 @@ _ADDRESS = re.compile(r"\[([^\[\]]*)\]$")
 
 UNITS = {
     "convert": ("MUFU", "I2F", "F2I", "F2F", "POPC", "FLO", "BREV", "FCHK"),
-    "memory": ("LDG", "STG", "LDGSTS", "LD", "ST", "LDS", "STS", "ATOMS", "ATOMG", "RED", "SHFL", "LDC", "CCTL", "MEMBAR"),
+    "memory": (
+        "LDG",
+        "STG",
+        "LDGSTS",
+        "LD",
+        "ST",
+        "LDS",
+        "STS",
+        "ATOMS",
+        "ATOMG",
+        "RED",
+        "SHFL",
+        "LDC",
+        "CCTL",
+        "MEMBAR",
+    ),
     "fma": ("FFMA", "FMUL", "FADD", "IMAD", "HFMA2", "HADD2"),
     "control": ("BRA", "BSSY", "BSYNC", "BREAK", "EXIT", "CALL", "RET", "WARPSYNC", "NOP", "BAR", "YIELD", "ERRBAR"),
     "uniform": ("S2UR", "R2UR", "S2R", "CS2R", "VOTEU", "CGAERRBAR"),
@@ -54,7 +69,7 @@ def unit_of(opcode: str) -> str:
     return "uniform" if name.startswith("U") else "integer"
 
 
-class Memory:
+class SassMemory:
     """Bytes at consecutive addresses from GLOBAL_BASE on, and which of their sectors a kernel has touched."""
 
     def __init__(self, nbytes: int) -> None:
@@ -77,7 +92,7 @@ class Memory:
 
 
 @dataclass
-class Counts:
+class SassCounts:
     """What the warps of a launch have done."""
 
     instructions: Counter[str] = field(default_factory=Counter)
@@ -144,7 +159,7 @@ class Warp:
 class Cta:
     """One CTA of a kernel."""
 
-    def __init__(self, kernel: Kernel, constants: NDArray[np.uint8], memory: Memory, counts: Counts) -> None:
+    def __init__(self, kernel: Kernel, constants: NDArray[np.uint8], memory: SassMemory, counts: SassCounts) -> None:
         self.kernel, self.constants, self.memory, self.counts = kernel, constants, memory, counts
         self.shared = np.zeros(SHARED_BASE + kernel.shared_nbytes + 256, np.uint8)
         self.block, self.threads = 0, 0
@@ -161,7 +176,9 @@ class Cta:
                 warp.held[:] = False
 
 
-def launch(kernel: Kernel, blocks: int, threads: int, arguments: Sequence[np.generic], memory: Memory) -> Counts:
+def launch(
+    kernel: Kernel, blocks: int, threads: int, arguments: Sequence[np.generic], memory: SassMemory
+) -> SassCounts:
     """Runs a kernel and returns what its warps did.
 
     Args:
@@ -182,7 +199,7 @@ def launch(kernel: Kernel, blocks: int, threads: int, arguments: Sequence[np.gen
         at = -(-at // raw.size) * raw.size
         constants[at : at + raw.size] = raw
         at += raw.size
-    counts = Counts()
+    counts = SassCounts()
     cta = Cta(kernel, constants, memory, counts)
     with np.errstate(all="ignore"):
         for block in range(blocks):
@@ -241,7 +258,7 @@ def _float(operand: str) -> Callable[[Warp], Floats]:
         special = {"INF": math.inf, "QNAN": math.nan}
         number = special[name] if name in special else float.fromhex(name) if name.startswith("0x") else float(name)
         fixed = np.full(LANES, number, np.float32)
-        word = lambda warp: fixed.view(np.uint32)  # noqa: E731
+        word = lambda warp: fixed.view(np.uint32)
 
     def read(warp: Warp) -> Floats:
         bits = word(warp)
@@ -404,7 +421,9 @@ def _shift(kind: list[str], ops: list[str]) -> Step:
                 shifted = pair >> count
             return (shifted >> np.uint64(32) if high else shifted).astype(np.uint32)
         if left:
-            pair = low(warp).astype(np.uint64) | (upper(warp).astype(np.uint64) << np.uint64(32) if high else np.uint64(0))
+            pair = low(warp).astype(np.uint64) | (
+                upper(warp).astype(np.uint64) << np.uint64(32) if high else np.uint64(0)
+            )
             return ((pair << count) >> np.uint64(32 if high else 0)).astype(np.uint32)
         word = upper(warp) if high else low(warp)
         if signed:
@@ -542,7 +561,8 @@ def _extreme(kind: list[str], ops: list[str]) -> Step:
     if kind[0] == "FMNMX":
         x, y = _float(ops[1]), _float(ops[2])
         return _pure(
-            ops[0], lambda w: np.where(least(w), np.fmin(x(w), y(w)), np.fmax(x(w), y(w))).astype(np.float32).view(np.uint32)
+            ops[0],
+            lambda w: np.where(least(w), np.fmin(x(w), y(w)), np.fmax(x(w), y(w))).astype(np.float32).view(np.uint32),
         )
     reads = [_word(op) for op in ops[1:-1]]
     kind_of = np.uint32 if "U32" in kind else np.int32
@@ -853,7 +873,11 @@ def _count_bits(words: Words) -> Words:
 
 
 def _highest_bit(words: Words) -> Words:
-    return np.where(words == 0, np.float64(-1), np.floor(np.log2(np.maximum(words, 1).astype(np.float64)))).astype(np.int64).astype(np.uint32)
+    return (
+        np.where(words == 0, np.float64(-1), np.floor(np.log2(np.maximum(words, 1).astype(np.float64))))
+        .astype(np.int64)
+        .astype(np.uint32)
+    )
 
 
 def _unary(of: Callable[[Words], Words], ops: list[str]) -> Step:

@@ -1,6 +1,6 @@
 """DistributedDataParallel's own reducer with gradwire's hook, on torch's NCCL group: gradients, their bits, and a loss.
 
-    ddp.py PLAN OPTIONS STEPS     OPTIONS is JSON for DistributedDataParallel, with "compressor" and "backend" for gradwire
+ddp.py PLAN OPTIONS STEPS     OPTIONS is JSON for DistributedDataParallel, with "compressor" and "backend" for gradwire
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """gradwire's hook on torch's own NCCL group, streams, futures and caching allocator: sums that are exact, and their bits.
 
-    hook.py PLAN CHUNKS DTYPE STEPS     NODES has a letter for each rank
+hook.py PLAN CHUNKS DTYPE STEPS     NODES has a letter for each rank
 """
 
 import hashlib

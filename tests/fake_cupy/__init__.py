@@ -1,0 +1,1 @@
+"""A fake CuPy above the fake GPUs: gradwire's own launches, whose kernels run on the CPU and are watched."""
