@@ -183,7 +183,7 @@ def compile_layer(layer: Layer, libraries: Path, scratch: Path, flags: list[str]
 
 
 def compile_operators(packages: Path, scratch: Path, flags: list[str]) -> None:
-    """Compiles torch's operators on CUDA tensors, which torch loads by itself: as a backend that it finds by its entry point.
+    """Compiles torch's operators on CUDA tensors, which torch loads by itself: it finds them by an entry point.
 
     Done anew only where their sources have changed: they include torch's headers, which take a minute.
     """
