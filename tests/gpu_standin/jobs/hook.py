@@ -33,6 +33,23 @@ def gradient(index: int, rank: int, step: int, dtype: torch.dtype) -> torch.Tens
     return ((torch.arange(NUMELS[index]) * (index + 1) + 7 * rank + step) % 16).to(dtype)
 
 
+def reduce_buckets(
+    state: HookState, buffers: list[torch.Tensor], sources: list[torch.Tensor], parameters: list[torch.Tensor]
+) -> None:
+    """One backward pass: a kernel writes each bucket, the hook reduces it, DDP waits for all at the end."""
+
+    def reduce_all() -> None:
+        futures = []
+        for index, parameter in enumerate(parameters):
+            buffers[index].copy_(sources[index])
+            last = index == len(parameters) - 1
+            futures.append(state.reduce(FakeBucket(index, buffers[index], [parameter], last)))
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: [future.wait() for future in futures])
+
+    in_backward(reduce_all)
+
+
 def main(plan: str, chunks: str, dtype_name: str, steps: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dtype = getattr(torch, dtype_name)
@@ -46,17 +63,7 @@ def main(plan: str, chunks: str, dtype_name: str, steps: str) -> None:
     digest = hashlib.sha256()
     for step in range(int(steps)):
         sources = [gradient(index, rank, step, dtype).cuda() for index in range(len(NUMELS))]
-
-        def reduce_all() -> None:
-            futures = []
-            for index, parameter in enumerate(parameters):
-                buffers[index].copy_(sources[index])
-                last = index == len(parameters) - 1
-                futures.append(state.reduce(FakeBucket(index, buffers[index], [parameter], last)))
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: [future.wait() for future in futures])
-
-        in_backward(reduce_all)
+        reduce_buckets(state, buffers, sources, parameters)
         for index, buffer in enumerate(buffers):
             got = buffer.cpu()
             want = sum(gradient(index, other, step, torch.float64) for other in range(size)) / size

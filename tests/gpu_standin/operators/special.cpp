@@ -8,6 +8,7 @@
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/cuda/CUDAGuard.h>
 
 #include <set>
 
@@ -51,6 +52,7 @@ void copy(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 /// A number that the host reads is where a failed kernel shows.
 at::Scalar local_scalar(const at::Tensor& tensor) {
+  const c10::cuda::CUDAGuard on_device(tensor.device());  // ATen's wrapper, which is replaced, sets it
   auto number = at::native::_local_scalar_dense_cuda(tensor);
   check_for_failure();
   return number;

@@ -9,6 +9,9 @@ extern "C" {
 /* Overrides the variable GPU_STANDIN_<name> in this process from now on. */
 void gpu_standin_set(const char* name, const char* value);
 
+/* Begins the delays of all streams anew, also of those to come, as GPU_STANDIN_SEED=seed does for a new process. */
+void gpu_standin_seed(unsigned long long seed);
+
 /* Calls of each function of the API since the last reset, as JSON {"cudaMalloc": 3, ...}; valid until the thread's next call. */
 const char* gpu_standin_counts(void);
 void gpu_standin_reset_counts(void);

@@ -105,6 +105,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
   bool reached(std::uint64_t ticket);
   void wait_until(std::uint64_t ticket);
   std::string describe();
+  // Begins the delays of GPU_STANDIN_JITTER_US anew.
+  void seed(std::uint64_t value);
 
   const int device;
   const unsigned flags;

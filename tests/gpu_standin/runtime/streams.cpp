@@ -59,7 +59,9 @@ Stream::Stream(int on_device, unsigned with_flags, int with_priority)
       flags(with_flags),
       priority(with_priority),
       number(next_number++),
-      random_(setting("SEED", 0LL) * 1000003 + device * 1009 + number) {}
+      random_(0) {
+  seed(setting("SEED", 0LL));
+}
 
 Mark Stream::submit(const char* name, std::function<void()> work) {
   if (!(flags & cudaStreamNonBlocking)) {
@@ -125,7 +127,11 @@ void Stream::delay() {
   long long microseconds = setting("JITTER_US", 0LL);
   if (!microseconds) return;
   // Half of all work starts at once: short and long delays side by side reorder more than long ones alone.
-  std::uint64_t drawn = random_();
+  std::uint64_t drawn;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    drawn = random_();
+  }
   if (drawn & 1) return;
   timespec pause{0, static_cast<long>((drawn >> 1) % (microseconds * 1000))};
   nanosleep(&pause, nullptr);
@@ -152,6 +158,11 @@ bool Stream::idle() {
 }
 
 void Stream::drain() { mark().wait(); }
+
+void Stream::seed(std::uint64_t value) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  random_.seed(value * 1000003 + device * 1009 + number);
+}
 
 std::string Stream::describe() {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -304,6 +315,13 @@ int gpu_standin_submit(void* handle, const char* name, void (*run)(void*), void*
   if (!stream) return cudaErrorInvalidResourceHandle;
   stream->submit(name, [run, argument] { run(argument); });
   return cudaSuccess;
+}
+
+void gpu_standin_seed(unsigned long long seed) {
+  gpu_standin_set("SEED", std::to_string(seed).c_str());
+  for (int device = 0; device < device_count(); ++device) {
+    for (auto& stream : streams_of(device)) stream->seed(seed);
+  }
 }
 
 const char* gpu_standin_describe(void) {
