@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -44,7 +44,7 @@ class FakeCupyStream:
         _, handle = stream.__cuda_stream__()
         return cls(handle)
 
-    def __enter__(self) -> "FakeCupyStream":
+    def __enter__(self) -> Self:
         _current.handles.append(self._handle)
         return self
 

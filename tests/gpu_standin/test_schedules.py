@@ -23,9 +23,7 @@ def test_every_schedule_gives_the_same_bits(
     torch_jobs: Jobs, pytestconfig: pytest.Config, plan: str, device: str
 ) -> None:
     count = pytestconfig.getoption("--schedules")
-    ranks = torch_jobs.run(
-        "schedules.py", plan, "float32", str(count), ranks=4, NODES="aabb", **VARIABLES[device]
-    )
+    ranks = torch_jobs.run("schedules.py", plan, "float32", str(count), ranks=4, NODES="aabb", **VARIABLES[device])
     assert ranks.statuses == [0] * 4, ranks.errors
     bits = [bit for output in ranks.outputs for bit in json.loads(output.splitlines()[-1])["bits"]]
     assert len(bits) == 4 * count

@@ -60,7 +60,7 @@ def main() -> int:
     outcomes = {name: Outcome(**values) for name, values in kept.items()}
     deadline = time.monotonic() + options.seconds
     # A process that has asked CUDA how many devices there are may not fork ranks: the suite asks while it is imported.
-    torch._C._cuda_getDeviceCount = lambda: DEVICES  # type: ignore[assignment]
+    torch._C._cuda_getDeviceCount = lambda: DEVICES
     for name, outcome in run_tests("nccl", NODES, options.only, set(outcomes), deadline, chosen_as="nccl"):
         outcomes[name] = outcome
         options.outcomes.write_text(json.dumps({n: asdict(o) for n, o in outcomes.items()}, indent=1))

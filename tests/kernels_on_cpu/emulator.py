@@ -122,7 +122,7 @@ def build_kernels(folder: Path, name: str, source: str, kernels: Sequence[str], 
     if not target.exists():
         launchers = "\n".join(f"EMULATE({kernel})" for kernel in kernels)
         path.write_text(f'#include "cuda_on_cpu.h"\n{source}\n{launchers}\n')
-    options = ("-O1", *_WATCHED) if watched else ("-O1",)
+    options: tuple[str, ...] = ("-O1", *_WATCHED) if watched else ("-O1",)
     linked = (str(path), "-Wl,-Bsymbolic", "-Wl,-rpath,$ORIGIN", f"-L{folder}", f"-l:{ENGINE}")
     if watched:  # -fsanitize=thread when linking would bring libtsan
         middle = folder / f"{name}.o"

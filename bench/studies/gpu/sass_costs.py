@@ -3,7 +3,7 @@
     python -m gradwire.bench.studies.gpu.sass_costs                       # every case, for sm_80 and sm_90
     python -m gradwire.bench.studies.gpu.sass_costs --only waterfill      # some of them
     python -m gradwire.bench.studies.gpu.sass_costs --source OTHER/csrc   # another checkout's kernels
-    python -m gradwire.bench.studies.gpu.sass_costs --registers           # registers and resident CTAs, for sm_100 as well
+    python -m gradwire.bench.studies.gpu.sass_costs --registers           # registers and resident CTAs, sm_100 too
 
 The counts are exact for the case's input. The last columns are an estimate that no GPU has confirmed: the share of the
 memory's bandwidth that is left if nothing but issuing instructions (and no latency) stood in its way.

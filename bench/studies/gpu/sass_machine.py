@@ -625,7 +625,8 @@ def _to_integer(kind: list[str], ops: list[str]) -> Step:
 
     def of(warp: Warp) -> Words:
         x = np.nan_to_num(np.trunc(read(warp).astype(np.float64)), nan=0.0, posinf=most, neginf=least)
-        return np.clip(x, least, most).astype(np.int64).astype(np.uint32)
+        whole: Words = np.clip(x, least, most).astype(np.int64).astype(np.uint32)
+        return whole
 
     return _pure(ops[0], of)
 
@@ -869,7 +870,9 @@ def _register_to_flags(kind: list[str], ops: list[str]) -> Step:
 
 
 def _count_bits(words: Words) -> Words:
-    return np.unpackbits(np.ascontiguousarray(words).view(np.uint8).reshape(-1, 4), axis=1).sum(1).astype(np.uint32)
+    bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8).reshape(-1, 4), axis=1)
+    counts: Words = bits.sum(1).astype(np.uint32)
+    return counts
 
 
 def _highest_bit(words: Words) -> Words:

@@ -61,10 +61,11 @@ def load_driver(libraries: Path) -> ctypes.CDLL:
 
 def give_kernels(driver: ctypes.CDLL, libraries: Path) -> None:
     """Compiles gradwire's kernels for the host, where their sources have changed, and gives them to the driver."""
+    from gradwire.compressors.kernels.cuda.load import ENTRY_POINTS, kernel_source
     from kernels_on_cpu import emulator
 
     watched = os.environ.get(RACES) == "1"
-    texts = {name: emulator.kernel_source(name) for name in emulator.ENTRY_POINTS}
+    texts = {name: kernel_source(name) for name in ENTRY_POINTS}
     for path in sorted(emulator.HERE.glob("*.*")):
         texts[path.name] = path.read_text(encoding="utf-8")
     digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()[:16]
@@ -73,8 +74,8 @@ def give_kernels(driver: ctypes.CDLL, libraries: Path) -> None:
     with Path(folder, "lock").open("w") as lock:  # ranks of one job begin together
         fcntl.flock(lock, fcntl.LOCK_EX)
         engine = emulator.build_engine(folder)
-        built = {name: emulator.build_named(folder, name, watched=watched) for name in emulator.ENTRY_POINTS}
-        words = {name: emulator.parameter_names(folder, name) for name in emulator.ENTRY_POINTS}
+        built = {name: emulator.build_named(folder, name, watched=watched) for name in ENTRY_POINTS}
+        words = {name: emulator.parameter_names(folder, name) for name in ENTRY_POINTS}
     give = driver.gpu_standin_kernels
     give.restype = ctypes.c_char_p
     for name, library in built.items():

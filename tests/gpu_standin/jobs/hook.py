@@ -1,4 +1,4 @@
-"""gradwire's hook on torch's own NCCL group, streams, futures and caching allocator: sums that are exact, and their bits.
+"""gradwire's hook on torch's own NCCL group, streams, futures and caching allocator: exact sums, and their bits.
 
 hook.py PLAN CHUNKS DTYPE STEPS     NODES has a letter for each rank
 """

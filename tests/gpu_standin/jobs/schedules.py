@@ -1,6 +1,6 @@
 """Many schedules of one job: the same hook, plan and gradients under another jitter each, on connections made once.
 
-    schedules.py PLAN DTYPE SEEDS     prints the bits of each seed
+schedules.py PLAN DTYPE SEEDS     prints the bits of each seed
 """
 
 import hashlib
@@ -11,9 +11,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
 from gpu_standin.calls import Cuda
 from gpu_standin.jobs.hook import NUMELS, Parameters, gradient, reduce_buckets
+
 from gradwire.comms.hook import HookState
 
 STEPS = 2
@@ -35,7 +35,9 @@ def main(plan: str, dtype_name: str, seeds: str) -> None:
         digest = hashlib.sha256()
         for step in range(STEPS):
             # Not whole numbers: in another order of additions they would have other bits.
-            sources = [gradient(index, rank, step, torch.float32).mul_(0.1).to(dtype).cuda() for index in range(len(NUMELS))]
+            sources = [
+                gradient(index, rank, step, torch.float32).mul_(0.1).to(dtype).cuda() for index in range(len(NUMELS))
+            ]
             reduce_buckets(state, buffers, sources, list(model.parameters()))
             for buffer in buffers:
                 digest.update(buffer.cpu().view(torch.uint8).numpy().tobytes())

@@ -7,4 +7,4 @@ import torch
 
 def load() -> None:
     """Puts CPU kernels in the place of all CUDA kernels of torch, for this process."""
-    torch.ops.load_library(Path(__file__).with_name("liboperators.so"))
+    torch.ops.load_library(Path(__file__).with_name("liboperators.so"))  # type: ignore[no-untyped-call]
