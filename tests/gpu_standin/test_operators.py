@@ -153,7 +153,7 @@ class Gate:
 @pytest.fixture
 def side() -> "torch.cuda.Stream":
     assert LIBRARIES is not None
-    return torch.cuda.Stream()
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 def test_an_operator_returns_before_it_runs(side: "torch.cuda.Stream") -> None:
@@ -162,9 +162,9 @@ def test_an_operator_returns_before_it_runs(side: "torch.cuda.Stream") -> None:
     with Gate(side) as gate:
         with torch.cuda.stream(side):
             values.add_(1)
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        assert not done.query()
+        assert not done.query()  # type: ignore[no-untyped-call]
         assert values.sum().item() == 0, "the default stream does not wait for another"
         gate.open()
         torch.cuda.current_stream().wait_event(done)
@@ -178,7 +178,7 @@ def test_a_missing_wait_shows_as_wrong_numbers(side: "torch.cuda.Stream") -> Non
         with Gate(side) as gate:
             with torch.cuda.stream(side):
                 values.copy_(torch.ones(1000, device="cuda", dtype=torch.float64))
-                done = torch.cuda.Event()
+                done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 done.record()
             if wait:
                 torch.cuda.current_stream().wait_event(done)
@@ -223,7 +223,7 @@ def test_the_default_generators_numbers_come_again() -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
     assert not torch.equal(first[0], second)
     kept = nn.functional.dropout(torch.ones(10_000, device="cuda"), 0.25)
-    assert set(kept.unique().tolist()) == {0.0, kept.max().item()}
+    assert set(kept.unique().tolist()) == {0.0, kept.max().item()}  # type: ignore[no-untyped-call]
     assert abs((kept == 0).float().mean().item() - 0.25) < 0.02
 
 
@@ -272,7 +272,7 @@ def convolutions(device: str) -> list[Tensor]:
         generator = torch.Generator().manual_seed(step)
         inputs, labels = torch.randn(4, 3, 8, 8, generator=generator), torch.randint(0, 10, (4,), generator=generator)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(network(inputs.to(device)), labels.to(device)).backward()
+        nn.functional.cross_entropy(network(inputs.to(device)), labels.to(device)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return [each.detach().cpu() for each in network.parameters()]
 

@@ -7,7 +7,9 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +36,7 @@ def gradient(index: int, rank: int, step: int, dtype: torch.dtype) -> torch.Tens
 
 
 def reduce_buckets(
-    state: HookState, buffers: list[torch.Tensor], sources: list[torch.Tensor], parameters: list[torch.Tensor]
+    state: HookState, buffers: list[torch.Tensor], sources: list[torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> None:
     """One backward pass: a kernel writes each bucket, the hook reduces it, DDP waits for all at the end."""
 
@@ -43,9 +45,14 @@ def reduce_buckets(
         for index, parameter in enumerate(parameters):
             buffers[index].copy_(sources[index])
             last = index == len(parameters) - 1
-            futures.append(state.reduce(FakeBucket(index, buffers[index], [parameter], last)))
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: [future.wait() for future in futures])
+            bucket: Any = FakeBucket(index, buffers[index], [parameter], last)
+            futures.append(state.reduce(bucket))
+
+        def wait() -> None:
+            for future in futures:
+                future.wait()
+
+        torch.autograd.Variable._execution_engine.queue_callback(wait)
 
     in_backward(reduce_all)
 
@@ -66,7 +73,7 @@ def main(plan: str, chunks: str, dtype_name: str, steps: str) -> None:
         reduce_buckets(state, buffers, sources, parameters)
         for index, buffer in enumerate(buffers):
             got = buffer.cpu()
-            want = sum(gradient(index, other, step, torch.float64) for other in range(size)) / size
+            want = torch.stack([gradient(index, other, step, torch.float64) for other in range(size)]).sum(0) / size
             assert torch.equal(got.double(), want), f"step {step}, bucket {index}: {got[:4]}, not {want[:4]}"
             digest.update(got.view(torch.uint8).numpy().tobytes())
     state.close()
