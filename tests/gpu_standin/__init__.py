@@ -1,1 +1,1 @@
-"""Torch's own CUDA build over CUDA and NCCL in host memory: docs/how-to/test_on_a_gpu_of_host_memory.md."""
+"""Torch's own CUDA build over CUDA and NCCL in host memory: docs/develop/test_on_a_gpu_of_host_memory.md."""
