@@ -206,6 +206,31 @@ __device__ inline Coded load_coded(const uint8_t* row, int64_t i, int64_t numel)
           load_float(row + 8 * (i / kBlock) + 4)};
 }
 
+// The same where all of it exists and lies at whole words.
+template <int kBits>
+__device__ inline Coded load_whole(const uint8_t* codes, const uint8_t* range) {
+  using Four = typename Codes<kBits>::Four;
+  return {{*reinterpret_cast<const Four*>(codes), *reinterpret_cast<const Four*>(codes + kHalf * kBits / 8)},
+          *reinterpret_cast<const float*>(range),
+          *reinterpret_cast<const float*>(range + 4)};
+}
+
+// sum += a run. Codes become bytes, and bytes floats, without the unit that converts: it takes an eighth of a warp.
+template <int kBits>
+__device__ inline void add_run(Run& sum, const Coded& coded) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t even = kBits == 8 ? coded.codes[half] : coded.codes[half] & 0x0f0fu;
+    const uint32_t odd = kBits == 8 ? coded.codes[half] : coded.codes[half] >> 4 & 0x0f0fu;
+#pragma unroll
+    for (int c = 0; c < kQuad; ++c) {
+      const uint32_t place = static_cast<uint32_t>(kBits == 8 ? c : c / 2);
+      const uint32_t bits = pick_bytes(c % 2 ? odd : even, bits_of_float(kWhole), 0x7650u + place);
+      sum.at[kQuad * half + c] += coded.low + (float_of_bits(bits) - kWhole) * coded.unit;
+    }
+  }
+}
+
 // target = the sum of `a.workers` payloads of one run, which never leaves its block.
 template <int kBits>
 __device__ inline void decode_run(const Reduction<uint8_t>& a, int64_t i) {
@@ -213,17 +238,22 @@ __device__ inline void decode_run(const Reduction<uint8_t>& a, int64_t i) {
   if (i >= a.numel) return;
   Run sum = {};
   if (a.addend) sum = Memory<Float32>::load(a.addend + i, a.numel - i);
-  for (int64_t first = 0; first < a.workers; first += kAhead) {
-    Coded coded[kAhead];
+  if (i + kHalf + kQuad <= a.numel && aligned<uint32_t>(a.rows) && a.stride % 4 == 0) {
+    const uint8_t *codes = a.rows + codes_at<kBits>(i, a.numel), *range = a.rows + 8 * (i / kBlock);
+    for (int64_t first = 0; first < a.workers; first += kAhead) {
+      Coded coded[kAhead];
 #pragma unroll
-    for (int w = 0; w < kAhead; ++w)
-      if (first + w < a.workers) coded[w] = load_coded<kBits>(a.rows + (first + w) * a.stride, i, a.numel);
+      for (int w = 0; w < kAhead; ++w) {
+        if (first + w < a.workers) coded[w] = load_whole<kBits>(codes, range);
+        codes += a.stride, range += a.stride;
+      }
 #pragma unroll
-    for (int w = 0; w < kAhead; ++w)
-#pragma unroll
-      for (int c = 0; c < kRun; ++c)
-        if (first + w < a.workers)
-          sum.at[c] += coded[w].low + code_in<kBits>(coded[w].codes[c / kQuad], c % kQuad) * coded[w].unit;
+      for (int w = 0; w < kAhead; ++w)
+        if (first + w < a.workers) add_run<kBits>(sum, coded[w]);
+    }
+  } else {
+#pragma unroll 1
+    for (int64_t w = 0; w < a.workers; ++w) add_run<kBits>(sum, load_coded<kBits>(a.rows + w * a.stride, i, a.numel));
   }
   Memory<Float32>::store(a.target + i, sum, a.numel - i);
 }

@@ -3,7 +3,7 @@
     python -m gradwire.bench.studies.gpu.sass_costs                       # every case, for sm_80 and sm_90
     python -m gradwire.bench.studies.gpu.sass_costs --only waterfill      # some of them
     python -m gradwire.bench.studies.gpu.sass_costs --source OTHER/csrc   # another checkout's kernels
-    python -m gradwire.bench.studies.gpu.sass_costs --registers           # registers and resident CTAs, sm_100 too
+    python -m gradwire.bench.studies.gpu.sass_costs --registers           # registers and CTAs, sm_100 too
 
 The counts are exact for the case's input. The last columns are an estimate that no GPU has confirmed: the share of the
 memory's bandwidth that is left if nothing but issuing instructions (and no latency) stood in its way.
@@ -23,7 +23,6 @@ from gradwire.bench.studies.gpu.sass import Kernel, compile_file
 from gradwire.bench.studies.gpu.sass_machine import LANES, PARAMETERS, SECTOR, SassCounts, SassMemory, launch
 from gradwire.compressors.kernels import reference
 from gradwire.compressors.kernels.cuda.load import ENTRY_POINTS, FOLDER
-from gradwire.compressors.kernels.reference import ChunkRule
 
 MEMORY_NBYTES = 8 << 20
 
@@ -32,7 +31,8 @@ MEMORY_NBYTES = 8 << 20
 class GpuRates:
     """What an estimate needs to know of a GPU.
 
-    Source: NVIDIA's A100, H100 and H200 datasheets; CUDA C++ Programming Guide, "Arithmetic Instructions" (units).
+    Sources: NVIDIA's A100, H100 and H200 datasheets; for the units the CUDA C++ Programming Guide, "Arithmetic
+    Instructions".
     """
 
     name: str
@@ -251,78 +251,10 @@ def onebit_cases(numel: int = 16384) -> Iterator[SassCase]:
 
         return make
 
-    def reduce_encode(arena: Arena) -> Sequence[np.generic]:
-        payloads, residual, left = rows(4), _randn(numel, 1), torch.empty(numel)
-        reduced = torch.empty(nbytes, dtype=torch.uint8)
-        reference.onebit_reduce_encode(payloads[:, :nbytes], residual, left, reduced, numel)
-        where = arena.put(payloads), np.int64(payloads.stride(0)), np.int64(4), arena.put(residual)
-        return *where, arena.expect("new_residual", left), arena.expect("reduced", reduced), np.int64(numel)
-
     yield SassCase("onebit encode", "onebit", "onebit_encode", numel, 2, 256, encode)
     for workers in (4, 8, 16):
         name = f"onebit decode_reduce, W = {workers}"
         yield SassCase(name, "onebit", "onebit_decode_reduce", numel, 2, 256, decode(workers))
-    yield SassCase("onebit reduce_encode, W = 4", "onebit", "onebit_reduce_encode", numel, 2, 256, reduce_encode)
-
-
-def chunk_topk_cases(numel: int = 16384) -> Iterator[SassCase]:
-    """A chunk a CTA."""
-    rule = ChunkRule()
-    nbytes, chunks = reference.chunk_topk_nbytes(numel, rule), numel // rule.chunk
-    shape = np.int32(rule.chunk), np.int32(rule.keep)
-
-    def encode(arena: Arena) -> Sequence[np.generic]:
-        x, residual, left, payload = (
-            _randn(numel, 0),
-            _randn(numel, 1),
-            torch.empty(numel),
-            torch.empty(nbytes, dtype=torch.uint8),
-        )
-        reference.chunk_topk_encode(rule, x, residual, left, payload)
-        where = arena.put(x), arena.put(residual), arena.expect("new_residual", left), arena.expect("payload", payload)
-        sizes = np.int64(nbytes), np.int64(numel), np.int64(numel), np.int64(chunks)
-        return *shape, np.float32(rule.decay), *where, *sizes
-
-    def decode(workers: int) -> Callable[[Arena], Sequence[np.generic]]:
-        def make(arena: Arena) -> Sequence[np.generic]:
-            payloads = _payloads(
-                workers, nbytes, lambda x, to: reference.chunk_topk_encode(rule, x, None, None, to), numel
-            )
-            target = torch.empty(numel)
-            reference.chunk_topk_decode_reduce(rule, payloads[:, :nbytes], None, target)
-            where = arena.put(payloads), np.int64(payloads.stride(0)), np.int64(workers), np.int64(0)
-            return *shape, *where, arena.expect("target", target), np.int64(numel), np.int64(chunks)
-
-        return make
-
-    yield SassCase("chunk_topk encode", "chunk_topk", "chunk_topk_encode", numel, chunks, 256, encode)
-    for workers in (4, 16):
-        name = f"chunk_topk decode_reduce, W = {workers}"
-        yield SassCase(name, "chunk_topk", "chunk_topk_decode_reduce", numel, chunks, 256, decode(workers))
-
-
-def dgc_cases(numel: int = 65536, density: float = 0.001) -> Iterator[SassCase]:
-    """A tile a CTA."""
-    count = int(numel * density)
-
-    def sum_of(workers: int) -> Callable[[Arena], Sequence[np.generic]]:
-        def make(arena: Arena) -> Sequence[np.generic]:
-            rows, target = torch.empty(workers, 8 * count, dtype=torch.uint8), torch.zeros(numel)
-            for worker in range(workers):
-                chosen = torch.randperm(numel, generator=torch.Generator().manual_seed(worker))[:count].sort().values
-                values = _randn(count, worker)
-                rows[worker, : 4 * count] = chosen.int().view(torch.uint8)
-                rows[worker, 4 * count :] = values.view(torch.uint8)
-                target[chosen] += values
-            where = arena.put(rows), np.int64(rows.stride(0)), np.int64(workers), np.int64(count), np.int32(0)
-            return *where, arena.expect("target", target), np.int64(numel)
-
-        return make
-
-    for workers in (8, 64):
-        yield SassCase(
-            f"dgc_sum, W = {workers}, 0.1 %", "dgc_select", "dgc_sum", numel, numel // 4096, 256, sum_of(workers)
-        )
 
 
 def all_cases() -> Iterator[SassCase]:
@@ -331,8 +263,6 @@ def all_cases() -> Iterator[SassCase]:
     yield from quantize_cases(8)
     yield from quantize_cases(4)
     yield from onebit_cases()
-    yield from chunk_topk_cases()
-    yield from dgc_cases()
 
 
 def resident_ctas(kernel: Kernel, threads: int) -> int:

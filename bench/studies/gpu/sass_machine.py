@@ -614,7 +614,8 @@ def _to_float(kind: list[str], ops: list[str]) -> Step:
             word = word >> np.uint32(8 * part) & np.uint32(255)
         unsigned = "U32" in kind or "U8" in kind
         exact = word.astype(np.float64) if unsigned else word.view(np.int32).astype(np.float64)
-        return _rounded(exact, kind).view(np.uint32)
+        bits: Words = _rounded(exact, kind).view(np.uint32)
+        return bits
 
     return _pure(ops[0], of)
 
