@@ -175,7 +175,7 @@ $(stamp)torch: constraints.txt | $(python)
 	  torch=torch==$(version)+cpu; \
 	else \
 	  echo "pip finds no CPU build of torch $(version) for this Python, so it takes the build that the index has. For"; \
-	  echo "Linux that is PyPI's for CUDA with its nvidia-* packages: about 3 GB to download, 8 GB on disk. For the CPU"; \
+	  echo "Linux that is PyPI's for CUDA with its nvidia-* packages: about 3 GB to download, 5 GB on disk. For the CPU"; \
 	  echo "build, 0.2 GB, stop here and say where it is: \`make TORCH_INDEX=ADDRESS\`, the index that pytorch.org"; \
 	  echo "names for pip and CPU (or PIP_EXTRA_INDEX_URL, or PIP_FIND_LINKS for a folder of wheels)."; \
 	  torch=torch==$(version); \
