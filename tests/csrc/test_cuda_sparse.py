@@ -265,10 +265,9 @@ def test_powersgd_of_many_matrices_is_the_reference(
             torch.testing.assert_close(ours.cpu(), twin, rtol=1e-4, atol=1e-4)
         else:
             assert_same(ours, twin)
+    short, factors = torch.zeros(start - gap - 1, device=device), own.to(device)
     with pytest.raises(ValueError, match="`matrices` reach"):
-        cuda.powersgd_restore_many(
-            torch.zeros(start - gap - 1, device=device), None, matrices, torch.empty(p_start, device=device), own, own
-        )
+        cuda.powersgd_restore_many(short, None, matrices, torch.empty(p_start, device=device), factors, factors)
 
 
 def test_orthogonal_rows_for_any_input_in_one_launch(device: torch.device) -> None:
