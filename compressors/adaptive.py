@@ -31,13 +31,13 @@ from gradwire.compressors.base import (
     check_gradient,
     equal_bounds,
 )
-from gradwire.compressors.cast import CAST_DTYPES, CastCodec
+from gradwire.compressors.codecs.cast import CAST_DTYPES, CastCodec
 from gradwire.compressors.dense import Dense
-from gradwire.compressors.kernels.dispatch import KERNELS_ON
+from gradwire.compressors.leftover import Leftover
 from gradwire.compressors.matrices import cut_between
 from gradwire.compressors.powersgd import PowerSGD
 from gradwire.compressors.registry import Option, make, options_of
-from gradwire.compressors.residual import ElementStore, Piece
+from gradwire.compressors.residual import Piece
 from gradwire.compressors.routed import Routed
 from gradwire.compressors.rules import DEFAULT_RULES, Rule
 from gradwire.compressors.stateful import Stateful
@@ -76,27 +76,6 @@ NARROW: Mapping[torch.dtype, str] = {dtype: name for name, dtype in CAST_DTYPES.
 """What exact layers travel in where it is the dtype of their gradients, by torch's name."""
 
 
-class _Scaling(CastCodec):
-    """A cast of what is multiplied with a factor in float32 first.
-
-    Args:
-        dtype: "float16" or "bfloat16".
-        factor: By which what is encoded is multiplied; not what is decoded.
-    """
-
-    def __init__(self, dtype: str, factor: float) -> None:
-        super().__init__(dtype)
-        self.factor = factor
-
-    def encode_residual(
-        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
-    ) -> None:
-        """See `FusedCodec.encode_residual`; of p = factor * flat + residual."""
-        if flat.numel():
-            narrow = payload.view(self.dtype)
-            KERNELS_ON[flat.device.type].cast_encode(flat, self.factor, residual, new_residual, narrow)
-
-
 class Exact(Dense):
     """An exact sum: gradients of 16 bits travel in 16 bits, and are summed in float32 and rounded once.
 
@@ -107,6 +86,11 @@ class Exact(Dense):
     out but for the order of float32 roundings, in twice the bytes: the bucket that the sum is written to has 16 bits.
     """
 
+    @property
+    def by_element(self) -> bool:
+        """See `Stateful.by_element`: not so of the candidates that may take its place."""
+        return False
+
     def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Collective]:
         """See `Compressor.all_reduce`."""
         narrow = NARROW.get(group.dtype)
@@ -116,7 +100,7 @@ class Exact(Dense):
         check_gradient(shard)
         codec = back = CastCodec(narrow)
         if group.scale != 1.0:
-            codec, back = _Scaling(narrow, 1.0 / group.scale), _Scaling(narrow, group.scale)
+            codec, back = CastCodec(narrow, 1.0 / group.scale), CastCodec(narrow, group.scale)
         yield from two_stage(shard, shard, group, codec, back, Residuals())
 
 
@@ -327,11 +311,7 @@ class Adaptive(Routed):
         """Parameters that have not travelled since another compressor held back of them, on all ranks alike: shards
         that one is in send exact layers in float32, as what was held back needs its bits."""
         self._wide_undecided: set[str] = set()
-        self._leftover = ElementStore()
-        """What the compressors that parameters had before have held back."""
-        self._moving: set[str] = set()
-        self._added: set[str] = set()
-        self._undecided: set[str] = set()
+        self._leftover = Leftover()
         self._numels: dict[str, int] = {}
         self._measured: dict[tuple[str, int], list[Tensor]] = {}
         self._measured_lock = threading.Lock()
@@ -376,7 +356,7 @@ class Adaptive(Routed):
         measuring = self.measuring and group.size > 1
         if measuring:
             self._measure(shard, layout)
-        self._add_leftover(shard, layout)
+        self._leftover.add(shard, layout)
         if not self._wide.isdisjoint(item.name for item in layout.slices):
             group = replace(group, dtype=torch.float32)
         yield from super().all_reduce(shard, layout, group)
@@ -403,7 +383,7 @@ class Adaptive(Routed):
         for number, compressor in enumerate(self.candidates):
             leaving = {name for name in changed if self.candidate_of(name) == number}
             if leaving:
-                self._take_back(compressor, leaving, device)
+                self._leftover.take_back(compressor, leaving, self._shapes, device)
         self._wide |= {name for name in changed if self.candidate_of(name)}
         self._choice = {name: number for name, number in choice.items() if number}
         self._known.clear()
@@ -458,29 +438,21 @@ class Adaptive(Routed):
     def end_step(self, finite: bool | Tensor) -> None:
         """See `Compressor.end_step`."""
         super().end_step(finite)
-        self._settle(self._undecided)
-        added, self._added, self._undecided = self._added, set(), set()
-        if isinstance(finite, Tensor):
-            self._leftover.select(finite)
-            self._undecided = added
-        elif finite:
-            self._leftover.commit()
-            self._settle(added)
-        else:
-            self._leftover.drop()
+        self._leftover.end_step(finite)
         self.step += 1 if isinstance(finite, Tensor) else int(finite)
 
     def retract_step(self) -> None:
         """See `Compressor.retract_step`."""
         super().retract_step()
-        self._undecided, self._wide_undecided = set(), set()
+        self._leftover.retract_step()
+        self._wide_undecided = set()
         self.step -= 1
 
     def rescale(self, factor: float | Tensor) -> None:
         """See `Compressor.rescale`."""
         check_factor(factor)
         super().rescale(factor)
-        self._leftover.rescale(factor)
+        self._leftover.store.rescale(factor)
 
     def bind_model(self, numels: Mapping[str, int]) -> None:
         """See `Compressor.bind_model`."""
@@ -490,24 +462,22 @@ class Adaptive(Routed):
     def flush(self, shard: Tensor, layout: Layout) -> None:
         """See `Compressor.flush`."""
         super().flush(shard, layout)
-        self._add_leftover(shard, layout)
+        self._leftover.add(shard, layout)
 
     def held(self) -> Iterator[HeldRun]:
         """See `Compressor.held`."""
         yield from super().held()
-        for name, start, numel in self._leftover.runs():
+        for name, start, numel in self._leftover.store.runs():
             yield HeldRun(name, start, numel)
 
     def export(self, layout: Layout, device: torch.device) -> Tensor:
         """See `Compressor.export`; the last row is what the compressors before have held back."""
-        return torch.cat([super().export(layout, device), self._leftover.export(layout, device).unsqueeze(0)])
+        return torch.cat([super().export(layout, device), self._leftover.store.export(layout, device).unsqueeze(0)])
 
     def adopt(self, layout: Layout, rows: Tensor) -> None:
         """See `Compressor.adopt`."""
         super().adopt(layout, rows[:-1])
-        if bool(rows[-1].any()):
-            self._leftover.adopt(layout, rows[-1])
-            self._moving.update(item.name for item in layout.slices)
+        self._leftover.adopt(layout, rows[-1])
 
     def state_dict(self) -> StateDict:
         """See `Compressor.state_dict`; what is chosen is in it."""
@@ -519,7 +489,7 @@ class Adaptive(Routed):
         state[PREFIX + "candidates"] = json.dumps([spec.text for spec in self.specs])
         state[PREFIX + "choice"] = json.dumps(chosen)
         state[PREFIX + "notes"] = json.dumps(self.notes, sort_keys=True)
-        for piece in self._leftover.pieces():
+        for piece in self._leftover.store.pieces():
             state[f"{PREFIX}leftover/{piece.start}/{piece.name}"] = piece.value.clone()
         return state
 
@@ -554,8 +524,6 @@ class Adaptive(Routed):
         self._wide, self._wide_undecided = (set(names) for names in json.loads(str(own["wide"])))
         self.notes = json.loads(str(own["notes"]))
         self._leftover.replace(pieces)
-        self._moving = {piece.name for piece in pieces}
-        self._added, self._undecided = set(), set()
         self._measured.clear()
 
     def _measure(self, shard: Tensor, layout: Layout) -> None:
@@ -570,45 +538,6 @@ class Adaptive(Routed):
         with self._measured_lock:
             self.measuring_seconds += time.thread_time() - began
 
-    def _add_leftover(self, shard: Tensor, layout: Layout) -> None:
-        if not self._moving:
-            return
-        for item in layout.slices:
-            if item.name in self._moving:
-                alone = Layout((Slice(item.name, item.shape, item.parameter_start, 0, item.numel),))
-                if self._leftover.holds(alone):
-                    value, staged = self._leftover.update(alone, shard.device)
-                    shard[item.start : item.stop].add_(value)
-                    staged.zero_()
-                with self._measured_lock:
-                    self._added.add(item.name)
-
-    def _settle(self, added: set[str]) -> None:
-        """Lets go of what has been added to gradients that have arrived."""
-        if added:
-            self._moving -= added
-            if not self._moving:
-                self._leftover.replace([])
-
-    def _take_back(self, compressor: Compressor, names: set[str], device: torch.device) -> None:
-        """Moves what `compressor` holds back of some parameters to the leftover."""
-        runs: dict[str, list[tuple[int, int]]] = {}
-        for run in compressor.held():
-            if run.name in names:
-                numel = run.numel
-                if numel is None:
-                    numel = int(torch.Size(self._shapes.get(run.name, ())).numel())
-                runs.setdefault(run.name, []).append((run.start, run.start + numel))
-        for name, found in runs.items():
-            shape = self._shapes.get(name, (max(stop for _, stop in found),))
-            for start, stop in _union(found):
-                layout = Layout((Slice(name, shape, start, 0, stop - start),))
-                flat = torch.zeros(stop - start, device=device)
-                compressor.flush(flat, layout)
-                compressor.export(layout, device)
-                self._leftover.adopt(layout, flat)
-                self._moving.add(name)
-
 
 def _left_out(candidates: Sequence[Compressor], flat: Tensor, item: Slice) -> list[Tensor]:
     """What one payload of each would leave out; low ranks of one size are found once."""
@@ -622,17 +551,6 @@ def _left_out(candidates: Sequence[Compressor], flat: Tensor, item: Slice) -> li
             found.append(each.left_out_beside(factors[key], flat, item))
         else:
             found.append(cast(Measurable, each).left_out(flat, item))
-    return found
-
-
-def _union(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Runs that touch or overlap, as one."""
-    found: list[tuple[int, int]] = []
-    for start, stop in sorted(runs):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], stop)
-        else:
-            found.append((start, stop))
     return found
 
 

@@ -212,7 +212,7 @@ class Codec(Protocol):
     rank sees that the step is not finite. Methods may be called from several threads at once, and with zero elements.
 
     A codec that can add the residual, or encode a shard's parts together, faster than one step after the other offers
-    `FusedCodec` or `PieceCodec` (compressors/two_stage.py) as well.
+    `FusedCodec` or `PieceCodec` (compressors/codecs/base.py) as well.
     """
 
     def wire_nbytes(self, numel: int) -> int:
@@ -263,6 +263,9 @@ class Packer(Protocol):
             break_even: See `Member.break_even`.
             device_type: `cpu` or `cuda`.
         """
+
+    def payload_note(self, break_even: float, device_type: str) -> str:
+        """Whether and why shards are packed, as a sentence; arguments as for `expects_to_pack`."""
 
     def expected_nbytes(self, layout: Layout, group_size: int, break_even: float, device_type: str) -> int:
         """What `Compressor.wire_nbytes` is where it is known whether a shard is packed."""

@@ -39,6 +39,11 @@ class Dense(Stateful):
         self.momentum = momentum
         self.nesterov = nesterov
 
+    @property
+    def by_element(self) -> bool:
+        """See `Stateful.by_element`."""
+        return True
+
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
         """See `Compressor.partition`."""
         return equal_bounds(layout.numel, parts, CACHE_LINE_NUMEL)
@@ -75,6 +80,11 @@ class WideSum(Dense):
     def __init__(self) -> None:
         super().__init__()
         self.name = "float32"
+
+    @property
+    def by_element(self) -> bool:
+        """See `Stateful.by_element`: owners by the links' rates are for sums in the dtype of the buckets."""
+        return False
 
     @staticmethod
     def takes(dtype: torch.dtype) -> bool:

@@ -23,11 +23,12 @@ from gradwire.compressors.base import (
     equal_bounds,
     refuse_capture,
 )
-from gradwire.compressors.cast import CAST_DTYPES
+from gradwire.compressors.codecs.base import encode
+from gradwire.compressors.codecs.cast import CAST_DTYPES
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState
 from gradwire.compressors.stateful import Stateful
-from gradwire.compressors.two_stage import MEASURED_NUMEL, SHARD_ALIGN, TwoStage, encode
+from gradwire.compressors.two_stage import MEASURED_NUMEL, SHARD_ALIGN, TwoStage
 
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
 """Source: Lin et al., ICLR 2018, section 3.3: four epochs of rising sparsity before the final one."""
@@ -55,7 +56,7 @@ class DGC(Stateful):
             stays in the total.
         mask_momentum: Sets the momentum of what is sent to zero (momentum factor masking), as the paper does: an
             element that is sent in every step then moves as without momentum. Measured: with it the CNN of
-            docs/reference/convergence.md ended further behind plain DDP, the more so the more was sent.
+            docs/results/convergence.md ended further behind plain DDP, the more so the more was sent.
 
     Raises:
         ValueError: An option is out of range.

@@ -19,7 +19,7 @@ from gradwire.compressors.residual import ElementStore, Piece, keep_until_read
 
 FLOOR = 0.125
 """Of the mean of a parameter's run, added to every element's unit: an element that the dense start hardly moved can
-still catch up. Measured: 0.02 to 0.5 end alike on the CNN of docs/reference/convergence.md; a floor of 1 after a short
+still catch up. Measured: 0.02 to 0.5 end alike on the CNN of docs/results/convergence.md; a floor of 1 after a short
 start does not."""
 
 EXPONENT = 0x7F800000

@@ -28,7 +28,7 @@ from gradwire.compressors.base import (
     check_gradient,
     refuse_capture,
 )
-from gradwire.compressors.cast import CAST_DTYPES, CastCodec
+from gradwire.compressors.codecs.cast import CAST_DTYPES, CastCodec
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.kernels.hashing import hash_uniforms, mix_key, name_key
 from gradwire.compressors.kernels.reference import FactorRun, FactorRuns
@@ -106,6 +106,11 @@ class PowerSGD(Stateful):
         self._parts: dict[Layout, _Parts] = {}
         self._drawn: set[str] = set()
         """Parameters whose first factor was stored by the last `end_step`, which a tensor decided."""
+
+    @property
+    def has_owners(self) -> bool:
+        """See `Stateful.has_owners`: where the factors are narrowed, owners sum them."""
+        return self.codec is not None
 
     def matrix(self, item: Slice) -> MatrixSlice | None:
         """Returns the slice as the matrix it is compressed as, or None where it is sent dense."""

@@ -6,15 +6,16 @@ from functools import partial
 from typing import cast
 
 from gradwire.compressors.base import Codec, Compressor
-from gradwire.compressors.cast import Cast, PackedCast
-from gradwire.compressors.chunk_topk import ChunkTopk
+from gradwire.compressors.codecs.cast import Cast
+from gradwire.compressors.codecs.chunk_topk import ChunkTopk
+from gradwire.compressors.codecs.onebit import OneBit
+from gradwire.compressors.codecs.packed_cast import PackedCast
+from gradwire.compressors.codecs.quantize import Quantize
+from gradwire.compressors.codecs.waterfill import Waterfill
 from gradwire.compressors.dense import Dense
 from gradwire.compressors.dgc import DGC
-from gradwire.compressors.onebit import OneBit
 from gradwire.compressors.powersgd import PowerSGD
-from gradwire.compressors.quantize import Quantize
 from gradwire.compressors.two_stage import TwoStage
-from gradwire.compressors.waterfill import Waterfill
 
 Option = bool | int | float | str | None | tuple[float, ...] | tuple[str, ...]
 """What an option's value may be."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,10 +22,12 @@ from gradwire.compressors.base import (
     check_gradient,
 )
 from gradwire.compressors.dense import Dense
-from gradwire.compressors.registry import Option, make
 from gradwire.compressors.residual import ElementStore
 from gradwire.compressors.rules import DEFAULT_RULES, Rule, rules_from
 from gradwire.compressors.stateful import Stateful
+
+if TYPE_CHECKING:
+    from gradwire.compressors.registry import Option
 
 SEPARATOR = "|"
 """Between a route's number and a key in a state dict; parameter names are attribute paths and cannot hold it."""
@@ -92,15 +95,22 @@ class Routed:
     """
 
     def __init__(
-        self, name: str, options: Mapping[str, Option] | None = None, rules: Sequence[Rule] = DEFAULT_RULES
+        self, name: str, options: "Mapping[str, Option] | None" = None, rules: Sequence[Rule] = DEFAULT_RULES
     ) -> None:
         self.name = name
+        from gradwire.compressors.registry import make  # here: it knows every compressor
+
         self.main = make(name, options)
         self.rules = tuple(rules)
         exact = Dense(momentum=getattr(self.main, "momentum", 0.0), nesterov=getattr(self.main, "nesterov", False))
         others = [exact if rule.compressor == "none" else make(rule.compressor, rule.options) for rule in self.rules]
         self.routes: tuple[Compressor, ...] = (self.main, *others)
         self._known: dict[Layout, list[tuple[Compressor, Selection]]] = {}
+
+    @property
+    def by_element(self) -> bool:
+        """See `Stateful.by_element`; all routes decide."""
+        return all(isinstance(each, Stateful) and each.by_element for each in self.routes)
 
     def route_of(self, layout: Layout, index: int) -> int:
         """Returns the number of the slice's compressor in `routes`: 0 for the main one, else 1 + the rule's number.
@@ -292,7 +302,7 @@ def _spread(part: Tensor, selection: Selection, target: Tensor) -> None:
 
 
 def make_routed(
-    name: str, options: Mapping[str, Option] | None = None, rules: Sequence[Rule | Mapping[str, object]] = ()
+    name: str, options: "Mapping[str, Option] | None" = None, rules: Sequence[Rule | Mapping[str, object]] = ()
 ) -> Compressor:
     """Returns the compressor that a hook uses: `name` with its options, the user's rules and the default ones.
 
@@ -305,4 +315,6 @@ def make_routed(
         ValueError: An unknown compressor, option or rule field, or a value out of range.
         TypeError: An option's value of the wrong type.
     """
+    from gradwire.compressors.registry import make  # here: as above
+
     return make(name, options) if name == "none" and not rules else Routed(name, options, rules_from(rules))

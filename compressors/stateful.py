@@ -32,6 +32,19 @@ class Stateful:
         self.fields = {field: ElementStore() for field in fields}
         self._numels: dict[str, int] = {}
 
+    @property
+    def has_owners(self) -> bool:
+        """Whether payloads go to owners of parts, who send their sum to all (two_stage.py)."""
+        return False
+
+    @property
+    def by_element(self) -> bool:
+        """Whether the result for an element goes by nothing but what the ranks have of it, and nothing is kept of it.
+
+        Then a bucket may be cut anywhere, and another way in every start.
+        """
+        return False
+
     def bind_model(self, numels: Mapping[str, int]) -> None:
         """See `Compressor.bind_model`."""
         self._numels = dict(numels)

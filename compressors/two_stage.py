@@ -7,12 +7,8 @@ Owners decode their own reduced payload like everybody else, so that all ranks e
 Source: Tang et al., 1-bit Adam, ICML 2021, section 4.
 """
 
-import functools
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,7 +28,15 @@ from gradwire.compressors.base import (
     refuse_capture,
     weighted_bounds,
 )
-from gradwire.compressors.kernels.reference.pieces import decode_each, encode_each
+from gradwire.compressors.codecs.base import (
+    BlockCodec,
+    decode_pieces,
+    encode,
+    encode_pieces,
+    reduce_encode,
+    takes_pieces,
+)
+from gradwire.compressors.kernels.dispatch import KERNELS_ON
 from gradwire.compressors.stateful import Stateful
 
 PART_ALIGN = 64
@@ -44,168 +48,6 @@ SHARD_ALIGN = 1024
 MEASURED_NUMEL = 1 << 20
 """Elements that are encoded at a time where only the error is wanted: what is needed beside the gradient stays in a
 processor's cache."""
-
-
-@runtime_checkable
-class FusedCodec(Codec, Protocol):
-    """A codec that also handles the residual, and the sum of several payloads, without an extra pass over memory.
-
-    A class that names it as its base has `encode` and `decode` by it, and must have the others.
-    """
-
-    def encode(self, flat: Tensor, payload: Tensor) -> None:
-        """See `Codec.encode`."""
-        self.encode_residual(flat, None, None, payload)
-
-    def decode(self, payload: Tensor, flat: Tensor) -> None:
-        """See `Codec.decode`."""
-        self.decode_reduce(payload.unsqueeze(0), None, flat)
-
-    @abstractmethod
-    def encode_residual(
-        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
-    ) -> None:
-        """Encodes p = flat + residual.
-
-        Args:
-            flat: (n) float32.
-            residual: (n) float32, or None.
-            new_residual: (n) float32, overwritten with p - decode(payload); may be `residual`, or None.
-            payload: (wire_nbytes(n)) uint8, overwritten.
-        """
-
-    @abstractmethod
-    def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
-        """Writes addend + decode(payloads[0]) + decode(payloads[1]) + ..., in this order, into `flat`.
-
-        Args:
-            payloads: (workers, wire_nbytes(n)) uint8; rows may be apart.
-            addend: (n) float32, or None.
-            flat: (n) float32, overwritten.
-        """
-
-
-@runtime_checkable
-class PieceCodec(FusedCodec, Protocol):
-    """A codec that does each stage of the exchange in one call: one launch on CUDA, however many owners there are."""
-
-    @abstractmethod
-    def encode_pieces(
-        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
-    ) -> None:
-        """Encodes each run of `width` elements of flat + residual into its row of `payloads`, as encode_residual.
-
-        Args:
-            flat: (n) float32, n >= 1.
-            residual: (n) float32, or None.
-            new_residual: (n) float32, overwritten with what the payloads leave out; may be `residual`, or None.
-            payloads: (pieces, wire_nbytes(width)) uint8; each row is overwritten up to its payload's own size, and all
-                of it where the piece is full.
-            width: Elements of a piece; the last piece may be shorter.
-        """
-
-    @abstractmethod
-    def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
-        """Decodes each row of `payloads` into its run of `width` elements of `flat`.
-
-        Args:
-            payloads: (pieces, wire_nbytes(width)) uint8.
-            flat: (n) float32, n >= 1, overwritten.
-            width: Elements of a piece; the last piece may be shorter.
-        """
-
-    @abstractmethod
-    def reduce_encode(
-        self, payloads: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor, numel: int
-    ) -> None:
-        """Encodes the sum of the decoded payloads plus `residual`: the owner's stage.
-
-        Args:
-            payloads: (workers, wire_nbytes(numel)) uint8; rows may be apart.
-            residual: (numel) float32, or None.
-            new_residual: (numel) float32, overwritten with what `reduced` leaves out; may be `residual`, or None.
-            reduced: (wire_nbytes(numel)) uint8, overwritten.
-            numel: Elements of the owner's part; may be 0.
-        """
-
-
-@functools.cache
-def _offers(kind: type, protocol: type) -> bool:
-    """Whether a class has a protocol's methods: asked of `typing` it takes 10 us, and each bucket asks five times."""
-    return issubclass(kind, protocol)
-
-
-def _is_fused(codec: Codec) -> TypeGuard[FusedCodec]:
-    return _offers(type(codec), FusedCodec)
-
-
-def _takes_pieces(codec: Codec) -> TypeGuard[PieceCodec]:
-    return _offers(type(codec), PieceCodec)
-
-
-def encode(codec: Codec, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor) -> None:
-    """Does what FusedCodec.encode_residual does, with any codec."""
-    if _is_fused(codec):
-        codec.encode_residual(flat, residual, new_residual, payload)
-        return
-    p = flat if residual is None else flat + residual
-    codec.encode(p, payload)
-    if new_residual is not None:
-        decoded = torch.empty_like(p)
-        codec.decode(payload, decoded)
-        torch.sub(p, decoded, out=new_residual)
-
-
-def encode_pieces(
-    codec: Codec, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
-) -> None:
-    """Does what PieceCodec.encode_pieces does, with any codec and any number of elements."""
-    if not flat.numel():
-        return
-    if _takes_pieces(codec):
-        codec.encode_pieces(flat, residual, new_residual, payloads, width)
-    else:
-        encode_each(partial(encode, codec), codec.wire_nbytes, flat, residual, new_residual, payloads, width)
-
-
-def decode_pieces(codec: Codec, payloads: Tensor, flat: Tensor, width: int) -> None:
-    """Does what PieceCodec.decode_pieces does, with any codec and any number of elements."""
-    if not flat.numel():
-        return
-    if _takes_pieces(codec):
-        codec.decode_pieces(payloads, flat, width)
-    else:
-        decode_each(codec.decode, codec.wire_nbytes, payloads, flat, width)
-
-
-def decode_sum(codec: Codec, payloads: Tensor, flat: Tensor) -> None:
-    """Does what FusedCodec.decode_reduce does without an addend, with any codec."""
-    if _is_fused(codec):
-        codec.decode_reduce(payloads, None, flat)
-        return
-    decoded = torch.empty_like(flat)
-    flat.zero_()
-    for payload in payloads:
-        codec.decode(payload, decoded)
-        flat.add_(decoded)
-
-
-def reduce_encode(
-    codec: Codec,
-    return_codec: Codec,
-    payloads: Tensor,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
-    reduced: Tensor,
-    numel: int,
-) -> None:
-    """Does what PieceCodec.reduce_encode does, with any two codecs: `return_codec` encodes the sum."""
-    if return_codec is codec and _takes_pieces(codec):
-        codec.reduce_encode(payloads, residual, new_residual, reduced, numel)
-        return
-    total = torch.empty(numel, device=payloads.device)
-    decode_sum(codec, payloads, total)
-    encode(return_codec, total, residual, new_residual, reduced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +111,7 @@ def _blank(codec: Codec, rows: int, nbytes: int, full: int, device: torch.device
     user's codec, which need not write every byte, the whole tensor.
     """
     payloads = torch.empty(rows, nbytes, dtype=torch.uint8, device=device)
-    written = full if _takes_pieces(codec) else 0
+    written = full if takes_pieces(codec) else 0
     if written < rows:
         payloads[written:].zero_()
     return payloads
@@ -366,6 +208,11 @@ class TwoStage(Stateful):
         self.warmup_steps = warmup_steps
         self._own_parts: dict[tuple[Layout, Member], Layout] = {}
 
+    @property
+    def has_owners(self) -> bool:
+        """See `Stateful.has_owners`."""
+        return True
+
     def partition(self, layout: Layout, parts: int) -> tuple[int, ...]:
         """See `Compressor.partition`."""
         return equal_bounds(layout.numel, parts, SHARD_ALIGN)
@@ -399,11 +246,13 @@ class TwoStage(Stateful):
             shard.mul_(units)
 
     def prepare(self, device: torch.device) -> None:
-        """Is called before the first step of a shard: compressors whose codec has kernels see here that they are there.
+        """Is called before the first step of a shard: where the codec has kernels, it sees that they are there.
 
         Raises:
             CudaKernelsError: The kernels cannot be used on this device; nothing was changed.
         """
+        if isinstance(self.codec, BlockCodec):
+            _ = KERNELS_ON[device.type]
 
     def exchange(
         self,

@@ -5,23 +5,26 @@ wrote; and it times the call against a copy of as many bytes. A kernel of `compr
 test compares both with the functions of the CUDA kernels and with the entry points of their files.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Codec
-from gradwire.compressors.chunk_topk import ChunkTopkCodec
+from gradwire.compressors.codecs.base import BlockCodec
+from gradwire.compressors.codecs.cast import CastCodec
+from gradwire.compressors.codecs.chunk_topk import ChunkRule, ChunkTopkCodec
+from gradwire.compressors.codecs.onebit import OneBitCodec
+from gradwire.compressors.codecs.quantize import QuantizeCodec
+from gradwire.compressors.codecs.waterfill import WaterfillCodec
 from gradwire.compressors.kernels import cuda, reference
-from gradwire.compressors.kernels.cuda.pack import PackTable
 from gradwire.compressors.kernels.dispatch import ExponentKernels, Kernels
 from gradwire.compressors.kernels.reference import (
     EXPONENTS_BLOCK,
-    ChunkRule,
     DgcRule,
     DgcRun,
     DgcState,
@@ -29,10 +32,6 @@ from gradwire.compressors.kernels.reference import (
     FactorRuns,
     exponents_most_nbytes,
 )
-from gradwire.compressors.kernels.reference import pack as reference_pack
-from gradwire.compressors.onebit import OneBitCodec
-from gradwire.compressors.quantize import QuantizeCodec
-from gradwire.compressors.waterfill import WaterfillCodec
 
 CPU = torch.device("cpu")
 WORKERS = 4
@@ -41,8 +40,6 @@ OWNERS = 3
 """Pieces that a tensor is cut into."""
 RANK = 4
 """Of PowerSGD's factors."""
-TENSORS = 64
-"""Whose elements a bucket is packed from, the later ones longer."""
 SCALE = 0.125
 """The mean of eight ranks: a factor that rounds nothing."""
 TOLERANCE = 1e-4
@@ -57,43 +54,17 @@ class KernelSet:
     Attributes:
         kernels: A module, or an object, with the functions of `Kernels`.
         device: Where their tensors lie.
-        packing: A module with `pack` and `unpack`; None for CUDA's, which have a table on the device.
+        exponents: Whether they are `ExponentKernels` too.
     """
 
     kernels: Kernels
     device: torch.device
-    packing: "BucketPacking | None"
-
-    def packer(
-        self, back: bool, tensors: Sequence[Tensor], offsets: Sequence[int], bucket: Tensor
-    ) -> Callable[[], None]:
-        """One run of pack or unpack, its table made beforehand.
-
-        Args:
-            back: From the bucket into the tensors.
-            tensors: Of one dtype.
-            offsets: Where each begins in the bucket, in elements.
-            bucket: 1-D.
-        """
-        if self.packing is None:
-            table = PackTable(tensors, offsets, SCALE)
-            return partial(table.unpack if back else table.pack, bucket)
-        return partial(self.packing.unpack if back else self.packing.pack, tensors, offsets, SCALE, bucket)
-
-
-class BucketPacking(Protocol):
-    """What packs without a table."""
-
-    def pack(self, tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, bucket: Tensor) -> None:
-        """See reference.pack.pack."""
-
-    def unpack(self, tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, bucket: Tensor) -> None:
-        """See reference.pack.unpack."""
+    exponents: bool
 
 
 def reference_kernels() -> KernelSet:
     """The reference, on the CPU: what the others are compared with."""
-    return KernelSet(reference, CPU, reference_pack)
+    return KernelSet(reference, CPU, exponents=True)
 
 
 def cpu_kernels() -> KernelSet:
@@ -104,12 +75,12 @@ def cpu_kernels() -> KernelSet:
     """
     from gradwire.compressors.kernels import native  # as dispatch.py: a tree that was never built has none
 
-    return KernelSet(native, CPU, native)
+    return KernelSet(native, CPU, exponents=True)
 
 
 def cuda_kernels(device: torch.device) -> KernelSet:
     """CUDA's."""
-    return KernelSet(cuda, device, None)
+    return KernelSet(cuda, device, exponents=False)
 
 
 class KernelInputs:
@@ -182,90 +153,65 @@ def _cut(numel: int) -> tuple[int, int]:
     return width, -(-numel // width)
 
 
-def _cast_encode(dtype: torch.dtype, of: KernelSet, given: KernelInputs) -> KernelCall:
-    x, residual, left = given.values(0), given.values(1), given.zeros(given.numel)
-    target = given.zeros(given.numel, dtype=dtype)
-    return KernelCall(lambda: of.kernels.cast_encode(x, SCALE, residual, left, target), (x, residual), (left, target))
-
-
-def _halves(dtype: torch.dtype, given: KernelInputs) -> Tensor:
-    return torch.stack([given.values(seed) for seed in range(WORKERS)]).to(dtype)
-
-
-def _cast_decode_reduce(dtype: torch.dtype, of: KernelSet, given: KernelInputs) -> KernelCall:
-    sources, addend, target = _halves(dtype, given), given.values(9), given.zeros(given.numel)
-    return KernelCall(lambda: of.kernels.cast_decode_reduce(sources, addend, target), (sources, addend), (target,))
-
-
-def _cast_reduce_encode(dtype: torch.dtype, of: KernelSet, given: KernelInputs) -> KernelCall:
-    sources, residual, left = _halves(dtype, given), given.values(9), given.zeros(given.numel)
-    reduced = given.zeros(given.numel, dtype=dtype)
-    return KernelCall(
-        lambda: of.kernels.cast_reduce_encode(sources, residual, left, reduced), (sources, residual), (left, reduced)
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Blockwise:
-    """The five calls that onebit, quantize, waterfill and chunk_topk have alike.
+    """The calls that there are for every block codec.
 
     Attributes:
-        stem: Of the functions' names.
-        codec: Says how long a payload is, and makes those that are decoded.
-        first: Arguments before the tensors.
-        last: Arguments of encoding calls behind the tensors.
+        codec: Whose payloads are written and read.
+        suffix: Behind the calls' names.
     """
 
-    stem: str
-    codec: Codec
-    first: tuple[object, ...] = ()
-    last: tuple[object, ...] = ()
+    codec: BlockCodec
+    suffix: str = ""
 
     def encode(self, of: KernelSet, given: KernelInputs) -> KernelCall:
-        x, residual, left = given.values(0), given.values(1), given.zeros(given.numel)
-        payload = given.zeros(self.codec.wire_nbytes(given.numel), dtype=torch.uint8)
-        call = getattr(of.kernels, f"{self.stem}_encode")
-        return KernelCall(
-            lambda: call(*self.first, x, residual, left, payload, *self.last), (x, residual), (left, payload)
-        )
+        return self._encode(of, given, given.numel, 1)
 
     def encode_pieces(self, of: KernelSet, given: KernelInputs) -> KernelCall:
-        width, pieces = _cut(given.numel)
+        return self._encode(of, given, *_cut(given.numel))
+
+    def _encode(self, of: KernelSet, given: KernelInputs, width: int, pieces: int) -> KernelCall:
         x, residual, left = given.values(0), given.values(1), given.zeros(given.numel)
         payloads = given.zeros(pieces, self.codec.wire_nbytes(width), dtype=torch.uint8)
-        call = getattr(of.kernels, f"{self.stem}_encode_pieces")
         return KernelCall(
-            lambda: call(*self.first, x, residual, left, payloads, width, *self.last), (x, residual), (left, payloads)
+            lambda: of.kernels.encode_pieces(self.codec, x, residual, left, payloads, width),
+            (x, residual),
+            (left, payloads),
         )
 
     def decode_pieces(self, of: KernelSet, given: KernelInputs) -> KernelCall:
         width, pieces = _cut(given.numel)
         payloads, target = given.payloads(self.codec, width, pieces), given.zeros(pieces * width)
-        call = getattr(of.kernels, f"{self.stem}_decode_pieces")
-        return KernelCall(lambda: call(*self.first, payloads, target, width), (payloads,), (target,))
+        return KernelCall(lambda: of.kernels.decode_pieces(self.codec, payloads, target, width), (payloads,), (target,))
 
     def decode_reduce(self, of: KernelSet, given: KernelInputs) -> KernelCall:
         payloads, addend = given.payloads(self.codec, given.numel), given.values(9)
         target = given.zeros(given.numel)
-        call = getattr(of.kernels, f"{self.stem}_decode_reduce")
-        return KernelCall(lambda: call(*self.first, payloads, addend, target), (payloads, addend), (target,))
+        return KernelCall(
+            lambda: of.kernels.decode_reduce(self.codec, payloads, addend, target), (payloads, addend), (target,)
+        )
 
     def reduce_encode(self, of: KernelSet, given: KernelInputs) -> KernelCall:
         payloads, residual = given.payloads(self.codec, given.numel), given.values(9)
         left, reduced = given.zeros(given.numel), torch.zeros_like(payloads[0])
-        call = getattr(of.kernels, f"{self.stem}_reduce_encode")
         return KernelCall(
-            lambda: call(*self.first, payloads, residual, left, reduced, given.numel, *self.last),
+            lambda: of.kernels.reduce_encode(self.codec, payloads, residual, left, reduced, given.numel),
             (payloads, residual),
             (left, reduced),
         )
 
-    def calls(self, suffix: str = "") -> dict[str, CallMaker]:
-        stages: tuple[CallMaker, ...] = (
+    def calls(self, *names: str) -> dict[str, CallMaker]:
+        """Those of these names, or all."""
+        every: tuple[CallMaker, ...] = (
             self.encode, self.encode_pieces, self.decode_pieces, self.decode_reduce, self.reduce_encode
         )  # fmt: skip
-        names = ("encode", "encode_pieces", "decode_pieces", "decode_reduce", "reduce_encode")
-        return {f"{self.stem}_{name}{suffix}": stage for name, stage in zip(names, stages, strict=True)}
+        known = ("encode", "encode_pieces", "decode_pieces", "decode_reduce", "reduce_encode")
+        return {
+            f"{self.codec.family}_{name}{self.suffix}": call
+            for name, call in zip(known, every, strict=True)
+            if name in (names or known)
+        }
 
 
 def _dgc(parameters: int, of: KernelSet, given: KernelInputs) -> KernelCall:
@@ -377,19 +323,8 @@ def _orthogonalize(of: KernelSet, given: KernelInputs) -> KernelCall:
     )
 
 
-def _pack(back: bool, tensor: torch.dtype, bucket: torch.dtype, of: KernelSet, given: KernelInputs) -> KernelCall:
-    offsets, lengths = _parts(given.numel, TENSORS)
-    flat = given.values(0).to(tensor)
-    tensors = [flat[start : start + numel].clone() for start, numel in zip(offsets, lengths, strict=True)]
-    whole = given.values(1).to(bucket)
-    run = of.packer(back, tensors, offsets, whole)
-    ends = ((whole,), tuple(tensors)) if back else (tuple(tensors), (whole,))
-    return KernelCall(run, *ends)
-
-
 def _exponents(back: bool, of: KernelSet, given: KernelInputs) -> KernelCall:
-    kernels = of.kernels
-    assert isinstance(kernels, ExponentKernels), "`exponents_calls` is for the CPU"
+    kernels = cast(ExponentKernels, of.kernels)
     numel = -(-given.numel // EXPONENTS_BLOCK) * EXPONENTS_BLOCK
     blocks = given.values(0, numel).bfloat16().view(-1, EXPONENTS_BLOCK)
     payload = given.zeros(exponents_most_nbytes(numel), dtype=torch.uint8)
@@ -404,37 +339,18 @@ def _exponents(back: bool, of: KernelSet, given: KernelInputs) -> KernelCall:
     return KernelCall(lambda: kernels.exponents_unpack(payload, target), (payload,), (target,))
 
 
-def _casts() -> dict[str, CallMaker]:
-    made: dict[str, CallMaker] = {}
-    for name, dtype in FORMATS.items():
-        if dtype != torch.float32:
-            made[f"cast_encode {name}"] = partial(_cast_encode, dtype)
-            made[f"cast_decode_reduce {name}"] = partial(_cast_decode_reduce, dtype)
-            made[f"cast_reduce_encode {name}"] = partial(_cast_reduce_encode, dtype)
-    return made
-
-
-def _packs() -> dict[str, CallMaker]:
-    return {
-        f"{'unpack' if back else 'pack'} {tensor} {bucket}": partial(_pack, back, FORMATS[tensor], FORMATS[bucket])
-        for back in (False, True)
-        for tensor in FORMATS
-        for bucket in FORMATS
-    }
-
-
-_RULE = ChunkRule()
 CALLS: dict[str, CallMaker] = {
-    **_casts(),
-    **_Blockwise("quantize", QuantizeCodec(8), (8,), (None,)).calls(" 8 bits"),
-    **_Blockwise("quantize", QuantizeCodec(4), (4,), (None,)).calls(" 4 bits"),
-    "quantize_encode 8 bits, random": _Blockwise("quantize", QuantizeCodec(8), (8,), (5,)).encode,
-    "quantize_reduce_encode 4 bits, random": _Blockwise("quantize", QuantizeCodec(4), (4,), (5,)).reduce_encode,
-    **_Blockwise("waterfill", WaterfillCodec(5), (5,)).calls(" 5 bits"),
-    "waterfill_encode 2 bits": _Blockwise("waterfill", WaterfillCodec(2), (2,)).encode,
-    "waterfill_decode_reduce 2 bits": _Blockwise("waterfill", WaterfillCodec(2), (2,)).decode_reduce,
-    **_Blockwise("onebit", OneBitCodec()).calls(),
-    **_Blockwise("chunk_topk", ChunkTopkCodec(_RULE), (_RULE,)).calls(),
+    **_Blockwise(CastCodec("float16"), " f16").calls(),
+    **_Blockwise(CastCodec("bfloat16"), " bf16").calls(),
+    **_Blockwise(CastCodec("bfloat16", SCALE), " bf16, scaled").calls("encode", "reduce_encode"),
+    **_Blockwise(QuantizeCodec(8), " 8 bits").calls(),
+    **_Blockwise(QuantizeCodec(4), " 4 bits").calls(),
+    **_Blockwise(QuantizeCodec(8, 5), " 8 bits, random").calls("encode"),
+    **_Blockwise(QuantizeCodec(4, 5), " 4 bits, random").calls("reduce_encode"),
+    **_Blockwise(WaterfillCodec(5), " 5 bits").calls(),
+    **_Blockwise(WaterfillCodec(2), " 2 bits").calls("encode", "decode_reduce"),
+    **_Blockwise(OneBitCodec()).calls(),
+    **_Blockwise(ChunkTopkCodec(ChunkRule())).calls(),
     "dgc_step": partial(_dgc, 1),
     "dgc_step_many": partial(_dgc, 5),
     **{f"dgc_sum {name}": partial(_dgc_sum, dtype) for name, dtype in FORMATS.items()},
@@ -446,7 +362,6 @@ CALLS: dict[str, CallMaker] = {
     "powersgd_restore": partial(_restore, False),
     "powersgd_restore_many": partial(_restore, True),
     "orthogonalize_many": _orthogonalize,
-    **_packs(),
 }
 """Name -> what makes the call, for every kind of device."""
 

@@ -4,38 +4,27 @@ Compositions are written as a careful user would: preallocated outputs, few pass
 faster than torch. Every case works on a few sets of buffers in turn, so that inputs come from memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.compressors.chunk_topk import ChunkTopkCodec
-from gradwire.compressors.kernels import native, reference
-from gradwire.compressors.kernels.cuda.pack import PackTable
+from gradwire.compressors.codecs.cast import CastCodec
+from gradwire.compressors.codecs.chunk_topk import ChunkRule, ChunkTopkCodec
+from gradwire.compressors.codecs.onebit import OneBitCodec
+from gradwire.compressors.codecs.quantize import QuantizeCodec
+from gradwire.compressors.codecs.waterfill import WaterfillCodec
+from gradwire.compressors.kernels import reference
 from gradwire.compressors.kernels.dispatch import KERNELS_ON, ExponentKernels
-from gradwire.compressors.kernels.reference import (
-    EXPONENTS_BLOCK,
-    ChunkRule,
-    DgcRule,
-    DgcState,
-    exponents_most_nbytes,
-)
-from gradwire.compressors.onebit import OneBitCodec
-from gradwire.compressors.quantize import QuantizeCodec
-from gradwire.compressors.waterfill import WaterfillCodec
+from gradwire.compressors.kernels.reference import EXPONENTS_BLOCK, DgcRule, DgcState, exponents_most_nbytes
 
 SETS = 3
 """Sets of buffers: with 25 MiB in each tensor, more than any cache holds."""
 WORKERS = 4
 RANK = 4
 DENSITY = 0.001
-TENSORS = 256
-"""What a bucket is packed from: 100 KiB each."""
-SCALE = 0.125
-"""The mean of eight ranks."""
 Step = Callable[[int], object]
 """One run on the buffers of set i."""
 
@@ -64,22 +53,22 @@ def cast_case(numel: int, device: torch.device) -> KernelCase:
         torch.empty(numel, dtype=torch.float16, device=device),
         _randn(numel, device),
     )
-    kernels = KERNELS_ON[x[0].device.type]
+    codec = CastCodec("float16", 0.125)
 
     def composed(i: int) -> None:
         torch.mul(x[i], 0.125, out=scaled[i])
         half.copy_(scaled[i])
 
     return KernelCase(
-        "fp16_encode", 6.0 * numel, lambda i: kernels.cast_encode(x[i], 0.125, None, None, half), composed, [half]
+        "fp16_encode", 6.0 * numel, lambda i: codec.encode(x[i], half.view(torch.uint8)), composed, [half]
     )
 
 
 def onebit_encode_case(numel: int, device: torch.device) -> KernelCase:
     """Signs and block scales of gradient + residual, and the new residual in place of the old."""
     g, e, p, signs = (_randn(numel, device) for _ in range(4))
-    payload = torch.empty(OneBitCodec().wire_nbytes(numel), dtype=torch.uint8, device=device)
-    kernels = KERNELS_ON[payload.device.type]
+    codec = OneBitCodec()
+    payload = torch.empty(codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
 
     def composed(i: int) -> object:
         torch.add(g[i], e[i], out=p[i])
@@ -90,7 +79,7 @@ def onebit_encode_case(numel: int, device: torch.device) -> KernelCase:
         return pack_bits(p[i] >= 0), scales
 
     return KernelCase(
-        "onebit_encode", 12.125 * numel, lambda i: kernels.onebit_encode(g[i], e[i], e[i], payload), composed, e
+        "onebit_encode", 12.125 * numel, lambda i: codec.encode_residual(g[i], e[i], e[i], payload), composed, e
     )
 
 
@@ -117,7 +106,6 @@ def onebit_decode_case(numel: int, device: torch.device) -> KernelCase:
         codec.encode(x, payload)
     split = codec.wire_nbytes(numel) - numel // 8
     scales = payloads[:, :split].contiguous().view(torch.float32)
-    kernels = KERNELS_ON[payloads.device.type]
 
     def composed(i: int) -> None:
         total = target[i].view(-1, 1024)
@@ -129,7 +117,7 @@ def onebit_decode_case(numel: int, device: torch.device) -> KernelCase:
     return KernelCase(
         "onebit_decode_reduce",
         (4 + WORKERS / 8) * numel,
-        lambda i: kernels.onebit_decode_reduce(payloads, None, target[i]),
+        lambda i: codec.decode_reduce(payloads, None, target[i]),
         composed,
         target,
     )
@@ -139,7 +127,7 @@ def quantize_case(bits: int, numel: int, device: torch.device) -> KernelCase:
     """Block-wise min-max codes of a gradient."""
     x, codec = _randn(numel, device), QuantizeCodec(bits)
     payloads = [torch.empty(codec.wire_nbytes(numel), dtype=torch.uint8, device=device) for _ in range(2)]
-    kernels, levels, split = KERNELS_ON[x[0].device.type], 2**bits - 1, numel // 512 * 8
+    levels, split = 2**bits - 1, numel // 512 * 8
     meta, codes_out = payloads[1][:split].view(torch.float32).view(-1, 2), payloads[1][split:]
     scaled = torch.empty(numel // 512, 512, device=device)
     codes = codes_out if bits == 8 else torch.empty(numel, dtype=torch.uint8, device=device)
@@ -160,7 +148,7 @@ def quantize_case(bits: int, numel: int, device: torch.device) -> KernelCase:
     return KernelCase(
         f"int{bits}_encode",
         (4 + bits / 8) * numel,
-        lambda i: kernels.quantize_encode(bits, x[i], None, None, payloads[0], None),
+        lambda i: codec.encode(x[i], payloads[0]),
         composed,
         payloads,
     )
@@ -172,7 +160,7 @@ def quantize_decode_case(bits: int, numel: int, device: torch.device) -> KernelC
     payloads = torch.empty(WORKERS, codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
     for payload in payloads:
         codec.encode(x, payload)
-    kernels, split = KERNELS_ON[payloads.device.type], numel // 512 * 8
+    split = numel // 512 * 8
     meta, codes = payloads[:, :split].contiguous().view(torch.float32).view(WORKERS, -1, 2), payloads[:, split:]
     pairs, high = (torch.empty(numel // 2, dtype=torch.int16, device=device) for _ in range(2))
 
@@ -192,7 +180,7 @@ def quantize_decode_case(bits: int, numel: int, device: torch.device) -> KernelC
     return KernelCase(
         f"int{bits}_decode_reduce",
         (4 + WORKERS * bits / 8) * numel,
-        lambda i: kernels.quantize_decode_reduce(bits, payloads, None, target[i]),
+        lambda i: codec.decode_reduce(payloads, None, target[i]),
         composed,
         target,
     )
@@ -208,12 +196,11 @@ def waterfill_case(bits: int, numel: int, device: torch.device) -> KernelCase:
     """Codes of a gradient, of as many bits as each block of 32 gets."""
     x, codec = [each * waterfill_blocks(numel, device) for each in _randn(numel, device)], WaterfillCodec(bits)
     payloads = [torch.empty(codec.wire_nbytes(numel), dtype=torch.uint8, device=device) for _ in range(2)]
-    kernels = KERNELS_ON[device.type]
     return KernelCase(
         f"waterfill{bits}_encode",
         (4 + bits / 8) * numel,
-        lambda i: kernels.waterfill_encode(bits, x[i], None, None, payloads[0]),
-        lambda i: reference.waterfill_encode(bits, x[i], None, None, payloads[1]),
+        lambda i: codec.encode(x[i], payloads[0]),
+        lambda i: codec.torch_encode(x[i], payloads[1]),
         payloads,
     )
 
@@ -224,12 +211,11 @@ def waterfill_decode_case(bits: int, numel: int, device: torch.device) -> Kernel
     payloads = torch.empty(WORKERS, codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
     for payload in payloads:
         codec.encode(torch.randn(numel, device=device) * waterfill_blocks(numel, device), payload)
-    kernels = KERNELS_ON[device.type]
     return KernelCase(
         f"waterfill{bits}_decode_reduce",
         (4 + WORKERS * bits / 8) * numel,
-        lambda i: kernels.waterfill_decode_reduce(bits, payloads, None, target[i]),
-        lambda i: reference.waterfill_decode_reduce(bits, payloads, None, target[i]),
+        lambda i: codec.decode_reduce(payloads, None, target[i]),
+        lambda i: reference.decode_reduce(codec, payloads, None, target[i]),
         target,
     )
 
@@ -239,7 +225,6 @@ def chunk_topk_encode_case(numel: int, device: torch.device) -> KernelCase:
     g, e, p = (_randn(numel, device) for _ in range(3))
     rule, codec = ChunkRule(), ChunkTopkCodec(ChunkRule())
     payload = torch.empty(codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
-    kernels = KERNELS_ON[payload.device.type]
 
     def composed(i: int) -> object:
         torch.add(g[i], e[i], alpha=rule.decay, out=p[i])
@@ -259,7 +244,7 @@ def chunk_topk_encode_case(numel: int, device: torch.device) -> KernelCase:
     return KernelCase(
         "chunk_topk_encode",
         12 * numel + payload.numel(),
-        lambda i: kernels.chunk_topk_encode(rule, g[i], e[i], e[i], payload),
+        lambda i: codec.encode_residual(g[i], e[i], e[i], payload),
         composed,
         e,
     )
@@ -267,7 +252,7 @@ def chunk_topk_encode_case(numel: int, device: torch.device) -> KernelCase:
 
 def chunk_topk_decode_case(numel: int, device: torch.device) -> KernelCase:
     """The sum of four workers' chunks."""
-    rule, codec, target = ChunkRule(), ChunkTopkCodec(ChunkRule()), _randn(numel, device)
+    codec, target = ChunkTopkCodec(ChunkRule()), _randn(numel, device)
     payloads = torch.empty(WORKERS, codec.wire_nbytes(numel), dtype=torch.uint8, device=device)
     places, values = [], []
     for payload in payloads:
@@ -276,7 +261,6 @@ def chunk_topk_decode_case(numel: int, device: torch.device) -> KernelCase:
         codec.decode(payload, decoded)
         places.append(decoded.nonzero().view(-1))
         values.append(decoded[places[-1]])
-    kernels = KERNELS_ON[payloads.device.type]
 
     def composed(i: int) -> None:
         target[i].zero_()
@@ -286,7 +270,7 @@ def chunk_topk_decode_case(numel: int, device: torch.device) -> KernelCase:
     return KernelCase(
         "chunk_topk_decode_reduce",
         4 * numel + payloads.numel(),
-        lambda i: kernels.chunk_topk_decode_reduce(rule, payloads, None, target[i]),
+        lambda i: codec.decode_reduce(payloads, None, target[i]),
         composed,
         target,
     )
@@ -379,35 +363,6 @@ def powersgd_case(numel: int, device: torch.device) -> KernelCase:
     return KernelCase("powersgd_step", 28.0 * side * side, ours, composed, e)
 
 
-def pack_case(back: bool, numel: int, device: torch.device) -> KernelCase:
-    """256 tensors into one bucket, scaled, or back."""
-    tensors = [[torch.randn(numel // TENSORS, device=device) for _ in range(TENSORS)] for _ in range(SETS)]
-    buckets, offsets = _randn(numel, device), range(0, numel, numel // TENSORS)
-    views = [list(bucket.view(TENSORS, -1)) for bucket in buckets]
-    steps = _pack_steps(back, tensors, offsets, buckets)
-
-    def composed(i: int) -> None:
-        sources, targets = (views[i], tensors[i]) if back else (tensors[i], views[i])
-        for source, target in zip(sources, targets, strict=True):
-            torch.mul(source, SCALE, out=target)
-
-    outputs = [tensor for each in tensors for tensor in each] if back else buckets
-    return KernelCase("unpack" if back else "pack", 8.0 * numel, lambda i: steps[i](), composed, outputs)
-
-
-def _pack_steps(
-    back: bool, tensors: list[list[Tensor]], offsets: Sequence[int], buckets: list[Tensor]
-) -> list[Callable[[], None]]:
-    """One run for each set of buffers: the native kernel, or CUDA's with its table of tensors made beforehand."""
-    if buckets[0].is_cuda:
-        tables = [PackTable(each, offsets, SCALE) for each in tensors]
-        return [
-            partial(table.unpack if back else table.pack, bucket) for table, bucket in zip(tables, buckets, strict=True)
-        ]
-    move = native.unpack if back else native.pack
-    return [partial(move, each, offsets, SCALE, bucket) for each, bucket in zip(tensors, buckets, strict=True)]
-
-
 def all_cases(numel: int, device: torch.device) -> dict[str, Callable[[], KernelCase]]:
     """Returns what makes each case, by name; buffers are made only when it is called.
 
@@ -431,6 +386,4 @@ def all_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Kernel
         "exponents_unpack": lambda: exponents_case(True, numel, device),
         "dgc_step": lambda: dgc_case(numel, device),
         "powersgd_step": lambda: powersgd_case(numel, device),
-        "pack": lambda: pack_case(False, numel, device),
-        "unpack": lambda: pack_case(True, numel, device),
     }

@@ -13,18 +13,13 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Codec
-from gradwire.compressors.cast import CastCodec
-from gradwire.compressors.chunk_topk import ChunkTopkCodec
+from gradwire.compressors.codecs.cast import CastCodec
+from gradwire.compressors.codecs.chunk_topk import ChunkRule, ChunkTopkCodec
+from gradwire.compressors.codecs.onebit import OneBitCodec
+from gradwire.compressors.codecs.quantize import QuantizeCodec
+from gradwire.compressors.codecs.waterfill import WaterfillCodec
 from gradwire.compressors.kernels.dispatch import KERNELS_ON, ExponentKernels
-from gradwire.compressors.kernels.reference import (
-    EXPONENTS_BLOCK,
-    ChunkRule,
-    exponents_most_nbytes,
-    exponents_pack,
-)
-from gradwire.compressors.onebit import OneBitCodec
-from gradwire.compressors.quantize import QuantizeCodec
-from gradwire.compressors.waterfill import WaterfillCodec
+from gradwire.compressors.kernels.reference import EXPONENTS_BLOCK, exponents_most_nbytes, exponents_pack
 
 MX_BLOCK = 32
 """Elements that share a scale of 8 bits. Source: OCP Microscaling Formats (MX) Specification 1.0, section 5."""

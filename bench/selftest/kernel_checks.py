@@ -33,9 +33,9 @@ class KernelBandwidth:
     of_copy: float
 
 
-def calls_on(device: torch.device, ours: KernelSet) -> dict[str, CallMaker]:
+def calls_on(ours: KernelSet) -> dict[str, CallMaker]:
     """What there is to be checked with these kernels."""
-    return {**CALLS, **CPU_CALLS} if device.type == "cpu" and ours.packing is not None else CALLS
+    return {**CALLS, **CPU_CALLS} if ours.exponents else CALLS
 
 
 def kernel_attempts(ours: KernelSet, numel: int) -> Iterator[tuple[str, Attempt]]:
@@ -47,7 +47,7 @@ def kernel_attempts(ours: KernelSet, numel: int) -> Iterator[tuple[str, Attempt]
     """
     wanted = reference_kernels()
     sizes = (*((small, factor) for small, factor in SMALL if small < numel), (numel, 1.0))
-    for name, make in calls_on(ours.device, ours).items():
+    for name, make in calls_on(ours).items():
         yield name, _attempt(make, ours, wanted, sizes)
 
 
@@ -80,7 +80,7 @@ def bandwidths(ours: KernelSet, numel: int) -> Iterator[tuple[str, Callable[[], 
         ours: On a CUDA device.
         numel: Elements of the gradient.
     """
-    for name, make in calls_on(ours.device, ours).items():
+    for name, make in calls_on(ours).items():
         yield name, _measurement(name, make, ours, numel)
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.kernels import reference
-from gradwire.compressors.kernels.reference import ChunkRule, DgcRule, DgcRun, DgcState, FactorRuns
+from gradwire.compressors.kernels.block import BlockFormat
+from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState, FactorRuns
 
 logger = logging.getLogger("gradwire")
 
@@ -16,158 +17,33 @@ logger = logging.getLogger("gradwire")
 class Kernels(Protocol):
     """What a set of kernels offers; compressors/kernels/reference/ defines and documents each of them."""
 
-    def cast_encode(
-        self, gradient: Tensor, scale: float, residual: Tensor | None, new_residual: Tensor | None, target: Tensor
-    ) -> None:
-        """See reference.cast_encode."""
-
-    def cast_decode_reduce(self, sources: Tensor, addend: Tensor | None, target: Tensor) -> None:
-        """See reference.cast_decode_reduce."""
-
-    def cast_reduce_encode(
-        self, sources: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor
-    ) -> None:
-        """See reference.cast_reduce_encode."""
-
-    def onebit_encode(
-        self, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
-    ) -> None:
-        """See reference.onebit_encode."""
-
-    def onebit_encode_pieces(
-        self, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
-    ) -> None:
-        """See reference.onebit_encode_pieces."""
-
-    def onebit_decode_pieces(self, payloads: Tensor, target: Tensor, width: int) -> None:
-        """See reference.onebit_decode_pieces."""
-
-    def onebit_decode_reduce(self, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
-        """See reference.onebit_decode_reduce."""
-
-    def onebit_reduce_encode(
-        self, payloads: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor, numel: int
-    ) -> None:
-        """See reference.onebit_reduce_encode."""
-
-    def quantize_encode(
+    def encode_pieces(
         self,
-        bits: int,
-        gradient: Tensor,
-        residual: Tensor | None,
-        new_residual: Tensor | None,
-        payload: Tensor,
-        key: int | None,
-    ) -> None:
-        """See reference.quantize_encode."""
-
-    def quantize_encode_pieces(
-        self,
-        bits: int,
-        gradient: Tensor,
-        residual: Tensor | None,
-        new_residual: Tensor | None,
-        payloads: Tensor,
-        width: int,
-        key: int | None,
-    ) -> None:
-        """See reference.quantize_encode_pieces."""
-
-    def quantize_decode_pieces(self, bits: int, payloads: Tensor, target: Tensor, width: int) -> None:
-        """See reference.quantize_decode_pieces."""
-
-    def quantize_decode_reduce(self, bits: int, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
-        """See reference.quantize_decode_reduce."""
-
-    def quantize_reduce_encode(
-        self,
-        bits: int,
-        payloads: Tensor,
-        residual: Tensor | None,
-        new_residual: Tensor | None,
-        reduced: Tensor,
-        numel: int,
-        key: int | None,
-    ) -> None:
-        """See reference.quantize_reduce_encode."""
-
-    def waterfill_encode(
-        self,
-        bits: int,
-        gradient: Tensor,
-        residual: Tensor | None,
-        new_residual: Tensor | None,
-        payload: Tensor,
-    ) -> None:
-        """See reference.waterfill_encode."""
-
-    def waterfill_encode_pieces(
-        self,
-        bits: int,
+        codec: BlockFormat,
         gradient: Tensor,
         residual: Tensor | None,
         new_residual: Tensor | None,
         payloads: Tensor,
         width: int,
     ) -> None:
-        """See reference.waterfill_encode_pieces."""
+        """See reference.encode_pieces."""
 
-    def waterfill_decode_pieces(self, bits: int, payloads: Tensor, target: Tensor, width: int) -> None:
-        """See reference.waterfill_decode_pieces."""
+    def decode_pieces(self, codec: BlockFormat, payloads: Tensor, target: Tensor, width: int) -> None:
+        """See reference.decode_pieces."""
 
-    def waterfill_decode_reduce(self, bits: int, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
-        """See reference.waterfill_decode_reduce."""
+    def decode_reduce(self, codec: BlockFormat, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
+        """See reference.decode_reduce."""
 
-    def waterfill_reduce_encode(
+    def reduce_encode(
         self,
-        bits: int,
+        codec: BlockFormat,
         payloads: Tensor,
         residual: Tensor | None,
         new_residual: Tensor | None,
         reduced: Tensor,
         numel: int,
     ) -> None:
-        """See reference.waterfill_reduce_encode."""
-
-    def chunk_topk_encode(
-        self,
-        rule: ChunkRule,
-        gradient: Tensor,
-        residual: Tensor | None,
-        new_residual: Tensor | None,
-        payload: Tensor,
-    ) -> None:
-        """See reference.chunk_topk_encode."""
-
-    def chunk_topk_encode_pieces(
-        self,
-        rule: ChunkRule,
-        gradient: Tensor,
-        residual: Tensor | None,
-        new_residual: Tensor | None,
-        payloads: Tensor,
-        width: int,
-    ) -> None:
-        """See reference.chunk_topk_encode_pieces."""
-
-    def chunk_topk_decode_pieces(self, rule: ChunkRule, payloads: Tensor, target: Tensor, width: int) -> None:
-        """See reference.chunk_topk_decode_pieces."""
-
-    def chunk_topk_decode_reduce(
-        self, rule: ChunkRule, payloads: Tensor, addend: Tensor | None, target: Tensor
-    ) -> None:
-        """See reference.chunk_topk_decode_reduce."""
-
-    def chunk_topk_reduce_encode(
-        self,
-        rule: ChunkRule,
-        payloads: Tensor,
-        residual: Tensor | None,
-        new_residual: Tensor | None,
-        reduced: Tensor,
-        numel: int,
-    ) -> None:
-        """See reference.chunk_topk_reduce_encode."""
+        """See reference.reduce_encode."""
 
     def dgc_step(self, gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
         """See reference.dgc_step."""
@@ -244,7 +120,7 @@ class _KernelsByDevice(dict[str, Kernels]):
 
 
 KERNELS_ON = _KernelsByDevice()
-"""The kernels for each device type: `KERNELS_ON[tensor.device.type].onebit_encode(...)`.
+"""The kernels for each device type: `KERNELS_ON[tensor.device.type].encode_pieces(codec, ...)`.
 
 They are chosen, and the choice is logged, when the first tensor of a device type is seen. To use torch's slower
 compositions on CUDA instead, call `register_kernels("cuda", reference)` before.

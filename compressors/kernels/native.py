@@ -1,29 +1,17 @@
 """The compiled CPU kernels behind tensors: each function is the twin of the one in compressors/kernels/reference/.
 
-Each checks its tensors first (ValueError), and passes addresses to gradwire._native (csrc/cpu). One file, because each
-file that a bucket passes is one more for a reader of its path (tests/comms/test_bucket_path.py).
+Each checks its tensors first (ValueError), and passes addresses to gradwire._native (csrc/cpu).
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from itertools import repeat
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from gradwire import _native
-from gradwire.compressors.kernels.reference import (
-    EXPONENTS_BLOCK,
-    ChunkRule,
-    DgcRule,
-    DgcRun,
-    DgcState,
-    chunk_topk_nbytes,
-    exponents_most_nbytes,
-    onebit_nbytes,
-    quantize_nbytes,
-    waterfill_nbytes,
-)
+from gradwire.compressors.kernels.block import BlockFormat
+from gradwire.compressors.kernels.reference import EXPONENTS_BLOCK, DgcRule, DgcRun, DgcState, exponents_most_nbytes
 from gradwire.compressors.kernels.reference.dgc import step_each, sum_each
 from gradwire.compressors.kernels.reference.powersgd import (
     FactorRuns,
@@ -32,7 +20,7 @@ from gradwire.compressors.kernels.reference.powersgd import (
     restore_each,
 )
 
-_INTERFACE = 1
+_INTERFACE = 2
 """Of the payloads' bytes and the functions' parameters, as these files know them; csrc/cpu/bind.cpp has the same."""
 
 if (_compiled := getattr(_native, "INTERFACE", None)) != _INTERFACE:  # one built before there were numbers has none
@@ -76,13 +64,13 @@ def _check_rows(name: str, rows: Tensor, nbytes: int) -> None:
         )
 
 
-def _check_pieces(payloads: Tensor, nbytes: int, width: int, numel: int) -> None:
+def _check_pieces(codec: BlockFormat, payloads: Tensor, width: int, numel: int) -> None:
     """Refuses payloads that have fewer rows than there are pieces, or shorter ones than a kernel reads or writes.
 
     Raises:
         ValueError: See above and `_check_rows`; or `width` is no number of elements, where there are some.
     """
-    _check_rows("payloads", payloads, nbytes)
+    _check_rows("payloads", payloads, codec.wire_nbytes(min(width, numel)))
     if (numel and width < 1) or len(payloads) * width < numel or payloads.dtype != torch.uint8:
         raise ValueError(
             f"`payloads` has {len(payloads)} rows of {payloads.dtype} for {numel} elements in pieces of {width}; "
@@ -90,74 +78,78 @@ def _check_pieces(payloads: Tensor, nbytes: int, width: int, numel: int) -> None
         )
 
 
-def _encode_each(
-    encode: Callable[[Tensor, Tensor | None, Tensor | None, Tensor], None],
-    wire_nbytes: Callable[[int], int],
+@lru_cache(maxsize=1024)
+def _loops_of(codec: BlockFormat) -> _native.BlockFormat:
+    return _native.block_format(codec.family, codec.parameters)
+
+
+def encode_pieces(
+    codec: BlockFormat,
     gradient: Tensor,
     residual: Tensor | None,
     new_residual: Tensor | None,
     payloads: Tensor,
     width: int,
 ) -> None:
-    """As reference.pieces.encode_each, which the path of a bucket does not enter."""
-    runs = torch.split(gradient, width), _split(residual, width), _split(new_residual, width)
-    for row, piece, old, new in zip(payloads, *runs, strict=False):
-        encode(piece, old, new, row[: wire_nbytes(piece.numel())])
-
-
-def _decode_each(
-    decode: Callable[[Tensor, Tensor], None],
-    wire_nbytes: Callable[[int], int],
-    payloads: Tensor,
-    target: Tensor,
-    width: int,
-) -> None:
-    """As reference.pieces.decode_each."""
-    for row, piece in zip(payloads, torch.split(target, width), strict=False):
-        decode(row[: wire_nbytes(piece.numel())], piece)
-
-
-def _split(flat: Tensor | None, width: int) -> Iterable[Tensor | None]:
-    return repeat(None) if flat is None else torch.split(flat, width)
-
-
-def cast_encode(
-    gradient: Tensor, scale: float, residual: Tensor | None, new_residual: Tensor | None, target: Tensor
-) -> None:
-    """See reference.cast_encode."""
-    _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, new_residual=new_residual)
-    _check(gradient.numel(), target.dtype, target=target)
-    _native.cast_encode(
-        target.dtype == torch.float16,
+    """See reference.encode_pieces."""
+    numel = gradient.numel()
+    _check(numel, torch.float32, gradient=gradient, residual=residual, new_residual=new_residual)
+    _check_pieces(codec, payloads, width, numel)
+    _loops_of(codec).encode_pieces(
         gradient.data_ptr(),
-        scale,
         _address(residual),
         _address(new_residual),
-        target.data_ptr(),
-        gradient.numel(),
+        payloads.data_ptr(),
+        payloads.stride(0),
+        width,
+        numel,
     )
 
 
-def cast_decode_reduce(sources: Tensor, addend: Tensor | None, target: Tensor) -> None:
-    """See reference.cast_decode_reduce."""
+def decode_pieces(codec: BlockFormat, payloads: Tensor, target: Tensor, width: int) -> None:
+    """See reference.decode_pieces."""
+    numel = target.numel()
+    _check(numel, torch.float32, target=target)
+    _check_pieces(codec, payloads, width, numel)
+    _loops_of(codec).decode_pieces(payloads.data_ptr(), payloads.stride(0), target.data_ptr(), width, numel)
+
+
+def decode_reduce(codec: BlockFormat, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
+    """See reference.decode_reduce."""
     _check(target.numel(), torch.float32, addend=addend, target=target)
-    _check_rows("sources", sources, 2 * target.numel())
-    _native.cast_decode_reduce(
-        sources.dtype == torch.float16,
-        sources.data_ptr(),
-        sources.stride(0),
-        len(sources),
+    _check_rows("payloads", payloads, codec.wire_nbytes(target.numel()))
+    _loops_of(codec).decode_reduce(
+        payloads.data_ptr(),
+        payloads.stride(0),
+        len(payloads),
         _address(addend),
         target.data_ptr(),
         target.numel(),
     )
 
 
-def cast_reduce_encode(sources: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor) -> None:
-    """See reference.cast_reduce_encode."""
-    total = torch.empty(reduced.numel())
-    cast_decode_reduce(sources, None, total)
-    cast_encode(total, 1.0, residual, new_residual, reduced)
+def reduce_encode(
+    codec: BlockFormat,
+    payloads: Tensor,
+    residual: Tensor | None,
+    new_residual: Tensor | None,
+    reduced: Tensor,
+    numel: int,
+) -> None:
+    """See reference.reduce_encode."""
+    nbytes = codec.wire_nbytes(numel)
+    _check(numel, torch.float32, residual=residual, new_residual=new_residual)
+    _check(nbytes, torch.uint8, reduced=reduced)
+    _check_rows("payloads", payloads, nbytes)
+    _loops_of(codec).reduce_encode(
+        payloads.data_ptr(),
+        payloads.stride(0),
+        len(payloads),
+        _address(residual),
+        _address(new_residual),
+        reduced.data_ptr(),
+        numel,
+    )
 
 
 def exponents_pack(blocks: Tensor, payload: Tensor) -> int:
@@ -186,321 +178,6 @@ def _check_blocks(blocks: Tensor) -> None:
             f"`blocks` is {tuple(blocks.shape)} {blocks.dtype} on {blocks.device}; "
             f"wanted rows of {EXPONENTS_BLOCK} contiguous bfloat16 on the CPU"
         )
-
-
-def onebit_encode(gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor) -> None:
-    """See reference.onebit_encode."""
-    _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, new_residual=new_residual)
-    _check(onebit_nbytes(gradient.numel()), torch.uint8, payload=payload)
-    _native.onebit_encode(
-        gradient.data_ptr(), _address(residual), _address(new_residual), payload.data_ptr(), gradient.numel()
-    )
-
-
-def onebit_encode_pieces(
-    gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
-) -> None:
-    """See reference.onebit_encode_pieces."""
-    _encode_each(onebit_encode, onebit_nbytes, gradient, residual, new_residual, payloads, width)
-
-
-def onebit_decode_reduce(payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
-    """See reference.onebit_decode_reduce."""
-    _check(target.numel(), torch.float32, addend=addend, target=target)
-    _check_rows("payloads", payloads, onebit_nbytes(target.numel()))
-    _native.onebit_decode_reduce(
-        payloads.data_ptr(), payloads.stride(0), len(payloads), _address(addend), target.data_ptr(), target.numel()
-    )
-
-
-def onebit_decode_pieces(payloads: Tensor, target: Tensor, width: int) -> None:
-    """See reference.onebit_decode_pieces."""
-    _decode_each(
-        lambda row, piece: onebit_decode_reduce(row[None], None, piece), onebit_nbytes, payloads, target, width
-    )
-
-
-def onebit_reduce_encode(
-    payloads: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor, numel: int
-) -> None:
-    """See reference.onebit_reduce_encode."""
-    _check(numel, torch.float32, residual=residual, new_residual=new_residual)
-    _check(onebit_nbytes(numel), torch.uint8, reduced=reduced)
-    _check_rows("payloads", payloads, onebit_nbytes(numel))
-    _native.onebit_reduce_encode(
-        payloads.data_ptr(),
-        payloads.stride(0),
-        len(payloads),
-        _address(residual),
-        _address(new_residual),
-        reduced.data_ptr(),
-        numel,
-    )
-
-
-def quantize_encode(
-    bits: int, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor, key: int | None
-) -> None:
-    """See reference.quantize_encode."""
-    _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, new_residual=new_residual)
-    _check(quantize_nbytes(gradient.numel(), bits), torch.uint8, payload=payload)
-    _native.quantize_encode(
-        bits,
-        gradient.data_ptr(),
-        _address(residual),
-        _address(new_residual),
-        payload.data_ptr(),
-        gradient.numel(),
-        key is not None,
-        key or 0,
-    )
-
-
-def quantize_encode_pieces(
-    bits: int,
-    gradient: Tensor,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
-    payloads: Tensor,
-    width: int,
-    key: int | None,
-) -> None:
-    """See reference.quantize_encode_pieces."""
-    _encode_each(
-        partial(quantize_encode, bits, key=key),
-        partial(quantize_nbytes, bits=bits),
-        gradient,
-        residual,
-        new_residual,
-        payloads,
-        width,
-    )
-
-
-def quantize_decode_reduce(bits: int, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
-    """See reference.quantize_decode_reduce."""
-    _check(target.numel(), torch.float32, addend=addend, target=target)
-    _check_rows("payloads", payloads, quantize_nbytes(target.numel(), bits))
-    _native.quantize_decode_reduce(
-        bits,
-        payloads.data_ptr(),
-        payloads.stride(0),
-        len(payloads),
-        _address(addend),
-        target.data_ptr(),
-        target.numel(),
-    )
-
-
-def quantize_decode_pieces(bits: int, payloads: Tensor, target: Tensor, width: int) -> None:
-    """See reference.quantize_decode_pieces."""
-    _decode_each(
-        lambda row, piece: quantize_decode_reduce(bits, row[None], None, piece),
-        partial(quantize_nbytes, bits=bits),
-        payloads,
-        target,
-        width,
-    )
-
-
-def quantize_reduce_encode(
-    bits: int,
-    payloads: Tensor,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
-    reduced: Tensor,
-    numel: int,
-    key: int | None,
-) -> None:
-    """See reference.quantize_reduce_encode."""
-    _check(numel, torch.float32, residual=residual, new_residual=new_residual)
-    _check(quantize_nbytes(numel, bits), torch.uint8, reduced=reduced)
-    _check_rows("payloads", payloads, quantize_nbytes(numel, bits))
-    _native.quantize_reduce_encode(
-        bits,
-        payloads.data_ptr(),
-        payloads.stride(0),
-        len(payloads),
-        _address(residual),
-        _address(new_residual),
-        reduced.data_ptr(),
-        numel,
-        key is not None,
-        key or 0,
-    )
-
-
-def waterfill_encode(
-    bits: int, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
-) -> None:
-    """See reference.waterfill_encode."""
-    _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, new_residual=new_residual)
-    _check(waterfill_nbytes(gradient.numel(), bits), torch.uint8, payload=payload)
-    _native.waterfill_encode(
-        bits,
-        gradient.data_ptr(),
-        _address(residual),
-        _address(new_residual),
-        payload.data_ptr(),
-        gradient.numel(),
-    )
-
-
-def waterfill_encode_pieces(
-    bits: int, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
-) -> None:
-    """See reference.waterfill_encode_pieces."""
-    numel = gradient.numel()
-    _check(numel, torch.float32, gradient=gradient, residual=residual, new_residual=new_residual)
-    _check_pieces(payloads, waterfill_nbytes(min(width, numel), bits), width, numel)
-    _native.waterfill_encode_pieces(
-        bits,
-        gradient.data_ptr(),
-        _address(residual),
-        _address(new_residual),
-        payloads.data_ptr(),
-        payloads.stride(0),
-        width,
-        numel,
-    )
-
-
-def waterfill_decode_reduce(bits: int, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
-    """See reference.waterfill_decode_reduce."""
-    _check(target.numel(), torch.float32, addend=addend, target=target)
-    _check_rows("payloads", payloads, waterfill_nbytes(target.numel(), bits))
-    _native.waterfill_decode_reduce(
-        bits,
-        payloads.data_ptr(),
-        payloads.stride(0),
-        len(payloads),
-        _address(addend),
-        target.data_ptr(),
-        target.numel(),
-    )
-
-
-def waterfill_decode_pieces(bits: int, payloads: Tensor, target: Tensor, width: int) -> None:
-    """See reference.waterfill_decode_pieces."""
-    numel = target.numel()
-    _check(numel, torch.float32, target=target)
-    _check_pieces(payloads, waterfill_nbytes(min(width, numel), bits), width, numel)
-    _native.waterfill_decode_pieces(bits, payloads.data_ptr(), payloads.stride(0), target.data_ptr(), width, numel)
-
-
-def waterfill_reduce_encode(
-    bits: int,
-    payloads: Tensor,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
-    reduced: Tensor,
-    numel: int,
-) -> None:
-    """See reference.waterfill_reduce_encode."""
-    _check(numel, torch.float32, residual=residual, new_residual=new_residual)
-    _check(waterfill_nbytes(numel, bits), torch.uint8, reduced=reduced)
-    _check_rows("payloads", payloads, waterfill_nbytes(numel, bits))
-    _native.waterfill_reduce_encode(
-        bits,
-        payloads.data_ptr(),
-        payloads.stride(0),
-        len(payloads),
-        _address(residual),
-        _address(new_residual),
-        reduced.data_ptr(),
-        numel,
-    )
-
-
-def chunk_topk_encode(
-    rule: ChunkRule, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
-) -> None:
-    """See reference.chunk_topk_encode."""
-    _check(gradient.numel(), torch.float32, gradient=gradient, residual=residual, new_residual=new_residual)
-    _check(chunk_topk_nbytes(gradient.numel(), rule), torch.uint8, payload=payload)
-    _native.chunk_topk_encode(
-        rule.chunk,
-        rule.keep,
-        rule.decay,
-        gradient.data_ptr(),
-        _address(residual),
-        _address(new_residual),
-        payload.data_ptr(),
-        gradient.numel(),
-    )
-
-
-def chunk_topk_encode_pieces(
-    rule: ChunkRule,
-    gradient: Tensor,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
-    payloads: Tensor,
-    width: int,
-) -> None:
-    """See reference.chunk_topk_encode_pieces."""
-    _encode_each(
-        partial(chunk_topk_encode, rule),
-        lambda numel: chunk_topk_nbytes(numel, rule),
-        gradient,
-        residual,
-        new_residual,
-        payloads,
-        width,
-    )
-
-
-def chunk_topk_decode_reduce(rule: ChunkRule, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
-    """See reference.chunk_topk_decode_reduce."""
-    _check(target.numel(), torch.float32, addend=addend, target=target)
-    _check_rows("payloads", payloads, chunk_topk_nbytes(target.numel(), rule))
-    _native.chunk_topk_decode_reduce(
-        rule.chunk,
-        rule.keep,
-        payloads.data_ptr(),
-        payloads.stride(0),
-        len(payloads),
-        _address(addend),
-        target.data_ptr(),
-        target.numel(),
-    )
-
-
-def chunk_topk_decode_pieces(rule: ChunkRule, payloads: Tensor, target: Tensor, width: int) -> None:
-    """See reference.chunk_topk_decode_pieces."""
-    _decode_each(
-        lambda row, piece: chunk_topk_decode_reduce(rule, row[None], None, piece),
-        lambda numel: chunk_topk_nbytes(numel, rule),
-        payloads,
-        target,
-        width,
-    )
-
-
-def chunk_topk_reduce_encode(
-    rule: ChunkRule,
-    payloads: Tensor,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
-    reduced: Tensor,
-    numel: int,
-) -> None:
-    """See reference.chunk_topk_reduce_encode."""
-    _check(numel, torch.float32, residual=residual, new_residual=new_residual)
-    _check(chunk_topk_nbytes(numel, rule), torch.uint8, reduced=reduced)
-    _check_rows("payloads", payloads, chunk_topk_nbytes(numel, rule))
-    _native.chunk_topk_reduce_encode(
-        rule.chunk,
-        rule.keep,
-        rule.decay,
-        payloads.data_ptr(),
-        payloads.stride(0),
-        len(payloads),
-        _address(residual),
-        _address(new_residual),
-        reduced.data_ptr(),
-        numel,
-    )
 
 
 def dgc_step(gradient: Tensor, state: DgcState, rule: DgcRule, indices: Tensor, values: Tensor) -> None:
@@ -623,37 +300,3 @@ def orthogonalize_many(matrices: Sequence[Tensor], keys: Sequence[int]) -> None:
     """See reference.orthogonalize_many."""
     for matrix, key in zip(matrices, keys, strict=True):
         orthogonalize(matrix, key)
-
-
-_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""Format of csrc/cpu/kernels/pack.cpp."""
-
-
-def _move(tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, bucket: Tensor, into_bucket: bool) -> None:
-    """Moves tensors into or out of `bucket`.
-
-    Raises:
-        ValueError: A tensor is not contiguous, not on the CPU, of a dtype without a kernel, or reaches outside.
-    """
-    pieces = []
-    for tensor, offset in zip((*tensors, bucket), (*offsets, 0), strict=True):
-        if not tensor.is_cpu or not tensor.is_contiguous() or tensor.dtype not in _FORMATS:
-            raise ValueError(
-                f"`tensors` and `bucket` hold {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; "
-                f"wanted contiguous {', '.join(map(str, _FORMATS))} on the CPU"
-            )
-        if offset < 0 or offset + tensor.numel() > bucket.numel():
-            raise ValueError(f"`offsets` place {tensor.numel()} elements at {offset}; `bucket` has {bucket.numel()}")
-        pieces.append((tensor.data_ptr(), offset, tensor.numel(), _FORMATS[tensor.dtype]))
-    address, _, _, bucket_format = pieces.pop()
-    _native.move(pieces, scale, address, bucket_format, into_bucket)
-
-
-def pack(tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, bucket: Tensor) -> None:
-    """See reference.pack."""
-    _move(tensors, offsets, scale, bucket, into_bucket=True)
-
-
-def unpack(tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, bucket: Tensor) -> None:
-    """See reference.unpack."""
-    _move(tensors, offsets, scale, bucket, into_bucket=False)

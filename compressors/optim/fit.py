@@ -23,7 +23,7 @@ RARE = ("chunk_topk",)
 """Compressors of what is exchanged rarely: a pseudo-gradient after many local steps."""
 
 ENOUGH_RANK = 16
-"""Of PowerSGD's factors under an adaptive optimizer. Measured (docs/reference/convergence.md): on matrices of 128 to
+"""Of PowerSGD's factors under an adaptive optimizer. Measured (docs/results/convergence.md): on matrices of 128 to
 512 under AdamW a transformer ended 0.16 bits behind at rank 4, 0.08 at rank 8, 0.02 at rank 16."""
 ENOUGH_DENSITY = 0.01
 """Of DGC. Measured on the CNN of the same page: half a point behind at a thousandth, within the noise of seeds at

@@ -49,7 +49,7 @@ class OneBitAdam(OneBitOptimizer):
         super().__init__(parameters, group, defaults, freeze_step)
         log.warning(
             "OneBitAdam is known to end behind Adam in short runs: a small transformer by 0.03 bits a byte after 800 "
-            "steps (docs/reference/convergence.md). Watch the result against a dense run"
+            "steps (docs/results/convergence.md). Watch the result against a dense run"
         )
 
     def apply(self, entry: dict[str, Any], flat: FlatGroup, last_momentum: Tensor, frozen: bool) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwire.compressors.base import ALL_REDUCE, Collective, Member, Request
+from gradwire.compressors.codecs.onebit import OneBitCodec
 from gradwire.compressors.element_scale import power_of_two_
-from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.optim.peers import Peers, carry_out, peers_of
 from gradwire.compressors.two_stage import Parts, Residuals, two_stage
 
@@ -31,7 +31,7 @@ MEMORY_SHARE, LONGEST_MEMORY = 0.25, 1000
 """The variance that is frozen remembers at least this share of the first stage, and no more steps than Adam's default
 does (1 / (1 - 0.999)). A gradient that comes once in two hundred steps, as a rare token's does, has left a short memory
 by the time of the freeze, and its next step would be hundreds of learning rates long. Measured: with betas[1] = 0.95
-the training of the transformer of docs/reference/convergence.md failed soon after the freeze; with this memory it ends
+the training of the transformer of docs/results/convergence.md failed soon after the freeze; with this memory it ends
 where Adam ends, to a few hundredths of a bit. With betas[1] = 0.999 the variance is the paper's."""
 
 

@@ -24,13 +24,18 @@ struct ChunkRecord {
   GRADWIRE_ANYWHERE int nbytes() const { return 4 + entries_nbytes + vector_nbytes; }
 };
 
-// The record of `count` elements where `keep` of `chunk` are sent: of fewer the same share, rounded up.
-GRADWIRE_ANYWHERE inline ChunkRecord chunk_record(int chunk, int keep, int count) {
+// The record of `count` elements where `keep` of `chunk` are sent (of fewer the same share, rounded up), with so many
+// low bits in an entry.
+GRADWIRE_ANYWHERE inline ChunkRecord chunk_record_of(int chunk, int keep, int count, int low_bits) {
   const int kept = (keep * count + chunk - 1) / chunk;
-  ChunkRecord best = {kept, 0, (2 * kept + 7) / 8, (count + 7) / 8};
+  return {kept, low_bits, ((2 + low_bits) * kept + 7) / 8, (kept + ((count - kept) >> low_bits) + 7) / 8};
+}
+
+// The smallest of them; of equal ones that with the most low bits.
+GRADWIRE_ANYWHERE inline ChunkRecord chunk_record(int chunk, int keep, int count) {
+  ChunkRecord best = chunk_record_of(chunk, keep, count, 0);
   for (int low_bits = 1; chunk >> low_bits; ++low_bits) {
-    const ChunkRecord next = {kept, low_bits, ((2 + low_bits) * kept + 7) / 8,
-                              (kept + ((count - kept) >> low_bits) + 7) / 8};
+    const ChunkRecord next = chunk_record_of(chunk, keep, count, low_bits);
     if (next.nbytes() <= best.nbytes()) best = next;
   }
   return best;

@@ -4,17 +4,12 @@
 namespace nb = nanobind;
 
 void bind_shm(nb::module_& m);
-void bind_cast(nb::module_& m);
-void bind_chunk_topk(nb::module_& m);
+void bind_block_formats(nb::module_& m);
 void bind_dgc(nb::module_& m);
 void bind_exponents(nb::module_& m);
 void bind_isa(nb::module_& m);
-void bind_onebit(nb::module_& m);
 void bind_outer(nb::module_& m);
-void bind_pack(nb::module_& m);
 void bind_powersgd(nb::module_& m);
-void bind_quantize(nb::module_& m);
-void bind_waterfill(nb::module_& m);
 
 NB_MODULE(_native, m) {
   // Groups may outlive the interpreter, because lanes are daemon threads; the operating system frees what they hold.
@@ -22,17 +17,12 @@ NB_MODULE(_native, m) {
   m.doc() = "gradwire's CPU kernels and shared-memory collectives.";
   // Add 1 here and in compressors/kernels/native.py, which refuses a module compiled before, whenever the bytes of a
   // payload or the parameters of a function change.
-  m.attr("INTERFACE") = 1;
+  m.attr("INTERFACE") = 2;
   bind_shm(m);
-  bind_cast(m);
-  bind_chunk_topk(m);
+  bind_block_formats(m);
   bind_dgc(m);
   bind_exponents(m);
   bind_isa(m);
-  bind_onebit(m);
   bind_outer(m);
-  bind_pack(m);
   bind_powersgd(m);
-  bind_quantize(m);
-  bind_waterfill(m);
 }

@@ -81,7 +81,7 @@ __device__ inline void cast_reduce_encode(const Reduction<uint16_t>& a, const En
 
 #define GRADWIRE_CAST(name, Format)                                                                                  \
   extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-      cast_encode_##name(const float* gradient, float scale, const float* residual, float* new_residual,             \
+      cast_encode_##name(float scale, const float* gradient, const float* residual, float* new_residual,             \
                          uint16_t* target, int64_t numel) {                                                          \
     cast_encode<Format>(gradient, scale, {residual, new_residual, target, numel});                                   \
   }                                                                                                                  \

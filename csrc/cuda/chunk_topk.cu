@@ -2,8 +2,8 @@
 //
 // A chunk is a CTA's work; its record is in common/chunk_topk_formula.h. Thread t holds the elements 256 j + t,
 // so that loads are 128 bytes in a row and a ballot is a word of the chunk's marks in the order of their places. The
-// k-th largest magnitude is found by halving the interval of its bits; most chunks need half of the 31 rounds, because
-// any threshold that exactly k reach will do. Bytes an element, read + written, at 64 of 4096:
+// k-th largest magnitude is found by halving the interval of its bits; most chunks need a third of the 31 rounds: they
+// begin near the largest, and any threshold that exactly k reach will do. Bytes an element at 64 of 4096, read + written:
 //   encode         4 + 0.02 (8 + 4 + 0.02 with residual)
 //   decode_reduce  0.02 W + 4
 //   reduce_encode  0.02 W + 8 + 0.02
@@ -21,6 +21,7 @@ constexpr int kEach = kMostChunk / kThreads;  // elements of a thread
 constexpr int kWords = kMostChunk / 32;
 constexpr int kMostKeep = 512;
 constexpr uint32_t kNan = 0x7f800001u;  // what the magnitude of every NaN counts as
+constexpr uint32_t kQuarter = 2u << 23;       // from a float's bits: a quarter of it
 static_assert(kWords <= kThreads && kWarps <= kMostWarps, "a thread counts the marks of one word");
 
 // Arguments.
@@ -28,7 +29,7 @@ struct Rule {
   int32_t chunk, keep;
   float decay;
 
-  __device__ ChunkRecord record_of(int count) const { return chunk_record(chunk, keep, count); }
+  __device__ inline ChunkRecord record_of(int count) const;
 };
 
 // What the threads of a CTA share while they encode a chunk.
@@ -49,7 +50,23 @@ struct ChunkPlace {
   ChunkRecord layout;    // of its record
 };
 
-// `full` is the layout of a full chunk's record: working one out takes as long as some ten elements of a thread.
+// chunk_record, of which each lane tries another number of low bits; a whole warp calls it. Of those that make the
+// record smallest the largest is taken, as there.
+__device__ inline ChunkRecord record_by_lanes(int chunk, int keep, int count) {
+  const int low_bits = chunk >> lane_index() ? static_cast<int>(lane_index()) : 0;
+  const ChunkRecord own = chunk_record_of(chunk, keep, count, low_bits);
+  uint32_t best = static_cast<uint32_t>(own.nbytes()) << 5 | (31u - static_cast<uint32_t>(low_bits));
+#pragma unroll
+  for (int width = 16; width > 0; width /= 2) {
+    const uint32_t other = __shfl_xor_sync(kAllLanes, best, width);
+    best = other < best ? other : best;
+  }
+  return chunk_record_of(chunk, keep, count, 31 - static_cast<int>(best & 31u));
+}
+
+__device__ inline ChunkRecord Rule::record_of(int count) const { return record_by_lanes(chunk, keep, count); }
+
+// `full` is the layout of a full chunk's record: working one out takes as long as an element of each thread.
 __device__ inline ChunkPlace chunk_of(const Rule& rule, const ChunkRecord& full, const Pieces& pieces, int64_t index) {
   const uint32_t chunks = static_cast<uint32_t>((pieces.width + rule.chunk - 1) / rule.chunk);
   const uint32_t at = static_cast<uint32_t>(index), piece = at / chunks, chunk = at - piece * chunks;
@@ -66,30 +83,42 @@ __device__ inline uint32_t key_of(float x) {
   return key < kNan ? key : kNan;
 }
 
-// How many of the CTA's elements reach `key`, which is larger than 0: those that do not exist are zero.
-__device__ inline uint32_t count_at_least(const float (&p)[kEach], uint32_t key, Shared& shared, int& turn) {
-  uint32_t count = 0;
+// What every thread of the CTA has, put together by `join`, which is the same in any order.
+template <class Join>
+__device__ inline uint32_t join_all(uint32_t own, Shared& shared, int& turn, Join join) {
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) count += key_of(p[j]) >= key;
-#pragma unroll
-  for (int width = 16; width > 0; width /= 2) count += __shfl_xor_sync(kAllLanes, count, width);
+  for (int width = 16; width > 0; width /= 2) own = join(own, __shfl_xor_sync(kAllLanes, own, width));
   uint32_t* slots = shared.counts[turn];
   turn ^= 1;  // the other slots may still be read
-  if (lane_index() == 0) slots[threadIdx.x / kWarp] = count;
+  if (lane_index() == 0) slots[threadIdx.x / kWarp] = own;
   __syncthreads();
-  uint32_t all = 0;
+  uint32_t all = slots[0];
 #pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) all += slots[warp];
+  for (int warp = 1; warp < kWarps; ++warp) all = join(all, slots[warp]);
   return all;
 }
 
-// A key that exactly k magnitudes reach, or else the largest that k or more reach.
-__device__ inline uint32_t cut_of(const float (&p)[kEach], uint32_t k, Shared& shared) {
+// How many of the CTA's elements reach `least_key`, which is larger than 0: those that do not exist are zero. Keys are
+// below 2^31, so the sign of a difference compares them, in two instructions an element.
+__device__ inline uint32_t count_at_least(const uint32_t (&keys)[kEach], uint32_t least_key, Shared& shared, int& turn) {
+  uint32_t count = 0;
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) count += (least_key - 1 - keys[j]) >> 31;
+  return join_all(count, shared, turn, [](uint32_t a, uint32_t b) { return a + b; });
+}
+
+// A key that exactly k magnitudes reach, or else the largest that k or more reach. The search begins at a quarter of the
+// largest magnitude, above which the k-th largest is in most chunks.
+__device__ inline uint32_t cut_of(const uint32_t (&keys)[kEach], uint32_t k, Shared& shared) {
   int turn = 0;
-  if (count_at_least(p, kNan, shared, turn) >= k) return kNan;
-  uint32_t low = 0;
-  for (uint32_t high = kNan; high - low > 1;) {
-    const uint32_t middle = low + (high - low) / 2, count = count_at_least(p, middle, shared, turn);
+  uint32_t largest = keys[0];
+#pragma unroll
+  for (int j = 1; j < kEach; ++j) largest = keys[j] > largest ? keys[j] : largest;
+  largest = join_all(largest, shared, turn, [](uint32_t a, uint32_t b) { return a > b ? a : b; });
+  uint32_t low = 0, high = largest + 1;
+  for (uint32_t middle = largest > kQuarter ? largest - kQuarter : 0; high - low > 1; middle = low + (high - low) / 2) {
+    if (middle == low) continue;
+    const uint32_t count = count_at_least(keys, middle, shared, turn);
     if (count == k) return middle;
     if (count > k) low = middle;
     else high = middle;
@@ -166,12 +195,14 @@ __device__ inline void encode_chunk(const ChunkRecord& layout, const float (&p)[
   const int thread = static_cast<int>(threadIdx.x), lane = static_cast<int>(lane_index()), warp = thread / 32;
   const int k = layout.kept;
   if (thread < kWords) shared.vector[thread] = 0;
-  const uint32_t cut = cut_of(p, static_cast<uint32_t>(k), shared), lower = (1u << lane) - 1u;
+  uint32_t keys[kEach];
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) keys[j] = kept_in_register(key_of(p[j]));
+  const uint32_t cut = cut_of(keys, static_cast<uint32_t>(k), shared), lower = (1u << lane) - 1u;
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
-    const uint32_t key = key_of(p[j]);
-    const uint32_t greater = __ballot_sync(kAllLanes, key > cut);
-    const uint32_t equal = __ballot_sync(kAllLanes, key == cut && kThreads * j + thread < count);
+    const uint32_t greater = __ballot_sync(kAllLanes, keys[j] > cut);
+    const uint32_t equal = __ballot_sync(kAllLanes, keys[j] == cut && kThreads * j + thread < count);
     if (lane == 0) shared.greater[kWarps * j + warp] = greater, shared.equal[kWarps * j + warp] = equal;
   }
   __syncthreads();
@@ -213,7 +244,7 @@ __device__ inline void encode_chunk(const ChunkRecord& layout, const float (&p)[
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 3)  // without the 3, ptxas aims for more CTAs and spills
     chunk_topk_encode(int32_t chunk, int32_t keep, float decay, const float* gradient, const float* residual,
                       float* new_residual, uint8_t* payloads, int64_t stride, int64_t numel, int64_t width,
                       int64_t chunks) {
@@ -290,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 4)  // without the 4, ptxas aims for more CTAs and spills
     chunk_topk_decode_reduce(int32_t chunk, int32_t keep, const uint8_t* rows, int64_t stride, int64_t workers,
                              const float* addend, float* target, int64_t numel, int64_t chunks) {
   __shared__ float sums[kMostChunk];

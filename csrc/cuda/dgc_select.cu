@@ -13,6 +13,7 @@ namespace gradwire {
 
 // Configuration.
 constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
 static_assert(1024 % kThreads == 0 && kThreads / 32 <= kMostWarps, "pick_bin and exclusive_sum rely on it");
 
 // Arguments.
@@ -135,45 +136,82 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)  // without the 4, ptx
   }
 }
 
-// The place in a row of ascending int32 indices, at any address, of the first that is at least `least_index`.
-__device__ inline int64_t lower_bound(const uint8_t* indices, int64_t count, int64_t least_index) {
-  int64_t low = 0, high = count;
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (static_cast<int32_t>(load_word<uint32_t>(indices + 4 * middle)) < least_index) low = middle + 1;
-    else high = middle;
+// A payload: `count` ascending int32 indices at any address, and their values behind them.
+struct SparseRow {
+  const uint8_t* indices;
+  int64_t count;
+
+  template <bool kAligned>
+  __device__ int32_t index(int64_t i) const {
+    if (kAligned) return reinterpret_cast<const int32_t*>(indices)[i];
+    return static_cast<int32_t>(load_word<uint32_t>(indices + 4 * i));
   }
-  return low;
+
+  template <bool kAligned>
+  __device__ float value(int64_t i, int32_t format) const {
+    const uint8_t *values = indices + 4 * count, *at = values + (format == 0 ? 4 : 2) * i;
+    if (format == 0) return kAligned ? *reinterpret_cast<const float*>(at) : load_float(at);
+    const uint16_t half = kAligned ? *reinterpret_cast<const uint16_t*>(at) : load_word<uint16_t>(at);
+    return format == 1 ? Float16::widen(half) : BFloat16::widen(half);
+  }
+
+  // The place of the first index that is at least `least_index`; a whole warp calls it. Each round looks at 32 indices
+  // at once and leaves a 32nd of the row, so that four wait for memory where halving has sixteen do so.
+  __device__ int64_t find(int32_t least_index) const {
+    uint32_t low = 0, high = static_cast<uint32_t>(count);
+    while (low < high) {
+      const uint32_t step = (high - low) / kWarp + 1, at = low + (lane_index() + 1) * step - 1;
+      const bool before = at < high && index<false>(at) < least_index;
+      const uint32_t passed = static_cast<uint32_t>(__popc(__ballot_sync(kAllLanes, before)));
+      low += passed * step;
+      high = low + step - 1 < high ? low + step - 1 : high;
+    }
+    return low;
+  }
+};
+
+// Adds what a payload has for a tile to its sums, from the payload's place `first` on.
+template <bool kAligned>
+__device__ inline void add_row(const SparseRow& row, int64_t first, int32_t format, int64_t start, int64_t stop,
+                               float* sums) {
+  for (int64_t i = first + threadIdx.x; i < row.count; i += kThreads) {
+    const int64_t index = row.index<kAligned>(i);
+    if (index >= stop) return;
+    if (index >= start) sums[index - start] += row.value<kAligned>(i, format);
+  }
 }
 
-__device__ inline float load_value(const uint8_t* values, int64_t i, int32_t format) {
-  if (format == 0) return load_float(values + 4 * i);
-  const uint16_t half = load_word<uint16_t>(values + 2 * i);
-  return format == 1 ? Float16::widen(half) : BFloat16::widen(half);
-}
-
-// target = the sum of all workers' payloads, each `count` ascending int32 indices followed by their values. A CTA owns
-// the tile of the target that it sums up in shared memory, and takes the payloads in the order of their ranks: so every
-// rank gets the same bits, without an atomic addition, and each element of the target is written once. An index outside
-// the target makes target[0] NaN, as below. Bytes: 4 an element written, 4 + the width of a value for each payload's
-// value read, and the lines that the searches touch.
+// target = the sum of all workers' payloads. A CTA owns the tile of the target that it sums up in shared memory, and
+// takes the payloads in the order of their ranks: so every rank gets the same bits, without an atomic addition, and each
+// element of the target is written once. Its warps find where the payloads' parts for the tile begin, a payload each;
+// where they end shows while they are read. An index outside the target makes target[0] NaN, as below. Bytes: 4 an
+// element written, 4 + the width of a value for each payload's value read, and the lines that the searches touch.
 extern "C" __global__ void __launch_bounds__(kThreads)
     dgc_sum(const uint8_t* rows, int64_t stride, int64_t workers, int64_t count, int32_t format, float* target,
             int64_t numel) {
   __shared__ float sums[kTile];
+  __shared__ int64_t firsts[kWarps];
+  const int64_t warp = threadIdx.x / kWarp;
   for (int64_t tile = blockIdx.x; tile < tile_count(numel); tile += gridDim.x) {
     const int64_t start = tile * kTile, stop = least(start + kTile, numel);
-    for (int64_t i = threadIdx.x; i < kTile; i += kThreads) sums[i] = 0.0f;
-    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kTile; i += kThreads) sums[i + threadIdx.x] = 0.0f;
     bool outside = false;
     for (int64_t w = 0; w < workers; ++w) {
-      const uint8_t *indices = rows + w * stride, *values = indices + 4 * count;
-      const int64_t first = lower_bound(indices, count, start), last = lower_bound(indices, count, stop);
-      if (tile == 0) outside = outside || first > 0 || lower_bound(indices, count, numel) < count;
-      for (int64_t i = first + threadIdx.x; i < last; i += kThreads) {
-        const int64_t place = static_cast<int32_t>(load_word<uint32_t>(indices + 4 * i)) - start;
-        if (place >= 0 && place < stop - start) sums[place] += load_value(values, i, format);
+      if (w % kWarps == 0) {
+        if (w + warp < workers) {
+          const SparseRow row = {rows + (w + warp) * stride, count};
+          const int64_t first = row.find(static_cast<int32_t>(start));
+          if (lane_index() == 0) firsts[warp] = first;
+        }
+        __syncthreads();
       }
+      const SparseRow row = {rows + w * stride, count};
+      if (tile == 0 && count)
+        outside = outside || row.index<false>(0) < 0 || row.index<false>(count - 1) >= numel;
+      const int64_t first = firsts[w % kWarps];
+      if (aligned<uint32_t>(row.indices)) add_row<true>(row, first, format, start, stop, sums);
+      else add_row<false>(row, first, format, start, stop, sums);
       __syncthreads();
     }
     for (int64_t i = 4 * threadIdx.x; i < stop - start; i += 4 * kThreads) {

@@ -9,7 +9,8 @@
 //
 // Encoding, lane l holds the elements 32 j + l: a ballot over them is the j-th word of the signs in the payload's own
 // order, and the 64 running sums that define the scale are two registers of each lane. A warp's load is 128 bytes in a
-// row, 32 of them under way at once. Decoding, lane l holds 4 elements of each 128, for stores of 16 bytes.
+// row, 32 of them under way at once. Decoding, lane l sums the 32 elements of word l, each by a selection and an
+// addition; shared memory turns the sums over, so that a warp's store is 512 bytes in a row.
 // Source: Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, section 4; Tang et al., 1-bit Adam, ICML 2021,
 // section 4 (two stages).
 #include "device.cuh"
@@ -66,6 +67,7 @@ struct Signs {
 };
 
 // Where they lie in the first payload of several, whose rows are `stride` bytes apart.
+template <bool kWhole>
 struct SignReader {
   const uint8_t *scale, *word;
   int64_t stride;
@@ -77,13 +79,57 @@ struct SignReader {
         stride(stride),
         nbytes(static_cast<int>((least(kBlock, numel - block * kBlock) + 7) / 8 - 4 * lane_index())) {}
 
-  // Loads from a payload and goes on to the next.
+  // Loads from a payload and goes on to the next. With kWhole all is aligned, and the block is a full one.
   __device__ Signs next() {
-    const Signs signs = {load_word_within<uint32_t>(word, nbytes), load_float(scale)};
+    const Signs signs =
+        kWhole ? Signs{*reinterpret_cast<const uint32_t*>(word), *reinterpret_cast<const float*>(scale)}
+               : Signs{load_word_within<uint32_t>(word, nbytes), load_float(scale)};
     scale += stride, word += stride;
     return signs;
   }
 };
+
+// A block in a warp's shared memory, as quads of four elements. In this order both the eight quads of each lane's word
+// and those that 32 lanes store side by side come from all banks.
+using Quads = float4[kBlock / 4];
+__device__ inline int place_of_quad(int quad) { return quad ^ (quad / 8 % 8); }
+
+// sum[i] += the payloads' element 32 l + i of the block, for lane l.
+template <bool kWhole>
+__device__ inline void add_signs(const Reduction<uint8_t>& a, int64_t block, float (&sum)[kWords]) {
+  SignReader<kWhole> reader(a.rows, a.stride, a.numel, block);
+  Signs next = reader.next();
+  for (int64_t w = 0; w < a.workers; ++w) {
+    const Signs signs = next;
+    if (w + 1 < a.workers) next = reader.next();
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) sum[i] += signs.word >> i & 1 ? signs.scale : -signs.scale;
+  }
+}
+
+// The sum of `a.workers` payloads of one block and the addend, in shared memory.
+__device__ inline void sum_block(const Reduction<uint8_t>& a, int64_t block, Quads& quads) {
+  const int lane = static_cast<int>(lane_index());
+  const int64_t first = block * kBlock;
+  float sum[kWords] = {};
+  if (a.addend) {
+#pragma unroll
+    for (int q = lane; q < kBlock / 4; q += static_cast<int>(kWarp))
+      quads[place_of_quad(q)] = load4(a.addend + first + 4 * q, a.numel - first - 4 * q);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float4 x = quads[place_of_quad(8 * lane + i)];
+      sum[4 * i] = x.x, sum[4 * i + 1] = x.y, sum[4 * i + 2] = x.z, sum[4 * i + 3] = x.w;
+    }
+  }
+  if (aligned<uint32_t>(a.rows) && a.stride % 4 == 0 && a.numel - first >= kBlock) add_signs<true>(a, block, sum);
+  else add_signs<false>(a, block, sum);
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    quads[place_of_quad(8 * lane + i)] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
+  __syncwarp();
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     onebit_encode(const float* gradient, const float* residual, float* new_residual, uint8_t* payloads, int64_t stride,
@@ -106,65 +152,49 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
 }
 
 // target = the sum of `a.workers` payloads of one block.
-__device__ inline void decode_block(const Reduction<uint8_t>& a, int64_t block) {
-  const unsigned lane = lane_index();
-  const int64_t first = block * kBlock + 4 * lane;
-  float4 sum[8];
+__device__ inline void decode_block(const Reduction<uint8_t>& a, int64_t block, Quads& quads) {
+  sum_block(a, block, quads);
+  const int64_t first = block * kBlock;
 #pragma unroll
-  for (int t = 0; t < 8; ++t)
-    sum[t] = a.addend ? load4(a.addend + first + 128 * t, a.numel - first - 128 * t) : make_float4(0, 0, 0, 0);
-  SignReader reader(a.rows, a.stride, a.numel, block);
-  Signs next = reader.next();
-  for (int64_t w = 0; w < a.workers; ++w) {
-    const Signs signs = next;
-    if (w + 1 < a.workers) next = reader.next();
-    const float plus = signs.scale, minus = -plus;
-#pragma unroll
-    for (int t = 0; t < 8; ++t) {  // elements 128 t + 4 lane + (0..3) are four bits of word 4 t + lane / 8
-      const uint32_t bits = __shfl_sync(kAllLanes, signs.word, static_cast<int>(4 * t + lane / 8)) >> 4 * (lane % 8);
-      sum[t].x += bits & 1 ? plus : minus;
-      sum[t].y += bits & 2 ? plus : minus;
-      sum[t].z += bits & 4 ? plus : minus;
-      sum[t].w += bits & 8 ? plus : minus;
-    }
-  }
-#pragma unroll
-  for (int t = 0; t < 8; ++t) store4(a.target + first + 128 * t, sum[t], a.numel - first - 128 * t);
+  for (int q = static_cast<int>(lane_index()); q < kBlock / 4; q += static_cast<int>(kWarp))
+    store4(a.target + first + 4 * q, quads[place_of_quad(q)], a.numel - first - 4 * q);
+  __syncwarp();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     onebit_decode_reduce(const uint8_t* rows, int64_t stride, int64_t workers, const float* addend, float* target,
                          int64_t numel) {
+  __shared__ Quads quads[kThreads / kWarp];
   for (int64_t block = warp_index(); block < block_count(numel); block += warp_count())
-    decode_block({rows, stride, workers, addend, target, numel}, block);
+    decode_block({rows, stride, workers, addend, target, numel}, block, quads[threadIdx.x / kWarp]);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     onebit_decode_pieces(const uint8_t* payloads, int64_t stride, float* target, int64_t numel, int64_t width,
                          int64_t blocks) {
+  __shared__ Quads quads[kThreads / kWarp];
   for (int64_t index = warp_index(); index < blocks; index += warp_count()) {
     const Place at = place_of<kBlock>({numel, width}, index);
-    decode_block({payloads + at.piece * stride, 0, 1, nullptr, target + at.start, at.numel}, at.block);
+    decode_block({payloads + at.piece * stride, 0, 1, nullptr, target + at.start, at.numel}, at.block,
+                 quads[threadIdx.x / kWarp]);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     onebit_reduce_encode(const uint8_t* rows, int64_t stride, int64_t workers, const float* residual,
                          float* new_residual, uint8_t* reduced, int64_t numel) {
+  __shared__ Quads quads[kThreads / kWarp];
   const int lane = static_cast<int>(lane_index());
   for (int64_t block = warp_index(); block < block_count(numel); block += warp_count()) {
     const int64_t first = block * kBlock + lane;
     const int count = static_cast<int>(least(kBlock, numel - block * kBlock)) - lane;  // for this lane
-    float p[kWords] = {};
-    SignReader reader(rows, stride, numel, block);
-    Signs next = reader.next();
-    for (int64_t w = 0; w < workers; ++w) {
-      const Signs signs = next;
-      if (w + 1 < workers) next = reader.next();
-      const float plus = signs.scale, minus = -plus;
+    float p[kWords];
+    Quads& own = quads[threadIdx.x / kWarp];
+    sum_block({rows, stride, workers, nullptr, nullptr, numel}, block, own);
 #pragma unroll
-      for (int j = 0; j < kWords; ++j) p[j] += __shfl_sync(kAllLanes, signs.word, j) >> lane & 1 ? plus : minus;
-    }
+    for (int j = 0; j < kWords; ++j)
+      p[j] = reinterpret_cast<const float*>(own)[4 * place_of_quad(8 * j + lane / 4) + lane % 4];
+    __syncwarp();
     if (residual) {
 #pragma unroll
       for (int j = 0; j < kWords; ++j) p[j] += 32 * j < count ? residual[first + 32 * j] : 0.0f;

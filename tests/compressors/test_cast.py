@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Layout, Slice
-from gradwire.compressors.cast import Cast
+from gradwire.compressors.codecs.cast import Cast
 from gradwire.compressors.optim.peers import carry_out
 from support.threads import ThreadGroup, run_ranks
 

@@ -5,12 +5,11 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Codec
-from gradwire.compressors.cast import CastCodec
-from gradwire.compressors.chunk_topk import ChunkTopkCodec
-from gradwire.compressors.kernels.reference import ChunkRule
-from gradwire.compressors.onebit import OneBitCodec
-from gradwire.compressors.quantize import QuantizeCodec
-from gradwire.compressors.waterfill import WaterfillCodec
+from gradwire.compressors.codecs.cast import CastCodec
+from gradwire.compressors.codecs.chunk_topk import ChunkRule, ChunkTopkCodec
+from gradwire.compressors.codecs.onebit import OneBitCodec
+from gradwire.compressors.codecs.quantize import QuantizeCodec
+from gradwire.compressors.codecs.waterfill import WaterfillCodec
 
 CODECS: dict[str, Codec] = {
     "onebit": OneBitCodec(),

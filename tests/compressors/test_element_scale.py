@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Layout, Slice
+from gradwire.compressors.codecs.onebit import OneBit
 from gradwire.compressors.element_scale import FLOOR, ElementScale
-from gradwire.compressors.onebit import OneBit
 from gradwire.compressors.optim.peers import carry_out
 from support.threads import ThreadGroup, run_ranks
 

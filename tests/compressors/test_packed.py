@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradwire.comms.transport.echo import EchoGroup
 from gradwire.compressors.base import Layout, Member, Slice
-from gradwire.compressors.cast import MOST_REST_STEPS, PackedCast
+from gradwire.compressors.codecs.packed_cast import MOST_REST_STEPS, PackedCast
 from gradwire.compressors.kernels import reference
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.registry import Option, make

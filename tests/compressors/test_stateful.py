@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Layout, Member, Slice, StateDict, StateValue
+from gradwire.compressors.codecs.onebit import OneBit
 from gradwire.compressors.kernels import dispatch
 from gradwire.compressors.kernels.cuda.require import CudaKernelsError
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
-from gradwire.compressors.onebit import OneBit
 from gradwire.compressors.optim.peers import carry_out
 from gradwire.compressors.registry import Option, make
 from gradwire.compressors.routed import Routed

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels_on_cpu.emulator import Emulator
+from kernels_on_cpu.emulator import RACES, Emulator
 from kernels_on_cpu.run_on import run_on
 
 NUMELS = (1, 7, 33, 129, 513, 1023, 1024, 1025, 4097, 9001)
@@ -34,7 +34,8 @@ def compiled_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def emulator(compiled_folder: Path) -> Emulator:
-    return Emulator(compiled_folder)
+    """Runs the kernels on the CPU; with GRADWIRE_KERNEL_RACES=1 all tests look for races."""
+    return Emulator(compiled_folder, watched=os.environ.get(RACES) == "1")
 
 
 @pytest.fixture(scope="session")

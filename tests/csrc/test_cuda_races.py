@@ -192,13 +192,50 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
         "dgc step",
     ),
     "no fence after the ticket": ("dgc_select", "  if (last) __threadfence();", "", "dgc step"),
-    "counts that are used again at once": ("chunk_topk", "  turn ^= 1;", "", "chunk_topk encode"),
+    "counts that are used again at once": ("chunk_topk", "  turn ^= 1;", "", "chunk_topk 1024 40 0.5 encode"),
     "sums that are used again at once": (
         "dgc_select",
         "  __syncthreads();\n  return before + inclusive - x;",
         "  return before + inclusive - x;",
         "dgc step",
     ),
+    "a payload that is added beside the one before it": (
+        "dgc_select",
+        "      else add_row<false>(row, first, format, start, stop, sums);\n      __syncthreads();\n",
+        "      else add_row<false>(row, first, format, start, stop, sums);\n",
+        "dgc sum torch.float32",
+    ),
+    "a tile of two CTAs": (
+        "dgc_select",
+        "for (int64_t tile = blockIdx.x; tile < tile_count(numel); tile += gridDim.x) {\n    const int64_t start",
+        "for (int64_t tile = blockIdx.x / 2; tile < tile_count(numel); tile += gridDim.x) {\n    const int64_t start",
+        "dgc sum torch.float32",
+    ),
+    "sums that are stored before all lanes have them": (
+        "onebit",
+        "sum[4 * i + 2], sum[4 * i + 3]);\n  __syncwarp();\n}",
+        "sum[4 * i + 2], sum[4 * i + 3]);\n}",
+        "onebit decode_reduce",
+    ),
+    "an addend that is read before all lanes have it": (
+        "onebit",
+        "a.numel - first - 4 * q);\n    __syncwarp();\n",
+        "a.numel - first - 4 * q);\n",
+        "onebit decode_reduce",
+    ),
+    "words that are stored before all threads have added theirs": (
+        "waterfill",
+        "  __syncthreads();\n  const int taken = ",
+        "  const int taken = ",
+        "waterfill 5 encode",
+    ),
+    "a product that is used again at once": (
+        "powersgd",
+        "  const double all = sum_of_lanes(shared[lane_index()]);\n  __syncthreads();\n",
+        "  const double all = sum_of_lanes(shared[lane_index()]);\n",
+        "orthogonalize",
+    ),
+    "a sample that is read before it is there": ("dgc_step", "    __syncthreads();", "", "dgc step"),
 }
 """What is wrong -> the file, its text, what stands there instead, and the case that runs it."""
 

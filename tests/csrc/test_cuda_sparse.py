@@ -9,9 +9,7 @@ from torch import Tensor
 
 from gradwire.compressors.kernels import cuda, reference
 from gradwire.compressors.kernels.cuda import launch as cuda_launch
-from gradwire.compressors.kernels.cuda.pack import PackTable
 from gradwire.compressors.kernels.reference import DgcRule, DgcRun, DgcState, FactorRun, FactorRuns
-from gradwire.compressors.kernels.reference import pack as reference_pack
 
 Maker = Callable[[int], Tensor]
 EachNumel = Callable[[Callable[[int], None]], None]
@@ -297,49 +295,3 @@ def test_orthogonal_rows_for_any_input_in_one_launch(device: torch.device) -> No
     assert bad[1].isnan().any()
     with pytest.raises(ValueError, match="`matrix`"):
         cuda.orthogonalize_many([usual.t().contiguous().to(device)], [7])
-
-
-@pytest.mark.parametrize("tensor_dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bucket_dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_pack_and_unpack_are_the_reference(
-    device: torch.device, tensor_dtype: torch.dtype, bucket_dtype: torch.dtype
-) -> None:
-    shapes = [(3, 5), (0,), (1,), (70, 120), (8,), (20_001,), (16, 16)]
-    wanted = [
-        torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(tensor_dtype)
-        for i, shape in enumerate(shapes)
-    ]
-    offsets = [2, 17, 17, 24, 8424, 8432, 28440]
-    ours = [tensor.to(device, copy=True) for tensor in wanted]
-    bucket, twin = torch.zeros(28_700, dtype=bucket_dtype, device=device), torch.zeros(28_700, dtype=bucket_dtype)
-    PackTable(ours, offsets, 0.3).pack(bucket)
-    reference_pack.pack(wanted, offsets, 0.3, twin)
-    assert_same(bucket, twin)
-    PackTable(ours, offsets, 3.0).unpack(bucket)
-    reference_pack.unpack(wanted, offsets, 3.0, twin)
-    for tensor, expected in zip(ours, wanted, strict=True):
-        assert_same(tensor, expected)
-
-
-def test_unpack_undoes_pack(device: torch.device) -> None:
-    tensors = [torch.randn(n, device=device) for n in (5, 4096, 33)]
-    before = [tensor.clone() for tensor in tensors]
-    table, bucket = PackTable(tensors, [0, 5, 4101]), torch.empty(4134, device=device)
-    table.pack(bucket)
-    assert torch.equal(bucket, torch.cat(before))
-    for tensor in tensors:
-        tensor.zero_()
-    table.unpack(bucket)
-    assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, before, strict=True))
-
-
-def test_a_wrong_table_is_refused(device: torch.device) -> None:
-    x = torch.zeros(4, device=device)
-    with pytest.raises(ValueError, match="`offsets`"):
-        PackTable([x], [])
-    with pytest.raises(ValueError, match="`offsets`"):
-        PackTable([x], [-1])
-    with pytest.raises(ValueError, match="`tensors`"):
-        PackTable([x, x.half()], [0, 4])
-    with pytest.raises(ValueError, match="`bucket`"):
-        PackTable([x], [4]).pack(x)

@@ -10,8 +10,6 @@ from gradwire.bench.studies.gpu.cases import (
     fp16_decode_case,
     int4_decode_case,
     orthogonalize_case,
-    pack_case,
-    unpack_case,
 )
 
 NUMEL = 16_384
@@ -25,15 +23,6 @@ def both(case: KernelCase) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         output.zero_()
     case.composed(0)
     return ours, [output.cpu() for output in case.outputs]
-
-
-def test_packing(device: torch.device) -> None:
-    ours, composed = both(pack_case(NUMEL, device))
-    assert torch.equal(ours[0], composed[0])
-    assert ours[0].any()
-    ours, composed = both(unpack_case(NUMEL, device))
-    assert all(torch.equal(one, other) for one, other in zip(ours, composed, strict=True))
-    assert all(one.any() for one in ours)
 
 
 @pytest.mark.parametrize("make", [fp16_decode_case, int4_decode_case])

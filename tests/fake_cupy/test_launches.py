@@ -37,9 +37,9 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 
 
 def job(compressor: str, buckets: Sequence[Sequence[Sequence[str]]], **more: Any) -> Callable[..., Any]:
-    settings: dict[str, Any] = {"plan": "hierarchical", "chunks": 2, "compressor": compressor}
+    settings: dict[str, Any] = {"nodes": "aabb", "plan": "hierarchical", "chunks": 2, "compressor": compressor}
     settings["compressor_options"] = COMPRESSORS[compressor]
-    return train("aabb", buckets, **settings | more)
+    return train(buckets=buckets, **settings | more)
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS)
@@ -53,6 +53,30 @@ def test_the_kernels_of_cuda_give_the_bits_of_the_cpu(compressor: str, emulated:
                     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
                 else:
                     assert torch.equal(mine, theirs)
+
+
+ALIKE = {"one": (48, 64), "two": (48, 64), "three": (48, 64), "four": (48, 64)}
+"""Buckets of one layout, whose tables have the same words."""
+
+
+def alike(compressor: str) -> Callable[..., Any]:
+    return job(compressor, ((("one",), ("two",), ("three",)),) * 3, shapes=ALIKE)
+
+
+def owned_by_some(compressor: str) -> Callable[..., Any]:
+    """A rank shares a bucket's matrices with three others, and the next bucket's with one of them.
+
+    So what it waits for in the second says nothing of what it has issued last for the first.
+    """
+    return job(compressor, ((("one", "two", "three"), ("four",)),) * 4, nodes="aaab", chunks=1, shapes=ALIKE)
+
+
+@pytest.mark.parametrize("buckets", [alike, owned_by_some])
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_no_launch_has_a_race(
+    compressor: str, buckets: Callable[[str], Callable[..., Any]], emulated: Emulator
+) -> None:
+    on_cuda(4, buckets(compressor), emulated=emulated)
 
 
 def _shared_scratch(device: torch.device, nbytes: int, made: dict[Any, Tensor]) -> Tensor:
@@ -73,22 +97,23 @@ def plant(what: str, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(cuda_launch, "_cupy_stream", functools.cache(lambda handle, index: contextlib.nullcontext()))
 
 
-ALIKE = {"one": (48, 64), "two": (48, 64), "three": (48, 64)}
-"""Buckets of one layout, whose tables have the same words."""
-
-
 @pytest.mark.parametrize(
-    ("what", "compressor"),
+    ("what", "compressor", "buckets"),
     [
-        ("scratch shared by streams", "dgc"),
-        ("tables shared by streams", "dgc"),
-        ("kernels on CuPy's default stream", "int8"),
-        ("kernels on CuPy's default stream", "dgc"),
+        ("scratch shared by streams", "dgc", alike),
+        ("scratch shared by streams", "powersgd", owned_by_some),
+        ("tables shared by streams", "dgc", alike),
+        ("kernels on CuPy's default stream", "int8", alike),
+        ("kernels on CuPy's default stream", "dgc", alike),
     ],
 )
 def test_a_launch_that_is_wrong_about_streams_is_found(
-    what: str, compressor: str, emulated: Emulator, monkeypatch: pytest.MonkeyPatch
+    what: str,
+    compressor: str,
+    buckets: Callable[[str], Callable[..., Any]],
+    emulated: Emulator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plant(what, monkeypatch)
     with pytest.raises(RaceError, match="race"):
-        on_cuda(4, job(compressor, ((("one",), ("two",), ("three",)),) * 3, shapes=ALIKE), emulated=emulated)
+        on_cuda(4, buckets(compressor), emulated=emulated)

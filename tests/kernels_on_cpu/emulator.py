@@ -22,6 +22,8 @@ from gradwire.compressors.kernels.cuda.load import ENTRY_POINTS, FOLDER, kernel_
 HERE = Path(__file__).resolve().parent
 ORDER = "GRADWIRE_KERNEL_ORDER"
 """Environment variable: a seed for the order of threads and CTAs; every launch takes the next. 0: always ascending."""
+RACES = "GRADWIRE_KERNEL_RACES"
+"""Environment variable: 1 has the tests of tests/csrc look at every access of every kernel; some ten times slower."""
 ENGINE = "libcuda_on_cpu.so"
 _OPTIONS = (
     "-std=c++17",

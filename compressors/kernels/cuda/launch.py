@@ -85,7 +85,7 @@ def _index(device: torch.device) -> int:
 
 def stream_of(device: torch.device) -> int:
     """Returns the handle of torch's current stream there."""
-    return int(torch.cuda.current_stream(device).cuda_stream)
+    return int(torch.cuda.current_stream(_index(device)).cuda_stream)  # by its number: torch takes a device apart
 
 
 class _TorchStream:

@@ -49,12 +49,6 @@ ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "dgc_step": ("dgc_sample", "dgc_advance"),
     "dgc_select": ("dgc_radix", "dgc_count", "dgc_write", "dgc_sum", "dgc_scatter_add"),
     "powersgd": ("powersgd_orthogonalize", "powersgd_restore"),
-    "pack": tuple(
-        f"{direction}_{tensor}_{bucket}"
-        for direction in ("pack", "unpack")
-        for tensor in ("f32", "f16", "bf16")
-        for bucket in ("f32", "f16", "bf16")
-    ),
 }
 """File of csrc/cuda, without its suffix -> the `__global__` functions it defines."""
 

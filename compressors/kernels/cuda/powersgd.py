@@ -9,12 +9,7 @@ from torch import Tensor
 
 from gradwire.compressors.kernels.cuda import launch as cuda_launch
 from gradwire.compressors.kernels.cuda.launch import address, check_tensors
-from gradwire.compressors.kernels.reference import (
-    FactorRun,
-    FactorRuns,
-    powersgd_back_project,
-    powersgd_project,
-)
+from gradwire.compressors.kernels.reference import FactorRun, FactorRuns, powersgd_back_project, powersgd_project
 
 __all__ = [
     "orthogonalize_many",

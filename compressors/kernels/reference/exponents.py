@@ -17,8 +17,8 @@ Plane by plane, and not value by value, all of it is comparing, counting, and co
 that would not be shorter, the values themselves follow the header, whose first number is then `RAW`.
 
 Source: Rice and Plaunt, Adaptive variable-length coding, IEEE Trans. Commun. 19(6), 1971. The order of the symbols:
-Huffman's lengths for gradients of both convergence tasks (docs/reference/codecs.md) are those of this code, but for one
-of the rarest symbols.
+Huffman's lengths for gradients of both convergence tasks (docs/results/number_formats.md) are those of this code, but
+for one of the rarest symbols.
 """
 
 import torch

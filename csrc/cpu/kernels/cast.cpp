@@ -2,8 +2,7 @@
 //
 // Bytes an element, read + written: encode 4 + 2 (8 + 6 with residual), decode_reduce 2 W + 4.
 // Scaling before the cast keeps a gradient whose mean fits finite: 70000 / 8 does, 70000 does not.
-#include <nanobind/nanobind.h>
-
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -14,6 +13,7 @@
 
 #include "common/cast_formula.h"
 #include "cpu/isa.h"
+#include "cpu/kernels/block_format.h"
 
 namespace {
 
@@ -22,30 +22,40 @@ using namespace gradwire;
 #define GRADWIRE_LOOPS "cpu/kernels/cast_loops.h"
 #include "cpu/foreach_isa.h"
 
-float* floats(uintptr_t at) { return reinterpret_cast<float*>(at); }
-uint16_t* words(uintptr_t at) { return reinterpret_cast<uint16_t*>(at); }
+constexpr size_t kChunk = 4096;  // elements of a sum on its way from decoding to encoding: a first-level cache has room
 
-void cast_encode(bool half, uintptr_t gradient, float scale, uintptr_t residual, uintptr_t new_residual,
-                 uintptr_t target, size_t numel) {
-  if (half)
-    GRADWIRE_DISPATCH(encode<true>, floats(gradient), scale, floats(residual), floats(new_residual), words(target),
-                      numel);
-  else
-    GRADWIRE_DISPATCH(encode<false>, floats(gradient), scale, floats(residual), floats(new_residual), words(target),
-                      numel);
-}
+template <bool kHalf>
+class Cast final : public BlockFormat {
+ public:
+  explicit Cast(float scale) : scale_(scale) {}
 
-void cast_decode_reduce(bool half, uintptr_t sources, size_t stride, size_t workers, uintptr_t addend, uintptr_t target,
-                        size_t numel) {
-  if (half)
-    GRADWIRE_DISPATCH(decode_reduce<true>, words(sources), stride, workers, floats(addend), floats(target), numel);
-  else GRADWIRE_DISPATCH(decode_reduce<false>, words(sources), stride, workers, floats(addend), floats(target), numel);
-}
+ private:
+  void encode(const float* gradient, const float* residual, float* new_residual, uint8_t* payload,
+              size_t numel) const override {
+    GRADWIRE_DISPATCH(encode<kHalf>, gradient, scale_, residual, new_residual, reinterpret_cast<uint16_t*>(payload),
+                      numel);
+  }
+  void decode_reduce(const Payloads& all, const float* addend, float* target) const override {
+    GRADWIRE_DISPATCH(decode_reduce<kHalf>, reinterpret_cast<const uint16_t*>(all.first), all.stride / 2, all.workers,
+                      addend, target, all.numel);
+  }
+  void reduce_encode(const Payloads& all, const float* residual, float* new_residual, uint8_t* reduced) const override {
+    float total[kChunk];
+    for (size_t start = 0; start < all.numel; start += kChunk) {
+      const size_t count = std::min(kChunk, all.numel - start);
+      decode_reduce({all.first + 2 * start, all.stride, all.workers, count}, nullptr, total);
+      encode(total, residual ? residual + start : nullptr, new_residual ? new_residual + start : nullptr,
+             reduced + 2 * start, count);
+    }
+  }
+
+  float scale_;
+};
 
 }  // namespace
 
-void bind_cast(nanobind::module_& m) {
-  const nanobind::call_guard<nanobind::gil_scoped_release> unlocked;
-  m.def("cast_encode", &cast_encode, unlocked);
-  m.def("cast_decode_reduce", &cast_decode_reduce, unlocked);
+std::unique_ptr<gradwire::BlockFormat> gradwire::make_cast(const Parameters& parameters) {
+  const auto scale = static_cast<float>(parameters.at(1));
+  if (parameters[0] != 0) return std::make_unique<Cast<true>>(scale);
+  return std::make_unique<Cast<false>>(scale);
 }

@@ -7,8 +7,6 @@
 //   decode_reduce  0.02 W + 4
 //   reduce_encode  0.02 W + 8 + 0.02
 // Source: Sarfi et al., SparseLoCo, arXiv 2508.15706; the levels are one step of Lloyd's algorithm from the mean.
-#include <nanobind/nanobind.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -22,6 +20,7 @@
 #include "common/cast_formula.h"
 #include "common/chunk_topk_formula.h"
 #include "cpu/isa.h"
+#include "cpu/kernels/block_format.h"
 #include "cpu/stream.h"
 
 namespace {
@@ -43,53 +42,38 @@ struct Rule {
   }
 };
 
-// The payloads of several workers for the same elements.
-struct Payloads {
-  const uint8_t* first;
-  size_t stride, workers, numel;
-};
-
 inline uint32_t key_of(float x) { return std::min(bits_of_float(x) & 0x7fffffffu, kNan); }
 
 #define GRADWIRE_LOOPS "cpu/kernels/chunk_topk_loops.h"
 #include "cpu/foreach_isa.h"
 
-float* floats(uintptr_t at) { return reinterpret_cast<float*>(at); }
-uint8_t* bytes(uintptr_t at) { return reinterpret_cast<uint8_t*>(at); }
+class ChunkTopk final : public BlockFormat {
+ public:
+  explicit ChunkTopk(const Rule& rule) : rule_(rule) {
+    if (rule.chunk < 256 || rule.chunk > kMostChunk || (rule.chunk & (rule.chunk - 1)) != 0)
+      throw std::invalid_argument("`chunk` must be a power of two from 256 to 4096");
+    if (rule.keep < 1 || rule.keep > std::min(rule.chunk, kMostKeep))
+      throw std::invalid_argument("`keep` must be between 1 and min(`chunk`, 512)");
+  }
 
-Rule rule_of(size_t chunk, size_t keep, float decay) {
-  if (chunk < 256 || chunk > kMostChunk || (chunk & (chunk - 1)) != 0)
-    throw std::invalid_argument("`chunk` must be a power of two from 256 to 4096");
-  if (keep < 1 || keep > std::min(chunk, kMostKeep))
-    throw std::invalid_argument("`keep` must be between 1 and min(`chunk`, 512)");
-  return {chunk, keep, decay};
-}
+ private:
+  void encode(const float* gradient, const float* residual, float* new_residual, uint8_t* payload,
+              size_t numel) const override {
+    GRADWIRE_DISPATCH(encode, rule_, gradient, residual, new_residual, payload, numel);
+  }
+  void decode_reduce(const Payloads& all, const float* addend, float* target) const override {
+    GRADWIRE_DISPATCH(decode_reduce, rule_, all, addend, target);
+  }
+  void reduce_encode(const Payloads& all, const float* residual, float* new_residual, uint8_t* reduced) const override {
+    GRADWIRE_DISPATCH(reduce_encode, rule_, all, residual, new_residual, reduced);
+  }
 
-void chunk_topk_encode(size_t chunk, size_t keep, float decay, uintptr_t gradient, uintptr_t residual,
-                       uintptr_t new_residual, uintptr_t payload, size_t numel) {
-  const Rule rule = rule_of(chunk, keep, decay);
-  GRADWIRE_DISPATCH(encode, rule, floats(gradient), floats(residual), floats(new_residual), bytes(payload), numel);
-}
-
-void chunk_topk_decode_reduce(size_t chunk, size_t keep, uintptr_t payloads, size_t stride, size_t workers,
-                              uintptr_t addend, uintptr_t target, size_t numel) {
-  const Rule rule = rule_of(chunk, keep, 0.0f);
-  const Payloads all{bytes(payloads), stride, workers, numel};
-  GRADWIRE_DISPATCH(decode_reduce, rule, all, floats(addend), floats(target));
-}
-
-void chunk_topk_reduce_encode(size_t chunk, size_t keep, float decay, uintptr_t payloads, size_t stride, size_t workers,
-                              uintptr_t residual, uintptr_t new_residual, uintptr_t reduced, size_t numel) {
-  const Rule rule = rule_of(chunk, keep, decay);
-  const Payloads all{bytes(payloads), stride, workers, numel};
-  GRADWIRE_DISPATCH(reduce_encode, rule, all, floats(residual), floats(new_residual), bytes(reduced));
-}
+  Rule rule_;
+};
 
 }  // namespace
 
-void bind_chunk_topk(nanobind::module_& m) {
-  const nanobind::call_guard<nanobind::gil_scoped_release> unlocked;
-  m.def("chunk_topk_encode", &chunk_topk_encode, unlocked);
-  m.def("chunk_topk_decode_reduce", &chunk_topk_decode_reduce, unlocked);
-  m.def("chunk_topk_reduce_encode", &chunk_topk_reduce_encode, unlocked);
+std::unique_ptr<gradwire::BlockFormat> gradwire::make_chunk_topk(const Parameters& parameters) {
+  return std::make_unique<ChunkTopk>(Rule{static_cast<size_t>(parameters.at(0)), static_cast<size_t>(parameters.at(1)),
+                                          static_cast<float>(parameters.at(2))});
 }

@@ -7,8 +7,6 @@
 //   reduce_encode  W/8 + 8 + 1/8    W payloads and the residual in, new residual and the payload of the sum out
 // Source: Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, section 4 (scale = L1 norm / n); Tang et al.,
 // 1-bit Adam, ICML 2021, section 4 (two stages).
-#include <nanobind/nanobind.h>
-
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -20,6 +18,7 @@
 
 #include "common/cast_formula.h"
 #include "cpu/isa.h"
+#include "cpu/kernels/block_format.h"
 #include "cpu/stream.h"
 
 namespace {
@@ -33,29 +32,19 @@ constexpr size_t scales_nbytes(size_t numel) { return (numel + kBlock - 1) / kBl
 #define GRADWIRE_LOOPS "cpu/kernels/onebit_loops.h"
 #include "cpu/foreach_isa.h"
 
-float* floats(uintptr_t at) { return reinterpret_cast<float*>(at); }
-uint8_t* bytes(uintptr_t at) { return reinterpret_cast<uint8_t*>(at); }
-
-void onebit_encode(uintptr_t gradient, uintptr_t residual, uintptr_t new_residual, uintptr_t payload, size_t numel) {
-  GRADWIRE_DISPATCH(encode, floats(gradient), floats(residual), floats(new_residual), bytes(payload), numel);
-}
-
-void onebit_decode_reduce(uintptr_t payloads, size_t stride, size_t workers, uintptr_t addend, uintptr_t target,
-                          size_t numel) {
-  GRADWIRE_DISPATCH(decode_reduce, bytes(payloads), stride, workers, floats(addend), floats(target), numel);
-}
-
-void onebit_reduce_encode(uintptr_t payloads, size_t stride, size_t workers, uintptr_t residual, uintptr_t new_residual,
-                          uintptr_t reduced, size_t numel) {
-  GRADWIRE_DISPATCH(reduce_encode, bytes(payloads), stride, workers, floats(residual), floats(new_residual),
-                    bytes(reduced), numel);
-}
+class OneBit final : public BlockFormat {
+  void encode(const float* gradient, const float* residual, float* new_residual, uint8_t* payload,
+              size_t numel) const override {
+    GRADWIRE_DISPATCH(encode, gradient, residual, new_residual, payload, numel);
+  }
+  void decode_reduce(const Payloads& all, const float* addend, float* target) const override {
+    GRADWIRE_DISPATCH(decode_reduce, all.first, all.stride, all.workers, addend, target, all.numel);
+  }
+  void reduce_encode(const Payloads& all, const float* residual, float* new_residual, uint8_t* reduced) const override {
+    GRADWIRE_DISPATCH(reduce_encode, all.first, all.stride, all.workers, residual, new_residual, reduced, all.numel);
+  }
+};
 
 }  // namespace
 
-void bind_onebit(nanobind::module_& m) {
-  const nanobind::call_guard<nanobind::gil_scoped_release> unlocked;
-  m.def("onebit_encode", &onebit_encode, unlocked);
-  m.def("onebit_decode_reduce", &onebit_decode_reduce, unlocked);
-  m.def("onebit_reduce_encode", &onebit_reduce_encode, unlocked);
-}
+std::unique_ptr<gradwire::BlockFormat> gradwire::make_onebit(const Parameters&) { return std::make_unique<OneBit>(); }

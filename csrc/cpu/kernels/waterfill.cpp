@@ -10,8 +10,6 @@
 //   reduce_encode  5/8 W + 8 + 5/8
 // A group with inf or NaN decodes to NaN.
 // Source: reverse water-filling: Cover and Thomas, Elements of Information Theory, section 10.3.3.
-#include <nanobind/nanobind.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -26,6 +24,7 @@
 #include "common/cast_formula.h"
 #include "common/waterfill_formula.h"
 #include "cpu/isa.h"
+#include "cpu/kernels/block_format.h"
 #include "cpu/stream.h"
 
 namespace {
@@ -57,12 +56,6 @@ constexpr uint64_t kMasks[kFillMostWidth + 1] = {0,
                                                  0x7f7f7f7f7f7f7f7fu,
                                                  0xffffffffffffffffu};
 
-// The payloads of several workers for the same elements.
-struct Payloads {
-  const uint8_t* first;
-  size_t stride, workers, numel;
-};
-
 // A group as a payload holds it: how its blocks are decoded.
 struct Shares {
   alignas(64) uint8_t octaves[kBlocks];  // how far a block's scale lies below the group's; kNoOctaves without bits
@@ -83,57 +76,29 @@ struct Decoding {
 #define GRADWIRE_LOOPS "cpu/kernels/waterfill_loops.h"
 #include "cpu/foreach_isa.h"
 
-float* floats(uintptr_t at) { return reinterpret_cast<float*>(at); }
-uint8_t* bytes(uintptr_t at) { return reinterpret_cast<uint8_t*>(at); }
-
-void check_bits(int bits) {
-  if (bits < kLeastBits || bits > kMostBits) throw std::invalid_argument("`bits` must be 2 to 5");
-}
-
-void waterfill_encode(int bits, uintptr_t gradient, uintptr_t residual, uintptr_t new_residual, uintptr_t payload,
-                      size_t numel) {
-  check_bits(bits);
-  GRADWIRE_DISPATCH(encode, bits, floats(gradient), floats(residual), floats(new_residual), bytes(payload), numel);
-}
-
-// The pieces of a shard, of `width` elements each but for the last, one payload in each row.
-void waterfill_encode_pieces(int bits, uintptr_t gradient, uintptr_t residual, uintptr_t new_residual,
-                             uintptr_t payloads, size_t stride, size_t width, size_t numel) {
-  for (size_t start = 0; start < numel; start += width, payloads += stride) {
-    const size_t nbytes = start * sizeof(float);
-    waterfill_encode(bits, gradient + nbytes, residual ? residual + nbytes : 0, new_residual ? new_residual + nbytes : 0,
-                     payloads, std::min(width, numel - start));
+class Waterfill final : public BlockFormat {
+ public:
+  explicit Waterfill(int bits) : bits_(bits) {
+    if (bits < kLeastBits || bits > kMostBits) throw std::invalid_argument("`bits` must be 2 to 5");
   }
-}
 
-void waterfill_decode_reduce(int bits, uintptr_t payloads, size_t stride, size_t workers, uintptr_t addend,
-                             uintptr_t target, size_t numel) {
-  check_bits(bits);
-  const Payloads all{bytes(payloads), stride, workers, numel};
-  GRADWIRE_DISPATCH(decode_reduce, bits, all, floats(addend), floats(target));
-}
+ private:
+  void encode(const float* gradient, const float* residual, float* new_residual, uint8_t* payload,
+              size_t numel) const override {
+    GRADWIRE_DISPATCH(encode, bits_, gradient, residual, new_residual, payload, numel);
+  }
+  void decode_reduce(const Payloads& all, const float* addend, float* target) const override {
+    GRADWIRE_DISPATCH(decode_reduce, bits_, all, addend, target);
+  }
+  void reduce_encode(const Payloads& all, const float* residual, float* new_residual, uint8_t* reduced) const override {
+    GRADWIRE_DISPATCH(reduce_encode, bits_, all, residual, new_residual, reduced);
+  }
 
-void waterfill_decode_pieces(int bits, uintptr_t payloads, size_t stride, uintptr_t target, size_t width,
-                             size_t numel) {
-  for (size_t start = 0; start < numel; start += width, payloads += stride)
-    waterfill_decode_reduce(bits, payloads, stride, 1, 0, target + start * sizeof(float),
-                            std::min(width, numel - start));
-}
-
-void waterfill_reduce_encode(int bits, uintptr_t payloads, size_t stride, size_t workers, uintptr_t residual,
-                             uintptr_t new_residual, uintptr_t reduced, size_t numel) {
-  check_bits(bits);
-  const Payloads all{bytes(payloads), stride, workers, numel};
-  GRADWIRE_DISPATCH(reduce_encode, bits, all, floats(residual), floats(new_residual), bytes(reduced));
-}
+  int bits_;
+};
 
 }  // namespace
 
-void bind_waterfill(nanobind::module_& m) {
-  const nanobind::call_guard<nanobind::gil_scoped_release> unlocked;
-  m.def("waterfill_encode", &waterfill_encode, unlocked);
-  m.def("waterfill_encode_pieces", &waterfill_encode_pieces, unlocked);
-  m.def("waterfill_decode_pieces", &waterfill_decode_pieces, unlocked);
-  m.def("waterfill_decode_reduce", &waterfill_decode_reduce, unlocked);
-  m.def("waterfill_reduce_encode", &waterfill_reduce_encode, unlocked);
+std::unique_ptr<gradwire::BlockFormat> gradwire::make_waterfill(const Parameters& parameters) {
+  return std::make_unique<Waterfill>(static_cast<int>(parameters.at(0)));
 }

@@ -10,26 +10,21 @@ import torch
 from torch import Tensor
 
 from gradwire import _native
+from gradwire.compressors.codecs.cast import CastCodec
+from gradwire.compressors.codecs.chunk_topk import ChunkRule, ChunkTopkCodec
+from gradwire.compressors.codecs.onebit import OneBitCodec
+from gradwire.compressors.codecs.waterfill import WaterfillCodec
 from gradwire.compressors.kernels import native, reference
-from gradwire.compressors.kernels.reference import ChunkRule, DgcRule, DgcState
-from gradwire.compressors.kernels.reference import pack as reference_pack
+from gradwire.compressors.kernels.reference import DgcRule, DgcState
+from support.block_codecs import GROUPS, assert_same, check_codec, randn
 from support.guarded import guarded
 
 Maker = Callable[[int], Tensor]
 EachNumel = Callable[[Callable[[int], None]], None]
 
 
-def assert_same(ours: Tensor, wanted: Tensor) -> None:
-    """The same numbers bit for bit; a NaN equals any NaN."""
-    torch.testing.assert_close(ours, wanted, rtol=0.0, atol=0.0, equal_nan=True)
-
-
 def other(numel: int) -> Tensor:
     return torch.randn(numel + 3, generator=torch.Generator().manual_seed(numel + 1))[3:]
-
-
-def payload_of(nbytes: int) -> Tensor:
-    return torch.full((nbytes,), 0xAA, dtype=torch.uint8)
 
 
 def test_a_module_compiled_from_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,59 +36,17 @@ def test_a_module_compiled_from_other_sources_is_refused(monkeypatch: pytest.Mon
         importlib.reload(native)
 
 
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_onebit_is_the_reference(
-    native_kernels: ModuleType, make_input: Maker, each_numel: EachNumel, with_residual: bool
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_codec_is_the_reference(
+    native_kernels: ModuleType, make_input: Maker, each_numel: EachNumel, name: str
 ) -> None:
     def check(numel: int) -> None:
-        x, residual = make_input(numel), other(numel) if with_residual else None
-        payloads = [payload_of(reference.onebit_nbytes(numel)) for _ in range(2)]
-        new_residuals = [torch.empty(numel + 1)[1:], torch.empty(numel)]
-        for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
-            kernels.onebit_encode(x, residual, new_residual, payload)
-        split = reference.onebit_nbytes(numel) - -(-numel // 8)
-        assert torch.equal(payloads[0][split:], payloads[1][split:])
-        assert_same(payloads[0][:split].view(torch.float32), payloads[1][:split].view(torch.float32))
-        assert_same(new_residuals[0], new_residuals[1])
-
-        table = torch.stack([payloads[0], payloads[1].flip(0), payloads[0]])
-        table[1] = payloads[1]
-        targets = [torch.empty(numel + 1)[1:], torch.empty(numel)]
-        for kernels, target in zip((native_kernels, reference), targets, strict=True):
-            kernels.onebit_decode_reduce(table, residual, target)
-        assert_same(targets[0], targets[1])
-        for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
-            kernels.onebit_reduce_encode(table, residual, new_residual, payload, numel)
-        assert_same(new_residuals[0], new_residuals[1])
-        assert torch.equal(payloads[0][split:], payloads[1][split:])
+        codec = GROUPS[name][numel % len(GROUPS[name])]
+        check_codec(native_kernels, codec, make_input(numel), apart=numel // 2 % 2)
 
     each_numel(check)
-
-
-@pytest.mark.parametrize("rule", [ChunkRule(), ChunkRule(256, 200, 0.5)], ids=str)
-def test_chunk_topk_is_the_reference(
-    native_kernels: ModuleType, make_input: Maker, each_numel: EachNumel, rule: ChunkRule
-) -> None:
-    def check(numel: int) -> None:
-        x, residual = make_input(numel), other(numel) if numel % 2 else None
-        payloads = [payload_of(reference.chunk_topk_nbytes(numel, rule)) for _ in range(2)]
-        new_residuals, targets = [torch.empty(numel + 1)[1:], torch.empty(numel)], torch.empty(2, numel)
-        for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
-            kernels.chunk_topk_encode(rule, x, residual, new_residual, payload)
-        assert torch.equal(payloads[0], payloads[1])
-        assert_same(new_residuals[0], new_residuals[1])
-        second = payload_of(len(payloads[1]))
-        reference.chunk_topk_encode(rule, other(numel), None, None, second)
-        table = torch.stack([payloads[1], second, payloads[1]])
-        for kernels, target in zip((native_kernels, reference), targets, strict=True):
-            kernels.chunk_topk_decode_reduce(rule, table, residual, target)
-        assert_same(targets[0], targets[1])
-        for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
-            kernels.chunk_topk_reduce_encode(rule, table, residual, new_residual, payload, numel)
-        assert torch.equal(payloads[0], payloads[1])
-        assert_same(new_residuals[0], new_residuals[1])
-
-    each_numel(check)
+    if name == "waterfill":
+        check(40_001)  # whole groups, and a short one
 
 
 def test_chunk_topk_places_take_little_more_than_there_are_choices() -> None:
@@ -121,16 +74,16 @@ def test_chunk_topk_sends_the_largest_at_every_setting(native_kernels: ModuleTyp
     Also where they stand in a row at the beginning or at the end. Nothing is read behind the payload.
     """
     for seed, rule in enumerate(RULES):
-        numel = 2 * rule.chunk + 1 + 97 * seed % rule.chunk
+        codec, numel = ChunkTopkCodec(rule), 2 * rule.chunk + 1 + 97 * seed % rule.chunk
         sizes = (numel - torch.arange(numel)) ** (seed % 3)
-        x = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * sizes
+        x = randn(numel, seed) * sizes
         x = x.flip(0) if seed % 2 else x
         new_residual, decoded = torch.empty(numel), torch.empty(numel)
-        with guarded(reference.chunk_topk_nbytes(numel, rule)) as payload:
-            native_kernels.chunk_topk_encode(rule, x, None, new_residual, payload)
-            native_kernels.chunk_topk_decode_reduce(rule, payload[None], None, decoded)
+        with guarded(codec.wire_nbytes(numel)) as payload:
+            native_kernels.encode_pieces(codec, x, None, new_residual, payload[None], numel)
+            native_kernels.decode_reduce(codec, payload[None], None, decoded)
             wanted = torch.empty_like(payload)
-            reference.chunk_topk_encode(rule, x, None, None, wanted)
+            codec.torch_encode(x, wanted)
             assert torch.equal(payload, wanted), rule
         assert_same(x - decoded, new_residual)
         for chunk, sent in zip(torch.split(x.abs(), rule.chunk), torch.split(decoded, rule.chunk), strict=True):
@@ -153,123 +106,40 @@ def test_damaged_places_stay_inside(native_kernels: ModuleType) -> None:
             with guarded(noise.numel()) as payload:
                 payload.copy_(noise.view(-1))
                 rows = payload.view(noise.shape)
-                native_kernels.chunk_topk_decode_reduce(rule, rows, None, target[100:-100])
-                reference.chunk_topk_decode_reduce(rule, rows, None, wanted)
+                native_kernels.decode_reduce(ChunkTopkCodec(rule), rows, None, target[100:-100])
+                reference.decode_reduce(ChunkTopkCodec(rule), rows, None, wanted)
                 del rows
             assert torch.equal(target[100:-100], wanted), (rule, numel)
             assert (target[:100] == 7).all()
             assert (target[-100:] == 7).all()
 
 
-def test_waterfill_is_the_reference(native_kernels: ModuleType, make_input: Maker, each_numel: EachNumel) -> None:
-    def check(numel: int) -> None:
-        bits = 2 + numel % 4
-        x, residual = make_input(numel), other(numel) * uneven(numel) if numel % 2 else None
-        payloads = [payload_of(reference.waterfill_nbytes(numel, bits)) for _ in range(2)]
-        new_residuals, targets = [torch.empty(numel + 1)[1:], torch.empty(numel)], torch.empty(2, numel)
-        for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
-            kernels.waterfill_encode(bits, x, residual, new_residual, payload)
-        assert torch.equal(payloads[0], payloads[1])
-        assert_same(new_residuals[0], new_residuals[1])
-        second = payload_of(len(payloads[1]))
-        reference.waterfill_encode(bits, other(numel) * uneven(numel), None, None, second)
-        table = torch.stack([payloads[1], second, payloads[1]])
-        for kernels, target in zip((native_kernels, reference), targets, strict=True):
-            kernels.waterfill_decode_reduce(bits, table, residual, target)
-        assert_same(targets[0], targets[1])
-        for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
-            kernels.waterfill_reduce_encode(bits, table, residual, new_residual, payload, numel)
-        assert torch.equal(payloads[0], payloads[1])
-        assert_same(new_residuals[0], new_residuals[1])
-
-    each_numel(check)
-    check(40_001)  # whole groups, and a short one
-
-
-def uneven(numel: int) -> Tensor:
-    """Sizes that differ from block to block, some of them by more than a byte of scale says."""
-    exponents = torch.randint(-20, 4, (-(-numel // 32),), generator=torch.Generator().manual_seed(numel)).float()
-    exponents[::7] = -60
-    return torch.exp2(exponents).repeat_interleave(32)[:numel]
-
-
 def test_a_damaged_payload_takes_no_more_words_than_there_are(native_kernels: ModuleType) -> None:
     """Whatever the scales say, widths are shared out of the payload's own words, and nothing is read behind them."""
     for seed in range(24):
         numel, bits = (100, 16_384, 16_385, 16_416, 17_000, 32_769)[seed % 6], 2 + seed // 6
-        nbytes = reference.waterfill_nbytes(numel, bits)
+        codec = WaterfillCodec(bits)
+        nbytes = codec.wire_nbytes(numel)
         random = torch.randint(0, 256, (1, nbytes), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
         if seed % 2:
             random[0, :4] = torch.tensor([0xE0, 3, 0, 0], dtype=torch.uint8)
         targets = torch.empty(2, numel)
         with guarded(nbytes) as payload:
             payload.copy_(random[0])
-            native_kernels.waterfill_decode_reduce(bits, payload[None], None, targets[0])
-        reference.waterfill_decode_reduce(bits, random, None, targets[1])
+            native_kernels.decode_reduce(codec, payload[None], None, targets[0])
+        reference.decode_reduce(codec, random, None, targets[1])
         assert_same(targets[0], targets[1])
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("key", [None, 0xFFFFFFFF])
-def test_quantize_is_the_reference(
-    native_kernels: ModuleType, make_input: Maker, each_numel: EachNumel, bits: int, key: int | None
-) -> None:
-    def check(numel: int) -> None:
-        x, residual = make_input(numel), other(numel) if numel % 2 else None
-        payloads = [payload_of(reference.quantize_nbytes(numel, bits)) for _ in range(2)]
-        new_residuals = [torch.empty(numel + 1)[1:], torch.empty(numel)]
-        for kernels, payload, new_residual in zip((native_kernels, reference), payloads, new_residuals, strict=True):
-            kernels.quantize_encode(bits, x, residual, new_residual, payload, key)
-        split = reference.quantize_nbytes(numel, bits) - -(-numel * bits // 8)
-        assert torch.equal(payloads[0][split:], payloads[1][split:])
-        assert_same(payloads[0][:split].view(torch.float32), payloads[1][:split].view(torch.float32))
-        assert_same(new_residuals[0], new_residuals[1])
-        targets = [torch.empty(numel + 1)[1:], torch.empty(numel)]
-        for kernels, target in zip((native_kernels, reference), targets, strict=True):
-            kernels.quantize_decode_reduce(bits, torch.stack(payloads), residual, target)
-        assert_same(targets[0], targets[1])
-        table, reduced_payloads = torch.stack([payloads[1]] * 3), [torch.empty_like(payload) for payload in payloads]
-        for kernels, reduced, new_residual in zip(
-            (native_kernels, reference), reduced_payloads, new_residuals, strict=True
-        ):
-            kernels.quantize_reduce_encode(bits, table, residual, new_residual, reduced, numel, key)
-        assert torch.equal(reduced_payloads[0][split:], reduced_payloads[1][split:])
-        assert_same(reduced_payloads[0][:split].view(torch.float32), reduced_payloads[1][:split].view(torch.float32))
-        assert_same(new_residuals[0], new_residuals[1])
-
-    each_numel(check)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_cast_is_the_reference(
-    native_kernels: ModuleType, make_input: Maker, each_numel: EachNumel, dtype: torch.dtype
-) -> None:
-    def check(numel: int) -> None:
-        x, residual = make_input(numel), other(numel) if numel % 2 else None
-        narrow = [torch.empty(numel, dtype=dtype) for _ in range(2)]
-        new_residuals = [torch.empty(numel + 1)[1:], torch.empty(numel)]
-        for kernels, target, new_residual in zip((native_kernels, reference), narrow, new_residuals, strict=True):
-            kernels.cast_encode(x, 0.125, residual, new_residual, target)
-        assert_same(narrow[0].float(), narrow[1].float())
-        assert_same(new_residuals[0], new_residuals[1])
-        targets = [torch.empty(numel + 1)[1:], torch.empty(numel)]
-        for addend, sources in ((residual, torch.stack(narrow)), (None, narrow[0].unsqueeze(0))):
-            for kernels, target in zip((native_kernels, reference), targets, strict=True):
-                kernels.cast_decode_reduce(sources, addend, target)
-            assert_same(targets[0], targets[1])
-
-    each_numel(check)
 
 
 def test_every_half_survives_the_round_trip(native_kernels: ModuleType) -> None:
-    for dtype in (torch.float16, torch.bfloat16):
-        halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
-        wide, back = torch.empty(1 << 16), torch.empty(1 << 16, dtype=dtype)
-        native_kernels.cast_decode_reduce(halves.unsqueeze(0), None, wide)
-        assert_same(wide, halves.float())
-        native_kernels.cast_encode(wide, 1.0, None, None, back)
+    for codec in (CastCodec("float16"), CastCodec("bfloat16")):
+        halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+        wide, back = torch.empty(1 << 16), torch.empty_like(halves)
+        native_kernels.decode_pieces(codec, halves.view(torch.uint8)[None], wide, 1 << 16)
+        assert_same(wide, halves.view(codec.dtype).float())
+        native_kernels.encode_pieces(codec, wide, None, None, back.view(torch.uint8)[None], 1 << 16)
         number = ~wide.isnan()
-        assert torch.equal(back.view(torch.int16)[number], halves.view(torch.int16)[number])
+        assert torch.equal(back[number], halves[number])
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -379,65 +249,28 @@ def test_factors_do_not_depend_on_the_instruction_set(native_kernels: ModuleType
         assert torch.equal(ours, plain)
 
 
-@pytest.mark.parametrize("bucket_dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_pack_and_unpack_are_the_reference(
-    native_kernels: ModuleType, make_input: Maker, bucket_dtype: torch.dtype
-) -> None:
-    """Any dtypes and places in one bucket; what lies between the tensors stays as it was."""
-    numels = (1, 0, 7, 16, 31, 1025, 300_001)  # the last makes the bucket larger than what is kept in a cache
-    offsets, tensors, start = [], [], 3
-    for number, numel in enumerate(numels):
-        dtype = (torch.float32, torch.float16, torch.bfloat16)[number % 3]
-        tensors.append(make_input(numel).to(dtype) if numel else torch.empty(0, 2, dtype=dtype))
-        offsets.append(start)
-        start += numel + number % 2
-    copies = [tensor.clone() for tensor in tensors]
-    buckets = [torch.full((start + 5,), 9.0, dtype=bucket_dtype) for _ in range(2)]
-    for kernels, bucket in zip((native_kernels, reference_pack), buckets, strict=True):
-        kernels.pack(tensors, offsets, 0.3, bucket)
-    assert_same(buckets[0], buckets[1])
-    native_kernels.unpack(tensors, offsets, 3.0, buckets[0])
-    reference_pack.unpack(copies, offsets, 3.0, buckets[0])
-    for ours, wanted in zip(tensors, copies, strict=True):
-        assert_same(ours, wanted)
-
-
-def test_unpack_undoes_pack(native_kernels: ModuleType, make_input: Maker) -> None:
-    tensors = [make_input(numel) for numel in (5, 4097, 64)]
-    before, bucket = [tensor.clone() for tensor in tensors], torch.empty(5000)
-    native_kernels.pack(tensors, (1, 6, 4200), 1.0, bucket)
-    for tensor in tensors:
-        tensor.fill_(7.0)
-    native_kernels.unpack(tensors, (1, 6, 4200), 1.0, bucket)
-    for tensor, wanted in zip(tensors, before, strict=True):
-        assert_same(tensor, wanted)
-
-
-def test_pack_refuses_what_does_not_fit() -> None:
-    x, bucket = torch.ones(8), torch.zeros(8)
-    with pytest.raises(ValueError, match="`offsets`"):
-        native.pack([x], [1], 1.0, bucket)
-    with pytest.raises(ValueError, match="`offsets`"):
-        native.unpack([x], [-1], 1.0, bucket)
-    with pytest.raises(ValueError, match="contiguous"):
-        native.pack([torch.ones(8)[::2]], [0], 1.0, bucket)
-    with pytest.raises(ValueError, match="float64"):
-        native.pack([x.double()], [0], 1.0, bucket)
-    assert not bucket.any()
-
-
 def test_a_wrong_tensor_is_refused() -> None:
-    x = torch.randn(64)
-    with pytest.raises(ValueError, match="`payload`"):
-        native.onebit_encode(x, None, None, torch.empty(3, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="`residual`"):
-        native.onebit_encode(x, x[:32], None, payload_of(reference.onebit_nbytes(64)))
-    with pytest.raises(ValueError, match="`gradient`"):
-        native.onebit_encode(x.double(), None, None, payload_of(reference.onebit_nbytes(64)))
-    with pytest.raises(ValueError, match="`gradient`"):
-        native.onebit_encode(torch.randn(128)[::2], None, None, payload_of(reference.onebit_nbytes(64)))
-    for rule, name in ((ChunkRule(300), "chunk"), (ChunkRule(256, 300), "keep")):
-        with pytest.raises(ValueError, match=f"`{name}`"):
-            native.chunk_topk_encode(rule, x, None, None, payload_of(reference.chunk_topk_nbytes(64, rule)))
+    x, codec = torch.randn(64), OneBitCodec()
+    payload = torch.empty(1, codec.wire_nbytes(64), dtype=torch.uint8)
     with pytest.raises(ValueError, match="`payloads`"):
-        native.onebit_decode_reduce(torch.empty(2, 3, dtype=torch.uint8), None, x)
+        native.encode_pieces(codec, x, None, None, payload[:, :3], 64)
+    with pytest.raises(ValueError, match="`residual`"):
+        native.encode_pieces(codec, x, x[:32], None, payload, 64)
+    with pytest.raises(ValueError, match="`gradient`"):
+        native.encode_pieces(codec, x.double(), None, None, payload, 64)
+    with pytest.raises(ValueError, match="`gradient`"):
+        native.encode_pieces(codec, torch.randn(128)[::2], None, None, payload, 64)
+    for rule, name in ((ChunkRule(300), "chunk"), (ChunkRule(256, 300), "keep")):
+        wrong = ChunkTopkCodec(rule)
+        with pytest.raises(ValueError, match=f"`{name}`"):
+            native.encode_pieces(wrong, x, None, None, torch.empty(1, wrong.wire_nbytes(64), dtype=torch.uint8), 64)
+    with pytest.raises(ValueError, match="`payloads`"):
+        native.decode_reduce(codec, torch.empty(2, 3, dtype=torch.uint8), None, x)
+
+
+def test_a_codec_without_kernels_is_refused() -> None:
+    class Unknown(OneBitCodec):
+        family = "unknown"
+
+    with pytest.raises(ValueError, match="`family` is 'unknown'"):
+        native.decode_reduce(Unknown(), torch.empty(1, 12, dtype=torch.uint8), None, torch.empty(64))

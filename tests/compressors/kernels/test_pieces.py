@@ -7,28 +7,13 @@ import torch
 from torch import Tensor
 
 from gradwire.comms.transport.torch_group import Done
-from gradwire.compressors.cast import CastCodec
-from gradwire.compressors.chunk_topk import ChunkTopkCodec
+from gradwire.compressors.codecs.base import PieceCodec, decode_pieces, encode_pieces
 from gradwire.compressors.kernels import reference
-from gradwire.compressors.kernels.reference import ChunkRule
-from gradwire.compressors.onebit import OneBitCodec
 from gradwire.compressors.optim.peers import carry_out
-from gradwire.compressors.quantize import QuantizeCodec
-from gradwire.compressors.two_stage import Parts, PieceCodec, Residuals, decode_pieces, encode_pieces, two_stage
-from gradwire.compressors.waterfill import WaterfillCodec
+from gradwire.compressors.two_stage import Parts, Residuals, two_stage
+from support.block_codecs import CODECS, check_pieces, randn
 from support.threads import ThreadGroup, run_ranks
 
-TOPK = ChunkRule(512, 16)
-CODECS: dict[str, PieceCodec] = {
-    "bf16": CastCodec("bfloat16"),
-    "fp16": CastCodec("float16"),
-    "int8": QuantizeCodec(8),
-    "int4": QuantizeCodec(4),
-    "int4-random": QuantizeCodec(4, 7),
-    "onebit": OneBitCodec(),
-    "waterfill4": WaterfillCodec(4),
-    "chunk_topk": ChunkTopkCodec(TOPK),
-}
 CUTS = ((2500, 640), (2048, 1024), (100, 64), (10, 64), (4097, 1408))
 """(elements, elements of a piece): short last pieces, none, a piece that is not full."""
 
@@ -36,10 +21,6 @@ CUTS = ((2500, 640), (2048, 1024), (100, 64), (10, 64), (4097, 1408))
 @pytest.fixture(params=CODECS)
 def codec(request: pytest.FixtureRequest) -> PieceCodec:
     return CODECS[request.param]
-
-
-def randn(numel: int, seed: int) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(("numel", "width"), CUTS)
@@ -65,41 +46,20 @@ def test_each_piece_is_encoded_by_itself(codec: PieceCodec, numel: int, width: i
 
 @pytest.mark.parametrize(("numel", "width"), CUTS)
 def test_the_pieces_are_the_references(native_kernels: ModuleType, numel: int, width: int) -> None:
-    x, residual = randn(numel, 0), randn(numel, 1)
-    for stage, first, last, nbytes in (
-        ("onebit", (), (), reference.onebit_nbytes(width)),
-        ("chunk_topk", (TOPK,), (), reference.chunk_topk_nbytes(width, TOPK)),
-        ("waterfill", (5,), (), reference.waterfill_nbytes(width, 5)),
-        ("quantize", (4,), (9,), reference.quantize_nbytes(width, 4)),
-        ("quantize", (8,), (None,), reference.quantize_nbytes(width, 8)),
-    ):
-        rows = torch.zeros(2, -(-numel // width), nbytes, dtype=torch.uint8)
-        new_residuals, decoded = torch.empty(2, numel), torch.empty(2, numel)
-        for kernels, payloads, new_residual, target in zip(
-            (native_kernels, reference), rows, new_residuals, decoded, strict=True
-        ):
-            getattr(kernels, f"{stage}_encode_pieces")(*first, x, residual, new_residual, payloads, width, *last)
-            getattr(kernels, f"{stage}_decode_pieces")(*first, payloads, target, width)
-        assert torch.equal(rows[0], rows[1])
-        assert torch.equal(new_residuals[0], new_residuals[1])
-        assert torch.equal(decoded[0], decoded[1])
+    for codec in CODECS.values():
+        check_pieces(native_kernels, codec, numel, width)
 
 
 def test_an_empty_shard_has_no_pieces_and_leaves_its_payloads(native_kernels: ModuleType) -> None:
     nothing, width = torch.empty(0), Parts(0, 2).width
-    for stage, first, last in (
-        ("onebit", (), ()),
-        ("chunk_topk", (TOPK,), ()),
-        ("waterfill", (5,), ()),
-        ("quantize", (4,), (9,)),
-    ):
+    for codec in CODECS.values():
         for kernels in (native_kernels, reference):
             payloads = torch.full((2, 3), 0xAA, dtype=torch.uint8)
-            getattr(kernels, f"{stage}_encode_pieces")(*first, nothing, nothing, nothing, payloads, width, *last)
-            getattr(kernels, f"{stage}_decode_pieces")(*first, payloads, nothing, width)
+            kernels.encode_pieces(codec, nothing, nothing, nothing, payloads, width)
+            kernels.decode_pieces(codec, payloads, nothing, width)
             assert (payloads == 0xAA).all()
             with pytest.raises((ValueError, RuntimeError)):  # pieces of nothing never come to an end
-                getattr(kernels, f"{stage}_decode_pieces")(*first, payloads, torch.empty(1), width)
+                kernels.decode_pieces(codec, payloads, torch.empty(1), width)
 
 
 def test_reducing_at_once_is_decoding_and_encoding(codec: PieceCodec, native_kernels: ModuleType) -> None:

@@ -1,22 +1,54 @@
 """One bit an element: the sign, and the mean magnitude of each block of 1024 elements."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Codec, Layout
-from gradwire.compressors.cast import CastCodec
+from gradwire.compressors.codecs.base import BlockCodec
+from gradwire.compressors.codecs.cast import CastCodec
+from gradwire.compressors.codecs.quantize import QuantizeCodec
 from gradwire.compressors.element_scale import ElementScale
-from gradwire.compressors.kernels.dispatch import KERNELS_ON
-from gradwire.compressors.kernels.reference import onebit_nbytes
-from gradwire.compressors.quantize import QuantizeCodec
 from gradwire.compressors.residual import ElementStore, Piece
-from gradwire.compressors.two_stage import PieceCodec, TwoStage
+from gradwire.compressors.two_stage import TwoStage
+
+ONEBIT_BLOCK = 1024
+"""Elements that share a scale: small enough to follow a layer's scale, large enough that 4 bytes cost 3 %."""
 
 
-class OneBitCodec(PieceCodec):
+@lru_cache(maxsize=1024)
+def _nbytes(numel: int) -> int:
+    """Returns the bytes of a payload of `numel` elements: a float32 scale for each block, a bit for each element."""
+    return -(-numel // ONEBIT_BLOCK) * 4 + -(-numel // 8)
+
+
+def _scales(p: Tensor) -> Tensor:
+    """Returns each block's mean magnitude, summed in a fixed order: 64 running sums, then a tree of halves."""
+    blocks = -(-p.numel() // ONEBIT_BLOCK)
+    padded = torch.zeros(blocks * ONEBIT_BLOCK, device=p.device)
+    padded[: p.numel()] = p.abs()
+    sums = torch.zeros(blocks, 64, device=p.device)
+    for row in padded.view(blocks, -1, 64).unbind(1):
+        sums = sums + row
+    while sums.shape[1] > 1:
+        low, high = sums.chunk(2, dim=1)
+        sums = low + high
+    counts = torch.full((blocks,), float(ONEBIT_BLOCK), device=p.device)
+    counts[-1:] = p.numel() - (blocks - 1) * ONEBIT_BLOCK
+    return sums.view(-1) / counts
+
+
+def _magnitudes(scales: Tensor, numel: int) -> Tensor:
+    """Returns the scale of each element's block."""
+    return scales.repeat_interleave(ONEBIT_BLOCK)[:numel]
+
+
+@dataclass(frozen=True, slots=True)
+class OneBitCodec(BlockCodec):
     """Signs and block scales: exactly one bit an element and one float32 for each 1024.
 
     A block of zeros decodes to zeros; a block with inf or NaN decodes to nothing finite. The scale is the L1 norm
@@ -24,38 +56,35 @@ class OneBitCodec(PieceCodec):
     Source: Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019, section 4.
     """
 
+    family: ClassVar[str] = "onebit"
+
     def wire_nbytes(self, numel: int) -> int:
         """See `Codec.wire_nbytes`."""
-        return onebit_nbytes(numel)
+        return _nbytes(numel)
 
-    def encode_residual(
-        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
-    ) -> None:
-        """See `FusedCodec.encode_residual`."""
-        if flat.numel():
-            KERNELS_ON[flat.device.type].onebit_encode(flat, residual, new_residual, payload)
+    def torch_encode(self, p: Tensor, payload: Tensor) -> Tensor:
+        """See `BlockFormat.torch_encode`: the float32 scales of the blocks, then the signs (1 where p >= 0).
 
-    def encode_pieces(
-        self, flat: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
-    ) -> None:
-        """See `PieceCodec.encode_pieces`."""
-        KERNELS_ON[flat.device.type].onebit_encode_pieces(flat, residual, new_residual, payloads, width)
+        Of eight signs in a byte the first is the lowest bit.
+        """
+        scales = _scales(p)
+        signs = p >= 0
+        weights = (2 ** torch.arange(8, device=p.device)).to(torch.uint8)
+        padded = torch.zeros(-(-p.numel() // 8) * 8, dtype=torch.uint8, device=p.device)
+        padded[: p.numel()] = signs
+        payload.copy_(torch.cat([scales.view(torch.uint8), (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)]))
+        magnitudes = _magnitudes(scales, p.numel())
+        return torch.where(signs, magnitudes, -magnitudes)
 
-    def decode_pieces(self, payloads: Tensor, flat: Tensor, width: int) -> None:
-        """See `PieceCodec.decode_pieces`."""
-        KERNELS_ON[flat.device.type].onebit_decode_pieces(payloads, flat, width)
-
-    def decode_reduce(self, payloads: Tensor, addend: Tensor | None, flat: Tensor) -> None:
-        """See `FusedCodec.decode_reduce`."""
-        if flat.numel():
-            KERNELS_ON[flat.device.type].onebit_decode_reduce(payloads, addend, flat)
-
-    def reduce_encode(
-        self, payloads: Tensor, residual: Tensor | None, new_residual: Tensor | None, reduced: Tensor, numel: int
-    ) -> None:
-        """See `PieceCodec.reduce_encode`."""
-        if numel:
-            KERNELS_ON[payloads.device.type].onebit_reduce_encode(payloads, residual, new_residual, reduced, numel)
+    def torch_add(self, payload: Tensor, total: Tensor) -> None:
+        """See `BlockFormat.torch_add`."""
+        numel = total.numel()
+        blocks = -(-numel // ONEBIT_BLOCK)
+        scales = payload[: 4 * blocks].clone().view(torch.float32)
+        bits = payload[4 * blocks : 4 * blocks + -(-numel // 8)]
+        signs = (bits.unsqueeze(1) >> torch.arange(8, device=payload.device) & 1).view(-1)[:numel].bool()
+        magnitudes = _magnitudes(scales, numel)
+        total += torch.where(signs, magnitudes, -magnitudes)
 
 
 def _return_codec(return_bits: int) -> Codec | None:
@@ -70,7 +99,7 @@ class OneBit(TwoStage):
 
     The dense start shows how large each element usually is; afterwards elements are divided by that before their signs
     are taken, and multiplied by it after decoding (see `ElementScale`). Measured: without it the CNN of
-    docs/reference/convergence.md ended half a point of accuracy behind plain DDP, with it a tenth.
+    docs/results/convergence.md ended half a point of accuracy behind plain DDP, with it a tenth.
 
     Args:
         momentum: Folded in before the compression; the optimizer then runs without. Compressing plain gradients and
@@ -96,10 +125,6 @@ class OneBit(TwoStage):
         self.scale = ElementScale() if warmup_steps else None
         if self.scale is not None:
             self.fields["scale"] = self.scale
-
-    def prepare(self, device: torch.device) -> None:
-        """See `TwoStage.prepare`."""
-        _ = KERNELS_ON[device.type]
 
     def shared(self) -> Sequence[ElementStore]:
         """See `Stateful.shared`: the units, and the sums that they are made of."""

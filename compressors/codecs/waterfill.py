@@ -1,17 +1,21 @@
-"""A few bits an element, shared out between blocks of 32: more to those whose elements are large."""
+"""waterfill5 to waterfill2: a few bits an element, more where elements are large and fewer where they are small."""
 
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gradwire.compressors.kernels.reference.pieces import decode_each, encode_each
+from gradwire.compressors.codecs.base import BlockCodec
+from gradwire.compressors.two_stage import TwoStage
 
 WATERFILL_GROUP = 16384
-"""Elements among which the bits are shared out. A quarter of them leaves twice the error (docs/reference/codecs.md)."""
+"""Elements among which the bits are shared out. A quarter of them leaves twice the error: see
+docs/results/number_formats.md."""
 WATERFILL_BLOCK = 32
-"""Elements that share a scale and a width: a bit of each makes a word. Of 16, 32 and 64 the best in codecs.md."""
+"""Elements that share a scale and a width: a bit of each makes a word. Of 16, 32 and 64 the best on that page."""
 WATERFILL_BITS = (2, 3, 4, 5)
 """Bits an element that kernels exist for."""
 MOST_WIDTH = 8
@@ -33,7 +37,7 @@ def waterfill_words(blocks: int, bits: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def waterfill_nbytes(numel: int, bits: int) -> int:
+def _nbytes(numel: int, bits: int) -> int:
     """Returns the bytes of a payload of `numel` elements: exactly `bits` each in whole groups, scales included."""
     full, rest = divmod(numel, WATERFILL_GROUP)
     return full * _record_nbytes(WATERFILL_GROUP, bits) + (_record_nbytes(rest, bits) if rest else 0)
@@ -159,119 +163,76 @@ def _decode_groups(records: Tensor, bits: int, numel: int) -> Tensor:
     return torch.where((base < 0) | (base > _LARGEST_SCALE), torch.nan, decoded)
 
 
-def waterfill_encode(
-    bits: int, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
-) -> None:
-    """Rounds p = gradient + residual to `bits` bits an element on average, scales included.
+@dataclass(frozen=True, slots=True)
+class WaterfillCodec(BlockCodec):
+    """`bits` bits an element, scales included, shared out between the blocks of 32 of each 16,384 elements.
 
-    Of each group of 16,384 elements, blocks of 32 get codes of bits - 1 to 8 bits; see waterfill_widths. A block's
-    scale is its largest magnitude, rounded up to one of eight steps in an octave; a code of w bits says in which of 2^w
-    even cells from -scale to scale an element lies, and decodes to that cell's middle; a block of zeros has no bits.
+    Blocks get codes of bits - 1 to 8 bits; see waterfill_widths. A block's scale is its largest magnitude, rounded up
+    to one of eight steps in an octave; a code of w bits says in which of 2^w even cells from -scale to scale an element
+    lies, and decodes to that cell's middle; a block of zeros has no bits, and decodes to zeros. 16,384 elements with
+    inf or NaN among them decode to NaN.
 
-    Args:
-        bits: One of WATERFILL_BITS.
-        gradient: What to send.
-        residual: What earlier payloads left out, or None.
-        new_residual: Receives p - decode(payload); or None.
-        payload: (waterfill_nbytes(numel, bits)) uint8, overwritten. A group's record, little-endian: the upper 12 bits
-            of its largest scale, as a float32, in a word of 32 bits, or those of NaN where it has an inf or a NaN; for
-            each block a byte, how many eighths of an octave its scale lies below that, 255 for a block without bits,
-            zeros up to whole words; the codes of one block after the other, a word for each bit, the lowest first,
-            which has the first element's bit lowest; zeros up to waterfill_words.
+    Raises:
+        ValueError: `bits` is out of range.
 
     Source: bits as in reverse water-filling (Cover and Thomas, Elements of Information Theory, section 10.3.3); scales
     of blocks of 32 in 8 bits as in the OCP Microscaling Formats (MX) Specification 1.0.
     """
-    p = gradient if residual is None else gradient + residual
-    decoded = torch.empty_like(p)
-    for start, groups, numel, at in _runs(p.numel(), bits):
-        run = slice(start, start + groups * numel)
-        records, values = _encode_groups(p[run].view(groups, numel), bits)
-        payload[at : at + records.numel()] = records.view(-1)
-        decoded[run] = values.reshape(-1)
-    if new_residual is not None:
-        torch.sub(p, decoded, out=new_residual)
 
+    bits: int
+    """2 to 5."""
 
-def waterfill_encode_pieces(
-    bits: int, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payloads: Tensor, width: int
-) -> None:
-    """Encodes each run of `width` elements into its row of `payloads`, as waterfill_encode does.
+    family: ClassVar[str] = "waterfill"
 
-    Args:
-        bits: One of WATERFILL_BITS.
-        gradient: What to send.
-        residual: What earlier payloads left out, or None.
-        new_residual: Receives what the payloads leave out; or None.
-        payloads: (pieces, at least waterfill_nbytes(width, bits)) uint8; each row is overwritten up to its payload's
-            own size.
-        width: Elements of a piece, at least 1 where there are any; the last piece may be shorter.
-    """
-    encode_each(
-        partial(waterfill_encode, bits),
-        partial(waterfill_nbytes, bits=bits),
-        gradient,
-        residual,
-        new_residual,
-        payloads,
-        width,
-    )
+    def __post_init__(self) -> None:
+        if self.bits not in WATERFILL_BITS:
+            raise ValueError(f"`bits` is {self.bits}; wanted one of {', '.join(map(str, WATERFILL_BITS))}")
 
+    @property
+    def parameters(self) -> tuple[float, ...]:
+        """Bits of an element."""
+        return (self.bits,)
 
-def waterfill_decode_reduce(bits: int, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
-    """Writes addend + decode(payloads[0]) + decode(payloads[1]) + ..., in this order, into `target`.
+    def wire_nbytes(self, numel: int) -> int:
+        """See `Codec.wire_nbytes`."""
+        return _nbytes(numel, self.bits)
 
-    Args:
-        bits: One of WATERFILL_BITS.
-        payloads: (workers, at least waterfill_nbytes(numel, bits)) uint8.
-        addend: What the sum starts from, or None.
-        target: Overwritten with the sum.
-    """
-    total = torch.zeros_like(target) if addend is None else addend.clone()
-    for payload in payloads:
-        for start, groups, numel, at in _runs(target.numel(), bits):
-            nbytes = _record_nbytes(numel, bits)
+    def torch_encode(self, p: Tensor, payload: Tensor) -> Tensor:
+        """See `BlockFormat.torch_encode`: a record for each group of 16,384 elements, little-endian.
+
+        The upper 12 bits of its largest scale, as a float32, in a word of 32 bits, or those of NaN where it has an inf
+        or a NaN; for each block a byte, how many eighths of an octave its scale lies below that, 255 for a block
+        without bits, zeros up to whole words; the codes of one block after the other, a word for each bit, the lowest
+        first, which has the first element's bit lowest; zeros up to waterfill_words.
+        """
+        decoded = torch.empty_like(p)
+        for start, groups, numel, at in _runs(p.numel(), self.bits):
+            run = slice(start, start + groups * numel)
+            records, values = _encode_groups(p[run].view(groups, numel), self.bits)
+            payload[at : at + records.numel()] = records.view(-1)
+            decoded[run] = values.reshape(-1)
+        return decoded
+
+    def torch_add(self, payload: Tensor, total: Tensor) -> None:
+        """See `BlockFormat.torch_add`."""
+        for start, groups, numel, at in _runs(total.numel(), self.bits):
+            nbytes = _record_nbytes(numel, self.bits)
             records = payload[at : at + groups * nbytes].view(groups, nbytes)
-            total[start : start + groups * numel] += _decode_groups(records, bits, numel).reshape(-1)
-    target.copy_(total)
+            total[start : start + groups * numel] += _decode_groups(records, self.bits, numel).reshape(-1)
 
 
-def waterfill_decode_pieces(bits: int, payloads: Tensor, target: Tensor, width: int) -> None:
-    """Decodes each row of `payloads` into its run of `width` elements: the inverse of waterfill_encode_pieces.
-
-    Args:
-        bits: One of WATERFILL_BITS.
-        payloads: (pieces, at least waterfill_nbytes(width, bits)) uint8.
-        target: Overwritten.
-        width: Elements of a piece, at least 1 where there are any.
-    """
-    decode_each(
-        lambda row, piece: waterfill_decode_reduce(bits, row[None], None, piece),
-        partial(waterfill_nbytes, bits=bits),
-        payloads,
-        target,
-        width,
-    )
-
-
-def waterfill_reduce_encode(
-    bits: int,
-    payloads: Tensor,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
-    reduced: Tensor,
-    numel: int,
-) -> None:
-    """The owner's stage of the two-stage exchange: decodes and sums all payloads, and encodes the sum again.
+class Waterfill(TwoStage):
+    """The compressors "waterfill5", "waterfill4", "waterfill3" and "waterfill2".
 
     Args:
-        bits: One of WATERFILL_BITS.
-        payloads: (workers, at least waterfill_nbytes(numel, bits)) uint8: what the workers sent.
-        residual: (numel) float32, what the owner's reduced payloads left out so far; or None.
-        new_residual: (numel) float32, receives what `reduced` leaves out; or None.
-        reduced: (waterfill_nbytes(numel, bits)) uint8, overwritten with the payload of the sum plus the residual.
-        numel: Elements of the owner's part.
+        name: "waterfill5" for 5 bits an element, and so on.
+        residual: Feed the rounding error back.
+        warmup_steps: Steps at the start whose gradients are sent dense.
+
+    Raises:
+        ValueError: `warmup_steps` is negative.
     """
-    total = torch.empty(numel, device=payloads.device)
-    waterfill_decode_reduce(bits, payloads, None, total)
-    waterfill_encode(bits, total, residual, new_residual, reduced)
+
+    def __init__(self, name: str, *, residual: bool = True, warmup_steps: int = 0) -> None:
+        codec = WaterfillCodec(int(name.removeprefix("waterfill")))
+        super().__init__(name, codec, residual=residual, warmup_steps=warmup_steps)

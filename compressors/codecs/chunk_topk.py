@@ -1,13 +1,15 @@
-"""The largest few of each chunk, at two bits each and with their places in the chunk."""
+"""The largest 64 of each 4,096 values at two bits each: for what is exchanged rarely, such as a pseudo-gradient."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gradwire.compressors.kernels.reference.pieces import decode_each, encode_each
+from gradwire.compressors.codecs.base import BlockCodec
+from gradwire.compressors.two_stage import TwoStage
 
 _NAN_KEY = 0x7F800001
 """What the magnitude of every NaN counts as: more than any number, and the same whatever bits it has."""
@@ -62,7 +64,7 @@ def _layout(rule: ChunkRule, numel: int) -> _Layout:
 
 
 @lru_cache(maxsize=1024)
-def chunk_topk_nbytes(numel: int, rule: ChunkRule) -> int:
+def _nbytes(numel: int, rule: ChunkRule) -> int:
     """Returns the bytes of a payload of `numel` elements: a record for each chunk, of which the last may be shorter."""
     full, rest = divmod(numel, rule.chunk)
     return full * rule.record_nbytes(rule.chunk) + (rule.record_nbytes(rest) if rest else 0)
@@ -177,129 +179,105 @@ def _decode_chunks(records: Tensor, rule: ChunkRule, numel: int) -> tuple[Tensor
     return places, _values(bits, (codes & 1).bool(), (codes & 2).bool())
 
 
-def chunk_topk_encode(
-    rule: ChunkRule, gradient: Tensor, residual: Tensor | None, new_residual: Tensor | None, payload: Tensor
-) -> None:
-    """Writes the largest magnitudes of each chunk of p = gradient + decay * residual into `payload`.
+@dataclass(frozen=True, slots=True)
+class ChunkTopkCodec(BlockCodec):
+    """The largest magnitudes of each chunk as sign, one of two levels, and place.
 
-    Of equal magnitudes the lower place counts as larger, and inf and NaN count as larger than any number. The kept
-    values have two levels: the mean magnitude of those that reach the mean magnitude of all that are kept, and that of
-    the others, both rounded to bfloat16. A chunk whose kept magnitudes have no finite sum decodes to NaN there.
-
-    Args:
-        rule: What is kept.
-        gradient: What to send.
-        residual: What earlier payloads left out, or None.
-        new_residual: Receives p - decode(payload); or None.
-        payload: (chunk_topk_nbytes(numel, rule)) uint8, overwritten. A chunk's record: the levels (bfloat16: the
-            smaller, the larger), then for each place in ascending order an entry of two bits (whether it has the larger
-            level, whether it is negative) and the low bits of place i - i, then a bit vector: one i stands at its high
-            part + i. Entries and vector start at a byte, the lowest bit first; as many low bits as make them smallest.
+    What it encodes is p = flat + decay * residual, and exactly p is what the payload and the new residual account for:
+    approximation + new residual == p wherever nothing was sent, and within one rounding where something was. Of equal
+    magnitudes the lower place counts as larger, and inf and NaN count as larger than any number. The kept values have
+    two levels: the mean magnitude of those that reach the mean magnitude of all that are kept, and that of the others,
+    both rounded to bfloat16. A chunk of zeros decodes to zeros; a chunk whose kept magnitudes have no finite sum
+    decodes to NaN at every place that was kept.
 
     Source: Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, arXiv 2508.15706 (chunks of 4096,
         64 kept, 2 bits, decay 0.95); the two levels are one step of Lloyd's algorithm (IEEE Trans. Inf. Theory 28(2),
         1982) from the mean.
     """
-    p = gradient if residual is None else gradient + rule.decay * residual
-    left = p.clone()
-    for start, chunks, numel, at in _runs(p.numel(), rule):
-        block = p[start : start + chunks * numel].view(chunks, numel)
-        records, places, values = _encode_chunks(block, rule)
-        payload[at : at + records.numel()] = records.view(-1)
-        rest = left[start : start + chunks * numel].view(chunks, numel)
-        rest.scatter_(1, places, block.gather(1, places) - values)
-    if new_residual is not None:
-        new_residual.copy_(left)
 
+    rule: ChunkRule
 
-def chunk_topk_encode_pieces(
-    rule: ChunkRule,
-    gradient: Tensor,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
-    payloads: Tensor,
-    width: int,
-) -> None:
-    """Encodes each run of `width` elements into its row of `payloads`, as chunk_topk_encode does.
+    family: ClassVar[str] = "chunk_topk"
 
-    Args:
-        rule: What is kept.
-        gradient: What to send.
-        residual: What earlier payloads left out, or None.
-        new_residual: Receives what the payloads leave out; or None.
-        payloads: (pieces, at least chunk_topk_nbytes(width, rule)) uint8; each row is overwritten up to its payload's
-            own size.
-        width: Elements of a piece, at least 1 where there are any; the last piece may be shorter.
-    """
-    encode_each(
-        lambda *tensors: chunk_topk_encode(rule, *tensors),
-        lambda numel: chunk_topk_nbytes(numel, rule),
-        gradient,
-        residual,
-        new_residual,
-        payloads,
-        width,
-    )
+    @property
+    def parameters(self) -> tuple[float, ...]:
+        """The rule's numbers."""
+        return self.rule.chunk, self.rule.keep, self.rule.decay
 
+    def wire_nbytes(self, numel: int) -> int:
+        """See `Codec.wire_nbytes`."""
+        return _nbytes(numel, self.rule)
 
-def chunk_topk_decode_reduce(rule: ChunkRule, payloads: Tensor, addend: Tensor | None, target: Tensor) -> None:
-    """Writes addend + decode(payloads[0]) + decode(payloads[1]) + ..., in this order, into `target`.
+    def torch_input(self, gradient: Tensor, residual: Tensor | None) -> Tensor:
+        """See `BlockFormat.torch_input`: gradient + decay * residual."""
+        return gradient if residual is None else gradient + self.rule.decay * residual
 
-    Args:
-        rule: What was kept.
-        payloads: (workers, at least chunk_topk_nbytes(numel, rule)) uint8.
-        addend: What the sum starts from, or None.
-        target: Overwritten with the sum.
-    """
-    total = torch.zeros_like(target) if addend is None else addend.clone()
-    for payload in payloads:
-        for start, chunks, numel, at in _runs(target.numel(), rule):
-            nbytes = rule.record_nbytes(numel)
+    def torch_encode(self, p: Tensor, payload: Tensor) -> Tensor:
+        """See `BlockFormat.torch_encode`: a record for each chunk.
+
+        The levels (bfloat16: the smaller, the larger), then for each place in ascending order an entry of two bits
+        (whether it has the larger level, whether it is negative) and the low bits of place i - i, then a bit vector:
+        one i stands at its high part + i. Entries and vector start at a byte, the lowest bit first; as many low bits as
+        make them smallest.
+        """
+        decoded = torch.zeros_like(p)
+        for start, chunks, numel, at in _runs(p.numel(), self.rule):
+            run = slice(start, start + chunks * numel)
+            records, places, values = _encode_chunks(p[run].view(chunks, numel), self.rule)
+            payload[at : at + records.numel()] = records.view(-1)
+            decoded[run].view(chunks, numel).scatter_(1, places, values)
+        return decoded
+
+    def torch_add(self, payload: Tensor, total: Tensor) -> None:
+        """See `BlockFormat.torch_add`."""
+        for start, chunks, numel, at in _runs(total.numel(), self.rule):
+            nbytes = self.rule.record_nbytes(numel)
             records = payload[at : at + chunks * nbytes].view(chunks, nbytes)
-            places, values = _decode_chunks(records, rule, numel)
+            places, values = _decode_chunks(records, self.rule, numel)
             run = total[start : start + chunks * numel].view(chunks, numel)
-            sums = torch.zeros(chunks, rule.chunk + 1, device=target.device)  # room for places outside the chunk
+            sums = torch.zeros(chunks, self.rule.chunk + 1, device=total.device)  # room for places outside the chunk
             sums[:, :numel] = run
             run.copy_(sums.scatter_add_(1, places, values)[:, :numel])
-    target.copy_(total)
 
 
-def chunk_topk_decode_pieces(rule: ChunkRule, payloads: Tensor, target: Tensor, width: int) -> None:
-    """Decodes each row of `payloads` into its run of `width` elements: the inverse of chunk_topk_encode_pieces.
+class ChunkTopk(TwoStage):
+    """The compressor "chunk_topk": 0.164 bits an element each way with the defaults.
 
-    Args:
-        rule: What was kept.
-        payloads: (pieces, at least chunk_topk_nbytes(width, rule)) uint8.
-        target: Overwritten.
-        width: Elements of a piece, at least 1 where there are any.
-    """
-    decode_each(
-        lambda row, piece: chunk_topk_decode_reduce(rule, row[None], None, piece),
-        lambda numel: chunk_topk_nbytes(numel, rule),
-        payloads,
-        target,
-        width,
-    )
+    Published schemes gather everybody's payload everywhere; here owners sum and encode again, so that what a rank
+    receives does not grow with the group.
 
-
-def chunk_topk_reduce_encode(
-    rule: ChunkRule,
-    payloads: Tensor,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
-    reduced: Tensor,
-    numel: int,
-) -> None:
-    """The owner's stage of the two-stage exchange: decodes and sums all payloads, and encodes the sum again.
+    With decay 1 outputs and residuals account for every gradient, as with the other compressors. With a smaller one a
+    residual e gives up (1 - decay) e each time that it is added to the next gradient, on both stages: after T steps the
+    outputs and the residuals together are the gradients less what was given up. `flush` and moving state give up
+    nothing.
 
     Args:
-        rule: What is kept.
-        payloads: (workers, at least chunk_topk_nbytes(numel, rule)) uint8: what the workers sent.
-        residual: (numel) float32, what the owner's reduced payloads left out so far; or None.
-        new_residual: (numel) float32, receives what `reduced` leaves out; or None.
-        reduced: (chunk_topk_nbytes(numel, rule)) uint8, overwritten with the payload of the sum + decay * residual.
-        numel: Elements of the owner's part.
+        chunk: Elements of a chunk, a power of two from 256 to 4096.
+        keep: How many of each chunk are sent, 1 to min(chunk, 512); of a shorter chunk the same share, rounded up.
+        decay: Factor of the residual before it is added to the next gradient, 0 to 1.
+        residual: Keep what is left out; without, it is lost.
+        warmup_steps: Steps at the start whose gradients are sent dense.
+
+    Raises:
+        ValueError: An option is out of range.
+
+    Source: Sarfi et al., Communication Efficient LLM Pre-training with SparseLoCo, arXiv 2508.15706.
     """
-    total = torch.empty(numel, device=payloads.device)
-    chunk_topk_decode_reduce(rule, payloads, None, total)
-    chunk_topk_encode(rule, total, residual, new_residual, reduced)
+
+    def __init__(
+        self,
+        *,
+        chunk: int = 4096,
+        keep: int = 64,
+        decay: float = 0.95,
+        residual: bool = True,
+        warmup_steps: int = 0,
+    ) -> None:
+        if chunk not in (256, 512, 1024, 2048, 4096):
+            raise ValueError(f"`chunk` is {chunk}; wanted a power of two from 256 to 4096")
+        if not 1 <= keep <= min(chunk, 512):
+            raise ValueError(f"`keep` is {keep}; wanted 1 to {min(chunk, 512)}")
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"`decay` is {decay}; wanted 0 <= decay <= 1")
+        rule = ChunkRule(chunk, keep, float(decay))
+        super().__init__("chunk_topk", ChunkTopkCodec(rule), residual=residual, warmup_steps=warmup_steps)

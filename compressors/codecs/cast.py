@@ -1,0 +1,116 @@
+"""float16 and bfloat16 payloads, float32 sums."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.base import ALL_REDUCE, Collective, Layout, Member, Request, check_gradient, refuse_capture
+from gradwire.compressors.codecs.base import BlockCodec
+from gradwire.compressors.two_stage import TwoStage
+
+CAST_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+"""What a cast can narrow to, by torch's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class CastCodec(BlockCodec):
+    """Rounds p = scale * flat + residual to nearest with ties to even; overflow becomes inf and stays inf.
+
+    Raises:
+        ValueError: `name` is neither.
+
+    Source: IEEE 754-2019, section 4.3.1 (round to nearest, ties to even).
+    """
+
+    name: str
+    """"float16" or "bfloat16"."""
+    scale: float = 1.0
+    """Factor applied in float32, before the cast, so that a mean that fits in 16 bits stays finite. What is decoded is
+    not divided by it."""
+
+    family: ClassVar[str] = "cast"
+    alone_from: ClassVar[float] = -0.0
+
+    def __post_init__(self) -> None:
+        if self.name not in CAST_DTYPES:
+            raise ValueError(f"`dtype` is {self.name!r}; wanted one of {', '.join(CAST_DTYPES)}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values in a payload."""
+        return CAST_DTYPES[self.name]
+
+    @property
+    def parameters(self) -> tuple[float, ...]:
+        """Whether to float16, and the factor."""
+        return self.name == "float16", self.scale
+
+    def wire_nbytes(self, numel: int) -> int:
+        """See `Codec.wire_nbytes`."""
+        return 2 * numel
+
+    def torch_input(self, gradient: Tensor, residual: Tensor | None) -> Tensor:
+        """See `BlockFormat.torch_input`: scale * gradient + residual."""
+        p = gradient * self.scale
+        return p if residual is None else p + residual
+
+    def torch_encode(self, p: Tensor, payload: Tensor) -> Tensor:
+        """See `BlockFormat.torch_encode`: the values."""
+        values = payload.view(self.dtype)
+        values.copy_(p)
+        return values.float()
+
+    def torch_add(self, payload: Tensor, total: Tensor) -> None:
+        """See `BlockFormat.torch_add`."""
+        total += payload[: 2 * total.numel()].view(self.dtype).float()
+
+
+class Cast(TwoStage):
+    """The compressors "fp16" and "bf16".
+
+    Args:
+        name: "fp16" or "bf16".
+        plain: One narrow all_reduce, summed in the narrow dtype, instead of the two-stage exchange that sums in
+            float32: what torch's fp16_compress_hook does.
+        residual: Feed the rounding error back; not with `plain`.
+        warmup_steps: Steps at the start whose gradients are sent dense.
+
+    Raises:
+        ValueError: `residual` is True with `plain`, or `warmup_steps` is negative.
+    """
+
+    def __init__(self, name: str, *, plain: bool = False, residual: bool = False, warmup_steps: int = 0) -> None:
+        if plain and residual:
+            raise ValueError("`residual` is True with `plain`; a narrow sum has no residual to feed back: drop one")
+        codec = CastCodec({"fp16": "float16", "bf16": "bfloat16"}[name])
+        super().__init__(name, codec, residual=residual, warmup_steps=warmup_steps)
+        self.dtype = codec.dtype
+        self.plain = plain
+
+    @property
+    def by_element(self) -> bool:
+        """See `Stateful.by_element`."""
+        return not self.residual
+
+    def wire_nbytes(self, layout: Layout, group_size: int) -> int:
+        """See `Compressor.wire_nbytes`."""
+        if self.plain:
+            return round(2 * (group_size - 1) / group_size * 2 * layout.numel)
+        return super().wire_nbytes(layout, group_size)
+
+    def all_reduce(self, shard: Tensor, layout: Layout, group: Member) -> Iterator[Request]:
+        """See `Compressor.all_reduce`."""
+        if not self.plain or group.size == 1 or self.step < self.warmup_steps or not shard.numel():
+            yield from super().all_reduce(shard, layout, group)
+            return
+        if shard.is_cuda:
+            refuse_capture(self.name)
+        check_gradient(shard)
+        self.prepare(shard.device)
+        narrow = torch.empty(shard.numel(), dtype=self.dtype, device=shard.device)
+        self.codec.encode(shard, narrow.view(torch.uint8))
+        yield Collective(ALL_REDUCE, (narrow,))
+        self.codec.decode(narrow.view(torch.uint8), shard)

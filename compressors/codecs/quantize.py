@@ -1,0 +1,122 @@
+"""int8 and int4: block-wise min-max quantisation, to nearest or with unbiased random rounding."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.base import Codec, Layout
+from gradwire.compressors.codecs.base import BlockCodec
+from gradwire.compressors.kernels.hashing import hash_uniforms, mix_key, name_key
+from gradwire.compressors.two_stage import TwoStage
+
+QUANTIZE_BLOCK = 512
+"""Elements that share a range. Source: Alistarh et al., QSGD, NeurIPS 2017, section 5 (buckets of 512 for 4 bits)."""
+_SMALLEST_NORMAL = 2.0**-126
+"""Of float32: below it 1 / unit is inf, so such a range counts as empty. Source: IEEE 754-2019, binary32."""
+
+
+@lru_cache(maxsize=1024)
+def _nbytes(numel: int, bits: int) -> int:
+    """Returns the bytes of a payload of `numel` elements: two float32 for each block, and `bits` for each element."""
+    return -(-numel // QUANTIZE_BLOCK) * 8 + -(-numel * bits // 8)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeCodec(BlockCodec):
+    """2^bits levels between the smallest and the largest element of each block of 512.
+
+    A block of equal elements decodes exactly; a block with inf or NaN decodes to NaN.
+    Source: Alistarh et al., QSGD, NeurIPS 2017, section 4 (blocks, random rounding).
+    """
+
+    bits: int
+    """4 or 8."""
+    key: int | None = None
+    """32 bits: rounds at random, without bias, by a hash of this key and the element's index in its piece; None rounds
+    to nearest."""
+
+    family: ClassVar[str] = "quantize"
+
+    @property
+    def parameters(self) -> tuple[float, ...]:
+        """Bits, whether rounding is random, and by which key."""
+        return self.bits, self.key is not None, self.key or 0
+
+    def wire_nbytes(self, numel: int) -> int:
+        """See `Codec.wire_nbytes`."""
+        return _nbytes(numel, self.bits)
+
+    def torch_encode(self, p: Tensor, payload: Tensor) -> Tensor:
+        """See `BlockFormat.torch_encode`: (unit, low) in float32 for each block, then the codes.
+
+        Of two 4-bit codes in a byte the even element's is the lower. An element decodes to low + code * unit.
+        """
+        levels, numel = float(2**self.bits - 1), p.numel()
+        blocks = -(-numel // QUANTIZE_BLOCK)
+        last = p[(blocks - 1) * QUANTIZE_BLOCK]
+        rows = torch.cat([p, last.expand(blocks * QUANTIZE_BLOCK - numel)]).view(blocks, -1)
+        low, high = rows.amin(1) + 0.0, rows.amax(1)
+        spread = high - low
+        unit = torch.where(spread.isfinite(), spread / levels, high / levels - low / levels)
+        unit = torch.where(unit < _SMALLEST_NORMAL, 0.0, unit)
+        inverse = torch.where(unit > 0, 1.0 / unit, 0.0)
+        offsets = torch.tensor(0.5)
+        if self.key is not None:
+            offsets = hash_uniforms(self.key, rows.numel(), p.device).view_as(rows)
+        codes = ((rows - low[:, None]) * inverse[:, None] + offsets).clamp(max=levels)
+        finite = rows.isfinite().all(1)
+        codes = torch.where(finite[:, None], codes, 0.0).to(torch.uint8)
+        nan = torch.tensor(torch.nan, device=p.device)
+        unit, low = torch.where(finite, unit, nan), torch.where(finite, low, nan)
+        decoded = (low[:, None] + codes.float() * unit[:, None]).view(-1)[:numel]
+        flat = codes.view(-1)[:numel]
+        if self.bits == 4:
+            flat = torch.cat([flat, flat.new_zeros(numel % 2)])
+            flat = flat[0::2] | flat[1::2] << 4
+        payload.copy_(torch.cat([torch.stack([unit, low], 1).view(-1).view(torch.uint8), flat]))
+        return decoded
+
+    def torch_add(self, payload: Tensor, total: Tensor) -> None:
+        """See `BlockFormat.torch_add`."""
+        numel = total.numel()
+        blocks = -(-numel // QUANTIZE_BLOCK)
+        numbers = payload[: 8 * blocks].clone().view(torch.float32).view(blocks, 2)
+        codes = payload[8 * blocks : 8 * blocks + -(-numel * self.bits // 8)]
+        if self.bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], 1).view(-1)[:numel]
+        unit, low = (each.repeat_interleave(QUANTIZE_BLOCK)[:numel] for each in numbers.unbind(1))
+        total += low + codes.float() * unit
+
+
+class Quantize(TwoStage):
+    """The compressors "int8" and "int4".
+
+    Args:
+        name: "int8" or "int4".
+        stochastic: Round at random without bias, instead of to the nearest level.
+        seed: Of the random rounding; the numbers depend on (seed, step, rank, parameter, element) alone.
+        residual: Feed the rounding error back.
+        warmup_steps: Steps at the start whose gradients are sent dense.
+
+    Raises:
+        ValueError: `warmup_steps` is negative.
+    """
+
+    def __init__(
+        self, name: str, *, stochastic: bool = False, seed: int = 0, residual: bool = True, warmup_steps: int = 0
+    ) -> None:
+        self.bits = {"int8": 8, "int4": 4}[name]
+        super().__init__(name, QuantizeCodec(self.bits), residual=residual, warmup_steps=warmup_steps)
+        self.stochastic = stochastic
+        self.seed = seed
+
+    def codec_for(self, layout: Layout, rank: int) -> Codec:
+        """See `TwoStage.codec_for`."""
+        if not self.stochastic:
+            return self.codec
+        first = layout.slices[0]
+        key = mix_key(self.seed, self.step, rank, name_key(first.name), first.parameter_start)
+        return QuantizeCodec(self.bits, key)
