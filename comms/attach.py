@@ -2,8 +2,9 @@
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from torch import distributed as dist
 from torch import nn
@@ -11,10 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.comms.automatic import automatic_of
 from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, comm_hook_name, why_no_ddp_hook
+from gradwire.comms.checkpoint import Checkpoint, find_own, load_file, rank_file, save_file
 from gradwire.comms.compression import LossScaler
 from gradwire.comms.config import Config
-from gradwire.comms.elastic.transfer import Carried
-from gradwire.comms.hook import HookState, OnChange, comm_hook
+from gradwire.comms.hook import HookState, comm_hook
+
+if TYPE_CHECKING:
+    from gradwire.comms.elastic.ddp import OnChange
+    from gradwire.comms.elastic.transfer import Carried
 
 log = logging.getLogger("gradwire")
 
@@ -26,8 +31,8 @@ def attach(
     model: nn.Module,
     *,
     config: Config | None = None,
-    carries: Sequence[Carried] = (),
-    on_change: OnChange | None = None,
+    carries: "Sequence[Carried]" = (),
+    on_change: "OnChange | None" = None,
     **options: object,
 ) -> HookState:
     """Registers gradwire's hook on a model that is wrapped in DDP, and returns the hook's state.
@@ -117,6 +122,37 @@ def watch_scaler(state: HookState, scaler: LossScaler | None) -> None:
     """Has residuals follow a framework's loss scale, where it scales the loss and there are residuals."""
     if scaler is not None and state.config.compressor not in (None, "none"):
         state.watch(scaler)
+
+
+def save_own(state: HookState, place: str, save: Callable[[Checkpoint, str], None] = save_file) -> None:
+    """Adds this rank's file to a framework's checkpoint; none where the state is empty. Nothing is sent.
+
+    Args:
+        state: The hook's.
+        place: As for `rank_file`.
+        save: Writes a file.
+    """
+    if saved := state.state_dict():
+        save(saved, rank_file(place, dist.get_rank()))
+
+
+def load_own(state: HookState, place: str, load: Callable[[str], dict[str, object]] = load_file) -> None:
+    """Restores what `save_own` has written; all ranks of the default group call it.
+
+    Args:
+        state: The hook's.
+        place: As for `rank_file`.
+        load: As for `find_own`.
+
+    Raises:
+        FileNotFoundError: Other ranks have files, this one has none.
+        ValueError: The file does not fit.
+    """
+    saved = find_own(place, load)
+    if saved is not None:
+        state.load_state_dict(saved)
+    elif state.config.compressor not in (None, "none"):
+        log.warning("%s holds no state of gradwire's hook: a compressor starts anew", place.rstrip("./"))
 
 
 def require(package: str, oldest: tuple[int, int], newest: tuple[int, int], instead: str) -> None:

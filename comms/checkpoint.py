@@ -5,18 +5,22 @@ is one opaque value, a tuple of (key, value) pairs: torch.distributed.checkpoint
 is no tensor, of any size, and a state that has just been bound offers the same keys as the one that was saved. Where
 rank 0 writes the file for all, the ranks' dictionaries are merged into one, because their keys differ.
 
+Where a framework saves, each rank adds a file of its own to the checkpoint: nothing of it goes through the network.
+
 Each rank's value states what belongs to it, so that a checkpoint which lost residuals on the way is refused: training
 would go on without them, and nothing would show it.
 """
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comms.elastic.group import ElasticGroup
 from gradwire.compressors.base import StateDict, StateValue
 
 log = logging.getLogger("gradwire")
@@ -170,6 +174,8 @@ def gather(own: Checkpoint, group: dist.ProcessGroup, on_all_ranks: bool) -> Che
     Returns:
         Everything on the group's rank 0 or, if `on_all_ranks`, on all; on the others their own part.
     """
+    from gradwire.comms.elastic.group import ElasticGroup  # here: only who gathers needs to know of it
+
     parts: list[Checkpoint | None] = [None] * group.size()
     if on_all_ranks or isinstance(group, ElasticGroup):  # torch knows no global ranks of that one
         dist.all_gather_object(parts, own, group=group)
@@ -181,6 +187,67 @@ def gather(own: Checkpoint, group: dist.ProcessGroup, on_all_ranks: bool) -> Che
         for part in parts:
             merged |= part or {}
     return merged
+
+
+def rank_file(place: str, rank: int) -> str:
+    """Where a rank's own file is, beside or in a framework's checkpoint.
+
+    Args:
+        place: The checkpoint's folder with its separator, or its file with a dot behind.
+        rank: Which.
+    """
+    return f"{place}gradwire_state_{rank}.pth"
+
+
+def save_file(state: Checkpoint, path: str) -> None:
+    """Writes one rank's file into a local folder, which is made where it is missing.
+
+    Args:
+        state: What `pack` returned.
+        path: What `rank_file` returned.
+    """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state, path)
+
+
+def load_file(path: str) -> dict[str, object]:
+    """Reads what `save_file` has written.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    saved: dict[str, object] = torch.load(path, map_location="cpu", weights_only=True)
+    return saved
+
+
+def find_own(place: str, load: Callable[[str], dict[str, object]] = load_file) -> dict[str, object] | None:
+    """What this rank loads of a checkpoint with a file for each rank; all ranks of the default group call it.
+
+    That is its own file, or rank 0's, which says whether it was flushed, where more ranks resume than saved.
+
+    Args:
+        place: As for `rank_file`.
+        load: Reads a file; raises FileNotFoundError where there is none.
+
+    Returns:
+        None where the checkpoint was written without gradwire, or without a compressor.
+
+    Raises:
+        FileNotFoundError: Other ranks have files.
+    """
+    saved: dict[str, object] | None = None
+    for rank in dict.fromkeys((dist.get_rank(), 0)):
+        with suppress(FileNotFoundError):
+            saved = load(rank_file(place, rank))
+            break
+    everywhere: list[bool | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, saved is not None)
+    if saved is None and any(everywhere):
+        raise FileNotFoundError(
+            f"{rank_file(place, dist.get_rank())} is missing on this machine, while other ranks have theirs: copy the "
+            "whole checkpoint, with the files of all ranks, to each machine"
+        )
+    return saved
 
 
 def _entry(value: object) -> Entry:

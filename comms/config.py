@@ -15,6 +15,36 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gradwire")
 
+PLANNING = (
+    "plan",
+    "chunks",
+    "transport",
+    "timeout",
+    "hostname",
+    "location",
+    "nic_bytes_per_second",
+    "nic_per_rank",
+)
+"""Options of `Config` that say how ranks are connected and what collectives run; every face takes them."""
+
+MEASURING = ("probe",)
+"""Whether links are measured before the first step."""
+
+COMPRESSION = ("compressor", "compressor_options", "error_budget", "rules")
+"""What travels as what between nodes."""
+
+SUMMING = ("average", "predivide", "sum_dtype", "reduction", "sparse_as_dense")
+"""What becomes of the ranks' gradients."""
+
+FUSION = ("fusion_mb", "fusion", "tune", "tune_profile")
+"""Which gradients travel together."""
+
+WATCHING = ("straggler_every", "stall_seconds", "trace", "trace_steps", "nvtx")
+"""What is noticed, and written down, while training runs."""
+
+ELASTIC = ("elastic", "join")
+"""What becomes of training where ranks are lost."""
+
 PLANS = ("auto", "flat", "hierarchical", "leader")
 FUSIONS = ("fixed", "auto", "delayed")
 REDUCTIONS = ("sum", "adasum")
@@ -308,6 +338,17 @@ class Config:
         """The same with a process group's time-out, where none is set."""
         return self if self.timeout else dataclasses.replace(self, timeout=group)
 
+    def asked_for(self, names: Sequence[str]) -> list[str]:
+        """Those of the named options that ask for anything: whose value is not the default, in order.
+
+        `probe=False` asks for nothing: it leaves out what is done by default.
+        """
+        return [name for name in names if asks(name, getattr(self, name))]
+
+    def only(self, names: Sequence[str]) -> "Config":
+        """The same values for the named options, and the defaults for all others."""
+        return Config(**{name: getattr(self, name) for name in names})
+
     @property
     def fuses(self) -> bool:
         """Whether buckets may travel together, or apart, differently from step to step."""
@@ -326,9 +367,66 @@ class Config:
         }
 
 
+def asks(name: str, value: object) -> bool:
+    """Whether a value of an option of `Config` asks for anything; see `Config.asked_for`."""
+    if name == "probe":
+        return value is True
+    entry = next(entry for entry in dataclasses.fields(Config) if entry.name == name)
+    missing = entry.default is dataclasses.MISSING
+    return bool(value != (entry.default_factory() if missing and callable(entry.default_factory) else entry.default))
+
+
 def automatic_hook_wanted() -> bool:
     """Whether GRADWIRE_HOOK is set; its value is looked at when the first model is made."""
     return bool(os.environ.get(AUTOMATIC))
+
+
+WATCH = ENVIRONMENT_PREFIX + "WATCH"
+
+
+@dataclass(frozen=True, slots=True)
+class WatchOptions:
+    """What the environment gives `gradwire.watch`; the attributes are its parameters."""
+
+    stall_seconds: float
+    json: str | None
+    metrics: str | None
+
+
+def watch_wanted() -> bool:
+    """Whether GRADWIRE_WATCH asks for a watch; what else it may be is looked at when that begins."""
+    return os.environ.get(WATCH, "") not in ("", "0")
+
+
+def watch_options() -> "WatchOptions":
+    """What GRADWIRE_WATCH_STALL_SECONDS, GRADWIRE_WATCH_JSON and GRADWIRE_WATCH_METRICS say.
+
+    Raises:
+        ValueError: One of them, or GRADWIRE_WATCH, is not what it should be.
+    """
+    if (wanted := os.environ.get(WATCH)) != "1":
+        raise ValueError(f"`{WATCH}` is {wanted!r}; wanted 1, or 0 for none")
+    text = os.environ.get(f"{WATCH}_STALL_SECONDS") or "10"
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ValueError(f"`{WATCH}_STALL_SECONDS` is {text!r}; wanted a number of seconds") from None
+    return WatchOptions(seconds, os.environ.get(f"{WATCH}_JSON") or None, os.environ.get(f"{WATCH}_METRICS") or None)
+
+
+FLIGHT_RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
+"""Torch's variable: how many collectives its flight recorder keeps; read when the first group is made. gloo's recorder
+keeps none by default, NCCL's 2,000."""
+
+
+def flight_recorder_size() -> int:
+    """How many collectives torch's flight recorder was asked to keep; 0 where nobody has."""
+    return int(os.environ.get(FLIGHT_RECORDER_SIZE) or 0)
+
+
+def set_flight_recorder_size(collectives: int) -> None:
+    """Asks torch's flight recorder to keep so many collectives; before the first process group is made."""
+    os.environ[FLIGHT_RECORDER_SIZE] = str(collectives)
 
 
 def world_size() -> int:

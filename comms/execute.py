@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import cast
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from gradwire.comms.bootstrap.compat import BackendWork
 from gradwire.comms.bootstrap.failure import Board, CollectiveError
 from gradwire.comms.bootstrap.liveness import Deadline
+from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.lanes import Hop, Lane, LaneJob, Lanes
 from gradwire.comms.migration import migrate
 from gradwire.comms.observe.recorder import Recorder
@@ -687,7 +689,7 @@ class Executor:
     def _open(self, lanes: Sequence[Lane]) -> None:
         """Makes a thread for each new lane."""
         for lane in lanes:
-            thread = threading.Thread(target=self._serve, args=(lane,), name=f"{self._name} lane {lane}", daemon=True)
+            thread = BackgroundThread(f"{self._name} lane {lane}", partial(self._serve, lane))
             self._threads.append(thread)
             thread.start()
 
@@ -857,7 +859,7 @@ class Executor:
             steps = _flushed(compressor, shard, layout) if run.flush else compressor.all_reduce(shard, layout, member)
             if shares:
                 by_links.add(transfer.members)
-            if shares and self._streams is None:  # on CUDA sums are NCCL's own: docs/explanation/cuda.md
+            if shares and self._streams is None:  # on CUDA sums are NCCL's own: docs/develop/cuda.md
                 steps = _by_owners(steps, shares, part.phase.in_ring_order)
             running.append((transfer.members, steps))
         sent_nbytes, rounds = 0.0, 0
@@ -907,7 +909,8 @@ class Executor:
         group = self._groups[lane, transfer.members]
         if isinstance(transfer, Exchange):
             return exchange(group, flat, transfer, self._rank)
-        view = flat[transfer.start : transfer.stop]
+        whole = transfer.stop - transfer.start == flat.numel()  # a view costs the host what ten lines of Python do
+        view = flat if whole else flat[transfer.start : transfer.stop]
         if transfer.op == ALL_GATHER:
             return group.all_gather_slices(view, transfer.bounds)
         if transfer.op == ALL_REDUCE:

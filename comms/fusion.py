@@ -110,11 +110,13 @@ class Fusion:
         """
         parted = self._waiting and not self._plan.delayed and not _alike(self._waiting[0], bucket)
         launches = self._join() if parted else []
+        nbytes = bucket.flat.nbytes
+        self._sizes.append(nbytes)
+        ends = self._plan.ends_transfer(self._sizes, nbytes + sum(each.flat.nbytes for each in self._waiting))
+        if ends and not self._waiting:
+            return launches + self._pieces(bucket)  # as most do
         self._waiting.append(bucket)
-        self._sizes.append(bucket.flat.nbytes)
-        if self._plan.ends_transfer(self._sizes, sum(each.flat.nbytes for each in self._waiting)):
-            launches += self._join()
-        return launches
+        return launches + self._join() if ends else launches
 
     def flush(self) -> list[Launch]:
         """What is held back, to be launched now, in the middle of a step."""

@@ -36,7 +36,8 @@ from gradwire.comms.plan.codec_price import (
 )
 from gradwire.comms.plan.cost import EXACT, CodecPrice
 from gradwire.comms.plan.planner import ByteCosts, byte_costs
-from gradwire.comms.report import Choices, LayerChoice
+from gradwire.comms.report import Choices, LayerChoice, Report
+from gradwire.comms.step.listeners import EndedStep, StepListener
 from gradwire.comms.streams import Mark
 from gradwire.compressors.adaptive import NARROW, Adaptive, LayerNumbers, outstanding_share, takes_whole
 from gradwire.compressors.base import Layout, Slice
@@ -87,7 +88,7 @@ class Numbers:
     outstanding: float = 0.0
 
 
-class LayerChooser:
+class LayerChooser(StepListener):
     """One rank's part in the choice, for one model. Every rank calls the same methods at the same steps.
 
     Args:
@@ -107,7 +108,7 @@ class LayerChooser:
         self._narrow: set[str] = set()
         self.choices: Choices | None = None
 
-    def step_begins(self) -> None:
+    def step_began(self, steps: int) -> None:
         """Says whether the step measures; before its first bucket travels. The host waits for no device."""
         adaptive = self._adaptive
         adaptive.measuring = adaptive.step + 1 >= adaptive.next_plan and not self._compression.flushing
@@ -120,13 +121,9 @@ class LayerChooser:
         if self._adaptive.measures_matrices:
             self._communicator.state_loaded()
 
-    def step_ended(self, buckets: Sequence[Bucket], transfers: Sequence[Layout]) -> None:
-        """Takes in a step; where it has measured, chooses anew. Nothing is in flight on a CPU.
-
-        Args:
-            buckets: In the order in which they arrived.
-            transfers: Which parameters travelled together, in the order of the launches.
-        """
+    def step_ended(self, step: EndedStep) -> None:
+        """Takes in a step; where it has measured, chooses anew. Nothing is in flight on a CPU."""
+        buckets = step.buckets
         self._note(buckets)
         self._narrow = {
             item.name
@@ -144,7 +141,11 @@ class LayerChooser:
         self._communicator.rejoin()
         if self._adaptive.step < self._adaptive.next_plan:
             return  # the step was not finite, on all ranks alike: it changes nothing, and the next one measures
-        self._plan(numbers, transfers)
+        self._plan(numbers, step.transfers)
+
+    def add_to(self, report: Report) -> Report:
+        """The report, with the choices."""
+        return replace(report, choices=self.choices)
 
     def _note(self, buckets: Sequence[Bucket]) -> None:
         self._ended = [*self._ended[-PROFILED_STEPS:], time.perf_counter()]

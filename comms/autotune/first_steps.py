@@ -13,6 +13,7 @@ from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.plan.cost import CostModel
 from gradwire.comms.plan.plan import ALL_GATHER, Plan
+from gradwire.comms.step.listeners import StepListener
 from gradwire.topology.cluster import Cluster
 
 FIRST_WATCHED, STEPS_WATCHED = 1, 3
@@ -44,7 +45,7 @@ def _link_seconds(cluster: Cluster, level: int, plan: Plan) -> float:
     return plan.bytes_by_level[cluster.levels[level].name] * busy / most
 
 
-class FirstSteps:
+class FirstSteps(StepListener):
     """Watches the first steps of a job whose links are unknown, and then prices its plans by what they have reached.
 
     Where nodes' links were seen to differ at the start, their rates keep their proportions.

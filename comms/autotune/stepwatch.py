@@ -1,19 +1,13 @@
-"""What a running job shows about itself, and what to advise: how long a step is, and how long it waits for buckets."""
+"""What a running job shows about itself: how long a step is, and how long it waits for buckets."""
 
 import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from gradwire.comms.execute import Times
-from gradwire.comms.plan.advise import Advice, Workload, advise
-from gradwire.comms.plan.codec_price import GPU_BYTES_PER_SECOND, codec_price, measured_price, square_layout
-from gradwire.comms.plan.cost import CodecPrice
-from gradwire.comms.plan.planner import presumed
+from gradwire.comms.step.listeners import EndedStep, StepListener
 from gradwire.comms.streams import Clock, HostClock, Mark
-from gradwire.compressors import registry
-from gradwire.topology.cluster import Cluster
 
 STEPS_KEPT = 50
 
@@ -40,7 +34,7 @@ class Observed:
         return max(self.step_seconds - self.exposed_seconds, 0.0)
 
 
-class StepWatch:
+class StepWatch(StepListener):
     """Watches the steps of one rank.
 
     Args:
@@ -53,8 +47,15 @@ class StepWatch:
         self._ended: Mark | None = None
         self._running: tuple[Mark, Mark, Sequence[Times]] | None = None
 
-    def step_ended(self, buckets: Sequence[Times]) -> None:
-        """Notes the end of a backward pass.
+    def step_ended(self, step: EndedStep) -> None:
+        """Notes the end of a step; of one that was not timed nothing is said, nor about the one before it."""
+        if step.timed:
+            self.note([bucket.times for bucket in step.buckets])
+        else:
+            self._ended = self._running = None
+
+    def note(self, buckets: Sequence[Times]) -> None:
+        """Notes the end of a backward pass that was timed.
 
         The step before it is complete only now: its last bucket may have been reduced after its own end.
 
@@ -71,111 +72,9 @@ class StepWatch:
         self._running = (self._ended, now, buckets) if self._ended is not None and buckets else None
         self._ended = now
 
-    def step_passed(self) -> None:
-        """Notes a step that was not timed: nothing is said about it, nor about the one before it."""
-        self._ended = self._running = None
-
     def observed(self) -> Observed | None:
         """Medians of the last steps; None before the third."""
         if not self._steps:
             return None
         step, backward, exposed = (statistics.median(column) for column in zip(*self._steps, strict=True))
         return Observed(step, backward, exposed, len(self._steps))
-
-
-SAMPLE_NBYTES = 16 << 20
-"""Gradient that the codecs are timed on: more than the caches of a rank hold, as a model's gradients are."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobAdvice:
-    """What `HookState.advise()` gives; `print` it, or read its fields.
-
-    Attributes:
-        advice: Every plan and compressor, and the recommendation.
-        observed: What the steps are now.
-        headroom_seconds: The step without communication: the best that anything could reach.
-        accumulate: As many micro-batches a step were asked about as one of the observed steps has, times this.
-        assumed: The links whose rates nobody knows, in words; `print` then gives no recommendation.
-    """
-
-    advice: Advice
-    observed: Observed
-    headroom_seconds: float
-    accumulate: int = 1
-    assumed: str = ""
-
-    def __str__(self) -> str:
-        seen, verdict = self.observed, self.advice.recommend
-        step = (
-            f"a whole step takes {seen.step_seconds * 1e3:.3g} ms, {seen.exposed_seconds * 1e3:.3g} ms of it waiting "
-            f"for communication; without any it would take {self.headroom_seconds * 1e3:.3g} ms\n"
-        )
-        if self.assumed:
-            return (
-                f"{step}no recommendation: how fast the links {self.assumed} are is not known "
-                "(`nic_bytes_per_second` says it, `probe=True` measures it)"
-            )
-        if self.accumulate > 1:
-            exact = min((offer for offer in self.advice.offers if offer.compressor == "none" and offer.available),
-                        key=lambda offer: offer.step_seconds)  # fmt: skip
-            share = exact.step_seconds / self.accumulate
-            step += (
-                f"with {self.accumulate} times as many micro-batches a step: {exact.step_seconds * 1e3:.3g} ms without "
-                f"compression, {share * 1e3:.3g} ms for what is a step now\n"
-            )
-        return f"{step}recommended: plan {verdict.plan}, compressor {verdict.compressor}. {verdict.why}"
-
-
-def advise_job(
-    cluster: Cluster, sizes: Sequence[int], observed: Observed, optimizer: str, library: str, accumulate: int = 1
-) -> JobAdvice:
-    """Prices every plan and compressor for a job as it was observed.
-
-    Args:
-        cluster: Where the ranks are, with the links as measured or assumed.
-        sizes: Bytes of the buckets of a step.
-        observed: The last steps.
-        optimizer: As for `Workload`.
-        library: As for `advise`.
-        accumulate: How many of the observed steps shall be one, as its micro-batches.
-
-    Raises:
-        ValueError: `accumulate` is less than one.
-    """
-    workload = Workload(
-        sum(sizes),
-        observed.backward_seconds,
-        max([*sizes, 1]),
-        optimizer,
-        accumulate,
-        micro_seconds=observed.headroom_seconds,
-    )
-    return JobAdvice(
-        advise(cluster, workload, prices(len(cluster.nodes), library), library=library),
-        observed,
-        observed.headroom_seconds,
-        accumulate,
-        "" if _slowest_is_known(cluster) else presumed(cluster),
-    )
-
-
-def _slowest_is_known(cluster: Cluster) -> bool:
-    """Whether the links of the outermost level in use were given or measured: they decide what is worth while."""
-    outermost = max((number for number in range(cluster.depth) if cluster.widest(number) > 1), default=0)
-    return not cluster.levels[outermost].link.presumed
-
-
-@lru_cache(maxsize=8)
-def prices(nodes: int, library: str) -> tuple[CodecPrice, ...]:
-    """What each compressor costs: timed once on a CPU, computed for a GPU, whose memory bandwidth is known.
-
-    Args:
-        nodes: Ranks that exchange a shard.
-        library: `nccl` where gradients are on GPUs.
-    """
-    layout = square_layout(SAMPLE_NBYTES, side=256)
-    if library == "nccl":
-        rate = min(GPU_BYTES_PER_SECOND.values())
-        return tuple(codec_price(name, layout, nodes, rate) for name in registry.names())
-    return tuple(measured_price(name, layout, nodes) for name in registry.names())

@@ -30,6 +30,7 @@ from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.fusion import Fusion
+from gradwire.comms.step.listeners import EndedStep, StepListener
 from gradwire.comms.streams import Clock, HostClock, Mark
 
 log = logging.getLogger("gradwire")
@@ -273,7 +274,7 @@ def _setting(values: list[object]) -> TunerSetting:
     return TunerSetting(str(label), tuple(cuts), tuple(sizes), threshold, str(plan), chunks)  # type: ignore[arg-type]
 
 
-class Tuning:
+class Tuning(StepListener):
     """Tuning of one model's communication on one rank.
 
     Args:
@@ -285,6 +286,8 @@ class Tuning:
         budget: How many steps it may take.
         clock: The one that arrivals are given by; where it is a device's, each step is looked at a step later.
     """
+
+    wants_arrivals = True
 
     def __init__(
         self,
@@ -337,19 +340,17 @@ class Tuning:
         )
         self._applied = incumbent
 
-    def step_ended(self, arrived: Sequence[Mark]) -> None:
-        """Takes in the step that has just ended and applies the setting of the next; every rank, after every step.
-
-        Args:
-            arrived: When each of its buckets arrived, by this object's clock.
-        """
+    def step_ended(self, step: EndedStep) -> None:
+        """Takes in the step that has just ended and applies the setting of the next; every rank, after every step."""
+        times = [bucket.times for bucket in step.buckets]
+        arrived = [each.arrived for each in times if each.arrived is not None]
         now = self._clock.now()
         self._unread.append((self._ended, now, self._fusion.last_sizes, arrived))
         self._ended = now
         if len(self._unread) <= self._clock.lag:
             return
-        before, ended, sizes, arrived = self._unread.popleft()
-        arrivals = tuple(self._clock.between(arrived[0], each) for each in arrived)
+        before, ended, sizes, marks = self._unread.popleft()
+        arrivals = tuple(self._clock.between(marks[0], each) for each in marks)
         setting = self.tuner.step_ended(StepSeen(self._clock.between(before, ended), sizes, arrivals))
         if setting != self._applied:
             self._communicator.routes.choose(setting.plan, setting.chunks, "Chosen by the tuner.")

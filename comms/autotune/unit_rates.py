@@ -12,6 +12,7 @@ from gradwire.comms.autotune.consensus import Consensus
 from gradwire.comms.autotune.probe import line_up
 from gradwire.comms.bootstrap.placement import with_node_rates
 from gradwire.comms.communicator import Communicator
+from gradwire.comms.step.listeners import StepListener
 
 SWAPPED_NBYTES, LEAST_SWAPPED_NBYTES, SWAP_SECONDS = 1 << 20, 512 << 10, 0.02
 """From each node to its partner, over all its ranks, as far as the slowest link takes no longer than that. The least is
@@ -64,7 +65,7 @@ def measure_units(communicator: Communicator, consensus: Consensus, *, again: bo
     """Measures every node's link, and has the communicator plan with what it finds; every rank, with nothing in flight.
 
     Nodes are given rates in proportion. The probe's rate is that of the slowest; later the fastest keeps its rate.
-    Nothing is measured on CUDA, where payloads go by given rates alone (docs/explanation/cuda.md), or where shares do
+    Nothing is measured on CUDA, where payloads go by given rates alone (docs/develop/cuda.md), or where shares do
     not matter: of fewer than three nodes.
 
     Args:
@@ -111,3 +112,22 @@ def measure_units(communicator: Communicator, consensus: Consensus, *, again: bo
         return False
     communicator.routes.measured(changed.levels)
     return True
+
+
+class UnitRates(StepListener):
+    """Measures every node's link when it is made, and again now and then; every rank makes one.
+
+    Args:
+        communicator: Whose ranks meet.
+        consensus: All its ranks'.
+    """
+
+    def __init__(self, communicator: Communicator, consensus: Consensus) -> None:
+        self._communicator = communicator
+        self._consensus = consensus
+        measure_units(communicator, consensus)
+
+    def step_began(self, steps: int) -> None:
+        """Measures again where it is time to: every rank, with nothing in flight."""
+        if steps and steps % REMEASURE_STEPS == 0:
+            measure_units(self._communicator, self._consensus, again=True)

@@ -9,12 +9,14 @@ import queue
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradwire.comms.backend.work import FutureTensors
 from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.transport.shm import ShmGroup
 
 
@@ -132,7 +134,7 @@ class NodeCollectives:
                 done.set_result(outputs)
 
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread = BackgroundThread(self._name, self._serve, end=partial(self._calls.put, None))
             self._thread.start()
         self._calls.put(call)
         return done.then(_unwrap)

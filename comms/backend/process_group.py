@@ -9,7 +9,7 @@ goes to the inner group, which knows them all, as does every collective that is 
 """
 
 import atexit
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 
 import torch
@@ -32,7 +32,7 @@ from gradwire.comms.bootstrap.compat import (
     outside_graphs,
     register_backends,
 )
-from gradwire.comms.config import Config
+from gradwire.comms.config import PLANNING, Config
 from gradwire.comms.plan.collectives import BROADCAST
 from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
 
@@ -67,11 +67,12 @@ def create(options: GroupOptions, config: object = None) -> "GradwireGroup":
 
     Raises:
         TypeError: `pg_options` is something else.
-        ValueError: `pg_options` asks for a compressor, or differs between the ranks.
+        ValueError: `pg_options` asks for a compressor, or for anything else that the backend does not do; or it
+            differs between the ranks.
         RuntimeError: A rank did not join.
     """
-    if config is None:
-        config = Config.from_env(compressor=None)
+    if config is None:  # the environment's other options are for hooks
+        config = Config.from_env(compressor=None).only(PLANNING)
     if not isinstance(config, Config):
         raise TypeError(f"`pg_options` is a {type(config).__name__}; wanted a gradwire.Config or None")
     if config.compressor is not None:
@@ -79,6 +80,12 @@ def create(options: GroupOptions, config: object = None) -> "GradwireGroup":
             f"`pg_options` asks for the compressor {config.compressor!r}, but the backend is exact: it cannot "
             "tell gradients from anything else; give the compressor to gradwire.HookState"
         )
+    for entry in fields(Config):
+        if entry.name not in PLANNING and config.asked_for([entry.name]):
+            raise ValueError(
+                f"`pg_options` has `{entry.name}` {getattr(config, entry.name)!r}, and the backend knows of no steps "
+                f"and no gradients; wanted {', '.join(PLANNING)} alone: give the rest to gradwire.HookState"
+            )
     return GradwireGroup(options, config)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from gradwire.comms.bootstrap.requirement import require_torch
-from gradwire.comms.config import automatic_hook_wanted
+from gradwire.comms.config import automatic_hook_wanted, watch_wanted
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -36,6 +36,10 @@ def register() -> None:
         from gradwire.comms.automatic import install
 
         install()
+    if dist.is_available() and watch_wanted():
+        from gradwire.comms.watch.watch import install as install_watch
+
+        install_watch()
 
 
 def _register_rendezvous() -> None:

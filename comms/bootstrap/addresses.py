@@ -10,7 +10,10 @@ import socket
 import struct
 import threading
 from collections.abc import Iterable, Iterator
+from functools import partial
 from ipaddress import ip_address
+
+from gradwire.comms.bootstrap.threads import BackgroundThread
 
 log = logging.getLogger("gradwire")
 
@@ -134,7 +137,7 @@ class _LookUps:
         with self._lock:
             thread = self._threads.get(host)
             if thread is None:
-                thread = threading.Thread(target=self._look_up, args=(host,), name="gradwire look-up", daemon=True)
+                thread = BackgroundThread("gradwire look-up", partial(self._look_up, host), awaited=False)
                 self._threads[host] = thread
                 thread.start()
         thread.join(seconds)

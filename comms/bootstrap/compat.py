@@ -1,6 +1,17 @@
-"""Every switch between torch versions, and every private name of torch that gradwire uses. Written for 2.13 to 2.15."""
+"""Every switch between torch versions, and every private name of torch that gradwire uses. Written for 2.13 to 2.15.
+
+What 2.15 brings for process groups, and why nothing here uses it:
+
+- Abort hooks (`register_abort_hook`): gloo has none (`supports_abort_hooks` is False), and its `abort` still leaves a
+  pending collective to its time-out, so transport/torch_group.py goes on shutting its sockets down.
+- `reconfigure`, with gloo: gives a group new peers once the ranks have exchanged handles by other means. To agree on
+  the survivors is that other means; what it saves is making a group, which 2.13 needs anyway.
+- Pre and post hooks (`register_pre_hook`) see what is issued on a ProcessGroup. gradwire's transports are backends
+  below one, or none of torch's.
+"""
 
 import logging
+import pickle
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -10,6 +21,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d_native
 from torch._C._distributed_c10d import AllgatherOptions, GradBucket, HashStore, PrefixStore, Store, TCPStore
 from torch.autograd import profiler
 from torch.distributed import constants, distributed_c10d
@@ -127,6 +139,33 @@ def store_of(group: dist.ProcessGroup) -> Store:
 def is_known(group: dist.ProcessGroup) -> bool:
     """Whether torch.distributed has made a process group; frameworks make some that stand for what is theirs."""
     return group in distributed_c10d._world.pg_map
+
+
+def group_members() -> dict[str, tuple[int, ...]]:
+    """The process groups that this rank is in: name -> its ranks in the default group, in the group's order."""
+    world = distributed_c10d._world
+    return {
+        name: tuple(sorted(ranks, key=ranks.__getitem__))
+        for group, name in world.pg_names.items()
+        if (ranks := world.pg_group_ranks.get(group))
+    }
+
+
+def flight_records(*, collectives: bool, stacks: bool) -> dict[str, dict[str, Any]]:
+    """What torch's flight recorders hold, of gloo and, where torch has it, of NCCL.
+
+    Args:
+        collectives: With an entry for each collective that is kept; else the state of the groups alone, which costs
+            10 us and not 30 us a collective.
+        stacks: With the lines that issued them: 300 us a collective.
+
+    Returns:
+        `gloo`, and `nccl` where torch has it -> `pg_status` (this process's number of a group -> numbers of the last
+        collectives issued and ended) and `entries`.
+    """
+    names = {"gloo": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
+    dumps = {key: getattr(c10d_native, name) for key, name in names.items() if hasattr(c10d_native, name)}
+    return {key: pickle.loads(dump(collectives, stacks, False)) for key, dump in dumps.items()}
 
 
 def make_gloo(
@@ -517,9 +556,9 @@ class ShardedUnit:
         """
         group = self._group
         divided = dtype not in (torch.float32, torch.bfloat16) or getattr(group, "force_sum_reduction_for_comms", False)
-        if divided or dtype != group._orig_dtype or self.offloads:
+        if divided or self.offloads:
             return False
-        return all(one.sharded.grad is None and not one.followed for one in reduced)
+        return all(one.sharded.dtype == dtype and one.sharded.grad is None and not one.followed for one in reduced)
 
     def reshard(self) -> None:
         """Puts the shards back in the place of whole parameters."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from gradwire.comms.bootstrap.addresses import listener
 from gradwire.comms.bootstrap.kernel import ENDED as ENDED_HERE
 from gradwire.comms.bootstrap.kernel import look_at, to_call
+from gradwire.comms.bootstrap.threads import BackgroundThread
 
 log = logging.getLogger("gradwire")
 
@@ -60,7 +61,7 @@ class Door:
         self._heard: dict[bytes, tuple[str, tuple[int, ...]]] = {}
         self._closed = False
         self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._serve, name="gradwire door", daemon=True).start()
+        BackgroundThread("gradwire door", self._serve, awaited=False).start()
 
     @classmethod
     def open(cls) -> "Door":

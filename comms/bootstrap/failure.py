@@ -8,15 +8,22 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
 from datetime import timedelta
 from typing import Any
 
 from gradwire.comms.bootstrap import kernel
 from gradwire.comms.bootstrap.compat import Store
-from gradwire.comms.bootstrap.door import ANSWERS, CALLS, ENDED, REFUSED, SILENT, Directory
-from gradwire.comms.bootstrap.liveness import LOOK_SECONDS, OverdueError, look_at_rank, look_seconds, publish_process
+from gradwire.comms.bootstrap.door import ANSWERS, CALLS, ENDED, REFUSED, SILENT, WITNESSES, Directory
+from gradwire.comms.bootstrap.liveness import (
+    LOOK_SECONDS,
+    OverdueError,
+    has_ended_beside,
+    look_at_rank,
+    look_seconds,
+    publish_process,
+)
 from gradwire.comms.bootstrap.store import PollingStore, StoreUnreachableError
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
@@ -275,7 +282,7 @@ class FailureBoard(Board):
                 called = self._directory.call(sorted(silent - dead)[:CALLS])
                 dead |= {rank for rank, outcome in called.items() if outcome == ENDED}
                 others = sorted(silent - dead - called.keys())[:CALLS]
-                dead |= {rank for rank in others if look_at_rank(self._store, rank) == kernel.ENDED}
+                dead |= {rank for rank in others if self._has_ended(rank, words)}
             if not silent - dead or last:
                 break
             time.sleep(nap_seconds)
@@ -284,6 +291,12 @@ class FailureBoard(Board):
             return dead | silent
         most = max(each["launches"] for each in words.values())
         return {rank for rank, each in words.items() if each["launches"] < most and not each["waiting"]}
+
+    def _has_ended(self, rank: int, living: Collection[int]) -> bool:
+        """Whether the process of a silent rank is known to have ended, by its kernel or beside one of its host."""
+        found = look_at_rank(self._store, rank)
+        nearest = sorted(living, key=lambda each: abs(each - rank))[:WITNESSES]
+        return found == kernel.ENDED or (found == kernel.REFUSED and has_ended_beside(self._store, rank, nearest))
 
     def _read(self, ranks: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
         """The words of some ranks; none where one of them is silent."""

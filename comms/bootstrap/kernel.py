@@ -31,8 +31,9 @@ CALL_SECONDS, CALLS_SECONDS = 1.0, 2.0
 KERNEL_DIGITS = 12
 """Of the name of a kernel and its network, hexadecimal: two of 10,000 hosts have the same with a chance of 2e-7."""
 
-ENDED, LISTENS, UNKNOWN = "ended", "listens", "unknown"
-"""What is known of who listened at a port: its own kernel says that nobody does; somebody does; neither."""
+ENDED, LISTENS, REFUSED, UNKNOWN = "ended", "listens", "refused", "unknown"
+"""What is known of who listened at a port: its own kernel says that nobody does; somebody does; its host refuses, as
+after its end, or as a firewall does; nothing."""
 
 
 @lru_cache(maxsize=1)
@@ -65,7 +66,7 @@ def is_listened_at(port: int) -> bool | None:
 
 
 def look_at(kernel: str, port: int, addresses: Sequence[str]) -> str:
-    """What is known of a process that listened at a port: `ENDED`, `LISTENS` or `UNKNOWN`.
+    """What is known of a process that listened at a port: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN`.
 
     Args:
         kernel: `own_kernel` of that process.
@@ -76,7 +77,7 @@ def look_at(kernel: str, port: int, addresses: Sequence[str]) -> str:
         listened_at = is_listened_at(port)
         if listened_at is not None:
             return LISTENS if listened_at else ENDED
-    deadline = time.monotonic() + CALLS_SECONDS
+    deadline, found = time.monotonic() + CALLS_SECONDS, UNKNOWN
     for address in of_others(addresses):
         seconds = min(CALL_SECONDS, deadline - time.monotonic())
         if seconds <= 0:
@@ -85,9 +86,11 @@ def look_at(kernel: str, port: int, addresses: Sequence[str]) -> str:
             socket.create_connection((address, port), seconds).close()
         except OSError as error:
             log.debug("nobody answers at %s, port %d: %s", address, port, error)
+            if isinstance(error, ConnectionRefusedError):
+                found = REFUSED
             continue
         return LISTENS
-    return UNKNOWN
+    return found
 
 
 def of_others(addresses: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +29,7 @@ from gradwire.comms.bootstrap.compat import Store
 from gradwire.comms.bootstrap.forks import leave_to_parent
 from gradwire.comms.bootstrap.kernel import LISTENS, UNKNOWN, look_at, own_kernel, to_call
 from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.errors import PeerError
 
 log = logging.getLogger("gradwire")
@@ -123,7 +124,7 @@ def publish_process(store: Store, rank: int) -> None:
 
 
 def look_at_rank(store: Store, rank: int) -> str:
-    """What is known of whether a rank lives: `ENDED`, `LISTENS` or `UNKNOWN`, as `look_at` says.
+    """What is known of whether a rank lives: `ENDED`, `LISTENS`, `REFUSED` or `UNKNOWN`, as `look_at` says.
 
     Args:
         store: The ring's, or the one that `publish_process` was given.
@@ -132,11 +133,38 @@ def look_at_rank(store: Store, rank: int) -> str:
     Raises:
         RuntimeError: The store is gone.
     """
+    place = _place_of(store, rank)
+    return UNKNOWN if place is None else look_at(place[2], place[0], place[1])
+
+
+def has_ended_beside(store: Store, rank: int, living: Iterable[int]) -> bool:
+    """Whether a rank that refuses connections has ended: another one of its host, which lives, lets callers in.
+
+    Args:
+        store: As for `look_at_rank`.
+        rank: Which.
+        living: Ranks that have just been heard of.
+
+    Raises:
+        RuntimeError: The store is gone.
+    """
+    place = _place_of(store, rank)
+    if place is None or not place[2]:
+        return False
+    for each in living:
+        beside = _place_of(store, each)
+        if beside is not None and beside[2] == place[2]:
+            return look_at(beside[2], beside[0], beside[1]) == LISTENS
+    return False
+
+
+def _place_of(store: Store, rank: int) -> tuple[int, list[str], str] | None:
+    """The port of a rank, its host's addresses and its kernel's name; None where it has said nothing."""
     key = next((key for key in (f"alive/{rank}", f"process/{rank}") if store.check([key])), None)
     if key is None:
-        return UNKNOWN
+        return None
     port, addresses, kernel, *_ = json.loads(store.get(key))
-    return look_at(kernel, port, addresses)
+    return port, addresses, kernel
 
 
 @dataclass(slots=True, eq=False)
@@ -233,10 +261,10 @@ class LivenessRing:
         self._waker, self._woken = socket.socketpair()
         self._listener = listener(8)
         leave_to_parent(self)
-        self.thread = threading.Thread(target=self._run, name=f"gradwire liveness {rank}", daemon=True)
+        self.thread = BackgroundThread(f"gradwire liveness {rank}", self._run)
         self.thread.start()
         if waited is not None:
-            threading.Thread(target=self._pulse, name=f"gradwire pulse {rank}", daemon=True).start()
+            BackgroundThread(f"gradwire pulse {rank}", self._pulse, awaited=False).start()
 
     def close(self, *, orderly: bool = True) -> None:
         """Leaves the ring.

@@ -23,6 +23,7 @@ from typing import Generic, TypeVar, cast
 import torch.distributed as dist
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store, TCPStore
+from gradwire.comms.bootstrap.threads import BackgroundThread
 
 FIRST_NAP_SECONDS = 0.001
 LONGEST_NAP_SECONDS = 0.05
@@ -227,6 +228,7 @@ class _Client:
         self._changed = threading.Condition()
         self._questions: deque[_Question[object]] = deque()
         self._serving = False
+        self._ends = False
         self._asking: _Question[object] | None = None
         self._asked_at = 0.0
         self._heard = time.monotonic()
@@ -271,7 +273,7 @@ class _Client:
             self._questions.append(cast("_Question[object]", asked))
             if not self._serving:
                 self._serving = True
-                threading.Thread(target=self._serve, name="gradwire store", daemon=True).start()
+                BackgroundThread("gradwire store", self._serve, end=self._end).start()
             self._changed.notify()
         if not asked.answered.wait(seconds):
             asked.given_up = True
@@ -286,11 +288,17 @@ class _Client:
             raise asked.error
         return cast(Result, asked.answer)
 
+    def _end(self) -> None:
+        """Has the thread end when there are no questions."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
+
     def _serve(self) -> None:
         while True:
             with self._changed:
                 while not self._questions:
-                    if not self._changed.wait(IDLE_SECONDS) and not self._questions:
+                    if self._ends or (not self._changed.wait(IDLE_SECONDS) and not self._questions):
                         self._serving = False
                         return
                 asked = self._questions.popleft()

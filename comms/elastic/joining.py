@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.elastic.introductions import unpacked
 from gradwire.comms.elastic.membership import GivenUpError, View, own_name
 
@@ -143,7 +144,7 @@ class Requests:
             Number of a list of them, for `listed`; 0 where there are none.
         """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="gradwire requests", daemon=True)
+            self._thread = BackgroundThread("gradwire requests", self._watch)
             self._thread.start()
         with self._lock:
             waiting = [each.newcomer for each in self._open.values() if each.newcomer is not None and each.is_alive]

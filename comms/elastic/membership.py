@@ -24,6 +24,7 @@ from gradwire.comms.bootstrap.compat import PrefixStore, Store
 from gradwire.comms.bootstrap.kernel import ENDED, LISTENS
 from gradwire.comms.bootstrap.liveness import LivenessRing, look_at_rank
 from gradwire.comms.bootstrap.store import PollingStore, Result
+from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.elastic.introductions import next_across
 from gradwire.comms.errors import PeerError
 
@@ -285,7 +286,7 @@ class Membership:
             lambda: self.waited(),
             next_across(view.members, view.rank, self.said),
         )
-        threading.Thread(target=self._usher, args=(epoch,), name=f"gradwire epoch {view.epoch}", daemon=True).start()
+        BackgroundThread(f"gradwire epoch {view.epoch}", partial(self._usher, epoch)).start()
 
     def _usher(self, epoch: "_Epoch") -> None:
         """Raises the alarm where the next rank does not come, or ends before the ring has reached it."""

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from itertools import count
 
 import torch
@@ -21,7 +22,7 @@ from gradwire.comms.bootstrap.compat import COMPILED_INSIDE, PrefixStore, Store,
 from gradwire.comms.checkpoint import JOB, PREFIX, Checkpoint, normalize, pack, unpack
 from gradwire.comms.communicator import Communicator, Oversight
 from gradwire.comms.compression import Compression
-from gradwire.comms.config import ENVIRONMENT_PREFIX, Config
+from gradwire.comms.config import ENVIRONMENT_PREFIX, Config, asks
 from gradwire.comms.elastic.introductions import packed
 from gradwire.comms.elastic.joining import unprefixed
 from gradwire.comms.elastic.membership import Membership, View
@@ -32,6 +33,7 @@ from gradwire.comms.outer.agree import Council
 from gradwire.comms.outer.exchange import OuterExchange
 from gradwire.comms.outer.fragments import OuterSettings, cut_into_fragments, local_of, wire_nbytes_of
 from gradwire.comms.report import Report
+from gradwire.comms.transport.launch_order import devices
 from gradwire.compressors.base import StateDict
 from gradwire.compressors.rules import warn_of_idle
 from gradwire.topology.cluster import LEVEL_NAMES, Cluster
@@ -360,7 +362,7 @@ class Outer:
 
     def _average_inside(self, model: nn.Module, config: Config) -> nn.Module:
         """Wraps the model in DDP over this rank's unit; all ranks make all units' groups, in the same order."""
-        own = model
+        own, device = model, self._communicator.device
         plain = replace(config, compressor=None, compressor_options={}, error_budget=None, rules=())
         for unit in self._units:
             if len(unit) == 1:
@@ -369,6 +371,8 @@ class Outer:
             if self._communicator.rank in unit:
                 own = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
                 self.hook = attach(own, config=plain)
+                if device.type == "cuda":  # DDP broadcasts buffers in it, while an exchange may be under way
+                    own.register_forward_pre_hook(partial(_wait_in_turn, device))
         return own
 
     def _stepped(self, optimizer: Optimizer) -> None:
@@ -509,7 +513,7 @@ def idle_in(config: Config, without: Collection[str] = ()) -> list[str]:
         config: Where they are.
         without: Names that do not count.
     """
-    return [name for name in INSIDE_ONLY if name not in without and _asks(name, getattr(config, name))]
+    return config.asked_for([name for name in INSIDE_ONLY if name not in without])
 
 
 def refuse_idle(options: Mapping[str, object], why: str) -> None:
@@ -519,15 +523,8 @@ def refuse_idle(options: Mapping[str, object], why: str) -> None:
         ValueError: One was given, with another value than its default.
     """
     for name in INSIDE_ONLY:
-        if name in options and _asks(name, options[name]):
+        if name in options and asks(name, options[name]):
             raise ValueError(f"`{name}` is {options[name]!r}, and {why}: it would change nothing, so leave it out")
-
-
-def _asks(name: str, value: object) -> bool:
-    """Whether an option asks for anything: it is not its default; of `probe`, whose False asks for nothing, True."""
-    if name == "probe":
-        return value is True
-    return value != next(field.default for field in fields(Config) if field.name == name)
 
 
 def model_inside(model: nn.Module) -> nn.Module:
@@ -714,3 +711,8 @@ def _units_of(group: dist.ProcessGroup, own: frozenset[int]) -> list[tuple[int, 
     for rank, unit in zip(ranks, found, strict=True):
         units.setdefault(repr(unit), []).append(rank)
     return [tuple(unit) for unit in units.values()]
+
+
+def _wait_in_turn(device: torch.device, *unused: object) -> None:
+    """Before a forward pass on CUDA; a function of the module, so that the model can be pickled."""
+    devices.wait_for_last(device)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from gradwire.comms.plan.cost import EXACT, CodecPrice
 from gradwire.comms.plan.packing import price_as_sent
-from gradwire.comms.plan.plan import HALVING_DOUBLING, NVLS_TREE, TREE, Plan
+from gradwire.comms.plan.plan import BUCKET_NBYTES, HALVING_DOUBLING, NVLS_TREE, TREE, Plan
 from gradwire.comms.plan.planner import (
     HIERARCHY_HOST_SECONDS,
     MINIMUM_GAIN,
@@ -20,9 +20,6 @@ from gradwire.comms.plan.planner import (
 from gradwire.compressors.optim.fit import known_to_end_behind
 from gradwire.compressors.registry import options_of
 from gradwire.topology.cluster import Cluster
-
-BUCKET_NBYTES = 25 << 20
-"""DDP's default `bucket_cap_mb`."""
 
 PLANS = ("flat", "hierarchical", "leader")
 """What gradwire can run."""

@@ -7,17 +7,18 @@ by memory, or from a measurement on this machine.
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice
 from gradwire.comms.transport.echo import EchoGroup
-from gradwire.compressors import registry
 from gradwire.compressors.base import Compressor, Layout, Slice
-from gradwire.compressors.optim.peers import carry_out
-from gradwire.compressors.powersgd import PowerSGD
 from gradwire.compressors.routed import Routed
-from gradwire.compressors.two_stage import TwoStage
+from gradwire.compressors.stateful import Stateful
+
+if TYPE_CHECKING:  # compressors are loaded where one is priced: exact plans need none
+    from gradwire.compressors.registry import Option
 
 SentNbytes = Callable[[Compressor, Layout, int], int]
 """What `Compressor.wire_nbytes` is, where it depends on more than the compressor knows."""
@@ -131,16 +132,22 @@ def codec_seconds(name: str, memory_bytes_per_second: float) -> float:
 
 def final(name: str) -> Compressor:
     """A compressor by name, with its defaults but without a warm-up."""
+    from gradwire.compressors import registry
+
     return registry.make(name, {"warmup_steps": 0} if "warmup_steps" in registry.options_of(name) else {})
 
 
-def short_start(name: str) -> dict[str, registry.Option]:
+def short_start(name: str) -> dict[str, "Option"]:
     """Options with which a compressor's first step is its last dense one: the next is as in the middle of training."""
+    from gradwire.compressors import registry
+
     return {"warmup_steps": 1} if "warmup_steps" in registry.options_of(name) else {}
 
 
 def settling(name: str) -> Compressor:
     """A compressor by name, with its defaults but `short_start`."""
+    from gradwire.compressors import registry
+
     return registry.make(name, short_start(name))
 
 
@@ -180,7 +187,7 @@ def owned_share(compressor: Compressor, layout: Layout, group_size: int) -> floa
 
 def has_owners(compressor: Compressor) -> bool:
     """Whether a compressor's payloads go to owners of parts (two_stage.py)."""
-    return isinstance(compressor, TwoStage) or (isinstance(compressor, PowerSGD) and compressor.codec is not None)
+    return isinstance(compressor, Stateful) and compressor.has_owners
 
 
 def alone(processor_seconds: float, share: float) -> float:
@@ -247,6 +254,8 @@ def _timed(
         Processor seconds of a round (the mean), how often it would have waited for all ranks, and this rank's share of
         a core.
     """
+    from gradwire.compressors.optim.peers import carry_out
+
     gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0))
 
     def once() -> float:

@@ -8,7 +8,6 @@ from gradwire.comms.plan.codec_price import CPU_BYTES_PER_SECOND, ELEMENT_NBYTES
 from gradwire.comms.plan.cost import EXCHANGE_ROUNDS, CodecPrice
 from gradwire.comms.plan.plan import Plan
 from gradwire.comms.plan.planner import candidates
-from gradwire.compressors.cast import PACKED_SHARE, PackedCast
 from gradwire.topology.cluster import Cluster
 
 NEVER = 2.0
@@ -38,6 +37,8 @@ def packing_break_even(cluster: Cluster, plan: Plan, library: str) -> float:
     """
     if library == "nccl":
         return NEVER
+    from gradwire.compressors.codecs.packed_cast import PackedCast  # here: exact plans need no compressor
+
     levels = {phase.level for phase in plan.phases if phase.compressor}
     if not levels or any(cluster.levels[level].link.presumed for level in levels):
         return 0.0
@@ -71,6 +72,8 @@ def price_as_sent(
         prices: Of other compressors; `bf16`'s, if it is among them, is taken.
         library: As for `packing_break_even`.
     """
+    from gradwire.compressors.codecs.packed_cast import PACKED_SHARE, PackedCast  # here: as above
+
     if price.name != PackedCast.name:
         return price
     (plan,) = candidates(cluster, nbytes, plan_name, 1, price)

@@ -16,6 +16,9 @@ HALVING_DOUBLING = "halving_doubling"
 NVLS = "nvls"
 NVLS_TREE = "nvls_tree"
 
+BUCKET_NBYTES = 25 << 20
+"""DDP's default `bucket_cap_mb`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Phase:
@@ -129,6 +132,8 @@ class Plan:
         bytes_by_level: For each level's name the predicted bytes that leave the busiest unit below that level (a rank
             for `intra_node`, a node for `inter_node`, ...), one direction.
         why: One sentence: why this plan and not another.
+        notes: What was decided besides, a sentence each.
+        payload_note: How the compressor makes its payloads over these links, where it has a choice; a sentence.
         limit: What the prediction is limited by: a level's name, `processor` (encoding and decoding) or `latency`.
         busy_seconds: How long what limits it is occupied; the next bucket may start that much later.
         assumed: The links whose rates went into the prediction though nobody has published, given or measured them, in
@@ -145,6 +150,13 @@ class Plan:
     limit: str = ""
     busy_seconds: float = 0.0
     assumed: str = ""
+    notes: tuple[str, ...] = ()
+    payload_note: str = ""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why this plan, and what was decided besides, a sentence each."""
+        return tuple(filter(None, (self.why, *self.notes, self.payload_note)))
 
     def describe(self, level_names: tuple[str, ...]) -> str:
         """The plan as one readable paragraph.
@@ -158,7 +170,7 @@ class Plan:
         head = f"{self.name}: {steps or 'nothing to do'}, {pieces}; {self.nbytes / 1e6:.3g} MB predicted to"
         if self.assumed:
             return (
-                f"{head} send {traffic}, in a time that is not known: the rates {self.assumed} are assumed "
-                f"(`nic_bytes_per_second` gives them, `probe=True` measures them). {self.why}"
+                f"{head} send {traffic}; its time is not known: the rates {self.assumed} are assumed "
+                f"(`nic_bytes_per_second` gives them, `probe=True` measures them). {' '.join(self.reasons)}"
             )
-        return f"{head} take {self.seconds * 1e3:.3g} ms and to send {traffic}. {self.why}"
+        return f"{head} take {self.seconds * 1e3:.3g} ms and to send {traffic}. {' '.join(self.reasons)}"

@@ -118,7 +118,7 @@ def plan_all_reduce(
     if assumed and library != "nccl" and _may_be_cut(price) and best.name not in FLAT_ALGORITHMS:
         taken = _most_chunks([plan for plan in plans if plan.name == best.name], UNKNOWN_RATE_TOLERANCE)
     if name != "auto":
-        return with_reason(taken, "Asked for by name.")
+        return with_reason(taken, "No other plan was considered.")
     flat = plans[0]
     if _only_flat(cluster):
         return with_reason(flat, "There is one level of links: a hierarchy has nothing to save.")
@@ -139,7 +139,7 @@ def plan_all_reduce(
         return with_reason(rival, f"No hierarchy is predicted to be more than {MINIMUM_GAIN:.0%} faster{against}.")
     than = "a flat ring" if rival is flat else "NCCL's tree"
     if assumed:
-        return with_reason(taken, f"Predicted to be faster than {than} over the links as they are assumed.")
+        return with_reason(taken, f"Predicted to be faster than {than} at the assumed rates.")
     return with_reason(best, f"Predicted {rival.seconds / best.seconds:.2f}x faster than {than}.")
 
 
@@ -473,6 +473,11 @@ def _known_costs(
     model = CostModel.of(cluster, phases)
     shares = [1.0 if phase.whole else float(model.shares(phase.level).max()) for phase in phases]
     return tuple(model.phase(phase) for phase in phases), tuple(shares)
+
+
+def with_note(plan: Plan, note: str) -> Plan:
+    """The same plan with a further sentence about it."""
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def with_reason(plan: Plan, why: str) -> Plan:

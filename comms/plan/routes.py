@@ -25,7 +25,7 @@ from gradwire.comms.plan.codec_price import (
 from gradwire.comms.plan.cost import EXACT, EXCHANGE_ROUNDS, CodecPrice, sent_nbytes
 from gradwire.comms.plan.packing import packing_break_even, price_as_sent
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, Phase, Plan, Transfer
-from gradwire.comms.plan.planner import candidates, make_phases, plan_all_reduce, presumed, with_reason
+from gradwire.comms.plan.planner import candidates, make_phases, plan_all_reduce, presumed, with_note, with_reason
 from gradwire.comms.plan.schedule import (
     ALIGN_NUMEL,
     Partition,
@@ -37,8 +37,7 @@ from gradwire.comms.plan.schedule import (
 )
 from gradwire.compressors.adasum import Adasum
 from gradwire.compressors.base import Compressor, Layout, Packer
-from gradwire.compressors.cast import Cast, PackedCast
-from gradwire.compressors.dense import Dense, WideSum
+from gradwire.compressors.dense import WideSum
 from gradwire.compressors.routed import Routed
 from gradwire.compressors.stateful import Stateful
 from gradwire.topology.cluster import Cluster, Level
@@ -401,7 +400,8 @@ class Routes(dict[RouteKey, Route]):
             for number, level in enumerate(self.priced.levels)
             if self.cluster.widest(number) > 1
         )
-        origin = "as given (`probe=True` measures them)"
+        known = "given" if not presumed(self.cluster) else "assumed where nobody gives them"
+        origin = f"as {known} (`probe=True` measures them)"
         if self._measured:
             origin = "as measured"
         elif self._measured_at_start:
@@ -425,11 +425,11 @@ class Routes(dict[RouteKey, Route]):
         plan = plan_all_reduce(self.cluster, nbytes, name=self.plan_name, chunks=self.chunks, library=self.library)
         plan = with_reason(plan, self._why) if self._why else plan
         if isinstance(self._compressor, Adasum | WideSum) and self.cluster.size > 1:
-            return with_reason(plan, f"{plan.why} {self._compressor.name} was asked for: it works between nodes alone.")
+            return with_note(plan, f"{self._compressor.name} was asked for: it works between nodes alone.")
         if self._compressor is not None and layout is not None and self.cluster.size > 1:
-            return with_reason(
+            return with_note(
                 plan,
-                f"{plan.why} {self._compressor.name} was asked for, but nothing crosses between nodes: nothing is "
+                f"{self._compressor.name} was asked for, but nothing crosses between nodes: nothing is "
                 'compressed (plan="flat" compresses between all ranks).',
             )
         return plan
@@ -456,8 +456,7 @@ class Routes(dict[RouteKey, Route]):
             return None
         in_ring_order = compressed or not self._fixed_order
         phases = tuple(replace(phase, in_ring_order=in_ring_order and phase.op == ALL_REDUCE) for phase in made.phases)
-        first, mark, rest = plan.why.partition(PACKING)
-        return replace(made, phases=phases, why=f"{first}{OWNED}{mark}{rest}")
+        return replace(made, phases=phases, why=plan.why, notes=(*plan.notes, OWNED), payload_note=plan.payload_note)
 
     def _priced_for(self, plan: Plan) -> Cluster:
         """The cluster that a plan is priced for: where owners are equal, all links are as fast as the slowest."""
@@ -485,7 +484,7 @@ class Routes(dict[RouteKey, Route]):
             busy_seconds=priced.busy_seconds,
             bytes_by_level=priced.bytes_by_level if packs else plan.bytes_by_level,
             assumed=presumed(cluster),
-            why=plan.why.partition(PACKING)[0] + self._why_packed(plan),
+            payload_note=self._payload_note(plan),
         )
 
     def _price(self, nbytes: int, layout: Layout, group_size: int, plan: Plan | None = None) -> CodecPrice:
@@ -538,7 +537,7 @@ class Routes(dict[RouteKey, Route]):
             plan = asked(price=price)
             if (known := self._price(nbytes, layout, group_size, plan)) != price:
                 plan = asked(price=known)
-            return with_reason(plan, f"{name} was asked for, {why}{self._why_packed(plan)}")
+            return replace(plan, why=f"{name} was asked for, {why}", payload_note=self._payload_note(plan))
 
         if self._asked_for == "flat" and size > 1:
             return priced("flat", size, "and the flat plan by name: it works between all ranks.")
@@ -579,22 +578,13 @@ class Routes(dict[RouteKey, Route]):
             for chunk in chunks
         )
 
-    def _why_packed(self, plan: Plan) -> str:
-        """Whether exponents are packed in a plan, as a sentence; empty where nobody has asked for it."""
+    def _payload_note(self, plan: Plan) -> str:
+        """What the compressor says of its payloads in a plan; empty where it has no choice."""
         if not self._packers or not any(phase.compressor for phase in plan.phases):
             return ""
-        if self.library == "nccl":
-            return f"{PACKING} are not packed: on CUDA the host would have to wait for the length of every payload."
-        if any(each.watched for each in self._packers):
-            return f"{PACKING} are not packed yet: the first steps show what the links give."
         even = self._break_even(plan)
-        if not self._any_packs(even):
-            return f"{PACKING} are not packed: these links are too fast for the time that it takes."
-        return f"{PACKING} are packed" + (
-            f" where that saves more than {even:.1%} of bf16's bytes."
-            if even and not all(each.always for each in self._packers)
-            else "."
-        )
+        notes = (each.payload_note(even, self._device_type) for each in self._packers)
+        return " ".join(dict.fromkeys(notes))
 
     def gpu_memory(self) -> float:
         """Bytes per second that codecs move on the slowest GPU; of the slowest known where it is not known."""
@@ -646,11 +636,8 @@ class Routes(dict[RouteKey, Route]):
         return partition
 
 
-PACKING = " Exponents"
-"""Begins the sentence of a plan's reason that says whether they are packed."""
-
-OWNED = " Owners by the links' rates as measured at the start, which changes no bit."
-"""Ends the reason of a plan whose shares a quick probe has given."""
+OWNED = "Owners by the links' rates as measured at the start, which changes no bit."
+"""Of a plan whose shares a quick probe has given."""
 
 
 def _in_ring_order(plan: Plan) -> bool:
@@ -658,9 +645,4 @@ def _in_ring_order(plan: Plan) -> bool:
 
 
 def _is_by_element(compressor: Compressor | None) -> bool:
-    """Whether the result for an element depends on nothing but what the ranks have of it, and nothing is kept of it."""
-    if isinstance(compressor, Routed):
-        return all(map(_is_by_element, compressor.routes))
-    if isinstance(compressor, Cast | PackedCast):
-        return not compressor.residual
-    return type(compressor) is Dense
+    return isinstance(compressor, Stateful | Routed) and compressor.by_element

@@ -22,21 +22,26 @@ from gradwire.comms.bootstrap.compat import (
 )
 from gradwire.comms.bootstrap.failure import FailureBoard
 from gradwire.comms.communicator import Communicator
-from gradwire.comms.config import Config
+from gradwire.comms.config import ELASTIC, FUSION, MEASURING, SUMMING, Config
 from gradwire.comms.sharded.agreement import agree_on_grid, board_of_grid
 from gradwire.comms.sharded.collectives import SHARD_CHOICES, WEIGHT_CHOICES, Rounding, ShardLink, install
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.nodes import find_nodes
 from gradwire.comms.sharded.overlap import Overlap
 from gradwire.comms.sharded.state import FsdpState, shard_groups
+from gradwire.comms.sharded.turns import TorchGroups
 from gradwire.compressors.rules import rules_from, warn_of_idle
 
-_applied = count()
 CPU = torch.device("cpu")
+
+_applied = count()
 """Numbers of the calls of `apply`, in the same order on all ranks of a model."""
 
 _linked: "dict[str, count[int]]" = {}
 """Group that shares parameters -> numbers for the communicators that are made on it, in the same order on all ranks."""
+
+NOTED_BETWEEN_REPLICAS = ("trace", "nvtx")
+"""Options that have something written down about what travels between replicas."""
 
 NOT_SHARDED = (
     "`model` has no module that torch.distributed.fsdp.fully_shard (FSDP2) was called on: call fully_shard on its "
@@ -75,8 +80,9 @@ def apply(
         config: The configuration; by default what the environment gives.
         **options: Fields of `Config` by name: `compressor`, `compressor_options`, `rules`, `plan`, ...; they win over
             the environment. Of `rules`, those that leave a parameter dense hold for `shards` and `weights` too, by its
-            whole shape; vectors and the smallest matrices are always dense. `fusion`, `fusion_mb`, `tune` and `probe`
-            are not for sharded models: FSDP2 says what travels together, by its units.
+            whole shape; vectors and the smallest matrices are always dense. Refused are `fusion`, `fusion_mb`, `tune`
+            and `probe`, because FSDP2 says what travels together, by its units; what becomes of the sum (`average`,
+            `reduction`, ...); `elastic` and `join`: a lost rank's shards are lost.
 
     Returns:
         The state; keep it for reports, checkpoints and `flush`.
@@ -128,13 +134,16 @@ def apply(
         unit.note_present()
     groups = [*shard_groups(units), *([] if replicas is None or replicas.size() == 1 else [replicas.get_group()])]
     board = board_of_grid(store_of(dist.group.WORLD), number, groups, _peers(units, replicas), config.timeout)
+    device, few_bits = units[0].device, shards != "exact" or weights != "exact"
+    beside = device.type == "cuda" and (few_bits or replicas is not None)
+    torchs = TorchGroups(device) if beside else None  # before the first communicator is made
     state = FsdpState(model, units, names, None if replicas is None else replicas.get_group(), config, board)
-    links = ShardLinks(units[0].device, config, board, few_bits=shards != "exact" or weights != "exact")
+    links = ShardLinks(device, config, board, torchs, few_bits=few_bits)
     rounding = Rounding(seed, dist.get_rank())
     totals = install(units, names, shards, weights, rules_from(config.rules), rounding, links.of)
     described = f"shards {shards}, weights {weights}: parameters shared by {links.describe()}" if links.made else ""
-    overlap = Overlap(units) if units[0].device.type == "cpu" else None
-    state.take_links(links.communicators, totals, rounding if totals else None, described, overlap)
+    overlap = Overlap(units) if device.type == "cpu" else None
+    state.take_links(links.communicators, totals, rounding if totals else None, described, overlap, torchs)
     return state
 
 
@@ -145,15 +154,19 @@ class ShardLinks:
         device: Where the model computes.
         config: The configuration.
         board: Of all ranks of the grid.
+        torchs: On CUDA, where torch's collectives and gradwire's are in flight on one device.
         few_bits: Something travels in fewer bits between nodes.
     """
 
-    def __init__(self, device: torch.device, config: Config, board: FailureBoard, *, few_bits: bool) -> None:
+    def __init__(
+        self, device: torch.device, config: Config, board: FailureBoard, torchs: TorchGroups | None, *, few_bits: bool
+    ) -> None:
         self.made: dict[tuple[int, ...], ShardLink] = {}
         self._device = device
         self._config = config
         self._board = board
         self._few_bits = few_bits
+        self._torchs = torchs
 
     @property
     def communicators(self) -> list[Communicator]:
@@ -170,10 +183,12 @@ class ShardLinks:
         if ranks not in self.made:
             communicator = self._communicator(group, ranks) if self._device.type == "cpu" else None
             flat = self._config.plan == "flat"
-            nodes = find_nodes(group, self._config.hostname, flat, communicator) if self._few_bits else None
+            nodes = None
+            if self._few_bits:
+                nodes = find_nodes(group, self._config.hostname, flat, communicator, self._torchs)
             plans = communicator is not None and not isinstance(group, GradwireGroup)
             planned = PlannedCollectives(communicator) if communicator is not None and plans else None
-            self.made[ranks] = ShardLink(nodes, communicator, planned)
+            self.made[ranks] = ShardLink(nodes, communicator, planned, self._torchs)
         return self.made[ranks]
 
     def describe(self) -> str:
@@ -225,30 +240,43 @@ def _error_of(
             "`model` has an all-reduce hook or collectives of its own already: call gradwire.fsdp.apply() once, and "
             "leave out set_all_reduce_hook, set_custom_all_gather and set_custom_reduce_scatter"
         )
-    for name in ("fusion_mb", "tune", "probe"):
-        if getattr(config, name):
-            return f"`{name}` is {getattr(config, name)}; FSDP2 says what travels together, by its units: leave it out"
-    if config.fusion != "fixed":
-        return f"`fusion` is {config.fusion!r}; FSDP2 says what travels together, by its units: leave it out"
-    if config.compressor == "auto":
-        return (
-            '`compressor` is "auto", which goes by the moments at which DDP hands over its buckets; wanted one by name '
-            "with FSDP2"
-        )
-    for name, usual in (("reduction", "sum"), ("average", True), ("predivide", None), ("sum_dtype", "own")):
-        if getattr(config, name) != usual:
-            return (
-                f"`{name}` is {getattr(config, name)!r}, which is for the hook of a DDP model; sharded gradients are "
-                "averaged: leave it out (FSDP2 has reduce_dtype and set_gradient_divide_factor)"
-            )
+    if (unfit := _unfit_option(config)) is not None:
+        return unfit
     if replicas is None:
         if config.compressor not in (None, "none"):
             return (
                 f"`compressor` is {config.compressor!r}, which is for gradients between replicas, and `replicas` is "
                 "not given: " + _how_to_replicate(units)
             )
+        for name in config.asked_for(NOTED_BETWEEN_REPLICAS):
+            return (
+                f"`{name}` is {getattr(config, name)!r}, which is for what travels between replicas, and `replicas` is "
+                "not given: " + _how_to_replicate(units)
+            )
         return None
     return _error_of_replicas(units, replicas)
+
+
+def _unfit_option(config: Config) -> str | None:
+    """Which option asks for what sharded models do not have, in words; None where there is none."""
+    for name in config.asked_for([*FUSION, *MEASURING]):
+        return f"`{name}` is {getattr(config, name)!r}; FSDP2 says what travels together, by its units: leave it out"
+    if config.compressor == "auto":
+        return (
+            '`compressor` is "auto", which goes by the moments at which DDP hands over its buckets; wanted one by name '
+            "with FSDP2"
+        )
+    for name in config.asked_for(SUMMING):
+        return (
+            f"`{name}` is {getattr(config, name)!r}, which is for the hook of a DDP model; sharded gradients are "
+            "averaged: leave it out (FSDP2 has reduce_dtype and set_gradient_divide_factor)"
+        )
+    for name in config.asked_for(ELASTIC):
+        return (
+            f"`{name}` is {getattr(config, name)!r}, and a sharded model cannot go on without a rank, whose shards are "
+            "lost with it: leave it out, and resume from a checkpoint"
+        )
+    return None
 
 
 def _error_of_replicas(units: Sequence[ShardedUnit], replicas: DeviceMesh) -> str | None:

@@ -37,9 +37,10 @@ from gradwire.comms.plan.plan import ALL_GATHER, REDUCE_SCATTER
 from gradwire.comms.sharded.layout import RowRuns, ShardNames, runs_of
 from gradwire.comms.sharded.nodes import Members, ShardNodes
 from gradwire.comms.sharded.rows import RowCodec, decode_rows, encode_row, payload_nbytes
-from gradwire.compressors.cast import CastCodec
+from gradwire.comms.sharded.turns import InTurn, TorchGroups
+from gradwire.compressors.codecs.cast import CastCodec
+from gradwire.compressors.codecs.quantize import QuantizeCodec
 from gradwire.compressors.kernels.hashing import mix_key
-from gradwire.compressors.quantize import QuantizeCodec
 from gradwire.compressors.rules import Rule
 
 SHARD_CHOICES = ("exact", "bf16", "int8", "int4")
@@ -336,11 +337,13 @@ class ShardLink:
         nodes: Where they are; None where nothing is in fewer bits.
         communicator: On a CPU.
         planned: Exact collectives by plans, on a CPU; None where the group itself has such plans.
+        torchs: On CUDA, where torch's collectives and gradwire's are in flight on one device: they may take turns.
     """
 
     nodes: ShardNodes | None
     communicator: Communicator | None
     planned: PlannedCollectives | None
+    torchs: TorchGroups | None = None
 
     def __post_init__(self) -> None:
         if self.communicator is not None:
@@ -500,6 +503,9 @@ def install(
         if link.communicator is not None:
             unit.set_reduce_scatter(ExactReduceScatter(unit, link, unit.reduce_scatter))
             unit.set_all_gather(ExactAllGather(link, unit.all_gather))
+        if link.torchs is not None:
+            unit.set_reduce_scatter(InTurn(unit.reduce_scatter, link.torchs))
+            unit.set_all_gather(InTurn(unit.all_gather, link.torchs))
         nodes = link.nodes
         if nodes is None or nodes.between is None:
             continue

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradwire.comms.bootstrap.placement import host_identity
 from gradwire.comms.communicator import Communicator
+from gradwire.comms.sharded.turns import TorchGroups
 from gradwire.comms.transport.groups import Transport
 from gradwire.compressors.base import Work
 
@@ -58,25 +59,33 @@ class TorchMembers:
     Args:
         group: Of these ranks.
         everyone: The ranks that share parameters, in the default group.
+        torchs: On CUDA: has them take turns with others of the device.
     """
 
-    def __init__(self, group: dist.ProcessGroup, everyone: Sequence[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup, everyone: Sequence[int], torchs: TorchGroups | None = None) -> None:
         self._group = group
+        self._torchs = torchs
         self.ranks = [everyone.index(one) for one in dist.get_process_group_ranks(group)]
         self.rank = group.rank()
         self.size = group.size()
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         """See `Members`."""
-        _reduce_scatter(output, source, op=dist.ReduceOp.SUM, group=self._group)
+        self._issue(lambda: _reduce_scatter(output, source, op=dist.ReduceOp.SUM, group=self._group))
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         """See `Members`."""
-        _all_gather(output, source, group=self._group)
+        self._issue(lambda: _all_gather(output, source, group=self._group))
 
     def all_to_all(self, output: Tensor, source: Tensor) -> None:
         """See `Members`."""
-        dist.all_to_all_single(output, source, group=self._group)
+        self._issue(lambda: dist.all_to_all_single(output, source, group=self._group))
+
+    def _issue(self, collective: Callable[[], None]) -> None:
+        if self._torchs is None:
+            collective()
+        else:
+            self._torchs.issue(self._group, collective)
 
 
 class LinkedMembers:
@@ -165,7 +174,11 @@ def arrange(hosts: Sequence[object]) -> tuple[tuple[int, ...], ...]:
 
 
 def find_nodes(
-    group: dist.ProcessGroup, hostname: str | None, flat: bool, communicator: Communicator | None
+    group: dist.ProcessGroup,
+    hostname: str | None,
+    flat: bool,
+    communicator: Communicator | None,
+    torchs: TorchGroups | None = None,
 ) -> ShardNodes:
     """Asks the ranks of a group where they are, and makes the groups of the two steps; all ranks of the group call it.
 
@@ -174,6 +187,7 @@ def find_nodes(
         hostname: What the configuration names this host; None takes the system's.
         flat: Take each rank for a node of its own.
         communicator: Of the same ranks, on a CPU; None takes torch's groups.
+        torchs: On CUDA, of torch's groups.
     """
     if communicator is not None:
         hosts: list[object] = [communicator.cluster.unit(rank, 0) for rank in range(group.size())]
@@ -185,8 +199,8 @@ def find_nodes(
     node = next(indices for indices in members if rank in indices)
     place = node.index(rank)
     # First the inner groups on all ranks, then the outer ones: nobody waits in a circle.
-    inside = _part(group, communicator, node, "inside")
-    between = _part(group, communicator, sorted(indices[place] for indices in members), "between")
+    inside = _part(group, communicator, torchs, node, "inside")
+    between = _part(group, communicator, torchs, sorted(indices[place] for indices in members), "between")
     places = [] if inside is None else [node.index(one) for one in inside.ranks]
     numbers = [] if between is None else [_node_of(members, one) for one in between.ranks]
     return ShardNodes(group.size(), members, place, inside, tuple(places), between, tuple(numbers))
@@ -197,7 +211,11 @@ def _node_of(members: Sequence[Sequence[int]], index: int) -> int:
 
 
 def _part(
-    group: dist.ProcessGroup, communicator: Communicator | None, indices: Sequence[int], step: str
+    group: dist.ProcessGroup,
+    communicator: Communicator | None,
+    torchs: TorchGroups | None,
+    indices: Sequence[int],
+    step: str,
 ) -> Members | None:
     """Some of a group's ranks; None where it is one rank alone."""
     if len(indices) == 1:
@@ -206,8 +224,8 @@ def _part(
         return LinkedMembers(communicator, indices, step)
     everyone = dist.get_process_group_ranks(group)
     if len(indices) == group.size():
-        return TorchMembers(group, everyone)
+        return TorchMembers(group, everyone, torchs)
     part = dist.new_group(
         [everyone[index] for index in indices], use_local_synchronization=True, group_desc="gradwire_sharded"
     )
-    return TorchMembers(part, everyone)
+    return TorchMembers(part, everyone, torchs)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comms.bootstrap.compat import ShardedUnit
+from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.sharded.collectives import AllGather, Allocating, Job, ReduceScatter
 
 MOST_REDUCING = 1
@@ -111,7 +112,7 @@ class Overlap:
     def submit(self, job: Job) -> Submitted:
         """Has a job carried out behind all before it."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._jobs.serve, name="gradwire shards", daemon=True)
+            self._thread = BackgroundThread("gradwire shards", self._jobs.serve)
             self._thread.start()
         return self._jobs.add(job)
 

@@ -13,7 +13,7 @@ ALIGN_NBYTES = 16
 
 
 class RowCodec(Protocol):
-    """What a row needs of a codec; see `compressors.base.Codec` and `compressors.two_stage.FusedCodec`."""
+    """What a row needs of a codec; see `compressors.base.Codec` and `compressors.codecs.base.FusedCodec`."""
 
     def wire_nbytes(self, numel: int) -> int:
         """Bytes of the payload of so many elements."""

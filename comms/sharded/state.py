@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradwire.comms.autotune.stepwatch import JobAdvice, StepWatch, advise_job
 from gradwire.comms.bootstrap.compat import (
     BackendWork,
     ShardedParameter,
@@ -34,14 +33,19 @@ from gradwire.comms.communicator import Communicator
 from gradwire.comms.compression import Compression, LossScaler, is_finite
 from gradwire.comms.config import Config
 from gradwire.comms.execute import Bucket, FutureTensor, Launch, PhaseTotals
-from gradwire.comms.hook import is_timed
-from gradwire.comms.observe.observer import Observer
-from gradwire.comms.plan.advise import BUCKET_NBYTES
+from gradwire.comms.plan.plan import BUCKET_NBYTES
 from gradwire.comms.report import Report
 from gradwire.comms.sharded.collectives import Rounding
 from gradwire.comms.sharded.layout import ShardNames
 from gradwire.comms.sharded.overlap import Overlap
+from gradwire.comms.sharded.turns import TorchGroups
+from gradwire.comms.step.features import watch_steps
+from gradwire.comms.step.life import is_timed
+from gradwire.comms.step.listeners import EndedStep, Listeners
 from gradwire.compressors.base import StateDict
+
+if TYPE_CHECKING:
+    from gradwire.comms.autotune.job_advice import JobAdvice
 
 NOTHING = torch.empty(0)
 
@@ -99,6 +103,7 @@ class FsdpState:
         self._links: tuple[Communicator, ...] = ()
         self._torchs = [(unit.all_gather, unit.reduce_scatter) for unit in units]
         self._overlap: Overlap | None = None
+        self._beside: TorchGroups | None = None
         self._shard_totals: tuple[PhaseTotals, ...] = ()
         self._rounding: Rounding | None = None
         self._described = ""
@@ -138,8 +143,8 @@ class FsdpState:
         self._communicator.executor.checking = self._compression is not None
         self._communicator.routes.settle(BUCKET_NBYTES)
         self._communicator.connect(BUCKET_NBYTES)
-        self._watch = StepWatch(self._communicator.clock)
-        self._observer = Observer(self._communicator, config, group)
+        self._listeners = Listeners()
+        self._watch, self._observer = watch_steps(self._listeners, self._communicator, config, group)
         weakref.finalize(self, self._observer.close)
 
     def take_links(
@@ -149,6 +154,7 @@ class FsdpState:
         rounding: Rounding | None,
         described: str,
         overlap: Overlap | None,
+        torchs: TorchGroups | None,
     ) -> None:
         """Takes in what goes on between the ranks that share parameters.
 
@@ -158,8 +164,10 @@ class FsdpState:
             rounding: Saved and restored with the state; None where nothing is rounded.
             described: In one line.
             overlap: Carries the collectives out, on a CPU.
+            torchs: Has torch's collectives and gradwire's take turns, on CUDA.
         """
         self._overlap = overlap
+        self._beside = torchs
         if overlap is not None:
             at_end_of_sharded_backward(self._units, self._settle_shards)
         self._links = tuple(communicators)
@@ -178,10 +186,10 @@ class FsdpState:
         described = [self._described] if rows else []
         if self._communicator is None:
             return Report(self._described or "torch's own collectives", (), tuple(rows), 0, self.steps)
-        found = self._observer.add_to(self._communicator.report(self.steps))
+        found = self._listeners.add_to(self._communicator.report(self.steps))
         return replace(found, plans=(*found.plans, *described), rows=(*found.rows, *rows))
 
-    def advise(self, optimizer: str = "sgd") -> JobAdvice:
+    def advise(self, optimizer: str = "sgd") -> "JobAdvice":
         """Recommends a plan and a compressor between replicas, from what this rank has measured.
 
         Args:
@@ -194,6 +202,8 @@ class FsdpState:
         observed = self._watch.observed()
         if observed is None:
             raise RuntimeError("this state has seen fewer than three steps: call advise() later")
+        from gradwire.comms.autotune.job_advice import advise_job  # here: it knows every compressor
+
         return advise_job(routes.cluster, self._last_sizes, observed, optimizer, routes.library)
 
     def watch(self, scaler: LossScaler) -> None:
@@ -282,6 +292,8 @@ class FsdpState:
             self._observer.close()
         if self._overlap is not None:
             self._overlap.close()
+        if self._beside is not None:
+            self._beside.close()
         for communicator in (self._communicator, *self._links):
             if communicator is not None:
                 communicator.close()
@@ -412,11 +424,11 @@ class FsdpState:
         self._in_step = True
         self._finite = True
         if communicator.device.type == "cuda":
-            communicator.executor.timing = is_timed(self.steps)
-        self._observer.step_began()
+            communicator.executor.timing = is_timed(self.steps) or self._listeners.wants_times
         if self._compression is not None and self._compression.follows_scaler:
             with communicator.alone():
                 self._compression.begin_step()
+        self._listeners.step_began(self.steps)
 
     def _refuse_late_units(self) -> None:
         model = self._model()
@@ -453,13 +465,9 @@ class FsdpState:
             else:
                 self._compression.decide(self._agreed(), ())
         buckets, self._buckets = self._buckets, []
-        times = [bucket.times for bucket in buckets]
         self._last_sizes, self._sizes = self._sizes, []
-        if communicator.executor.timing:
-            self._watch.step_ended(times)
-        else:
-            self._watch.step_passed()
-        self._observer.step_ended(self.steps, buckets, self.report)
+        timed = communicator.executor.timing
+        self._listeners.step_ended(EndedStep(self.steps, buckets, (), self.report, timed=timed))
 
     def _agreed(self) -> bool:
         """Whether the step is finite on all ranks: other ranks hold other shards."""

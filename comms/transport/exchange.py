@@ -1,15 +1,18 @@
 """Messages between some ranks in one collective, read from and written to their places in a flat tensor."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gradwire.comms.plan.plan import REDUCE_SCATTER, Exchange, Message
 from gradwire.comms.transport.groups import Transport
-from gradwire.comms.transport.mpi import MpiGroup
 from gradwire.comms.transport.torch_group import SlicesToSum, TorchTransport
 from gradwire.compressors.base import Work
+
+if TYPE_CHECKING:
+    from gradwire.comms.transport.mpi import MpiGroup
 
 
 def exchange(group: Transport, flat: Tensor, transfer: Exchange, rank: int) -> Work:
@@ -68,8 +71,12 @@ def all_to_all_of(group: Transport, output: Tensor, source: Tensor, splits: Sequ
     return _unequal(group).exchange(output, source, own, list(splits), largest)
 
 
-def _unequal(group: Transport) -> TorchTransport | MpiGroup:
-    if not isinstance(group, TorchTransport | MpiGroup):
+def _unequal(group: Transport) -> "TorchTransport | MpiGroup":
+    if isinstance(group, TorchTransport):
+        return group
+    from gradwire.comms.transport.mpi import MpiGroup  # here: it is loaded where it is asked for
+
+    if not isinstance(group, MpiGroup):
         raise TypeError(f"`group` is a {type(group).__name__}; wanted gloo or MPI, which send unequal messages")
     return group
 

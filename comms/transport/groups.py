@@ -17,7 +17,7 @@ from gradwire.comms.bootstrap.compat import PrefixStore
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.errors import PeerError
 from gradwire.comms.lanes import Lane
-from gradwire.comms.transport import mpi, nccl
+from gradwire.comms.transport import nccl
 from gradwire.comms.transport.launch_order import devices
 from gradwire.comms.transport.nccl import CLOSE_SECONDS, INTER_NODE_CTAS, NcclGroups, NcclTransport, describe_ranks
 from gradwire.comms.transport.shm import ShmGroup
@@ -230,6 +230,8 @@ class Groups(dict[tuple[Lane, tuple[int, ...]], Transport]):
         if self._same_node(members):
             return ShmGroup.create(self._store, index, size, key=f"shm/{name}", timeout=self._timeout)
         if self._transport == "mpi":
+            from gradwire.comms.transport import mpi  # here: it is loaded where it is asked for
+
             return mpi.connect(PrefixStore(f"mpi/{name}", self._store), index, size, self._timeout)
         store = PrefixStore(f"gloo/{name}", self._store)
         threads = RETURN_THREADS if lane[1] < 0 else None

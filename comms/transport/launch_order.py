@@ -14,13 +14,13 @@ Source: NCCL's user guide, "Using multiple NCCL communicators concurrently".
 """
 
 import logging
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
 
-from gradwire.comms.bootstrap.compat import BackendWork, nccl_has_run, nccl_version
+from gradwire.comms.bootstrap.compat import nccl_has_run, nccl_version
 from gradwire.comms.config import LAUNCH_ORDER, launch_order, set_launch_order
 
 log = logging.getLogger("gradwire")
@@ -29,8 +29,15 @@ KEPT_FROM = (2, 26)
 """The first NCCL that knows the variable."""
 
 
+class Issued(Protocol):
+    """A collective that has been issued, or an event behind it."""
+
+    def wait(self) -> object:
+        """Has the current stream wait for it."""
+
+
 class Issuer(Protocol):
-    """A transport on a communicator."""
+    """A transport on a communicator, or a group that torch itself issues on."""
 
     ctas: int
     turns: "Turns | None"
@@ -47,7 +54,7 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[object, Sequence[BackendWork]] | None = None
+        self._last: tuple[object, Sequence[Issued]] | None = None
 
     def wait_for_others(self, communicator: object) -> None:
         """Puts the current stream behind what another communicator has issued last."""
@@ -55,9 +62,45 @@ class Turns:
             for work in self._last[1]:
                 work.wait()
 
-    def took(self, communicator: object, works: Sequence[BackendWork]) -> None:
+    def took(self, communicator: object, works: Sequence[Issued]) -> None:
         """Notes what has been issued last."""
         self._last = communicator, works
+
+
+Result = TypeVar("Result", bound=Issued | None)
+
+
+class TorchIssuer:
+    """A communicator of torch's own, on which collectives are issued beside those of gradwire's transports.
+
+    Args:
+        communicator: The NCCL backend of the group.
+        ctas: Thread blocks that its kernels may take.
+    """
+
+    def __init__(self, communicator: object, ctas: int) -> None:
+        self.ctas = ctas
+        self.turns: Turns | None = None
+        self._communicator = communicator
+
+    @property
+    def communicator(self) -> object:
+        """See `Issuer`."""
+        return self._communicator
+
+    def issue(self, collective: Callable[[], Result]) -> Result:
+        """Issues a collective of torch's from the current stream, in its turn where there are turns.
+
+        Args:
+            collective: Returns its work, or None where the current stream waits for it.
+        """
+        if self.turns is None:
+            return collective()
+        self.turns.wait_for_others(self._communicator)
+        work = collective()
+        behind: Issued = torch.cuda.current_stream().record_event() if work is None else work
+        self.turns.took(self._communicator, [behind])
+        return work
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -114,6 +157,18 @@ class Devices:
             )
         for each in issuers:
             each.turns = turns
+
+    def wait_for_last(self, device: torch.device) -> None:
+        """Puts the current stream behind what has been issued last, where communicators take turns.
+
+        For what torch is about to issue by itself on a group of its own, and the current stream will wait for.
+
+        Args:
+            device: A CUDA device, with its index.
+        """
+        turns = self._turns.get(device.index)
+        if turns is not None:
+            turns.wait_for_others(None)
 
     def leave(self, issuer: Issuer) -> None:
         """A communicator is closed."""

@@ -34,6 +34,7 @@ from gradwire.comms.bootstrap.compat import (
 )
 from gradwire.comms.bootstrap.liveness import OverdueError
 from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.errors import PeerError
 from gradwire.comms.transport.launch_order import Turns
 from gradwire.comms.transport.torch_group import Works
@@ -103,7 +104,7 @@ class NcclTransport:
     """The collectives of `Transport` on one NCCL communicator.
 
     All of them are in place and allocate nothing. A collective that needs several calls of NCCL issues them as one
-    group call. Narrow dtypes are summed as NCCL does it: docs/explanation/cuda.md.
+    group call. Narrow dtypes are summed as NCCL does it: docs/develop/cuda.md.
 
     Args:
         group: Made by `make_nccl`, or the user's own.
@@ -171,7 +172,7 @@ class NcclTransport:
             except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
                 failed.append(error)
 
-        connecting = threading.Thread(target=run, name="gradwire NCCL connect", daemon=True)
+        connecting = BackgroundThread("gradwire NCCL connect", run)
         connecting.start()
         deadline = time.monotonic() + timeout.total_seconds()
         while connecting.is_alive():
@@ -286,7 +287,7 @@ class NcclTransport:
             if self._aborting is not None:
                 return
             self._reason = reason
-            self._aborting = threading.Thread(target=self._abort, name="gradwire NCCL abort", daemon=True)
+            self._aborting = BackgroundThread("gradwire NCCL abort", self._abort)
             self._aborting.start()
 
     def is_done(self) -> bool:

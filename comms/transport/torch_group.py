@@ -39,6 +39,7 @@ from gradwire.comms.bootstrap.compat import (
     make_gloo,
 )
 from gradwire.comms.bootstrap.forks import leave_to_parent, replace_descriptor
+from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.config import gloo_interfaces
 from gradwire.comms.errors import PeerError
 from gradwire.compressors.base import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Collective, Work
@@ -471,7 +472,7 @@ def _in_thread(call: Callable[[], Result], name: str) -> SimpleQueue[Result | Ba
         except BaseException as error:  # noqa: BLE001 - whatever it is, it is raised where the result is wanted
             told.put(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    BackgroundThread(name, run).start()
     return told
 
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fake_cuda.drive import OPTIONS, FakeBucket, Job, Model, gradient, group_options, in_backward, make_state
+from fake_cuda.drive import OPTIONS, Job, Model, gradient, group_options, make_state
+from gradwire.bench.studies.gpu.backward import HandedBucket, in_backward
 from gradwire.comms import execute, hook
 from gradwire.comms.backend.planned import STEPS_IN_A_ROW, PlannedAllReduce
 from gradwire.comms.bootstrap import failure, liveness
@@ -163,7 +164,7 @@ def test_closed_during_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         if rank.rank == 1:
             reduce = rank.state.reduce
 
-            def close_before(bucket: FakeBucket) -> object:
+            def close_before(bucket: HandedBucket) -> object:
                 if bucket.is_last():
                     rank.state.close()
                 return reduce(bucket)
@@ -370,7 +371,7 @@ def test_a_bucket_on_another_device_is_refused_untouched(fusion_mb: float) -> No
         flat = torch.ones(3600, device=torch.device("cuda", 0))
         parameter = dict(rank.model.named_parameters())["two_weight"]
         with pytest.raises(ValueError, match="`flat` is on cuda:0; wanted cuda:1"):
-            in_backward(lambda: rank.state.reduce(FakeBucket(0, flat, [parameter], True)))
+            in_backward(lambda: rank.state.reduce(HandedBucket(0, flat, [parameter], True)))
         assert flat.cpu().eq(1).all()
         rank.state.close()
         return None
@@ -428,7 +429,7 @@ def runs_out(rank: Rank, memory: Any, allowed: int, joined: bool) -> bool:
     def backward() -> None:
         nonlocal reduced
         for number, ((each,), flat) in enumerate(zip(BUCKETS, flats, strict=True)):
-            bucket = FakeBucket(number, flat, [named[each]], number == len(BUCKETS) - 1)
+            bucket = HandedBucket(number, flat, [named[each]], number == len(BUCKETS) - 1)
             limited(partial(rank.state.reduce, bucket))
             reduced += 1
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import TCPStore
 
 import gradwire
 from gradwire.comms.bootstrap.compat import GradBucket
@@ -42,10 +41,7 @@ def train(rank: int, victim: int) -> dict[str, object]:
 @pytest.mark.parametrize(("nodes", "victim"), [("aabb", 3), ("aab", 0)])
 def test_the_survivors_name_the_missing_rank_and_the_phase(nodes: str, victim: int, processes: Processes) -> None:
     before = segments()
-    # The store lives in a process of its own, as under torchrun: the loss of rank 0 does not take it along.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    results = processes(len(nodes), train, victim, nodes=nodes, environment=environment, lost=[victim])
+    results = processes(len(nodes), train, victim, nodes=nodes, agent=True, lost=[victim])
     for rank, found in enumerate(results):
         if rank == victim:
             assert found is None

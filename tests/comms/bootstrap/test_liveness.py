@@ -441,3 +441,24 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_refused_connection_is_an_end_only_beside_a_rank_that_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "of_others", list)
+    store = HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as living:
+        with socket.create_server(("127.0.0.1", 0)) as ended:
+            gone = ended.getsockname()[1]
+        here = living.getsockname()[1]
+        for rank, port, host in (
+            (1, gone, "one host"),
+            (2, here, "one host"),
+            (3, here, "other"),
+            (4, gone, "one host"),
+        ):
+            store.set(f"process/{rank}", json.dumps([port, ["127.0.0.1"], host]))
+        assert liveness.look_at_rank(store, 1) == kernel.REFUSED
+        assert liveness.has_ended_beside(store, 1, [3, 2])
+        assert not liveness.has_ended_beside(store, 1, [3])  # a firewall of that host may reject
+        assert not liveness.has_ended_beside(store, 1, [4])
+        assert not liveness.has_ended_beside(store, 5, [2])

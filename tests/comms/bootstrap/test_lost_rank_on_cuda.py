@@ -36,14 +36,13 @@ def own_threads() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name.startswith("gradwire")]
 
 
-def train(rank: int, nodes: str, port: int, how: dict[int, str], options: dict[str, Any], untimed: bool) -> Any:
+def train(rank: int, nodes: str, how: dict[int, str], options: dict[str, Any], untimed: bool) -> Any:
     """A rank's training, in the third step of which some ranks are lost; what a survivor was told."""
     size = len(nodes)
     torch.set_num_threads(1)
-    server = port == 0 and rank == 0
-    store = TCPStore(
-        "127.0.0.1", port or int(os.environ["MASTER_PORT"]), None, server, timedelta(seconds=60), wait_for_workers=False
-    )
+    server = "TORCHELASTIC_USE_AGENT_STORE" not in os.environ and rank == 0
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, None, server, timedelta(seconds=60), wait_for_workers=False)
     _open.enter_context(stalling_cuda(size))
     if untimed:
         _open.enter_context(patch.object(hook, "is_timed", lambda step: False))
@@ -108,9 +107,8 @@ ONEBIT = {"compressor": "onebit", "compressor_options": OPTIONS["onebit"], "plan
 def test_survivors_name_a_lost_rank(
     nodes: str, how: dict[int, str], options: dict[str, Any], untimed: bool, processes: Processes
 ) -> None:
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     killed = [rank for rank in how if how[rank] == "kill"]
-    results = processes(len(nodes), train, nodes, store.port, how, options, untimed, lost=killed, seconds=60)
+    results = processes(len(nodes), train, nodes, how, options, untimed, lost=killed, seconds=60, agent=True)
     check(results, how, len(nodes))
 
 
@@ -132,14 +130,13 @@ def check(results: Sequence[Any], how: dict[int, str], size: int) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named_after_the_time_out(processes: Processes) -> None:
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    results = processes(2, train, "ab", store.port, {1: "hang"}, HIERARCHICAL | {"timeout": 2.0}, False, seconds=60)
+    results = processes(2, train, "ab", {1: "hang"}, HIERARCHICAL | {"timeout": 2.0}, False, seconds=60, agent=True)
     assert "rank 1 of 2 is missing" in results[0]["error"], results
     check(results, {1: "hang"}, 2)
 
 
 def test_the_store_dies_with_rank_0(processes: Processes) -> None:
-    results = processes(3, train, "aab", 0, {0: "kill"}, HIERARCHICAL, False, lost=[0], seconds=60)
+    results = processes(3, train, "aab", {0: "kill"}, HIERARCHICAL, False, lost=[0], seconds=60)
     for found in results[1:]:
         assert "the process that serves it is gone" in found["error"], found
         assert found["seconds"] < SECONDS

@@ -240,7 +240,7 @@ def one_shard(mesh: DeviceMesh) -> None:
     assert "all-reduces in 2 steps" in str(state.report())
     assert local(next(model.parameters())).shape == (WIDTH, 16)
     plain_step(model, 2)
-    with patch("gradwire.comms.autotune.stepwatch.SAMPLE_NBYTES", 1 << 16):  # codecs are timed on less
+    with patch("gradwire.comms.autotune.job_advice.SAMPLE_NBYTES", 1 << 16):  # codecs are timed on less
         assert "recommended" in str(state.advise()), state.advise()
 
 

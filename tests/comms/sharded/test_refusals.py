@@ -7,7 +7,6 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -34,6 +33,12 @@ def refusals(rank: int) -> list[str]:
         refused("`compressor` is 'int8'.*`replicas` is not given", sharded(mesh["shard"]), compressor="int8")
         refused("`fusion_mb` is 25", sharded(mesh["shard"]), replicas=replicas, fusion_mb=25.0)
         refused("`reduction` is 'adasum'", sharded(mesh["shard"]), replicas=replicas, reduction="adasum")
+        refused("`tune_profile` is 'cuts.json'; FSDP2 says", sharded(mesh["shard"]), tune_profile="cuts.json")
+        refused("`sparse_as_dense` is True", sharded(mesh["shard"]), replicas=replicas, sparse_as_dense=True)
+        for between in (None, replicas):
+            refused("`elastic` is True.*shards are lost", sharded(mesh["shard"]), replicas=between, elastic=True)
+        refused("`join` is 'host:1'", sharded(mesh["shard"]), replicas=replicas, join="host:1")
+        refused("`trace` is 'steps.json'.*`replicas` is not given", sharded(mesh["shard"]), trace="steps.json")
         refused("`replicas` has 2 dimensions", sharded(mesh["shard"]), replicas=mesh)
         refused("wanted one dimension of a DeviceMesh", sharded(mesh["shard"]), TypeError, replicas=dist.group.WORLD)
         refused("nothing|unknown|colour", sharded(mesh["shard"]), TypeError, replicas=replicas, colour="red")
@@ -93,9 +98,6 @@ def lost(rank: int, way: str) -> str:
 @pytest.mark.parametrize("way", ["replicas", "shards"])
 def test_a_lost_rank_is_named_by_all_others(way: str, processes: Processes) -> None:
     """By those too that have no collective with it, and wait for one that has."""
-    # The store lives in a process of its own, as under torchrun: whoever ends first does not take it along.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    said = processes(4, lost, way, nodes="aabb", environment=environment, lost=(3,), seconds=120.0)
+    said = processes(4, lost, way, nodes="aabb", agent=True, lost=(3,), seconds=120.0)
     assert said[3] is None
     assert all("rank 3 of 4 is missing" in each for each in said[:3]), said

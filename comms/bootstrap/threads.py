@@ -1,0 +1,110 @@
+"""Threads beside the training, none of which is in C++ when the interpreter ends.
+
+A daemon thread that comes back from C++ while Python is being finalized, from a question to the store or from a tensor
+operation, never gets the GIL: before 3.14 Python ends such a thread by unwinding its stack. pybind11 gives the GIL up
+and takes it back in destructors, which may not be unwound, so the C++ library ends the whole process by SIGABRT, after
+the training has done all its work. So before Python is finalized each thread is asked to end, and waited for.
+
+Source: Python's documentation of PyEval_RestoreThread and of daemon threads; [except.terminate] of the C++ standard.
+"""
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+log = logging.getLogger("gradwire")
+
+EXIT_SECONDS = 5.0
+"""For all threads to end with the process. One that C++ does not give back for longer is left behind: it is unlikely to
+come back in the tenth of a second that the rest of the exit takes."""
+
+NAP_SECONDS = 0.05
+
+_running: "set[BackgroundThread]" = set()
+_lock = threading.Lock()
+
+
+class BackgroundThread(threading.Thread):
+    """A daemon thread that has ended when Python is finalized.
+
+    Args:
+        name: For debuggers and traces.
+        target: What it does.
+        end: Has it end soon, when the process does; None where its owner's finalizer does that.
+        awaited: Whether the end of the process waits for it. Not for one that calls Python's own library alone, which
+            can be ended anywhere.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: Callable[[], object],
+        *,
+        end: Callable[[], object] | None = None,
+        awaited: bool = True,
+    ) -> None:
+        super().__init__(target=target, name=name, daemon=True)
+        self._end = end
+        self._awaited = awaited
+
+    def start(self) -> None:
+        """See `threading.Thread.start`."""
+        if self._awaited:
+            with _lock:
+                _running.add(self)
+        try:
+            super().start()
+        except BaseException:
+            self._forget()
+            raise
+
+    def run(self) -> None:
+        """See `threading.Thread.run`."""
+        try:
+            super().run()
+        finally:
+            self._forget()
+
+    def ask_to_end(self) -> None:
+        """Has it end soon; returns at once."""
+        if self._end is not None:
+            self._end()
+
+    def _forget(self) -> None:
+        with _lock:
+            _running.discard(self)
+
+
+def wait_for_all(seconds: float = EXIT_SECONDS) -> list[str]:
+    """Asks the threads that run to end, and waits for them.
+
+    Returns:
+        The names of those that have not ended.
+    """
+    deadline = time.monotonic() + seconds
+    asked: set[BackgroundThread] = set()
+    while True:
+        with _lock:  # a thread that ends may ask the store, which starts one
+            left = {thread for thread in _running if thread.is_alive()}
+        for thread in left - asked:
+            thread.ask_to_end()
+        asked |= left
+        if not left or time.monotonic() >= deadline:
+            return [thread.name for thread in left]
+        next(iter(left)).join(NAP_SECONDS)
+
+
+class _Process:
+    """What lives as long as this module."""
+
+
+def _at_exit() -> None:
+    if left := wait_for_all():
+        log.debug("still in C++ at the end of the process: %s", ", ".join(left))
+
+
+_process = _Process()
+weakref.finalize(_process, _at_exit)
+"""Finalizers that are left at exit run youngest first: those of gradwire's objects, which close them, before this."""

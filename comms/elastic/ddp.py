@@ -1,0 +1,451 @@
+"""Elastic training of a DDP model: a step is kept until all ranks have averaged it, and repeated among those left.
+
+What is here knows when a step must be kept, repeated or handed over; how ranks notice a loss and agree on who is left
+is in `membership.py` and `survive.py`, how a process joins in `joining.py` and `transfer.py`.
+"""
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.comms.bootstrap.compat import PrefixStore, Store, swap_process_group
+from gradwire.comms.bootstrap.nics import interface_of
+from gradwire.comms.bootstrap.placement import Presence, cluster_of
+from gradwire.comms.communicator import Communicator, Oversight
+from gradwire.comms.config import Config
+from gradwire.comms.elastic.group import ElasticGroup
+from gradwire.comms.elastic.introductions import packed, presences
+from gradwire.comms.elastic.joining import Newcomer, Requests, ask, described, find_job, job_key, unprefixed
+from gradwire.comms.elastic.membership import Membership, View
+from gradwire.comms.elastic.residual_notes import ResidualNotes, norm_in_words
+from gradwire.comms.elastic.step import Kept, agree
+from gradwire.comms.elastic.survive import EpochBoard, Survivor, first_oversight, oversight
+from gradwire.comms.elastic.transfer import Carried, Handed, StateTransfer, check_state, load_module, rehearse
+from gradwire.comms.execute import Bucket, FutureTensor
+from gradwire.comms.names import ParameterNames
+from gradwire.comms.resume import COLUMNS, Resume, to_rows
+from gradwire.comms.session import GradientSession, SessionRanks
+from gradwire.comms.step.listeners import RESIDUAL_NOTES
+from gradwire.compressors.base import Layout
+from gradwire.compressors.routed import Routed
+
+log = logging.getLogger("gradwire")
+
+MOST_ATTEMPTS = 5
+"""Of a process to join a running job: each costs the others a change of the ranks, and the end of it another one."""
+
+OnChange = Callable[[View, View], None]
+"""Called with the ranks as they were and as they are; see `HookState`."""
+
+
+class Averaging(Protocol):
+    """What elastic training asks of the state whose model it keeps going.
+
+    Attributes:
+        steps: Backward passes so far.
+    """
+
+    steps: int
+
+    @property
+    def config(self) -> Config:
+        """The configuration, with the time-out that counts."""
+        ...
+
+    @property
+    def names(self) -> ParameterNames:
+        """Of the model's parameters."""
+        ...
+
+    @property
+    def session(self) -> GradientSession | None:
+        """The connection of the ranks; None before they have connected."""
+        ...
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step has begun and not ended."""
+        ...
+
+    def connect_to(self, session: GradientSession | None) -> None:
+        """Has gradients travel by this session from here on; None: by none."""
+        ...
+
+    def send_again(self, buckets: list[Bucket], rows: Tensor | None) -> None:
+        """Launches a step's buckets anew, in the transfers that `rows` lists where there are any."""
+        ...
+
+    def release(self) -> None:
+        """Holds nothing back any more of what the step has launched so far."""
+        ...
+
+
+class ElasticTraining:
+    """Elastic training of one model, on one rank.
+
+    Args:
+        state: Of the model's gradients.
+        carries: As for `HookState`.
+        on_change: As for `HookState`.
+
+    Attributes:
+        survivor: Goes on with the ranks that are left; None before the ranks have connected.
+    """
+
+    def __init__(self, state: Averaging, carries: Sequence[Carried], on_change: OnChange | None) -> None:
+        self.survivor: Survivor | None = None
+        self._state = state
+        self._carries = tuple(carries)
+        self._on_change = on_change
+        self._kept: Kept | None = None
+        self._told: View | None = None
+        """The ranks that the user knows of."""
+        self._requests: Requests | None = None
+        self._listed = 0
+        """The list of those that join before the next step; 0 where nobody does."""
+        self._last_rows: list[list[int]] = []
+        """The transfers of the last step, for those that join."""
+        self._next_rows: Tensor | None = None
+        """The transfers of the next step, where ranks have joined whose buckets are others."""
+        self._model: weakref.ref[DistributedDataParallel] | None = None
+
+    def bind(self, model: DistributedDataParallel) -> None:
+        """Takes the model whose process group changes with the ranks; before they connect."""
+        self._model = weakref.ref(model)
+
+    def take_over_group(self) -> dist.ProcessGroup:
+        """Has the model use a group that changes with the ranks, and take in processes that wait; returns the group."""
+        assert self.survivor is not None
+        model, group = self._bound(), ElasticGroup(self.survivor)
+        swap_process_group(model, group)
+        model.register_forward_pre_hook(TakeIn(weakref.ref(self)), prepend=True)
+        return group
+
+    def connect(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Connects the ranks that start together, or joins a running job where `join` says so."""
+        if self._state.config.join is not None:
+            self._join(self._state.config.join, group, device)
+        else:
+            self._connect_first(group, device)
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks have made this step in one epoch, or none has: then they may ask each other about it."""
+        return self.survivor is None or self.survivor.by_itself
+
+    def begin_step(self, communicator: Communicator, resume: Resume | None) -> Resume | None:
+        """Keeps the gradients of the step that begins.
+
+        Args:
+            communicator: With which it begins.
+            resume: What it goes on from, after a state was loaded.
+
+        Returns:
+            What it has to go on from: other ranks' transfers, where this one has joined.
+        """
+        rows, self._next_rows = self._next_rows, None
+        resume = Resume(rows) if rows is not None else resume
+        self._kept = Kept(communicator, resume.rows if resume else None)
+        return resume
+
+    def add(self, bucket: Bucket, travel: Callable[[], None]) -> FutureTensor:
+        """Keeps a bucket and launches it; the future is done when all ranks that are left have the average."""
+        assert self._kept is not None
+        return self._kept.add(bucket, travel)
+
+    def end_step(self, transfers: Sequence[Layout]) -> None:
+        """Forgets the step's gradients; notes what travelled together, for those that join."""
+        self._kept = None
+        if self._requests is not None:
+            self._last_rows = to_rows(transfers).tolist()
+
+    def close(self) -> None:
+        """Leaves the other ranks."""
+        if self._requests is not None:
+            self._requests.close()
+        if self.survivor is not None:
+            self.survivor.close()
+
+    def _session(self) -> GradientSession:
+        session = self._state.session
+        assert session is not None
+        return session
+
+    def _connect_first(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        first = first_oversight(group.rank(), group.size(), self._state.config.timeout)
+        peers = SessionRanks.of(group, first)
+        name = peers.name
+        session = GradientSession(peers, device, self._state.config, self._state.names)
+        self._state.connect_to(session)
+        communicator = session.communicator
+        view = View(0, group.rank(), tuple(f"rank {rank}" for rank in range(group.size())))
+        prefix = f"gradwire/elastic/{name}/{communicator.start_name}"
+        outside = unprefixed(communicator.plain_store)
+        said = {name: packed(each) for name, each in zip(view.members, communicator.presences, strict=True)}
+        membership = Membership(PrefixStore(prefix, outside), view, self._state.config.timeout, said)
+        assert isinstance(first.board, EpochBoard)
+        first.board.membership = membership
+        if self._carries:
+            self._requests = self._open_door(PrefixStore(prefix, outside), device)
+            if view.rank == 0:
+                outside.set(job_key(name), prefix)
+        self._survive(membership, communicator, joins=False)
+
+    def _open_door(self, store: Store, device: torch.device) -> Requests:
+        """For those that want to join."""
+        made = Requests(store, self._state.config.timeout, self._shared(device), described(self._bound().module))
+        weakref.finalize(self, made.close)
+        return made
+
+    def _bound(self) -> DistributedDataParallel:
+        model = self._model() if self._model else None
+        assert model is not None
+        return model
+
+    def _check_newcomer(self, newcomer: Newcomer) -> None:
+        """Whether the ranks could go on with one more process; before anybody but rank 0 has heard of it.
+
+        Raises:
+            ValueError: They could not.
+        """
+        assert self.survivor is not None
+        _, name, said = newcomer
+        membership = self.survivor.membership
+        known = presences([*membership.view.members, name], {**membership.said, name: said})
+        cluster_of(known, self._state.config)
+        interface_of(known, 0, self._state.config)
+        check_state(self._own_state)
+
+    def _shared(self, device: torch.device) -> dict[str, str]:
+        """What a process that joins must have in common with the others."""
+        given = "unknown" if self._state.config.nic_bytes_per_second is None else "known"
+        return {**self._state.config.shared(), "device": device.type, "nic_bytes_per_second": given}
+
+    def _join(self, address: str, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Joins a running job: waits until it takes this process in, and takes over its state."""
+        if not self._carries:
+            raise ValueError("`join` is set and `carries` is empty; wanted the optimizer in it, as in the running job")
+        name = SessionRanks.name_in(group)
+        store = find_job(address, name, self._state.config.timeout)
+        self._requests = self._open_door(store, device)
+        presence, own = packed(Presence.here(0, 1, self._state.config, device)), described(self._bound().module)
+        rehearse()
+        for attempt in range(MOST_ATTEMPTS):
+            view, said = ask(store, self._shared(device), self._state.config.timeout, presence, own)
+            membership = Membership(store, view, self._state.config.timeout, said)
+            try:
+                overseen = oversight(view, membership, self._state.config.timeout)
+                peers = SessionRanks(membership.store, "hook", view.rank, view.size, None, overseen)
+                session = GradientSession(peers, device, self._state.config, self._state.names, joined=True)
+                self._state.connect_to(session)
+                self._survive(membership, session.communicator, joins=True)
+                self._exchange_state(view.joined)
+                return
+            except BaseException as error:
+                membership.close(orderly=False)
+                if self._state.session is not None:
+                    self._state.session.communicator.close()
+                self._state.connect_to(None)
+                self.survivor = None
+                if not isinstance(error, RuntimeError | OSError) or attempt == MOST_ATTEMPTS - 1:
+                    raise
+                log.warning("could not join, and asks again: %s", error)
+
+    def _survive(self, membership: Membership, communicator: Communicator, *, joins: bool) -> None:
+        this = weakref.ref(self)
+
+        def rebuild(view: View, store: Store, oversight: Oversight) -> Communicator:
+            training = this()
+            assert training is not None
+            return training._rebuild(view, store, oversight)
+
+        survivor = Survivor(membership, communicator, rebuild, self._state.config.timeout, joins=joins)
+        weakref.finalize(self, survivor.close)
+        self.survivor, self._told = survivor, survivor.view
+        self._leave_notes(self._session())
+
+    def _leave_notes(self, session: GradientSession) -> None:
+        """Has this rank leave word of what its compressor holds back."""
+        if self.survivor is not None and session.compression is not None:
+            membership = self.survivor.membership
+            notes = ResidualNotes(membership, session.communicator, session.compression)
+            session.listeners.add(RESIDUAL_NOTES, notes)
+
+    def _rebuild(self, view: View, store: Store, oversight: Oversight) -> Communicator:
+        """Connects the ranks of a new epoch."""
+        previous = self._session()
+        peers = SessionRanks(store, "hook", view.rank, view.size, None, oversight)
+        made = GradientSession(
+            peers,
+            previous.communicator.device,
+            self._state.config,
+            self._state.names,
+            previous,
+            joined=bool(view.joined),
+        )
+        self._state.connect_to(made)
+        self._leave_notes(made)
+        return made.communicator
+
+    def agree(self, session: GradientSession) -> None:
+        """Has all ranks decode payloads alike, before an epoch's first launch: some nodes may lack what that takes."""
+        if self.survivor is None or session.agrees:
+            return
+        routed = session.compression.compressor if session.compression is not None else None
+        if isinstance(routed, Routed) and (stores := routed.shared()):
+            agree(stores, self._state.names.numels(), session.communicator, self.survivor.wait)
+        session.agrees = True
+
+    def settle(self) -> None:
+        """Returns when the step's gradients are averaged on all ranks that are left."""
+        kept, survivor = self._kept, self.survivor
+        if kept is not None and survivor is not None and not kept.settled:
+            like = torch.zeros(1, dtype=torch.int64, device=survivor.communicator.device)
+            listed = survivor.complete(lambda: self._attempt(kept, survivor), like)
+            kept.settle()
+            self._listed = int(like.copy_(listed).item()) if listed is not None else 0
+
+    def _attempt(self, kept: Kept, survivor: Survivor) -> Tensor:
+        """Sends the step's gradients, or sends them again, and returns when all ranks have the averages.
+
+        Returns:
+            The number of the list of those that want to join; int64, one element.
+
+        Raises:
+            RuntimeError: A rank was lost.
+        """
+        session = self._session()
+        communicator = session.communicator
+        if kept.belongs_to(communicator):
+            kept.check()
+        else:
+            if session.compression is not None:
+                with communicator.alone():
+                    session.compression.compressor.end_step(False)
+            self._state.send_again(kept.restore(communicator), kept.rows)
+        self._state.release()
+        kept.wait()
+        communicator.rejoin()
+        looks = self._requests is not None and communicator.rank == 0
+        found = self._requests.look(self._check_newcomer) if looks and self._requests else 0
+        listed = torch.tensor([found], device=communicator.device)
+        return survivor.wait(communicator.all_reduce(listed))
+
+    def take_in(self) -> None:
+        """Takes in processes that wait; called by the model before each forward pass."""
+        if not self._listed or self._state.in_step or self.survivor is None or self._requests is None:
+            return
+        listed, self._listed = self._listed, 0
+        newcomers = self._requests.listed(listed)
+        self.survivor.admit(newcomers, self._requests)
+        began = time.perf_counter()
+        self._exchange_state([name for _, name, _ in newcomers])
+        self.survivor.changes[-1].seconds["hand over"] = time.perf_counter() - began
+        self.tell_change()
+
+    def _exchange_state(self, names: Sequence[str]) -> None:
+        """Gives rank 0's state to those that have joined; all ranks."""
+        survivor, model = self.survivor, self._model() if self._model else None
+        assert survivor is not None and model is not None
+        joins = survivor.view.members[survivor.view.rank] in names
+        handed: list[Handed] = []
+
+        def attempt() -> Tensor:
+            handed.clear()
+            if set(names) & set(survivor.view.members):
+                transfer = StateTransfer(survivor.communicator, survivor.wait)
+                handed.append(transfer.run(self._own_state, self._last_rows, wanted=joins))
+            return survivor.wait(survivor.communicator.all_reduce(torch.zeros_like(like)))
+
+        like = torch.zeros(1, dtype=torch.int64, device=survivor.communicator.device)
+        survivor.complete(attempt, like)
+        if not handed:
+            return
+        found = handed[0]
+        self._next_rows = torch.tensor(found.shared, dtype=torch.int64).view(-1, COLUMNS) if found.shared else None
+        if not joins:
+            swap_process_group(model, model.process_group)
+        elif found.state is None:
+            raise ValueError(f"the running job cannot take this process in: {found.refused}")
+        else:
+            self._take_state(model, found.state)
+
+    def _own_state(self) -> dict[str, object]:
+        """What a process that joins has to know."""
+        model = self._model() if self._model else None
+        compression = self._session().compression
+        assert model is not None
+        return {
+            "steps": self._state.steps,
+            "model": model.module.state_dict(),
+            "carried": [each.state_dict() for each in self._carries],
+            "compression": {} if compression is None else compression.progress(),
+        }
+
+    def _take_state(self, model: DistributedDataParallel, found: Mapping[str, Any]) -> None:
+        load_module(model.module, found["model"])
+        if len(found["carried"]) != len(self._carries):
+            raise ValueError(
+                f"`carries` has {len(self._carries)} entries here and {len(found['carried'])} in the running job; "
+                "wanted the same objects in the same order"
+            )
+        for number, (each, state) in enumerate(zip(self._carries, found["carried"], strict=True)):
+            try:
+                each.load_state_dict(state)
+            except Exception as error:
+                raise ValueError(
+                    f"`carries` has a {type(each).__name__} as number {number} here, which does not take the state "
+                    f"that the running job has there: {error}"
+                ) from error
+        self._state.steps = found["steps"]
+        compression = self._session().compression
+        if compression is not None:
+            compression.take_progress(found["compression"])
+
+    def tell_change(self) -> None:
+        """Tells the user that other ranks have made this step than the one before."""
+        if self.survivor is None or self._told is None or self.survivor.view.epoch == self._told.epoch:
+            return
+        old, now = self._told, self.survivor.view
+        lost = tuple(name for name in old.members if name not in now.members)
+        joined = tuple(name for name in now.members if name not in old.members)
+        new = self._told = replace(now, lost=lost, joined=joined)
+        if lost and self._session().compression is not None and now.rank == 0:
+            for name in lost:
+                note = self.survivor.membership.note_of(name)
+                log.warning("what the compressor held back on %s is lost; %s", name, norm_in_words(note))
+        if self._on_change is not None:
+            self._on_change(old, new)
+
+
+class TakeIn:
+    """Forward pre-hook of an elastic model; called by all ranks alike in training, which an evaluation need not be.
+
+    Args:
+        training: The model's; not kept alive.
+    """
+
+    def __init__(self, training: "weakref.ref[ElasticTraining]") -> None:
+        self._training = training
+
+    def __call__(self, model: nn.Module, inputs: object) -> None:
+        """Takes in processes that wait, before a step."""
+        training = self._training()
+        if training is not None and model.training and torch.is_grad_enabled():
+            training.take_in()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A copy of the model has no state."""
+        return TakeIn, (_no_training,)
+
+
+def _no_training() -> None:
+    """Of a copied model."""

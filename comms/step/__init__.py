@@ -1,0 +1,1 @@
+"""What is one training step, for all that goes on in it?"""

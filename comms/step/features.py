@@ -1,0 +1,90 @@
+"""Which listeners the steps of a DDP model have: those that its options ask for, each imported only then.
+
+All ranks have the same options, so they make the same listeners in the same order; some talk to each other as they are
+made.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from gradwire.comms.autotune.stepwatch import StepWatch
+from gradwire.comms.communicator import Communicator
+from gradwire.comms.config import Config
+from gradwire.comms.observe.observer import Observer
+from gradwire.comms.step.listeners import CHOOSER, FIRST_STEPS, OBSERVER, STEP_WATCH, TUNER, UNIT_RATES, Listeners
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from gradwire.comms.autotune.consensus import Consensus
+    from gradwire.comms.compression import Compression
+    from gradwire.comms.fusion import Fusion
+
+AUTO = "auto"
+
+MakesConsensus = Callable[[str, timedelta], "Consensus"]
+"""(name, how long a rank waits for the others) -> what the communicator's ranks decide by."""
+
+
+def measure_links(listeners: Listeners, communicator: Communicator, config: Config, consensus: MakesConsensus) -> None:
+    """Measures links as far as `config` says, and has listeners go on with it; before plans are settled.
+
+    Not for ranks that go on in elastic training: those that have learned the links have said what they give.
+    """
+    if config.learns_cuts or config.probe or config.compressor == AUTO:
+        from gradwire.comms.autotune.probe import probe
+        from gradwire.comms.autotune.unit_rates import UnitRates, measure_units
+
+        probe(communicator, consensus("probe", config.timeout))
+        if config.elastic:  # later measurements would meet ranks that come and go
+            measure_units(communicator, consensus("units", config.timeout))
+        else:
+            listeners.add(UNIT_RATES, UnitRates(communicator, consensus("units", config.timeout)))
+    elif not config.elastic and communicator.size > 1:
+        if config.probe is None and len(communicator.cluster.nodes) > 1:
+            from gradwire.comms.autotune.quick_probe import quick_probe
+
+            quick_probe(communicator)
+        from gradwire.comms.autotune.first_steps import FirstSteps
+
+        listeners.add(FIRST_STEPS, FirstSteps(communicator, consensus("first_steps", config.timeout)))
+
+
+def choose_compressors(
+    listeners: Listeners, communicator: Communicator, compression: "Compression", consensus: MakesConsensus
+) -> None:
+    """With `compressor="auto"`: chooses each layer's compressor while training runs."""
+    if communicator.config.compressor == AUTO:
+        from gradwire.comms.autotune.choose import LayerChooser
+
+        choice = consensus("choice", communicator.config.timeout)
+        listeners.add(CHOOSER, LayerChooser(communicator, compression, choice))
+
+
+def watch_steps(
+    listeners: Listeners, communicator: Communicator, config: Config, group: "dist.ProcessGroup | None"
+) -> tuple[StepWatch, Observer]:
+    """Notes how long steps take, for `advise()`; and who is late, what hangs, a timeline, metrics, where asked for."""
+    watch, observer = StepWatch(communicator.clock), Observer(communicator, config, group)
+    listeners.add(STEP_WATCH, watch)
+    listeners.add(OBSERVER, observer)
+    return watch, observer
+
+
+def tune(listeners: Listeners, communicator: Communicator, fusion: "Fusion", name: str, model: object) -> None:
+    """With `tune` or `fusion="auto"`: tunes cuts, plan and chunks while training runs.
+
+    Args:
+        listeners: Of the communicator.
+        communicator: Whose plan and chunks are tuned.
+        fusion: Whose cuts are tuned.
+        name: Of the state in the store.
+        model: What a profile is kept by: the shapes of the parameters.
+    """
+    if communicator.config.learns_cuts:
+        from gradwire.comms.autotune.profile import fingerprint
+        from gradwire.comms.autotune.tune import Tuning
+
+        store, clock = communicator.plain_store, communicator.clock
+        listeners.add(TUNER, Tuning(communicator, fusion, store, name, fingerprint(model), clock=clock))

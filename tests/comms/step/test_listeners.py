@@ -1,0 +1,92 @@
+"""Listeners hear of every step in one order, whichever of them there are and whenever they came."""
+
+from typing import Any, cast
+
+import pytest
+
+from gradwire.comms.report import Report
+from gradwire.comms.step.listeners import (
+    CHOOSER,
+    FIRST_STEPS,
+    OBSERVER,
+    ORDER,
+    RESIDUAL_NOTES,
+    STEP_WATCH,
+    TUNER,
+    UNIT_RATES,
+    EndedStep,
+    Listeners,
+    StepListener,
+)
+
+
+class Noting(StepListener):
+    """Notes what it hears."""
+
+    def __init__(self, name: str, heard: list[str]) -> None:
+        self._name = name
+        self._heard = heard
+
+    def step_began(self, steps: int) -> None:
+        self._heard.append(f"{self._name} began after {steps}")
+
+    def step_ended(self, step: EndedStep) -> None:
+        self._heard.append(f"{self._name} ended {step.number}")
+
+    def add_to(self, report: Report) -> Report:
+        self._heard.append(f"{self._name} reported")
+        return report
+
+
+def test_the_order_is_declared_and_kept() -> None:
+    """Several start collectives, so all ranks must call them alike; reasons stand at `ORDER`."""
+    assert ORDER == (
+        UNIT_RATES,  # measures links, with nothing in flight
+        FIRST_STEPS,  # changes the rates that all that follows plans by
+        CHOOSER,  # reads what has just been held back, before anything is in flight again
+        STEP_WATCH,  # notes the step's length, without what the others exchange
+        RESIDUAL_NOTES,  # reads residuals, before anything is in flight again
+        OBSERVER,  # its exchange travels by the plan of the step that has ended
+        TUNER,  # changes the plan of the next one
+    )
+    heard: list[str] = []
+    listeners = Listeners()
+    for name in reversed(ORDER):
+        listeners.add(name, Noting(name, heard))
+    step = EndedStep(8, (), (), cast(Any, None))
+    listeners.step_began(7)
+    listeners.step_ended(step)
+    assert heard == [*(f"{name} began after 7" for name in ORDER), *(f"{name} ended 8" for name in ORDER)]
+
+
+def test_who_is_not_asked_for_is_not_called() -> None:
+    heard: list[str] = []
+    listeners = Listeners()
+    listeners.add(TUNER, Noting(TUNER, heard))
+    listeners.add(STEP_WATCH, Noting(STEP_WATCH, heard))
+    assert listeners.names == (STEP_WATCH, TUNER)
+    assert listeners.get(CHOOSER) is None
+    listeners.add_to(Report("a cluster", (), (), 0))
+    assert heard == [f"{STEP_WATCH} reported", f"{TUNER} reported"]
+
+
+def test_a_listener_has_a_place_in_the_order() -> None:
+    with pytest.raises(ValueError, match=r"`name` is 'mine'; wanted one of unit_rates.*say there when it is called"):
+        Listeners().add("mine", StepListener())
+
+
+def test_times_are_taken_where_one_wants_them() -> None:
+    class Arrivals(StepListener):
+        wants_arrivals = True
+
+    class Timed(StepListener):
+        @property
+        def wants_times(self) -> bool:
+            return True
+
+    listeners = Listeners()
+    assert not listeners.wants_arrivals and not listeners.wants_times
+    listeners.add(TUNER, Arrivals())
+    assert listeners.wants_arrivals and not listeners.wants_times
+    listeners.add(OBSERVER, Timed())
+    assert listeners.wants_times
