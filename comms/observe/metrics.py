@@ -4,17 +4,24 @@ Source: https://github.com/prometheus/node_exporter#textfile-collector (files ar
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Protocol
 
-from gradwire.comms.report import Report
+from gradwire.comms.bootstrap.threads import BackgroundThread
 
 log = logging.getLogger("gradwire")
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Exported(Protocol):
+    """What can be exported."""
+
+    def to_prometheus(self) -> str:
+        """In the text format of Prometheus."""
 
 
 class Metrics:
@@ -80,14 +87,14 @@ class Metrics:
         server.daemon_threads = True
         self.close()
         self._server = server
-        threading.Thread(target=server.serve_forever, name="gradwire metrics", daemon=True).start()
+        BackgroundThread("gradwire metrics", server.serve_forever, awaited=False).start()
 
     @property
     def port(self) -> int | None:
         """The port that is served; None without one."""
         return None if self._server is None else self._server.server_port
 
-    def step_ended(self, report: Callable[[], Report]) -> None:
+    def step_ended(self, report: Callable[[], Exported]) -> None:
         """Makes the text anew, if it is time to."""
         now = time.monotonic()
         if now < self._next:

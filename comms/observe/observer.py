@@ -5,10 +5,11 @@ the end of a step that is handed over. Only while a trace or a profiler is on, t
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -16,14 +17,15 @@ from gradwire.comms.bootstrap.compat import profiler_is_on
 from gradwire.comms.bootstrap.store import PollingStore
 from gradwire.comms.communicator import Communicator
 from gradwire.comms.config import Config
-from gradwire.comms.execute import Bucket
-from gradwire.comms.observe.metrics import Metrics
 from gradwire.comms.observe.recorder import Recorder
-from gradwire.comms.observe.share import Shared
-from gradwire.comms.observe.stall import StallWatch
-from gradwire.comms.observe.stragglers import StragglerWatch
-from gradwire.comms.observe.trace import Trace
 from gradwire.comms.report import Report
+from gradwire.comms.step.listeners import EndedStep, StepListener
+
+if TYPE_CHECKING:  # each is loaded where it is asked for
+    from gradwire.comms.observe.metrics import Metrics
+    from gradwire.comms.observe.stall import StallWatch
+    from gradwire.comms.observe.stragglers import StragglerWatch
+    from gradwire.comms.observe.trace import Trace
 
 log = logging.getLogger("gradwire")
 
@@ -34,7 +36,7 @@ TRACE_AFTER = 5
 """Steps before the trace that GRADWIRE_TRACE asks for: buckets are rebuilt, and connections made, in the first ones."""
 
 
-class Observer:
+class Observer(StepListener):
     """Everything that is watched of one communicator's steps.
 
     In elastic training each epoch's ranks have an observer of their own. Some of them may end a step that others repeat
@@ -60,29 +62,43 @@ class Observer:
         if communicator.size == 1:
             return
         ranks = tuple(range(communicator.size)) if group is None else tuple(dist.get_process_group_ranks(group))
-        contents = self.contents
         if config.straggler_every:
-            self._stragglers = StragglerWatch(
-                communicator, config.straggler_every, lambda index: contents.get(index, (0, ()))[1], ranks
-            )
+            self._stragglers = self._watch_stragglers(ranks)
         if config.stall_seconds:
-            self._stall = StallWatch(
-                PollingStore(communicator.plain_store, GET_TIMEOUT),
-                communicator.rank,
-                communicator.hostnames,
-                communicator.executor,
-                config.stall_seconds,
-                contents,
-                ranks,
-                on_cuda=communicator.device.type == "cuda",
-            )
+            self._stall = self._watch_for_stalls(ranks)
+
+    def _watch_stragglers(self, ranks: Sequence[int]) -> "StragglerWatch":
+        from gradwire.comms.observe.stragglers import StragglerWatch
+
+        contents = self.contents
+        return StragglerWatch(
+            self._communicator,
+            self._config.straggler_every,
+            lambda index: contents.get(index, (0, ()))[1],
+            ranks,
+        )
+
+    def _watch_for_stalls(self, ranks: Sequence[int]) -> "StallWatch":
+        from gradwire.comms.observe.stall import StallWatch
+
+        communicator = self._communicator
+        return StallWatch(
+            PollingStore(communicator.plain_store, GET_TIMEOUT),
+            communicator.rank,
+            communicator.hostnames,
+            communicator.executor,
+            self._config.stall_seconds,
+            self.contents,
+            ranks,
+            on_cuda=communicator.device.type == "cuda",
+        )
 
     @property
     def wants_times(self) -> bool:
         """Whether this step's buckets are to be timed on CUDA, too."""
         return self._trace is not None
 
-    def step_began(self) -> None:
+    def step_began(self, steps: int) -> None:
         """Looks which recorder this step needs; before its first bucket travels."""
         executor, on_cuda = self._communicator.executor, self._communicator.device.type == "cuda"
         ranges, nvtx = profiler_is_on(), self._config.nvtx and on_cuda
@@ -95,36 +111,27 @@ class Observer:
         else:
             executor.recorder = None
 
-    def step_ended(
-        self, step: int, buckets: Sequence[Bucket], report: Callable[[], Report], *, together: bool = True
-    ) -> None:
-        """Takes in a step; all ranks, at the same point of the sequence of launches.
-
-        Args:
-            step: Its number, from 1.
-            buckets: In the order in which they arrived.
-            report: Makes one, where metrics are exported.
-            together: All ranks have made the step with this communicator; else none of them says that they have.
-        """
-        if together:
+    def step_ended(self, step: EndedStep) -> None:
+        """Takes in a step; all ranks, at the same point of the sequence of launches."""
+        if step.together:
             try:
-                self._ask_others(step, buckets)
+                self._ask_others(step)
             except (RuntimeError, OSError) as error:
                 if not self._config.elastic:
                     raise
-                log.debug("an epoch has ended while its ranks told each other about step %d: %s", step, error)
+                log.debug("an epoch has ended while its ranks told each other about step %d: %s", step.number, error)
                 self._trace_given_up |= self._trace is not None
                 self._stragglers = self._trace = self._communicator.executor.recorder = None
         if self._metrics is not None:
-            self._metrics.step_ended(report)
+            self._metrics.step_ended(step.report)
 
-    def _ask_others(self, step: int, buckets: Sequence[Bucket]) -> None:
+    def _ask_others(self, step: EndedStep) -> None:
         if self._stragglers is not None:
-            self._stragglers.step_ended(step, [bucket.times for bucket in buckets])
+            self._stragglers.step_ended(step.number, [bucket.times for bucket in step.buckets])
         if self._trace is not None:
-            if self._trace.step_ended(step, buckets):
+            if self._trace.step_ended(step.number, step.buckets):
                 self._trace = self._communicator.executor.recorder = None
-        elif self._config.trace is not None and step == TRACE_AFTER:
+        elif self._config.trace is not None and step.number == TRACE_AFTER:
             try:
                 self.trace(Path(self._config.trace), self._config.trace_steps)
             except (OSError, RuntimeError) as error:  # the training goes on
@@ -142,6 +149,9 @@ class Observer:
                 file.open("a").close()
             except OSError as error:
                 problem = error
+        from gradwire.comms.observe.share import Shared
+        from gradwire.comms.observe.trace import Trace
+
         told = Shared(self._communicator, [float(problem is not None)]).read()
         if problem is not None or (told is not None and told[0][0]):
             reason = "see rank 0" if problem is None else problem.strerror
@@ -155,6 +165,8 @@ class Observer:
         if file is None and port is None:
             raise ValueError("neither `file` nor `port` is given: say where the metrics shall go")
         if self._metrics is None:
+            from gradwire.comms.observe.metrics import Metrics
+
             self._metrics = Metrics(file, port, address, every_seconds)
         else:
             self._metrics.change(file, port, address, every_seconds)

@@ -13,19 +13,18 @@ late where it has started fewer than another one; where all have started the sam
 
 import json
 import logging
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import torch
-
 from gradwire.comms.bootstrap.compat import Store
+from gradwire.comms.bootstrap.threads import BackgroundThread
 from gradwire.comms.execute import Executor
+from gradwire.comms.observe.stack import line_of_thread
 from gradwire.comms.report import bucket_words, duration
 
 log = logging.getLogger("gradwire")
@@ -46,9 +45,6 @@ COLLECTOR, VERDICT = "stall/collector", "stall/verdict"
 
 Contents = Mapping[int, tuple[int, tuple[str, ...]]]
 """Bucket -> (elements, names of its parameters)."""
-
-COMMS, PYTHON = Path(__file__).resolve().parents[1], Path(threading.__file__).resolve().parent
-TORCH = Path(torch.__file__).resolve().parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +182,7 @@ class StallWatch:
         self._all_here_said = False
         self._failures = 0
         look_seconds = min(max(seconds / LOOKS, SHORTEST_LOOK_SECONDS), LONGEST_LOOK_SECONDS)
-        self._thread = threading.Thread(
-            target=self._run, args=(look_seconds,), name=f"gradwire stall watch {rank}", daemon=True
-        )
+        self._thread = BackgroundThread(f"gradwire stall watch {rank}", partial(self._run, look_seconds))
         self._thread.start()
 
     def close(self) -> None:
@@ -237,7 +231,7 @@ class StallWatch:
     def _say(self, passed: float) -> None:
         """Leaves this rank's word, and finds out who reads them."""
         waiting = self._executor.oldest()
-        launches, where = self._executor.launches, _where(self._watched)
+        launches, where = self._executor.launches, line_of_thread(self._watched)
         if waiting is not None:
             named = bucket_words(waiting.bucket.index, self._contents.get(waiting.bucket.index, (0, ()))[1])
             word = Word(launches, passed, waiting.number, waiting.phase, named, where)
@@ -308,18 +302,3 @@ class StallWatch:
 def _object(text: bytes) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(text)
     return found
-
-
-def _where(thread: int) -> str | None:
-    """The innermost line of a thread that is the user's: neither torch's, Python's own nor ours."""
-    frame = sys._current_frames().get(thread)
-    innermost = frame
-    while frame is not None:
-        file = Path(frame.f_code.co_filename)
-        if file.exists() and not any(file.resolve().is_relative_to(folder) for folder in (COMMS, PYTHON, TORCH)):
-            break
-        frame = frame.f_back
-    frame = frame or innermost
-    if frame is None:
-        return None
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,49 @@
+"""Where a thread stands, in the words of whoever wrote the training script."""
+
+import sys
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+COMMS, PYTHON = Path(__file__).resolve().parents[1], Path(threading.__file__).resolve().parent
+TORCH = Path(torch.__file__).resolve().parent
+
+
+@cache
+def is_users(file: str) -> bool:
+    """Whether a file is neither torch's, Python's own nor ours.
+
+    Args:
+        file: As a code object names it.
+    """
+    path = Path(file)
+    return path.exists() and not any(path.resolve().is_relative_to(folder) for folder in (COMMS, PYTHON, TORCH))
+
+
+def line_of(frame: FrameType | None, wanted: Callable[[str], bool] = is_users) -> str | None:
+    """The innermost line of a stack whose file is wanted, else the innermost one: `train.py:88 in load`.
+
+    Args:
+        frame: The innermost one; None gives None.
+        wanted: Given the name of a frame's file.
+    """
+    innermost = frame
+    while frame is not None and not wanted(frame.f_code.co_filename):
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return None
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def line_of_thread(thread: int) -> str | None:
+    """`line_of` for a running thread; None where it has ended.
+
+    Args:
+        thread: As `threading.get_ident` numbers it.
+    """
+    return line_of(sys._current_frames().get(thread))

@@ -1,0 +1,77 @@
+"""What a rank's main thread spends its time on: a sample now and then of where it stands."""
+
+import sys
+from collections import Counter, defaultdict
+from types import FrameType
+
+from gradwire.comms.observe.stack import line_of
+
+LOADER, OPTIMIZER, SAVING, COLLECTIVE, BACKWARD, FORWARD, OWN = (
+    "the data loader",
+    "the optimizer",
+    "saving a checkpoint",
+    "collectives",
+    "the backward pass",
+    "the forward pass",
+    "the script itself",
+)
+FOLDERS = (
+    (LOADER, ("/torch/utils/data/",)),
+    (SAVING, ("/torch/serialization", "/torch/distributed/checkpoint/")),
+    (COLLECTIVE, ("/torch/distributed/distributed_c10d", "/torch/distributed/_functional_collectives")),
+    (OPTIMIZER, ("/torch/optim/",)),
+    (BACKWARD, ("/torch/autograd/",)),
+    (FORWARD, ("/torch/nn/modules/",)),
+)
+"""What the files of torch on a stack mean; the first kind that is found anywhere on the stack counts."""
+
+
+def activity_of(frame: FrameType | None) -> str:
+    """What a thread is busy with.
+
+    Args:
+        frame: The innermost one of its stack.
+    """
+    files = set()
+    while frame is not None:
+        files.add(frame.f_code.co_filename)
+        frame = frame.f_back
+    for kind, parts in FOLDERS:
+        if any(part in file for file in files for part in parts):
+            return kind
+    return OWN
+
+
+class Activity:
+    """Counts what a thread is seen doing.
+
+    Args:
+        thread: As `threading.get_ident` numbers it.
+
+    Attributes:
+        seconds: Kind -> for how long it was seen at it.
+    """
+
+    def __init__(self, thread: int) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._thread = thread
+        self._lines: dict[str, Counter[str]] = {}
+
+    def sample(self, seconds: float) -> None:
+        """Looks where the thread stands.
+
+        Args:
+            seconds: Since the last sample: it counts for as long.
+        """
+        frame = sys._current_frames().get(self._thread)
+        kind = activity_of(frame)
+        self.seconds[kind] += seconds
+        line = line_of(frame)
+        if line is not None:
+            self._lines.setdefault(kind, Counter())[line] += 1
+
+    def lines(self) -> dict[str, str]:
+        """Kind -> the line where the thread was seen most often since the last call."""
+        found = {kind: counts.most_common(1)[0][0] for kind, counts in self._lines.items()}
+        self._lines.clear()
+        return found

@@ -1,0 +1,95 @@
+"""What ranks leave for each other in the store of the default group: words, questions, and answers."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+from gradwire.comms.bootstrap.compat import PrefixStore, Store, clone_of
+from gradwire.comms.bootstrap.store import PollingStore
+from gradwire.comms.watch.flight import IssuedCollective
+from gradwire.comms.watch.rank import RankWord
+
+ANSWER_TIMEOUT = timedelta(seconds=2)
+"""For every question to the store: a watch never waits for it longer."""
+
+ASKED, CONCLUDED = "asked", "concluded"
+
+
+class WatchBoard:
+    """One rank's view of the board.
+
+    Args:
+        store: Of the default group.
+        rank: This rank.
+        size: Of the default group.
+
+    Every call may raise `RuntimeError` where the store is gone or silent.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        # A connection of its own: the training thread may wait in the other one.
+        self._store = PollingStore(PrefixStore("gradwire/watch", clone_of(store)), ANSWER_TIMEOUT)
+        self._rank = rank
+        self._size = size
+
+    def say(self, word: RankWord) -> None:
+        """Leaves this rank's word in place of its last one."""
+        self._put("word", asdict(word))
+
+    def introduce(self, members: Mapping[str, Sequence[int]], host: str) -> None:
+        """Says which groups this rank is in, and where it runs."""
+        self._put("member", {"host": host, "members": members})
+
+    def introductions(self) -> dict[int, tuple[str, dict[str, tuple[int, ...]]]]:
+        """Rank -> (host, its groups), of the ranks that have said so."""
+        return {
+            rank: (found["host"], {name: tuple(ranks) for name, ranks in found["members"].items()})
+            for rank, found in self._read("member").items()
+        }
+
+    def words(self) -> dict[int, RankWord]:
+        """The newest word of each rank that has spoken."""
+        return {rank: RankWord.of(found) for rank, found in self._read("word").items()}
+
+    def ask(self) -> int:
+        """Asks all ranks for their last collectives.
+
+        Returns:
+            The question's number; that of another rank's where it is still open.
+        """
+        last = self.asked()
+        return last if last and not self.concluded(last) else self._store.add(ASKED, 1)
+
+    def asked(self) -> int:
+        """The number of the last question; 0 before the first."""
+        return self._store.add(ASKED, 0)
+
+    def answer(self, question: int, issued: Mapping[str, Sequence[IssuedCollective]]) -> None:
+        """Leaves this rank's last collectives."""
+        self._put(f"answer/{question}", {name: [asdict(each) for each in some] for name, some in issued.items()})
+
+    def answers(self, question: int) -> dict[int, dict[str, list[IssuedCollective]]]:
+        """Rank -> group's name -> its last collectives, of the ranks that have answered."""
+        return {
+            rank: {name: [IssuedCollective(**each) for each in some] for name, some in found.items()}
+            for rank, found in self._read(f"answer/{question}").items()
+        }
+
+    def conclude(self, question: int) -> None:
+        """Says that the answers to a question, and to those before it, have been judged."""
+        self._store.set(CONCLUDED, str(question))
+
+    def concluded(self, question: int) -> bool:
+        """Whether they have."""
+        return self._store.check([CONCLUDED]) and int(self._store.read(CONCLUDED)) >= question
+
+    def _put(self, kind: str, found: object) -> None:
+        self._store.set(f"{kind}/{self._rank}", json.dumps(found))
+
+    def _read(self, kind: str) -> dict[int, Any]:
+        keys = [f"{kind}/{rank}" for rank in range(self._size)]
+        if self._store.check(keys):
+            return dict(enumerate(map(json.loads, self._store.multi_get(keys))))
+        return {rank: json.loads(self._store.read(key)) for rank, key in enumerate(keys) if self._store.check([key])}

@@ -1,0 +1,156 @@
+"""What rank 0 makes of the words of all ranks: who is late, what hangs, who disagrees."""
+
+import logging
+import time
+from collections.abc import Mapping
+
+from gradwire.comms.report import duration
+from gradwire.comms.watch.board import WatchBoard
+from gradwire.comms.watch.flight import IssuedCollective
+from gradwire.comms.watch.late import Lateness, LateRank
+from gradwire.comms.watch.rank import RankWord
+from gradwire.comms.watch.report import Episode, GroupSummary, WatchReport
+from gradwire.comms.watch.trouble import Stuck, find_disagreement, find_stuck, origin, stuck_in_words
+
+log = logging.getLogger("gradwire")
+
+SILENT_SECONDS = 5.0
+"""A rank whose word is older is frozen or lost."""
+
+ANSWER_SECONDS = 3.0
+"""How long all ranks have to answer a question."""
+
+
+class Judge:
+    """Judges, and logs what is new.
+
+    Args:
+        board: Where words are read.
+        size: Of the default group.
+        stall_seconds: Without progress, until that is said; then again after twice the time.
+
+    Attributes:
+        report: What was found so far.
+    """
+
+    def __init__(self, board: WatchBoard, size: int, stall_seconds: float) -> None:
+        self.report = WatchReport(0.0)
+        self._board = board
+        self._size = size
+        self._stall_seconds = self._next_stall = stall_seconds
+        self._began = time.monotonic()
+        self._members: dict[str, tuple[int, ...]] = {}
+        self._hosts: dict[int, str] = {}
+        self._late: Lateness | None = None
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._question: tuple[int, float, Stuck | None] | None = None
+        self._last_question = 0
+        self._words: dict[int, RankWord] = {}
+        self._known: set[str] = set()
+
+    def look(self) -> None:
+        """Reads all words, and says what is new."""
+        self._words = self._board.words()
+        self._meet()
+        now = time.monotonic()
+        for rank, word in self._words.items():
+            if self._beats.get(rank, (None, 0.0))[0] != word.beat:
+                self._beats[rank] = word.beat, now
+        self._summarize(now)
+        if self._late is not None:
+            self._judge_late(self._late.hear(self._words), now)
+        if self._question is None:
+            self._judge_stall(now)
+        else:
+            self._judge_answers(now)
+
+    def question(self, number: int) -> None:
+        """Takes over a question that a rank has asked which is about to end."""
+        if number > self._last_question:
+            self._last_question = number
+            self._question = number, time.monotonic() + ANSWER_SECONDS, None
+
+    def _meet(self) -> None:
+        names = {name for word in self._words.values() for name in word.groups}
+        if names <= set(self._members) and len(self._hosts) == self._size:
+            return
+        found = self._board.introductions()
+        self._hosts = {rank: host for rank, (host, _) in found.items()}
+        members = {name: ranks for _, groups in found.values() for name, ranks in groups.items()}
+        if members != self._members:
+            self._members, self._late = members, Lateness(members)
+
+    def _summarize(self, now: float) -> None:
+        self.report.seconds = now - self._began
+        self.report.groups = []
+        for name, ranks in self._members.items():
+            states = {
+                r: self._words[r].groups[name] for r in ranks if r in self._words and name in self._words[r].groups
+            }
+            if states:
+                waited = {rank: state.waited_seconds for rank, state in states.items()}
+                ended = max(state.ended for state in states.values())
+                self.report.groups.append(GroupSummary(name, ranks, ended, waited))
+
+    def _judge_late(self, late: list[LateRank], now: float) -> None:
+        open_ = {each.late.rank: each for each in self.report.late if each.ended is None}
+        for each in late:
+            if each.rank in open_:
+                episode = open_.pop(each.rank)
+                episode.late = each if each.busy_with is not None else episode.late
+                continue
+            episode = Episode(each, self._hosts.get(each.rank, "a host not known"), now - self._began)
+            self.report.late.append(episode)
+            log.warning("watch: %s", episode)
+        for episode in open_.values():
+            episode.ended = now - self._began
+
+    def _silent(self, now: float) -> tuple[int, ...]:
+        return tuple(
+            rank for rank in range(self._size) if now - self._beats.get(rank, (0, self._began))[1] > SILENT_SECONDS
+        )
+
+    def _judge_stall(self, now: float) -> None:
+        stuck = origin(find_stuck(self._words, self._members, self._silent(now), self._stall_seconds))
+        if stuck is None:
+            if self._next_stall > self._stall_seconds:
+                log.warning("watch: it goes on")
+            self._next_stall = self._stall_seconds
+        elif stuck.seconds >= self._next_stall:
+            self._next_stall = 2 * stuck.seconds
+            self._last_question = self._board.ask()
+            self._question = self._last_question, now + ANSWER_SECONDS, stuck
+
+    def _judge_answers(self, now: float) -> None:
+        assert self._question is not None
+        number, until, stuck = self._question
+        answers = self._board.answers(number)
+        if len(answers) < self._size and now < until:
+            return
+        self._question = None
+        disagree = False
+        for name in self._members:
+            issued = {rank: answer[name] for rank, answer in answers.items() if name in answer}
+            disagreement = find_disagreement(name, issued, lines=True)
+            if disagreement is not None:
+                disagree = True
+                self._add(self.report.disagreements, str(disagreement))
+        if stuck is not None:
+            self._add_stall(stuck, answers, disagree=disagree)
+        self._board.conclude(number)
+
+    def _add_stall(
+        self, stuck: Stuck, answers: Mapping[int, Mapping[str, list[IssuedCollective]]], *, disagree: bool
+    ) -> None:
+        issued = {rank: answer.get(stuck.group, []) for rank, answer in answers.items()}
+        text = stuck_in_words(stuck, self._words, issued, self._hosts)
+        if disagree and not (stuck.missing or stuck.silent):
+            text = f"group {stuck.group} has waited in collective {stuck.number} for {duration(stuck.seconds)}"
+        self.report.stalls.append(text)
+        log.warning("watch: stall: %s", text)
+
+    def _add(self, kept: list[str], text: str) -> None:
+        if text not in self._known:
+            self._known.add(text)
+            kept.append(text)
+            log.warning("watch: %s", text)

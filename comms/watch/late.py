@@ -1,0 +1,218 @@
+"""Who is late: the rank of a group that waits least in it, and does not wait in another one instead.
+
+A collective ends on all ranks at nearly the same moment, so of two ranks the one that has had something under way for
+less time came later. That is summed over slices of at least `SLICE_SECONDS`, between moments that are the same for all
+ranks: a group has nothing under way, and the same number of collectives has ended.
+
+**When a rank is named.** In all of the last `STRONG_SLICES` slices it waited less than the median rank by more than
+`STRONG_SHARE` of the slice, and by `STRONG_SECONDS`; or in all but one of the last `SLICES` by more than `SHARE`, and
+by `FLOOR_SECONDS`. Let p be the chance that one rank of a healthy group is behind by so much in a slice: then the
+second rule names it by chance with less than 12 p^11, which is 1e-10 at p = 0.1, and the first with p^4, where p is
+tiny.
+
+**Late or made late.** With several groups (tensor and data parallel ranks, stages) whoever waits for a late rank in one
+group comes late to the next. So a rank that is behind in a group is not named where it has waited in another one, more
+than the rank that waited least there, for at least `MADE_LATE` of what it is behind: that one is looked at instead.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gradwire.comms.watch.rank import QuietPoint, RankWord
+
+SLICE_SECONDS = 0.5
+SLICES, STRONG_SLICES = 12, 4
+FLOOR_SECONDS, SHARE = 10e-3, 0.05
+STRONG_SECONDS, STRONG_SHARE = 0.05, 0.25
+MADE_LATE = 1 / 3
+LONGEST_SECONDS = 60.0
+"""What is older is forgotten."""
+
+UNLIKE_SHARE = 0.05
+"""What a late rank is said to be late in takes so much more of its time than of the median rank's."""
+
+
+@dataclass(frozen=True, slots=True)
+class LateRank:
+    """A rank that others wait for.
+
+    Attributes:
+        rank: In the default group.
+        group: Where they wait.
+        seconds: How much less than the median rank it waits there in a second.
+        waiting: The other ranks of that group.
+        busy_with: What it does so much longer than the others; None where its main thread does the same as theirs.
+        line: Where it does that.
+    """
+
+    rank: int
+    group: str
+    seconds: float
+    waiting: tuple[int, ...]
+    busy_with: str | None = None
+    line: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Between two moments of a group's life.
+
+    Attributes:
+        seconds: How long it took.
+        ends: When it ended, by each rank's own clock.
+        waited: For how long each rank had something under way in it.
+    """
+
+    seconds: float
+    ends: tuple[float, ...]
+    waited: tuple[float, ...]
+
+    def behind(self) -> list[float]:
+        """For each rank how much less it waited than the median one; of two in the middle the one that waits more."""
+        middle = sorted(self.waited)[len(self.waited) // 2]
+        return [middle - each for each in self.waited]
+
+
+class GroupWaits:
+    """The last slices of one group.
+
+    Args:
+        ranks: Of the group, in the default group.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        self._points: list[dict[int, QuietPoint]] = [{} for _ in ranks]
+        self._slices: deque[_Slice] = deque(maxlen=SLICES)
+        self._from = -1
+
+    def add(self, rank: int, quiet: Sequence[QuietPoint]) -> None:
+        """Takes in what a rank says.
+
+        Args:
+            rank: In the default group.
+            quiet: Its last quiet points.
+        """
+        known = self._points[self.ranks.index(rank)]
+        known.update((point.number, point) for point in quiet if point.number >= self._from)
+        newest = max((point.seconds for point in known.values()), default=0.0)
+        for number in [number for number, point in known.items() if point.seconds < newest - LONGEST_SECONDS]:
+            del known[number]
+
+    def cut(self) -> None:
+        """Makes slices of what all ranks have said."""
+        common = sorted(set.intersection(*(set(points) for points in self._points)))
+        if not common:
+            return
+        first = common[0]
+        for number in common[1:]:
+            begin, end = ([points[each] for points in self._points] for each in (first, number))
+            seconds = end[0].seconds - begin[0].seconds
+            if seconds >= SLICE_SECONDS:
+                waited = tuple(b.waited_seconds - a.waited_seconds for a, b in zip(begin, end, strict=True))
+                self._slices.append(_Slice(seconds, tuple(point.seconds for point in end), waited))
+                first = number
+        self._from = first
+        for points in self._points:
+            for number in [number for number in points if number < first]:
+                del points[number]
+
+    def behind(self) -> dict[int, float]:
+        """Ranks that are late here -> seconds in a second."""
+        found = {}
+        for place, rank in enumerate(self.ranks):
+            if self._is_late(place, STRONG_SLICES, STRONG_SHARE, STRONG_SECONDS, 0) or self._is_late(
+                place, SLICES, SHARE, FLOOR_SECONDS, 1
+            ):
+                last = list(self._slices)[-STRONG_SLICES:]
+                found[rank] = sum(each.behind()[place] for each in last) / sum(each.seconds for each in last)
+        return found
+
+    def _is_late(self, place: int, slices: int, share: float, floor: float, strays: int) -> bool:
+        last = list(self._slices)[-slices:]
+        late = sum(each.behind()[place] > max(floor, share * each.seconds) for each in last)
+        return len(last) == slices and late >= slices - strays
+
+    def window(self, rank: int) -> float:
+        """Since when a rank is judged, by its own clock."""
+        last = list(self._slices)[-STRONG_SLICES]
+        return last.ends[self.ranks.index(rank)] - last.seconds
+
+    def waits_for_others(self, rank: int, since: float) -> float:
+        """Seconds in a second that a rank waits longer than the one that waits least.
+
+        Args:
+            rank: In the default group.
+            since: By its own clock; 0 is returned where nothing is known of the time after that.
+        """
+        place = self.ranks.index(rank)
+        last = [each for each in self._slices if each.ends[place] > since]
+        seconds = sum(each.seconds for each in last)
+        return sum(each.waited[place] - min(each.waited) for each in last) / seconds if last else 0.0
+
+
+class Lateness:
+    """Judges from the words of all ranks who is late.
+
+    Args:
+        members: Group's name -> its ranks in the default group.
+    """
+
+    def __init__(self, members: Mapping[str, Sequence[int]]) -> None:
+        self._groups = {name: GroupWaits(ranks) for name, ranks in members.items() if len(ranks) > 1}
+        self._activity: deque[dict[int, tuple[float, Mapping[str, float]]]] = deque(maxlen=SLICES)
+
+    def hear(self, words: Mapping[int, RankWord]) -> list[LateRank]:
+        """Takes in words.
+
+        Args:
+            words: Of all ranks, newest.
+
+        Returns:
+            The ranks that are late now, the latest first.
+        """
+        for name, group in self._groups.items():
+            for rank in group.ranks:
+                if rank in words and name in words[rank].groups:
+                    group.add(rank, words[rank].groups[name].quiet)
+            group.cut()
+        self._activity.append({rank: (word.seconds, word.activity) for rank, word in words.items()})
+        behind = [
+            (seconds, rank, name) for name, group in self._groups.items() for rank, seconds in group.behind().items()
+        ]
+        found: dict[int, LateRank] = {}
+        for seconds, rank, name in sorted(behind, reverse=True):
+            if rank in found or self._made_late(rank, name, seconds):
+                continue
+            kind = self._unlike(rank, self._groups[name].ranks)
+            line = words[rank].lines.get(kind) if kind is not None else None
+            waiting = tuple(each for each in self._groups[name].ranks if each != rank)
+            found[rank] = LateRank(rank, name, seconds, waiting, kind, line)
+        return list(found.values())
+
+    def _made_late(self, rank: int, name: str, seconds: float) -> bool:
+        since = self._groups[name].window(rank)
+        others = (group for other, group in self._groups.items() if other != name and rank in group.ranks)
+        return any(group.waits_for_others(rank, since) >= seconds * MADE_LATE for group in others)
+
+    def _unlike(self, rank: int, ranks: Sequence[int]) -> str | None:
+        """What a rank does for longer than the median rank of its group, of what is not waiting."""
+        shares = {each: self._shares(each) for each in ranks}
+        kinds = {kind for share in shares.values() for kind in share}
+        excess = {
+            kind: shares[rank].get(kind, 0.0)
+            - statistics.median(shares[each].get(kind, 0.0) for each in ranks if each != rank)
+            for kind in kinds
+        }
+        kind = max(excess, key=excess.__getitem__, default=None)
+        return kind if kind is not None and excess[kind] > UNLIKE_SHARE else None
+
+    def _shares(self, rank: int) -> dict[str, float]:
+        """What a rank has done since the first word that is kept -> share of the time."""
+        said = [words[rank] for words in self._activity if rank in words]
+        (before, was), (now, is_now) = said[0], said[-1]
+        if now <= before:
+            return {}
+        return {kind: (seconds - was.get(kind, 0.0)) / (now - before) for kind, seconds in is_now.items()}

@@ -1,0 +1,114 @@
+"""What a watch has seen, for people, programs and dashboards."""
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from gradwire.comms.report import duration
+from gradwire.comms.watch.late import LateRank
+from gradwire.comms.watch.trouble import ranks_in_words
+
+
+@dataclass(slots=True)
+class Episode:
+    """How long one rank was late.
+
+    Attributes:
+        late: As it was last seen.
+        host: Of the rank.
+        began: Seconds since the watch began.
+        ended: When it was no longer late; None while it is.
+    """
+
+    late: LateRank
+    host: str
+    began: float
+    ended: float | None = None
+
+    def __str__(self) -> str:
+        late = self.late
+        when = f"from {duration(self.began)} on" if self.ended is None else f"{self.began:.0f} to {self.ended:.0f} s"
+        why = ""
+        if late.busy_with is not None:
+            why = f"; it spends the time in {late.busy_with}" + (f" ({late.line})" if late.line else "")
+        return (
+            f"rank {late.rank} on {self.host} is late, {when}: {ranks_in_words(late.waiting)} of group {late.group} "
+            f"{'waits' if len(late.waiting) == 1 else 'wait'} for it {late.seconds:.0%} of the time{why}"
+        )
+
+
+@dataclass(slots=True)
+class GroupSummary:
+    """One process group.
+
+    Attributes:
+        name: As torch numbers it.
+        ranks: Of the default group.
+        collectives: How many have ended, on the rank that is furthest.
+        waited: Rank -> for how long it had something under way.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    collectives: int
+    waited: dict[int, float]
+
+
+@dataclass(slots=True)
+class WatchReport:
+    """Everything that a watch has seen so far.
+
+    Attributes:
+        seconds: For how long it has watched.
+        groups: The process groups with a collective.
+        late: Ranks that were late, in order.
+        stalls: What hung, in words.
+        disagreements: Which ranks disagreed, in words.
+    """
+
+    seconds: float
+    groups: list[GroupSummary] = field(default_factory=list)
+    late: list[Episode] = field(default_factory=list)
+    stalls: list[str] = field(default_factory=list)
+    disagreements: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"watched for {duration(self.seconds)}"]
+        for group in self.groups:
+            low, high = min(group.waited.values()), max(group.waited.values())
+            lines.append(
+                f"group {group.name}: {ranks_in_words(group.ranks)}, {group.collectives} collectives; under way for "
+                f"{low / self.seconds:.0%} to {high / self.seconds:.0%} of the time"
+            )
+        lines += [str(each) for each in self.late]
+        lines += [f"stall: {text}" for text in self.stalls]
+        lines += self.disagreements
+        if not (self.late or self.stalls or self.disagreements):
+            lines.append("no rank was late, nothing hung, all ranks issued the same collectives")
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """All of it as one JSON object; seconds, ranks and groups as in the attributes."""
+        return json.dumps(asdict(self))
+
+    def to_prometheus(self) -> str:
+        """The text format of Prometheus: counters of collectives, waits and stalls, and who is late now."""
+        lines = ["# TYPE gradwire_watch_collectives counter"]
+        lines += [f'gradwire_watch_collectives{{group="{each.name}"}} {each.collectives}' for each in self.groups]
+        lines.append("# TYPE gradwire_watch_under_way_seconds counter")
+        lines += [
+            f'gradwire_watch_under_way_seconds{{group="{each.name}",rank="{rank}"}} {seconds:.6g}'
+            for each in self.groups
+            for rank, seconds in each.waited.items()
+        ]
+        lines.append("# TYPE gradwire_watch_late_share gauge")
+        lines += [
+            f'gradwire_watch_late_share{{group="{each.late.group}",rank="{each.late.rank}"}} {each.late.seconds:.6g}'
+            for each in self.late
+            if each.ended is None
+        ]
+        lines += ["# TYPE gradwire_watch_stalls counter", f"gradwire_watch_stalls {len(self.stalls)}"]
+        lines += [
+            "# TYPE gradwire_watch_disagreements counter",
+            f"gradwire_watch_disagreements {len(self.disagreements)}",
+        ]
+        return "\n".join(lines) + "\n"

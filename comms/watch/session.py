@@ -1,0 +1,153 @@
+"""One rank's part in watching one default group: it looks, speaks, answers, and on rank 0 judges."""
+
+import logging
+import socket
+import threading
+import time
+
+import torch.distributed as dist
+
+from gradwire.comms.bootstrap.compat import store_of
+from gradwire.comms.observe.stack import line_of_thread
+from gradwire.comms.watch.activity import Activity
+from gradwire.comms.watch.board import WatchBoard
+from gradwire.comms.watch.flight import FlightReader
+from gradwire.comms.watch.judge import ANSWER_SECONDS, Judge
+from gradwire.comms.watch.rank import RankLog, RankWord
+from gradwire.comms.watch.report import WatchReport
+
+log = logging.getLogger("gradwire")
+
+LOOK_SECONDS = 0.02
+"""Between two looks at this rank's groups: 10 us for the state of its groups, and 20 us for where its thread stands."""
+
+WORD_SECONDS = 0.5
+"""Between two words of a rank."""
+
+CONCLUDE_SECONDS = ANSWER_SECONDS + 2.0
+"""How long a rank that ends with an error waits until the others have answered, and rank 0 has said what they mean."""
+
+MOST_FAILURES = 5
+"""Of the store, one after the other; then this rank watches no more."""
+
+
+class Session:
+    """Watches the default group that there is now, and all groups within it.
+
+    Args:
+        stall_seconds: Without progress, until it is said.
+
+    Attributes:
+        group: The default group.
+    """
+
+    def __init__(self, stall_seconds: float) -> None:
+        self.group = dist.group.WORLD
+        assert self.group is not None
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._board = WatchBoard(store_of(self.group), self._rank, self._size)
+        self._judge = Judge(self._board, self._size, stall_seconds) if self._rank == 0 else None
+        self._thread = threading.main_thread().ident or 0
+        self._flight = FlightReader()
+        self._log = RankLog()
+        self._activity = Activity(self._thread)
+        self._last = time.monotonic()
+        self._next_word = 0.0
+        self._beats = self._answered = self._failures = self._groups = 0
+        self._leaves: str | None = None
+        self._lock = threading.Lock()  # the training thread speaks, too, where it ends with an error
+
+    @property
+    def report(self) -> WatchReport | None:
+        """What was found; None on all ranks but the first."""
+        return None if self._judge is None else self._judge.report
+
+    @property
+    def is_over(self) -> bool:
+        """Whether another group has taken the default group's place, or the store no longer answers."""
+        return self._failures >= MOST_FAILURES or not dist.is_initialized() or dist.group.WORLD is not self.group
+
+    def look(self) -> None:
+        """Looks at this rank; now and then speaks to the others."""
+        now = time.monotonic()
+        self._log.note(now, self._flight.progress())
+        self._activity.sample(now - self._last)
+        self._last = now
+        if now >= self._next_word:
+            self._next_word = now + WORD_SECONDS
+            try:
+                self.speak()
+                self._failures = 0
+            except RuntimeError as error:  # whoever trains will hear of it, too
+                self._failures += 1
+                log.debug("rank %d cannot speak to the others of the watch: %s", self._rank, error)
+
+    def speak(self) -> None:
+        """Leaves a word, answers what was asked, and judges on rank 0.
+
+        Raises:
+            RuntimeError: The store is gone, or silent.
+        """
+        with self._lock:
+            if len(self._flight.members) != self._groups:
+                self._groups = len(self._flight.members)
+                self._board.introduce(self._flight.members, socket.gethostname())
+            self._beats += 1
+            self._board.say(
+                RankWord(
+                    self._beats,
+                    time.monotonic(),
+                    dict(self._log.states()),
+                    {kind: round(seconds, 3) for kind, seconds in self._activity.seconds.items()},
+                    self._activity.lines(),
+                    line_of_thread(self._thread),
+                    self._leaves,
+                )
+            )
+            question = self._board.asked()
+            if question > self._answered:
+                self._answered = question
+                self._board.answer(question, self._flight.issued())
+            if self._judge is not None:
+                if question:
+                    self._judge.question(question)
+                self._judge.look()
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the training thread is about to end, and compares first."""
+        return self._leaves is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a collective was under way at the last look."""
+        return self._log.waits
+
+    def leave(self, why: str) -> None:
+        """Compares what all ranks have issued last, where this one is about to end while others may wait for it.
+
+        Args:
+            why: It ends.
+        """
+        self._leaves = why
+        try:
+            question = self._board.ask()
+            until = time.monotonic() + CONCLUDE_SECONDS
+            self.speak()
+            while time.monotonic() < until and not self._board.concluded(question):
+                time.sleep(LOOK_SECONDS)
+                if threading.current_thread() is not threading.main_thread() and self._judge is not None:
+                    self.speak()
+        except RuntimeError as gone:
+            last = [
+                f"{each[-1].what} of group {name} at {each[-1].line}"
+                for name, each in self._flight.issued().items()
+                if each
+            ]
+            log.warning(
+                "watch: rank %d ends with %s, and cannot ask the others what they did: %s; its own last collective: %s",
+                self._rank,
+                why,
+                gone,
+                "; ".join(last),
+            )

@@ -1,0 +1,63 @@
+"""Signals that a watch answers also where the main thread waits in a collective for ever.
+
+Python's handlers run in the main thread. But when a signal comes its number is written to a descriptor, at once, by the
+C part of the interpreter; the thread of the watch reads that.
+"""
+
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+
+log = logging.getLogger("gradwire")
+
+REPORT, END = signal.SIGUSR2, signal.SIGTERM
+"""What asks for a report, and what launchers end the other ranks with when one has failed."""
+
+
+class Signals:
+    """The signals that have come, of those that the program leaves alone; none, where it has such a descriptor itself.
+
+    Also has the interpreter say where each thread stands where C++ ends the process, as gloo does for unlike sizes.
+    """
+
+    def __init__(self) -> None:
+        self._reading: int | None = None
+        if sys.stderr is not None and not faulthandler.is_enabled():
+            try:
+                faulthandler.enable()
+            except (OSError, ValueError, AttributeError) as error:  # a notebook's stderr has no descriptor
+                log.debug("where threads stand cannot be printed when C++ ends the process: %s", error)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        mine = [number for number in (REPORT, END) if signal.getsignal(number) == signal.SIG_DFL]
+        if not mine:
+            return
+        reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        previous = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        if previous != -1:
+            signal.set_wakeup_fd(previous)
+            os.close(reading)
+            os.close(writing)
+            return
+        self._reading = reading
+        for number in mine:
+            signal.signal(number, lambda number, frame: None)
+
+    def come(self) -> frozenset[int]:
+        """The signals that have come since the last call."""
+        if self._reading is None:
+            return frozenset()
+        try:
+            return frozenset(os.read(self._reading, 4096)) & {REPORT, END}
+        except BlockingIOError:
+            return frozenset()
+
+    @staticmethod
+    def end() -> None:
+        """Ends the process as the signal would have without a watch; from any thread."""
+        ctypes.CDLL(None).signal(int(END), 0)  # signal.signal may be called in the main thread alone
+        os.kill(os.getpid(), END)

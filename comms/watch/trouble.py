@@ -1,0 +1,171 @@
+"""What hangs, and which ranks disagree: what the ranks' last collectives mean, side by side."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gradwire.comms.report import duration
+from gradwire.comms.watch.flight import IssuedCollective
+from gradwire.comms.watch.rank import RankWord
+
+MOST_NAMED = 8
+"""Ranks in one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A group in which nothing moves.
+
+    Attributes:
+        group: Its name.
+        number: Of the collective that ranks wait in.
+        seconds: For how long.
+        waiting: Ranks that have issued it.
+        missing: Ranks that have not.
+        silent: Ranks that say nothing any more, or never did.
+    """
+
+    group: str
+    number: int
+    seconds: float
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+    silent: tuple[int, ...]
+
+
+def find_stuck(
+    words: Mapping[int, RankWord], members: Mapping[str, Sequence[int]], silent: Sequence[int], seconds: float
+) -> list[Stuck]:
+    """The groups in which a rank has waited in one collective for too long, the longest first.
+
+    Args:
+        words: Of the ranks, newest.
+        members: Group's name -> its ranks.
+        silent: Ranks whose words are old.
+        seconds: What is too long.
+    """
+    found = []
+    for name, ranks in members.items():
+        states = {rank: words[rank].groups[name] for rank in ranks if rank in words and name in words[rank].groups}
+        waits = {rank: state for rank, state in states.items() if state.issued > state.ended and rank not in silent}
+        if not any(state.still_seconds >= seconds for state in waits.values()):
+            continue
+        number = min(state.ended for state in waits.values()) + 1
+        quiet = tuple(rank for rank in ranks if rank in silent or rank not in words)
+        missing = tuple(
+            rank for rank in ranks if rank not in quiet and (rank not in states or states[rank].issued < number)
+        )
+        longest = max(state.still_seconds for state in waits.values())
+        found.append(Stuck(name, number, longest, tuple(waits), missing, quiet))
+    return sorted(found, key=lambda stuck: -stuck.seconds)
+
+
+def origin(stuck: Sequence[Stuck]) -> Stuck | None:
+    """Of several groups that hang the one that the others wait for: whose missing ranks wait in no other one."""
+    waiting = {rank for each in stuck for rank in each.waiting}
+    roots = [each for each in stuck if not set(each.missing) & waiting]
+    return next(iter(roots or stuck), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Ranks of a group that do not issue the same collective.
+
+    Attributes:
+        group: Its name.
+        number: Of the first collective in which they differ.
+        issued: What each rank has issued under this number.
+        by_line_alone: Operations and shapes are the same; the lines that issued them are not.
+    """
+
+    group: str
+    number: int
+    issued: Mapping[int, IssuedCollective]
+    by_line_alone: bool = False
+
+    def __str__(self) -> str:
+        kinds: dict[tuple[str, str | None], list[int]] = {}
+        for rank, each in sorted(self.issued.items()):
+            kinds.setdefault((each.what, each.line), []).append(rank)
+        parts = [
+            f"{ranks_in_words(ranks)} issued {what}" + (f" at {line}" if line else "")
+            for (what, line), ranks in sorted(kinds.items(), key=lambda item: -len(item[1]))
+        ]
+        how = (
+            "by their lines alone, as if one of them had left out or swapped a collective" if self.by_line_alone else ""
+        )
+        head = f"the ranks of group {self.group} disagree in collective {self.number}"
+        return f"{head}{' ' if how else ''}{how}: {'; '.join(parts)}"
+
+
+def find_disagreement(
+    group: str, issued: Mapping[int, Sequence[IssuedCollective]], *, lines: bool
+) -> Disagreement | None:
+    """The first collective in which ranks differ.
+
+    Args:
+        group: Its name.
+        issued: Rank -> its last collectives, ascending.
+        lines: Also where operations and shapes are equal and the lines that asked for them are not; a script may have
+            ranks ask from different lines without a fault.
+    """
+    numbered = {rank: {each.number: each for each in some} for rank, some in issued.items() if some}
+    if len(numbered) < 2:
+        return None
+    common = sorted(set.intersection(*(set(some) for some in numbered.values())))
+    for by_line in (False, True) if lines else (False,):
+        for number in common:
+            here = {rank: some[number] for rank, some in numbered.items()}
+            if len({each.line if by_line else each.what for each in here.values()}) > 1:
+                return Disagreement(group, number, here, by_line)
+    return None
+
+
+def stuck_in_words(
+    stuck: Stuck,
+    words: Mapping[int, RankWord],
+    issued: Mapping[int, Sequence[IssuedCollective]],
+    hosts: Mapping[int, str],
+) -> str:
+    """Which ranks have not come to what, and where they are.
+
+    Args:
+        stuck: What hangs.
+        words: Of the ranks, newest.
+        issued: Rank -> its last collectives of the group.
+        hosts: Rank -> its host.
+    """
+    here = [each for rank in stuck.waiting for each in issued.get(rank, ()) if each.number == stuck.number]
+    what = f"collective {stuck.number} of group {stuck.group}"
+    if here:
+        common, _ = Counter((each.what, each.line) for each in here).most_common(1)[0]
+        what += f" ({common[0]}" + (f", issued at {common[1]})" if common[1] else ")")
+    parts = []
+    for ranks, verb in ((stuck.missing, "not come to"), (stuck.silent, "said nothing for a while, and not ended")):
+        if ranks:
+            hosted = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks[:MOST_NAMED] if rank in hosts))
+            parts.append(
+                f"{ranks_in_words(ranks)} on {hosted} {'has' if len(ranks) == 1 else 'have'} {verb} {what}, "
+                f"{duration(stuck.seconds)} late"
+            )
+    if not parts:
+        parts.append(
+            f"all ranks have come to {what} and have waited in it for {duration(stuck.seconds)}: a link is slow or "
+            "broken"
+        )
+    elif stuck.waiting:
+        parts.append(f"{ranks_in_words(stuck.waiting)} wait{'s' * (len(stuck.waiting) == 1)} in it")
+    for rank in stuck.missing[:MOST_NAMED]:
+        word = words[rank]
+        if word.leaves is not None:
+            parts.append(f"rank {rank} ends with {word.leaves}")
+        elif word.at is not None:
+            parts.append(f"rank {rank} is at {word.at}")
+    return "; ".join(parts)
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """`rank 3`; `ranks 0, 1, 2`; of many the first ones."""
+    shown = ", ".join(map(str, ranks[:MOST_NAMED]))
+    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"

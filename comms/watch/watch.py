@@ -1,0 +1,195 @@
+"""`gradwire.watch()` and GRADWIRE_WATCH=1: the life of a watch in one process.
+
+A thread waits for a default group, looks at it for as long as it lasts, and for the next one after it. Nothing of
+torch's is wrapped and nothing that is computed changes: the thread reads torch's own flight recorder.
+"""
+
+import atexit
+import logging
+import math
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from gradwire.comms.bootstrap.threads import BackgroundThread
+from gradwire.comms.config import (
+    FLIGHT_RECORDER_SIZE,
+    WATCH,
+    flight_recorder_size,
+    set_flight_recorder_size,
+    watch_options,
+)
+from gradwire.comms.watch.signals import END, REPORT, Signals
+
+if TYPE_CHECKING:
+    from gradwire.comms.observe.metrics import Metrics
+    from gradwire.comms.watch.report import WatchReport
+    from gradwire.comms.watch.session import Session
+
+log = logging.getLogger("gradwire")
+
+KEPT = 256
+"""Collectives of each rank that torch's flight recorder keeps, where nobody has said how many: what ranks compare when
+one of them hangs. To read so many with their lines takes some 0.1 s, once."""
+
+IDLE_SECONDS = 0.2
+METRICS_EVERY_SECONDS = 5.0
+
+_watch: "Watch | None" = None
+
+
+class Watch:
+    """What is watched in this process.
+
+    Args:
+        stall_seconds: Without progress of a group, until a warning says so.
+        json: A file for the report, written by rank 0 at the end; None writes none.
+        metrics: A file for node_exporter's textfile collector or a port of this host, by rank 0; None has none.
+    """
+
+    def __init__(self, stall_seconds: float, json: Path | None, metrics: Path | int | None) -> None:
+        self._stall_seconds = stall_seconds
+        self._json = json
+        self._metrics_to = metrics
+        self._metrics: Metrics | None = None
+        self._session: Session | None = None
+        self._last: WatchReport | None = None
+        self._closed = threading.Event()
+        self._signals = Signals()
+        self._hook = sys.excepthook
+        sys.excepthook = self._ends_with
+        self._thread = BackgroundThread("gradwire watch", self._run, end=self._closed.set)
+        self._thread.start()
+        atexit.register(self.close)
+
+    @property
+    def report(self) -> "WatchReport | None":
+        """What was found so far, on rank 0; None elsewhere, and before there was a default group."""
+        return self._last if self._session is None else self._session.report
+
+    def close(self) -> None:
+        """Ends the watch; rank 0 logs its report, and writes the JSON file."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(IDLE_SECONDS + 1.0)
+        if sys.excepthook == self._ends_with:
+            sys.excepthook = self._hook
+        if self._metrics is not None:
+            self._metrics.close()
+        report = self.report
+        if report is None:
+            return
+        log.warning("watch: %s", report)
+        if self._json is not None:
+            try:
+                self._json.write_text(report.to_json() + "\n")
+            except OSError as error:
+                log.error("the watch's report cannot be written to %s: %s", self._json, error.strerror)
+
+    def _run(self) -> None:
+        while not self._closed.wait(IDLE_SECONDS):
+            if not dist.is_initialized() or dist.get_world_size() == 1:
+                continue
+            # Here: torch is being imported when a watch begins.
+            from gradwire.comms.watch.session import LOOK_SECONDS, Session
+
+            self._session = session = Session(self._stall_seconds)
+            self._open_metrics(session)
+            while not session.is_over and not self._closed.wait(LOOK_SECONDS):
+                session.look()
+                self._answer(session)
+                self._export(session)
+            self._last, self._session = session.report, None
+        if END in self._signals.come():
+            Signals.end()
+
+    def _answer(self, session: "Session") -> None:
+        """Does what signals ask for; before the process ends for one of them, ranks that wait compare what they did."""
+        signals = self._signals.come()
+        if REPORT in signals and session.report is not None:
+            log.warning("watch: %s", session.report)
+        if END in signals and not session.leaves:  # or it ends by itself, in a moment
+            if session.waits:
+                session.leave("a signal that ends it")
+            Signals.end()
+
+    def _export(self, session: "Session") -> None:
+        report = session.report
+        if self._metrics is not None and report is not None:
+            self._metrics.step_ended(lambda: report)
+
+    def _open_metrics(self, session: "Session") -> None:
+        if self._metrics_to is None or session.report is None or self._metrics is not None:
+            return
+        from gradwire.comms.observe.metrics import Metrics
+
+        file, port = (None, self._metrics_to) if isinstance(self._metrics_to, int) else (self._metrics_to, None)
+        try:
+            self._metrics = Metrics(file, port, "127.0.0.1", METRICS_EVERY_SECONDS)
+        except OSError as error:
+            log.error("the watch's metrics cannot go to %s: %s", self._metrics_to, error.strerror)
+            self._metrics_to = None
+
+    def _ends_with(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        self._hook(kind, error, traceback)
+        if self._session is not None and not issubclass(kind, KeyboardInterrupt):
+            text = str(error).splitlines()[0][:200] if str(error) else ""
+            self._session.leave(f"{kind.__name__}: {text}")
+
+
+def watch(
+    stall_seconds: float = 10.0, *, json: str | Path | None = None, metrics: str | Path | int | None = None
+) -> Watch:
+    """Watches the collectives of every process group of this job, whoever issues them.
+
+    Call it on all ranks, before `init_process_group`; or set GRADWIRE_WATCH=1 and change nothing.
+
+    Args:
+        stall_seconds: Without progress of a group for so many seconds a warning says who has not come, and where it is.
+        json: A file that rank 0 writes its report to at the end.
+        metrics: A file for node_exporter's textfile collector, or a port for Prometheus, which rank 0's host alone can
+            ask.
+
+    Returns:
+        The watch of this process; there is one: a second call returns the first one's.
+
+    Raises:
+        ValueError: `stall_seconds` is not a positive number.
+        RuntimeError: There is a process group already, and torch's flight recorder keeps nothing.
+    """
+    global _watch
+    if _watch is not None:
+        return _watch
+    if not (math.isfinite(stall_seconds) and stall_seconds > 0):
+        raise ValueError(f"`stall_seconds` is {stall_seconds}; wanted a positive number of seconds")
+    if not flight_recorder_size():
+        if dist.is_initialized():
+            raise RuntimeError(
+                "there is a process group already, and torch's flight recorder keeps no collectives: call "
+                f"`gradwire.watch()` before init_process_group, or set {FLIGHT_RECORDER_SIZE}={KEPT}, or {WATCH}=1"
+            )
+        set_flight_recorder_size(KEPT)
+    _watch = Watch(stall_seconds, None if json is None else Path(json), _metrics_place(metrics))
+    return _watch
+
+
+def install() -> None:
+    """Begins the watch that GRADWIRE_WATCH asks for, with what its further variables say.
+
+    Raises:
+        ValueError: One of them is not what it should be.
+    """
+    options = watch_options()
+    watch(options.stall_seconds, json=options.json, metrics=options.metrics)
+
+
+def _metrics_place(given: str | Path | int | None) -> Path | int | None:
+    if given is None or isinstance(given, (int, Path)):
+        return given
+    return int(given) if given.isdigit() else Path(given)

@@ -1,0 +1,76 @@
+"""Who is named as late, over simulated jobs: clocks differ, looks are 20 ms apart, compute times scatter."""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from gradwire.comms.watch.late import Lateness, LateRank
+from support.watched import Collective, SimulatedJob
+
+DATA_PARALLEL = [("default", (0, 1, 2, 3))] * 4
+TENSOR_AND_DATA: list[Collective] = [("tp0", (0, 1)), ("tp1", (2, 3)), ("dp0", (0, 2)), ("dp1", (1, 3))]
+PIPELINE: list[Collective] = [("stage01", (0, 1)), ("stage12", (1, 2)), ("stage23", (2, 3))]
+
+
+def compute_times(
+    size: int, base: float, scatter: float, seed: int, late: int | None = None, delay: float = 0.0, since: int = 0
+) -> Iterator[Sequence[float]]:
+    drawn = random.Random(seed)
+    for step in itertools.count():
+        row = [base * (1 + drawn.uniform(0, scatter)) for _ in range(size)]
+        if late is not None and step >= since:
+            row[late] += delay
+        yield row
+
+
+def first_named(
+    step: Sequence[Collective], times: Iterator[Sequence[float]], steps: int
+) -> tuple[int | None, list[LateRank]]:
+    """The step in which somebody is named first, and who."""
+    job = SimulatedJob(4, step)
+    lateness = Lateness(job.members)
+    for number, words in enumerate(job.steps(itertools.islice(times, steps))):
+        if words is not None and (found := lateness.hear(words)):
+            return number, found
+    return None, []
+
+
+@pytest.mark.parametrize("late", range(4))
+@pytest.mark.parametrize("step", [DATA_PARALLEL, TENSOR_AND_DATA, PIPELINE], ids=["dp", "tp-dp", "pipeline"])
+@pytest.mark.parametrize("base", [0.02, 0.1])
+def test_a_delay_of_200_ms_is_named_within_20_steps(step: Sequence[Collective], late: int, base: float) -> None:
+    for seed in range(5):
+        number, found = first_named(step, compute_times(4, base, 0.2, seed, late, 0.2, since=30), 51)
+        assert number is not None and 30 <= number, (seed, number)
+        assert [each.rank for each in found] == [late], (seed, found)
+
+
+def test_a_small_delay_in_long_steps_is_named_too() -> None:
+    number, found = first_named(DATA_PARALLEL, compute_times(4, 0.3, 0.02, 0, 2, 0.05), 60)
+    assert number is not None and [each.rank for each in found] == [2]
+    assert 0.05 < found[0].seconds < 0.25
+
+
+@pytest.mark.parametrize("step", [DATA_PARALLEL, TENSOR_AND_DATA], ids=["dp", "tp-dp"])
+def test_nobody_is_named_in_ten_thousand_healthy_steps(step: Sequence[Collective]) -> None:
+    number, found = first_named(step, compute_times(4, 0.03, 0.5, 7), 10_000)
+    assert number is None, (number, found)
+
+
+def test_what_a_late_rank_does_longer_than_the_others_is_said() -> None:
+    _, found = first_named(DATA_PARALLEL, compute_times(4, 0.05, 0.1, 1, 3, 0.2), 60)
+    assert found[0].busy_with == "the forward pass"
+    assert found[0].waiting == (0, 1, 2)
+
+
+def test_a_rank_that_recovers_is_no_longer_late() -> None:
+    job = SimulatedJob(4, DATA_PARALLEL)
+    lateness = Lateness(job.members)
+    times = itertools.chain(
+        itertools.islice(compute_times(4, 0.05, 0.1, 1, 3, 0.2), 30),
+        itertools.islice(compute_times(4, 0.05, 0.1, 2), 90),
+    )
+    found = [lateness.hear(words) for words in job.steps(times) if words is not None]
+    assert any(found) and not found[-1]

@@ -1,0 +1,76 @@
+"""What ranks' last collectives mean, side by side."""
+
+import pytest
+
+from gradwire.comms.watch.flight import IssuedCollective
+from gradwire.comms.watch.rank import GroupState, RankWord
+from gradwire.comms.watch.trouble import Stuck, find_disagreement, find_stuck, origin, stuck_in_words
+
+MEMBERS = {"default": (0, 1, 2)}
+
+
+def word(issued: int, ended: int, still: float, at: str | None = None, name: str = "default") -> RankWord:
+    return RankWord(1, 0.0, {name: GroupState(issued, ended, still, 0.0)}, {}, {}, at)
+
+
+def test_the_rank_that_has_not_issued_what_the_others_wait_in_is_missing() -> None:
+    words = {0: word(7, 6, 12.0), 1: word(6, 6, 0.0, "data.py:8 in load"), 2: word(7, 6, 11.0)}
+    (stuck,) = find_stuck(words, MEMBERS, (), 10.0)
+    assert stuck == Stuck("default", 7, 12.0, (0, 2), (1,), ())
+    issued = {0: [IssuedCollective(7, "all_reduce of [4] Float", "train.py:3 in step")]}
+    text = stuck_in_words(stuck, words, issued, {0: "a", 1: "b", 2: "b"})
+    assert (
+        "rank 1 on b has not come to collective 7 of group default (all_reduce of [4] Float, issued at train.py:3"
+        in text
+    )
+    assert "ranks 0, 2 wait in it; rank 1 is at data.py:8 in load" in text
+
+
+def test_a_rank_that_says_nothing_is_not_said_to_have_missed_anything() -> None:
+    words = {0: word(7, 6, 12.0), 1: word(7, 6, 3.0), 2: word(7, 6, 11.0)}
+    (stuck,) = find_stuck(words, MEMBERS, (1,), 10.0)
+    assert (stuck.missing, stuck.silent) == ((), (1,))
+
+
+def test_nothing_is_stuck_before_the_time() -> None:
+    assert find_stuck({0: word(7, 6, 9.0), 1: word(6, 6, 0.0)}, MEMBERS, (), 10.0) == []
+
+
+def test_where_all_have_come_a_link_is_at_fault() -> None:
+    words = {rank: word(7, 6, 12.0) for rank in range(3)}
+    (stuck,) = find_stuck(words, MEMBERS, (), 10.0)
+    assert "a link is slow or broken" in stuck_in_words(stuck, words, {}, {})
+
+
+def test_of_two_groups_the_one_whose_missing_rank_waits_nowhere_is_the_origin() -> None:
+    first = Stuck("tp", 3, 12.0, (0,), (1,), ())
+    second = Stuck("dp", 9, 14.0, (2,), (0,), ())
+    assert origin([second, first]) == first
+    assert origin([]) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [IssuedCollective(3, "broadcast of [4] Float", "b.py:1"), IssuedCollective(3, "all_reduce of [5] Float", "a.py:1")],
+)
+def test_unlike_operations_or_shapes_are_a_disagreement(other: IssuedCollective) -> None:
+    same = [IssuedCollective(2, "barrier", "a.py:9"), IssuedCollective(3, "all_reduce of [4] Float", "a.py:1")]
+    found = find_disagreement("default", {0: same, 1: [same[0], other], 2: same}, lines=True)
+    assert found is not None and found.number == 3 and not found.by_line_alone
+    assert "ranks 0, 2 issued all_reduce of [4] Float at a.py:1; rank 1 issued" in str(found)
+
+
+def test_a_left_out_collective_of_the_same_shape_shows_by_its_line() -> None:
+    lines = {0: ["a", "b", "a", "b"], 1: ["a", "a", "b", "a"]}
+    issued = {
+        rank: [IssuedCollective(n, "all_reduce of [4] Float", line) for n, line in enumerate(some)]
+        for rank, some in lines.items()
+    }
+    found = find_disagreement("default", issued, lines=True)
+    assert found is not None and found.by_line_alone and found.number == 1
+    assert find_disagreement("default", issued, lines=False) is None
+
+
+def test_only_what_all_ranks_still_remember_is_compared() -> None:
+    old, new = IssuedCollective(1, "barrier", None), IssuedCollective(2, "barrier", None)
+    assert find_disagreement("default", {0: [old, new], 1: [new]}, lines=True) is None
