@@ -11,5 +11,5 @@ host memory, and every operation on them runs at once on the CPU. Streams and ev
 - an *order error*: members of an NCCL communicator issue different collectives (`nccl`), which would hang a GPU.
 
 Ranks are threads (`ranks`), each with the device of its number. `drive` runs gradwire on it;
-docs/how-to/find_races_without_a_gpu.md shows how to use it.
+docs/develop/find_races_without_a_gpu.md shows how to use it.
 """

@@ -26,6 +26,7 @@ from fake_cuda.machine import Machine, machine
 from fake_cuda.patch import fake_cuda
 from fake_cuda.ranks import FakeProcessGroup, process_groups, run_ranks
 from fake_cupy.launches import launched_by
+from gradwire.bench.studies.gpu.backward import HandedBucket, in_backward
 from gradwire.compressors.kernels import cuda
 from kernels_on_cpu.emulator import Emulator
 
@@ -129,50 +130,6 @@ class Model(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(shape, device=device)))
 
 
-class FakeBucket:
-    """What DDP hands to the hook."""
-
-    def __init__(self, index: int, buffer: Tensor, parameters: Sequence[Tensor], last: bool) -> None:
-        self._index, self._buffer, self._parameters, self._last = index, buffer, list(parameters), last
-
-    def index(self) -> int:
-        return self._index
-
-    def buffer(self) -> Tensor:
-        return self._buffer
-
-    def set_buffer(self, buffer: Tensor) -> None:
-        self._buffer = buffer
-
-    def parameters(self) -> list[Tensor]:
-        return self._parameters
-
-    def gradients(self) -> list[Tensor]:
-        flats = torch.split(self._buffer, [each.numel() for each in self._parameters])
-        return [flat.view(each.shape) for flat, each in zip(flats, self._parameters, strict=True)]
-
-    def is_last(self) -> bool:
-        return self._last
-
-
-class _Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, body: Callable[[], None]) -> Tensor:
-        ctx.body = body
-        return leaf.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.body()
-        return gradient, None
-
-
-def in_backward(body: Callable[[], None]) -> None:
-    """Runs `body` in a backward pass of autograd, on this thread."""
-    leaf = torch.zeros(1, requires_grad=True)
-    _Backward.apply(leaf, body).sum().backward()  # type: ignore[no-untyped-call]
-
-
 @dataclass
 class Job:
     """One rank's training: `step` once for each backward pass.
@@ -220,7 +177,7 @@ class Job:
                 parts = torch.split(flat, [named[name].numel() for name in names])
                 for part, name in zip(parts, names, strict=True):
                     part.copy_(sources[name].view(-1))  # the kernel of backward that fills the bucket
-                bucket = FakeBucket(number, flat, [named[name] for name in names], number == len(buckets) - 1)
+                bucket = HandedBucket(number, flat, [named[name] for name in names], number == len(buckets) - 1)
                 self._allocate()
                 futures.append(self.state.reduce(bucket))
                 self._allocate()

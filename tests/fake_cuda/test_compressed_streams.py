@@ -84,9 +84,11 @@ def test_thirty_steps(compressor: str) -> None:
     compared(compressor, ((("three_weight",), ("two_weight", "one_weight")),) * 30, shapes=shapes, quiet=True)
 
 
+@pytest.mark.parametrize("nodes", ["aabb", "ab"])
 @pytest.mark.parametrize("compressor", ["int8", "dgc", "powersgd"])
-def test_chunks(compressor: str) -> None:
-    compared(compressor, (FIRST,) * 3, chunks=2)
+def test_chunks(compressor: str, nodes: str) -> None:
+    """Of one GPU a node, a chunk ends with a kernel of its own: no all-gather orders it before the next one's."""
+    compared(compressor, (FIRST,) * 3, nodes, chunks=2)
 
 
 @pytest.mark.parametrize("compressor", FAMILIES)

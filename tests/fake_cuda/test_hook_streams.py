@@ -25,6 +25,7 @@ from fake_cuda.drive import (
 from fake_cuda.machine import Machine
 from fake_cuda.ranks import FakeProcessGroup
 from fake_cuda.streams import side_stream
+from gradwire.comms.step.listeners import TUNER
 
 STEPS = (FIRST, REBUILT, REBUILT)
 PLANS = [
@@ -80,6 +81,21 @@ def test_thirty_steps(plan: str, nodes: str, chunks: int) -> None:
             wanted = torch.stack([one[name] for one in each]).double().mean(0).view(-1).float()
             for rank in results:
                 torch.testing.assert_close(rank[step][bucket], wanted)
+
+
+@pytest.mark.parametrize("plan", ["flat", "hierarchical"])
+def test_every_step_is_watched(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that are issued without an event of gradwire's: a rank that hangs is to be noticed in each."""
+    deadline = first_module("gradwire.comms.bootstrap.liveness").Deadline
+    real, watched = deadline.watch, []
+
+    def watch(own: Any, query: Any) -> None:
+        watched.append(query)
+        real(own, query)
+
+    monkeypatch.setattr(deadline, "watch", watch)
+    on_cuda(4, train("aabb", LONG, shapes=SMALL, whole=True, quiet=True, plan=plan, chunks=1))
+    assert len(watched) >= 4 * len(LONG)
 
 
 @pytest.mark.parametrize("plan", ["flat", "hierarchical"])
@@ -234,12 +250,24 @@ def test_times_are_the_devices_and_are_read_a_step_later() -> None:
         assert 0 < observed.backward_seconds < observed.step_seconds
 
 
+def test_a_report_waits_for_the_times_that_it_has() -> None:
+    reports: dict[int, Any] = {}
+
+    def before(job: Job, step: int) -> None:
+        if step == 3:
+            reports[job.rank] = job.state.report()
+
+    on_cuda(4, train("aabb", (REBUILT,) * 4, before=before, whole=True, plan="hierarchical"))
+    for report in reports.values():
+        assert all(row.timed_calls == row.calls > 0 for row in report.rows)
+
+
 def test_the_tuner_looks_at_each_step_a_step_later() -> None:
     states: dict[int, Any] = {}
 
     def before(job: Job, step: int) -> None:
         if step == 59:
-            tuning = job.state._connection.tuning
+            tuning = job.state._connection.listeners.get(TUNER)
             states[job.rank] = (tuning.tuner.setting, tuning._fusion.plan.cuts, tuning._unread)
 
     body = train("aabb", (REBUILT,) * 60, before=before, whole=True, fusion="auto", quiet=True)
@@ -264,7 +292,9 @@ def test_a_lost_rank_leaves_others_that_go_on() -> None:
         try:
             for step, names in enumerate(STEPS):
                 if rank == 3 and step == 2:
-                    state._survivor.membership.close(orderly=False)  # as the kernel closes the connections of a process
+                    state._elastic.survivor.membership.close(
+                        orderly=False
+                    )  # as the kernel closes the connections of a process
                     while len(ended) < 3:
                         time.sleep(0.01)
                     break

@@ -3,16 +3,17 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from unittest.mock import Mock
+from typing import cast
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
 
 from gradwire.comms import streams
 from gradwire.comms.bootstrap import failure
-from gradwire.comms.bootstrap.compat import HashStore
+from gradwire.comms.bootstrap.compat import BackendWork, HashStore
 from gradwire.comms.bootstrap.failure import FailureBoard
-from gradwire.comms.execute import Bucket, Executor, Launch, RunningLaunch
+from gradwire.comms.execute import Bucket, Executor, IssuedWork, Launch, RunningLaunch
 from gradwire.comms.lanes import Hop
 from gradwire.comms.plan.plan import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Phase, Plan
 from gradwire.comms.plan.routes import Chunk, Route
@@ -115,22 +116,29 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[SideStreams,
     """Streams that only write down which stream waits for which."""
 
     def make() -> tuple[SideStreams, list[tuple[str, object]], list[Mock]]:
-        computing = Mock(name="computing")
-        computing.record_event = lambda: computing
         waits: list[tuple[str, object]] = []
         sides: list[Mock] = []
 
-        def stream(device: torch.device, priority: int) -> Mock:
-            side = Mock()
-            side.wait_event = lambda event: waits.append(("side", event))
-            sides.append(side)
-            return side
+        class Event:
+            behind: object = None
 
-        computing.wait_stream = lambda other: waits.append(("computing", other))
+            def record(self, stream: object) -> None:
+                self.behind = stream
+
+        def made(name: str) -> Mock:
+            stream = MagicMock()
+            stream.wait_event = lambda event: waits.append((name, event.behind))
+            return stream
+
+        def side(device: torch.device, priority: int) -> Mock:
+            sides.append(made("side"))
+            return sides[-1]
+
+        computing = made("computing")
         monkeypatch.setattr(streams, "StepVerdict", Mock())
-        monkeypatch.setattr(torch.cuda, "Stream", stream)
+        monkeypatch.setattr(torch.cuda, "Stream", side)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: computing)
-        monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
         return SideStreams(torch.device("cuda", 0)), waits, [computing, *sides]
 
     return make
@@ -152,3 +160,31 @@ def test_after_an_error_the_current_stream_waits_for_what_was_issued(
     with pytest.raises(torch.OutOfMemoryError):
         Failing(side_streams).send("a", HIERARCHICAL, 2)
     assert waits == [*[("side", computing)] * STREAMS, ("issue", None), *(("computing", side) for side in sides)]
+
+
+def test_no_event_is_made_to_put_one_stream_behind_another(
+    recorded: Callable[[], tuple[SideStreams, list[tuple[str, object]], list[Mock]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would cost the host more than to record the one that is there."""
+    side_streams, waits, (computing, *sides) = recorded()
+    made = Mock()
+    monkeypatch.setattr(torch.cuda, "Event", made)
+    side_streams.begin((0, 1), ())
+    with side_streams.alone():
+        pass
+    side_streams.rejoin()
+    assert not made.called
+    assert not any(stream.record_event.called for stream in (computing, *sides))
+    first, second = sides
+    begun, alone = [("side", computing)] * STREAMS, [("side", computing), ("side", second), ("side", first)]
+    assert waits == [*begun, *alone, ("computing", first), ("computing", second)]
+
+
+def test_a_work_is_not_asked_while_its_communicator_is_given_up() -> None:
+    """Torch would answer under the lock that the abort holds."""
+
+    class Aborting:
+        def is_completed(self) -> bool:
+            raise AssertionError("asked")
+
+    assert IssuedWork(cast(BackendWork, Aborting()), lambda: True).query()

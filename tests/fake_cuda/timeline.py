@@ -713,7 +713,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--nics", type=int, default=1, help="of a node")
     parser.add_argument("--nvlink", type=float, default=300.0, help="GB/s of a GPU in one direction")
     parser.add_argument("--draw", type=Path, metavar="FILE", help=".png or .svg")
-    parser.add_argument("--table", action="store_true", help="print the table of docs/explanation/cuda.md instead")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/develop/cuda.md instead")
     chosen = parser.parse_args(words)
     if chosen.table:
         print("\n".join(table()))

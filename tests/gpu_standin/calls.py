@@ -12,6 +12,12 @@ from typing import Any
 LIBRARIES = next(Path(sys.prefix, "lib").glob("python*/site-packages/nvidia/cu13/lib"), None)
 """Where build.py has put the stand-in; None where this environment is not the stand-in's."""
 
+
+def is_standin() -> bool:
+    """Whether this interpreter's environment is the stand-in's."""
+    return LIBRARIES is not None and (LIBRARIES.parents[2] / "gpu_standin_cupy.pth").exists()
+
+
 SUM, PROD, MAX, MIN, AVG = range(5)
 DTYPES = {"int8": 0, "uint8": 1, "int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
 """NCCL's numbers."""

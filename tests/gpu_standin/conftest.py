@@ -11,22 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from gpu_standin.calls import LIBRARIES
+from gpu_standin.calls import is_standin
 from support.forked import ForkServer, Ranks, fork_server
 
 JOBS = Path(__file__).parent / "jobs"
-SECONDS = 100
-"""Then ranks that are still there are killed: none of the jobs takes a tenth of it alone on a machine."""
+SECONDS = 120
+"""Few of the jobs take a tenth of it alone on a machine."""
 
 
 def missing() -> str | None:
     """Why the stand-in cannot be used here."""
-    if LIBRARIES is None or not (LIBRARIES / "libgpu_standin_stubs.so").exists():
+    if not is_standin():
         return "runs in the environment of the GPU stand-in: make test-gpu-standin"
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "gpu_standin" in config.getoption("--require") and (reason := missing()) is not None:
+        raise pytest.UsageError(f"`--require=gpu_standin` was given, but this Python is not the stand-in's: {reason}")
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.gpu_standin)
@@ -41,11 +43,13 @@ class Jobs:
 
     folder: Path
     server: ForkServer | None = None
+    seconds: float = SECONDS
+    """Then ranks that are still there are killed."""
 
     def run(self, script: str, *arguments: str, ranks: int = 1, **environment: str) -> Ranks:
         """Runs a script as so many ranks; GPU_STANDIN_... and other variables are `environment`."""
         if self.server is not None:
-            return self.server.run(JOBS / script, arguments, ranks, self.folder, **environment)
+            return self.server.run(JOBS / script, arguments, ranks, self.folder, self.seconds, **environment)
         return self._run_processes(script, arguments, ranks, environment)
 
     def _run_processes(self, script: str, arguments: Sequence[str], ranks: int, environment: dict[str, str]) -> Ranks:
@@ -73,7 +77,7 @@ class Jobs:
         statuses = []
         for process in processes:
             try:
-                statuses.append(process.wait(SECONDS))
+                statuses.append(process.wait(self.seconds))
             except subprocess.TimeoutExpired:
                 process.kill()
                 statuses.append(process.wait())

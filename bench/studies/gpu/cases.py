@@ -1,63 +1,23 @@
-"""What `gpu_report` times for docs/reference/gpu.md besides bench/kernels/cases.py: packing, sums, many matrices."""
+"""What `gpu_report` times for docs/reference/gpu.md besides bench/kernels/cases.py: sums and many matrices."""
 
 from collections.abc import Callable
-from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor
 
 from gradwire.bench.kernels.cases import RANK, SETS, WORKERS, KernelCase, all_cases
-from gradwire.compressors.kernels.cuda.pack import PackTable
+from gradwire.compressors.codecs.cast import CastCodec
+from gradwire.compressors.codecs.quantize import QuantizeCodec
 from gradwire.compressors.kernels.dispatch import KERNELS_ON
-from gradwire.compressors.quantize import QuantizeCodec
 
-TENSORS = 64
-SCALE = 0.25
 MATRICES = 50
 LARGEST_SIDE = 8192
-
-
-def _parameters(numel: int, device: torch.device) -> list[list[Tensor]]:
-    """`SETS` sets of `TENSORS` tensors, the later ones larger, `numel` elements in each set."""
-    whole = sum(range(1, TENSORS + 1))
-    bounds = [numel * done // whole for done in accumulate(range(1, TENSORS + 1), initial=0)]
-    return [[torch.randn(stop - start, device=device) for start, stop in pairwise(bounds)] for _ in range(SETS)]
-
-
-def pack_case(numel: int, device: torch.device) -> KernelCase:
-    """Many gradients into one bucket, scaled while they move."""
-    sets, buckets = _parameters(numel, device), [torch.empty(numel, device=device) for _ in range(SETS)]
-    tables = [PackTable(tensors, _offsets(tensors), SCALE) for tensors in sets]
-
-    def composed(i: int) -> None:
-        torch.cat(sets[i], out=buckets[i])
-        buckets[i].mul_(SCALE)
-
-    return KernelCase("pack", 8.0 * numel, lambda i: tables[i].pack(buckets[i]), composed, buckets)
-
-
-def unpack_case(numel: int, device: torch.device) -> KernelCase:
-    """The bucket back into the gradients, scaled while it moves."""
-    sets, buckets = _parameters(numel, device), [torch.randn(numel, device=device) for _ in range(SETS)]
-    tables = [PackTable(tensors, _offsets(tensors), SCALE) for tensors in sets]
-    pieces = [list(torch.split(bucket, [tensor.numel() for tensor in sets[0]])) for bucket in buckets]
-
-    def composed(i: int) -> None:
-        torch._foreach_copy_(sets[i], pieces[i])
-        torch._foreach_mul_(sets[i], SCALE)
-
-    return KernelCase("unpack", 8.0 * numel, lambda i: tables[i].unpack(buckets[i]), composed, sets[0])
-
-
-def _offsets(tensors: list[Tensor]) -> list[int]:
-    return list(accumulate((tensor.numel() for tensor in tensors[:-1]), initial=0))
 
 
 def fp16_decode_case(numel: int, device: torch.device) -> KernelCase:
     """The sum of four workers' float16 payloads."""
     rows = torch.randn(WORKERS, numel, device=device).half()
     targets = [torch.empty(numel, device=device) for _ in range(SETS)]
-    kernels = KERNELS_ON[rows.device.type]
+    codec, payloads = CastCodec("float16"), rows.view(torch.uint8)
 
     def composed(i: int) -> None:
         torch.sum(rows, 0, dtype=torch.float32, out=targets[i])
@@ -65,7 +25,7 @@ def fp16_decode_case(numel: int, device: torch.device) -> KernelCase:
     return KernelCase(
         "fp16_decode_reduce",
         (4.0 + 2 * WORKERS) * numel,
-        lambda i: kernels.cast_decode_reduce(rows, None, targets[i]),
+        lambda i: codec.decode_reduce(payloads, None, targets[i]),
         composed,
         targets,
     )
@@ -79,7 +39,6 @@ def int4_decode_case(numel: int, device: torch.device) -> KernelCase:
         codec.encode(torch.randn(numel, device=device), payload)
     head = codec.wire_nbytes(numel) - numel // 2
     ranges = payloads[:, :head].contiguous().view(torch.float32).view(WORKERS, -1, 2)
-    kernels = KERNELS_ON[payloads.device.type]
 
     def composed(i: int) -> None:
         targets[i].zero_()
@@ -92,7 +51,7 @@ def int4_decode_case(numel: int, device: torch.device) -> KernelCase:
     return KernelCase(
         "int4_decode_reduce",
         (4.0 + WORKERS / 2) * numel,
-        lambda i: kernels.quantize_decode_reduce(4, payloads, None, targets[i]),
+        lambda i: codec.decode_reduce(payloads, None, targets[i]),
         composed,
         targets,
     )
@@ -126,8 +85,6 @@ def gpu_cases(numel: int, device: torch.device) -> dict[str, Callable[[], Kernel
         device: A CUDA device.
     """
     own = {
-        "pack": pack_case,
-        "unpack": unpack_case,
         "fp16_decode_reduce": fp16_decode_case,
         "int4_decode_reduce": int4_decode_case,
         "orthogonalize_50": orthogonalize_case,

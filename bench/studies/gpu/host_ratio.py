@@ -7,9 +7,13 @@ does falls on all of them alike.
 
     torchrun --nproc-per-node 4 --no-python python -m gradwire.bench.studies.gpu.host_ratio --nodes aabb
 
-Rank 0 prints microseconds of its thread's processor time for a bucket (hook and the wait for its future): least and
-median of the rounds, and the median of the ratios to `allreduce_hook` of the same round. `--profile` names the
-functions in which the first of `--modes` spends them. Feeds docs/reference/gpu.md.
+Rank 0 prints microseconds of its thread's processor time for a bucket (hook, end of the step, wait for the future):
+the least of all steps and the median of the rounds, and of both the ratio to `allreduce_hook`: of the leasts, and the
+median of the rounds' own. As in training the device is behind the host: it waits for a collective that the other ranks
+issue when rank 0 is through, and they do nothing meanwhile. So no stream runs dry, and nothing else of the job runs
+beside what is measured.
+
+`--profile` names the functions in which the first of `--modes` spends its time. Feeds docs/reference/gpu.md.
 """
 
 import argparse
@@ -18,6 +22,7 @@ import pstats
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -26,13 +31,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from gradwire.bench.studies.gpu.backward import HandedBucket, in_backward
 from gradwire.comms.bootstrap.compat import queue_end_of_backward
+from gradwire.comms.config import local_rank, set_launch_order
 from gradwire.comms.hook import HookState
 
 BUCKETS = 8
 """Of a step."""
-NUMEL = 6144
-"""Of a bucket: what is computed takes no time of note."""
+PARAMETERS = 12
+"""Of a bucket."""
+SHAPE = (64, 32)
+"""Of a parameter: large enough to be compressed, small enough to be computed at once."""
 WARM_STEPS = 30
 """Past step 23 gradwire times nothing any more."""
 TORCH = "torch"
@@ -40,35 +49,27 @@ TORCH = "torch"
 Hook = Callable[[Any], "torch.futures.Future[Tensor]"]
 
 
-class _Bucket:
-    """What DDP hands to a hook."""
+class Gate:
+    """Holds the devices back until rank 0's host has issued its step."""
 
-    def __init__(self, index: int, buffer: Tensor, parameter: Tensor) -> None:
-        self._index, self._buffer, self._parameters = index, buffer, [parameter]
+    def __init__(self, device: torch.device) -> None:
+        self._hosts = dist.new_group(backend="gloo")
+        self._devices = dist.new_group()
+        self._token = torch.zeros(1).to(device)
+        self._first = dist.get_rank() == 0
+        dist.all_reduce(self._token, group=self._devices)  # connects the ranks, which makes hosts wait
 
-    def index(self) -> int:
-        return self._index
+    def before(self) -> None:
+        """Before a step: rank 0's device waits, and the other ranks' hosts."""
+        if not self._first:
+            dist.barrier(self._hosts)
+        dist.all_reduce(self._token, group=self._devices)
 
-    def buffer(self) -> Tensor:
-        return self._buffer
-
-    def parameters(self) -> list[Tensor]:
-        return self._parameters
-
-    def is_last(self) -> bool:
-        return self._index == BUCKETS - 1
-
-
-class _Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, body: Callable[[], None]) -> Tensor:
-        ctx.body = body
-        return leaf.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.body()
-        return gradient, None
+    def behind(self) -> None:
+        """After the step: lets the other ranks go on; returns when this rank's device is through."""
+        if self._first:
+            dist.barrier(self._hosts)
+        torch.cuda.synchronize()
 
 
 class MeasuredHook:
@@ -77,14 +78,26 @@ class MeasuredHook:
     Args:
         mode: `torch`, `flat`, `hierarchical`, or `hierarchical:` and a compressor.
         node: Name of this rank's node.
+        gate: Holds the device back in each step.
     """
 
-    def __init__(self, mode: str, node: str) -> None:
+    def __init__(self, mode: str, node: str, gate: Gate) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         self.mode = mode
-        self._model = nn.ParameterList([nn.Parameter(torch.zeros(NUMEL).to(device)) for _ in range(BUCKETS)])
-        self._buffers = [torch.zeros(NUMEL).to(device) for _ in range(BUCKETS)]
-        self._leaf = torch.zeros(1, requires_grad=True)
+        self._gate = gate
+        self._model = nn.ParameterList(
+            [nn.Parameter(torch.zeros(SHAPE).to(device)) for _ in range(BUCKETS * PARAMETERS)]
+        )
+        parameters = list(self._model)
+        self._buckets = [
+            HandedBucket(
+                index,
+                torch.zeros(PARAMETERS * parameters[0].numel()).to(device),
+                parameters[PARAMETERS * index : PARAMETERS * (index + 1)],
+                index == BUCKETS - 1,
+            )
+            for index in range(BUCKETS)
+        ]
         self._state: HookState | None = None
         if mode == TORCH:
             self._hook: Hook = lambda bucket: allreduce_hook(None, bucket)  # type: ignore[arg-type]  # the default group
@@ -95,27 +108,32 @@ class MeasuredHook:
             )
             self._hook = self._state.reduce
 
-    def step(self) -> float:
-        """One backward pass; seconds of processor time of a bucket."""
+    def step(self, watched: AbstractContextManager[object] | None = None, *, gated: bool = True) -> float:
+        """One backward pass, `watched` around what is measured; seconds of processor time of a bucket."""
+        watched = watched or nullcontext()
         futures: list[torch.futures.Future[Tensor]] = []
-        buckets = [_Bucket(index, *pair) for index, pair in enumerate(zip(self._buffers, self._model, strict=True))]
-        seconds = [0.0]
-        hook = self._hook
+        seconds: list[float] = []
 
         def wait() -> None:
             for future in futures:
                 future.wait()
             seconds.append(time.thread_time())
+            watched.__exit__(None, None, None)
 
-        def body() -> None:
-            seconds[0] = time.thread_time()
-            for bucket in buckets:
-                futures.append(hook(bucket))
+        def reduce_all() -> None:
+            watched.__enter__()
+            seconds.append(time.thread_time())
+            for bucket in self._buckets:
+                futures.append(self._hook(bucket))
             queue_end_of_backward(wait)
 
-        _Backward.apply(self._leaf, body).sum().backward()  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-        return (seconds[-1] - seconds[0]) / BUCKETS
+        if gated:
+            self._gate.before()
+        in_backward(reduce_all)
+        if gated:
+            self._gate.behind()
+        began, ended = seconds
+        return (ended - began) / BUCKETS
 
     def close(self) -> None:
         """Ends the state."""
@@ -133,33 +151,44 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("nccl", timeout=timedelta(minutes=10))
-    rank = dist.get_rank()
+    set_launch_order()  # several jobs in one process: gradwire sets it for a job's first state, before anything has run
+    rank = local_rank() or 0
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    jobs = [MeasuredHook(mode, given.nodes[rank]) for mode in (TORCH, *given.modes.split(","))]
+    dist.init_process_group("nccl", timeout=timedelta(minutes=10))
+    gate = Gate(torch.device("cuda", torch.cuda.current_device()))
+    jobs = [MeasuredHook(mode, given.nodes[rank], gate) for mode in (TORCH, *given.modes.split(","))]
     for _ in range(WARM_STEPS):
         for job in jobs:
-            job.step()
-    rounds: dict[str, list[float]] = {job.mode: [] for job in jobs}
+            job.step(gated=False)  # in its first steps a hook connects and measures, and may wait for the device
+    rounds: dict[str, list[list[float]]] = {job.mode: [] for job in jobs}
     for _ in range(given.rounds):
         for job in jobs:
-            rounds[job.mode].append(statistics.median(job.step() for _ in range(given.steps)))
+            rounds[job.mode].append([job.step() for _ in range(given.steps)])
     if given.profile:
-        profile = cProfile.Profile()
-        profile.enable()
-        for _ in range(given.rounds):
-            jobs[1].step()
-        profile.disable()
+        profile = cProfile.Profile(time.thread_time)
+        for _ in range(given.rounds * given.steps):
+            jobs[1].step(profile)
         if rank == 0:
-            pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+            pstats.Stats(profile).sort_stats("tottime").print_stats(40)
     for job in jobs:
         job.close()
     if rank == 0:
-        print("| hook | least, us | median, us | of torch's |\n|---|---|---|---|")
-        for mode, found in rounds.items():
-            ratio = statistics.median(one / other for one, other in zip(found, rounds[TORCH], strict=True))
-            print(f"| {mode} | {min(found) * 1e6:.0f} | {statistics.median(found) * 1e6:.0f} | {ratio:.2f} |")
+        print(table(rounds))
     dist.destroy_process_group()
+
+
+def table(rounds: dict[str, list[list[float]]]) -> str:
+    """A table in Markdown of seconds of a bucket in each step of each round, by hook; `torch` is among them."""
+    least = {mode: min(map(min, found)) for mode, found in rounds.items()}
+    medians = {mode: [statistics.median(steps) for steps in found] for mode, found in rounds.items()}
+    lines = ["| hook | least, us | median, us | least, of torch's | median, of torch's |", "|---|---|---|---|---|"]
+    for mode, found in medians.items():
+        ratio = statistics.median(one / other for one, other in zip(found, medians[TORCH], strict=True))
+        lines.append(
+            f"| {mode} | {least[mode] * 1e6:.0f} | {statistics.median(found) * 1e6:.0f} | "
+            f"{least[mode] / least[TORCH]:.2f} | {ratio:.2f} |"
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

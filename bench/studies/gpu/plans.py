@@ -1,7 +1,7 @@
-"""Feeds docs/reference/gpu_plans.md: what each plan is predicted to take on clusters of GPUs, beside NCCL's own best.
+"""Feeds docs/results/gpu_plans.md: what each plan is predicted to take on clusters of GPUs, beside NCCL's own best.
 
     python -m gradwire.bench.studies.gpu.plans            # prints the tables
-    python -m gradwire.bench.studies.gpu.plans --write docs/reference/gpu_plans.md
+    python -m gradwire.bench.studies.gpu.plans --write docs/results/gpu_plans.md
 
 Nothing is measured, no GPU is needed.
 """

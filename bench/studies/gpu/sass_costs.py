@@ -10,21 +10,14 @@ memory's bandwidth that is left if nothing but issuing instructions (and no late
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
 from gradwire.bench.studies.gpu.sass import Kernel, compile_file
-from gradwire.bench.studies.gpu.sass_machine import LANES, PARAMETERS, SECTOR, SassCounts, SassMemory, launch
-from gradwire.compressors.kernels import reference
+from gradwire.bench.studies.gpu.sass_cases import Arena, SassCase, all_cases
+from gradwire.bench.studies.gpu.sass_machine import LANES, PARAMETERS, SECTOR, SassCounts, launch
 from gradwire.compressors.kernels.cuda.load import ENTRY_POINTS, FOLDER
-
-MEMORY_NBYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,44 +52,6 @@ REGISTERS, THREADS, SHARED_NBYTES = 65536, 2048, {80: 164 << 10, 90: 228 << 10, 
 """Of a multiprocessor."""
 
 
-class Arena:
-    """SassMemory for one case, and what must be in it afterwards."""
-
-    def __init__(self) -> None:
-        self.memory = SassMemory(MEMORY_NBYTES)
-        self.wanted: list[tuple[str, int, NDArray[np.uint8]]] = []
-
-    def put(self, tensor: Tensor) -> np.int64:
-        """Places a tensor and returns its address."""
-        return np.int64(self.memory.place(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
-
-    def expect(self, name: str, tensor: Tensor) -> np.int64:
-        """Places zeros and returns their address; the kernel must write this tensor there."""
-        address = self.put(torch.zeros_like(tensor))
-        self.wanted.append((name, int(address), tensor.contiguous().view(-1).view(torch.uint8).numpy()))
-        return address
-
-    def check(self) -> None:
-        """Raises ValueError if a result has other bits than the reference's."""
-        for name, address, wanted in self.wanted:
-            wrong = int((self.memory.taken(address, wanted.size) != wanted).sum())
-            if wrong:
-                raise ValueError(f"`{name}`: {wrong} of {wanted.size} bytes differ from the reference's")
-
-
-@dataclass(frozen=True, slots=True)
-class SassCase:
-    """A kernel and what it works on."""
-
-    name: str
-    file: str
-    kernel: str
-    numel: int
-    blocks: int
-    threads: int
-    arguments: Callable[[Arena], Sequence[np.generic]]
-
-
 @dataclass(frozen=True, slots=True)
 class SassCost:
     """What a case took, for each element."""
@@ -123,146 +78,6 @@ class SassCost:
         slowest = max(seconds, key=lambda unit: seconds[unit])
         busy = seconds[slowest] / gpu.hertz / gpu.multiprocessors
         return (self.read + self.written) / gpu.bytes_per_second / busy, slowest
-
-
-def _randn(numel: int, seed: int) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-
-
-def _payloads(workers: int, nbytes: int, encode: Callable[[Tensor, Tensor], None], numel: int) -> Tensor:
-    rows = torch.empty(workers, -(-nbytes // 16) * 16, dtype=torch.uint8)
-    for worker in range(workers):
-        encode(_randn(numel, 10 + worker), rows[worker, :nbytes])
-    return rows
-
-
-def waterfill_cases(bits: int = 5, numel: int = 16384) -> Iterator[SassCase]:
-    """A group a CTA."""
-    nbytes, groups = reference.waterfill_nbytes(numel, bits), numel // reference.WATERFILL_GROUP
-
-    def rows(workers: int) -> Tensor:
-        return _payloads(workers, nbytes, lambda x, to: reference.waterfill_encode(bits, x, None, None, to), numel)
-
-    def encode(arena: Arena) -> Sequence[np.generic]:
-        x, residual, left, payload = (
-            _randn(numel, 0),
-            _randn(numel, 1),
-            torch.empty(numel),
-            torch.empty(nbytes, dtype=torch.uint8),
-        )
-        reference.waterfill_encode(bits, x, residual, left, payload)
-        where = arena.put(x), arena.put(residual), arena.expect("new_residual", left), arena.expect("payload", payload)
-        return np.int32(bits), *where, np.int64(nbytes), np.int64(numel), np.int64(numel)
-
-    def decode(workers: int) -> Callable[[Arena], Sequence[np.generic]]:
-        def make(arena: Arena) -> Sequence[np.generic]:
-            payloads, target = rows(workers), torch.empty(numel)
-            reference.waterfill_decode_reduce(bits, payloads[:, :nbytes], None, target)
-            where = arena.put(payloads), np.int64(payloads.stride(0)), np.int64(workers), np.int64(0)
-            return np.int32(bits), *where, arena.expect("target", target), np.int64(numel)
-
-        return make
-
-    def reduce_encode(arena: Arena) -> Sequence[np.generic]:
-        payloads, residual, left = rows(4), _randn(numel, 1), torch.empty(numel)
-        reduced = torch.empty(nbytes, dtype=torch.uint8)
-        reference.waterfill_reduce_encode(bits, payloads[:, :nbytes], residual, left, reduced, numel)
-        where = arena.put(payloads), np.int64(payloads.stride(0)), np.int64(4), arena.put(residual)
-        outputs = arena.expect("new_residual", left), arena.expect("reduced", reduced)
-        return np.int32(bits), *where, *outputs, np.int64(numel)
-
-    yield SassCase("waterfill encode", "waterfill", "waterfill_encode", numel, groups, 512, encode)
-    for workers in (1, 4, 16):
-        name = f"waterfill decode_reduce, W = {workers}"
-        yield SassCase(name, "waterfill", "waterfill_decode_reduce", numel, groups, 512, decode(workers))
-    yield SassCase(
-        "waterfill reduce_encode, W = 4", "waterfill", "waterfill_reduce_encode", numel, groups, 512, reduce_encode
-    )
-
-
-def quantize_cases(bits: int, numel: int = 16384) -> Iterator[SassCase]:
-    """A block a warp, as a launch of many CTAs has it."""
-    nbytes = reference.quantize_nbytes(numel, bits)
-    rounding = np.int32(0), np.uint32(0)
-
-    def encode(arena: Arena) -> Sequence[np.generic]:
-        x, residual, left, payload = (
-            _randn(numel, 0),
-            _randn(numel, 1),
-            torch.empty(numel),
-            torch.empty(nbytes, dtype=torch.uint8),
-        )
-        reference.quantize_encode(bits, x, residual, left, payload, None)
-        where = arena.put(x), arena.put(residual), arena.expect("new_residual", left), arena.expect("payload", payload)
-        return *where, np.int64(nbytes), np.int64(numel), np.int64(numel), np.int64(numel // 512), *rounding
-
-    def rows(workers: int) -> Tensor:
-        return _payloads(workers, nbytes, lambda x, to: reference.quantize_encode(bits, x, None, None, to, None), numel)
-
-    def decode(workers: int) -> Callable[[Arena], Sequence[np.generic]]:
-        def make(arena: Arena) -> Sequence[np.generic]:
-            payloads, target = rows(workers), torch.empty(numel)
-            reference.quantize_decode_reduce(bits, payloads[:, :nbytes], None, target)
-            where = arena.put(payloads), np.int64(payloads.stride(0)), np.int64(workers), np.int64(0)
-            return *where, arena.expect("target", target), np.int64(numel)
-
-        return make
-
-    def reduce_encode(arena: Arena) -> Sequence[np.generic]:
-        payloads, residual, left = rows(4), _randn(numel, 1), torch.empty(numel)
-        reduced = torch.empty(nbytes, dtype=torch.uint8)
-        reference.quantize_reduce_encode(bits, payloads[:, :nbytes], residual, left, reduced, numel, None)
-        where = arena.put(payloads), np.int64(payloads.stride(0)), np.int64(4), arena.put(residual)
-        return *where, arena.expect("new_residual", left), arena.expect("reduced", reduced), np.int64(numel), *rounding
-
-    name = f"quantize {bits} bits"
-    yield SassCase(f"{name} encode", "quantize", f"quantize_encode_{bits}", numel, 4, 256, encode)
-    for workers in (4, 8, 16):
-        kernel = f"quantize_decode_reduce_{bits}"
-        yield SassCase(f"{name} decode_reduce, W = {workers}", "quantize", kernel, numel, 8, 256, decode(workers))
-    kernel = f"quantize_reduce_encode_{bits}"
-    yield SassCase(f"{name} reduce_encode, W = 4", "quantize", kernel, numel, 4, 256, reduce_encode)
-
-
-def onebit_cases(numel: int = 16384) -> Iterator[SassCase]:
-    """A block a warp."""
-    nbytes = reference.onebit_nbytes(numel)
-
-    def encode(arena: Arena) -> Sequence[np.generic]:
-        x, residual, left, payload = (
-            _randn(numel, 0),
-            _randn(numel, 1),
-            torch.empty(numel),
-            torch.empty(nbytes, dtype=torch.uint8),
-        )
-        reference.onebit_encode(x, residual, left, payload)
-        where = arena.put(x), arena.put(residual), arena.expect("new_residual", left), arena.expect("payload", payload)
-        return *where, np.int64(nbytes), np.int64(numel), np.int64(numel), np.int64(numel // 1024)
-
-    def rows(workers: int) -> Tensor:
-        return _payloads(workers, nbytes, lambda x, to: reference.onebit_encode(x, None, None, to), numel)
-
-    def decode(workers: int) -> Callable[[Arena], Sequence[np.generic]]:
-        def make(arena: Arena) -> Sequence[np.generic]:
-            payloads, target = rows(workers), torch.empty(numel)
-            reference.onebit_decode_reduce(payloads[:, :nbytes], None, target)
-            where = arena.put(payloads), np.int64(payloads.stride(0)), np.int64(workers), np.int64(0)
-            return *where, arena.expect("target", target), np.int64(numel)
-
-        return make
-
-    yield SassCase("onebit encode", "onebit", "onebit_encode", numel, 2, 256, encode)
-    for workers in (4, 8, 16):
-        name = f"onebit decode_reduce, W = {workers}"
-        yield SassCase(name, "onebit", "onebit_decode_reduce", numel, 2, 256, decode(workers))
-
-
-def all_cases() -> Iterator[SassCase]:
-    """Every case, in the order of the table."""
-    yield from waterfill_cases()
-    yield from quantize_cases(8)
-    yield from quantize_cases(4)
-    yield from onebit_cases()
 
 
 def resident_ctas(kernel: Kernel, threads: int) -> int:

@@ -344,13 +344,13 @@ def _add(kind: list[str], ops: list[str]) -> Step:
 
 
 def _multiply_add(kind: list[str], ops: list[str]) -> Step:
-    """IMAD in all its forms."""
+    """IMAD in all its forms; WIDE and HI add a pair of registers to the 64 bits of the product."""
     outs, rest = [ops[0]], ops[1:]
     if _is_flag(rest[0]):
         outs.append(rest.pop(0))
     wide, high, signed = "WIDE" in kind, "HI" in kind, "U32" not in kind
     a, b = _word(rest[0]), _word(rest[1])
-    c = _wide(rest[2]) if wide else _word(rest[2])
+    c = _wide(rest[2]) if wide or high else _word(rest[2])
     carry = _flag(rest[3]) if len(rest) > 3 else None
 
     def step(warp: Warp, lanes: Lanes) -> None:
@@ -363,25 +363,34 @@ def _multiply_add(kind: list[str], ops: list[str]) -> Step:
             product = (x.view(np.int32).astype(np.int64) * y.view(np.int32).astype(np.int64)).view(np.uint64)
         else:
             product = x.astype(np.uint64) * y.astype(np.uint64)
+        total = product + c(warp)
+        carried = total < product
+        if carry:
+            total = total + carry(warp)
+            carried |= carry(warp) & (total == 0)
         if high:
-            _write(warp, outs[0], (product >> np.uint64(32)).astype(np.uint32) + c(warp).astype(np.uint32), lanes)
-            return
-        total = product + c(warp).astype(np.uint64)
-        _write(warp, outs[0], total.astype(np.uint32), lanes)
-        _write(warp, outs[0], (total >> np.uint64(32)).astype(np.uint32), lanes, 1)
+            _write(warp, outs[0], (total >> np.uint64(32)).astype(np.uint32), lanes)
+        else:
+            _write(warp, outs[0], total.astype(np.uint32), lanes)
+            _write(warp, outs[0], (total >> np.uint64(32)).astype(np.uint32), lanes, 1)
         if len(outs) > 1:
-            _write_flag(warp, outs[1], total < product, lanes)
+            _write_flag(warp, outs[1], carried, lanes)
 
     return step
 
 
 def _lea(kind: list[str], ops: list[str]) -> Step:
-    """LEA: a shifted and added; HI the upper half of the pair (c, a), X with a carry."""
+    """LEA: a shifted and added; HI the upper half of the pair (c, a), X with a carry.
+
+    A negated a counts, shifted, as its complement and one, as in IADD3: so the carry of b - 0 is set.
+    """
     outs, rest = [ops[0]], ops[1:]
     if _is_flag(rest[0]):
         outs.append(rest.pop(0))
-    high, extended = "HI" in kind, "SX32" in kind
-    a, b = _word(rest[0]), _word(rest[1])
+    high, extended, negated = "HI" in kind, "SX32" in kind, rest[0].startswith("-")
+    if negated and high:
+        raise NotImplementedError("a negated pair")
+    a, b = _word(rest[0].lstrip("-")), _word(rest[1])
     third = _word(rest[2]) if high and not extended else None
     shift = np.uint64(int(rest[3 if third else 2], 16))
     carry = _flag(rest[-1]) if "X" in kind else None
@@ -395,6 +404,8 @@ def _lea(kind: list[str], ops: list[str]) -> Step:
             if third:
                 pair = pair | third(warp).astype(np.uint64) << np.uint64(32)
         shifted = (pair << shift) >> np.uint64(32) if high else (pair << shift) & np.uint64(0xFFFFFFFF)
+        if negated:
+            shifted = (shifted ^ np.uint64(0xFFFFFFFF)) + np.uint64(1)
         total = shifted + b(warp).astype(np.uint64)
         if carry:
             total = total + carry(warp).astype(np.uint64)
@@ -605,7 +616,19 @@ def _permute(kind: list[str], ops: list[str]) -> Step:
     return _pure(ops[0], of)
 
 
+def _rounded_pair(whole: NDArray[np.uint64], kind: list[str]) -> Floats:
+    """64 bits to float32, upward: the only way that kernels have it, in divisions."""
+    if "RP" not in kind:
+        raise NotImplementedError("64 bits to the nearest float32")
+    rounded = whole.astype(np.float32)
+    low = np.array([int(float(found)) < int(exact) for found, exact in zip(rounded, whole, strict=True)])
+    return np.where(low, np.nextafter(rounded, np.float32(np.inf)), rounded)
+
+
 def _to_float(kind: list[str], ops: list[str]) -> Step:
+    if "U64" in kind:
+        pair = _wide(ops[1])
+        return _pure(ops[0], lambda warp: _rounded_pair(pair(warp), kind).view(np.uint32))
     read, part = _word(ops[1].split(".B")[0]), int(ops[1].partition(".B")[2][:1] or 0)
 
     def of(warp: Warp) -> Words:
@@ -622,6 +645,14 @@ def _to_float(kind: list[str], ops: list[str]) -> Step:
 
 def _to_integer(kind: list[str], ops: list[str]) -> Step:
     read = _float(ops[1])
+    if "U64" in kind:
+
+        def both(warp: Warp, lanes: Lanes) -> None:
+            whole = np.trunc(read(warp)).astype(np.float64).astype(np.uint64)
+            _write(warp, ops[0], whole.astype(np.uint32), lanes)
+            _write(warp, ops[0], (whole >> np.uint64(32)).astype(np.uint32), lanes, 1)
+
+        return both
     least, most = (0, 2**32 - 1) if "U32" in kind else (-(2**31), 2**31 - 1)
 
     def of(warp: Warp) -> Words:
@@ -860,12 +891,14 @@ def _flags_to_register(kind: list[str], ops: list[str]) -> Step:
 
 
 def _register_to_flags(kind: list[str], ops: list[str]) -> Step:
-    read, mask = _word(ops[1]), int(ops[2], 16)
+    """R2P: seven bits of a word, or of the byte of it that is named, become predicates."""
+    name, _, byte = ops[1].partition(".B")
+    read, mask, first = _word(name), int(ops[2], 16), 8 * int(byte or 0)
 
     def step(warp: Warp, lanes: Lanes) -> None:
         for i in range(7):
             if mask >> i & 1:
-                _write_flag(warp, f"P{i}", (read(warp) >> np.uint32(i) & np.uint32(1)).astype(bool), lanes)
+                _write_flag(warp, f"P{i}", (read(warp) >> np.uint32(first + i) & np.uint32(1)).astype(bool), lanes)
 
     return step
 
@@ -1043,11 +1076,17 @@ def _unary_half(ops: list[str]) -> Step:
 
 
 def _mufu(kind: list[str], ops: list[str]) -> Step:
-    """MUFU.RCP, which the hardware gives within one unit in the last place: here rounded."""
-    read = _float(ops[1])
-    if kind[1] != "RCP":
+    """MUFU.RCP and RSQ, which the hardware gives within one unit in the last place: here rounded."""
+    read, root = _float(ops[1]), kind[1] == "RSQ"
+    if kind[1] not in ("RCP", "RSQ"):
         raise NotImplementedError(".".join(kind))
-    return _pure(ops[0], lambda warp: (1.0 / read(warp).astype(np.float64)).astype(np.float32).view(np.uint32))
+
+    def of(warp: Warp) -> Words:
+        x = read(warp).astype(np.float64)
+        bits: Words = (1.0 / (np.sqrt(x) if root else x)).astype(np.float32).view(np.uint32)
+        return bits
+
+    return _pure(ops[0], of)
 
 
 _STEPS["MUFU"] = _mufu

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fake_cuda.drive import FakeBucket, in_backward
+from gradwire.bench.studies.gpu.backward import HandedBucket, in_backward
 from gradwire.comms.hook import HookState
 from gradwire.comms.transport.groups import Groups
 
@@ -64,7 +64,7 @@ def main(how: str, plan: str, timeout: str, users_timeout: str, linger: str) -> 
                 futures = []
                 for index, parameter in enumerate(parameters):
                     buffers[index].copy_(sources[index])
-                    bucket: Any = FakeBucket(index, buffers[index], [parameter], index == len(parameters) - 1)
+                    bucket: Any = HandedBucket(index, buffers[index], [parameter], index == len(parameters) - 1)
                     futures.append(state.reduce(bucket))
 
                 def wait() -> None:

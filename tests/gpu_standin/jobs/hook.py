@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fake_cuda.drive import FakeBucket, in_backward
+from gradwire.bench.studies.gpu.backward import HandedBucket, in_backward
 from gradwire.comms.hook import HookState
 
 NUMELS = (3000, 4097, 777, 5000)
@@ -45,7 +45,7 @@ def reduce_buckets(
         for index, parameter in enumerate(parameters):
             buffers[index].copy_(sources[index])
             last = index == len(parameters) - 1
-            bucket: Any = FakeBucket(index, buffers[index], [parameter], last)
+            bucket: Any = HandedBucket(index, buffers[index], [parameter], last)
             futures.append(state.reduce(bucket))
 
         def wait() -> None:

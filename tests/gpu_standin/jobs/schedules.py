@@ -1,50 +1,66 @@
-"""Many schedules of one job: the same hook, plan and gradients under another jitter each, on connections made once.
+"""Many schedules of one training: every two steps under delays of another seed, on connections made once.
 
-schedules.py PLAN DTYPE SEEDS     prints the bits of each seed
+    schedules.py BACKEND SCHEDULES CASES     NODES has a letter for each rank; CASES as for trainings.py, of RUNS
+
+Prints for each case the bits of the weights after each schedule, `delayed`, and `wanted`: those of the same training
+without delays, on the device that the settings' `reference` names.
 """
 
-import hashlib
 import json
 import os
 import sys
-from datetime import timedelta
+import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from gpu_standin.calls import Cuda
-from gpu_standin.jobs.hook import NUMELS, Parameters, gradient, reduce_buckets
-
-from gradwire.comms.hook import HookState
+from gpu_standin.jobs.model import digest_of
+from gpu_standin.jobs.trainings import LATE, RUNS
 
 STEPS = 2
+"""Of a schedule: the second one is issued while the first one's kernels may still be waiting."""
+MOST_DELAYED_US = (300, 0, 2000)
+"""Taken in turns: much for a kernel of this size, nothing, and longer than a step."""
 
 
-def main(plan: str, dtype_name: str, seeds: str) -> None:
-    rank, dtype = int(os.environ["RANK"]), getattr(torch, dtype_name)
+def delay(cuda: Cuda, schedule: int | None) -> None:
+    """Has all streams of this process wait before their operations as a schedule's seed says; None: not at all."""
+    most = 0 if schedule is None else MOST_DELAYED_US[schedule % len(MOST_DELAYED_US)]
+    cuda.set("JITTER_US", str(most))
+    if most:
+        cuda.api.raw.gpu_standin_seed(1000 * (schedule or 0) + dist.get_rank())
+
+
+def bits_of_schedules(device: torch.device, settings: dict[str, Any], count: int, *, delayed: bool) -> list[str]:
+    """One training; what the weights are after each schedule."""
+    cuda = Cuda()
+    delay(cuda, None)
+    run, bits = RUNS[settings["kind"]](device, settings), []
+    for schedule in range(count):
+        delay(cuda, schedule if delayed else None)
+        losses = run.learn(device, STEPS * schedule, STEPS * (schedule + 1))
+        bits.append(digest_of([*run.net.parameters(), losses]))
+        assert bool(losses.isfinite().all())
+    delay(cuda, None)
+    run.close()
+    return bits
+
+
+def main(backend: str, schedules: str, cases: str) -> None:
+    warnings.simplefilter("ignore")
+    rank, count = int(os.environ["RANK"]), int(schedules)
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", timeout=timedelta(seconds=90))
-    model = Parameters(dtype)
-    node = os.environ["NODES"][rank]
-    chunks = 2 if plan == "hierarchical" else 1
-    state = HookState(model, plan=plan, chunks=chunks, hostname=node, timeout=timedelta(seconds=80))
-    buffers = [torch.empty(numel, device="cuda", dtype=dtype) for numel in NUMELS]
-    cuda, bits = Cuda(), []
-    for seed in range(int(seeds)):
-        cuda.set("JITTER_US", str((0, 300, 2000)[seed % 3]))
-        cuda.api.raw.gpu_standin_seed(seed * 1000 + rank)
-        digest = hashlib.sha256()
-        for step in range(STEPS):
-            # Not whole numbers: in another order of additions they would have other bits.
-            sources = [
-                gradient(index, rank, step, torch.float32).mul_(0.1).to(dtype).cuda() for index in range(len(NUMELS))
-            ]
-            reduce_buckets(state, buffers, sources, list(model.parameters()))
-            for buffer in buffers:
-                digest.update(buffer.cpu().view(torch.uint8).numpy().tobytes())
-        bits.append(digest.hexdigest())
-    state.close()
+    dist.init_process_group(backend, timeout=LATE)
+    for name, settings in json.loads(cases):
+        reference = torch.device("cuda", rank) if settings["reference"] == "cuda" else torch.device("cpu")
+        bits = {
+            "wanted": bits_of_schedules(reference, settings, count, delayed=False),
+            "delayed": bits_of_schedules(torch.device("cuda", rank), settings, count, delayed=True),
+        }
+        print(json.dumps([name, bits]), flush=True)
+    dist.barrier()  # rank 0 serves the store
     dist.destroy_process_group()
-    print(json.dumps({"bits": bits}))
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ Element Arguments::take(const c10::OperatorHandle& op, const at::Tensor& tensor,
   TORCH_CHECK(tensor.dim() == 0 || one_by_one || takes_host_indices(op), "Expected all tensors to be on the same device, but found at least two devices, ", device_,
               " and cpu! (when checking the arguments of ", op.operator_name(), ")");
   auto copy = tensor.clone();
-  copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
   return copy;
 }
 

@@ -1,5 +1,6 @@
 #include "special.h"
 
+#include "batch_norm.h"
 #include "enqueue.h"
 
 #include <ATen/ops/_local_scalar_dense_native.h>
@@ -66,18 +67,43 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
   return {input.mul(mask).mul_(1.0 / (1.0 - probability)), mask};
 }
 
+/// Softmax, or its logarithm, whose result is float32 while its input is half: on the CPU the input has to be cast before.
+void softmax(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  constexpr size_t self = 0, half_to_float = 2, arguments = 3;
+  if (torch::jit::peek(*stack, half_to_float, arguments).toBool()) {
+    torch::jit::peek(*stack, self, arguments) = torch::jit::peek(*stack, self, arguments).toTensor().to(at::kFloat);
+    torch::jit::peek(*stack, half_to_float, arguments) = false;
+  }
+  enqueue(op, stack);
+}
+
+/// Its backward: the gradient of a half input from a float32 one is cast afterwards.
+void softmax_backward(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  constexpr size_t gradient = 0, input_dtype = 3, arguments = 4;
+  const auto wanted = torch::jit::peek(*stack, input_dtype, arguments).toScalarType();
+  torch::jit::peek(*stack, input_dtype, arguments) = torch::jit::peek(*stack, gradient, arguments).toTensor().scalar_type();
+  enqueue(op, stack);
+  auto result = torch::jit::pop(*stack).toTensor().to(wanted);
+  stack->emplace_back(std::move(result));
+}
 
 }  // namespace
 
 bool is_special(const std::string& name) {
-  static const std::set<std::string> names = {"aten::copy_", "aten::native_dropout", "aten::_local_scalar_dense"};
-  return names.count(name) != 0;
+  static const std::set<std::string> names = {"aten::copy_", "aten::native_dropout", "aten::_local_scalar_dense", "aten::_softmax",
+                                             "aten::_log_softmax", "aten::_softmax_backward_data", "aten::_log_softmax_backward_data"};
+  return names.count(name) != 0 || is_batch_norm(name);
 }
 
 void register_special(torch::Library& library) {
   library.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&copy>());
   library.impl("native_dropout", native_dropout);
   library.impl("_local_scalar_dense", local_scalar);
+  for (const char* name : {"_softmax", "_log_softmax"}) library.impl(name, torch::CppFunction::makeFromBoxedFunction<&softmax>());
+  for (const char* name : {"_softmax_backward_data", "_log_softmax_backward_data"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&softmax_backward>());
+  }
+  register_batch_norm(library);
 }
 
 }  // namespace gpu_standin
