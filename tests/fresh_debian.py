@@ -40,8 +40,11 @@ mkdir -p .outside
 pivot_root . .outside
 umount -l /.outside
 cd /
-exec "$@" < /dev/null
+status=0
+"$@" < /dev/null || status=$?
+exit $status
 """
+# Process 1 stays root's: the kernel forgets --kill-child's signal where a process changes its user.
 # pivot_root, not chroot: the kernel gives no user namespace to a process that has been chrooted.
 
 

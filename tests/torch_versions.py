@@ -2,88 +2,54 @@
 
     python tests/torch_versions.py                      # all but the pinned one: `make torch-versions`
     python tests/torch_versions.py 2.14.1 -- -k hook    # one release; what follows `--` goes to pytest
+    python tests/torch_versions.py --wheels FOLDER      # its wheels are there already
 
 Each release gets an environment of its own, which sees this one's packages (gradwire, numpy, pytest) behind its own
 torch, and is deleted after its tests unless `--keep` is given. pip decides from where: PIP_INDEX_URL or
-PIP_EXTRA_INDEX_URL name an index of CPU wheels (200 MB a release); without one, PyPI's bring CUDA along, which is 3 GB
-to download and 6 GB of disk at a time.
+PIP_EXTRA_INDEX_URL name an index of CPU wheels (200 MB a release). PyPI's build is for CUDA, 540 MB; it is installed
+without NVIDIA's packages, over stubs (support/cuda_wheel.py), and computes on CPU tensors.
 """
 
 import argparse
 import shutil
-import site
 import subprocess
 import sys
 import time
-import venv
 from pathlib import Path
+
+from support.cuda_wheel import BuildError, make_cpu_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 
 RELEASES = ("2.14.1", "2.15.0")
 """The newest patch of each minor release that gradwire supports, beside the one in constraints.txt."""
 
-TESTS = (
-    "tests/comms/backend",
-    "tests/comms/bootstrap",
-    "tests/comms/sharded",
-    "tests/comms/transport",
-    "tests/comms/test_communicator.py",
-    "tests/comms/test_compression.py",
-    "tests/comms/test_execute.py",
-    "tests/comms/test_hook.py",
-    "tests/comms/test_optimizer_check.py",
-    "tests/comms/test_resume.py",
-    "tests/comms/test_wrap.py",
-    "tests/compressors/optim",
-    "tests/test_public_names.py",
-)
-"""What touches process groups, works, stores, DDP's buckets and optimizers; the rest is arithmetic on tensors."""
+TESTS = ("tests/comms", "tests/compressors/optim", "tests/bench/train", "tests/test_public_names.py")
+"""What touches process groups, works, stores, DDP's buckets and optimizers, and the main job on a small model; the rest
+is arithmetic on tensors, or needs no torch."""
 
 
-def make_environment(folder: Path, release: str) -> Path:
-    """Installs one release of torch, and nothing of ours; returns the environment's interpreter.
-
-    Args:
-        folder: For the environment; replaced if it exists.
-        release: `2.14.1`.
-
-    Raises:
-        subprocess.CalledProcessError: pip finds no wheel of this release for this machine, or its index refuses.
-    """
-    venv.create(folder, clear=True)
-    python = folder / "bin" / "python"
-    # The constraint also holds for what torch itself asks for, so no other release can come in its place.
-    pinned = folder / "constraints.txt"
-    pinned.write_text(f"torch=={release}\n")
-    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-    subprocess.run(
-        [*install, "--disable-pip-version-check", "--only-binary", ":all:", "-c", str(pinned), f"torch=={release}"],
-        check=True,
-    )
-    [packages] = (folder / "lib").glob("python*/site-packages")
-    # Behind its own packages, and with this environment's .pth files, so that an editable install is seen, too.
-    lines = [f"import site; site.addsitedir({path!r})" for path in site.getsitepackages()]
-    (packages / "beside.pth").write_text("\n".join(lines) + "\n")
-    return python
+PYTEST = ("-q", "-p", "no:cacheprovider", "--dist", "loadfile")
 
 
-def try_release(release: str, folder: Path, pytest_options: list[str]) -> int:
+def try_release(release: str, folder: Path, wheels: Path | None, workers: int, pytest_options: list[str]) -> int:
     """Runs the tests on one release and returns pytest's exit status.
 
     Args:
         release: `2.14.1`.
         folder: For the environment.
+        wheels: A folder with torch's wheels; pip downloads this one where it is None.
+        workers: Processes that run tests.
         pytest_options: Added to the list of tests.
     """
-    python = make_environment(folder, release)
+    python = make_cpu_environment(folder, release, wheels)
     found = subprocess.run(
         [python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout.strip()
     if found.partition("+")[0] != release:
         raise RuntimeError(f"the environment for torch {release} has torch {found}: something in front of it hides it")
     print(f"torch {found}", flush=True)
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, *pytest_options]
+    command = [str(python), "-m", "pytest", *PYTEST, "-n", str(workers), *TESTS, *pytest_options]
     return subprocess.run(command, check=False, cwd=ROOT).returncode
 
 
@@ -97,15 +63,17 @@ def main() -> int:
     )
     parser.add_argument("--keep", action="store_true", help="keep the environments, to run something in them by hand")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "torch", help="for the environments")
+    parser.add_argument("--wheels", type=Path, help="a folder with torch's wheels, in it or in folders inside it")
+    parser.add_argument("--workers", type=int, default=3, help="processes that run tests; default: 3")
     options = parser.parse_args(words[:split])
     verdicts = {}
     for release in options.releases:
         started, folder = time.monotonic(), options.folder.absolute() / release
         try:
-            status = try_release(release, folder, words[split + 1 :])
+            status = try_release(release, folder, options.wheels, options.workers, words[split + 1 :])
             verdicts[release] = "passed" if status == 0 else f"FAILED (pytest: {status})"
-        except subprocess.CalledProcessError as error:
-            verdicts[release] = f"FAILED: {' '.join(map(str, error.cmd[-2:]))} ended with {error.returncode}"
+        except BuildError as error:
+            verdicts[release] = f"FAILED: {error}"
         finally:
             if not options.keep:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -68,7 +68,7 @@ for line in sys.stdin:
 """Reads tasks, forks their ranks, and answers with the exit codes."""
 
 SECONDS = 120
-"""Then ranks that are still there are killed."""
+"""Then ranks that are still there are killed, where nothing else is asked for."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,25 @@ class ForkServer:
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
 
-    def run(self, script: Path, arguments: Sequence[str], ranks: int, folder: Path, **environment: str) -> Ranks:
-        """Runs a script as so many ranks, in a folder, with the variables that torchrun sets, and others."""
+    def run(
+        self,
+        script: Path,
+        arguments: Sequence[str],
+        ranks: int,
+        folder: Path,
+        seconds: float = SECONDS,
+        **environment: str,
+    ) -> Ranks:
+        """Runs a script as so many ranks, in a folder, with the variables that torchrun sets, and others.
+
+        Args:
+            script: What `python` would run.
+            arguments: Of its command line.
+            ranks: How many.
+            folder: Where they run, and where their output goes.
+            seconds: Then ranks that are still there are killed.
+            **environment: Other variables.
+        """
         variables = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
@@ -107,7 +124,7 @@ class ForkServer:
             "folder": str(folder),
             "ranks": ranks,
             "environment": variables | environment,
-            "seconds": SECONDS,
+            "seconds": seconds,
         }
         assert self._process.stdin is not None
         assert self._process.stdout is not None

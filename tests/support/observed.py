@@ -13,6 +13,7 @@ from gradwire.comms.compression import Compression
 from gradwire.comms.config import Config
 from gradwire.comms.execute import Bucket, Launch
 from gradwire.comms.observe.observer import Observer
+from gradwire.comms.step.listeners import EndedStep
 from gradwire.compressors.base import Layout, Slice
 from support.threads import run_ranks
 
@@ -36,7 +37,7 @@ class Steps:
 
     def step(self, pause: Callable[[int], float] = lambda index: 0.0, wait: bool = True) -> list[Bucket]:
         """One step; `pause` says how long each bucket takes to compute."""
-        self.observer.step_began()
+        self.observer.step_began(self.steps)
         buckets = []
         for index, (flat, layout) in enumerate(zip(self._flats, self._layouts, strict=True)):
             if seconds := pause(index):
@@ -45,7 +46,7 @@ class Steps:
             self.communicator.start(Launch((flat,), layout, (bucket,)), scale=1 / self.communicator.size)
             buckets.append(bucket)
         self.steps += 1
-        self.observer.step_ended(self.steps, buckets, lambda: self.communicator.report(self.steps))
+        self.observer.step_ended(EndedStep(self.steps, buckets, (), lambda: self.communicator.report(self.steps)))
         if wait:
             for bucket in buckets:
                 bucket.result().wait()

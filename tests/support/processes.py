@@ -16,5 +16,6 @@ class Processes(Protocol):
         environment: dict[str, str] | None = None,
         seconds: float = 90.0,
         lost: Collection[int] = (),
+        agent: bool = False,
     ) -> list[Any]:
         """Runs `target(rank, *arguments)` in `size` processes and returns the results in rank order."""

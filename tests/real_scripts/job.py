@@ -1,0 +1,142 @@
+"""Runs a script as the two ranks of a job, each a node of its own, and reads what the observer has noted."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+RANKS = 2
+SECONDS = 600
+"""For one run, on a machine with other work to do."""
+
+OBSERVER = Path(__file__).with_name("observer.py")
+
+
+class JobError(Exception):
+    """A run that ended otherwise than it should; the message ends with what it printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An optimizer's step: the weights that it left, and the bytes sent between nodes so far (None: no hook)."""
+
+    weights: str
+    nbytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one rank did: its losses as C99 hexadecimal floats, its steps in order, and what it printed."""
+
+    losses: tuple[str, ...]
+    steps: tuple[Step, ...]
+    printed: str
+
+
+def install_observer(folder: Path) -> None:
+    """Makes `folder`, on PYTHONPATH, bring the observer to every process that imports torch."""
+    information = folder / "real_scripts_observer-0.dist-info"
+    information.mkdir(parents=True, exist_ok=True)
+    shutil.copy(OBSERVER, folder / "real_scripts_observer.py")
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: real-scripts-observer\nVersion: 0\n")
+    # Sorted before gradwire or behind it, both work: neither reads what the other changes.
+    (information / "entry_points.txt").write_text(
+        "[torch.backends]\nreal_scripts_observer = real_scripts_observer:install\n"
+    )
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def environment_of(rank: int, port: int, record: Path, observer: Path, variables: Mapping[str, str]) -> dict[str, str]:
+    """What a rank sees: torchrun's variables, a host name of its own, the observer, and nothing else of gradwire's."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GRADWIRE_")}
+    return {
+        **inherited,
+        "WORLD_SIZE": str(RANKS),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(RANKS),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "real-scripts",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(observer),
+        "GRADWIRE_HOSTNAME": f"node{rank}",
+        "REAL_SCRIPTS_RECORD": str(record),
+        **variables,
+    }
+
+
+def run(
+    command: Sequence[str], folder: Path, record: Path, variables: Mapping[str, str], killed: int = 0
+) -> list[Record]:
+    """Runs a command as all ranks, and returns what each did.
+
+    Args:
+        command: Behind the interpreter: `train.py --device=cpu`.
+        folder: Where it runs.
+        record: For the observer's files; replaced.
+        variables: Added to the environment.
+        killed: The ranks kill themselves after this optimizer step; 0: they end by themselves.
+
+    Raises:
+        JobError: A rank fails, ends too early, or takes too long.
+    """
+    shutil.rmtree(record, ignore_errors=True)
+    record.mkdir(parents=True)
+    install_observer(record / "observer")
+    port, processes = free_port(), []
+    own = {**variables, "REAL_SCRIPTS_KILL_AFTER": str(killed)}
+    for rank in range(RANKS):
+        with (record / f"{rank}.txt").open("w") as printed:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, *command],
+                    cwd=folder,
+                    env=environment_of(rank, port, record, record / "observer", own),
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    deadline = time.monotonic() + SECONDS
+    try:
+        ended = [process.wait(max(deadline - time.monotonic(), 0.1)) for process in processes]
+    except subprocess.TimeoutExpired:
+        ended = []
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    wanted = -9 if killed else 0
+    if ended != [wanted] * RANKS:
+        how = f"ended with {ended}, wanted {wanted}" if ended else f"took more than {SECONDS} s"
+        said = "\n".join((record / f"{rank}.txt").read_text()[-3000:] for rank in range(RANKS))
+        raise JobError(f"`{' '.join(command)}` {how}:\n{said}")
+    return [read(record, rank) for rank in range(RANKS)]
+
+
+def read(record: Path, rank: int) -> Record:
+    """What the observer has noted of a rank."""
+    path = record / f"{rank}.jsonl"
+    entries = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return Record(
+        losses=tuple(entry["loss"] for entry in entries if "loss" in entry),
+        steps=tuple(Step(entry["weights"], entry["nbytes"]) for entry in entries if "step" in entry),
+        printed=(record / f"{rank}.txt").read_text(),
+    )

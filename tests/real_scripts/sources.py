@@ -1,0 +1,79 @@
+"""Where the scripts come from: a git clone of each repository, at the commit that the list names."""
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class SourceError(Exception):
+    """What cannot be had, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A piece of a file that asks for a GPU, and what stands in its place on a machine without."""
+
+    file: str
+    wanted: str
+    instead: str
+
+
+def git(*words: str | Path) -> bytes:
+    """What a git command prints."""
+    done = subprocess.run(["git", *map(str, words)], capture_output=True, check=False)
+    if done.returncode:
+        raise SourceError(f"git {' '.join(map(str, words[:4]))} ...: {done.stderr.decode()[-500:].strip()}")
+    return done.stdout
+
+
+def clone_of(repository: str, sources: Path) -> Path:
+    """The git directory of a repository in `sources`, cloned where it is not there.
+
+    Args:
+        repository: `karpathy/nanoGPT`.
+        sources: Holds a clone or a bare mirror of each repository, as OWNER+NAME.
+    """
+    folder = sources / repository.replace("/", "+")
+    if not folder.exists():
+        sources.mkdir(parents=True, exist_ok=True)
+        # Blobs of the files that are taken out arrive with them, so that large repositories stay small.
+        git("clone", "--quiet", "--bare", "--filter=blob:none", f"https://github.com/{repository}", folder)
+    return folder
+
+
+def take_out(repository: str, commit: str, paths: Sequence[str], sources: Path, into: Path) -> Path:
+    """Puts files of one commit into an empty folder.
+
+    Args:
+        repository: `karpathy/nanoGPT`.
+        commit: Its full name.
+        paths: Files and folders of the repository; none takes all of it.
+        sources: See `clone_of`.
+        into: Replaced if it exists.
+    """
+    clone = clone_of(repository, sources)
+    shutil.rmtree(into, ignore_errors=True)
+    into.mkdir(parents=True)
+    archive = into.with_suffix(".tar")
+    try:
+        archive.write_bytes(git("-C", clone, "archive", "--format=tar", commit, *paths))
+        shutil.unpack_archive(archive, into, filter="data")
+    finally:
+        archive.unlink(missing_ok=True)
+    return into
+
+
+def apply(changes: Sequence[Change], folder: Path) -> None:
+    """Changes files of the copy.
+
+    Raises:
+        SourceError: A file does not hold what is to be changed: the list belongs to another commit.
+    """
+    for change in changes:
+        path = folder / change.file
+        text = path.read_text()
+        if change.wanted not in text:
+            raise SourceError(f"{change.file} does not hold {change.wanted!r}: the change is for another commit")
+        path.write_text(text.replace(change.wanted, change.instead))
