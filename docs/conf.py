@@ -1,13 +1,18 @@
 """How Sphinx builds the site: `make docs`. A warning is an error there, and so is a reference that leads nowhere."""
 
+import sys
+from pathlib import Path
+
 import gradwire
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 project = "gradwire"
 author = "The gradwire developers"
 copyright = author
 release = version = gradwire.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["site_pages", "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4
 myst_links_external_new_tab = True
 exclude_patterns = ["_build"]
